@@ -1,0 +1,167 @@
+"""Tokens on disk -> the batch of (seed, step, microbatch, dp rank).
+
+A corpus is a folder made by data/prepare.py: one long row of token ids per split, and meta.json about them. The row
+is cut into windows that overlap by one token, since the label of a position is the token after it:
+
+    row        t0  t1  t2  t3  t4  t5  t6  t7  t8 ...         seq_length s = 4
+    window 0  [t0  t1  t2  t3] t4                             tokens t0..t3, labels t1..t4
+    window 1                  [t4  t5  t6  t7] t8             tokens t4..t7, labels t5..t8
+
+Training counts samples, k = step x global_batch_size + place in the global batch, and walks the windows epoch by
+epoch, each epoch in an order of its own:
+
+    sample k  ->  window  permutation(seed, epoch = k // windows)[k % windows]
+
+So the data of a step is a pure function of (seed, step). A resumed run needs no saved position, and the layout does
+not show: the places of a global batch are dealt out in contiguous runs, to replicas first, then to microbatches.
+
+    place      0  1  2  3 | 4  5  6  7        global batch 8, dp 2, micro batch 2
+               replica 0  |  replica 1
+               m0    m1   |  m0    m1
+
+The tensor- and pipeline-parallel ranks of a replica ask with the same numbers and so read the same tokens: nobody
+broadcasts. Evaluation takes the windows in their stored order; places past the end are rows that count for nothing.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import torch
+
+from nanodomino.config import UserError, require
+from nanodomino.tokenizer import build_tokenizer
+
+SPLITS = ("train", "valid", "test")
+FORMAT = "nanodomino-corpus-1"
+
+
+@dataclass
+class Batch:
+    tokens: torch.Tensor        # [b, s] int64
+    labels: torch.Tensor        # [b, s] int64, the next tokens
+    loss_mask: torch.Tensor     # [b, s] float32, 0 where a position does not count
+    positions: torch.Tensor     # [b, s] int64
+    sample_ids: list[int]       # [b], each row's number in the order of consumption; seeds its dropout
+
+    def to(self, device) -> "Batch":
+        tensors = (self.tokens, self.labels, self.loss_mask, self.positions)
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors), self.sample_ids)
+
+    def split(self, count: int) -> list["Batch"]:
+        """Cut along the samples into `count` parts whose sizes differ by one at most; the longer ones come first."""
+        parts = zip(*(tensor.tensor_split(count) for tensor in (self.tokens, self.labels, self.loss_mask, self.positions)))
+        ids = iter(self.sample_ids)
+        return [Batch(*part, [next(ids) for _ in range(len(part[0]))]) for part in parts]
+
+
+@dataclass
+class Corpus:
+    """What meta.json says, checked. Entropies in nats per token of the training split: a model that knows only how
+    often tokens come reaches the first, one that sees a single token back the second."""
+    path: Path
+    tokenizer_name: str
+    vocab_size: int
+    end_of_text: int
+    dtype: np.dtype
+    tokens: dict[str, int]      # by split
+    sha256: dict[str, str]      # by split
+    unigram_entropy: float
+    bigram_entropy: float
+    meta: dict                  # the whole of meta.json
+
+    def tokenizer(self) -> tiktoken.Encoding:
+        files = (self.path / name if name else None for name in (self.meta.get("vocab_file"), self.meta.get("merge_file")))
+        return build_tokenizer(self.tokenizer_name, *files)
+
+    def verify(self):
+        """Read every byte: checksums and the largest token id. Raises UserError. Too slow for each start of a big run."""
+        for split in SPLITS:
+            path = self.path / f"{split}.bin"
+            require(file_sha256(path) == self.sha256[split], f"{path} does not have the SHA-256 that meta.json records; prepare it again")
+            require(not self.tokens[split] or np.memmap(path, self.dtype, mode="r").max() < self.vocab_size,
+                    f"{path} holds token ids outside the vocabulary of {self.vocab_size}; prepare it again")
+
+
+def file_sha256(path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def load_corpus(folder) -> Corpus:
+    """Read meta.json and check it against the sizes of the files. Raises UserError."""
+    folder = Path(folder)
+    require(folder.is_dir(), f"there is no data folder {folder}; make one with data/prepare.py --output {folder}")
+    path = folder / "meta.json"
+    require(path.is_file(), f"{folder} is not a folder made by data/prepare.py, as it has no meta.json; prepare another folder")
+    try:
+        meta = json.loads(path.read_text("utf-8"))
+        require(meta.get("format") == FORMAT, f"{path} is of format {meta.get('format')!r}, but this version reads {FORMAT!r}; "
+                f"prepare the text again")
+        corpus = Corpus(
+            path=folder, tokenizer_name=str(meta["tokenizer"]), vocab_size=int(meta["vocab_size"]),
+            end_of_text=int(meta["end_of_text"]), dtype=np.dtype({"uint16": "<u2", "uint32": "<u4"}[meta["dtype"]]),
+            tokens={split: int(meta["tokens"][split]) for split in SPLITS},
+            sha256={split: str(meta["sha256"][split]) for split in SPLITS},
+            unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from error
+    for split in SPLITS:
+        path, expected = folder / f"{split}.bin", corpus.tokens[split] * corpus.dtype.itemsize
+        require(path.is_file(), f"{path} is missing; prepare the text again")
+        found = path.stat().st_size
+        require(found == expected, f"{path} should hold {corpus.tokens[split]} tokens in {expected} bytes, but has {found} bytes; "
+                "prepare the text again")
+    return corpus
+
+
+class TokenDataset:
+    """One split as batches of windows of `seq_length` tokens. Raises UserError if there is not a single window."""
+
+    def __init__(self, corpus: Corpus, split: str, seq_length: int, seed: int, eod_mask_loss: bool = False):
+        self.corpus, self.split, self.seq_length, self.seed, self.eod_mask_loss = corpus, split, seq_length, seed, eod_mask_loss
+        count = corpus.tokens[split]
+        self.windows = max(count - 1, 0) // seq_length
+        require(self.windows > 0, f"the {split} split of {corpus.path} has {count} tokens, but one sample needs seq-length + 1 = "
+                f"{seq_length + 1}; lower --seq-length, prepare more text, or give {split} more of it with data/prepare.py --split")
+        self.row = np.memmap(corpus.path / f"{split}.bin", corpus.dtype, mode="r")
+        self.epoch, self.order = None, None
+
+    def window_of(self, sample: int) -> int:
+        """The window that training reads as its sample number `sample`; no window twice in an epoch."""
+        epoch, place = divmod(sample, self.windows)
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.windows)
+        return int(self.order[place])
+
+    def batch(self, step: int, microbatch: int, dp_rank: int, dp: int, micro_batch_size: int, global_batch_size: int,
+              shuffle: bool = True) -> Batch:
+        """The rows of one microbatch on one replica. `shuffle=False` is evaluation: windows in order, then empty rows."""
+        require(global_batch_size % (dp * micro_batch_size) == 0,
+                f"global-batch-size {global_batch_size} must be divisible by micro-batch-size x data parallel = "
+                f"{micro_batch_size} x {dp} = {micro_batch_size * dp}")
+        first = step * global_batch_size + dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
+        sample_ids = list(range(first, first + micro_batch_size))
+        s = self.seq_length
+        rows = np.zeros((micro_batch_size, s + 1), dtype=np.int64)
+        loss_mask = torch.ones(micro_batch_size, s)
+        for i, sample in enumerate(sample_ids):
+            if not shuffle and sample >= self.windows:
+                loss_mask[i] = 0    # every rank has equally many rows, and none is counted twice
+                continue
+            start = (self.window_of(sample) if shuffle else sample) * s
+            rows[i] = self.row[start:start + s + 1]
+        # An id outside the vocabulary would end as an unreadable device-side assert in the embedding.
+        require(rows.max() < self.corpus.vocab_size, f"{self.corpus.path / self.split}.bin holds token id {rows.max()}, outside the "
+                f"vocabulary of {self.corpus.vocab_size}; prepare the text again")
+        rows = torch.from_numpy(rows)
+        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        if self.eod_mask_loss:
+            loss_mask[labels == self.corpus.end_of_text] = 0
+        return Batch(tokens, labels, loss_mask, torch.arange(s).expand(micro_batch_size, s).contiguous(), sample_ids)

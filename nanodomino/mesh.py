@@ -1,0 +1,142 @@
+"""Who am I among the processes: rank <-> (pp, dp, tp), and a process group for each direction of talk.
+
+The ranks are the numbers of a box, counted with tp fastest, then dp, then pp (2104.04473, section 3):
+
+    rank = (pp_rank * dp + dp_rank) * tp + tp_rank
+
+                     dp 0        dp 1            tp_group: the ranks of one bracket. They share every matrix and
+      stage 0       [0  1]      [2  3]           talk four times a layer: neighbours on the fastest wires.
+      stage 1       [4  5]      [6  7]           dp_group: 0 and 2, 1 and 3, ... hold the same shard of different
+                     tp 0 1      tp 0 1          replicas and sum their gradients once a step.
+                                                 pp: 0 and 4, 1 and 5, ... pass activations down, gradients up.
+
+Build a group along the wrong axis and the sums are still sums, of the wrong things: nothing crashes. So the grid is
+made in this one place and handed to everyone as one `Mesh`.
+
+A single process is a world of one: the same code, groups of one member, no wires.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from nanodomino.config import Config, UserError, require
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the launcher told this process: its number in the world and on its host."""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launched: bool = False        # by torchrun, which also says where the others are
+
+
+def find_place(environment=os.environ) -> Place:
+    """Read torchrun's variables; with none of them, one process. Raises UserError if only some are there."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    found = {name: environment[name] for name in names if name in environment}
+    if not found:
+        return Place()
+    needed = names + ("MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in environment]
+    require(not missing, f"the environment has {', '.join(found)} but not {', '.join(missing)}; "
+            "start with torchrun, which sets them all, or unset them for one process")
+    require(all(value.isdigit() for value in found.values()),
+            f"the environment's {found} must be whole numbers; start with torchrun, which sets them")
+    place = Place(*(int(found[name]) for name in names), launched=True)
+    require(place.rank < place.world_size and place.local_rank < place.local_world_size,
+            f"RANK {place.rank} must be below WORLD_SIZE {place.world_size} and LOCAL_RANK {place.local_rank} below "
+            f"LOCAL_WORLD_SIZE {place.local_world_size}; start with torchrun, which sets them")
+    return place
+
+
+def find_device(config: Config, place: Place) -> torch.device:
+    """This process's device: its own GPU, or the CPU. Raises UserError if there are too few GPUs."""
+    gpus = torch.cuda.device_count()
+    if config.device == "cpu" or (config.device == "auto" and gpus == 0):
+        return torch.device("cpu")
+    require(gpus > 0, "--device cuda needs a GPU that torch can see, and there is none; try --device cpu")
+    require(place.local_world_size <= gpus, f"{place.local_world_size} processes on this host need as many GPUs, and there "
+            f"are {gpus}; start torchrun --nproc_per_node {gpus}, or try --device cpu")
+    return torch.device("cuda", place.local_rank)
+
+
+def start_world(place: Place, device: torch.device):
+    """Bring up the default process group: NCCL between GPUs, gloo between CPUs, a world of one without a launcher."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    alone = {} if place.launched else dict(store=dist.HashStore())
+    dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timedelta(minutes=10),
+                            device_id=device if device.type == "cuda" else None, **alone)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This process's coordinates, its device, and its groups. Made by make_mesh()."""
+    pp: int
+    dp: int
+    tp: int
+    pp_rank: int
+    dp_rank: int
+    tp_rank: int
+    device: torch.device
+    grid: DeviceMesh                              # the box itself, for DTensor and checkpoints
+    tp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    pp_forward_group: dist.ProcessGroup           # activations travel down the stages here
+    pp_backward_group: dist.ProcessGroup          # gradients travel up here: NCCL runs one group's messages in order, so
+                                                  # a send down must not queue in front of a receive from below
+    embedding_group: dist.ProcessGroup | None     # first and last stage, which both hold a tied embedding
+
+    def rank_of(self, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
+        """Coordinates -> rank in the world."""
+        return (pp_rank * self.dp + dp_rank) * self.tp + tp_rank
+
+    def stage_rank(self, pp_rank: int) -> int:
+        """World rank of the process at stage pp_rank that shares this one's dp_rank and tp_rank."""
+        return self.rank_of(pp_rank, self.dp_rank, self.tp_rank)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    def picture(self, stages: list[str]) -> str:
+        """The box as text; stages[i] says what stage i holds."""
+        width = len(str(self.pp * self.dp * self.tp - 1))
+        lines = [f"rank grid: {self.pp} pp x {self.dp} dp x {self.tp} tp; a bracket is a tensor-parallel group, a column of "
+                 "brackets a replica"]
+        for stage in range(self.pp):
+            brackets = ("[" + " ".join(f"{self.rank_of(stage, d, t):{width}d}" for t in range(self.tp)) + "]" for d in range(self.dp))
+            lines.append(f"  stage {stage}   {'  '.join(brackets)}   {stages[stage]}")
+        return "\n".join(lines)
+
+
+def make_mesh(pp: int, dp: int, tp: int, device: torch.device) -> Mesh:
+    """Cut the world into pp x dp x tp. Every rank of the world must call this, with the same numbers.
+
+    Raises UserError if the world has another size.
+    """
+    world = dist.get_world_size()
+    if pp * dp * tp != world:
+        raise UserError(f"world size {world} must equal pp x dp x tp = {pp} x {dp} x {tp}; change one of them")
+    grid = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    box = grid.mesh                                                            # box[pp_rank, dp_rank, tp_rank] = rank
+    pipelines = box.reshape(pp, -1).t().tolist()                               # the ranks of each pipeline, first stage first
+    pp_backward_group, _ = dist.new_subgroups_by_enumeration(pipelines)
+    embedding_group = None
+    if pp > 1:
+        embedding_group, _ = dist.new_subgroups_by_enumeration([[ranks[0], ranks[-1]] for ranks in pipelines])
+    pp_rank, dp_rank, tp_rank = grid.get_coordinate()
+    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device, grid, grid.get_group("tp"), grid.get_group("dp"),
+                grid.get_group("pp"), pp_backward_group, embedding_group)

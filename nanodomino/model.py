@@ -1,0 +1,269 @@
+"""GPT-2/3 as a chain of sublayers, cut where the wires are.
+
+A pre-norm transformer is one residual stream x that each sublayer reads and adds to; attention and MLP alternate, 2L
+of them. Written around the wires (reduce), every sublayer is the same three steps:
+
+    bridge    replicated, element-wise     x' = x + dropout(y + bias);   h = norm(x')
+    partial   sharded, matrix products     y_partial = W2 core(W1 h)
+    reduce    the wires                    y = sum over tp ranks of y_partial
+
+    tokens -> embed -> | norm -> W1 -> attention -> W2 -> g -> + | norm -> W1 -> gelu -> W2 -> g -> + | ... -> norm -> head
+
+Here the pieces are called in a row, with the blocking f and g of parallel.py and plain autograd: that is the
+*definition* of the model, and what every faster schedule is tested against. domino.py calls the very same pieces in
+another order. A pipeline stage is a run of layers; `pre_process` says that it owns the embedding, `post_process` the
+head.
+
+Shapes: b samples, s tokens, h hidden, n heads, d = h/n, t tensor-parallel ranks. The fused qkv matrix is stored head by
+head, [n, (q, k, v), d], so that a contiguous cut of its rows is a set of whole heads.
+
+Sources: GPT-2; GPT-3 (2005.14165); 1909.08053, section 3; sublayer scaling of the initial weights as in GPT-2.
+"""
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanodomino.config import Config
+from nanodomino.mesh import Mesh
+from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, copy_to_tensor_parallel,
+                                 gather_logits, parameter, vocab_parallel_cross_entropy)
+
+
+def stage_layers(num_layers: int, stage: int, stages: int) -> range:
+    """The layers of a pipeline stage, as even as they go: the first num_layers % stages stages hold one more."""
+    each, extra = divmod(num_layers, stages)
+    first = stage * each + min(stage, extra)
+    return range(first, first + each + (stage < extra))
+
+
+def close_residual(x, y, bias, mask):
+    """x + dropout(y + bias): what a sublayer adds, once the sum over ranks is there. All [b, s, h]; mask may be None."""
+    y = y + bias
+    return x + (y if mask is None else y * mask)
+
+
+def norm(x, weight, bias, epsilon):
+    """LayerNorm over the last dimension."""
+    return F.layer_norm(x, weight.shape, weight, bias, epsilon)
+
+
+class Norm(nn.Module):
+    """The parameters of a LayerNorm, whole on every rank."""
+
+    def __init__(self, config: Config, mesh: Mesh):
+        super().__init__()
+        self.weight = parameter((config.hidden_size,), config, mesh, value=1.0)
+        self.bias = parameter((config.hidden_size,), config, mesh)
+        self.epsilon = config.layernorm_epsilon
+
+    def forward(self, x):
+        return norm(x, self.weight, self.bias, self.epsilon)
+
+
+class Sublayer(nn.Module):
+    """norm, column-parallel linear, core, row-parallel linear, add. `column` and `row` are set by the subclass."""
+
+    def __init__(self, config: Config, mesh: Mesh, site: str):
+        super().__init__()
+        self.norm = Norm(config, mesh)
+        self.site = site                                       # names this sublayer's dropout masks
+
+    def forward(self, x, masks):
+        """x [b, s, h] -> [b, s, h]: the definition. masks: of the core and of the residual, see Dropout.sublayer."""
+        core_mask, hidden_mask = masks
+        y = self.row(self.core(self.column(self.norm(x)), self.column.bias, core_mask))
+        return close_residual(x, y, self.row.bias, hidden_mask)
+
+
+class Attention(Sublayer):
+    """Causal multi-head attention on this rank's n/t heads."""
+
+    def __init__(self, config: Config, mesh: Mesh, site: str):
+        super().__init__(config, mesh, site)
+        self.qkv = ColumnParallelLinear(config.hidden_size, 3 * config.hidden_size, config, mesh)
+        self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, config, mesh)
+        self.heads, self.head_dim = config.num_attention_heads // mesh.tp, config.head_dim
+
+    @property
+    def column(self):
+        return self.qkv
+
+    @property
+    def row(self):
+        return self.dense
+
+    def core(self, qkv, bias, mask):
+        """qkv [b, s, 3h/t], without its bias [3h/t] -> [b, s, h/t]. mask: dropout of the probabilities [b, n/t, s, s] or None."""
+        b, s, _ = qkv.shape
+        q, k, v = (qkv + bias).view(b, s, self.heads, 3, self.head_dim).permute(3, 0, 2, 1, 4)     # each [b, n/t, s, d]
+        if mask is None:
+            context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:                                                  # by hand, since SDPA draws its own mask
+            future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+            scores = (q @ k.transpose(-1, -2)) * self.head_dim ** -0.5
+            context = (scores.masked_fill(future, -torch.inf).softmax(dim=-1) * mask) @ v
+        return context.transpose(1, 2).reshape(b, s, self.heads * self.head_dim)
+
+
+class MLP(Sublayer):
+    """h -> 4h -> h with GELU, on this rank's 4h/t features."""
+
+    def __init__(self, config: Config, mesh: Mesh, site: str):
+        super().__init__(config, mesh, site)
+        self.dense_h_to_4h = ColumnParallelLinear(config.hidden_size, config.ffn_hidden_size, config, mesh)
+        self.dense_4h_to_h = RowParallelLinear(config.ffn_hidden_size, config.hidden_size, config, mesh)
+
+    @property
+    def column(self):
+        return self.dense_h_to_4h
+
+    @property
+    def row(self):
+        return self.dense_4h_to_h
+
+    def core(self, x, bias, mask):
+        """x [b, s, 4h/t], without its bias [4h/t] -> [b, s, 4h/t]."""
+        return F.gelu(x + bias, approximate="tanh")
+
+
+class Layer(nn.Module):
+    """A transformer layer: attention, then MLP."""
+
+    def __init__(self, config: Config, mesh: Mesh, site: str):
+        super().__init__()
+        self.attention = Attention(config, mesh, site + ".attention")
+        self.mlp = MLP(config, mesh, site + ".mlp")
+
+    def forward(self, x, attention_masks, mlp_masks):
+        return self.mlp(self.attention(x, attention_masks), mlp_masks)
+
+
+class Embedding(nn.Module):
+    """Word embedding, cut by vocabulary, and learned positions, whole on every rank."""
+
+    def __init__(self, config: Config, mesh: Mesh, with_positions: bool):
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(config, mesh)
+        if with_positions:
+            self.position_embeddings = nn.Module()
+            self.position_embeddings.weight = parameter(
+                (config.max_position_embeddings, config.hidden_size), config, mesh, std=config.init_method_std)
+
+    def add_positions(self, words, positions, mask):
+        """words [b, s, h] + the vectors of positions [b, s], with dropout."""
+        x = words + F.embedding(positions, self.position_embeddings.weight)
+        return x if mask is None else x * mask
+
+
+class Dropout:
+    """Masks as a pure function of (seed, sample, site): the layout never shows, not even in dropout.
+
+    A mask is drawn for the whole sample and all heads, from a generator seeded by the sample's number in the run (its
+    place in the data order) and the name of the site. So tensor-parallel ranks agree where the stream is replicated,
+    hold different heads' masks where it is sharded, and any slicing or resuming repeats the same bits.
+    Without sample_ids (evaluation) there are none.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, sample_ids=None):
+        self.config, self.mesh, self.sample_ids = config, mesh, sample_ids
+
+    def draw(self, site, shape, probability, like):
+        """Masks [b, *shape], scaled by 1/(1 - probability); None where nothing is dropped."""
+        if self.sample_ids is None or probability == 0.0:
+            return None
+        masks = torch.empty(len(self.sample_ids), *shape, device=like.device, dtype=like.dtype)
+        for mask, sample in zip(masks, self.sample_ids):
+            mask.bernoulli_(1.0 - probability, generator=seeded_generator(like.device, self.config.seed, sample, site))
+        return masks.div_(1.0 - probability)
+
+    def hidden(self, site, x):
+        """For a residual stream [b, s, h]."""
+        return self.draw(site, x.shape[1:], self.config.hidden_dropout, x)
+
+    def sublayer(self, sublayer: Sublayer, x):
+        """(core, hidden): for the attention probabilities of this rank's heads [b, n/t, s, s], and for what is added."""
+        core, s = None, x.size(1)
+        if isinstance(sublayer, Attention):
+            core = self.draw(sublayer.site + ".core", (self.config.num_attention_heads, s, s), self.config.attention_dropout, x)
+        if core is not None:
+            core = core.chunk(self.mesh.tp, dim=1)[self.mesh.tp_rank]
+        return core, self.hidden(sublayer.site + ".hidden", x)
+
+
+def seeded_generator(device, *key) -> torch.Generator:
+    """A generator whose stream depends on the key alone: the same on every rank, layout and run."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+class GPT(nn.Module):
+    """One pipeline stage of a GPT; with pp = 1, all of it.
+
+    pre_process: it owns the embedding and takes tokens. post_process: it owns final norm and head and gives losses or
+    logits. Parameters have global names (layers.7.attention.qkv.weight), the same on every layout.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, pre_process=True, post_process=True, parallel_output=True):
+        super().__init__()
+        self.config, self.mesh, self.parallel_output = config, mesh, parallel_output
+        self.pre_process, self.post_process = pre_process, post_process
+        tied = config.tied
+        if pre_process or (post_process and tied):             # a last stage holds a copy of the tied matrix
+            self.embedding = Embedding(config, mesh, with_positions=pre_process)
+        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, f"layers.{i}")
+                                     for i in stage_layers(config.num_layers, mesh.pp_rank, mesh.pp)})
+        if post_process:
+            self.final_norm = Norm(config, mesh)
+            if not tied:
+                self.output_layer = VocabParallelEmbedding(config, mesh)
+            self.head = [self.embedding.word_embeddings if tied else self.output_layer]    # in a list: not a second owner
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self):
+        """Draw each parameter whole, from a generator seeded by (seed, its global name), and keep this rank's part.
+
+        So the initial weights are the same on every layout, shards of one matrix differ, and replicas agree.
+        """
+        for name, weight in self.named_parameters():
+            if weight.std is None:
+                weight.fill_(weight.value)
+                continue
+            whole = torch.empty(weight.full_shape).normal_(0.0, weight.std, generator=seeded_generator("cpu", self.config.seed, name))
+            weight.copy_(self.local_part(whole, weight))
+
+    def local_part(self, whole, weight):
+        """This rank's shard of a whole tensor, cut as `weight` is."""
+        return whole if weight.shard_dim is None else whole.chunk(self.mesh.tp, dim=weight.shard_dim)[self.mesh.tp_rank]
+
+    @property
+    def sublayers(self) -> list[Sublayer]:
+        """Attention and MLP of each layer in turn."""
+        return [sublayer for layer in self.layers.values() for sublayer in (layer.attention, layer.mlp)]
+
+    def forward(self, tokens, positions, labels=None, hidden=None, sample_ids=None):
+        """The plain model, with blocking wires.
+
+        tokens, positions, labels: [b, s]; hidden: [b, s, h] from the stage before (None on the first);
+        sample_ids: b numbers that seed dropout, None to evaluate.
+        Returns hidden states [b, s, h]; on the last stage the loss of each token [b, s], or without labels the logits:
+        [b, s, valid] of this rank's words with parallel_output, else [b, s, v] on every rank.
+        """
+        masks = Dropout(self.config, self.mesh, sample_ids)
+        x = hidden
+        if self.pre_process:
+            words = self.embedding.word_embeddings(tokens)
+            x = self.embedding.add_positions(words, positions, masks.hidden("embedding", words))
+        for layer in self.layers.values():
+            x = layer(x, masks.sublayer(layer.attention, x), masks.sublayer(layer.mlp, x))
+        if not self.post_process:
+            return x
+        (vocabulary,) = self.head
+        h = copy_to_tensor_parallel(self.final_norm(x), self.mesh.tp_group)
+        logits = F.linear(h, vocabulary.logits_weight())
+        if labels is not None:
+            return vocab_parallel_cross_entropy(logits, labels, vocabulary)
+        return logits if self.parallel_output else gather_logits(logits, vocabulary, self.config.vocab_size)

@@ -1,0 +1,230 @@
+"""Tensor parallelism by hand: a matrix cut over t processes, and where the wires must be (1909.08053, section 3).
+
+Cut the first matrix of a pair by its output features (columns) and the second by its input features (rows). Between
+them each process works alone on its own features; one sum joins the pair again:
+
+                     column-parallel           core            row-parallel
+      h [b, s, h] --f--> W1[i] h --> [b, s, ffn/t] --gelu--> --> W2[i] --> partial [b, s, h] --g--> sum
+
+      f   forward: nothing (every rank has h)         backward: all-reduce (each rank knows a part of dL/dh)
+      g   forward: all-reduce (each has a part of y)  backward: nothing (the gradient of a sum is handed to each part)
+
+f and g are mirror images. Write g's backward as another all-reduce and every gradient is t times too large, which
+AdamW does not notice: it divides by the gradient's own size.
+
+Biases: that of a column-parallel linear is cut like its output. That of a row-parallel one is whole on every rank and
+must be added *after* the sum, or it counts t times. Both layers here leave the bias to the caller (Megatron's
+`skip_bias_add`), who fuses it with what follows.
+
+The vocabulary is cut the same way: each rank owns rows [first, first + v/t) of the embedding, and the loss is computed
+on logits that are never gathered.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from nanodomino.mesh import Mesh
+
+
+def parameter(shape, config, mesh, *, shard_dim=None, std=None, value=0.0) -> nn.Parameter:
+    """An unfilled local shard that knows how it is cut and how the whole is drawn (see initialize in model.py).
+
+    shape: of the whole; shard_dim: dimension cut over tp, None for a replica; std: of a normal draw, else `value`.
+    """
+    local = list(shape)
+    if shard_dim is not None:
+        local[shard_dim] //= mesh.tp
+    weight = nn.Parameter(torch.empty(local, device=mesh.device, dtype=getattr(torch, config.dtype)))
+    weight.full_shape, weight.shard_dim, weight.std, weight.value = tuple(shape), shard_dim, std, value
+    weight.main_grad = None        # where Domino adds weight gradients; zero.py sets it
+    return weight
+
+
+def copy_to_tensor_parallel(x, group):
+    """Megatron's f."""
+    return CopyToTensorParallel.apply(x, group) if group.size() > 1 else x
+
+
+def reduce_from_tensor_parallel(partial, group):
+    """Megatron's g."""
+    return ReduceFromTensorParallel.apply(partial, group) if group.size() > 1 else partial
+
+
+class CopyToTensorParallel(torch.autograd.Function):
+    """f: identity forward, all-reduce backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone(memory_format=torch.contiguous_format)   # autograd may share it with another branch
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class ReduceFromTensorParallel(torch.autograd.Function):
+    """g: all-reduce forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx, partial, group):
+        total = partial.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class ColumnParallelLinear(nn.Module):
+    """x [.., in] -> x W^T [.., out/t]: this rank's output features. `bias` [out/t] is for the caller to add."""
+
+    def __init__(self, features_in, features_out, config, mesh: Mesh):
+        super().__init__()
+        self.group = mesh.tp_group
+        self.weight = parameter((features_out, features_in), config, mesh, shard_dim=0, std=config.init_method_std)
+        self.bias = parameter((features_out,), config, mesh, shard_dim=0)
+
+    def forward(self, x):
+        return F.linear(copy_to_tensor_parallel(x, self.group), self.weight)
+
+
+class RowParallelLinear(nn.Module):
+    """x [.., in/t] -> sum over ranks of x W^T [.., out]. `bias` [out] is for the caller to add, after the sum."""
+
+    def __init__(self, features_in, features_out, config, mesh: Mesh):
+        super().__init__()
+        self.group = mesh.tp_group
+        std = config.init_method_std / (2 * config.num_layers) ** 0.5      # GPT-2: 2L sublayers add up in the residual
+        self.weight = parameter((features_out, features_in), config, mesh, shard_dim=1, std=std)
+        self.bias = parameter((features_out,), config, mesh)
+
+    def forward(self, x):
+        return reduce_from_tensor_parallel(F.linear(x, self.weight), self.group)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows [first, first + padded_vocab/t) of the word embedding; of them, `valid` are words, the rest padding."""
+
+    def __init__(self, config, mesh: Mesh):
+        super().__init__()
+        self.group = mesh.tp_group
+        self.weight = parameter((config.padded_vocab_size, config.hidden_size), config, mesh, shard_dim=0, std=config.init_method_std)
+        rows = config.padded_vocab_size // mesh.tp
+        self.first = rows * mesh.tp_rank
+        self.valid = min(max(config.vocab_size - self.first, 0), rows)
+
+    def locate(self, tokens):
+        """tokens [b, s] -> (row in this shard, or 0; whether it is in this shard), both [b, s]."""
+        row = tokens - self.first
+        inside = (row >= 0) & (row < self.valid)
+        return row.where(inside, 0), inside
+
+    def partial(self, tokens):
+        """tokens [b, s] -> [b, s, h]: the vectors of this shard's words, zeros for the others'."""
+        row, inside = self.locate(tokens)
+        return F.embedding(row, self.weight) * inside.unsqueeze(-1)
+
+    def forward(self, tokens):
+        return reduce_from_tensor_parallel(self.partial(tokens), self.group)
+
+    def logits_weight(self):
+        """[valid, h]: the rows that are words. Logits of padding never exist, so they can neither win nor count."""
+        return self.weight[:self.valid]
+
+
+def cross_entropy_steps(logits, labels, vocabulary: VocabParallelEmbedding):
+    """Cross entropy of logits [b, s, valid] that lie on t ranks, as a generator: yields (tensor, op) for each all-reduce.
+
+    loss = log(sum_j exp(z_j - max)) - (z_label - max), in fp32 or wider. Two reduces, the second one packed:
+
+        max over ranks [b, s]        without it exp overflows; a local max would differ between ranks
+        sum over ranks [2, b, s]     sum of exp, and the label's logit, which one rank alone has
+
+    Returns (loss [b, s], softmax [b, s, valid]). The logits are left as they are: `.to(float32)` of fp32 logits is the
+    same storage, so nothing here writes in place but on its own tensors.
+    """
+    row, inside = vocabulary.locate(labels)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if vocabulary.valid:
+        maximum = logits.amax(dim=-1)
+    else:                                                       # a rank may own nothing but padding
+        maximum = logits.new_full(labels.shape, -torch.inf)
+    yield maximum, dist.ReduceOp.MAX
+
+    shifted = logits - maximum.unsqueeze(-1)
+    sums = logits.new_zeros(2, *labels.shape)
+    if vocabulary.valid:
+        sums[1] = shifted.gather(-1, row.unsqueeze(-1)).squeeze(-1) * inside
+    softmax = shifted.exp_()
+    sums[0] = softmax.sum(dim=-1)
+    yield sums, dist.ReduceOp.SUM
+
+    softmax /= sums[0].unsqueeze(-1)
+    return sums[0].log() - sums[1], softmax
+
+
+def cross_entropy_gradient(softmax, labels, gradient, vocabulary: VocabParallelEmbedding):
+    """d loss / d logits = (softmax - one_hot(label)) * gradient, on this shard: no wires. Overwrites softmax."""
+    row, inside = vocabulary.locate(labels)
+    if vocabulary.valid:
+        softmax.scatter_add_(-1, row.unsqueeze(-1), -inside.unsqueeze(-1).to(softmax.dtype))
+    softmax *= gradient.unsqueeze(-1)
+    return softmax
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """cross_entropy_steps with blocking reduces, for the plain forward."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, vocabulary):
+        steps = cross_entropy_steps(logits, labels, vocabulary)
+        try:
+            while True:
+                tensor, op = next(steps)
+                if vocabulary.group.size() > 1:
+                    dist.all_reduce(tensor, op, group=vocabulary.group)
+        except StopIteration as done:
+            loss, softmax = done.value
+        ctx.save_for_backward(softmax, labels)
+        ctx.vocabulary, ctx.dtype = vocabulary, logits.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient):
+        softmax, labels = ctx.saved_tensors
+        return cross_entropy_gradient(softmax.clone(), labels, gradient, ctx.vocabulary).to(ctx.dtype), None, None
+
+
+def vocab_parallel_cross_entropy(logits, labels, vocabulary: VocabParallelEmbedding):
+    """logits [b, s, valid] of this rank's words, labels [b, s] -> loss of each token [b, s] in fp32 or wider, on every rank."""
+    return VocabParallelCrossEntropy.apply(logits, labels, vocabulary)
+
+
+class GatherFromTensorParallel(torch.autograd.Function):
+    """Concatenate the ranks' last dimensions forward; backward, each rank keeps the gradient of its own part.
+
+    What follows is computed alike on every rank, so each already has the whole gradient: no wires.
+    """
+
+    @staticmethod
+    def forward(ctx, part, group):
+        ctx.group = group
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()], None
+
+
+def gather_logits(logits, vocabulary: VocabParallelEmbedding, vocab_size: int):
+    """logits [b, s, valid] of each rank's words -> [b, s, vocab_size] on every rank."""
+    padded = F.pad(logits, (0, vocabulary.weight.size(0) - vocabulary.valid))
+    return GatherFromTensorParallel.apply(padded, vocabulary.group)[..., :vocab_size]

@@ -1,0 +1,89 @@
+"""Text <-> token ids, by tiktoken, from two vocabularies.
+
+    byte     the 256 bytes and end-of-text: nothing to download, nothing to learn, every text is encodable
+    gpt2     GPT-2's 50,257 byte-pair tokens: about four bytes of English each, so four times fewer positions
+
+Byte-pair encoding cuts a text into words by a regular expression, starts each word as single bytes and keeps joining
+the neighbours whose union was merged earliest in training. GPT-2 stores this as two files: encoder.json (token -> id)
+and vocab.bpe (the merges, oldest first). Both spell bytes as printable characters: a space is written as Ġ.
+(Language Models are Unsupervised Multitask Learners, section 2.2)
+"""
+
+import json
+import threading
+from pathlib import Path
+
+import tiktoken
+
+from nanodomino.config import UserError, require
+
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZERS = ("byte", "gpt2")
+DOWNLOAD_SECONDS = 60
+
+# GPT-2's way to cut text into words, with possessive quantifiers so that a megabyte of blanks needs no backtracking.
+GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+
+def build_tokenizer(name: str, vocab_file=None, merge_file=None) -> tiktoken.Encoding:
+    """The encoding called `name`; `.n_vocab` is its size, `.eot_token` its end-of-text. Raises UserError."""
+    require(name in TOKENIZERS, f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}")
+    require((vocab_file is None) == (merge_file is None),
+            f"--vocab-file and --merge-file belong together, but only {vocab_file or merge_file} was given; give both or neither")
+    if name == "byte":
+        require(vocab_file is None, f"the byte tokenizer has no files, but {vocab_file} was given; add --tokenizer gpt2 to use them")
+        return make_encoding("byte", r"(?s:.)", {bytes([byte]): byte for byte in range(256)}, 256)
+    if vocab_file is None:
+        return download_gpt2()
+    ranks, end_of_text = read_gpt2_files(vocab_file, merge_file)
+    return make_encoding("gpt2", GPT2_WORDS, ranks, end_of_text)
+
+
+def make_encoding(name: str, words: str, ranks: dict[bytes, int], end_of_text: int) -> tiktoken.Encoding:
+    return tiktoken.Encoding(name, pat_str=words, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: end_of_text},
+                             explicit_n_vocab=len(ranks) + 1)
+
+
+def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:
+    """({token: id}, end-of-text's id). tiktoken has a reader too, but that one keeps local files in a cache by their
+    path and so would serve the old vocabulary after a file has changed."""
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    try:
+        vocabulary = json.loads(Path(vocab_file).read_text("utf-8"))
+        end_of_text = vocabulary.pop(END_OF_TEXT, len(vocabulary))
+        ranks = {bytes(byte_of[character] for character in token): number for token, number in vocabulary.items()}
+        lines = Path(merge_file).read_text("utf-8").split("\n")
+        merges = [line.split() for line in lines if line.strip() and not line.startswith("#version")]
+        merged = [vocabulary[first + second] for first, second in merges]
+        # tiktoken takes ids for merge priorities: right only if the merges made the tokens in the order of their ids.
+        longer = sorted(number for token, number in ranks.items() if len(token) > 1)
+        fits = merged == longer and sorted([*ranks.values(), end_of_text]) == list(range(257 + len(merged)))
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}; --vocab-file and --merge-file need GPT-2's "
+                        "encoder.json and vocab.bpe") from error
+    except (ValueError, KeyError, TypeError, AttributeError):
+        fits = False
+    require(fits, f"{vocab_file} and {merge_file} are not a vocabulary and its merges in GPT-2's format; "
+            "give encoder.json as --vocab-file and vocab.bpe as --merge-file")
+    return ranks, end_of_text
+
+
+def download_gpt2() -> tiktoken.Encoding:
+    """tiktoken's own gpt2, from its cache or the network. The download knows no time limit, hence the thread."""
+    outcome = {}
+
+    def get():
+        try:
+            outcome["encoding"] = tiktoken.get_encoding("gpt2")
+        except BaseException as error:      # whatever requests, its parts or tiktoken think of: the fix is the same
+            outcome["reason"] = type(error).__name__
+
+    thread = threading.Thread(target=get, daemon=True)
+    thread.start()
+    thread.join(DOWNLOAD_SECONDS)
+    require("encoding" in outcome, "the gpt2 vocabulary could not be downloaded "
+            f"({outcome.get('reason', f'no answer in {DOWNLOAD_SECONDS} seconds')}); "
+            "pass --vocab-file encoder.json --merge-file vocab.bpe, or use --tokenizer byte")
+    return outcome["encoding"]

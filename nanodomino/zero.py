@@ -1,0 +1,186 @@
+"""ZeRO stage 1: every replica keeps 1/dp of the optimizer (1910.02054, section 5.1).
+
+Data-parallel replicas hold the same weights and sum their gradients. Each could run the whole AdamW and keep all of its
+state; instead each owns 1/dp of it. The step has three phases:
+
+    1  reduce-scatter  every gradient bucket is summed over the replicas, each gets the sum of its own part
+                       (started while backward still runs, as soon as a bucket is final)
+    2  update          norm, clipping, AdamW on the own part: fp32 master weights and moments of that part alone
+    3  all-gather      the new weights of all parts to everybody
+
+    bucket of one kind    | qkv.weight | dense.weight | ... |pad|     weights: the model's parameters are views of it
+                          | . . . . . . . . . . . . . . . . . . |     main_grad: fp32 when training in 16 bit
+    dp = 4                |   rank 0   |   rank 1  |   2  |   3   |   each rank updates its quarter as one tensor
+
+An all-reduce is a reduce-scatter and an all-gather, so ZeRO-1 sends no more bytes than plain data parallelism. Stage 0 is
+the same code with one part: the reduce is an all-reduce, the part is everything, and nothing is gathered.
+
+Bytes per parameter: 16-bit training 2 + 4 + (4 + 4 + 4)/dp; fp32 training 4 + 4 + (4 + 4)/dp, the master being the weight.
+
+A bucket holds parameters of one kind, because a flat buffer forgets whose numbers it holds, and three things depend on it:
+decay (matrices only), how often a parameter exists in the world (shards once, replicas on every tp rank, a tied matrix on two
+stages: in the norm each must count once), and whether first and last stage must agree on it before anything else.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nanodomino.config import Config
+from nanodomino.mesh import Mesh
+from nanodomino.model import GPT
+
+ALIGNMENT = 16       # elements; a parameter starts at a multiple, as the matrix units of GPUs like it
+
+
+@dataclass(frozen=True)
+class Kind:
+    decay: bool          # a matrix: AdamW's weight decay applies
+    sharded: bool        # cut over tp; else every tp rank holds a copy
+    tied: bool           # the word embedding of which first and last stage hold a copy
+
+
+class Bucket:
+    """Some parameters of one kind, flat: weights, gradients, and the part of both that this rank owns."""
+
+    def __init__(self, kind: Kind, parameters: list[nn.Parameter], parts: int, part: int):
+        self.kind, self.parameters = kind, parameters
+        first = parameters[0]
+        offsets, size = [], 0
+        for weight in parameters:
+            offsets.append(size)
+            size += -(-weight.numel() // ALIGNMENT) * ALIGNMENT
+        size = -(-size // (parts * ALIGNMENT)) * parts * ALIGNMENT
+        wide = torch.promote_types(first.dtype, torch.float32)
+        self.weights = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.main_grad = torch.zeros(size, dtype=wide, device=first.device)
+        for weight, offset in zip(parameters, offsets):
+            place = slice(offset, offset + weight.numel())
+            self.weights[place] = weight.data.flatten()
+            weight.data = self.weights[place].view(weight.shape)
+            weight.main_grad = self.main_grad[place].view(weight.shape)
+        self.own_weights = self.weights.chunk(parts)[part]
+        self.own_grad = self.main_grad.chunk(parts)[part]
+        self.master = self.own_weights if wide == first.dtype else self.own_weights.to(wide)
+        self.master.grad = self.own_grad
+        self.work = None                                 # the reduce over replicas, once it is under way
+
+
+class ZeroOptimizer:
+    """AdamW over flat buckets, sharded over the replicas with config.zero_stage 1."""
+
+    def __init__(self, model: GPT, config: Config, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.parts, part = (mesh.dp, mesh.dp_rank) if config.zero_stage == 1 else (1, 0)
+        self.buckets = [Bucket(kind, parameters, self.parts, part) for kind, parameters in self.sort(model)]
+        self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
+        self.missing = {}                                # bucket -> parameters whose gradient is not final yet
+        decay = [bucket.master for bucket in self.buckets if bucket.kind.decay]
+        no_decay = [bucket.master for bucket in self.buckets if not bucket.kind.decay]
+        groups = [dict(params=decay, weight_decay=config.weight_decay), dict(params=no_decay, weight_decay=0.0)]
+        self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, eps=config.adam_eps,
+                                       betas=(config.adam_beta1, config.adam_beta2), fused=True)
+
+    def sort(self, model: GPT):
+        """(kind, parameters) of each bucket: in the order of backward, cut at config.bucket_size parameters."""
+        open_buckets, full = {}, []
+        tied_copies = [model.embedding.word_embeddings.weight] if self.mesh.pp > 1 and self.config.tied and hasattr(model, "embedding") else []
+        for weight in reversed(list(model.parameters())):
+            kind = Kind(decay=weight.dim() >= 2, sharded=weight.shard_dim is not None, tied=any(weight is copy for copy in tied_copies))
+            bucket = open_buckets.setdefault(kind, [])
+            bucket.append(weight)
+            if sum(one.numel() for one in bucket) >= self.config.bucket_size:
+                full.append((kind, open_buckets.pop(kind)))
+        return full + list(open_buckets.items())
+
+    def zero_grad(self):
+        """Before the first backward of a step."""
+        for bucket in self.buckets:
+            bucket.main_grad.zero_()
+            bucket.work = None
+        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
+
+    # ---- phase 1
+
+    def on_final(self, modules):
+        """These modules' gradients are final on this rank; a bucket that is now complete goes on the wires."""
+        for module in modules:
+            for weight in module.parameters():
+                bucket = self.bucket_of[weight]
+                if bucket.kind.tied:                     # first and last stage have to add up theirs before
+                    continue
+                self.missing[bucket].discard(weight)
+                if not self.missing[bucket] and bucket.work is None:
+                    self.reduce(bucket)
+
+    def reduce(self, bucket):
+        """Start summing a bucket over the replicas, into own_grad."""
+        if self.mesh.dp == 1:
+            return
+        if self.parts == 1:
+            bucket.work = dist.all_reduce(bucket.main_grad, group=self.mesh.dp_group, async_op=True)
+        else:
+            bucket.work = dist.reduce_scatter_tensor(bucket.own_grad, bucket.main_grad, group=self.mesh.dp_group, async_op=True)
+
+    def finish_reduces(self):
+        """After the last backward: what is not under way yet, the tied matrix above all; then wait for all."""
+        for bucket in self.buckets:
+            if bucket.kind.tied and self.mesh.embedding_group is not None:
+                dist.all_reduce(bucket.main_grad, group=self.mesh.embedding_group)
+            if bucket.work is None:
+                self.reduce(bucket)
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+
+    # ---- phases 2 and 3
+
+    def counts_here(self, kind: Kind) -> bool:
+        """Whether this rank is the one that adds its part of such a bucket to the global norm."""
+        mesh = self.mesh
+        return ((kind.sharded or mesh.tp_rank == 0) and (self.parts > 1 or mesh.dp_rank == 0)
+                and (not kind.tied or mesh.is_first_stage))
+
+    def step(self, learning_rate: float, totals):
+        """Divide by the global number of tokens, clip, update, gather.
+
+        totals: what pipeline.run returned. Returns (loss, grad_norm, tokens) of the global batch as floats, the same on every rank.
+        """
+        self.finish_reduces()
+        loss_sum, tokens, squares = self.sum_over_world(totals)
+        tokens = max(tokens, 1.0)                        # a batch in which nothing counts has gradients of zero
+        grad_norm = squares ** 0.5 / tokens              # main_grad holds gradients of the loss sum
+        scale = 1.0 / tokens
+        if self.config.clip_grad > 0.0:
+            scale *= min(1.0, self.config.clip_grad / (grad_norm + 1e-6))
+        for bucket in self.buckets:
+            bucket.own_grad.mul_(scale)
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        self.gather_weights()
+        return loss_sum / tokens, grad_norm, int(tokens)
+
+    def sum_over_world(self, totals):
+        """One all-reduce of three numbers: loss sum, tokens, sum of squared gradients, each counted once in the world."""
+        mine = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.is_last_stage and self.mesh.tp_rank == 0:
+            mine[0], mine[1] = totals.loss_sum, totals.tokens
+        for bucket in self.buckets:
+            if self.counts_here(bucket.kind):
+                mine[2] += torch.linalg.vector_norm(bucket.own_grad, dtype=torch.float64) ** 2
+        dist.all_reduce(mine)
+        return mine.tolist()
+
+    def gather_weights(self):
+        """Phase 3: the new weights of every part to every replica."""
+        works = []
+        for bucket in self.buckets:
+            if bucket.master is not bucket.own_weights:
+                bucket.own_weights.copy_(bucket.master)
+            if self.parts > 1:
+                works.append(dist.all_gather_into_tensor(bucket.weights, bucket.own_weights, group=self.mesh.dp_group, async_op=True))
+        for work in works:
+            work.wait()
