@@ -30,14 +30,14 @@ class UserError(Exception):
 
 # GPT-2's sizes (nanoGPT, "gpt2" family) and GPT-3's (2005.14165, table 2.1), with that table's learning rates.
 PRESETS = {
-    "nano":        dict(num_layers=8,  hidden_size=96,   num_attention_heads=8,  seq_length=128,  lr=4e-3,    global_batch_size=16),
-    "gpt2":        dict(num_layers=12, hidden_size=768,  num_attention_heads=12, seq_length=1024, lr=6e-4,    global_batch_size=512),
-    "gpt2-medium": dict(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=1024, lr=3e-4,    global_batch_size=512),
-    "gpt2-large":  dict(num_layers=36, hidden_size=1280, num_attention_heads=20, seq_length=1024, lr=2.5e-4,  global_batch_size=512),
-    "gpt2-xl":     dict(num_layers=48, hidden_size=1600, num_attention_heads=25, seq_length=1024, lr=2e-4,    global_batch_size=512),
-    "gpt3-2.7b":   dict(num_layers=32, hidden_size=2560, num_attention_heads=32, seq_length=2048, lr=1.6e-4,  global_batch_size=512),
-    "gpt3-6.7b":   dict(num_layers=32, hidden_size=4096, num_attention_heads=32, seq_length=2048, lr=1.2e-4,  global_batch_size=1024),
-    "gpt3-13b":    dict(num_layers=40, hidden_size=5120, num_attention_heads=40, seq_length=2048, lr=1e-4,    global_batch_size=1024),
+    "nano":        dict(num_layers=8,  hidden_size=96,   num_attention_heads=8,  seq_length=128,  lr=4e-3,    global_batch_size=16,   micro_batch_size=4, init_method_std=0.06),
+    "gpt2":        dict(num_layers=12, hidden_size=768,  num_attention_heads=12, seq_length=1024, lr=6e-4,    global_batch_size=512,  micro_batch_size=16),
+    "gpt2-medium": dict(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=1024, lr=3e-4,    global_batch_size=512,  micro_batch_size=8),
+    "gpt2-large":  dict(num_layers=36, hidden_size=1280, num_attention_heads=20, seq_length=1024, lr=2.5e-4,  global_batch_size=512,  micro_batch_size=8),
+    "gpt2-xl":     dict(num_layers=48, hidden_size=1600, num_attention_heads=25, seq_length=1024, lr=2e-4,    global_batch_size=512,  micro_batch_size=4),
+    "gpt3-2.7b":   dict(num_layers=32, hidden_size=2560, num_attention_heads=32, seq_length=2048, lr=1.6e-4,  global_batch_size=512,  micro_batch_size=4),
+    "gpt3-6.7b":   dict(num_layers=32, hidden_size=4096, num_attention_heads=32, seq_length=2048, lr=1.2e-4,  global_batch_size=1024,  micro_batch_size=2),
+    "gpt3-13b":    dict(num_layers=40, hidden_size=5120, num_attention_heads=40, seq_length=2048, lr=1e-4,    global_batch_size=1024,  micro_batch_size=1),
 }
 
 # The layout (tp, pp) when neither is given: wires of every kind, as soon as there are processes for them.
@@ -65,7 +65,7 @@ class Config:
     hidden_dropout: float = flag(0.0, "dropout on the embedding and on what each sublayer adds")
     attention_dropout: float = flag(0.0, "dropout on the attention probabilities")
     layernorm_epsilon: float = flag(1e-5, "added to the variance in LayerNorm")
-    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
+    init_method_std: float = flag(None, "standard deviation of the initial weights (default 0.02; nano 0.06)", kind=float)
 
     # The layout
     tensor_model_parallel_size: int = flag(None, "processes that share each layer's matrices", short="--tp", kind=int)
@@ -79,7 +79,7 @@ class Config:
     bucket_size: int = flag(10_000_000, "parameters in a gradient bucket, reduced while backward goes on")
 
     # The training
-    train_iters: int = flag(300, "optimizer steps")
+    train_iters: int = flag(200, "optimizer steps")
     micro_batch_size: int = flag(None, "samples that pass through a stage at once", kind=int)
     global_batch_size: int = flag(None, "samples in an optimizer step", kind=int)
     lr: float = flag(None, "peak learning rate", kind=float)
@@ -160,7 +160,8 @@ class Config:
                     f"unknown {spelling(one.name)} '{value}'; try one of {', '.join(map(str, choices or ()))}")
         require(not (self.bf16 and self.dtype == "float64"), "--bf16 and --dtype float64 contradict each other; give one")
 
-        filled = {name: value for name, value in PRESETS[self.model].items() if getattr(self, name) is None}
+        preset = dict(init_method_std=0.02) | PRESETS[self.model]
+        filled = {name: value for name, value in preset.items() if getattr(self, name) is None}
         filled["world_size"] = world_size
         if self.bf16:
             filled["dtype"] = "bfloat16"
@@ -170,7 +171,7 @@ class Config:
         default_tp, default_pp = DEFAULT_LAYOUTS.get(world_size, (1, 1)) if self.tp is None and self.pp is None else (1, 1)
         tp, pp = self.tp or default_tp, self.pp or default_pp
         dp = self.dp or max(world_size // (tp * pp), 1)
-        micro_batch_size = config.micro_batch_size or min(8, max(config.global_batch_size // dp, 1))
+        micro_batch_size = self.micro_batch_size or min(config.micro_batch_size, max(config.global_batch_size // dp, 1))
         config = dataclasses.replace(
             config, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp,
             micro_batch_size=micro_batch_size,

@@ -81,9 +81,10 @@ class Corpus:
         """Read every byte: checksums and the largest token id. Raises UserError. Too slow for each start of a big run."""
         for split in SPLITS:
             path = self.path / f"{split}.bin"
-            require(file_sha256(path) == self.sha256[split], f"{path} does not have the SHA-256 that meta.json records; prepare it again")
+            require(file_sha256(path) == self.sha256[split],
+                    f"{path} does not have the SHA-256 that meta.json records; prepare the text again")
             require(not self.tokens[split] or np.memmap(path, self.dtype, mode="r").max() < self.vocab_size,
-                    f"{path} holds token ids outside the vocabulary of {self.vocab_size}; prepare it again")
+                    f"{path} holds token ids outside the vocabulary of {self.vocab_size}; prepare the text again")
 
 
 def file_sha256(path) -> str:

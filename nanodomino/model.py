@@ -267,3 +267,17 @@ class GPT(nn.Module):
         if labels is not None:
             return vocab_parallel_cross_entropy(logits, labels, vocabulary)
         return logits if self.parallel_output else gather_logits(logits, vocabulary, self.config.vocab_size)
+
+
+def parameter_count(config: Config) -> int:
+    """Parameters of the whole model, a tied matrix once, without the vocabulary's padding."""
+    h, ffn = config.hidden_size, config.ffn_hidden_size
+    layer = (4 * h * h + 4 * h) + (2 * h * ffn + ffn + h) + 4 * h          # attention, MLP, two norms
+    embeddings = config.vocab_size * h * (1 if config.tied else 2) + config.max_position_embeddings * h
+    return config.num_layers * layer + embeddings + 2 * h
+
+
+def flops_per_token(config: Config) -> float:
+    """Training FLOPs of a token: 6 N + 12 L h s, N without positions, attention not halved for causality (PaLM, nanoGPT)."""
+    parameters = parameter_count(config) - config.max_position_embeddings * config.hidden_size
+    return 6 * parameters + 12 * config.num_layers * config.hidden_size * config.seq_length

@@ -17,8 +17,8 @@ Both leave the same bubble, (p - 1)(F + B) of idle time per step, that is (p - 1
 
 Messages follow from the actions: Forward(i) takes hidden states from the stage before and gives to the next one; Backward(i)
 takes a gradient from the next stage and gives to the one before. Nothing can deadlock, whatever the size of a message:
-a send never blocks (it is waited for at the end of the step), and a receive is posted one message ahead, in each
-direction, so its bytes arrive while this stage computes.
+a send does not block (it is waited for `stages` messages later, when the other side has long asked for it), and a
+receive is posted one message ahead, in each direction, so its bytes arrive while this stage computes.
 """
 
 from collections import deque
@@ -135,7 +135,7 @@ class Mail:
 
     def __init__(self, mesh: Mesh, actions, shape, dtype):
         self.mesh, self.shape, self.dtype = mesh, shape, dtype
-        self.sent = deque()
+        self.sent = {kind: deque() for kind in (Forward, Backward)}
         self.expected = {kind: deque() for kind in (Forward, Backward)}
         self.arriving = {}
         for action in actions:
@@ -177,19 +177,20 @@ class Mail:
         return buffer
 
     def send(self, action, tensor):
-        """Start sending; the tensor is kept until it is gone."""
+        """Start sending; the tensor is kept until it is gone, and at most `stages` messages are under way each way."""
         if self.target(action) is None:
             return
-        tensor = tensor.contiguous()
-        work = dist.isend(tensor, self.mesh.stage_rank(self.target(action)), group=self.group(type(action)), tag=action.microbatch)
-        self.sent.append((work, tensor))
-        while self.sent and self.sent[0][0].is_completed():
-            self.sent.popleft()
+        tensor, kind = tensor.contiguous(), type(action)
+        work = dist.isend(tensor, self.mesh.stage_rank(self.target(action)), group=self.group(kind), tag=action.microbatch)
+        self.sent[kind].append((work, tensor))
+        if len(self.sent[kind]) > self.mesh.pp:
+            self.sent[kind].popleft()[0].wait()
 
     def finish(self):
         """Wait until everything that was sent is gone."""
-        while self.sent:
-            self.sent.popleft()[0].wait()
+        for sent in self.sent.values():
+            while sent:
+                sent.popleft()[0].wait()
 
 
 @dataclass

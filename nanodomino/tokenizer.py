@@ -4,9 +4,8 @@
     gpt2     GPT-2's 50,257 byte-pair tokens: about four bytes of English each, so four times fewer positions
 
 Byte-pair encoding cuts a text into words by a regular expression, starts each word as single bytes and keeps joining
-the neighbours whose union was merged earliest in training. GPT-2 stores this as two files: encoder.json (token -> id)
-and vocab.bpe (the merges, oldest first). Both spell bytes as printable characters: a space is written as Ġ.
-(Language Models are Unsupervised Multitask Learners, section 2.2)
+the neighbours whose union was merged earliest in training (GPT-2's paper, section 2.2). GPT-2 stores this as two files:
+encoder.json (token -> id) and vocab.bpe (the merges, oldest first). Both spell bytes as printable characters, space as Ġ.
 """
 
 import json
@@ -32,16 +31,12 @@ def build_tokenizer(name: str, vocab_file=None, merge_file=None) -> tiktoken.Enc
             f"--vocab-file and --merge-file belong together, but only {vocab_file or merge_file} was given; give both or neither")
     if name == "byte":
         require(vocab_file is None, f"the byte tokenizer has no files, but {vocab_file} was given; add --tokenizer gpt2 to use them")
-        return make_encoding("byte", r"(?s:.)", {bytes([byte]): byte for byte in range(256)}, 256)
-    if vocab_file is None:
+        words, ranks, end_of_text = r"(?s:.)", {bytes([byte]): byte for byte in range(256)}, 256
+    elif vocab_file is None:
         return download_gpt2()
-    ranks, end_of_text = read_gpt2_files(vocab_file, merge_file)
-    return make_encoding("gpt2", GPT2_WORDS, ranks, end_of_text)
-
-
-def make_encoding(name: str, words: str, ranks: dict[bytes, int], end_of_text: int) -> tiktoken.Encoding:
-    return tiktoken.Encoding(name, pat_str=words, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: end_of_text},
-                             explicit_n_vocab=len(ranks) + 1)
+    else:
+        words, (ranks, end_of_text) = GPT2_WORDS, read_gpt2_files(vocab_file, merge_file)
+    return tiktoken.Encoding(name, pat_str=words, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: end_of_text})
 
 
 def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:
@@ -51,10 +46,9 @@ def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:
     others = [byte for byte in range(256) if byte not in printable]
     byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
     try:
-        vocabulary = json.loads(Path(vocab_file).read_text("utf-8"))
+        vocabulary, lines = json.loads(Path(vocab_file).read_text("utf-8")), Path(merge_file).read_text("utf-8").split("\n")
         end_of_text = vocabulary.pop(END_OF_TEXT, len(vocabulary))
         ranks = {bytes(byte_of[character] for character in token): number for token, number in vocabulary.items()}
-        lines = Path(merge_file).read_text("utf-8").split("\n")
         merges = [line.split() for line in lines if line.strip() and not line.startswith("#version")]
         merged = [vocabulary[first + second] for first, second in merges]
         # tiktoken takes ids for merge priorities: right only if the merges made the tokens in the order of their ids.
@@ -72,18 +66,17 @@ def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:
 
 def download_gpt2() -> tiktoken.Encoding:
     """tiktoken's own gpt2, from its cache or the network. The download knows no time limit, hence the thread."""
-    outcome = {}
+    outcome = {"reason": f"no answer in {DOWNLOAD_SECONDS} seconds"}
 
     def get():
         try:
             outcome["encoding"] = tiktoken.get_encoding("gpt2")
-        except BaseException as error:      # whatever requests, its parts or tiktoken think of: the fix is the same
+        except BaseException as error:      # of requests, its parts or tiktoken: the fix is always the same
             outcome["reason"] = type(error).__name__
 
     thread = threading.Thread(target=get, daemon=True)
     thread.start()
     thread.join(DOWNLOAD_SECONDS)
-    require("encoding" in outcome, "the gpt2 vocabulary could not be downloaded "
-            f"({outcome.get('reason', f'no answer in {DOWNLOAD_SECONDS} seconds')}); "
+    require("encoding" in outcome, f"the gpt2 vocabulary could not be downloaded ({outcome['reason']}); "
             "pass --vocab-file encoder.json --merge-file vocab.bpe, or use --tokenizer byte")
     return outcome["encoding"]

@@ -32,6 +32,10 @@ from nanodomino.config import Config
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 
+# torch 2.13 gave both a new name and warns at the old one; older versions know the old one alone.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 ALIGNMENT = 16       # elements; a parameter starts at a multiple, as the matrix units of GPUs like it
 
 
@@ -99,7 +103,6 @@ class ZeroOptimizer:
         """Before the first backward of a step."""
         for bucket in self.buckets:
             bucket.main_grad.zero_()
-            bucket.work = None
         self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
 
     # ---- phase 1
@@ -122,7 +125,7 @@ class ZeroOptimizer:
         if self.parts == 1:
             bucket.work = dist.all_reduce(bucket.main_grad, group=self.mesh.dp_group, async_op=True)
         else:
-            bucket.work = dist.reduce_scatter_tensor(bucket.own_grad, bucket.main_grad, group=self.mesh.dp_group, async_op=True)
+            bucket.work = reduce_scatter(bucket.own_grad, bucket.main_grad, group=self.mesh.dp_group, async_op=True)
 
     def finish_reduces(self):
         """After the last backward: what is not under way yet, the tied matrix above all; then wait for all."""
@@ -134,6 +137,7 @@ class ZeroOptimizer:
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
+                bucket.work = None
 
     # ---- phases 2 and 3
 
@@ -181,6 +185,6 @@ class ZeroOptimizer:
             if bucket.master is not bucket.own_weights:
                 bucket.own_weights.copy_(bucket.master)
             if self.parts > 1:
-                works.append(dist.all_gather_into_tensor(bucket.weights, bucket.own_weights, group=self.mesh.dp_group, async_op=True))
+                works.append(all_gather(bucket.weights, bucket.own_weights, group=self.mesh.dp_group, async_op=True))
         for work in works:
             work.wait()

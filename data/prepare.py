@@ -1,0 +1,420 @@
+"""Text -> tokens on disk, once, so that training only has to read numbers.
+
+    python data/prepare.py                                               Python's own standard library, as bytes
+    python data/prepare.py --input books/ --output data/books --tokenizer gpt2
+    python data/prepare.py --input part-*.jsonl --output data/web --split 98,1,1
+
+    files, folders, globs -> documents -> chunks of text -> token ids -> train.bin  valid.bin  test.bin  meta.json
+
+A document is a text file or a line of a .jsonl file ({"text": ...}, Megatron-LM's convention). Each is followed by one
+end-of-text token and goes wholly to one split, namely the one that is furthest behind its share of the bytes so far.
+Every machine makes the same choice, the splits are mixed through the whole input, and the shares hold also where
+documents are few and unequal. Does a split stay empty (one big file, say), its share is cut off the largest one's end.
+Text must not leak from validation into training: a file that is matched twice is read once, and a document that was
+held out is left out when it comes again.
+
+Memory holds a few chunks of text, whatever the size of a file (a .jsonl line is one chunk), and a hundred bytes a document.
+Everything is written to a hidden folder beside the output and renamed at the end: a folder of the right name is complete.
+"""
+
+import argparse
+import glob
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import uuid
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, Python looks only into data/
+
+from nanodomino.config import UserError, require  # noqa: E402
+from nanodomino.data import FORMAT, SPLITS, file_sha256, load_corpus  # noqa: E402
+from nanodomino.tokenizer import build_tokenizer  # noqa: E402
+
+DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
+STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
+CHUNK = 1 << 20                 # characters tokenized at once
+DENSE_VOCABULARY = 1024         # up to here, pairs of tokens are counted in a full table
+PAIRS_COUNTED = 1 << 24         # beyond it, they are counted in this many tokens, by sorting
+
+# GPT-2 glues a blank to the word after it and to nothing before it, so text that is cut in front of the last blank of
+# a run gives the same tokens. (\S misses a few control characters that GPT-2 takes for words: fewer cuts, none wrong.)
+LAST_SAFE_CUT = re.compile(r"(?s:.*)(?=[ \n]\S)")
+
+
+@dataclass
+class Document:
+    size: int                   # bytes of text, in which the shares of the splits are measured
+    size_in_file: int           # bytes of its file, for the progress bar
+    chunks: Iterator[str]
+
+
+def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=None, merge_file=None, progress=True,
+            source=None, overwrite=False) -> dict:
+    """Tokenize the documents of `inputs` into the folder `output`; returns its meta.json. Raises UserError.
+
+    If another process has made the same corpus in the meantime, that one stays and ours is dropped."""
+    inputs = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
+    output = Path(output).resolve()
+    weights = check_split(split)
+    check_output(output, overwrite)
+    encoding = build_tokenizer(tokenizer, vocab_file, merge_file)
+    dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
+    try:
+        files, skipped = find_files(inputs, output)
+        with temporary_sibling(output) as folder:
+            tokens, documents = write_splits(folder, files, encoding, dtype, weights, skipped, progress)
+            cut_off = fill_empty_splits(folder, tokens, dtype, weights)
+            unigram, bigram, counted = entropies(folder / "train.bin", dtype, encoding.n_vocab)
+            meta = {
+                "format": FORMAT, "source": source or summary_of(inputs),
+                "tokenizer": tokenizer, "vocab_file": None, "merge_file": None,
+                "vocab_size": encoding.n_vocab, "end_of_text": encoding.eot_token, "dtype": dtype.name,
+                "split": weights, "tokens": dict(zip(SPLITS, tokens)), "documents": dict(zip(SPLITS, documents)),
+                "cut_off": cut_off, "skipped": dict(+skipped),
+                "unigram_entropy": unigram, "bigram_entropy": bigram, "bigram_tokens": counted,
+                "sha256": {name: file_sha256(folder / f"{name}.bin") for name in SPLITS}}
+            if vocab_file is not None:      # so that the tokens can still be read when the originals have moved
+                meta |= {"vocab_file": "encoder.json", "merge_file": "vocab.bpe"}
+                shutil.copyfile(vocab_file, folder / "encoder.json")
+                shutil.copyfile(merge_file, folder / "vocab.bpe")
+            (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", "utf-8")
+            return publish(folder, output, meta, overwrite)
+    except OSError as error:
+        raise UserError(f"cannot prepare {output}, since the system says '{error.strerror or error}' about "
+                        f"{error.filename or 'writing it'}; mend that, or choose another --input or --output") from error
+
+
+def prepare_default_corpus(folder=DEFAULT_CORPUS, progress=True) -> dict:
+    """Python's standard library as bytes: twelve megabytes of text that every machine already has. Made once."""
+    finished = Path(folder) / "meta.json"
+    if not finished.is_file():
+        try:
+            return prepare(standard_library(), folder, progress=progress, source=STANDARD_LIBRARY)
+        except UserError:
+            if not finished.is_file():      # otherwise another process has made it just before
+                raise
+    return load_corpus(folder).meta
+
+
+def standard_library() -> list[Path]:
+    library = Path(sysconfig.get_path("stdlib"))
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    return sorted(path for path in library.rglob("*.py") if not left_out & set(path.relative_to(library).parts))
+
+
+# What goes in and out
+
+def check_split(split) -> list[float]:
+    """(949, 50, 1) or "949,50,1" -> shares that sum to 1."""
+    parts = split.split(",") if isinstance(split, str) else split
+    try:
+        weights = [float(part) for part in parts]
+        fits = len(weights) == 3 and all(0 <= weight < math.inf for weight in weights) and weights[0] > 0
+    except (ValueError, TypeError):
+        fits = False
+    require(fits, "--split must be three numbers train,valid,test of at least 0, the first above 0, but is "
+            f"{','.join(map(str, parts))}; try 949,50,1")
+    return [weight / sum(weights) for weight in weights]
+
+
+def check_output(output: Path, overwrite: bool):
+    require(output.is_dir() or not output.exists(), f"the output {output} is a file, but must be a folder; choose another --output")
+    if not output.exists() or not any(output.iterdir()):
+        return
+    try:
+        load_corpus(output)
+    except UserError:
+        raise UserError(f"the output {output} holds other files, which are never replaced; choose another --output") from None
+    require(overwrite, f"the output {output} already holds a prepared corpus; choose another --output, or add --overwrite")
+
+
+def find_files(inputs: list, output: Path) -> tuple[dict[str, bool], Counter]:
+    """({real path: whether the user named it}, what was skipped). The real path is the key, so none is read twice."""
+    files, skipped = {}, Counter()
+    for pattern in map(str, inputs):
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        require(matches, f"no file or folder matches the input {pattern}; check the path")
+        for match in matches:
+            if os.path.isdir(match):
+                for path in text_files_below(match, output, skipped):
+                    files.setdefault(os.path.realpath(path), False)
+            else:
+                require(os.path.isfile(match), f"the input {match} is neither a file nor a folder; write its text to a file first")
+                files[os.path.realpath(match)] = True
+    return files, skipped
+
+
+def text_files_below(top: str, output: Path, skipped: Counter) -> Iterator[str]:
+    """The text files of a folder in sorted order, without hidden ones and without an older output."""
+    def cannot_list(error):
+        raise error
+
+    for folder, folders, names in os.walk(top, onerror=cannot_list):
+        skipped["hidden files or folders"] += sum(name.startswith(".") for name in folders + names)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and Path(folder, name).resolve() != output)
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            if name.startswith(".") or not os.path.isfile(path):
+                continue
+            if is_text(path):
+                yield path
+            else:
+                skipped["files that are not UTF-8 text"] += 1
+
+
+def is_text(path: str) -> bool:
+    """Whether all of a file is UTF-8 without a NUL."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return not any("\0" in chunk for chunk in iter(lambda: file.read(CHUNK), ""))
+    except UnicodeDecodeError:
+        return False
+
+
+def summary_of(inputs: list) -> str:
+    return ", ".join(map(str, inputs[:3])) + (f" and {len(inputs) - 3} more" if len(inputs) > 3 else "")
+
+
+# Files -> documents -> chunks -> tokens
+
+def documents_of(files: dict[str, bool], any_bytes: bool) -> Iterator[Document]:
+    for path, named in files.items():
+        if not path.endswith(".jsonl"):
+            yield Document(os.path.getsize(path), os.path.getsize(path), text_chunks(path, any_bytes and named))
+            continue
+        with open(path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                text = text_of_line(line, f"{path}, line {number},") if line.strip() else ""
+                yield Document(len(raw(text)), len(line), iter([text]))
+
+
+def text_of_line(line: bytes, place: str) -> str:
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UserError(f"{place} is not JSON; each line of a .jsonl file must be an object with a text field") from None
+    require(isinstance(document, dict) and isinstance(document.get("text"), str),
+            f'{place} has no text field; each line of a .jsonl file must look like {{"text": "..."}}')
+    return document["text"].encode("utf-8", "replace").decode("utf-8")  # JSON can spell half a surrogate pair, UTF-8 can't
+
+
+def text_chunks(path: str, any_bytes: bool) -> Iterator[str]:
+    """The text of a file in pieces that tokenize like the whole. Bytes that are no UTF-8 pass through if `any_bytes`."""
+    rest = ""
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape" if any_bytes else "strict", newline="") as file:
+            while chunk := file.read(CHUNK):
+                text = rest + chunk
+                safe = LAST_SAFE_CUT.match(text) if len(chunk) == CHUNK else None   # a shorter chunk is the last
+                cut = safe.end() if safe and safe.end() else len(text)  # or there is not a blank in a megabyte
+                yield text[:cut]
+                rest = text[cut:]
+    except UnicodeDecodeError:
+        raise UserError(f"the input {path} is not UTF-8 text; convert it, or use --tokenizer byte, which takes any bytes") from None
+    if rest:
+        yield rest
+
+
+def raw(text: str) -> bytes:
+    """Back to the bytes of the file, also those that were no UTF-8."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def encode(encoding, text: str, dtype) -> bytes:
+    if encoding.name == "byte":
+        ids = np.frombuffer(raw(text), np.uint8)    # what tiktoken would give, at the speed of a copy
+    else:
+        ids = encoding.encode_to_numpy(text, disallowed_special=())     # an <|endoftext|> in a document is text like any other
+    return ids.astype(dtype).tobytes()
+
+
+def write_splits(folder: Path, files: dict[str, bool], encoding, dtype, weights: list[float], skipped: Counter, progress: bool):
+    """Every document to its split. Returns (tokens, documents), a number for each split."""
+    total, position = sum(map(os.path.getsize, files)), 0
+    documents, done, split_of = [0] * 3, [0] * 3, {}
+    end_of_text = np.array([encoding.eot_token], dtype).tobytes()
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(open(folder / f"{split}.bin", "wb")) for split in SPLITS]
+        bar = stack.enter_context(tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True,
+                                       disable=None if progress else True))     # None: no bar in a log file
+        for document in documents_of(files, any_bytes=encoding.name == "byte"):
+            first = next(document.chunks, "")
+            # Of a huge document its length and first chunk stand for the whole.
+            fingerprint = hashlib.blake2b(b"%d " % document.size + raw(first), digest_size=8).digest()
+            seen_in = split_of.get(fingerprint)
+            if not first:
+                skipped["empty documents"] += 1
+            elif seen_in:                           # valid or test; train, 0, may keep its copies
+                skipped["copies of held-out documents"] += 1
+            else:
+                expected = total * sum(done) / position if position else total      # text is part of a .jsonl only
+                choice = 0 if seen_in == 0 else choose_split(document.size, done, documents, weights, expected)
+                split_of[fingerprint] = choice
+                documents[choice] += 1
+                done[choice] += document.size
+                for chunk in chain([first], document.chunks):
+                    outputs[choice].write(encode(encoding, chunk, dtype))
+                    bar.update(len(raw(chunk)))
+                outputs[choice].write(end_of_text)
+            position += document.size_in_file
+            bar.update(position - bar.n)
+        tokens = [output.tell() // dtype.itemsize for output in outputs]
+    require(sum(documents), f"the input holds no text ({len(files)} files, {skipped_text(skipped) or 'none skipped'}); check the paths")
+    return tokens, documents
+
+
+def choose_split(size: int, done: list[int], documents: list[int], weights: list[float], total: float) -> int:
+    """The split for a document of `size` bytes of `total`, when `done` bytes in so many `documents` have gone to each.
+
+    Which split is furthest behind its weight, (done + half a document) / weight, doesn't ask how long this document
+    is: held-out text is as long and as short as training text (Sainte-Lague's rule for seats in a parliament). But a
+    split of few bytes is passed over if the document would overfill it by more than half the document."""
+    half = sum(done) / max(2 * sum(documents), 1) or 1
+    with_room = [i for i in range(3) if weights[i] and done[i] + size / 2 <= weights[i] * total]
+    return min(with_room or [weights.index(max(weights))], key=lambda i: (done[i] + half) / weights[i])
+
+
+def fill_empty_splits(folder: Path, tokens: list[int], dtype, weights: list[float]) -> list[str]:
+    """Cut the share of each split that got nothing off the end of the largest one. Returns the names; updates `tokens`."""
+    total, largest = sum(tokens), tokens.index(max(tokens))
+    empty = [i for i in range(3) if weights[i] > 0 and not tokens[i]]
+    for i in reversed(empty):       # from the end, so that the text goes on from train to valid to test
+        count = min(math.ceil(weights[i] * total), tokens[largest] - 1)
+        with open(folder / f"{SPLITS[largest]}.bin", "r+b") as source, open(folder / f"{SPLITS[i]}.bin", "wb") as target:
+            start = source.seek(-count * dtype.itemsize, os.SEEK_END)
+            shutil.copyfileobj(source, target)
+            source.truncate(start)
+        tokens[i], tokens[largest] = count, tokens[largest] - count
+    return [SPLITS[i] for i in empty]
+
+
+# What a model can be measured against
+
+def entropies(path: Path, dtype, vocabulary: int) -> tuple[float, float, int]:
+    """(entropy of a token, entropy of a token given the one before, tokens that the second was counted on), in nats."""
+    row, dense = np.memmap(path, dtype, mode="r"), vocabulary <= DENSE_VOCABULARY
+    singles, pairs = np.zeros(vocabulary, np.int64), np.zeros(vocabulary ** 2 if dense else 0, np.int64)
+    for start in range(0, len(row), CHUNK):
+        block = row[start:start + CHUNK + 1].astype(np.int64)
+        singles += np.bincount(block[:CHUNK], minlength=vocabulary)
+        if dense:
+            pairs += np.bincount(block[:-1] * vocabulary + block[1:], minlength=len(pairs))
+    if dense:
+        before = pairs.reshape(vocabulary, vocabulary).sum(axis=1)
+    else:
+        row = row[:PAIRS_COUNTED].astype(np.int64)
+        before, pairs = np.bincount(row[:-1]), np.unique(row[:-1] * vocabulary + row[1:], return_counts=True)[1]
+    return entropy(singles), max(entropy(pairs) - entropy(before), 0.0), len(row)   # H(next | before) = H(both) - H(before)
+
+
+def entropy(counts) -> float:
+    shares = counts[counts > 0] / max(counts.sum(), 1)
+    return float(-(shares * np.log(shares)).sum()) + 0.0    # + 0.0: no minus zero
+
+
+# All or nothing
+
+@contextmanager
+def temporary_sibling(output: Path) -> Iterator[Path]:
+    """A folder that nobody takes for a corpus, on the disk of the output, where renaming it is one step."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder = output.parent / f".{output.name}.{uuid.uuid4().hex}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)   # renamed by now, unless something failed
+
+
+def publish(folder: Path, output: Path, meta: dict, overwrite: bool) -> dict:
+    """Give the finished folder its name. A rename over a folder that isn't empty fails: then another process was first."""
+    replaced = folder.with_name(folder.name + ".replaced")
+    try:
+        if overwrite and output.exists():
+            output.rename(replaced)
+        folder.rename(output)
+        return meta
+    except OSError:
+        if not output.is_dir():
+            raise
+    finally:
+        shutil.rmtree(replaced, ignore_errors=True)
+    theirs = load_corpus(output).meta
+    require(theirs["sha256"] == meta["sha256"], f"another process has meanwhile put other data into {output}; choose another --output")
+    return theirs
+
+
+# The command line
+
+def skipped_text(skipped: dict) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items() if count)
+
+
+def print_summary(meta: dict, output: Path):
+    tokens, documents = meta["tokens"], meta["documents"]
+    print(f"{meta['source']}: {sum(documents.values()):,} documents, {sum(tokens.values()):,} tokens "
+          f"of a vocabulary of {meta['vocab_size']:,} ({meta['tokenizer']})")
+    for split in SPLITS:
+        share = tokens[split] / sum(tokens.values())
+        print(f"  {split:<5} {documents[split]:>9,} documents {tokens[split]:>15,} tokens {share:>7.2%}")
+    if meta["cut_off"]:
+        print(f"  too few documents to give {' and '.join(meta['cut_off'])} whole ones: cut off the end of the largest split")
+    if meta["skipped"]:
+        print(f"  skipped: {skipped_text(meta['skipped'])}")
+    print(f"  knowing how often tokens come gives a loss of {meta['unigram_entropy']:.3f} nats, "
+          f"seeing one token back {meta['bigram_entropy']:.3f}")
+    print(f"written to {output}")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message}; python data/prepare.py --help lists every flag")
+
+
+def command_line() -> Parser:
+    parser = Parser("prepare.py", description="Text -> tokens on disk.", allow_abbrev=False)
+    parser.add_argument("--input", nargs="+", help="text or .jsonl files, folders, globs (default: Python's own standard library)")
+    parser.add_argument("--output", type=Path, help="the folder to make")
+    parser.add_argument("--tokenizer", default="byte", help="byte (default) or gpt2")
+    parser.add_argument("--split", default="949,50,1", help="shares of train,valid,test (default 949,50,1)")
+    parser.add_argument("--vocab-file", help="GPT-2's encoder.json, to do without the download")
+    parser.add_argument("--merge-file", help="GPT-2's vocab.bpe")
+    parser.add_argument("--overwrite", action="store_true", help="replace the corpus that --output holds already")
+    parser.add_argument("--verify", type=Path, metavar="FOLDER", help="check every byte of a prepared corpus instead")
+    return parser
+
+
+def main():
+    flags = command_line().parse_args()
+    if flags.verify:
+        load_corpus(flags.verify).verify()
+        return print(f"{flags.verify} is as it was prepared")
+    require(flags.output or not flags.input, "--input needs --output, the folder to make; try --output data/mine")
+    inputs, output = flags.input or standard_library(), flags.output or DEFAULT_CORPUS
+    meta = prepare(inputs, output, flags.tokenizer, flags.split, flags.vocab_file, flags.merge_file,
+                   source=None if flags.input else STANDARD_LIBRARY, overwrite=flags.overwrite)
+    print_summary(meta, output)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"prepare.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

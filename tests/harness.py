@@ -1,0 +1,169 @@
+"""Train a tiny GPT on any layout in the pool's workers, and put what the ranks hold together again.
+
+    worker   train(config, weights, data, steps) -> Outcome: this rank's losses, norms, shards of every gradient and weight
+    session  whole(outcomes, ...)                -> full tensors by name; replicas and copies must agree, bit for bit
+
+The ranks run train.py's own train_step, with only the data replaced.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from reference import Sizes, random_weights, train_reference
+
+import train
+from nanodomino.config import Config
+from nanodomino.data import Batch
+from nanodomino.domino import Domino
+from nanodomino.mesh import make_mesh
+from nanodomino.trace import NO_TRACE
+from nanodomino.zero import ZeroOptimizer, all_gather
+
+VOCABULARY = 29          # padded to 64: with tp 8 half of the ranks own nothing but padding
+
+
+def tiny(world_size=1, **changes) -> Config:
+    """A resolved Config: 3 layers, 16 wide, global batch 24 x 8 tokens, clipping that bites, everything else as given."""
+    sizes = dict(num_layers=3, hidden_size=16, num_attention_heads=8, seq_length=8, make_vocab_size_divisible_by=64,
+                 global_batch_size=24, micro_batch_size=3, dtype="float64", clip_grad=0.1, lr=1e-2, lr_warmup_fraction=0.4,
+                 train_iters=5, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, bucket_size=2000)
+    return Config(**{**sizes, **changes}).resolve(world_size).with_vocabulary(VOCABULARY)
+
+
+def sizes_of(config: Config) -> Sizes:
+    """The same model, as the reference names it."""
+    return Sizes(config.num_layers, config.hidden_size, config.num_attention_heads, config.ffn_hidden_size, config.vocab_size,
+                 config.padded_vocab_size, config.max_position_embeddings, config.tied)
+
+
+@dataclass
+class FixedData:
+    """A dataset of given arrays: steps x [global batch, s]. Stands in for TokenDataset."""
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+
+    @property
+    def windows(self):
+        return self.tokens.size(0) * self.tokens.size(1)
+
+    def batch(self, step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True):
+        first = dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
+        rows = slice(first, first + micro_batch_size)
+        ids = [step * global_batch_size + first + row for row in range(micro_batch_size)]
+        positions = torch.arange(self.tokens.size(-1)).expand(micro_batch_size, -1)
+        return Batch(self.tokens[step, rows], self.labels[step, rows], self.loss_mask[step, rows], positions, ids)
+
+
+def random_data(config: Config, steps: int, seed=7) -> FixedData:
+    """Random tokens; the share of tokens that count differs from row to row, from none of them to all."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (steps, config.global_batch_size, config.seq_length)
+    tokens = torch.randint(0, config.vocab_size, (*shape[:2], config.seq_length + 1), generator=generator)
+    share = torch.linspace(-0.2, 1.1, config.global_batch_size)[torch.randperm(config.global_batch_size, generator=generator)]
+    loss_mask = (torch.rand(shape, generator=generator) < share[:, None]).float()
+    return FixedData(tokens[..., :-1], tokens[..., 1:], loss_mask)
+
+
+@dataclass
+class Outcome:
+    """What one rank saw. gradients: of each step, before clipping, for the mean loss; shards are (tensor, shard_dim) by name."""
+    place: tuple                 # pp_rank, dp_rank, tp_rank
+    losses: list
+    norms: list
+    gradients: list
+    weights: dict
+    evaluation: float
+
+
+def build(config: Config, weights=None, trace=NO_TRACE):
+    """(mesh, model, optimizer, stage) on this rank, filled with full weights by name (or as drawn, without any)."""
+    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
+    model = train.model_builder(config, mesh)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weights is not None:
+                weight.copy_(model.local_part(weights[name], weight))
+    optimizer = ZeroOptimizer(model, config, mesh)
+    return mesh, model, optimizer, Domino(model, config.slices, config.columns, config.compile_backend if config.compile else None, trace)
+
+
+def train_rank(config: Config, weights, data: FixedData, steps: int) -> Outcome:
+    """Runs in a worker: `steps` steps of train.py's train_step, then an evaluation on the same data."""
+    mesh, model, optimizer, stage = build(config, weights)
+    gradients, losses, norms = [], [], []
+    sum_over_world = optimizer.sum_over_world
+
+    def look(totals):                                           # between the reduce over replicas and the clipping
+        sums = sum_over_world(totals)
+        gradients.append(reduced_gradients(model, optimizer, tokens=sums[1]))
+        return sums
+
+    optimizer.sum_over_world = look
+    for step in range(1, steps + 1):
+        loss, norm = train.train_step(step, stage, optimizer, data, config, mesh)
+        losses.append(loss)
+        norms.append(norm)
+    evaluation = train.evaluate(stage, data, config, mesh)
+    shards = {name: (weight.detach().clone(), weight.shard_dim) for name, weight in model.named_parameters()}
+    return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), losses, norms, gradients, shards, evaluation)
+
+
+def reduced_gradients(model, optimizer, tokens) -> dict:
+    """Each parameter's gradient after the reduce over replicas, gathered from the parts that ZeRO left it in."""
+    gradients = {}
+    for bucket in optimizer.buckets:
+        whole = bucket.main_grad
+        if optimizer.parts > 1:
+            whole = torch.empty_like(bucket.main_grad)
+            all_gather(whole, bucket.own_grad, group=optimizer.mesh.dp_group)
+        for weight in bucket.parameters:
+            offset = weight.main_grad.storage_offset() - bucket.main_grad.storage_offset()
+            gradients[weight] = whole[offset:offset + weight.numel()].view(weight.shape) / tokens
+    return {name: (gradients[weight], weight.shard_dim) for name, weight in model.named_parameters()}
+
+
+def whole(outcomes: list[Outcome], shards_of, tp: int) -> dict:
+    """Full tensors by name from every rank's shards. Replicas, and copies on other stages, must be equal bit for bit."""
+    parts, full = {}, {}
+    for outcome in outcomes:
+        for name, (tensor, shard_dim) in shards_of(outcome).items():
+            here = parts.setdefault((name, shard_dim), {}).setdefault(outcome.place[2], tensor)
+            assert torch.equal(here, tensor), f"{name}: replicas on {outcome.place} differ"
+    for (name, shard_dim), by_tp_rank in parts.items():
+        if shard_dim is None:
+            assert all(torch.equal(by_tp_rank[0], tensor) for tensor in by_tp_rank.values()), f"{name}: copies over tp differ"
+            full[name] = by_tp_rank[0]
+        else:
+            full[name] = torch.cat([by_tp_rank[rank] for rank in range(tp)], dim=shard_dim)
+    return full
+
+
+def difference(ours: dict, theirs: dict) -> float:
+    """The largest deviation over all tensors, each relative to its own largest entry."""
+    assert ours.keys() == theirs.keys(), f"names that only one side has: {sorted(ours.keys() ^ theirs.keys())}"
+    return max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in theirs)
+
+
+def relative(ours: list, theirs: list) -> float:
+    """The largest relative deviation between two lists of numbers."""
+    assert len(ours) == len(theirs)
+    return max(abs(one - other) / abs(other) for one, other in zip(ours, theirs))
+
+
+_references = {}
+
+
+def reference_for(config: Config, steps: int):
+    """(weights to start from, data, records of the steps, final weights) of the plain model; computed once per model."""
+    sizes = sizes_of(config)
+    key = (sizes, steps, config.global_batch_size, config.seq_length, config.clip_grad)
+    if key not in _references:
+        weights, data = random_weights(sizes, seed=3), random_data(config, steps)
+        rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
+        batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(steps)]
+        records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad,
+                                         (config.adam_beta1, config.adam_beta2), config.adam_eps)
+        _references[key] = (weights, data, records, final)
+    return _references[key]

@@ -1,0 +1,345 @@
+"""Eight processes that live as long as the test session: a world of any size up to eight, in a fraction of a second.
+
+A test of parallel code needs ranks, and a rank is a process. Starting a process, importing torch and joining a group takes
+seconds; a test of a small model takes milliseconds. So the processes are started once, at the first test that asks for them, and
+every call gives some of them a *fresh* process group:
+
+    the test                              worker 0 ... worker world_size - 1
+    pool.run(function, x, world_size=4)
+        -- call: names, arguments --->    set RANK ..., join a new gloo group
+                                          result = function(x)
+        <-- outcome ------------------    the result, or a traceback and the time of it
+        -- release ------------------>    leave the group, put back what a test may have changed
+        <-- free ---------------------    ready for the next call
+    [result of rank 0, of rank 1, ...]
+
+Why a release? A rank that leaves its group closes its sockets, and a neighbour that was still reading from them would see an
+error that no real run has. So all stay until the last one is done. If a rank *fails*, closing the sockets is the
+quickest way to wake the others out of their collectives, so then all are released at once; whoever still isn't back
+GRACE seconds later is stuck, and the pool kills its workers and starts new ones at the next call.
+
+What a test can rely on:
+- `function` is found by its module and name, so it stands at the top level of a test module. Arguments and results are
+  pickled. Tensors travel as bytes (not as shared memory, which needs a file descriptor for each), arrive on the CPU, and
+  have no autograd graph.
+- One torch thread in each worker. Random seeds differ from rank to rank but not from run to run: code that relies on ranks
+  drawing alike without saying so is found out.
+- The first rank to fail comes first in the message, since the others often fail only because of it.
+- An `assert` in a worker is plain Python's and shows no values: return the numbers, and assert in the test.
+"""
+
+import faulthandler
+import functools
+import gc
+import importlib
+import io
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+START_TIMEOUT = 300.0  # seconds for eight times `import torch`, on a machine that may be busy
+GRACE = 3.0  # seconds that the others get to come back once one rank has failed
+LEAVE_TIMEOUT = 10.0  # seconds to leave a group
+
+
+class WorkerError(RuntimeError):
+    """A rank raised, or its process died. `rank` is the first one that did; `failed` and `unfinished` list ranks."""
+
+    def __init__(self, message, rank=None, failed=(), unfinished=()):
+        super().__init__(message)
+        self.rank, self.failed, self.unfinished = rank, tuple(failed), tuple(unfinished)
+
+
+class WorkerTimeout(WorkerError):
+    """No rank failed, but `unfinished` ones didn't come back in time. The message shows where they stood."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What to run, and in which world. `number` keeps the keys of one call in the store apart from the next one's."""
+
+    module: str
+    qualified_name: str
+    packed_arguments: bytes
+    world_size: int
+    timeout: float
+    number: int
+
+
+@dataclass(frozen=True)
+class Result:
+    packed: bytes
+
+
+@dataclass(frozen=True)
+class Failure:
+    moment: float  # time.monotonic(), one clock for all processes of a machine
+    text: str
+
+
+RELEASE, FREE = "release", "free"
+
+
+# --------------------------------------------------------------------------------------------- what travels
+
+
+class TensorPickler(pickle.Pickler):
+    """Pickles a tensor as its elements, its dtype and its shape: a view takes its own bytes only, not its whole storage's."""
+
+    def reducer_override(self, value):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            return NotImplemented
+        elements = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return rebuild_tensor, (elements, value.dtype, value.shape, type(value) is torch.nn.Parameter)
+
+
+def rebuild_tensor(elements, dtype, shape, is_parameter):
+    flat = torch.frombuffer(bytearray(elements), dtype=dtype) if elements else torch.empty(0, dtype=dtype)
+    tensor = flat.reshape(shape)
+    return torch.nn.Parameter(tensor) if is_parameter else tensor
+
+
+def pack(value):
+    buffer = io.BytesIO()
+    TensorPickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+# --------------------------------------------------------------------------------------------- in a worker
+
+
+def worker_main(rank, connection, store_port, stack_path):
+    """The life of one worker: wait for a call, answer it, until the test session closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session, which then closes the pool
+    stack_file = open(stack_path, "w")
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    # Without a name for the network interface gloo looks up the host's own name, which fails on some machines.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+    gc.freeze()  # what is imported by now stays: collections look at a call's own objects only
+    try:
+        while True:
+            restore_defaults(rank)
+            connection.send(FREE)
+            answer(connection.recv(), rank, connection, store)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the session has gone
+
+
+def restore_defaults(rank):
+    """Puts back what a test may have changed for the whole process."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    if torch.are_deterministic_algorithms_enabled():  # asked first: setting it imports torch's whole compiler
+        torch.use_deterministic_algorithms(False)
+    torch.manual_seed(1000 + rank)
+
+
+def answer(call, rank, connection, store):
+    """Runs one call in a group of its own, sends the outcome, and leaves the group once all ranks may."""
+    environment = dict(os.environ)
+    try:
+        outcome = Result(run_in_group(call, rank, store))
+    except BaseException as error:  # SystemExit too: a worker outlives what it runs
+        frames = error.__traceback__.tb_next  # the first frame is this one: no news
+        outcome = Failure(time.monotonic(), "".join(traceback.format_exception(type(error), error, frames)))
+        del error, frames
+    connection.send(outcome)
+    assert connection.recv() == RELEASE
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # sockets are closed when the last reference to a group is gone, be it in a cycle
+    gc.freeze()  # modules that the call imported stay too (the first optimizer step brings 800)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def run_in_group(call, rank, store):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(call.world_size), LOCAL_WORLD_SIZE=str(call.world_size))
+    function = functools.reduce(getattr, call.qualified_name.split("."), importlib.import_module(call.module))
+    arguments = pickle.loads(call.packed_arguments)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"call-{call.number}", store),
+        rank=rank,
+        world_size=call.world_size,
+        timeout=timedelta(seconds=call.timeout + 60),  # the session's own limit strikes first, and tells more
+    )
+    return pack(function(*arguments))
+
+
+# --------------------------------------------------------------------------------------------- in the session
+
+
+class Pool:
+    """`size` workers, started at the first `run`, and again at the first `run` after they had to be killed."""
+
+    def __init__(self, size=8):
+        self.size = size
+        self.calls = 0
+        self.processes = []
+        self.connections = []
+
+    def run(self, function, *args, world_size=8, timeout=120):
+        """function(*args) on ranks 0 .. world_size - 1, each in a fresh gloo group. Returns the results by rank.
+
+        `timeout`: seconds for the call, not counting the start of the workers.
+        Raises WorkerError if a rank raises or dies, WorkerTimeout if one is not back in time, ValueError for a call that can't be made.
+        """
+        if not 1 <= world_size <= self.size:
+            raise ValueError(f"world_size {world_size} must lie between 1 and the pool's {self.size} workers")
+        if "<" in function.__qualname__ or function.__module__ == "__main__":
+            raise ValueError(f"{function.__qualname__} must stand at the top level of a module: workers find it by name")
+        ranks = range(world_size)
+        arguments = pack(args)
+        self.start()
+        self.calls += 1
+        call = Call(function.__module__, function.__qualname__, arguments, world_size, timeout, self.calls)
+        try:
+            for rank in ranks:
+                self.send(rank, call)
+            outcomes = self.gather_outcomes(ranks, timeout)
+            stacks = self.read_stacks([rank for rank in ranks if rank not in outcomes])
+            if len(outcomes) < world_size or not self.wait_until_free(ranks, LEAVE_TIMEOUT):
+                self.close()
+        except BaseException:  # KeyboardInterrupt above all: workers are in an unknown state
+            self.close()
+            raise
+        raise_failures(call, outcomes, stacks)
+        return [pickle.loads(outcomes[rank].packed) for rank in ranks]
+
+    def start(self):
+        """Starts all workers side by side, unless they run already. They inherit sys.path, so tests' modules are found."""
+        if self.processes:
+            return
+        # A server process without threads imports torch once (and the compiler, which the first optimizer step would
+        # import), and the workers are forks of it: a tenth of the time that eight imports take.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.checkpoint", "torch._inductor.config"])
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.stack_directory = tempfile.TemporaryDirectory(prefix="test-pool-")
+        try:
+            for rank in range(self.size):
+                ours, theirs = context.Pipe()
+                arguments = (rank, theirs, self.store.port, self.stack_path(rank))
+                process = context.Process(target=worker_main, args=arguments, name=f"worker-{rank}", daemon=True)
+                process.start()
+                theirs.close()  # so that a dead worker reads as the end of the pipe
+                self.processes.append(process)
+                self.connections.append(ours)
+            if not self.wait_until_free(range(self.size), START_TIMEOUT):
+                raise RuntimeError("the pool's workers did not start: see their messages on standard error")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self):
+        """Ends the workers, busy or not. The next `run` starts new ones."""
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        if self.processes:
+            self.stack_directory.cleanup()
+            self.store = None
+        self.processes, self.connections = [], []
+
+    def gather_outcomes(self, ranks, timeout):
+        """Outcomes by rank, until all have come, or the time is over, or GRACE seconds after the first failure."""
+        outcomes, released = {}, False
+        deadline = time.monotonic() + timeout
+        while len(outcomes) < len(ranks):
+            arrived = self.receive([rank for rank in ranks if rank not in outcomes], deadline)
+            if not arrived:
+                break
+            outcomes.update(arrived)
+            if not released and any(isinstance(outcome, Failure) for outcome in arrived.values()):
+                self.release(ranks)
+                released = True
+                deadline = min(deadline, time.monotonic() + GRACE)
+        if not released and len(outcomes) == len(ranks):
+            self.release(ranks)
+        return outcomes
+
+    def release(self, ranks):
+        for rank in ranks:
+            self.send(rank, RELEASE)
+
+    def send(self, rank, message):
+        try:
+            self.connections[rank].send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # a dead worker: `receive` reports it
+
+    def receive(self, ranks, deadline):
+        """The messages that have come from `ranks`, waiting for at least one. None of them: the deadline has passed."""
+        rank_of = {self.connections[rank]: rank for rank in ranks}
+        messages = {}
+        for connection in multiprocessing.connection.wait(rank_of, max(0.0, deadline - time.monotonic())):
+            rank = rank_of[connection]
+            try:
+                messages[rank] = connection.recv()
+            except (EOFError, ConnectionResetError):
+                self.processes[rank].join(GRACE)
+                exit_code = self.processes[rank].exitcode
+                # Its moment is unknown, but whatever others report came after it.
+                messages[rank] = Failure(-math.inf, f"the process died, exit code {exit_code} (minus a number: by that signal)\n")
+        return messages
+
+    def wait_until_free(self, ranks, timeout):
+        """True once every rank has said FREE; False if one has died or the time is over."""
+        deadline, busy = time.monotonic() + timeout, set(ranks)
+        while busy:
+            messages = self.receive(busy, deadline)
+            if not messages or any(message != FREE for message in messages.values()):
+                return False
+            busy -= messages.keys()
+        return True
+
+    def stack_path(self, rank):
+        return str(Path(self.stack_directory.name) / f"stacks-of-rank-{rank}")
+
+    def read_stacks(self, ranks):
+        """Where the given ranks stand right now, by rank: a signal makes each write its Python stacks to a file."""
+        for rank in ranks:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 1.0
+        texts = {rank: "" for rank in ranks}
+        while not all(texts.values()) and time.monotonic() < deadline:
+            time.sleep(0.1)  # long enough for a dump that has begun to be complete at the next look
+            texts = {rank: Path(self.stack_path(rank)).read_text() for rank in ranks}
+        return texts
+
+
+def raise_failures(call, outcomes, stacks):
+    """Raises what went wrong in a call, the first failure in full and on top. Returns if nothing did."""
+    failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
+    failed = sorted(failures, key=lambda rank: failures[rank].moment)
+    name = f"{call.module}.{call.qualified_name}"
+    if failed:
+        lines = [f"rank {failed[0]} of {call.world_size} failed in {name}\n\n{failures[failed[0]].text}"]
+        lines += [f"rank {rank} failed after it: {failures[rank].text.splitlines()[-1]}" for rank in failed[1:]]
+        lines += [f"rank {rank} had not finished {GRACE:g} s later and was killed" for rank in stacks]
+        raise WorkerError("\n".join(lines), failed[0], failed, stacks)
+    if stacks:
+        numbers = ", ".join(str(rank) for rank in stacks)
+        lines = [f"rank {numbers} of {call.world_size} had not finished {name} after {call.timeout:g} s\n"]
+        lines += [f"rank {rank} stood here:\n{text or 'it did not say'}" for rank, text in stacks.items()]
+        raise WorkerTimeout("\n".join(lines), unfinished=stacks)

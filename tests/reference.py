@@ -1,0 +1,282 @@
+"""The yardstick: a GPT in one process, from torch's own parts, sharing not a line with nanodomino.
+
+Every parallel layout is compared with this file, in float64, so it has to be right by being plain: `nn.Linear`,
+`nn.Embedding`, `nn.LayerNorm`, attention written out, one batch, one backward, `torch.optim.AdamW`. No slices,
+no microbatches, no ranks. test_reference.py in turn holds it against torch's transformer and against finite differences.
+
+The model is GPT-2's (Radford et al. 2019, section 2.3), as GPT-3 kept it:
+
+    x = word embedding + position embedding
+    for each layer:  x = x + attention(norm(x))
+                     x = x + mlp(norm(x))                mlp: linear, tanh-GELU, linear
+    logits = head(final norm(x))                         only the first vocab_size rows of the padded head
+
+Where a comparison could be blind, the two sides differ on purpose. nanodomino keeps q, k and v in one fused matrix whose
+rows run [head, (q, k, v), head_dim], so that a contiguous cut gives whole heads:
+
+    fused rows    | q of head 0 | k of head 0 | v of head 0 | q of head 1 | k of head 1 | ...
+    here          three matrices of rows [head, head_dim]
+
+If both used one layout, both could mix up heads alike. Here the layouts meet only in `split_qkv` and `fuse_qkv`, at the border.
+Weights and gradients cross it as a dict of full tensors, named as in nanodomino:
+
+    embedding.word_embeddings.weight      [padded_vocab, h]      embedding.position_embeddings.weight   [max_positions, h]
+    layers.{i}.attention.norm.weight, .bias          [h]         layers.{i}.mlp.norm.weight, .bias                [h]
+    layers.{i}.attention.qkv.weight, .bias    [3h, h], [3h]      layers.{i}.mlp.dense_h_to_4h.weight, .bias    [f, h], [f]
+    layers.{i}.attention.dense.weight, .bias   [h, h], [h]       layers.{i}.mlp.dense_4h_to_h.weight, .bias    [h, f], [h]
+    final_norm.weight, .bias                         [h]         output_layer.weight   [padded_vocab, h], only when untied
+
+b = batch, s = sequence, h = hidden, f = the MLP's inner width, n = heads, d = h / n.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Sizes:
+    num_layers: int = 2
+    hidden_size: int = 16
+    num_attention_heads: int = 4
+    ffn_hidden_size: int = 64
+    vocab_size: int = 29
+    padded_vocab_size: int = 32
+    max_positions: int = 8
+    tied: bool = True
+
+    @property
+    def head_dim(self):
+        return self.hidden_size // self.num_attention_heads
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step of training showed. Gradients are those before clipping, as full tensors in nanodomino's layout."""
+
+    loss: float
+    gradients: dict
+    gradient_norm: float
+
+
+# ------------------------------------------------------------------------------------------------ the border
+
+
+def split_qkv(fused, num_heads):
+    """[3h, ...] with rows [head, (q, k, v), head_dim] -> q, k, v, each [h, ...] with rows [head, head_dim]."""
+    head_dim = fused.shape[0] // (3 * num_heads)
+    by_head = fused.reshape(num_heads, 3, head_dim, *fused.shape[1:])
+    return tuple(by_head[:, part].reshape(num_heads * head_dim, *fused.shape[1:]) for part in range(3))
+
+
+def fuse_qkv(q, k, v, num_heads):
+    """The inverse of split_qkv."""
+    by_head = [part.reshape(num_heads, -1, *part.shape[1:]) for part in (q, k, v)]
+    return torch.stack(by_head, dim=1).reshape(3 * q.shape[0], *q.shape[1:])
+
+
+# ------------------------------------------------------------------------------------------------ the model
+
+
+def no_dropout(site, shape):
+    return None
+
+
+def apply_mask(mask, site, x):
+    """mask(site, shape) is a tensor that is 0 or 1/(1-p), or None where nothing is dropped."""
+    scale = mask(site, tuple(x.shape))
+    return x if scale is None else x * scale
+
+
+class Attention(nn.Module):
+    """Causal self-attention, written out so that the mask on the probabilities has a place."""
+
+    def __init__(self, sizes, site):
+        super().__init__()
+        self.site = site
+        self.num_heads, self.head_dim = sizes.num_attention_heads, sizes.head_dim
+        self.norm = nn.LayerNorm(sizes.hidden_size, eps=1e-5)
+        self.q = nn.Linear(sizes.hidden_size, sizes.hidden_size)
+        self.k = nn.Linear(sizes.hidden_size, sizes.hidden_size)
+        self.v = nn.Linear(sizes.hidden_size, sizes.hidden_size)
+        self.dense = nn.Linear(sizes.hidden_size, sizes.hidden_size)
+
+    def forward(self, x, mask):  # [b, s, h] -> [b, s, h]
+        b, s, h = x.shape
+        x = self.norm(x)
+        q, k, v = (part(x).reshape(b, s, self.num_heads, self.head_dim).transpose(1, 2) for part in (self.q, self.k, self.v))
+        scores = q @ k.transpose(2, 3) / math.sqrt(self.head_dim)  # [b, n, s, s]
+        future = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(diagonal=1)
+        probabilities = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
+        probabilities = apply_mask(mask, f"{self.site}.core", probabilities)
+        y = self.dense((probabilities @ v).transpose(1, 2).reshape(b, s, h))
+        return apply_mask(mask, f"{self.site}.hidden", y)
+
+
+class MLP(nn.Module):
+    def __init__(self, sizes, site):
+        super().__init__()
+        self.site = site
+        self.norm = nn.LayerNorm(sizes.hidden_size, eps=1e-5)
+        self.up = nn.Linear(sizes.hidden_size, sizes.ffn_hidden_size)
+        self.down = nn.Linear(sizes.ffn_hidden_size, sizes.hidden_size)
+
+    def forward(self, x, mask):  # [b, s, h] -> [b, s, h]
+        y = self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+        return apply_mask(mask, f"{self.site}.hidden", y)
+
+
+class ReferenceGPT(nn.Module):
+    """`ReferenceGPT(sizes).double()`, then `load_full(weights)`; torch's own initial weights until then."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes = sizes
+        self.word_embeddings = nn.Embedding(sizes.padded_vocab_size, sizes.hidden_size)
+        self.position_embeddings = nn.Embedding(sizes.max_positions, sizes.hidden_size)
+        layers = range(sizes.num_layers)
+        self.attentions = nn.ModuleList(Attention(sizes, f"layers.{i}.attention") for i in layers)
+        self.mlps = nn.ModuleList(MLP(sizes, f"layers.{i}.mlp") for i in layers)
+        self.final_norm = nn.LayerNorm(sizes.hidden_size, eps=1e-5)
+        self.head = None if sizes.tied else nn.Linear(sizes.hidden_size, sizes.padded_vocab_size, bias=False)
+
+    def forward(self, tokens, positions, mask=None):
+        """tokens [b, s], positions [b, s] or [s] -> logits [b, s, vocab_size].
+
+        `mask(site, shape)`, if given, returns the dropout mask of a site, scaled by 1/(1-p), or None. Sites in order:
+        "embedding" [b, s, h]; then in each layer i "layers.{i}.attention.core" [b, n, s, s] on the probabilities,
+        "layers.{i}.attention.hidden" and "layers.{i}.mlp.hidden" [b, s, h] on what is about to be added to x.
+        """
+        mask = mask or no_dropout
+        x = self.word_embeddings(tokens) + self.position_embeddings(positions)
+        x = apply_mask(mask, "embedding", x)
+        for attention, mlp in zip(self.attentions, self.mlps):
+            x = x + attention(x, mask)
+            x = x + mlp(x, mask)
+        head = self.word_embeddings.weight if self.head is None else self.head.weight
+        return F.linear(self.final_norm(x), head[: self.sizes.vocab_size])
+
+    def parts(self):
+        """nanodomino's name -> this model's parameters: one, or three for the fused q, k, v."""
+        named = {
+            "embedding.word_embeddings.weight": (self.word_embeddings.weight,),
+            "embedding.position_embeddings.weight": (self.position_embeddings.weight,),
+        }
+        for i, (attention, mlp) in enumerate(zip(self.attentions, self.mlps)):
+            for kind in ("weight", "bias"):
+                named[f"layers.{i}.attention.norm.{kind}"] = (getattr(attention.norm, kind),)
+                named[f"layers.{i}.attention.qkv.{kind}"] = tuple(
+                    getattr(part, kind) for part in (attention.q, attention.k, attention.v)
+                )
+                named[f"layers.{i}.attention.dense.{kind}"] = (getattr(attention.dense, kind),)
+                named[f"layers.{i}.mlp.norm.{kind}"] = (getattr(mlp.norm, kind),)
+                named[f"layers.{i}.mlp.dense_h_to_4h.{kind}"] = (getattr(mlp.up, kind),)
+                named[f"layers.{i}.mlp.dense_4h_to_h.{kind}"] = (getattr(mlp.down, kind),)
+        named["final_norm.weight"], named["final_norm.bias"] = (self.final_norm.weight,), (self.final_norm.bias,)
+        if self.head is not None:
+            named["output_layer.weight"] = (self.head.weight,)
+        return named
+
+    @torch.no_grad()
+    def load_full(self, weights):
+        """Copies full tensors in. ValueError if a name is missing or unknown, or a shape is another."""
+        named = self.parts()
+        if named.keys() != weights.keys():
+            raise ValueError(f"names that only one side has: {sorted(named.keys() ^ weights.keys())}")
+        for name, parameters in named.items():
+            full = weights[name]
+            tensors = split_qkv(full, self.sizes.num_attention_heads) if len(parameters) == 3 else (full,)
+            for parameter, tensor in zip(parameters, tensors):
+                if parameter.shape != tensor.shape:
+                    raise ValueError(f"{name}: this model has {tuple(parameter.shape)}, given {tuple(tensor.shape)}")
+                parameter.copy_(tensor)  # copy_ alone would broadcast a wrong shape
+        return self
+
+    def full(self, value_of):
+        """Name -> full tensor, a copy, of value_of(parameter): the parameter itself or its gradient."""
+        tensors = {}
+        for name, parameters in self.parts().items():
+            values = [value_of(parameter).detach().clone() for parameter in parameters]
+            tensors[name] = fuse_qkv(*values, self.sizes.num_attention_heads) if len(values) == 3 else values[0]
+        return tensors
+
+    def full_weights(self):
+        return self.full(lambda parameter: parameter)
+
+    def full_gradients(self):
+        """Zeros where backward left none."""
+        return self.full(lambda parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+
+
+# ------------------------------------------------------------------------------------------------ weights
+
+
+def full_shapes(sizes):
+    """Name -> shape of every full tensor, in the order in which a token meets them."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in ReferenceGPT(sizes).full_weights().items()}
+
+
+def random_weights(sizes, seed=0, dtype=torch.float64):
+    """Full tensors that let no term hide: biases are not 0, norm weights are not 1, padded rows are not 0.
+
+    Matrices are scaled by 1/sqrt(columns), so that scores and logits are of order one and softmax is neither flat nor one-hot.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in full_shapes(sizes).items():
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if len(shape) == 2:
+            weights[name] = noise / math.sqrt(shape[1])
+        elif name.endswith("norm.weight"):
+            weights[name] = 1 + 0.2 * noise
+        else:
+            weights[name] = 0.2 * noise
+    return {name: tensor.to(dtype) for name, tensor in weights.items()}
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def masked_loss(logits, labels, loss_mask):
+    """Mean token loss of the unmasked tokens: sum(mask * loss) / sum(mask). labels, loss_mask: [b, s]."""
+    token_losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return (token_losses * loss_mask).sum() / loss_mask.sum()
+
+
+def build_optimizer(model, weight_decay, betas, eps):
+    """AdamW, decay on matrices (embeddings included) and none on biases and norms. The rate is set before each step."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps)
+
+
+def train_reference(
+    sizes, weights, batches, learning_rates, weight_decay=0.1, clip_grad=1.0, betas=(0.9, 0.95), eps=1e-8, masks=None
+):
+    """Trains from `weights` for len(batches) steps. Returns (a StepRecord for each step, final weights by name).
+
+    batches[step]: (tokens, labels, loss_mask), each [B, s]: the whole global batch. Position i of a row has number i.
+    learning_rates[step]: that step's rate. clip_grad: the largest global L2 norm; 0 for no clipping.
+    masks[step], if given: the `mask` of ReferenceGPT.forward for that step.
+    """
+    model = ReferenceGPT(sizes).to(next(iter(weights.values())).dtype).load_full(weights)
+    optimizer = build_optimizer(model, weight_decay, betas, eps)
+    records = []
+    for step, (tokens, labels, loss_mask) in enumerate(batches):
+        optimizer.zero_grad(set_to_none=True)
+        logits = model(tokens, torch.arange(tokens.shape[1]), masks and masks[step])
+        loss = masked_loss(logits, labels, loss_mask)
+        loss.backward()
+        gradients = model.full_gradients()
+        # parameters() lists the tied matrix once, so the norm counts it once; the scale is min(1, clip / (norm + 1e-6)).
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad or math.inf)
+        records.append(StepRecord(loss.item(), gradients, norm.item()))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rates[step]
+        optimizer.step()
+    return records, model.full_weights()

@@ -1,0 +1,56 @@
+"""Every layout computes what one plain process computes: losses, every gradient, norms, weights, to 1e-9 in float64.
+
+The other side is reference.py: torch.nn, nothing of nanodomino. Biases are not zero, the loss mask is uneven, the
+clipping bites, layers do not divide by stages, samples not by slices, and with tp 8 half of the ranks hold only padding.
+"""
+
+import pytest
+import torch
+from harness import difference, reference_for, relative, tiny, train_rank, whole
+
+TOLERANCE = 1e-9
+STEPS = 5
+LAYOUTS = [(tp, pp, dp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in (1, 2, 4, 8) if tp * pp * dp <= 8]
+
+
+def case(tp, pp, dp, slices=1, columns=1, zero=1, schedule="1f1b", untied=False, **more):
+    """A layout and its options, with a readable name."""
+    name = f"tp{tp}-pp{pp}-dp{dp}-slices{slices}-columns{columns}-zero{zero}-{schedule}-{'untied' if untied else 'tied'}"
+    name += "".join(f"-{key}{value}" for key, value in more.items())
+    options = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices, columns=columns, zero_stage=zero,
+                   schedule=schedule, untie_embeddings_and_output_weights=untied, num_layers=pp + 1, **more)
+    return pytest.param(tp * pp * dp, options, id=name)
+
+
+# Every layout once, the options dealt out over them; then corners of their own.
+CASES = [case(tp, pp, dp, slices=1 + i % 3, columns=1 + i // 2 % 2, zero=(i + 1) % 2, schedule=("1f1b", "gpipe")[i // 3 % 2], untied=i % 4 == 1,
+              micro_batch_size=12 if tp == 8 else 6 if tp == 4 else 3) for i, (tp, pp, dp) in enumerate(LAYOUTS)]
+CASES += [
+    case(2, 2, 2, slices=2, zero=1),                            # train.py's own choice for eight processes
+    case(2, 2, 2, slices=3, columns=2, zero=0, untied=True),
+    case(2, 1, 1, slices=2, columns=3, micro_batch_size=8),     # 8 samples in 2 slices, 16 features in 3 columns
+    case(1, 4, 2, micro_batch_size=6),                          # 2 microbatches, 4 stages (pitfall 20)
+    case(1, 4, 1, micro_batch_size=24, schedule="gpipe"),       # 1 microbatch, 4 stages
+    case(2, 1, 2, slices=2, bucket_size=10_000_000),            # everything in one bucket of each kind
+    case(2, 1, 2, slices=2, bucket_size=1),                     # every parameter in a bucket of its own
+    case(2, 2, 1, slices=2, clip_grad=0.0),                     # no clipping
+]
+
+
+@pytest.mark.parametrize("world_size, options", CASES)
+def test_training_equals_one_plain_process(pool, world_size, options):
+    """Pitfalls 1 to 11, 17 to 23, 26, in whole training steps."""
+    config = tiny(world_size, **options)
+    weights, data, records, final = reference_for(config, STEPS)
+    outcomes = pool.run(train_rank, config, weights, data, STEPS, world_size=world_size)
+
+    assert all(record.gradient_norm > 0.11 for record in records), "the clipping must bite"
+    for outcome in outcomes:                                    # the same numbers on every rank (pitfall 6)
+        assert (outcome.losses, outcome.norms) == (outcomes[0].losses, outcomes[0].norms)
+    assert relative(outcomes[0].losses, [record.loss for record in records]) < TOLERANCE
+    assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < TOLERANCE
+    for step, record in enumerate(records):
+        gradients = whole(outcomes, lambda outcome: outcome.gradients[step], config.tp)
+        assert difference(gradients, record.gradients) < TOLERANCE, f"gradients of step {step + 1}"
+    assert difference(whole(outcomes, lambda outcome: outcome.weights, config.tp), final) < TOLERANCE
+    assert torch.isfinite(torch.tensor(outcomes[0].evaluation))
