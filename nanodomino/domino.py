@@ -47,13 +47,15 @@ from nanodomino.parallel import cross_entropy_gradient, cross_entropy_steps
 from nanodomino.trace import NO_TRACE
 
 
-def interleave(generators):
+def interleave(generators, trace):
     """Resume each generator in turn until all have ended."""
-    waiting = deque(generators)
+    waiting = deque(enumerate(generators))
     while waiting:
-        generator = waiting.popleft()
-        if next(generator, "ended") != "ended":
-            waiting.append(generator)
+        index, generator = waiting.popleft()
+        with trace.span("resume", slice=index):
+            ended = next(generator, "ended") == "ended"
+        if not ended:
+            waiting.append((index, generator))
 
 
 def bridge(x, y, bias, mask, norm_weight, norm_bias, epsilon):
@@ -140,7 +142,7 @@ class Domino:
         pieces = [Slice(index, part, hiddens[index], Dropout(self.model.config, self.mesh, part.sample_ids if training else None), training)
                   for index, part in enumerate(batch.split(count))]
         with torch.no_grad():
-            interleave([self.forward_slice(piece) for piece in pieces])
+            interleave([self.forward_slice(piece) for piece in pieces], self.trace)
         output = pieces[0].output if count == 1 else torch.cat([piece.output for piece in pieces])
         return output, pieces
 
@@ -161,7 +163,7 @@ class Domino:
         results = [None] * len(pieces)
         gradients = gradient.tensor_split(len(pieces))
         with torch.no_grad():
-            interleave([self.backward_slice(piece, gradients[piece.index], results, finish) for piece in pieces])
+            interleave([self.backward_slice(piece, gradients[piece.index], results, finish) for piece in pieces], self.trace)
         if self.model.pre_process:
             return None
         return results[0] if len(results) == 1 else torch.cat(results)

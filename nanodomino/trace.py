@@ -3,6 +3,7 @@
 Whoever works says so: `with trace.span("matmul", slice=0, site="layers.3.mlp"): ...`, `trace.moment("launch", ...)`. The
 kinds are
 
+    resume             a slice runs until it has put something on the wires; what follows lies within
     matmul             a matrix product on the way forward, or of an input gradient
     weight_gradient    the deferred products
     launch, wait       a collective is put on the wires; somebody needs its result

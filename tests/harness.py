@@ -6,6 +6,7 @@
 The ranks run train.py's own train_step, with only the data replaced.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -143,12 +144,14 @@ def whole(outcomes: list[Outcome], shards_of, tp: int) -> dict:
 def difference(ours: dict, theirs: dict) -> float:
     """The largest deviation over all tensors, each relative to its own largest entry."""
     assert ours.keys() == theirs.keys(), f"names that only one side has: {sorted(ours.keys() ^ theirs.keys())}"
-    return max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in theirs)
+    deviations = {name: float((ours[name] - theirs[name]).abs().max()) for name in theirs}
+    assert not any(map(math.isnan, deviations.values())), f"not a number in {[name for name in deviations if math.isnan(deviations[name])]}"
+    return max(deviation / (float(theirs[name].abs().max()) or 1.0) for name, deviation in deviations.items())
 
 
 def relative(ours: list, theirs: list) -> float:
     """The largest relative deviation between two lists of numbers."""
-    assert len(ours) == len(theirs)
+    assert len(ours) == len(theirs) and not any(map(math.isnan, ours + theirs))
     return max(abs(one - other) / abs(other) for one, other in zip(ours, theirs))
 
 

@@ -67,7 +67,8 @@ def gpt2_files(tmp_path_factory) -> dict:
     spelling = {byte: chr(byte) if chr(byte).isprintable() and byte != 32 else None for byte in range(256)}
     for i, byte in enumerate(byte for byte in order if spelling[byte] is None):
         spelling[byte] = chr(256 + i)
-    words = [[spelling[byte] for byte in (" " + word).encode()] for word in PROSE.split()]
+    words = [" " + word for word in PROSE.split()] + 9 * ["    ", "\n\n", "\n  ", "  \n", " \n \n", " \x1c"]
+    words = [[spelling[byte] for byte in word.encode()] for word in words]
     vocabulary, merges = [spelling[byte] for byte in order], []
     while len(merges) < 60:
         pair = Counter(pair for word in words for pair in zip(word, word[1:])).most_common(1)[0][0]
@@ -130,6 +131,9 @@ def test_tokenizer_mistakes_are_told_in_a_sentence(gpt2_files, tmp_path):
     vocab_file, merge_file = gpt2_files["vocab_file"], gpt2_files["merge_file"]
     (tmp_path / "foreign.json").write_text('{"model": {"vocab": [1, 2]}}')
     (tmp_path / "list.json").write_text("[1, 2]")
+    lines = merge_file.read_text("utf-8").split("\n")
+    (tmp_path / "swapped.bpe").write_text("\n".join([lines[0], lines[2], lines[1], *lines[3:]]), "utf-8")
+    (tmp_path / "short.bpe").write_text("\n".join(lines[:-5]), "utf-8")
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     for arguments, message in [
             (("llama",), "unknown tokenizer 'llama'; try one of byte, gpt2"),
@@ -141,6 +145,8 @@ def test_tokenizer_mistakes_are_told_in_a_sentence(gpt2_files, tmp_path):
             (("gpt2", tmp_path / "binary", merge_file), "in GPT-2's format"),
             (("gpt2", vocab_file, tmp_path / "binary"), "in GPT-2's format"),
             (("gpt2", vocab_file, tmp_path / "list.json"), "in GPT-2's format"),
+            (("gpt2", vocab_file, tmp_path / "swapped.bpe"), "in GPT-2's format"),
+            (("gpt2", vocab_file, tmp_path / "short.bpe"), "in GPT-2's format"),
             (("gpt2", merge_file, vocab_file), "in GPT-2's format")]:
         with pytest.raises(UserError, match=message) as caught:
             build_tokenizer(*arguments)
@@ -206,7 +212,7 @@ def test_half_a_surrogate_pair_in_json_does_no_harm(tmp_path, gpt2_files):
 
 @pytest.mark.parametrize("text", [
     PROSE * 30, "word " * 500, "  \n \t x\n\n\n y" * 300, "it's  \r\n\r\n 'll " * 200,
-    "\n\u3000あ\n\n\u3000い  \u00a0z" * 300, "a\x1c b\x1f  \x85 c\n\x1cd" * 300])
+    "\n\u3000あ\n\n\u3000い  \u00a0z" * 300, "a\x1c b\x1f  \x85 c\n\x1cd \x1ce" * 300])
 def test_chunks_tokenize_like_the_whole(tmp_path, monkeypatch, gpt2_files, text):
     """A document far larger than a chunk: memory is bounded by the chunk, the tokens are those of one call."""
     monkeypatch.setattr(prepare_module, "CHUNK", 97)
@@ -302,7 +308,7 @@ def test_a_file_matched_twice_is_read_once(tmp_path):
     """Pitfall 27: the second reading would land in another split."""
     for i in range(50):
         (tmp_path / f"{i}.txt").write_text(f"document {i}")
-    (tmp_path / "link.txt").symlink_to("7.txt")
+        (tmp_path / f"link-{i}.txt").symlink_to(f"{i}.txt")
     meta = quietly([tmp_path, tmp_path / "*.txt", tmp_path / "3.txt"], tmp_path / "out", split=(1, 1, 1))
     assert sum(meta["documents"].values()) == 50
 

@@ -1,0 +1,267 @@
+"""Domino hides its wires, and hides no error: what runs between a launch and its wait, how much travels, and what comes out."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import FixedData, build, difference, random_data, reference_for, relative, tiny, train_rank, whole
+
+from nanodomino.trace import Trace
+
+TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, num_layers=2)
+
+
+def one_microbatch(data: FixedData, config, stage, model):
+    """Forward and backward of microbatch 0 of step 0; returns the events of each, the losses and the gradients by name."""
+    for weight in model.parameters():
+        weight.main_grad.zero_()
+    batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+    losses, tape = stage.forward(batch)
+    forward_events = [(event.kind, event.about) for event in stage.trace.events]
+    stage.trace.events.clear()
+    stage.backward(tape, batch.loss_mask.to(losses.dtype))
+    backward_events = [(event.kind, event.about) for event in stage.trace.events]
+    gradients = {name: (weight.main_grad.clone(), weight.shard_dim) for name, weight in model.named_parameters()}
+    return forward_events, backward_events, losses, gradients
+
+
+def trace_rank(config, data):
+    _, model, _, stage = build(config, trace=Trace())
+    return one_microbatch(data, config, stage, model)[:2]
+
+
+def windows(events):
+    """For each launch that somebody waited for: (site, slice, what other slices did meanwhile, what the slice itself did)."""
+    found = []
+    for i, (kind, about) in enumerate(events):
+        if kind == "launch":
+            key = (about["slice"], about["site"])
+            j = next(j for j in range(i, len(events)) if events[j][0] == "wait" and (events[j][1]["slice"], events[j][1]["site"]) == key)
+            others = Counter(k for k, a in events[i:j] if a["slice"] != about["slice"])
+            own = Counter(k for k, a in events[i + 1:j] if a["slice"] == about["slice"])
+            found.append((about["site"], about["slice"], others, own))
+    return found
+
+
+@pytest.mark.parametrize("slices", [2, 3])
+def test_in_every_window_between_launch_and_wait_another_slice_computes(pool, slices):
+    """Pitfall 15: waited too early, nothing is hidden. Matrix products fill every window that has one left to fill it with."""
+    config = tiny(2, **TP2, slices=slices)
+    forward, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
+
+    for site, piece, others, _ in windows(forward) + windows(backward):
+        assert others["resume"] >= slices - 1, f"nobody ran while slice {piece} waited for {site}"
+    # Without a product: the embedding of a slice whose successors only look words up, and the cross entropy.
+    bare = {(site, piece) for site, piece, others, _ in windows(forward) if not others["matmul"]}
+    assert bare <= {("embedding", piece) for piece in range(slices - 1)} | {("cross_entropy", piece) for piece in range(slices)}
+    # The last slice's last reduce of all: only its own weight gradients are left, and they run there.
+    bare = [(site, piece, own) for site, piece, others, own in windows(backward) if not others["matmul"]]
+    assert [(site, piece) for site, piece, _ in bare] == [("layers.0.attention", slices - 1)]
+    assert bare[0][2]["weight_gradient"] == 1
+    assert len(windows(forward)) == slices * (1 + 2 * config.num_layers + 2)
+    assert len(windows(backward)) == slices * (2 * config.num_layers + 1)
+
+
+def test_weight_gradients_run_after_the_launch_and_before_the_wait(pool):
+    config = tiny(2, **TP2, slices=2)
+    _, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
+    assert all(own["weight_gradient"] == 1 for _, _, _, own in windows(backward))
+    assert sum(kind == "weight_gradient" for kind, _ in backward) == len(windows(backward))
+
+
+def test_with_one_slice_every_launch_is_followed_by_its_wait(pool):
+    """--slices 1 is Megatron's blocking tensor parallelism: forward, nothing at all runs in between."""
+    config = tiny(2, **TP2, slices=1)
+    forward, _ = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
+    assert all(set(own) <= {"resume"} and not others for _, _, others, own in windows(forward))
+
+
+def test_columns_start_each_chunk_on_the_wires_while_the_next_is_computed(pool):
+    """Domino's column split, which hides something even with a single slice."""
+    config = tiny(2, **TP2, slices=1, columns=4)
+    forward, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
+    site = "layers.1.mlp"
+    steps = [kind for kind, about in forward if about.get("site") == site]
+    assert steps == ["matmul"] + ["matmul", "launch"] * 4 + ["wait"]          # the column-parallel product, then four chunks
+    steps = [kind for kind, about in backward if about.get("site") == site]
+    assert steps == ["matmul"] + ["matmul", "launch"] * 4 + ["weight_gradient", "wait"]
+
+
+# ---- right, however the wires behave
+
+
+class LateWork:
+    """A wire that moves nothing until somebody waits."""
+
+    def __init__(self, collective):
+        self.collective = collective
+
+    def wait(self):
+        if self.collective:
+            self.collective()
+            self.collective = None
+
+
+class EarlyWork:
+    """A wire that was done before anybody looked."""
+
+    def wait(self):
+        pass
+
+
+def with_wires(kind, *arguments):
+    """train_rank, with collectives that are carried out at wait() ('late') or at once ('early')."""
+    originals = {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_single", "all_gather_single") if hasattr(dist, name)}
+
+    def wire(original):
+        def collective(*args, async_op=False, **kwargs):
+            if not async_op or kind == "early":
+                original(*args, **kwargs)
+                return EarlyWork()
+            return LateWork(lambda: original(*args, **kwargs))
+        return collective
+
+    import nanodomino.zero as zero
+    kept = zero.reduce_scatter, zero.all_gather
+    try:
+        for name, original in originals.items():
+            setattr(dist, name, wire(original))
+        zero.reduce_scatter, zero.all_gather = wire(kept[0]), wire(kept[1])
+        return train_rank(*arguments)
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+        zero.reduce_scatter, zero.all_gather = kept
+
+
+def test_slow_and_fast_wires_give_the_same_bits(pool):
+    """Pitfalls 14 and 16: whoever reads a sum before wait(), or writes to a buffer on the wires, computes something else here."""
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2)
+    weights, data, records, _ = reference_for(config, 2)
+    early = pool.run(with_wires, "early", config, weights, data, 2)
+    late = pool.run(with_wires, "late", config, weights, data, 2)
+    for one, other in zip(early, late):
+        assert one.losses == other.losses and one.norms == other.norms
+        assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in one.weights)
+    assert relative(late[0].losses, [record.loss for record in records]) < 1e-9
+
+
+def plain_rank(config, weights, data):
+    """The definition: GPT.forward with blocking wires and autograd, on this rank's microbatch."""
+    _, model, _, _ = build(config, weights)
+    batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+    losses = model(batch.tokens, batch.positions, batch.labels, sample_ids=batch.sample_ids)
+    (losses * batch.loss_mask).sum().backward()
+    return losses.detach(), {name: (weight.grad, weight.shard_dim) for name, weight in model.named_parameters()}
+
+
+def domino_rank(config, weights, data):
+    _, model, _, stage = build(config, weights, trace=Trace())
+    return one_microbatch(data, config, stage, model)[2:]
+
+
+@pytest.mark.parametrize("tp, slices, columns, dropout", [(1, 2, 1, 0.0), (2, 1, 1, 0.2), (2, 3, 2, 0.2), (4, 2, 3, 0.0), (8, 4, 1, 0.1)])
+def test_domino_computes_what_the_plain_model_defines(pool, tp, slices, columns, dropout):
+    """Losses and every gradient, tape against autograd, with dropout where it is on."""
+    changes = dict(TP2, tensor_model_parallel_size=tp, hidden_dropout=dropout, attention_dropout=dropout)
+    config = tiny(tp, **changes, slices=slices, columns=columns)
+    weights, data, _, _ = reference_for(config, 1)
+    plain = pool.run(plain_rank, config, weights, data, world_size=tp)
+    domino = pool.run(domino_rank, config, weights, data, world_size=tp)
+    for (plain_losses, plain_gradients), (losses, gradients) in zip(plain, domino):
+        assert torch.allclose(losses, plain_losses, rtol=1e-12, atol=0)
+        assert difference({name: tensor for name, (tensor, _) in gradients.items()},
+                          {name: tensor for name, (tensor, _) in plain_gradients.items()}) < 1e-10
+
+
+# ---- how much travels
+
+
+def count_rank(config, data):
+    """Collectives and sends of one training step on this rank: (kind, group) -> (calls, elements, all of them asynchronous)."""
+    import nanodomino.zero as zero
+    import train
+    counts = Counter()
+    blocking = set()
+    mesh, _, optimizer, stage = build(config)
+    groups = {mesh.tp_group: "tp", mesh.dp_group: "dp", mesh.pp_forward_group: "down", mesh.pp_backward_group: "up",
+              mesh.embedding_group: "embedding", None: "world"}
+
+    def counted(name, original, payload):
+        def collective(*args, **kwargs):
+            key = (name, groups[kwargs.get("group")])
+            counts[key, "calls"] += 1
+            counts[key, "elements"] += args[payload].numel()
+            if name == "all_reduce" and not kwargs.get("async_op"):
+                blocking.add(key)
+            return original(*args, **kwargs)
+        return collective
+
+    kept = dist.all_reduce, dist.isend, zero.reduce_scatter, zero.all_gather
+    try:
+        dist.all_reduce, dist.isend = counted("all_reduce", kept[0], 0), counted("send", kept[1], 0)
+        zero.reduce_scatter, zero.all_gather = counted("reduce_scatter", kept[2], 1), counted("all_gather", kept[3], 0)
+        train.train_step(1, stage, optimizer, data, config, mesh)
+    finally:
+        dist.all_reduce, dist.isend, zero.reduce_scatter, zero.all_gather = kept
+    padded = sum(bucket.main_grad.numel() for bucket in optimizer.buckets)
+    tied = sum(bucket.main_grad.numel() for bucket in optimizer.buckets if bucket.kind.tied)
+    return dict(counts), blocking, padded, tied
+
+
+@pytest.mark.parametrize("slices, columns", [(1, 1), (2, 1), (2, 2)])
+def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
+    """2 + 2 all-reduces of X a layer and microbatch; slices and columns make more of them, not more bytes."""
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=4, num_layers=5, slices=slices, columns=columns)
+    results = pool.run(count_rank, config, random_data(config, 1))
+    m, b, s, h = config.microbatches, config.micro_batch_size, config.seq_length, config.hidden_size
+    activation, tokens = b * s * h, b * s
+    for rank, (counts, blocking, padded, tied) in enumerate(results):
+        first, last = rank < 4, rank >= 4
+        layers = 3 if first else 2
+        calls = m * slices * (4 * layers * columns + (1 if first else columns + 2))
+        elements = m * (4 * layers * activation + (activation if first else activation + 3 * tokens))
+        assert (counts[("all_reduce", "tp"), "calls"], counts[("all_reduce", "tp"), "elements"]) == (calls, elements)
+        way = "down" if first else "up"
+        assert (counts[("send", way), "calls"], counts[("send", way), "elements"]) == (m, m * activation)
+        assert counts[("reduce_scatter", "dp"), "elements"] == counts[("all_gather", "dp"), "elements"] == padded
+        assert (counts[("all_reduce", "embedding"), "calls"], counts[("all_reduce", "embedding"), "elements"]) == (1, tied)
+        assert counts[("all_reduce", "world"), "elements"] == 3
+        assert not counts.get((("all_reduce", "dp"), "calls"))
+        assert ("all_reduce", "tp") not in blocking, "a tensor-parallel sum that blocks is not inside Domino"
+
+
+def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool):
+    """Pitfall 12, exactly: masks agree where the stream is replicated, belong to their heads where it is sharded."""
+    from nanodomino.model import Dropout
+    from reference import train_reference, random_weights
+    from harness import sizes_of
+    import train
+    options = dict(hidden_dropout=0.2, attention_dropout=0.3)
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, **options)
+    weights, data = random_weights(sizes_of(config), seed=3), random_data(config, 2)
+
+    class Alone:
+        tp, tp_rank = 1, 0
+
+    def masks_of(step):
+        ids = [step * config.global_batch_size + row for row in range(config.global_batch_size)]
+        dropout = Dropout(config, Alone(), ids)
+        probability = {"core": config.attention_dropout}
+        return lambda site, shape: dropout.draw(site, shape[1:], probability.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
+
+    batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(2)]
+    records, final = train_reference(sizes_of(config), weights, batches, [train.learning_rate(step, config) for step in (1, 2)],
+                                     config.weight_decay, config.clip_grad, (config.adam_beta1, config.adam_beta2), config.adam_eps,
+                                     masks=[masks_of(0), masks_of(1)])
+    outcomes = pool.run(train_rank, config, weights, data, 2)
+    assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
+    for step, record in enumerate(records):
+        assert difference(whole(outcomes, lambda outcome: outcome.gradients[step], config.tp), record.gradients) < 1e-9
+    weights_now = whole(outcomes, lambda outcome: outcome.weights, config.tp)
+    assert difference(weights_now, final) < 1e-9
+
+    without = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2)
+    evaluated = pool.run(train_rank, without, weights_now, data, 0)
+    assert evaluated[0].evaluation == pytest.approx(outcomes[0].evaluation, rel=1e-12), "evaluation drops nothing"
