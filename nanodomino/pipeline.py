@@ -4,9 +4,12 @@ Stage r of p holds a run of layers. A global batch is cut into m microbatches, a
 actions, Forward(i) and Backward(i), made by a pure function of (stage, stages, microbatches): it can be printed, counted
 and tested without a process. p = 4, m = 6, a backward twice as long as a forward:
 
-    gpipe   stage 0 |F0 F1 F2 F3 F4 F5                   B0 B0 B1 B1 ...     simple; m activations alive
-    1f1b    stage 0 |F0 F1 F2 F3          B0 B0 F4 B1 B1 F5 B2 B2 ...        at most p - r alive on stage r
-            stage 3 |         F0 B0 B0 F1 B1 B1 F2 B2 B2 ...
+    stage 0 |F0 F1 F2 F3                   B0 B0 F4 B1 B1 F5 B2 B2    B3 B3    B4 B4    B5 B5
+    stage 1 |   F0 F1 F2             B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5            1F1B: at most p - r
+    stage 2 |      F0 F1       B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 F5 B4 B4    B5 B5                  microbatches alive
+    stage 3 |         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5                        on stage r
+
+GPipe runs all forwards before the first backward: simpler, and all m are alive at once.
 
 Both leave the same bubble, (p - 1)(F + B) of idle time per step, that is (p - 1)/m of the ideal time. 1F1B (PipeDream-flush,
 2006.09503; 2104.04473, section 2.2) has three phases on stage r:
@@ -210,27 +213,34 @@ def run(actions, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype
     """
     mail = Mail(mesh, actions, hidden_shape, dtype)
     totals = Totals(*torch.zeros(2, dtype=torch.float64, device=mesh.device))
-    backwards = [action for action in actions if isinstance(action, Backward)]
-    tapes = {}
+    last_backward = next((action for action in reversed(actions) if isinstance(action, Backward)), None)
+    alive = {}                                       # microbatch -> (tape, what the loss is differentiated by)
+
+    def forward(i, hidden):
+        output, tape, loss_func = forward_step(get_batch(i), stage, hidden, last_backward is not None)
+        loss = None
+        if mesh.is_last_stage:
+            output = output.detach().requires_grad_()
+            loss_sum, tokens = loss_func(output)
+            totals.loss_sum += loss_sum.detach()
+            totals.tokens += tokens
+            loss = (loss_sum, output)
+        if last_backward is not None:
+            alive[i] = (tape, loss)
+        return output
+
+    def backward(i, gradient):
+        tape, loss = alive.pop(i)
+        if mesh.is_last_stage:
+            (gradient,) = torch.autograd.grad(*loss)
+        return stage.backward(tape, gradient, on_final if Backward(i) == last_backward else None)
+
     for action in actions:
         message = mail.receive(action)
-        if isinstance(action, Forward):
-            with trace.span("forward", microbatch=action.microbatch):
-                output, tape, loss_func = forward_step(get_batch(action.microbatch), stage, message, bool(backwards))
-            if mesh.is_last_stage:
-                output = output.detach().requires_grad_()
-                loss_sum, tokens = loss_func(output)
-                totals.loss_sum += loss_sum.detach()
-                totals.tokens += tokens
-                message = (loss_sum, output)
-            if backwards:
-                tapes[action.microbatch] = (tape, message if mesh.is_last_stage else None)
-            result = output
-        else:
-            tape, loss = tapes.pop(action.microbatch)
-            gradient = torch.autograd.grad(*loss)[0] if mesh.is_last_stage else message
-            with trace.span("backward", microbatch=action.microbatch):
-                result = stage.backward(tape, gradient, on_final if action == backwards[-1] else None)
+        kind, work = ("forward", forward) if isinstance(action, Forward) else ("backward", backward)
+        with trace.span(kind, microbatch=action.microbatch):
+            result = work(action.microbatch, message)
         mail.send(action, result)
+        del message, result                          # or the next microbatch would find them still in memory
     mail.finish()
     return totals

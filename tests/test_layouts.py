@@ -6,7 +6,8 @@ clipping bites, layers do not divide by stages, samples not by slices, and with 
 
 import pytest
 import torch
-from harness import difference, reference_for, relative, tiny, train_rank, whole
+from harness import difference, reference_for, relative, sizes_of, tiny, train_rank, whole
+from reference import ReferenceGPT, masked_loss
 
 TOLERANCE = 1e-9
 STEPS = 5
@@ -53,4 +54,12 @@ def test_training_equals_one_plain_process(pool, world_size, options):
         gradients = whole(outcomes, lambda outcome: outcome.gradients[step], config.tp)
         assert difference(gradients, record.gradients) < TOLERANCE, f"gradients of step {step + 1}"
     assert difference(whole(outcomes, lambda outcome: outcome.weights, config.tp), final) < TOLERANCE
-    assert torch.isfinite(torch.tensor(outcomes[0].evaluation))
+    assert relative([outcomes[0].evaluation], [plain_evaluation(config, final, data)]) < TOLERANCE
+
+
+def plain_evaluation(config, weights, data):
+    """The mean over every token that counts, of all batches at once (pitfall 28)."""
+    model = ReferenceGPT(sizes_of(config)).double().load_full(weights)
+    tokens, labels, loss_mask = (tensor.flatten(0, 1) for tensor in (data.tokens, data.labels, data.loss_mask))
+    with torch.no_grad():
+        return float(masked_loss(model(tokens, torch.arange(config.seq_length)), labels, loss_mask.double()))

@@ -1,0 +1,155 @@
+"""The model itself: where initial weights come from, what forward returns, what dropout draws."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import Outcome, build, reference_for, sizes_of, tiny, whole
+from reference import ReferenceGPT
+
+from nanodomino.config import PRESETS, Config
+from nanodomino.model import Dropout, flops_per_token, parameter_count
+
+
+def drawn_rank(config):
+    mesh, model, _, _ = build(config)
+    shards = {name: (weight.detach().clone(), weight.shard_dim) for name, weight in model.named_parameters()}
+    return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), [], [], [], shards, 0.0)
+
+
+def drawn(pool, **layout):
+    world_size = layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size", 1) * layout.pop("dp", 1)
+    config = tiny(world_size, init_method_std=0.02, dtype="float32", **layout)
+    outcomes = pool.run(drawn_rank, config, world_size=world_size)
+    return whole(outcomes, lambda outcome: outcome.weights, config.tp), outcomes
+
+
+def test_initial_weights_do_not_depend_on_the_layout(pool):
+    """Pitfall 2: replicas start alike (whole() checks it bit for bit), and the layout does not show."""
+    alone, _ = drawn(pool)
+    for layout in (dict(tensor_model_parallel_size=4), dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=2, dp=2)):
+        weights, _ = drawn(pool, **layout)
+        assert weights.keys() == alone.keys()
+        assert all(torch.equal(weights[name], alone[name]) for name in alone)
+
+
+def test_shards_of_one_matrix_are_different(pool):
+    """Pitfall 1: drawn from the same seed they would be the same, and stay so."""
+    _, outcomes = drawn(pool, tensor_model_parallel_size=4)
+    matrices = [name for name, (tensor, shard_dim) in outcomes[0].weights.items() if shard_dim is not None and tensor.dim() == 2]
+    assert len(matrices) == 1 + 4 * 3
+    for name in matrices:
+        shards = [outcome.weights[name][0] for outcome in outcomes]
+        assert not any(torch.equal(shards[i], shards[j]) for i in range(4) for j in range(i)), name
+
+
+def test_initial_weights_follow_gpt2(pool):
+    weights, _ = drawn(pool, hidden_size=64, num_layers=2, num_attention_heads=4)
+    assert weights["layers.0.attention.qkv.weight"].std() == pytest.approx(0.02, rel=0.05)
+    assert weights["layers.1.mlp.dense_4h_to_h.weight"].std() == pytest.approx(0.02 / 4 ** 0.5, rel=0.05)    # 2 L = 4 sublayers
+    assert weights["layers.0.mlp.norm.weight"].eq(1).all() and weights["layers.0.attention.qkv.bias"].eq(0).all()
+
+
+def logits_rank(config, weights, data, parallel_output):
+    _, model, _, _ = build(config, weights)
+    model.parallel_output = parallel_output
+    batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+    logits = model(batch.tokens, batch.positions)
+    loss = (F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none") * batch.loss_mask.flatten()).sum() if not parallel_output else None
+    if loss is not None:
+        loss.backward()
+    gradients = {} if loss is None else {name: (weight.grad, weight.shard_dim) for name, weight in model.named_parameters()}
+    return Outcome((0, 0, model.mesh.tp_rank), [logits.detach()], [], [], gradients, 0.0)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_logits_are_the_reference_models_gathered_or_sharded(pool, tp):
+    """Pitfall 10's neighbour: padding has no logits at all, and the gathered logits carry gradients back to each shard."""
+    config = tiny(tp, tensor_model_parallel_size=tp)
+    weights, data, _, _ = reference_for(config, 1)
+    reference = ReferenceGPT(sizes_of(config)).double().load_full(weights)
+    batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+    expected = reference(batch.tokens, batch.positions)
+    gathered = pool.run(logits_rank, config, weights, data, False, world_size=tp)
+    sharded = pool.run(logits_rank, config, weights, data, True, world_size=tp)
+    assert all(torch.allclose(outcome.losses[0], expected, rtol=0, atol=1e-12) for outcome in gathered)
+    assert torch.allclose(torch.cat([outcome.losses[0] for outcome in sharded], dim=-1), expected, rtol=0, atol=1e-12)
+    losses = F.cross_entropy(expected.flatten(0, 1), batch.labels.flatten(), reduction="none") * batch.loss_mask.flatten()
+    losses.sum().backward()
+    gradients = whole(gathered, lambda outcome: outcome.weights, tp)
+    for name, gradient in reference.full_gradients().items():
+        assert torch.allclose(gradients[name], gradient, rtol=0, atol=1e-11), name
+
+
+def huge_logits_rank(config, scale):
+    from nanodomino.parallel import vocab_parallel_cross_entropy
+    _, model, _, _ = build(config)
+    (vocabulary,) = model.head
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(2, 3, config.vocab_size, generator=generator) * scale
+    labels = torch.randint(0, config.vocab_size, (2, 3), generator=generator)
+    local = logits[..., vocabulary.first:vocabulary.first + vocabulary.valid].clone().requires_grad_()
+    before = local.detach().clone()
+    loss = vocab_parallel_cross_entropy(local, labels, vocabulary)
+    loss.sum().backward()
+    assert torch.equal(local.detach(), before), "the logits were overwritten"
+    full = logits.requires_grad_()
+    expected = F.cross_entropy(full.flatten(0, 1), labels.flatten(), reduction="none").view(2, 3)
+    expected.sum().backward()
+    gradient = full.grad[..., vocabulary.first:vocabulary.first + vocabulary.valid]
+    return loss.detach(), expected.detach(), local.grad, gradient
+
+
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_vocab_parallel_cross_entropy_in_float32(pool, scale):
+    """Pitfall 10: the maximum is global (exp would overflow), the softmax normalised, foreign labels count nothing, and
+    logits that are fp32 already are not overwritten."""
+    for loss, expected, gradient, expected_gradient in pool.run(huge_logits_rank, tiny(4, tensor_model_parallel_size=4, dtype="float32"), scale, world_size=4):
+        assert torch.allclose(loss, expected, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+class Place:
+    def __init__(self, tp, tp_rank):
+        self.tp, self.tp_rank = tp, tp_rank
+
+
+class FakeAttention:
+    site = "layers.0.attention"
+
+
+def test_dropout_masks_agree_where_replicated_and_differ_where_sharded(monkeypatch):
+    """Pitfall 12."""
+    import nanodomino.model as model
+    monkeypatch.setattr(model, "Attention", FakeAttention)
+    config = tiny(2, tensor_model_parallel_size=2, hidden_dropout=0.5, attention_dropout=0.5)
+    x = torch.zeros(2, config.seq_length, config.hidden_size)
+    ranks = [Dropout(config, Place(2, rank), [10, 11]) for rank in (0, 1)]
+    (core0, hidden0), (core1, hidden1) = (dropout.sublayer(FakeAttention(), x) for dropout in ranks)
+    assert torch.equal(hidden0, hidden1)                        # the residual stream is the same on both
+    assert not torch.equal(core0, core1)                        # other heads, other masks
+    assert not torch.equal(hidden0[0], hidden0[1])              # other samples too
+    assert set(hidden0.unique().tolist()) == {0.0, 2.0}         # scaled by 1 / (1 - p)
+    again = Dropout(config, Place(2, 0), [11]).sublayer(FakeAttention(), x[:1])
+    assert torch.equal(again[0][0], core0[1]) and torch.equal(again[1][0], hidden0[1])      # however the batch is sliced
+    assert Dropout(config, Place(2, 0), None).sublayer(FakeAttention(), x) == (None, None)  # none in evaluation
+
+
+@pytest.mark.parametrize("name, millions", [("nano", 0.93), ("gpt2", 124), ("gpt2-medium", 355), ("gpt2-large", 774), ("gpt2-xl", 1558),
+                                            ("gpt3-2.7b", 2650), ("gpt3-6.7b", 6660), ("gpt3-13b", 12850)])
+def test_presets_have_the_published_sizes(name, millions):
+    config = Config(model=name).resolve(1).with_vocabulary(257 if name == "nano" else 50257)
+    assert parameter_count(config) / 1e6 == pytest.approx(millions, rel=0.01)
+    assert set(PRESETS[name]) >= {"num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr"}
+
+
+def test_parameters_are_counted_as_they_are_made(pool):
+    for untied in (False, True):
+        config = tiny(1, untie_embeddings_and_output_weights=untied)
+        (outcome,) = pool.run(drawn_rank, config, world_size=1)
+        padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size * (2 if untied else 1)
+        assert sum(tensor.numel() for tensor, _ in outcome.weights.values()) == parameter_count(config) + padding
+
+
+def test_flops_are_counted_as_nanogpt_counts_them():
+    config = Config(model="gpt2").resolve(1).with_vocabulary(50257)
+    assert flops_per_token(config) == 6 * (parameter_count(config) - 1024 * 768) + 12 * 12 * 12 * 64 * 1024

@@ -1,0 +1,137 @@
+"""ZeRO-1: who owns what, how many bytes it takes, and that flat buffers forget nothing that matters."""
+
+import pytest
+import torch
+from harness import build, random_data, reference_for, relative, tiny, train_rank
+
+import train
+from nanodomino.trace import Trace
+
+
+def state_rank(config, data):
+    """After two steps: per parameter element, the bytes of weights, gradients, master and moments; and what padding holds."""
+    mesh, model, optimizer, stage = build(config)
+    for step in (1, 2):
+        train.train_step(step, stage, optimizer, data, config, mesh)
+    tensors = [tensor for bucket in optimizer.buckets for tensor in (bucket.weights, bucket.main_grad, bucket.master)]
+    tensors += [tensor for state in optimizer.adamw.state.values() for tensor in state.values() if tensor.dim()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    elements = sum(bucket.weights.numel() for bucket in optimizer.buckets)
+    padding = 0.0
+    for bucket in optimizer.buckets:
+        outside = torch.ones(bucket.weights.numel(), dtype=torch.bool)
+        for weight in bucket.parameters:
+            offset = weight.storage_offset()
+            outside[offset:offset + weight.numel()] = False
+        padding = max([padding] + bucket.weights[outside].abs().tolist() + bucket.main_grad[outside].abs().tolist())
+    own = sum(bucket.master.numel() for bucket in optimizer.buckets)
+    return sum(storages.values()) / elements, padding, own / elements, outside.sum().item()
+
+
+@pytest.mark.parametrize("dp, zero_stage", [(1, 1), (2, 1), (4, 1), (4, 0)])
+@pytest.mark.parametrize("dtype, fixed, shared", [("float32", 8, 8), ("bfloat16", 6, 12), ("float64", 16, 16)])
+def test_bytes_per_parameter_are_the_formulas(pool, dp, zero_stage, dtype, fixed, shared):
+    """16-bit training 6 + 12/dp, fp32 8 + 8/dp; and pitfall 26: the padding of a flat buffer stays zero."""
+    config = tiny(dp, dtype=dtype, zero_stage=zero_stage, num_attention_heads=1, hidden_size=17)
+    parts = dp if zero_stage else 1
+    for bytes_per_parameter, padding, own, padded in pool.run(state_rank, config, random_data(config, 2), world_size=dp):
+        assert bytes_per_parameter == pytest.approx(fixed + shared / parts)
+        assert own == pytest.approx(1 / parts)
+        assert padded > 0 and padding == 0.0
+
+
+def decay_rank(config, data):
+    mesh, model, optimizer, stage = build(config)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    loss, norm = train.train_step(config.train_iters, stage, optimizer, data, config, mesh)
+    return loss, norm, {name: (before[name], weight.detach().clone()) for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_matrices_decay_and_nothing_else(pool, zero_stage):
+    """Pitfall 23. With a batch in which no token counts all gradients are zero, and what is left of the step is the decay."""
+    config = tiny(4, tensor_model_parallel_size=2, zero_stage=zero_stage, min_lr=1e-2, weight_decay=0.5)
+    data = random_data(config, config.train_iters)
+    data.loss_mask.zero_()
+    for loss, norm, weights in pool.run(decay_rank, config, data, world_size=4):
+        assert loss == 0.0 and norm == 0.0
+        for name, (before, after) in weights.items():
+            expected = before * (1 - 1e-2 * 0.5) if before.dim() == 2 else before
+            assert torch.allclose(after, expected, rtol=1e-12, atol=0), name
+
+
+def accumulate_rank(config, data, times):
+    _, model, _, stage = build(config)
+    grown = []
+    for count in (1, times):
+        for weight in model.parameters():
+            weight.main_grad.zero_()
+        for _ in range(count):
+            batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+            losses, tape = stage.forward(batch)
+            stage.backward(tape, batch.loss_mask.to(losses.dtype))
+        grown.append({name: weight.main_grad.clone() for name, weight in model.named_parameters()})
+    return grown, str(losses.dtype)
+
+
+def test_bfloat16_gradients_accumulate_in_fp32(pool):
+    """Pitfall 25: in bfloat16 the sum of equal gradients would stop growing at 256 of them."""
+    config = tiny(1, dtype="bfloat16", num_layers=1)
+    (((once, often), loss_dtype),) = pool.run(accumulate_rank, config, random_data(config, 1), 300, world_size=1)
+    assert loss_dtype == "torch.float32"
+    for name, gradient in once.items():
+        assert gradient.dtype == torch.float32
+        assert torch.allclose(often[name], 300 * gradient, rtol=1e-4, atol=1e-5 * 300 * float(gradient.abs().max())), name
+
+
+def test_bfloat16_training_follows_float32(pool):
+    """With fp32 master weights: an update that is too small for bfloat16 is not lost."""
+    layout = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, train_iters=8, lr=1e-3, clip_grad=1.0)
+    runs = {}
+    for dtype in ("float32", "bfloat16"):
+        config = tiny(8, dtype=dtype, **layout)
+        weights, data, _, _ = reference_for(tiny(8, **layout), 8)
+        runs[dtype] = pool.run(train_rank, config, weights, data, 8)
+    assert relative(runs["bfloat16"][0].losses, runs["float32"][0].losses) < 0.02
+    assert relative(runs["bfloat16"][0].norms, runs["float32"][0].norms) < 0.1
+
+
+def order_rank(config, data):
+    """The order in which one step computes and reduces."""
+    trace = Trace()
+    mesh, model, optimizer, stage = build(config, trace=trace)
+    name_of = {weight: name for name, weight in model.named_parameters()}
+    reduce = optimizer.reduce
+
+    def watched(bucket):
+        trace.moment("reduce", names=[name_of[weight] for weight in bucket.parameters])
+        reduce(bucket)
+
+    optimizer.reduce = watched
+    train.train_step(1, stage, optimizer, data, config, mesh)
+    return [(event.kind, event.about) for event in trace.events if event.kind in ("reduce", "weight_gradient")]
+
+
+def test_a_bucket_is_reduced_behind_the_rest_of_backward_and_never_before_it_is_final(pool):
+    """Pitfalls 18 and 21: after the last microbatch's last slice, before the layers below; a tied matrix after both its uses."""
+    config = tiny(4, tensor_model_parallel_size=2, slices=3, num_layers=4, micro_batch_size=3, bucket_size=1)
+    events = pool.run(order_rank, config, random_data(config, 1), world_size=4)[0]
+    reduces = [i for i, (kind, _) in enumerate(events) if kind == "reduce"]
+    products = [i for i, (kind, _) in enumerate(events) if kind == "weight_gradient"]
+    assert len(products) == config.microbatches * config.slices * (2 * config.num_layers + 1)
+    for i in reduces:
+        for name in events[i][1]["names"]:
+            site = ".".join(name.split(".")[:3]) if name.startswith("layers") else "head"
+            assert not any(about["site"] == site for _, about in events[i:] if about.get("site")), f"{name} was reduced before it was final"
+    assert len([i for i in reduces if i < products[-1]]) >= 3 * 8, "layers above the first are reduced behind the layers below"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_run_twice_gives_the_same_bits(pool, dtype):
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, columns=2, dtype=dtype,
+                  hidden_dropout=0.1, attention_dropout=0.1)
+    weights, data, _, _ = reference_for(tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 3)
+    first, second = (pool.run(train_rank, config, weights, data, 3) for _ in range(2))
+    for one, other in zip(first, second):
+        assert one.losses == other.losses and one.norms == other.norms
+        assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in one.weights)
