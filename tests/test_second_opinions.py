@@ -152,7 +152,10 @@ def train_replicas(config, data, model, network, optimizer):
         logits = network(data.tokens[step, mine], torch.arange(config.seq_length))
         loss = loss_sum(logits, labels_that_count(data, step)[mine]) * config.dp / data.loss_mask[step].sum()
         loss.backward()
-        norms.append(full_tensor(nn.utils.clip_grad_norm_(network.parameters(), config.clip_grad)).item())
+        # Not clip_grad_norm_: torch 2.7 adds its 1e-6 to each FSDP2 rank's own norm, before these are joined to the whole one.
+        norm = full_tensor(nn.utils.get_total_norm([weight.grad for weight in network.parameters()]))
+        nn.utils.clip_grads_with_norm_(network.parameters(), config.clip_grad, norm)
+        norms.append(norm.item())
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate(step + 1, config)
         optimizer.step()

@@ -1,0 +1,132 @@
+"""train.py as a person runs it: the layout does not show in what it writes, and it writes what it should."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import build, reference_for, tiny
+
+import train
+from data.prepare import prepare
+from nanodomino.generate import choose, generate
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A small prepared text: this project's own source code."""
+    folder = tmp_path_factory.mktemp("corpus") / "prepared"
+    prepare([str(ROOT / "nanodomino"), str(ROOT / "tests")], folder, split=(80, 10, 10), progress=False)
+    return folder
+
+
+def command(processes, *flags):
+    """The command line of a run; without processes, python alone."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes else [sys.executable]
+    return launcher + [str(ROOT / "train.py"), *map(str, flags)]
+
+
+def run(folder, processes, *flags):
+    """Run train.py in `folder`, which must go well; returns what it printed."""
+    done = subprocess.run(command(processes, *flags), cwd=folder, capture_output=True, text=True, timeout=180,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def metrics(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line], [line for line in lines if "valid_loss" in line], [line for line in lines if "test_loss" in line]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, corpus):
+    folder = tmp_path_factory.mktemp("alone")
+    printed = run(folder, None, "--dtype", "float64", "--train-iters", 5, "--run-dir", "B", "--data-path", corpus, "--eval-interval", 3)
+    return folder / "B", printed
+
+
+@pytest.mark.parametrize("processes", [8, 4, 2])
+def test_the_defaults_give_the_same_numbers_for_any_number_of_processes(tmp_path, corpus, alone, processes):
+    """Global batch, data order and initial weights do not depend on how many there are."""
+    run(tmp_path, processes, "--dtype", "float64", "--train-iters", 5, "--run-dir", "A", "--data-path", corpus, "--eval-interval", 3, "--sample-tokens", 4)
+    for ours, theirs in zip(metrics(tmp_path / "A"), metrics(alone[0])):
+        assert len(ours) == len(theirs) > 0
+        for one, other in zip(ours, theirs):
+            for name in ("step", "loss", "grad_norm", "lr", "tokens", "valid_loss", "test_loss"):
+                if name in other:
+                    assert one[name] == pytest.approx(other[name], rel=1e-9), (name, one, other)
+
+
+def test_a_run_leaves_its_config_and_one_line_of_metrics_a_step(alone, corpus):
+    run_dir, printed = alone
+    steps, valid, test = metrics(run_dir)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5] and [line["step"] for line in valid] == [3, 5] and len(test) == 1
+    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "step_ms", "tokens_per_second", "mfu"}
+    assert steps[-1]["tokens"] == 5 * 16 * 128 and steps[-1]["mfu"] is None
+    config = json.loads((run_dir / "config.json").read_text())
+    assert config["train_iters"] == 5 and config["data_path"] == str(corpus) and config["vocab_size"] == 257
+    for text in ("rank grid", "schedule 1f1b", "(unigram ", "bigram ", "valid loss", "test loss", "perplexity", "peak memory", "a sample"):
+        assert text in printed
+
+
+def test_without_run_dir_each_run_gets_a_folder_of_its_own(tmp_path, corpus):
+    flags = ("--train-iters", 1, "--num-layers", 1, "--data-path", corpus, "--eval-iters", 0, "--sample-tokens", 0)
+    run(tmp_path, None, *flags)
+    run(tmp_path, None, *flags)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["nano-001", "nano-002"]
+
+
+@pytest.mark.parametrize("processes, backend", [(None, "aot_eager"), (2, "aot_eager"), (None, "inductor")])
+def test_compiled_runs_give_the_same_losses(tmp_path, corpus, alone, processes, backend):
+    """Compute between the wires at tp 2, whole layers at tp 1."""
+    run(tmp_path, processes, "--dtype", "float64", "--train-iters", 5, "--run-dir", "A", "--data-path", corpus, "--eval-interval", 3,
+        "--compile", "--compile-backend", backend, "--sample-tokens", 0)
+    for one, other in zip(metrics(tmp_path / "A")[0], metrics(alone[0])[0]):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-9) and one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
+
+
+def test_the_learning_rate_climbs_then_falls_to_min_lr():
+    for style, middle in (("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)):
+        config = tiny(1, lr=1.0, min_lr=0.1, train_iters=110, lr_warmup_fraction=10.5 / 110, lr_decay_style=style)
+        rates = [train.learning_rate(step, config) for step in range(1, 111)]
+        assert rates[0] == 0.1 and rates[9] == 1.0 and max(rates) == 1.0
+        assert rates[59] == pytest.approx(middle) and rates[-1] == pytest.approx(1.0 if style == "constant" else 0.1)
+        assert all(one >= other for one, other in zip(rates[9:], rates[10:]))
+    assert train.learning_rate(1, tiny(1, lr_warmup_fraction=0.0, lr_decay_style="constant")) == pytest.approx(1e-2)
+
+
+def test_choose_is_greedy_at_zero_and_stays_among_the_top_k():
+    logits = torch.tensor([1.0, 5.0, 4.0, -1.0])
+    generator = torch.Generator().manual_seed(0)
+    assert choose(logits, 0.0, 0, generator) == 1
+    drawn = [choose(logits, 1.0, 2, generator) for _ in range(200)]
+    assert set(drawn) == {1, 2}
+    assert drawn.count(1) / 200 == pytest.approx(1 / (1 + math.exp(-1)), abs=0.12)
+    assert set(choose(logits, 50.0, 0, generator) for _ in range(200)) == {0, 1, 2, 3}
+
+
+def generate_rank(config, weights):
+    mesh, model, _, _ = build(config, weights)
+    return [generate(model, mesh, [1, 2], 12, temperature, 5, seed=3) for temperature in (0.0, 1.0)]
+
+
+def test_what_a_model_writes_does_not_depend_on_the_layout(pool):
+    """Over stages and shards, and beyond the context length (8 tokens here)."""
+    config = tiny(1)
+    weights, _, _, _ = reference_for(config, 1)
+    (alone,) = pool.run(generate_rank, config, weights, world_size=1)
+    assert len(alone[0]) == 14 and alone[0] != alone[1]
+    assert pool.run(generate_rank, tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2), weights, world_size=4) == [alone] * 4
+
+
+def test_megatrons_names_are_there():
+    """What a reader of Megatron-LM or DeepSpeed-Domino looks for in the training script."""
+    for name in ("pretrain", "model_builder", "dataset_builder", "get_batch", "forward_step", "loss_func", "train_step", "evaluate"):
+        assert callable(getattr(train, name)) and getattr(train, name).__doc__
