@@ -1,7 +1,7 @@
 """Every layout computes what one plain process computes: losses, every gradient, norms, weights, to 1e-9 in float64.
 
 The other side is reference.py: torch.nn, nothing of nanodomino. Biases are not zero, the loss mask is uneven, the
-clipping bites, layers do not divide by stages, samples not by slices, and with tp 8 half of the ranks hold only padding.
+clipping bites, layers do not divide by stages, samples not by slices, words not by ranks.
 """
 
 import pytest
@@ -35,6 +35,7 @@ CASES += [
     case(2, 1, 2, slices=2, bucket_size=10_000_000),            # everything in one bucket of each kind
     case(2, 1, 2, slices=2, bucket_size=1),                     # every parameter in a bucket of its own
     case(2, 2, 1, slices=2, clip_grad=0.0),                     # no clipping
+    case(4, 2, 1, slices=2, micro_batch_size=12, make_vocab_size_divisible_by=64),      # half of the ranks own only padding
 ]
 
 
