@@ -15,11 +15,13 @@ The names of the functions are those that a reader of Megatron-LM's or DeepSpeed
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import resource
 import sys
+import tempfile
 import time
 import traceback
 from functools import partial
@@ -201,7 +203,8 @@ def record(metrics, **values):
 def write_sample(model: GPT, config: Config, corpus: Corpus, mesh: Mesh):
     """Let the first replica write a few lines of text."""
     if mesh.dp_rank == 0:
-        tokens = generate(model, mesh, [corpus.end_of_text], config.sample_tokens, config.temperature, config.top_k, config.seed)
+        tokens = generate(model, mesh, [corpus.end_of_text], config.sample_tokens, corpus.vocab_size, config.temperature, config.top_k,
+                          config.seed)
         print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k})\n{corpus.tokenizer().decode(tokens[1:])}\n----", flush=True)
 
 
@@ -239,23 +242,28 @@ def find_corpus(config: Config, place: Place) -> Corpus:
 
 def make_run_dir(config: Config) -> Path:
     """A new folder for this run: --run-dir, or the next free runs/MODEL-NUMBER. Raises UserError if it holds a run already."""
-    if config.run_dir is None:
-        number = 1
-        while True:
-            run_dir = Path("runs") / f"{config.model}-{number:03d}"
-            try:
-                run_dir.mkdir(parents=True)
-                return run_dir
-            except FileExistsError:
-                number += 1
-    run_dir = Path(config.run_dir)
-    require(not run_dir.exists() or run_dir.is_dir(), f"--run-dir {run_dir} is a file; choose another name")
-    require(not (run_dir / "metrics.jsonl").exists(), f"--run-dir {run_dir} holds a run already; choose another folder or remove it")
+    run_dir = Path(config.run_dir or "runs")
     try:
+        require(not run_dir.is_file(), f"--run-dir {run_dir} is a file; choose another name")
         run_dir.mkdir(parents=True, exist_ok=True)
+        if config.run_dir is None:
+            run_dir = next_folder(run_dir, config.model)
+        require(not (run_dir / "metrics.jsonl").exists(), f"--run-dir {run_dir} holds a run already; choose another folder or remove it")
+        tempfile.TemporaryFile(dir=run_dir).close()            # can files be made there? better asked now than at the first write
     except OSError as error:
-        raise UserError(f"--run-dir {run_dir} can't be made ({error.strerror}); choose another folder") from None
+        raise UserError(f"--run-dir {run_dir} can't be written to ({error.strerror}); choose another folder") from None
     return run_dir
+
+
+def next_folder(parent: Path, name: str) -> Path:
+    """Make parent/NAME-NUMBER with the first number that is free, also where other runs start at the same moment."""
+    for number in itertools.count(1):
+        folder = parent / f"{name}-{number:03d}"
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            pass
 
 
 def main(arguments: list[str], place: Place):
@@ -266,6 +274,8 @@ def main(arguments: list[str], place: Place):
     config = config.with_vocabulary(corpus.vocab_size)
     config = dataclasses.replace(config, compile=device.type == "cuda" if config.compile is None else config.compile)
     datasets = dataset_builder(config, corpus)
+    if config.sample_tokens:
+        corpus.tokenizer()                                     # the sample at the end needs it: if it fails, then now
     run_dir = make_run_dir(config) if place.rank == 0 else None
 
     start_world(place, device)
@@ -278,24 +288,29 @@ def main(arguments: list[str], place: Place):
 
 def fail(place: Place, error: Exception):
     """End this process. torchrun ends all as soon as one has ended, so whoever has nothing new to say keeps still a while."""
+    sys.stdout.flush()
     if isinstance(error, UserError):
-        if place.local_rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(5)
+        if place.local_rank > 0:                               # the others have most likely found the same:
+            time.sleep(5 + place.local_rank)                   # the first one speaks, the next only if nobody has
+        print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(2)
-    if isinstance(error, RuntimeError) and ("peer" in str(error) or "NCCL" in str(error)):
+    if isinstance(error, RuntimeError) and any(word in str(error) for word in ("peer", "remote", "Broken pipe", "NCCL")):
         time.sleep(5)                                          # another rank died: let that one be heard first
     print(f"rank {place.rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
-if __name__ == "__main__":
+def run(arguments: list[str]):
+    """What a launcher starts on every rank: main(), of which the screen shows rank 0's words alone, or a clear end."""
     place = Place()
     try:
         place = find_place()
-        if place.rank != 0:                                    # one voice: rank 0's
+        if place.rank != 0:
             sys.stdout = open(os.devnull, "w")
-        main(sys.argv[1:], place)
+        main(arguments, place)
     except Exception as error:
         fail(place, error)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -68,12 +68,12 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
 
     If another process has made the same corpus in the meantime, that one stays and ours is dropped."""
     inputs = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
-    output = Path(output).resolve()
+    output = Path(os.path.realpath(output))
     weights = check_split(split)
-    check_output(output, overwrite)
     encoding = build_tokenizer(tokenizer, vocab_file, merge_file)
     dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
     try:
+        check_output(output, overwrite)
         files, skipped = find_files(inputs, output)
         with temporary_sibling(output) as folder:
             tokens, documents = write_splits(folder, files, encoding, dtype, weights, skipped, progress)
@@ -123,7 +123,7 @@ def check_split(split) -> list[float]:
     parts = split.split(",") if isinstance(split, str) else split
     try:
         weights = [float(part) for part in parts]
-        fits = len(weights) == 3 and all(0 <= weight < math.inf for weight in weights) and weights[0] > 0
+        fits = len(weights) == 3 and min(weights) >= 0 and weights[0] > 0 and math.isfinite(sum(weights))
     except (ValueError, TypeError):
         fits = False
     require(fits, "--split must be three numbers train,valid,test of at least 0, the first above 0, but is "

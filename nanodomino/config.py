@@ -28,17 +28,20 @@ class UserError(Exception):
     """A mistake that whoever started the run can mend: one sentence with the rule, the numbers and the fix."""
 
 
-# GPT-2's sizes (nanoGPT, "gpt2" family) and GPT-3's (2005.14165, table 2.1), with that table's learning rates.
-PRESETS = {
-    "nano":        dict(num_layers=8,  hidden_size=96,   num_attention_heads=8,  seq_length=128,  lr=4e-3,    global_batch_size=16,   micro_batch_size=4, init_method_std=0.06),
-    "gpt2":        dict(num_layers=12, hidden_size=768,  num_attention_heads=12, seq_length=1024, lr=6e-4,    global_batch_size=512,  micro_batch_size=16),
-    "gpt2-medium": dict(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=1024, lr=3e-4,    global_batch_size=512,  micro_batch_size=8),
-    "gpt2-large":  dict(num_layers=36, hidden_size=1280, num_attention_heads=20, seq_length=1024, lr=2.5e-4,  global_batch_size=512,  micro_batch_size=8),
-    "gpt2-xl":     dict(num_layers=48, hidden_size=1600, num_attention_heads=25, seq_length=1024, lr=2e-4,    global_batch_size=512,  micro_batch_size=4),
-    "gpt3-2.7b":   dict(num_layers=32, hidden_size=2560, num_attention_heads=32, seq_length=2048, lr=1.6e-4,  global_batch_size=512,  micro_batch_size=4),
-    "gpt3-6.7b":   dict(num_layers=32, hidden_size=4096, num_attention_heads=32, seq_length=2048, lr=1.2e-4,  global_batch_size=1024,  micro_batch_size=2),
-    "gpt3-13b":    dict(num_layers=40, hidden_size=5120, num_attention_heads=40, seq_length=2048, lr=1e-4,    global_batch_size=1024,  micro_batch_size=1),
-}
+# GPT-2's sizes (the "gpt2" family) and GPT-3's (2005.14165, table 2.1, with its learning rates); nano is made for a laptop.
+PRESET_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr", "global_batch_size", "micro_batch_size", "init_method_std")
+PRESETS = {name: dict(zip(PRESET_FIELDS, values)) for name, *values in (
+    ("nano",         8,   96,  8,  128, 4e-3,     16,  4, 0.06),
+    ("gpt2",        12,  768, 12, 1024, 6e-4,    512, 16, 0.02),
+    ("gpt2-medium", 24, 1024, 16, 1024, 3e-4,    512,  8, 0.02),
+    ("gpt2-large",  36, 1280, 20, 1024, 2.5e-4,  512,  8, 0.02),
+    ("gpt2-xl",     48, 1600, 25, 1024, 2e-4,    512,  4, 0.02),
+    ("gpt3-2.7b",   32, 2560, 32, 2048, 1.6e-4,  512,  4, 0.02),
+    ("gpt3-6.7b",   32, 4096, 32, 2048, 1.2e-4, 1024,  2, 0.02),
+    ("gpt3-13b",    40, 5120, 40, 2048, 1e-4,   1024,  1, 0.02),
+)}
+
+LARGEST = 2**31 - 1      # of every whole number: beyond it some C int or list of ours overflows, later and less clearly
 
 # The layout (tp, pp) when neither is given: wires of every kind, as soon as there are processes for them.
 DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (2, 2)}
@@ -160,15 +163,15 @@ class Config:
                     f"unknown {spelling(one.name)} '{value}'; try one of {', '.join(map(str, choices or ()))}")
         require(not (self.bf16 and self.dtype == "float64"), "--bf16 and --dtype float64 contradict each other; give one")
 
-        preset = dict(init_method_std=0.02) | PRESETS[self.model]
-        filled = {name: value for name, value in preset.items() if getattr(self, name) is None}
+        filled = {name: value for name, value in PRESETS[self.model].items() if getattr(self, name) is None}
         filled["world_size"] = world_size
         if self.bf16:
             filled["dtype"] = "bfloat16"
         config = dataclasses.replace(self, **filled)
         check_positive(config)
 
-        default_tp, default_pp = DEFAULT_LAYOUTS.get(world_size, (1, 1)) if self.tp is None and self.pp is None else (1, 1)
+        open_layout = self.tp is None and self.pp is None and self.dp is None
+        default_tp, default_pp = DEFAULT_LAYOUTS.get(world_size, (1, 1)) if open_layout else (1, 1)
         tp, pp = self.tp or default_tp, self.pp or default_pp
         dp = self.dp or max(world_size // (tp * pp), 1)
         micro_batch_size = self.micro_batch_size or min(config.micro_batch_size, max(config.global_batch_size // dp, 1))
@@ -206,13 +209,15 @@ def spelling(name: str) -> str:
 
 
 def check_positive(config: Config):
-    """Every size at least 1, every rate in its range; None is left for resolve()."""
+    """Every size at least 1, every rate in its range, no empty name; None is left for resolve()."""
     at_least_zero = {"seed", "zero_stage", "sample_tokens", "top_k", "eval_iters"}
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
+        require(value != "", f"{spelling(one.name)} must not be empty; give a folder, or leave the flag out")
         if one.metadata.get("kind") is int and value is not None:
             least = 0 if one.name in at_least_zero else 1
             require(value >= least, f"{spelling(one.name)} must be at least {least}, but is {value}")
+            require(value <= LARGEST, f"{spelling(one.name)} must be at most {LARGEST}, but is {value}")
     for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction"):
         value = getattr(config, name)
         require(0.0 <= value < 1.0, f"{spelling(name)} must be at least 0 and below 1, but is {value}")
@@ -234,7 +239,7 @@ def check_sizes(c: Config):
     tp, pp, dp = c.tp, c.pp, c.dp
     require(tp * pp * dp == c.world_size,
             f"world size {c.world_size} must equal tensor x pipeline x data parallel = {tp} x {pp} x {dp} = {tp * pp * dp}; "
-            f"start a multiple of {tp * pp} processes with torchrun --nproc_per_node, or change --tp, --pp, --dp")
+            f"start {tp * pp * dp} processes with torchrun, or change --tp, --pp, --dp")
     require(c.hidden_size % c.num_attention_heads == 0,
             f"hidden-size {c.hidden_size} must be divisible by num-attention-heads {c.num_attention_heads}; "
             f"try {c.num_attention_heads * max(c.hidden_size // c.num_attention_heads, 1)} or another number of heads")
@@ -270,17 +275,19 @@ class Parser(argparse.ArgumentParser):
 def command_line_parser() -> Parser:
     """The flags, made from Config's fields."""
     parser = Parser("train.py", description="Pre-train a GPT over tensor x pipeline x data parallel processes.",
-                    allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+                    usage="train.py [flags], alone or under torchrun", allow_abbrev=False)
     for one in dataclasses.fields(Config):
         about = one.metadata
         if not about:
             continue
         names = [spelling(one.name)] + ([about["short"]] if about["short"] else [])
-        text = about["text"].replace("%", "%%")
+        text = about["text"].replace("%", "%%") + ("" if one.default is None or one.default is False else f" (default {one.default})")
         if about["kind"] is bool:
-            parser.add_argument(*names, action=argparse.BooleanOptionalAction, default=one.default, help=text)
+            action = "store_true" if one.default is False else argparse.BooleanOptionalAction
+            parser.add_argument(*names, action=action, default=one.default, help=text)
         else:
-            parser.add_argument(*names, type=about["kind"], choices=about["choices"], default=one.default, help=text)
+            metavar = None if about["choices"] else about["kind"].__name__.upper()
+            parser.add_argument(*names, type=about["kind"], choices=about["choices"], metavar=metavar, default=one.default, help=text)
     return parser
 
 

@@ -25,6 +25,7 @@ broadcasts. Evaluation takes the windows in their stored order; places past the 
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ import tiktoken
 import torch
 
 from nanodomino.config import UserError, require
-from nanodomino.tokenizer import build_tokenizer
+from nanodomino.tokenizer import TOKENIZERS, build_tokenizer
 
 SPLITS = ("train", "valid", "test")
 FORMAT = "nanodomino-corpus-1"
@@ -75,7 +76,10 @@ class Corpus:
 
     def tokenizer(self) -> tiktoken.Encoding:
         files = (self.path / name if name else None for name in (self.meta.get("vocab_file"), self.meta.get("merge_file")))
-        return build_tokenizer(self.tokenizer_name, *files)
+        encoding = build_tokenizer(self.tokenizer_name, *files)
+        require(encoding.n_vocab == self.vocab_size, f"{self.path / 'meta.json'} records a vocabulary of {self.vocab_size} tokens, but its "
+                f"tokenizer {self.tokenizer_name} has {encoding.n_vocab}; prepare the text again")
+        return encoding
 
     def verify(self):
         """Read every byte: checksums and the largest token id. Raises UserError. Too slow for each start of a big run."""
@@ -98,9 +102,11 @@ def file_sha256(path) -> str:
 def load_corpus(folder) -> Corpus:
     """Read meta.json and check it against the sizes of the files. Raises UserError."""
     folder = Path(folder)
-    require(folder.is_dir(), f"there is no data folder {folder}; make one with data/prepare.py --output {folder}")
+    require(not os.path.isfile(folder), f"{folder} is no data folder but a file; make one of it with "
+            f"data/prepare.py --input {folder} --output {folder}-tokens")
+    require(os.path.isdir(folder), f"there is no data folder {folder}; make one with data/prepare.py --output {folder}")
     path = folder / "meta.json"
-    require(path.is_file(), f"{folder} is not a folder made by data/prepare.py, as it has no meta.json; prepare another folder")
+    require(os.path.isfile(path), f"{folder} is not a folder made by data/prepare.py, as it has no meta.json; prepare another folder")
     try:
         meta = json.loads(path.read_text("utf-8"))
         require(meta.get("format") == FORMAT, f"{path} is of format {meta.get('format')!r}, but this version reads {FORMAT!r}; "
@@ -111,11 +117,16 @@ def load_corpus(folder) -> Corpus:
             tokens={split: int(meta["tokens"][split]) for split in SPLITS},
             sha256={split: str(meta["sha256"][split]) for split in SPLITS},
             unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from error
+    require(corpus.tokenizer_name in TOKENIZERS, f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version knows "
+            f"{', '.join(TOKENIZERS)}; prepare the text again")
+    largest = 256 ** corpus.dtype.itemsize
+    require(0 <= corpus.end_of_text < corpus.vocab_size <= largest, f"{path} must have 0 <= end_of_text < vocab_size <= {largest}, but has "
+            f"end_of_text {corpus.end_of_text} and vocab_size {corpus.vocab_size}; prepare the text again")
     for split in SPLITS:
         path, expected = folder / f"{split}.bin", corpus.tokens[split] * corpus.dtype.itemsize
-        require(path.is_file(), f"{path} is missing; prepare the text again")
+        require(os.path.isfile(path) and os.access(path, os.R_OK), f"{path} is missing or may not be read; prepare the text again")
         found = path.stat().st_size
         require(found == expected, f"{path} should hold {corpus.tokens[split]} tokens in {expected} bytes, but has {found} bytes; "
                 "prepare the text again")

@@ -25,8 +25,11 @@ def choose(logits, temperature: float, top_k: int, generator) -> int:
 
 
 @torch.no_grad()
-def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, temperature=0.8, top_k=0, seed=0) -> list[int]:
-    """tokens (at least one) plus max_tokens more. Called by every rank of a replica with the same arguments."""
+def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0, seed=0) -> list[int]:
+    """tokens (at least one) plus max_tokens more. Called by every rank of a replica with the same arguments.
+
+    vocab_size: of the tokenizer, which may be smaller than the model's; nothing beyond it is written.
+    """
     config = model.config
     generator = seeded_generator("cpu", seed, "generate")
     tokens = list(tokens)
@@ -40,7 +43,7 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, tempera
         output = model(context, positions, hidden=hidden)
         following = torch.zeros(1, dtype=torch.int64, device=mesh.device)
         if mesh.is_last_stage:
-            logits = gather_logits(output[:, -1:], *model.head, config.vocab_size)
+            logits = gather_logits(output[:, -1:], *model.head, vocab_size)
             following[0] = choose(logits[0, 0], temperature, top_k, generator)
         else:
             dist.send(output, mesh.stage_rank(mesh.pp_rank + 1), group=mesh.pp_forward_group)

@@ -40,16 +40,16 @@ class Place:
 def find_place(environment=os.environ) -> Place:
     """Read torchrun's variables; with none of them, one process. Raises UserError if only some are there."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    found = {name: environment[name] for name in names if name in environment}
+    found = [name for name in names if environment.get(name)]
     if not found:
         return Place()
-    needed = names + ("MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if name not in environment]
+    missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     require(not missing, f"the environment has {', '.join(found)} but not {', '.join(missing)}; "
             "start with torchrun, which sets them all, or unset them for one process")
-    require(all(value.isdigit() for value in found.values()),
-            f"the environment's {found} must be whole numbers; start with torchrun, which sets them")
-    place = Place(*(int(found[name]) for name in names), launched=True)
+    for name in (*names, "MASTER_PORT"):
+        require(environment[name].isdecimal(), f"{name} must be a whole number, but the environment has '{environment[name]}'; "
+                "start with torchrun, which sets it, or unset it for one process")
+    place = Place(*(int(environment[name]) for name in names), launched=True)
     require(place.rank < place.world_size and place.local_rank < place.local_world_size,
             f"RANK {place.rank} must be below WORLD_SIZE {place.world_size} and LOCAL_RANK {place.local_rank} below "
             f"LOCAL_WORLD_SIZE {place.local_world_size}; start with torchrun, which sets them")

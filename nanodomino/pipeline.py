@@ -25,7 +25,7 @@ receive is posted one message ahead, in each direction, so its bytes arrive whil
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist

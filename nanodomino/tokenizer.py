@@ -78,5 +78,5 @@ def download_gpt2() -> tiktoken.Encoding:
     thread.start()
     thread.join(DOWNLOAD_SECONDS)
     require("encoding" in outcome, f"the gpt2 vocabulary could not be downloaded ({outcome['reason']}); "
-            "pass --vocab-file encoder.json --merge-file vocab.bpe, or use --tokenizer byte")
+            "prepare the text with --vocab-file encoder.json --merge-file vocab.bpe, or with --tokenizer byte")
     return outcome["encoding"]
