@@ -47,6 +47,9 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H800": 989e1
               "RTX 3090": 71e12, "RTX 4090": 165e12, "V100": 125e12, "T4": 65e12}
 
 
+PROMPT_TOKENS = 32       # of the validation text, from which the sample at the end goes on
+
+
 # ---- what Megatron-LM's user writes: the model, the data, a forward step, a loss
 
 def model_builder(config: Config, mesh: Mesh) -> GPT:
@@ -157,7 +160,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     print(f"{config.train_iters} steps in {time.perf_counter() - begin:.1f} s, peak memory of rank 0 {peak_memory(mesh.device) / 2**20:,.0f} MiB, "
           f"everything in {run_dir}")
     if config.sample_tokens:
-        write_sample(model, config, corpus, mesh)
+        write_sample(model, config, corpus, datasets.get("valid", datasets["train"]), mesh)
 
 
 # ---- what a person sees
@@ -200,12 +203,15 @@ def record(metrics, **values):
         metrics.flush()
 
 
-def write_sample(model: GPT, config: Config, corpus: Corpus, mesh: Mesh):
-    """Let the first replica write a few lines of text."""
+def write_sample(model: GPT, config: Config, corpus: Corpus, dataset: TokenDataset, mesh: Mesh):
+    """Let the first replica go on from the first words of a split."""
     if mesh.dp_rank == 0:
-        tokens = generate(model, mesh, [corpus.end_of_text], config.sample_tokens, corpus.vocab_size, config.temperature, config.top_k,
+        prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()
+        tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature, config.top_k,
                           config.seed)
-        print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k})\n{corpus.tokenizer().decode(tokens[1:])}\n----", flush=True)
+        text = corpus.tokenizer()
+        print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}); the first {len(prompt)} tokens are the prompt\n"
+              f"{text.decode(prompt)}|{text.decode(tokens[len(prompt):])}\n----", flush=True)
 
 
 def find_peak_flops(config: Config, mesh: Mesh) -> float | None:

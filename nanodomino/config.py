@@ -170,8 +170,8 @@ class Config:
         config = dataclasses.replace(self, **filled)
         check_positive(config)
 
-        open_layout = self.tp is None and self.pp is None and self.dp is None
-        default_tp, default_pp = DEFAULT_LAYOUTS.get(world_size, (1, 1)) if open_layout else (1, 1)
+        layout_is_open = self.tp is None and self.pp is None and self.dp != world_size
+        default_tp, default_pp = DEFAULT_LAYOUTS.get(world_size, (1, 1)) if layout_is_open else (1, 1)
         tp, pp = self.tp or default_tp, self.pp or default_pp
         dp = self.dp or max(world_size // (tp * pp), 1)
         micro_batch_size = self.micro_batch_size or min(config.micro_batch_size, max(config.global_batch_size // dp, 1))

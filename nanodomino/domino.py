@@ -69,15 +69,15 @@ class Segment:
     """A piece of the forward with an autograd graph of its own, cut off at its inputs.
 
     inputs: tensors whose gradients backward() returns (None is passed through); weights: parameters whose gradients it adds to
-    their main_grad.
+    their main_grad. Without `training` there is no graph.
     """
 
-    def __init__(self, function, inputs, weights=(), constants=()):
-        self.inputs = [x.detach().requires_grad_() for x in inputs if x is not None]
+    def __init__(self, training, function, inputs, weights=()):
+        self.inputs = [x.detach().requires_grad_(training) for x in inputs if x is not None]
         self.weights = [weight for weight in weights if weight is not None]
         leaves = iter(self.inputs)
-        with torch.enable_grad():
-            outputs = function(*(None if x is None else next(leaves) for x in inputs), *constants)
+        with torch.set_grad_enabled(training):
+            outputs = function(*(None if x is None else next(leaves) for x in inputs))
         self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
 
     def backward(self, *gradients):
@@ -112,7 +112,7 @@ class Slice:
     entrance: Segment | None = None                    # word vectors + positions
     exit: Segment | None = None                        # the last bridge: into the head, or out of the stage
     head_input: torch.Tensor | None = None             # [b, s, h]
-    softmax: torch.Tensor | None = None                # [b, s, valid]
+    softmax: torch.Tensor | None = None                # [b, s, width]
     output: torch.Tensor | None = None                 # loss [b, s] on the last stage, else hidden [b, s, h]
 
 
@@ -176,8 +176,9 @@ class Domino:
         if model.pre_process:
             words = model.embedding.word_embeddings.partial(piece.batch.tokens)
             yield from self.all_reduce(piece, "embedding", words)
-            piece.entrance = Segment(model.embedding.add_positions, [words], [model.embedding.position_embeddings.weight],
-                                     [piece.batch.positions, piece.masks.hidden("embedding", words)])
+            mask = piece.masks.hidden("embedding", words)
+            piece.entrance = Segment(piece.training, lambda words: model.embedding.add_positions(words, piece.batch.positions, mask),
+                                     [words], [model.embedding.position_embeddings.weight])
             (x,) = piece.entrance.outputs
         for layer in model.layers.values():
             if self.whole_layer:
@@ -188,24 +189,26 @@ class Domino:
         if model.post_process:
             yield from self.forward_head(piece, x, y, bias, mask)
         else:
-            piece.exit = Segment(lambda x, y: x if y is None else self.close_residual(x, y, bias, mask), [x, y], [bias])
+            piece.exit = Segment(piece.training, lambda x, y: x if y is None else self.close_residual(x, y, bias, mask), [x, y], [bias])
             piece.output = piece.exit.outputs[0].detach()
         if not piece.training:
             piece.entrance = piece.exit = piece.softmax = None
 
-    def open(self, x, y, bias, mask, following):
+    def open(self, piece, x, y, bias, mask, following):
         """The bridge into `following` (a Norm), as a Segment with outputs x', h."""
-        return Segment(lambda x, y: self.bridge(x, y, bias, mask, following.weight, following.bias, following.epsilon),
+        return Segment(piece.training,
+                       lambda x, y: self.bridge(x, y, bias, mask, following.weight, following.bias, following.epsilon),
                        [x, y], [bias, following.weight, following.bias])
 
     def forward_sublayer(self, piece, sublayer, x, y, bias, mask):
         """Generator: bridge, product, core, product, wires. Returns what the next bridge needs: x, y, bias, mask."""
         core_mask, hidden_mask = piece.masks.sublayer(sublayer, x)
-        opened = self.open(x, y, bias, mask, sublayer.norm)
+        opened = self.open(piece, x, y, bias, mask, sublayer.norm)
         x, h = (output.detach() for output in opened.outputs)
         with self.trace.span("matmul", slice=piece.index, site=sublayer.site):
             columns = h @ sublayer.column.weight.t()
-        core = Segment(lambda c: self.cores[type(sublayer)](sublayer, c, sublayer.column.bias, core_mask), [columns], [sublayer.column.bias])
+        core = Segment(piece.training, lambda c: self.cores[type(sublayer)](sublayer, c, sublayer.column.bias, core_mask),
+                       [columns], [sublayer.column.bias])
         activation = core.outputs[0].detach()
 
         chunks, works = [], []
@@ -222,7 +225,7 @@ class Domino:
     def forward_whole_layer(self, piece, layer, x):
         """tp = 1, compiled: the layer as one Segment."""
         masks = [piece.masks.sublayer(sublayer, x) for sublayer in (layer.attention, layer.mlp)]
-        whole = Segment(lambda x: self.whole_layer(layer, x, *masks), [x], list(layer.parameters()))
+        whole = Segment(piece.training, lambda x: self.whole_layer(layer, x, *masks), [x], list(layer.parameters()))
         if piece.training:
             piece.links.append((layer, whole))
         return whole.outputs[0].detach()
@@ -230,11 +233,10 @@ class Domino:
     def forward_head(self, piece, x, y, bias, mask):
         """Generator: final norm, logits of this rank's words, cross entropy with its two reduces on the wires."""
         model, (vocabulary,) = self.model, self.model.head
-        piece.exit = self.open(x, y, bias, mask, model.final_norm)
+        piece.exit = self.open(piece, x, y, bias, mask, model.final_norm)
         piece.head_input = piece.exit.outputs[1].detach()
         with self.trace.span("matmul", slice=piece.index, site="head"):
-            logits = piece.head_input @ vocabulary.logits_weight().t()
-        steps = cross_entropy_steps(logits, piece.batch.labels, vocabulary)
+            steps = cross_entropy_steps(piece.head_input @ vocabulary.logits_weight().t(), piece.batch.labels, vocabulary)
         while True:
             try:
                 tensor, op = next(steps)
@@ -292,10 +294,11 @@ class Domino:
         grad_logits = cross_entropy_gradient(piece.softmax, piece.batch.labels, gradient.to(piece.softmax.dtype), vocabulary)
         grad_logits = grad_logits.to(piece.head_input.dtype)
         grad_h = yield from self.input_gradient(piece, "head", grad_logits, vocabulary.logits_weight(), [
-            (vocabulary.weight.main_grad[:vocabulary.valid], grad_logits, piece.head_input)])
+            (vocabulary.weight.main_grad[:vocabulary.width], grad_logits, piece.head_input)])
         grad_x, grad_y = with_y(piece.exit.backward(None, grad_h))
         piece.exit = piece.softmax = None
-        finish(model.final_norm, *([] if model.config.tied else [vocabulary]))
+        shared = model.config.tied and model.pre_process         # then the embedding will add to it, at the other end
+        finish(model.final_norm, *([] if shared else [vocabulary]))
         return grad_x, grad_y
 
     def input_gradient(self, piece, site, grad_output, weight, deferred):

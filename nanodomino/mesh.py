@@ -91,8 +91,8 @@ class Mesh:
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     pp_forward_group: dist.ProcessGroup           # activations travel down the stages here
-    pp_backward_group: dist.ProcessGroup          # gradients travel up here: NCCL runs one group's messages in order, so
-                                                  # a send down must not queue in front of a receive from below
+    pp_backward_group: dist.ProcessGroup          # gradients travel up here: NCCL runs one group's messages in order, and
+                                                  # the two directions must not wait for each other
     embedding_group: dist.ProcessGroup | None     # first and last stage, which both hold a tied embedding
 
     def rank_of(self, pp_rank: int, dp_rank: int, tp_rank: int) -> int:

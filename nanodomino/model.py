@@ -39,10 +39,14 @@ def stage_layers(num_layers: int, stage: int, stages: int) -> range:
     return range(first, first + each + (stage < extra))
 
 
+def drop(x, mask):
+    """x * mask; the mask may be of a wider type, since 1/(1 - p) is not a 16-bit number. No mask: x."""
+    return x if mask is None else (x * mask).to(x.dtype)
+
+
 def close_residual(x, y, bias, mask):
     """x + dropout(y + bias): what a sublayer adds, once the sum over ranks is there. All [b, s, h]; mask may be None."""
-    y = y + bias
-    return x + (y if mask is None else y * mask)
+    return x + drop(y + bias, mask)
 
 
 def norm(x, weight, bias, epsilon):
@@ -104,7 +108,7 @@ class Attention(Sublayer):
         else:                                                  # by hand, since SDPA draws its own mask
             future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
             scores = (q @ k.transpose(-1, -2)) * self.head_dim ** -0.5
-            context = (scores.masked_fill(future, -torch.inf).softmax(dim=-1) * mask) @ v
+            context = drop(scores.masked_fill(future, -torch.inf).softmax(dim=-1), mask) @ v
         return context.transpose(1, 2).reshape(b, s, self.heads * self.head_dim)
 
 
@@ -154,8 +158,7 @@ class Embedding(nn.Module):
 
     def add_positions(self, words, positions, mask):
         """words [b, s, h] + the vectors of positions [b, s], with dropout."""
-        x = words + F.embedding(positions, self.position_embeddings.weight)
-        return x if mask is None else x * mask
+        return drop(words + F.embedding(positions, self.position_embeddings.weight), mask)
 
 
 class Dropout:
@@ -174,7 +177,8 @@ class Dropout:
         """Masks [b, *shape], scaled by 1/(1 - probability); None where nothing is dropped."""
         if self.sample_ids is None or probability == 0.0:
             return None
-        masks = torch.empty(len(self.sample_ids), *shape, device=like.device, dtype=like.dtype)
+        wide = torch.promote_types(like.dtype, torch.float32)
+        masks = torch.empty(len(self.sample_ids), *shape, device=like.device, dtype=wide)
         for mask, sample in zip(masks, self.sample_ids):
             mask.bernoulli_(1.0 - probability, generator=seeded_generator(like.device, self.config.seed, sample, site))
         return masks.div_(1.0 - probability)
@@ -266,6 +270,7 @@ class GPT(nn.Module):
         logits = F.linear(h, vocabulary.logits_weight())
         if labels is not None:
             return vocab_parallel_cross_entropy(logits, labels, vocabulary)
+        logits = logits[..., :vocabulary.valid]
         return logits if self.parallel_output else gather_logits(logits, vocabulary, self.config.vocab_size)
 
 

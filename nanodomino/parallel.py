@@ -109,7 +109,11 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows [first, first + padded_vocab/t) of the word embedding; of them, `valid` are words, the rest padding."""
+    """Rows [first, first + padded_vocab/t) of the word embedding; of them, `valid` are words, the rest padding.
+
+    As a head, the words' rows are multiplied, rounded up to `width`: matrix units want aligned sizes (gpt2's 50257 is
+    odd). The few logits of padding are cut off before they can win or count.
+    """
 
     def __init__(self, config, mesh: Mesh):
         super().__init__()
@@ -118,6 +122,7 @@ class VocabParallelEmbedding(nn.Module):
         rows = config.padded_vocab_size // mesh.tp
         self.first = rows * mesh.tp_rank
         self.valid = min(max(config.vocab_size - self.first, 0), rows)
+        self.width = min(-(-self.valid // 8) * 8, rows)
 
     def locate(self, tokens):
         """tokens [b, s] -> (row in this shard, or 0; whether it is in this shard), both [b, s]."""
@@ -134,31 +139,33 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_tensor_parallel(self.partial(tokens), self.group)
 
     def logits_weight(self):
-        """[valid, h]: the rows that are words. Logits of padding never exist, so they can neither win nor count."""
-        return self.weight[:self.valid]
+        """[width, h]: the rows that a head multiplies by."""
+        return self.weight[:self.width]
 
 
 def cross_entropy_steps(logits, labels, vocabulary: VocabParallelEmbedding):
-    """Cross entropy of logits [b, s, valid] that lie on t ranks, as a generator: yields (tensor, op) for each all-reduce.
+    """Cross entropy of logits [b, s, width] that lie on t ranks, as a generator: yields (tensor, op) for each all-reduce.
 
     loss = log(sum_j exp(z_j - max)) - (z_label - max), in fp32 or wider. Two reduces, the second one packed:
 
         max over ranks [b, s]        without it exp overflows; a local max would differ between ranks
         sum over ranks [2, b, s]     sum of exp, and the label's logit, which one rank alone has
 
-    Returns (loss [b, s], softmax [b, s, valid]). The logits are left as they are: `.to(float32)` of fp32 logits is the
+    Returns (loss [b, s], softmax [b, s, width], 0 for padding). The logits are left as they are: `.to(float32)` of fp32 logits is the
     same storage, so nothing here writes in place but on its own tensors.
     """
     row, inside = vocabulary.locate(labels)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if vocabulary.valid:
-        maximum = logits.amax(dim=-1)
+        maximum = logits[..., :vocabulary.valid].amax(dim=-1)
     else:                                                       # a rank may own nothing but padding
         maximum = logits.new_full(labels.shape, -torch.inf)
     yield maximum, dist.ReduceOp.MAX
 
     shifted = logits - maximum.unsqueeze(-1)
-    sums = logits.new_zeros(2, *labels.shape)
+    shifted[..., vocabulary.valid:] = -torch.inf
+    del logits                                                  # the largest tensor of all, in long vocabularies
+    sums = shifted.new_zeros(2, *labels.shape)
     if vocabulary.valid:
         sums[1] = shifted.gather(-1, row.unsqueeze(-1)).squeeze(-1) * inside
     softmax = shifted.exp_()
@@ -202,7 +209,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(logits, labels, vocabulary: VocabParallelEmbedding):
-    """logits [b, s, valid] of this rank's words, labels [b, s] -> loss of each token [b, s] in fp32 or wider, on every rank."""
+    """logits [b, s, width] of this rank, labels [b, s] -> loss of each token [b, s] in fp32 or wider, on every rank."""
     return VocabParallelCrossEntropy.apply(logits, labels, vocabulary)
 
 

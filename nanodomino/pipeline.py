@@ -20,8 +20,10 @@ Both leave the same bubble, (p - 1)(F + B) of idle time per step, that is (p - 1
 
 Messages follow from the actions: Forward(i) takes hidden states from the stage before and gives to the next one; Backward(i)
 takes a gradient from the next stage and gives to the one before. Nothing can deadlock, whatever the size of a message:
-a send does not block (it is waited for `stages` messages later, when the other side has long asked for it), and a
-receive is posted one message ahead, in each direction, so its bytes arrive while this stage computes.
+a send does not block (it is waited for `stages` messages later, when the other side has long asked for it), and the
+next receive of each direction is posted as soon as what came before it has been passed on, so in 1F1B its bytes arrive
+while this stage computes the other direction. Passed on first: NCCL carries out the messages of one group in the order in which
+they were posted, and a receive posted before a send would hold it up, all the way round from stage to stage.
 """
 
 from collections import deque
@@ -171,23 +173,27 @@ class Mail:
             self.arriving[action] = (buffer, work)
 
     def receive(self, action):
-        """The message for this action [b, s, h], or None at an end. Posts the next one before anybody computes."""
+        """The message for this action [b, s, h], or None at an end."""
         if self.source(action) is None:
             return None
         buffer, work = self.arriving.pop(action)
         work.wait()
-        self.post(type(action))
         return buffer
 
     def send(self, action, tensor):
-        """Start sending; the tensor is kept until it is gone, and at most `stages` messages are under way each way."""
-        if self.target(action) is None:
-            return
-        tensor, kind = tensor.contiguous(), type(action)
-        work = dist.isend(tensor, self.mesh.stage_rank(self.target(action)), group=self.group(kind), tag=action.microbatch)
-        self.sent[kind].append((work, tensor))
-        if len(self.sent[kind]) > self.mesh.pp:
-            self.sent[kind].popleft()[0].wait()
+        """Start sending what the action gave, then post the next receive of its kind.
+
+        The tensor is kept until it is gone; at most `stages` messages are under way each way.
+        """
+        kind = type(action)
+        if self.target(action) is not None:
+            tensor = tensor.contiguous()
+            work = dist.isend(tensor, self.mesh.stage_rank(self.target(action)), group=self.group(kind), tag=action.microbatch)
+            self.sent[kind].append((work, tensor))
+            if len(self.sent[kind]) > self.mesh.pp:
+                self.sent[kind].popleft()[0].wait()
+        if self.source(action) is not None:
+            self.post(kind)
 
     def finish(self):
         """Wait until everything that was sent is gone."""

@@ -112,10 +112,8 @@ class ZeroOptimizer:
         for module in modules:
             for weight in module.parameters():
                 bucket = self.bucket_of[weight]
-                if bucket.kind.tied:                     # first and last stage have to add up theirs before
-                    continue
-                self.missing[bucket].discard(weight)
-                if not self.missing[bucket] and bucket.work is None:
+                self.missing[bucket].remove(weight)      # KeyError: it was said to be final before, and was not
+                if not self.missing[bucket]:
                     self.reduce(bucket)
 
     def reduce(self, bucket):
@@ -128,16 +126,16 @@ class ZeroOptimizer:
             bucket.work = reduce_scatter(bucket.own_grad, bucket.main_grad, group=self.mesh.dp_group, async_op=True)
 
     def finish_reduces(self):
-        """After the last backward: what is not under way yet, the tied matrix above all; then wait for all."""
-        for bucket in self.buckets:
-            if bucket.kind.tied and self.mesh.embedding_group is not None:
-                dist.all_reduce(bucket.main_grad, group=self.mesh.embedding_group)
-            if bucket.work is None:
-                self.reduce(bucket)
+        """After the last backward: wait for all. Then first and last stage add up what they have of a tied matrix: after the
+        sum over replicas, so that both add the same two numbers and their copies never drift apart."""
+        assert not any(self.missing.values()), "a gradient was never reported as final"
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
+        for bucket in self.buckets:
+            if bucket.kind.tied:
+                dist.all_reduce(bucket.own_grad, group=self.mesh.embedding_group)
 
     # ---- phases 2 and 3
 
