@@ -35,6 +35,7 @@ class Place:
     local_rank: int = 0
     local_world_size: int = 1
     launched: bool = False        # by torchrun, which also says where the others are
+    restarted: bool = False       # by torchrun --max-restarts, after a rank had died
 
 
 def find_place(environment=os.environ) -> Place:
@@ -49,7 +50,8 @@ def find_place(environment=os.environ) -> Place:
     for name in (*names, "MASTER_PORT"):
         require(environment[name].isdecimal(), f"{name} must be a whole number, but the environment has '{environment[name]}'; "
                 "start with torchrun, which sets it, or unset it for one process")
-    place = Place(*(int(environment[name]) for name in names), launched=True)
+    place = Place(*(int(environment[name]) for name in names), launched=True,
+                  restarted=environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
     require(place.rank < place.world_size and place.local_rank < place.local_world_size,
             f"RANK {place.rank} must be below WORLD_SIZE {place.world_size} and LOCAL_RANK {place.local_rank} below "
             f"LOCAL_WORLD_SIZE {place.local_world_size}; start with torchrun, which sets them")
@@ -67,13 +69,16 @@ def find_device(config: Config, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def start_world(place: Place, device: torch.device):
-    """Bring up the default process group: NCCL between GPUs, gloo between CPUs, a world of one without a launcher."""
+def start_world(place: Place, device: torch.device, timeout: int):
+    """Bring up the default process group: NCCL between GPUs, gloo between CPUs, a world of one without a launcher.
+
+    timeout: seconds that a collective may take before it is an error.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"      # checkpoints talk on the CPU, behind training
     alone = {} if place.launched else dict(store=dist.HashStore())
-    dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timedelta(minutes=10),
+    dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=timeout),
                             device_id=device if device.type == "cuda" else None, **alone)
 
 

@@ -22,6 +22,7 @@ decay (matrices only), how often a parameter exists in the world (shards once, r
 stages: in the norm each must count once), and whether first and last stage must agree on it before anything else.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -72,14 +73,24 @@ class Bucket:
         self.work = None                                 # the reduce over replicas, once it is under way
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """Of the global batch, and the same on every rank."""
+    loss: float
+    grad_norm: float
+    skipped: bool        # not finite: no weight has changed
+    stop: bool           # some rank wishes to stop
+
+
 class ZeroOptimizer:
     """AdamW over flat buckets, sharded over the replicas with config.zero_stage 1."""
 
     def __init__(self, model: GPT, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
-        self.parts, part = (mesh.dp, mesh.dp_rank) if config.zero_stage == 1 else (1, 0)
-        self.buckets = [Bucket(kind, parameters, self.parts, part) for kind, parameters in self.sort(model)]
+        self.parts, self.part = (mesh.dp, mesh.dp_rank) if config.zero_stage == 1 else (1, 0)
+        self.buckets = [Bucket(kind, parameters, self.parts, self.part) for kind, parameters in self.sort(model)]
         self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
+        self.updates = 0                                 # steps that were not skipped: AdamW's own count
         self.missing = {}                                # bucket -> parameters whose gradient is not final yet
         decay = [bucket.master for bucket in self.buckets if bucket.kind.decay]
         no_decay = [bucket.master for bucket in self.buckets if not bucket.kind.decay]
@@ -145,15 +156,22 @@ class ZeroOptimizer:
         return ((kind.sharded or mesh.tp_rank == 0) and (self.parts > 1 or mesh.dp_rank == 0)
                 and (not kind.tied or mesh.is_first_stage))
 
-    def step(self, learning_rate: float, totals):
-        """Divide by the global number of tokens, clip, update, gather.
+    def step(self, learning_rate: float, totals, stop=False) -> "StepResult":
+        """Divide by the global number of tokens, clip, update, gather; or skip, if a loss or gradient is not finite.
 
-        totals: what pipeline.run returned. Returns (loss, grad_norm, tokens) of the global batch as floats, the same on every rank.
+        totals: what pipeline.run returned; stop: whether this rank wishes to stop after the step.
         """
         self.finish_reduces()
-        loss_sum, tokens, squares = self.sum_over_world(totals)
+        loss_sum, tokens, squares, stops = self.sum_over_world(totals, stop)
         tokens = max(tokens, 1.0)                        # a batch in which nothing counts has gradients of zero
         grad_norm = squares ** 0.5 / tokens              # main_grad holds gradients of the loss sum
+        skipped = not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
+        if not skipped:
+            self.update(learning_rate, grad_norm, tokens)
+        return StepResult(loss_sum / tokens, grad_norm, skipped, stops > 0)
+
+    def update(self, learning_rate: float, grad_norm: float, tokens: float):
+        """Phases 2 and 3."""
         scale = 1.0 / tokens
         if self.config.clip_grad > 0.0:
             scale *= min(1.0, self.config.clip_grad / (grad_norm + 1e-6))
@@ -162,12 +180,14 @@ class ZeroOptimizer:
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         self.adamw.step()
+        self.updates += 1
         self.gather_weights()
-        return loss_sum / tokens, grad_norm, int(tokens)
 
-    def sum_over_world(self, totals):
-        """One all-reduce of three numbers: loss sum, tokens, sum of squared gradients, each counted once in the world."""
-        mine = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+    def sum_over_world(self, totals, stop=False):
+        """One all-reduce of four numbers: loss sum, tokens, sum of squared gradients, each counted once in the world, and how
+        many ranks wish to stop. So all decide alike: to skip a step that is not finite on one of them, to stop after it."""
+        mine = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
+        mine[3] = stop
         if self.mesh.is_last_stage and self.mesh.tp_rank == 0:
             mine[0], mine[1] = totals.loss_sum, totals.tokens
         for bucket in self.buckets:

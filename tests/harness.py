@@ -96,16 +96,16 @@ def train_rank(config: Config, weights, data: FixedData, steps: int) -> Outcome:
     gradients, losses, norms = [], [], []
     sum_over_world = optimizer.sum_over_world
 
-    def look(totals):                                           # between the reduce over replicas and the clipping
-        sums = sum_over_world(totals)
+    def look(*arguments):                                       # between the reduce over replicas and the clipping
+        sums = sum_over_world(*arguments)
         gradients.append(reduced_gradients(model, optimizer, tokens=sums[1]))
         return sums
 
     optimizer.sum_over_world = look
     for step in range(1, steps + 1):
-        loss, norm = train.train_step(step, stage, optimizer, data, config, mesh)
-        losses.append(loss)
-        norms.append(norm)
+        result = train.train_step(step, stage, optimizer, data, config, mesh)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
     evaluation = train.evaluate(stage, data, config, mesh)
     shards = {name: (weight.detach().clone(), weight.shard_dim) for name, weight in model.named_parameters()}
     return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), losses, norms, gradients, shards, evaluation)

@@ -22,6 +22,7 @@ import train
 from data.prepare import prepare
 from nanodomino.config import Config, UserError
 from nanodomino.data import TokenDataset, load_corpus
+from nanodomino.launch import fail
 from nanodomino.mesh import Place, find_place
 
 SCRIPT = Path(train.__file__).resolve()
@@ -46,7 +47,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture
 def attempt(corpus, tmp_path, monkeypatch):
     """attempt(flags, world_size): train.main() on the first and on the last rank, up to where a group would form."""
-    def reached(place, device):
+    def reached(place, device, timeout):
         raise ReachedTheGroup
 
     monkeypatch.setattr(train, "start_world", reached)
@@ -293,7 +294,7 @@ def test_a_run_folder_that_cannot_be_used_is_refused(refusal, tmp_path):
     (tmp_path / "file").write_text("precious")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text("precious")
-    for name, message in [("file", "file is a file; choose another"), ("old", "old holds a run already; choose another"),
+    for name, message in [("file", "file is a file; choose another"), ("old", "old holds a metrics.jsonl but no config.json"),
                           ("file/run", "can't be written to (Not a directory); choose another")]:
         assert message in refusal(["--run-dir", name], 4, ranks=[0])
     assert (tmp_path / "file").read_text() == (tmp_path / "old" / "metrics.jsonl").read_text() == "precious"
@@ -379,17 +380,17 @@ def test_a_whole_environment_or_none_is_a_place():
     (0, UserError("heads 3; try 4"), False, "error: heads 3; try 4\n"),
     (3, UserError("heads 3; try 4"), True, "error: heads 3; try 4\n"),
     (2, ValueError("mine"), False, "rank 2 failed:\n"),
-    (2, RuntimeError("Connection closed by peer"), True, "rank 2 failed:\n"),
-    (2, RuntimeError("writev: Broken pipe"), True, "rank 2 failed:\n"),
-    (2, RuntimeError("NCCL error: remote process exited"), True, "rank 2 failed:\n")], ids=str)
+    (2, RuntimeError("Connection closed by peer"), True, "rank 2 lost its neighbours:\n"),
+    (2, RuntimeError("writev: Broken pipe"), True, "rank 2 lost its neighbours:\n"),
+    (2, RuntimeError("NCCL error: remote process exited"), True, "rank 2 lost its neighbours:\n")], ids=str)
 def test_who_may_be_only_an_echo_waits_before_it_speaks(monkeypatch, capsys, rank, error, waits, begin):
     """But it does speak: an id outside the vocabulary is found by a single replica, which may not hold rank 0."""
     slept = []
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as caught:
-        train.fail(Place(rank, 4, rank, 4, launched=True), error)
-    assert caught.value.code != 0 and bool(slept) == waits and all(5 <= seconds <= 13 for seconds in slept)
+        fail(Place(rank, 4, rank, 4, launched=True), error)
+    assert caught.value.code != 0 and bool(slept) == waits and all(3 <= seconds <= 13 for seconds in slept)
     assert capsys.readouterr().err.startswith(begin)
 
 
@@ -454,21 +455,21 @@ import train
 
 train_step, start_world, rank = train.train_step, train.start_world, int(os.environ["RANK"])
 
-def failing_step(step, *others):
+def failing_step(step, *others, **more):
     if (step, rank) == (3, 2):
         raise ValueError("rank 2 has had enough")
-    return train_step(step, *others)
+    return train_step(step, *others, **more)
 
-def dying_start(place, device):
+def dying_start(place, device, timeout):
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    start_world(place, device)
+    start_world(place, device, timeout)
 
 if sys.argv.pop(1) == "raise":
     train.train_step = failing_step
 else:
     train.start_world = dying_start
-train.run(sys.argv[1:])
+train.start(train.main, sys.argv[1:])
 """
 
 
@@ -583,6 +584,6 @@ def test_a_rank_that_raises_is_heard_first_and_alone(launch, tmp_path):
     assert started.steps() == 2, output
     assert time.time() - (started.run_dir / "metrics.jsonl").stat().st_mtime < END_TOGETHER, output
     before, first = output.split("Traceback (most recent call last)")[:2]
-    assert before.endswith("rank 2 failed:\n") and "ValueError: rank 2 has had enough" in first, output
+    assert before.endswith("rank 2 failed in step 3:\n") and "ValueError: rank 2 has had enough" in first, output
     assert output.count("failed:") == 1 and "peer" not in output, output
     assert "exitcode  : 1" in report_of(output, 2), output

@@ -228,7 +228,7 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
         assert counts[("reduce_scatter", "dp"), "elements"] == counts[("all_gather", "dp"), "elements"] == padded
         embedding = counts[("all_reduce", "embedding"), "calls"], counts[("all_reduce", "embedding"), "elements"]
         assert embedding == (1, tied / config.dp)              # after the sum over replicas: each part by its owner
-        assert counts[("all_reduce", "world"), "elements"] == 3
+        assert counts[("all_reduce", "world"), "elements"] == 4
         assert not counts.get((("all_reduce", "dp"), "calls"))
         assert ("all_reduce", "tp") not in blocking, "a tensor-parallel sum that blocks is not inside Domino"
 

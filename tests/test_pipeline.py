@@ -142,8 +142,8 @@ def in_order_rank(config, data):
     kept, in_order = (dist.isend, dist.irecv), InOrder()
     try:
         dist.isend, dist.irecv = in_order(dist.isend), in_order(dist.irecv)
-        loss, _ = train.train_step(1, stage, optimizer, data, config, mesh)
-        return loss, train.evaluate(stage, data, config, mesh)
+        result = train.train_step(1, stage, optimizer, data, config, mesh)
+        return result.loss, train.evaluate(stage, data, config, mesh)
     finally:
         dist.isend, dist.irecv = kept
 

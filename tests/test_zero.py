@@ -43,8 +43,8 @@ def test_bytes_per_parameter_are_the_formulas(pool, dp, zero_stage, dtype, fixed
 def decay_rank(config, data):
     mesh, model, optimizer, stage = build(config)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    loss, norm = train.train_step(config.train_iters, stage, optimizer, data, config, mesh)
-    return loss, norm, {name: (before[name], weight.detach().clone()) for name, weight in model.named_parameters()}
+    result = train.train_step(config.train_iters, stage, optimizer, data, config, mesh)
+    return result.loss, result.grad_norm, {name: (before[name], weight.detach().clone()) for name, weight in model.named_parameters()}
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])

@@ -1,0 +1,304 @@
+"""Checkpoints that any layout can go on from, and that are either whole or not there.
+
+    runs/nano-001/checkpoints/step-00000100/
+        manifest.json        step, settings, size and SHA-256 of every other file; written last
+        .metadata            torch.distributed.checkpoint's index: which file holds which part of which tensor
+        __0_0.distcp ...     what rank 0 held, ...
+
+**Any layout.** A tensor is saved under a global name (layers.7.attention.qkv.weight, no rank, no stage) as a `DTensor`: this
+rank's shard, and how it is cut over (dp, tp). torch.distributed.checkpoint stores each part once and reads back whatever
+part another layout asks for. Three tensors a parameter: the weight (the fp32 master in 16-bit training) and Adam's
+two moments. ZeRO cuts flat buffers across parameters, so before saving the parts of a bucket are gathered, and after loading each
+rank keeps its own part. A tied matrix is saved by the first stage and read by both.
+
+What else must be known to go on is a function of it: the data order, the dropout masks and the learning rate follow from
+(seed, step). So a run that was stopped goes on with the same bits.
+
+**Whole or not there.** Everything is written to a hidden folder and flushed to the disk, then the manifest, then the
+folder is renamed, which is one indivisible act of the file system. Whatever is killed, at whatever moment: a folder named
+step-... is whole. One that was damaged later is found out by its checksums, and the one before is taken.
+
+**Behind training.** The weights are copied (that is all that training waits for), and a thread on every rank writes the
+copy, in a process group of its own, so that its talk does not mix with training's.
+
+No pickle of a checkpoint is ever run: tensors are read with weights_only, the index by an unpickler that knows
+torch.distributed.checkpoint's own record types and nothing else.
+
+    python -m nanodomino.checkpoint verify DIR        checks every byte of a checkpoint
+    python -m nanodomino.checkpoint export DIR OUT    writes one plain torch file of whole tensors, {name: tensor}
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from nanodomino.config import Config, UserError, require
+from nanodomino.mesh import Mesh
+from nanodomino.model import GPT
+from nanodomino.zero import ZeroOptimizer, all_gather
+
+FORMAT = "nanodomino-checkpoint-1"
+PARTS = ("weight", "exp_avg", "exp_avg_sq")          # of each parameter; the last two as torch.optim.AdamW calls them
+
+# Settings that say what a checkpoint's tensors mean: a run that differs in one of them cannot use it.
+MODEL_SETTINGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size",
+                  "make_vocab_size_divisible_by", "untie_embeddings_and_output_weights")
+
+
+# ---- tensors under global names
+
+def whole_buckets(optimizer: ZeroOptimizer, gather: bool):
+    """(bucket, part name, the bucket's flat tensor over all replicas) for each bucket and part; empty unless `gather`."""
+    for bucket in optimizer.buckets:
+        state = optimizer.adamw.state[bucket.master]
+        for part in PARTS:
+            own = bucket.master if part == "weight" else state.get(part)
+            whole = torch.zeros(bucket.main_grad.shape, dtype=bucket.main_grad.dtype, device=bucket.main_grad.device)
+            if gather and own is not None:               # before the first step there are no moments: zeros
+                if optimizer.parts > 1:
+                    all_gather(whole, own, group=optimizer.mesh.dp_group)
+                else:
+                    whole.copy_(own)
+            yield bucket, part, whole
+
+
+def named_tensors(model: GPT, mesh: Mesh, bucket, part: str, whole: torch.Tensor, names: dict) -> dict:
+    """The parameters of a bucket, as DTensors over (dp, tp) under '<part>.<global name>'; views of `whole`."""
+    grid = mesh.grid["dp", "tp"]
+    tensors = {}
+    for weight in bucket.parameters:
+        offset = weight.main_grad.storage_offset() - bucket.main_grad.storage_offset()
+        local = whole[offset:offset + weight.numel()].view(weight.shape)
+        placements = [Replicate(), Replicate() if weight.shard_dim is None else Shard(weight.shard_dim)]
+        tensors[f"{part}.{names[weight]}"] = DTensor.from_local(local, grid, placements, run_check=False)
+    return tensors
+
+
+def snapshot(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> dict:
+    """A copy of everything that must be saved of this stage. All ranks of the stage call it together."""
+    names = {weight: name for name, weight in model.named_parameters()}
+    tensors = {}
+    for bucket, part, whole in whole_buckets(optimizer, gather=True):
+        if bucket.kind.tied and not mesh.is_first_stage:
+            continue                                     # the first stage saves it
+        tensors |= named_tensors(model, mesh, bucket, part, whole, names)
+    return tensors
+
+
+def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> int:
+    """Fill the model and the optimizer of any layout from a checkpoint; returns its step."""
+    manifest = read_manifest(folder)
+    optimizer.updates = manifest["adam_steps"]
+    names = {weight: name for name, weight in model.named_parameters()}
+    buckets = list(whole_buckets(optimizer, gather=False))
+    tensors = {}
+    for bucket, part, whole in buckets:
+        tensors |= named_tensors(model, mesh, bucket, part, whole, names)
+    dcp.load(tensors, storage_reader=CarefulReader(folder))
+    for bucket, part, whole in buckets:
+        own = whole.chunk(optimizer.parts)[optimizer.part]
+        if part == "weight":
+            bucket.weights.copy_(whole)
+            bucket.master.copy_(own)
+        elif optimizer.updates:
+            state = optimizer.adamw.state[bucket.master]
+            state["step"] = torch.tensor(float(optimizer.updates), device=own.device)
+            state[part] = own.clone()
+    return manifest["step"]
+
+
+# ---- reading without running
+
+class CarefulReader(dcp.FileSystemReader):
+    """torch's reader, with an index that is data and not a program (pickle.load would run what a stranger wrote into it)."""
+
+    def read_metadata(self, *args, **kwargs):
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = CarefulUnpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class CarefulUnpickler(pickle.Unpickler):
+    """Knows the record types that an index of tensors is made of; anything else is refused."""
+
+    records = {"torch.distributed.checkpoint.metadata": ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+                                                         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+               "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+               "torch.serialization": ("_get_layout",),
+               "torch": ("Size", "float32", "float64", "bfloat16"),
+               "pathlib": ("PosixPath",), "pathlib._local": ("PosixPath",)}
+
+    def find_class(self, module, name):
+        require(name in self.records.get(module, ()), f"the checkpoint's index refers to {module}.{name}, which no index of nanodomino's "
+                "does; do not use this checkpoint")
+        return super().find_class(module, name)
+
+
+# ---- manifests
+
+def file_digest(path: Path) -> dict:
+    """Size and SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return dict(size=path.stat().st_size, sha256=digest.hexdigest())
+
+
+def manifest_text(content: dict) -> str:
+    """The manifest as it is written: its own checksum is its first line's."""
+    body = {key: value for key, value in content.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"sha256": digest} | body, indent=1) + "\n"
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest of a checkpoint, whole and of a known format, or UserError."""
+    path = folder / "manifest.json"
+    try:
+        text = path.read_text()
+        content = json.loads(text)
+        sound = isinstance(content, dict) and text == manifest_text(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{folder} is not a whole checkpoint: its manifest.json can't be read ({error}); use another one") from None
+    require(sound, f"{path} is damaged: it does not have the checksum that it records; use another checkpoint")
+    require(content.get("format") == FORMAT, f"{path} is of format {content.get('format')!r}, but this version reads {FORMAT!r}; "
+            "use the version that wrote it")
+    return content
+
+
+def verify(folder: Path) -> dict:
+    """Check every byte of a checkpoint; returns its manifest. Raises UserError that names the file and what is wrong with it."""
+    content = read_manifest(folder)
+    for name, expected in content["files"].items():
+        path = folder / name
+        require(path.is_file(), f"{path} is missing; use another checkpoint")
+        found = file_digest(path)
+        require(found["size"] == expected["size"], f"{path} should have {expected['size']} bytes, but has {found['size']}; use another checkpoint")
+        require(found["sha256"] == expected["sha256"], f"{path} is damaged: its SHA-256 is not the recorded one; use another checkpoint")
+    return content
+
+
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """The checkpoints in a run's folder, newest first."""
+    return sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
+
+
+def newest_sound(run_dir: Path, report=print) -> Path | None:
+    """The newest checkpoint of a run that is sound in every byte; damaged ones are named and passed over."""
+    for folder in checkpoints_of(run_dir):
+        try:
+            verify(folder)
+            return folder
+        except UserError as error:
+            report(f"warning: {error}; going back to the one before")
+    return None
+
+
+def check_settings(folder: Path, config: Config, names: tuple):
+    """Refuse a change that can't be honoured, with both values named."""
+    saved = read_manifest(folder)["config"]
+    for name in names:
+        here = getattr(config, name)
+        require(saved.get(name) == here, f"{folder} was written with {name.replace('_', '-')} {saved.get(name)}, but this run has {here}; "
+                f"give --{name.replace('_', '-')} {saved.get(name)}, or start another run")
+
+
+# ---- saving, behind training
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time, each on a thread of its own on every rank."""
+
+    def __init__(self, run_dir: Path, mesh: Mesh, keep_last: int):
+        self.run_dir, self.mesh, self.keep_last = run_dir, mesh, keep_last
+        self.group = dist.new_group(backend="gloo")          # the threads talk here, not where training talks
+        self.thread, self.error = None, None
+
+    def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
+        """Copy what must be saved, then write it behind training. Waits for the checkpoint before, if that is still under way."""
+        self.wait()
+        tensors = snapshot(model, optimizer, self.mesh)
+        manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates, config=dataclasses.asdict(config))
+        self.thread = threading.Thread(target=self.write_or_note, args=(step, tensors, manifest), name=f"checkpoint of step {step}")
+        self.thread.start()
+
+    def wait(self):
+        """Until the last save is done, well or badly."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+
+    def failure(self) -> str | None:
+        """What went wrong in a save since the last call, if anything is known to have."""
+        error, self.error = self.error, None
+        return error
+
+    def write_or_note(self, step, tensors, manifest):
+        """On the thread: an error must not vanish with it."""
+        try:
+            self.write(step, tensors, manifest)
+        except BaseException as error:
+            reason = getattr(error, "failures", None) or {dist.get_rank(): error}
+            rank, first = next(iter(reason.items()))
+            first = first[0] if isinstance(first, tuple) else first
+            self.error = f"the checkpoint of step {step} could not be written: rank {rank}: {type(first).__name__}: {first}"
+
+    def write(self, step, tensors, manifest):
+        """All ranks: their tensors, flushed. Rank 0: the manifest, flushed, then the name that says it is whole."""
+        parent = self.run_dir / "checkpoints"
+        temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        dist.barrier(self.group)
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True), process_group=self.group)
+        self.together(lambda: self.seal(temporary, final, manifest))
+
+    def together(self, act):
+        """Rank 0 acts; if it fails, all do."""
+        outcome = [None]
+        if dist.get_rank() == 0:
+            try:
+                act()
+            except BaseException as error:
+                outcome[0] = error
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        if outcome[0] is not None:
+            raise outcome[0]
+
+    def seal(self, temporary: Path, final: Path, manifest: dict):
+        """Manifest, rename, and only then away with old ones."""
+        manifest["files"] = {path.name: file_digest(path) for path in sorted(temporary.iterdir())}
+        with open(temporary / "manifest.json", "w") as file:
+            file.write(manifest_text(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        flush_folder(temporary)
+        if final.exists():                                   # of a run that was set back behind this step
+            shutil.rmtree(final)
+        temporary.rename(final)
+        flush_folder(final.parent)
+        for old in checkpoints_of(self.run_dir)[self.keep_last:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def flush_folder(folder: Path):
+    """The entries of a folder, onto the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

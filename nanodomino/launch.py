@@ -1,0 +1,166 @@
+"""How a run begins and how it ends, well or badly.
+
+Begin: everything that can be wrong is found before a process group forms, by every rank alike; then the run's folder
+is found or made, with the newest sound checkpoint in it.
+
+End: a run may be told to stop (SIGTERM, Ctrl-C), lose a rank (kill -9, out of memory), or wait for one that hangs. Nobody
+waits for ever: a rank whose neighbour is gone gets an error from its next collective at once, one whose neighbour is silent
+after --timeout seconds. torchrun ends all ranks as soon as one has ended, so the one that has something to tell must speak first,
+and those that only lost a neighbour keep still for a moment.
+"""
+
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from nanodomino.checkpoint import MODEL_SETTINGS, check_settings, newest_sound, verify
+from nanodomino.config import Config, UserError, require
+from nanodomino.mesh import Place, find_place
+
+# Of a run that goes on in its own folder: a change would make the rest of the data another one.
+RUN_SETTINGS = (*MODEL_SETTINGS, "seq_length", "global_batch_size", "seed")
+LONELY = ("peer", "remote", "Broken pipe", "Timed out", "timed out", "timeout", "NCCL")       # words of errors that follow from another's end
+
+
+# ---- the run's folder
+
+def find_run(config: Config, place: Place) -> tuple[Path, Path | None]:
+    """(the folder of this run, the checkpoint to start from or None). Raises UserError. Called by rank 0 alone."""
+    run_dir = Path(config.run_dir or "runs")
+    try:
+        require(not run_dir.is_file(), f"--run-dir {run_dir} is a file; choose another name")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if config.run_dir is None:
+            run_dir = next_folder(run_dir, config.model, again=place.restarted)
+        tempfile.TemporaryFile(dir=run_dir).close()            # can files be made there? better asked now than at the first write
+        checkpoint = newest_sound(run_dir)
+        known = (run_dir / "config.json").exists()
+        require(known or checkpoint or not (run_dir / "metrics.jsonl").exists(),
+                f"--run-dir {run_dir} holds a metrics.jsonl but no config.json, so it is no run to go on with; choose another folder")
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir} can't be written to ({error.strerror}); choose another folder") from None
+    if checkpoint:
+        check_settings(checkpoint, config, RUN_SETTINGS)
+    elif known:
+        check_same_run(run_dir / "config.json", config)
+    if config.load and not checkpoint:                         # a run that has begun goes on with its own
+        checkpoint = find_checkpoint(Path(config.load))
+        check_settings(checkpoint, config, MODEL_SETTINGS)
+    return run_dir, checkpoint
+
+
+def check_same_run(path: Path, config: Config):
+    """A run that was killed before its first checkpoint may begin again in its folder; another run may not."""
+    try:
+        saved = json.loads(path.read_text())
+        differs = [name for name in RUN_SETTINGS if saved.get(name) != getattr(config, name)]
+    except (OSError, ValueError, AttributeError):
+        return                                                 # killed while it was written: nothing to lose
+    require(not differs, f"--run-dir {path.parent} holds a run of other settings ("
+            + ", ".join(f"{name} {saved.get(name)}, here {getattr(config, name)}" for name in differs) + "); choose another folder")
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """What --load names: a checkpoint, or a run whose newest sound checkpoint is meant. Raises UserError."""
+    require(folder.is_dir(), f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
+    if (folder / "checkpoints").is_dir():
+        checkpoint = newest_sound(folder)
+        require(checkpoint, f"{folder / 'checkpoints'} holds no sound checkpoint; give another one")
+        return checkpoint
+    verify(folder)
+    return folder
+
+
+def next_folder(parent: Path, name: str, again: bool) -> Path:
+    """Make parent/NAME-NUMBER with the first number that is free, also where other runs start at the same moment.
+
+    again: torchrun has restarted this run, so it is the newest folder that is meant.
+    """
+    if again and (made := sorted(parent.glob(f"{name}-[0-9]*"))):
+        return made[-1]
+    for number in itertools.count(1):
+        folder = parent / f"{name}-{number:03d}"
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            pass
+
+
+# ---- told to stop
+
+class StopSignal:
+    """SIGTERM and Ctrl-C: the first asks for a checkpoint after the step, a second one ends the process at once."""
+
+    def __init__(self):
+        self.number, self.moment = 0, 0.0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.handle)
+
+    def handle(self, number, frame):
+        # A terminal sends Ctrl-C to torchrun too, which sends its own signal after it: the same wish.
+        if self.number and time.monotonic() - self.moment > 2.0:
+            os._exit(128 + number)
+        if not self.number:
+            self.number, self.moment = number, time.monotonic()
+
+
+# ---- ends
+
+def start(main, arguments: list[str]):
+    """What a launcher starts on every rank: main(arguments, place), of which the screen shows rank 0's words alone.
+
+    main returns the exit code.
+    """
+    place = Place()
+    try:
+        place = find_place()
+        if place.rank != 0:
+            sys.stdout = open(os.devnull, "w")
+        code = main(arguments, place)
+    except Exception as error:
+        fail(place, error)
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def fail(place: Place, error: Exception):
+    """End this process after an error; see the module's docstring for who speaks when."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)              # there is no step left to finish first
+    sys.stdout.flush()
+    if isinstance(error, UserError):
+        if place.local_rank > 0:                               # the others have most likely found the same:
+            time.sleep(5 + place.local_rank)                   # the first one speaks, the next only if nobody has
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+    where = f" in step {error.step}" if hasattr(error, "step") else ""
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, RuntimeError) and any(word in str(error) for word in LONELY):
+        text = f"lost its neighbours{where}{silent_ranks(place)}:\n{text}"
+        time.sleep(3)                                          # another rank died: let that one be heard first
+    else:
+        text = f"failed{where}:\n{text}"
+    print(f"rank {place.rank} {text}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def silent_ranks(place: Place) -> str:
+    """Which ranks do not say within two seconds that they have lost their neighbours too: those that died or hang."""
+    try:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=2))
+        round_ = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store.set(f"nanodomino/lonely/{round_}/{place.rank}", "")
+        time.sleep(2)
+        silent = [rank for rank in range(place.world_size) if not store.check([f"nanodomino/lonely/{round_}/{rank}"])]
+    except (KeyError, RuntimeError):
+        return ""
+    return f" (dead or silent: rank {', '.join(map(str, silent))})" if silent else ""

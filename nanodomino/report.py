@@ -1,0 +1,134 @@
+"""What a person sees of a run, and what its folder keeps of it. Only rank 0 has a screen and a folder.
+
+    start     the model, the rank grid, the schedule; config.json
+    step      a tqdm bar, a line every log_interval; an object in metrics.jsonl
+    losses    of validation and test, beside two yardsticks of the text: its unigram and bigram entropy
+
+MFU is model FLOPs utilisation (PaLM, appendix B): the FLOPs that the model needs for the tokens of a second, as a part
+of what the devices could do in one, with 6 N + 12 L h s FLOPs a token.
+"""
+
+import dataclasses
+import json
+import math
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from nanodomino import pipeline
+from nanodomino.config import Config
+from nanodomino.data import Corpus
+from nanodomino.mesh import Mesh
+from nanodomino.model import flops_per_token, parameter_count, stage_layers
+
+# Dense 16-bit peak of one device in FLOP/s, from the makers' data sheets; the longest name that fits counts.
+PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12, "GH200": 989e12,
+              "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12, "L40": 181e12, "L40S": 362e12,
+              "RTX 3090": 71e12, "RTX 4090": 165e12, "T4": 65e12, "V100": 125e12}
+
+
+def find_peak_flops(config: Config, mesh: Mesh) -> float | None:
+    """Of all devices together, in the run's dtype; None where it is not known."""
+    if mesh.device.type != "cuda" or config.dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(mesh.device)
+    known = [one for one in PEAK_FLOPS if one in name]
+    return PEAK_FLOPS[max(known, key=len)] * config.world_size if known else None
+
+
+def peak_memory(device) -> int:
+    """Bytes: of this device's allocator, or of this process where the device is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Report:
+    """The screen and metrics.jsonl of a run that goes on after `first_step` steps; on other ranks than 0 it keeps silent."""
+
+    def __init__(self, config: Config, corpus: Corpus, mesh: Mesh, run_dir: Path, first_step: int, speaks: bool):
+        self.config, self.corpus, self.mesh, self.run_dir, self.speaks = config, corpus, mesh, run_dir, speaks
+        self.peak_flops = find_peak_flops(config, mesh)
+        self.tokens_per_step = config.global_batch_size * config.seq_length
+        self.yardsticks = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
+        self.metrics = None
+        if speaks:
+            (run_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+            self.metrics = open_metrics(run_dir / "metrics.jsonl", first_step)
+            self.describe(first_step)
+        self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
+                        disable=None if speaks else True)
+
+    def describe(self, first_step: int):
+        """The model, the rank grid and the schedule, before the first step."""
+        config, mesh = self.config, self.mesh
+        print(f"nanodomino: model {config.model}, {parameter_count(config):,} parameters, {config.dtype} on {mesh.device.type}; "
+              f"{self.corpus.tokens['train']:,} training tokens from {self.corpus.path}")
+        print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = {config.microbatches} microbatches of "
+              f"{config.micro_batch_size} on each of {config.dp} replicas; slices {config.slices}, columns {config.columns}, "
+              f"ZeRO stage {config.zero_stage}")
+        held = []
+        for stage in range(mesh.pp):
+            layers = stage_layers(config.num_layers, stage, mesh.pp)
+            held.append(("embedding, " if stage == 0 else "") + f"layers {layers[0]} to {layers[-1]}"
+                        + (", head" if stage == mesh.pp - 1 else ""))
+        print(mesh.picture(held))
+        print(pipeline.picture(config.schedule, mesh.pp, config.microbatches), flush=True)
+        if first_step:
+            print(f"going on after step {first_step} of {config.train_iters}", flush=True)
+
+    def say(self, line: str):
+        """A line on the screen, above the bar."""
+        if self.speaks:
+            self.bar.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def record(self, **values):
+        """A line of metrics.jsonl. JSON knows no infinity and no NaN: null."""
+        if self.metrics:
+            values = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+            self.metrics.write(json.dumps(values) + "\n")
+            self.metrics.flush()
+
+    def step(self, step: int, result, learning_rate: float, seconds: float):
+        """result: a StepResult."""
+        speed = self.tokens_per_step / seconds
+        mfu = speed * flops_per_token(self.config) / self.peak_flops if self.peak_flops else None
+        self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate, tokens=step * self.tokens_per_step,
+                    step_ms=seconds * 1000, tokens_per_second=speed, mfu=mfu, skipped=result.skipped)
+        self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
+        self.bar.update()
+        if result.skipped:
+            self.say(f"step {step:5d} | skipped: loss {result.loss} or gradient norm {result.grad_norm} is not finite")
+        elif step % self.config.log_interval == 0 or step == 1:
+            self.say(f"step {step:5d} | loss {result.loss:.4f} {self.yardsticks} | grad norm {result.grad_norm:.3f} | "
+                     f"lr {learning_rate:.2e} | {seconds * 1000:.0f} ms | {speed:,.0f} tokens/s | "
+                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}")
+
+    def losses(self, step: int, split: str, loss: float):
+        """Of a validation or test."""
+        self.record(step=step, **{f"{split}_loss": loss})
+        perplexity = math.exp(min(loss, 700.0))
+        self.say(f"step {step:5d} | {split} loss {loss:.4f} {self.yardsticks} | perplexity {perplexity:.2f}")
+
+    def end(self, step: int, seconds: float):
+        self.bar.close()
+        self.say(f"{step} of {self.config.train_iters} steps done, {seconds:.1f} s, peak memory of rank 0 "
+                 f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
+
+
+def open_metrics(path: Path, first_step: int):
+    """metrics.jsonl to append to, cut back to the steps that count: a run that was killed may have gone on after its last checkpoint,
+    and its last line may be half a line."""
+    kept = []
+    for line in path.read_text().splitlines() if first_step and path.exists() else []:
+        try:
+            if json.loads(line)["step"] <= first_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            break
+    path.write_text("".join(kept))
+    return open(path, "a")
