@@ -143,12 +143,13 @@ def fail(place: Place, error: Exception):
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(2)
     where = f" in step {error.step}" if hasattr(error, "step") else ""
-    text = "".join(traceback.format_exception(error))
     if isinstance(error, RuntimeError) and any(word in str(error) for word in LONELY):
-        text = f"lost its neighbours{where}{silent_ranks(place)}:\n{text}"
+        if getattr(error, "told", False):                      # torchrun ends all: it knows already who was the first
+            os._exit(1)
+        text = f"lost its neighbours{where}{silent_ranks(place)}: {error}"
         time.sleep(3)                                          # another rank died: let that one be heard first
     else:
-        text = f"failed{where}:\n{text}"
+        text = f"failed{where}:\n{''.join(traceback.format_exception(error))}"
     print(f"rank {place.rank} {text}", file=sys.stderr, flush=True)
     os._exit(1)
 
