@@ -129,7 +129,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
         try:
             result = train_step(step, stage, optimizer, datasets["train"], config, mesh, stop=signals.number > 0)
         except Exception as error:
-            error.step, error.told = step, signals.number > 0  # for whoever reports it
+            error.step, error.signals = step, signals          # for whoever reports it
             raise
         done, skipped = step, skipped + 1 if result.skipped else 0
         stop = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)

@@ -144,7 +144,8 @@ def fail(place: Place, error: Exception):
         os._exit(2)
     where = f" in step {error.step}" if hasattr(error, "step") else ""
     if isinstance(error, RuntimeError) and any(word in str(error) for word in LONELY):
-        if getattr(error, "told", False):                      # torchrun ends all: it knows already who was the first
+        time.sleep(0.2)
+        if hasattr(error, "signals") and error.signals.number:         # torchrun is ending all: it knows who was the first
             os._exit(1)
         text = f"lost its neighbours{where}{silent_ranks(place)}: {error}"
         time.sleep(3)                                          # another rank died: let that one be heard first

@@ -585,5 +585,5 @@ def test_a_rank_that_raises_is_heard_first_and_alone(launch, tmp_path):
     assert time.time() - (started.run_dir / "metrics.jsonl").stat().st_mtime < END_TOGETHER, output
     before, first = output.split("Traceback (most recent call last)")[:2]
     assert before.endswith("rank 2 failed in step 3:\n") and "ValueError: rank 2 has had enough" in first, output
-    assert output.count("failed:") == 1 and "peer" not in output, output
+    assert output.count("failed in step") == 1 and "peer" not in output, output
     assert "exitcode  : 1" in report_of(output, 2), output
