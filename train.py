@@ -191,8 +191,8 @@ def main(arguments: list[str], place: Place) -> int:
     config = from_command_line(arguments).resolve(place.world_size)
     device = find_device(config, place)
     corpus = find_corpus(config, place)
-    config = config.with_vocabulary(corpus.vocab_size)
-    config = dataclasses.replace(config, compile=device.type == "cuda" if config.compile is None else config.compile)
+    config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size), data_path=str(corpus.path.resolve()),
+                                 compile=device.type == "cuda" if config.compile is None else config.compile)
     datasets = dataset_builder(config, corpus)
     if config.sample_tokens:
         corpus.tokenizer()                                     # the sample at the end needs it: if it fails, then now

@@ -36,6 +36,7 @@ import pickle
 import shutil
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import torch
@@ -302,3 +303,52 @@ def flush_folder(folder: Path):
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# ---- using a checkpoint without training
+
+def load_weights(folder: Path, model: GPT, mesh: Mesh):
+    """Fill a model of any layout, without an optimizer."""
+    grid, tensors = mesh.grid["dp", "tp"], {}
+    for name, weight in model.named_parameters():
+        local = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+        placements = [Replicate(), Replicate() if weight.shard_dim is None else Shard(weight.shard_dim)]
+        tensors[f"weight.{name}"] = DTensor.from_local(local, grid, placements, run_check=False)
+    dcp.load(tensors, storage_reader=CarefulReader(folder))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(tensors[f"weight.{name}"].to_local())
+
+
+def export(folder: Path, out: Path):
+    """Write one plain torch file of whole tensors, {global name: tensor}; torch.load(OUT, weights_only=True) reads it."""
+    verify(folder)
+    records = CarefulReader(folder).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(record.size, dtype=record.properties.dtype) for name, record in records.items() if name.startswith("weight.")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")                      # that there is no process group: none is needed
+        dcp.load(tensors, storage_reader=CarefulReader(folder), no_dist=True)
+    torch.save({name.removeprefix("weight."): tensor for name, tensor in tensors.items()}, out)
+    return tensors
+
+
+def main(arguments: list[str]) -> int:
+    """python -m nanodomino.checkpoint verify DIR | export DIR OUT"""
+    try:
+        if len(arguments) == 2 and arguments[0] == "verify":
+            manifest = verify(Path(arguments[1]))
+            print(f"{arguments[1]} is sound: step {manifest['step']}, {len(manifest['files'])} files, "
+                  f"{sum(file['size'] for file in manifest['files'].values()):,} bytes")
+        elif len(arguments) == 3 and arguments[0] == "export":
+            tensors = export(Path(arguments[1]), Path(arguments[2]))
+            print(f"{arguments[2]}: {len(tensors)} tensors, {sum(tensor.numel() for tensor in tensors.values()):,} numbers")
+        else:
+            raise UserError("usage: python -m nanodomino.checkpoint verify DIR, or: python -m nanodomino.checkpoint export DIR OUT")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -99,10 +99,15 @@ class Attention(Sublayer):
     def row(self):
         return self.dense
 
-    def core(self, qkv, bias, mask):
-        """qkv [b, s, 3h/t], without its bias [3h/t] -> [b, s, h/t]. mask: dropout of the probabilities [b, n/t, s, s] or None."""
+    def split_heads(self, qkv, bias):
+        """qkv [b, s, 3h/t], without its bias [3h/t] -> q, k, v, each [b, n/t, s, d]."""
         b, s, _ = qkv.shape
-        q, k, v = (qkv + bias).view(b, s, self.heads, 3, self.head_dim).permute(3, 0, 2, 1, 4)     # each [b, n/t, s, d]
+        return (qkv + bias).view(b, s, self.heads, 3, self.head_dim).permute(3, 0, 2, 1, 4)
+
+    def core(self, qkv, bias, mask):
+        """qkv [b, s, 3h/t], without its bias -> [b, s, h/t]. mask: dropout of the probabilities [b, n/t, s, s] or None."""
+        b, s, _ = qkv.shape
+        q, k, v = self.split_heads(qkv, bias)
         if mask is None:
             context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:                                                  # by hand, since SDPA draws its own mask

@@ -1,0 +1,231 @@
+"""Checkpoints: any layout goes on from any other, the same layout with the same bits, and damage is always found."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import Outcome, build, difference, reference_for, relative, sizes_of, tiny, whole
+from reference import full_shapes
+
+import train
+from nanodomino import checkpoint
+from nanodomino.checkpoint import Saver, check_settings, checkpoints_of, export, load_weights, newest_sound, read_manifest, restore, verify
+from nanodomino.config import UserError
+from nanodomino.generate import generate
+
+# tp, pp, dp, slices, zero stage, schedule
+LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "gpipe"), (1, 1, 2, 1, 1, "1f1b"), (1, 1, 2, 1, 0, "1f1b"), (4, 1, 1, 3, 1, "1f1b"),
+           (2, 2, 1, 2, 1, "1f1b"), (2, 1, 2, 1, 1, "1f1b"), (1, 4, 1, 1, 1, "1f1b"), (1, 2, 2, 1, 1, "gpipe"), (1, 1, 4, 1, 1, "1f1b"), (2, 2, 2, 2, 1, "1f1b")]
+
+
+def config_for(tp, pp, dp, slices, zero_stage, schedule, **more):
+    return tiny(tp * pp * dp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices, zero_stage=zero_stage, schedule=schedule,
+                num_layers=4, micro_batch_size=6, **more)
+
+
+def train_from(config, weights, data, first, last, load=None, save_to=None):
+    """Steps first + 1 .. last on this rank, from full weights or a checkpoint; saves at the end if told where to."""
+    mesh, model, optimizer, stage = build(config, weights)
+    if load:
+        assert restore(Path(load), model, optimizer, mesh) == first
+    results = [train.train_step(step, stage, optimizer, data, config, mesh) for step in range(first + 1, last + 1)]
+    if save_to:
+        saver = Saver(Path(save_to), mesh, keep_last=3)
+        saver.save(last, model, optimizer, config)
+        saver.wait()
+        assert saver.failure() is None
+    shards = {name: (weight.detach().clone(), weight.shard_dim) for name, weight in model.named_parameters()}
+    return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), [result.loss for result in results], [result.grad_norm for result in results], [], shards, 0.0)
+
+
+def go_on_from_all(config, data, folders):
+    return [train_from(config, None, data, 2, 3, load=folder) for folder in folders]
+
+
+def test_any_layout_goes_on_from_any_other(pool, tmp_path):
+    """Pitfall 29, over all pairs of twelve layouts: two steps on one, the third on the other, against the plain model."""
+    configs = [config_for(*layout) for layout in LAYOUTS]
+    weights, data, records, final = reference_for(configs[0], 3)
+    folders = []
+    for i, config in enumerate(configs):
+        pool.run(train_from, config, weights, data, 0, 2, None, str(tmp_path / str(i)), world_size=config.world_size)
+        (folder,) = checkpoints_of(tmp_path / str(i))
+        folders.append(str(folder))
+    for config in configs:
+        results = pool.run(go_on_from_all, config, data, folders, world_size=config.world_size)
+        for i in range(len(folders)):
+            outcomes = [of_rank[i] for of_rank in results]
+            assert relative(outcomes[0].losses, [records[2].loss]) < 1e-9
+            assert relative(outcomes[0].norms, [records[2].gradient_norm]) < 1e-9
+            assert difference(whole(outcomes, lambda outcome: outcome.weights, config.tp), final) < 1e-9
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_the_same_layout_goes_on_with_the_same_bits(pool, tmp_path, dtype):
+    """Moments, master weights, Adam's count, dropout: as if never stopped."""
+    config = config_for(*LAYOUTS[-1], dtype=dtype, hidden_dropout=0.1, attention_dropout=0.1)
+    weights, data, _, _ = reference_for(config_for(*LAYOUTS[0]), 4)
+    straight = pool.run(train_from, config, weights, data, 0, 4)
+    pool.run(train_from, config, weights, data, 0, 2, None, str(tmp_path))
+    resumed = pool.run(train_from, config, None, data, 2, 4, str(checkpoints_of(tmp_path)[0]))
+    for one, other in zip(straight, resumed):
+        assert one.losses[2:] == other.losses and one.norms[2:] == other.norms
+        assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in one.weights)
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    """(run folder with checkpoints of steps 2 and 3, full weights of step 3, config); saved by tp 2 x pp 2 x dp 2."""
+    run_dir = tmp_path_factory.mktemp("saved")
+    config = config_for(*LAYOUTS[-1])
+    weights, data, _, _ = reference_for(config, 4)
+    pool.run(train_from, config, weights, data, 0, 2, None, str(run_dir))
+    outcomes = pool.run(train_from, config, None, data, 2, 3, str(checkpoints_of(run_dir)[0]), str(run_dir))
+    return run_dir, whole(outcomes, lambda outcome: outcome.weights, config.tp), config
+
+
+def test_names_say_nothing_of_ranks_and_a_tied_matrix_is_saved_once(saved):
+    """Pitfall 21."""
+    run_dir, _, config = saved
+    names = checkpoint.CarefulReader(checkpoints_of(run_dir)[0]).read_metadata().state_dict_metadata
+    assert {name: tuple(record.size) for name, record in names.items()} == {
+        f"{part}.{name}": tuple(shape) for part in ("weight", "exp_avg", "exp_avg_sq") for name, shape in full_shapes(sizes_of(config)).items()}
+
+
+def test_export_writes_the_whole_tensors(saved, tmp_path):
+    run_dir, weights, _ = saved
+    export(checkpoints_of(run_dir)[0], tmp_path / "out.pt")
+    exported = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
+
+
+def test_a_hundred_flipped_bytes_are_found(saved, tmp_path):
+    """Anywhere in any file, the manifest and the index too."""
+    run_dir, _, _ = saved
+    folder = Path(shutil.copytree(checkpoints_of(run_dir)[0], tmp_path / "step-00000003"))
+    verify(folder)
+    generator, found = random.Random(0), 0
+    files = sorted(folder.iterdir())
+    for _ in range(100):
+        path = generator.choice(files)
+        sound = path.read_bytes()
+        place = generator.randrange(len(sound))
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ (1 << generator.randrange(8))]) + sound[place + 1:])
+        with pytest.raises(UserError, match=path.name):
+            verify(folder)
+        found += 1
+        path.write_bytes(sound)
+    assert found == 100
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "no manifest", "empty manifest"])
+def test_the_checkpoint_before_a_damaged_one_is_used_and_the_damage_named(saved, tmp_path, damage):
+    """Pitfall 30."""
+    run_dir = Path(shutil.copytree(saved[0], tmp_path / "run"))
+    newest, before = checkpoints_of(run_dir)
+    path = newest / "__0_0.distcp"
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif damage == "flipped":
+        path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    elif damage == "no manifest":
+        (newest / "manifest.json").unlink()
+    else:
+        (newest / "manifest.json").write_text("")
+    said = []
+    assert newest_sound(run_dir, said.append) == before
+    assert len(said) == 1 and newest.name in said[0]
+
+
+def test_a_folder_that_was_being_written_is_no_checkpoint(saved, tmp_path):
+    """Pitfall 30: only the rename makes it one."""
+    run_dir = Path(shutil.copytree(saved[0], tmp_path / "run"))
+    newest = checkpoints_of(run_dir)[0]
+    newest.rename(newest.with_name(".step-00000004.unfinished"))
+    assert [folder.name for folder in checkpoints_of(run_dir)] == ["step-00000002"]
+
+
+WITNESS = Path(tempfile.gettempdir()) / f"nanodomino-{os.getpid()}-was-here"
+
+
+class Evil:
+    def __reduce__(self):
+        return (Path.touch, (WITNESS,))
+
+
+@pytest.mark.parametrize("index", [pickle.dumps(Evil()), b"cos\nsystem\n(S'true'\ntR."], ids=["method", "os.system"])
+def test_no_program_in_a_checkpoint_is_run(saved, tmp_path, index):
+    """An index with a correct checksum, but with a call in it."""
+    folder = Path(shutil.copytree(checkpoints_of(saved[0])[0], tmp_path / "step-00000003"))
+    (folder / ".metadata").write_bytes(index)
+    manifest = read_manifest(folder)
+    manifest["files"][".metadata"] = checkpoint.file_digest(folder / ".metadata")
+    (folder / "manifest.json").write_text(checkpoint.manifest_text(manifest))
+    verify(folder)
+    with pytest.raises(UserError, match="index refers to"):
+        checkpoint.CarefulReader(folder).read_metadata()
+    assert not WITNESS.exists()
+
+
+def test_a_change_that_cannot_be_honoured_is_refused_with_both_values(saved):
+    folder = checkpoints_of(saved[0])[0]
+    check_settings(folder, config_for(*LAYOUTS[3]), checkpoint.MODEL_SETTINGS)
+    with pytest.raises(UserError, match="ffn-hidden-size 64, but this run has 32; give --ffn-hidden-size 64"):
+        check_settings(folder, config_for(*LAYOUTS[0], ffn_hidden_size=32), checkpoint.MODEL_SETTINGS)
+
+
+def save_often(config, folder, fail_at):
+    """Steps 1 to 5, each saved; the disk is full at step `fail_at`, on rank 1 only."""
+    mesh, model, optimizer, stage = build(config)
+    saver = Saver(Path(folder), mesh, keep_last=2)
+    write, failures = dcp.FileSystemWriter.write_data, []
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    for step in range(1, 6):
+        saver.wait()
+        if step == fail_at and torch.distributed.get_rank() == 1:
+            dcp.FileSystemWriter.write_data = full
+        saver.save(step, model, optimizer, config)
+        saver.wait()
+        dcp.FileSystemWriter.write_data = write
+        failures.append(saver.failure())
+    return failures
+
+
+def test_old_checkpoints_go_only_when_the_new_one_is_whole_and_a_full_disk_is_reported(pool, tmp_path):
+    failures = pool.run(save_often, config_for(*LAYOUTS[6]), str(tmp_path), 5, world_size=4)
+    assert [folder.name for folder in checkpoints_of(tmp_path)] == ["step-00000004", "step-00000003"]
+    for of_rank in failures:
+        assert of_rank[:4] == [None] * 4 and "rank 1" in of_rank[4] and "No space left on device" in of_rank[4]
+    for folder in checkpoints_of(tmp_path):
+        verify(folder)
+
+
+def written_from(config, folder, tokens, use_cache):
+    mesh, model, _, _ = build(config)
+    load_weights(Path(folder), model, mesh)
+    return generate(model, mesh, tokens, 20, config.vocab_size, 1.0, 0, 5, use_cache)
+
+
+def test_what_a_checkpoint_writes_depends_on_neither_layout_nor_cache(pool, saved):
+    """Twenty tokens over a window of eight: the cache is filled, grows, and is begun anew."""
+    folder = str(checkpoints_of(saved[0])[0])
+    texts = [pool.run(written_from, config_for(*layout), folder, [3, 1, 4], cache, world_size=layout[0] * layout[1] * layout[2])[0]
+             for layout in (LAYOUTS[0], LAYOUTS[5], LAYOUTS[6]) for cache in (True, False)]
+    assert texts == [texts[0]] * 6 and len(texts[0]) == 23 and len(set(texts[0])) > 5
+
+
+def test_the_manifest_says_what_was_saved(saved):
+    manifest = json.loads((checkpoints_of(saved[0])[0] / "manifest.json").read_text())
+    assert manifest["step"] == manifest["adam_steps"] == 3 and manifest["config"]["hidden_size"] == 16
