@@ -77,12 +77,13 @@ def loss_func(loss_mask, losses):
 # ---- the training
 
 def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: TokenDataset, config: Config, mesh: Mesh,
-               stop=False) -> StepResult:
-    """One optimizer step (numbered from 1) on a global batch. stop: this rank has been told to stop after it."""
+               stop=lambda: False) -> StepResult:
+    """One optimizer step (numbered from 1) on a global batch. stop: whether this rank has been told to stop after it, asked at
+    its end."""
     optimizer.zero_grad()
     actions = pipeline.SCHEDULES[config.schedule](mesh.pp_rank, mesh.pp, config.microbatches)
     totals = run_actions(actions, step - 1, stage, dataset, config, mesh, on_final=optimizer.on_final)
-    return optimizer.step(learning_rate(step, config), totals, stop)
+    return optimizer.step(learning_rate(step, config), totals, stop())
 
 
 def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh) -> float:
@@ -120,30 +121,31 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     optimizer = ZeroOptimizer(model, config, mesh)
     stage = Domino(model, config.slices, config.columns, config.compile_backend if config.compile else None)
     done = restore(checkpoint, model, optimizer, mesh) if checkpoint else 0
-    saver = Saver(run_dir, mesh, config.keep_last)
+    saver = Saver(run_dir, mesh, config.keep_last, config.timeout)
     report = Report(config, corpus, mesh, run_dir, done, speaks=dist.get_rank() == 0)
     signals, stop, skipped, begin = StopSignal(), False, 0, time.perf_counter()
 
-    while done < config.train_iters and not stop:
-        step, step_begin = done + 1, time.perf_counter()
-        try:
-            result = train_step(step, stage, optimizer, datasets["train"], config, mesh, stop=signals.number > 0)
-        except Exception as error:
-            error.step, error.signals = step, signals          # for whoever reports it
-            raise
-        done, skipped = step, skipped + 1 if result.skipped else 0
-        stop = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
-        report.step(step, result, learning_rate(step, config), time.perf_counter() - step_begin)
-        if skipped >= config.max_skipped_steps:
-            saver.wait()                                       # the last good checkpoint, should it still be on its way
-            raise UserError(f"{skipped} steps in a row, up to step {step}, had a loss or gradient that is not finite; "
-                            f"start from an earlier checkpoint with a smaller --lr than {config.lr}")
-        if "valid" in datasets and config.eval_iters and (step % config.eval_interval == 0 or step == config.train_iters):
-            report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh))
-        if step % config.save_interval == 0 or step == config.train_iters or stop:
-            saver.save(step, model, optimizer, config)
-        if failure := saver.failure():
-            report.say(f"warning: {failure}; training goes on")
+    step = done
+    try:
+        while done < config.train_iters and not stop:
+            step, step_begin = done + 1, time.perf_counter()
+            result = train_step(step, stage, optimizer, datasets["train"], config, mesh, stop=lambda: signals.number > 0)
+            done, skipped = step, skipped + 1 if result.skipped else 0
+            stop = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
+            report.step(step, result, learning_rate(step, config), time.perf_counter() - step_begin)
+            if skipped >= config.max_skipped_steps:
+                saver.wait()                                       # the last good checkpoint, should it still be on its way
+                raise UserError(f"{skipped} steps in a row, up to step {step}, had a loss or gradient that is not finite; "
+                                f"start from an earlier checkpoint with a smaller --lr than {config.lr}")
+            if "valid" in datasets and config.eval_iters and (step % config.eval_interval == 0 or step == config.train_iters):
+                report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh))
+            if step % config.save_interval == 0 or step == config.train_iters or stop:
+                saver.save(step, model, optimizer, config)
+            if failure := saver.failure():
+                report.say(f"warning: {failure}; training goes on")
+    except Exception as error:
+        error.step, error.signals = step, signals              # for whoever reports it
+        raise
 
     saver.wait()
     if failure := saver.failure():
@@ -191,7 +193,7 @@ def main(arguments: list[str], place: Place) -> int:
     config = from_command_line(arguments).resolve(place.world_size)
     device = find_device(config, place)
     corpus = find_corpus(config, place)
-    config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size), data_path=str(corpus.path.resolve()),
+    config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size), data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"],
                                  compile=device.type == "cuda" if config.compile is None else config.compile)
     datasets = dataset_builder(config, corpus)
     if config.sample_tokens:
@@ -201,7 +203,7 @@ def main(arguments: list[str], place: Place) -> int:
     start_world(place, device, config.timeout)
     if config.deterministic_mode:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    mesh = make_mesh(config.pp, config.dp, config.tp, device)
+    mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
     run_dir, checkpoint = tell_all(found)
     code = pretrain(config, corpus, datasets, mesh, run_dir, checkpoint)
     dist.barrier()                                             # nobody hangs up while another still talks

@@ -37,16 +37,18 @@ import shutil
 import sys
 import threading
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nanodomino.config import Config, UserError, require
-from nanodomino.mesh import Mesh
+from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
 from nanodomino.zero import ZeroOptimizer, all_gather
 
@@ -72,19 +74,27 @@ def whole_buckets(optimizer: ZeroOptimizer, gather: bool):
                     all_gather(whole, own, group=optimizer.mesh.dp_group)
                 else:
                     whole.copy_(own)
-            yield bucket, part, whole
+            yield bucket, part, whole.cpu()              # one at a time on a GPU; and the thread that writes touches none
 
 
 def named_tensors(model: GPT, mesh: Mesh, bucket, part: str, whole: torch.Tensor, names: dict) -> dict:
     """The parameters of a bucket, as DTensors over (dp, tp) under '<part>.<global name>'; views of `whole`."""
-    grid = mesh.grid["dp", "tp"]
     tensors = {}
     for weight in bucket.parameters:
         offset = weight.main_grad.storage_offset() - bucket.main_grad.storage_offset()
-        local = whole[offset:offset + weight.numel()].view(weight.shape)
-        placements = [Replicate(), Replicate() if weight.shard_dim is None else Shard(weight.shard_dim)]
-        tensors[f"{part}.{names[weight]}"] = DTensor.from_local(local, grid, placements, run_check=False)
+        tensors[f"{part}.{names[weight]}"] = as_dtensor(whole[offset:offset + weight.numel()].view(weight.shape), weight, mesh)
     return tensors
+
+
+def as_dtensor(local: torch.Tensor, weight, mesh: Mesh) -> DTensor:
+    """A tensor of this rank in host memory that is cut as `weight` is, with the words to say so: (dp, tp) of this stage.
+
+    The grid only says who holds what; nobody talks over it, so it needs no process groups.
+    """
+    ranks = torch.tensor([[mesh.rank_of(mesh.pp_rank, dp, tp) for tp in range(mesh.tp)] for dp in range(mesh.dp)])
+    grid = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"), _init_backend=False)
+    return DTensor.from_local(local, grid, [Replicate(), Replicate() if weight.shard_dim is None else Shard(weight.shard_dim)],
+                              run_check=False)
 
 
 def snapshot(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> dict:
@@ -115,8 +125,8 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> i
             bucket.master.copy_(own)
         elif optimizer.updates:
             state = optimizer.adamw.state[bucket.master]
-            state["step"] = torch.tensor(float(optimizer.updates), device=own.device)
-            state[part] = own.clone()
+            state["step"] = torch.tensor(float(optimizer.updates), device=mesh.device)
+            state[part] = own.to(mesh.device, copy=True)
     return manifest["step"]
 
 
@@ -216,7 +226,7 @@ def check_settings(folder: Path, config: Config, names: tuple):
     for name in names:
         here = getattr(config, name)
         require(saved.get(name) == here, f"{folder} was written with {name.replace('_', '-')} {saved.get(name)}, but this run has {here}; "
-                f"give --{name.replace('_', '-')} {saved.get(name)}, or start another run")
+                "give the same again, or start another run")
 
 
 # ---- saving, behind training
@@ -224,9 +234,10 @@ def check_settings(folder: Path, config: Config, names: tuple):
 class Saver:
     """Writes the checkpoints of a run, one at a time, each on a thread of its own on every rank."""
 
-    def __init__(self, run_dir: Path, mesh: Mesh, keep_last: int):
+    def __init__(self, run_dir: Path, mesh: Mesh, keep_last: int, timeout: int = TIMEOUT):
         self.run_dir, self.mesh, self.keep_last = run_dir, mesh, keep_last
-        self.group = dist.new_group(backend="gloo")          # the threads talk here, not where training talks
+        # The threads talk here, not where training talks.
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.thread, self.error = None, None
 
     def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
@@ -263,7 +274,8 @@ class Saver:
         parent = self.run_dir / "checkpoints"
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
         if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            for unfinished in parent.glob(".step-*.unfinished"):      # they would keep a full disk full
+                shutil.rmtree(unfinished, ignore_errors=True)
         dist.barrier(self.group)
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True), process_group=self.group)
         self.together(lambda: self.seal(temporary, final, manifest))
@@ -283,6 +295,9 @@ class Saver:
     def seal(self, temporary: Path, final: Path, manifest: dict):
         """Manifest, rename, and only then away with old ones."""
         manifest["files"] = {path.name: file_digest(path) for path in sorted(temporary.iterdir())}
+        needed = {place.relative_path for place in CarefulReader(temporary).read_metadata().storage_data.values()}
+        require(needed <= manifest["files"].keys(), f"{temporary} lacks {', '.join(sorted(needed - manifest['files'].keys()))}; "
+                "--run-dir must lie on a disk that all hosts share")
         with open(temporary / "manifest.json", "w") as file:
             file.write(manifest_text(manifest))
             file.flush()
@@ -292,7 +307,8 @@ class Saver:
             shutil.rmtree(final)
         temporary.rename(final)
         flush_folder(final.parent)
-        for old in checkpoints_of(self.run_dir)[self.keep_last:]:
+        # Later steps than this one are damaged ones that the run was set back behind: they don't count as kept.
+        for old in [folder for folder in checkpoints_of(self.run_dir) if folder.name <= final.name][self.keep_last:]:
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -309,11 +325,10 @@ def flush_folder(folder: Path):
 
 def load_weights(folder: Path, model: GPT, mesh: Mesh):
     """Fill a model of any layout, without an optimizer."""
-    grid, tensors = mesh.grid["dp", "tp"], {}
+    tensors = {}
     for name, weight in model.named_parameters():
-        local = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
-        placements = [Replicate(), Replicate() if weight.shard_dim is None else Shard(weight.shard_dim)]
-        tensors[f"weight.{name}"] = DTensor.from_local(local, grid, placements, run_check=False)
+        local = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+        tensors[f"weight.{name}"] = as_dtensor(local, weight, mesh)
     dcp.load(tensors, storage_reader=CarefulReader(folder))
     with torch.no_grad():
         for name, weight in model.named_parameters():

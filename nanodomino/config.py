@@ -43,8 +43,8 @@ PRESETS = {name: dict(zip(PRESET_FIELDS, values)) for name, *values in (
 
 LARGEST = 2**31 - 1      # of every whole number: beyond it some C int or list of ours overflows, later and less clearly
 
-# The layout (tp, pp) when neither is given: wires of every kind, as soon as there are processes for them.
-DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (2, 2)}
+# (tp, pp) when neither is given, by the number of processes that share a model: wires of every kind, as soon as there can be.
+DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}
 
 
 def flag(default, text, *, choices=None, short=None, kind=None):
@@ -124,8 +124,9 @@ class Config:
     compile_backend: str = flag("inductor", "torch.compile's backend", choices=("inductor", "cudagraphs", "aot_eager"))
     deterministic_mode: bool = flag(False, "ask CUDA's libraries for the same bits every time (the CPU gives them anyway)")
 
-    # Filled in by resolve() and with_vocabulary(); not flags
+    # Filled in by resolve() and train.py; not flags
     world_size: int = 1
+    data_sha256: str | None = None         # of the training tokens
 
     # Derived sizes
     @property
@@ -176,8 +177,10 @@ class Config:
         config = dataclasses.replace(self, **filled)
         check_positive(config)
 
-        layout_is_open = self.tp is None and self.pp is None and self.dp != world_size
-        default_tp, default_pp = DEFAULT_LAYOUTS.get(world_size, (1, 1)) if layout_is_open else (1, 1)
+        default_tp, default_pp = 1, 1
+        if self.tp is None and self.pp is None:
+            share_a_model = world_size // self.dp if self.dp else 4 if world_size % 4 == 0 else world_size
+            default_tp, default_pp = DEFAULT_LAYOUTS.get(share_a_model, (1, 1))
         tp, pp = self.tp or default_tp, self.pp or default_pp
         dp = self.dp or max(world_size // (tp * pp), 1)
         micro_batch_size = self.micro_batch_size or min(config.micro_batch_size, max(config.global_batch_size // dp, 1))

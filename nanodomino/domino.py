@@ -3,12 +3,11 @@
 Tensor parallelism stops at every sum: the row-parallel matmul is done, its all-reduce travels, the processor waits.
 But samples do not depend on each other. Cut the microbatch into slices, and while slice 0's sum travels compute slice 1:
 
-    one slice     compute  [A0]      [M0]      [A1]      [M1]            A, M: attention, MLP of layer 0, 1
-                  wires        ~~~~~~    ~~~~~~    ~~~~~~    ~~~~~~
+    one slice     compute  [ A  ]      [ M  ]      [ A  ]      [ M  ]          A, M: attention, MLP
+                  wires          ~~~~~~      ~~~~~~      ~~~~~~      ~~~~~~
 
-    two slices    compute  [a0][b0][a0'][b0'][a1][b1][a1'][b1']           a, b: the slices
-                  wires        ~~a~~  ~~~a~~~
-                                   ~~b~~  ~~~b~~~
+    two slices    compute  [a][b][a][b][a][b][a][b]                            a, b: the slices
+                  wires       ~a~~b~~a~~b~~a~~b~~a~~b~
 
 This is cooperative multitasking. A slice is a Python generator that *yields whenever it has put something on the wires*,
 and `interleave` resumes them in turn. Every rank resumes in the same order, so every rank issues the same collectives in
@@ -32,7 +31,8 @@ off at its inputs. Weight gradients are deferred until the input gradient's redu
 The column split (section 3.3) works within a slice, also at batch 1: the output features of the row-parallel product,
 and of the column-parallel input gradient, in chunks, each chunk's reduce under way while the next is computed.
 
-With one slice this is Megatron's blocking tensor parallelism; with tp = 1 there are no wires and nothing ever waits.
+With one slice this is Megatron's tensor parallelism: forward it blocks, backward the weight gradients are its cover. With
+tp = 1 there are no wires and nothing ever waits.
 """
 
 from collections import deque
@@ -206,15 +206,15 @@ class Domino:
         opened = self.open(piece, x, y, bias, mask, sublayer.norm)
         x, h = (output.detach() for output in opened.outputs)
         with self.trace.span("matmul", slice=piece.index, site=sublayer.site):
-            columns = h @ sublayer.column.weight.t()
+            c = h @ sublayer.column.weight.t()
         core = Segment(piece.training, lambda c: self.cores[type(sublayer)](sublayer, c, sublayer.column.bias, core_mask),
-                       [columns], [sublayer.column.bias])
+                       [c], [sublayer.column.bias])
         activation = core.outputs[0].detach()
 
         chunks, works = [], []
-        for rows in sublayer.row.weight.chunk(self.columns, dim=0):          # W2's output features
+        for part in sublayer.row.weight.chunk(self.columns, dim=0):          # W2's output features
             with self.trace.span("matmul", slice=piece.index, site=sublayer.site):
-                chunks.append(activation @ rows.t())
+                chunks.append(activation @ part.t())
             works.append(self.launch(piece, sublayer.site, chunks[-1]))
         yield
         self.wait(piece, sublayer.site, works)

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from datetime import timedelta
@@ -27,7 +28,7 @@ from nanodomino.config import Config, UserError, require
 from nanodomino.mesh import Place, find_place
 
 # Of a run that goes on in its own folder: a change would make the rest of the data another one.
-RUN_SETTINGS = (*MODEL_SETTINGS, "seq_length", "global_batch_size", "seed")
+RUN_SETTINGS = (*MODEL_SETTINGS, "seq_length", "global_batch_size", "seed", "eod_mask_loss", "data_sha256")
 LONELY = ("peer", "remote", "Broken pipe", "Timed out", "timed out", "timeout", "NCCL")       # words of errors that follow from another's end
 
 
@@ -40,7 +41,7 @@ def find_run(config: Config, place: Place) -> tuple[Path, Path | None]:
         require(not run_dir.is_file(), f"--run-dir {run_dir} is a file; choose another name")
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.run_dir is None:
-            run_dir = next_folder(run_dir, config.model, again=place.restarted)
+            run_dir = next_folder(run_dir, config.model, again=place.restarted, launch=os.environ.get("TORCHELASTIC_RUN_ID", ""))
         tempfile.TemporaryFile(dir=run_dir).close()            # can files be made there? better asked now than at the first write
         checkpoint = newest_sound(run_dir)
         known = (run_dir / "config.json").exists()
@@ -80,17 +81,20 @@ def find_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def next_folder(parent: Path, name: str, again: bool) -> Path:
+def next_folder(parent: Path, name: str, again: bool, launch: str) -> Path:
     """Make parent/NAME-NUMBER with the first number that is free, also where other runs start at the same moment.
 
-    again: torchrun has restarted this run, so it is the newest folder that is meant.
+    again: torchrun has restarted this run, so the newest folder is meant that this launch has made, if it came so far;
+    launch: torchrun's name for it, the same after a restart.
     """
-    if again and (made := sorted(parent.glob(f"{name}-[0-9]*"))):
-        return made[-1]
+    for folder in sorted(parent.glob(f"{name}-[0-9]*"), key=lambda folder: (len(folder.name), folder.name), reverse=True) if again else ():
+        if (folder / "launch.txt").exists() and (folder / "launch.txt").read_text() == launch:
+            return folder
     for number in itertools.count(1):
         folder = parent / f"{name}-{number:03d}"
         try:
             folder.mkdir()
+            (folder / "launch.txt").write_text(launch)
             return folder
         except FileExistsError:
             pass
@@ -99,14 +103,26 @@ def next_folder(parent: Path, name: str, again: bool) -> Path:
 # ---- told to stop
 
 class StopSignal:
-    """SIGTERM and Ctrl-C: the first asks for a checkpoint after the step, a second one ends the process at once."""
+    """SIGTERM and Ctrl-C: the first asks for a checkpoint after the step, a second one ends the process at once.
+
+    Python runs a handler between two of its own instructions, and a rank that waits for a silent one runs none. So a thread
+    listens, to which the C library's handler passes the signal's number through a pipe.
+    """
 
     def __init__(self):
         self.number, self.moment = 0, 0.0
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.handle)
+            signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self.listen, args=(reader,), name="signals", daemon=True).start()
 
-    def handle(self, number, frame):
+    def listen(self, reader: int):
+        while number := os.read(reader, 1):
+            self.handle(number[0])
+
+    def handle(self, number: int):
         # A terminal sends Ctrl-C to torchrun too, which sends its own signal after it: the same wish.
         if self.number and time.monotonic() - self.moment > 2.0:
             os._exit(128 + number)

@@ -22,9 +22,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nanodomino.config import Config, UserError, require
+
+TIMEOUT = 600       # seconds; --timeout's default
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,18 @@ def find_device(config: Config, place: Place) -> torch.device:
 def start_world(place: Place, device: torch.device, timeout: int):
     """Bring up the default process group: NCCL between GPUs, gloo between CPUs, a world of one without a launcher.
 
-    timeout: seconds that a collective may take before it is an error.
+    timeout: seconds that a collective may take before it is an error. Raises UserError if there is no way to the others.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"      # checkpoints talk on the CPU, behind training
     alone = {} if place.launched else dict(store=dist.HashStore())
-    dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=timeout),
-                            device_id=device if device.type == "cuda" else None, **alone)
+    try:
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=timeout),
+                                device_id=device if device.type == "cuda" else None, **alone)
+    except dist.DistNetworkError as error:                                   # a port in use, a host that is not there
+        raise UserError(f"the processes can't meet at MASTER_ADDR {os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
+                        f"({str(error).splitlines()[0]}); choose a free port of a host that all can reach") from None
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,6 @@ class Mesh:
     dp_rank: int
     tp_rank: int
     device: torch.device
-    grid: DeviceMesh                              # the box itself, for DTensor and checkpoints
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     pp_forward_group: dist.ProcessGroup           # activations travel down the stages here
@@ -127,21 +131,25 @@ class Mesh:
         return "\n".join(lines)
 
 
-def make_mesh(pp: int, dp: int, tp: int, device: torch.device) -> Mesh:
+def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT) -> Mesh:
     """Cut the world into pp x dp x tp. Every rank of the world must call this, with the same numbers.
 
-    Raises UserError if the world has another size.
+    timeout: as in start_world; a group does not inherit it. Raises UserError if the world has another size.
     """
     world = dist.get_world_size()
     if pp * dp * tp != world:
         raise UserError(f"world size {world} must equal pp x dp x tp = {pp} x {dp} x {tp}; change one of them")
-    grid = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    box = grid.mesh                                                            # box[pp_rank, dp_rank, tp_rank] = rank
-    pipelines = box.reshape(pp, -1).t().tolist()                               # the ranks of each pipeline, first stage first
-    pp_backward_group, _ = dist.new_subgroups_by_enumeration(pipelines)
-    embedding_group = None
-    if pp > 1:
-        embedding_group, _ = dist.new_subgroups_by_enumeration([[ranks[0], ranks[-1]] for ranks in pipelines])
-    pp_rank, dp_rank, tp_rank = grid.get_coordinate()
-    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device, grid, grid.get_group("tp"), grid.get_group("dp"),
-                grid.get_group("pp"), pp_backward_group, embedding_group)
+    box = torch.arange(world).view(pp, dp, tp)                                 # box[pp_rank, dp_rank, tp_rank] = rank
+
+    def groups(rows: torch.Tensor) -> dist.ProcessGroup:
+        """A process group for each row of ranks; returns the one that this rank is in."""
+        return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout))[0]
+
+    pipelines = box.reshape(pp, -1).t()                                        # a row: the stages' ranks, first to last
+    pp_rank, dp_rank, tp_rank = (box == dist.get_rank()).nonzero()[0].tolist()
+    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device,
+                tp_group=groups(box.reshape(-1, tp)),
+                dp_group=groups(box.transpose(1, 2).reshape(-1, dp)),
+                pp_forward_group=groups(pipelines),
+                pp_backward_group=groups(pipelines),
+                embedding_group=groups(pipelines[:, [0, -1]]) if pp > 1 else None)

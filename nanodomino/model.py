@@ -7,7 +7,8 @@ of them. Written around the wires (reduce), every sublayer is the same three ste
     partial   sharded, matrix products     y_partial = W2 core(W1 h)
     reduce    the wires                    y = sum over tp ranks of y_partial
 
-    tokens -> embed -> | norm -> W1 -> attention -> W2 -> g -> + | norm -> W1 -> gelu -> W2 -> g -> + | ... -> norm -> head
+    tokens -> embed -> g -> | norm -> f -> W1 -> attention -> W2 -> g -> + | norm -> f -> W1 -> gelu -> W2 -> g -> + | ...
+                                                                                              ... | norm -> f -> head
 
 Here the pieces are called in a row, with the blocking f and g of parallel.py and plain autograd: that is the
 *definition* of the model, and what every faster schedule is tested against. domino.py calls the very same pieces in
@@ -167,7 +168,7 @@ class Embedding(nn.Module):
 
 
 class Dropout:
-    """Masks as a pure function of (seed, sample, site): the layout never shows, not even in dropout.
+    """Masks as a pure function of (seed, sample, site), on one type of device: the layout never shows, not even in dropout.
 
     A mask is drawn for the whole sample and all heads, from a generator seeded by the sample's number in the run (its
     place in the data order) and the name of the site. So tensor-parallel ranks agree where the stream is replicated,
@@ -198,7 +199,7 @@ class Dropout:
         if isinstance(sublayer, Attention):
             core = self.draw(sublayer.site + ".core", (self.config.num_attention_heads, s, s), self.config.attention_dropout, x)
         if core is not None:
-            core = core.chunk(self.mesh.tp, dim=1)[self.mesh.tp_rank]
+            core = core.chunk(self.mesh.tp, dim=1)[self.mesh.tp_rank].clone()     # a view would keep all heads' masks in memory
         return core, self.hidden(sublayer.site + ".hidden", x)
 
 

@@ -4,7 +4,7 @@ Cut the first matrix of a pair by its output features (columns) and the second b
 them each process works alone on its own features; one sum joins the pair again:
 
                      column-parallel           core            row-parallel
-      h [b, s, h] --f--> W1[i] h --> [b, s, ffn/t] --gelu--> --> W2[i] --> partial [b, s, h] --g--> sum
+      h [b, s, h] --f--> W1[i] h --> [b, s, ffn/t] --gelu--> W2[i] --> partial [b, s, h] --g--> sum
 
       f   forward: nothing (every rank has h)         backward: all-reduce (each rank knows a part of dL/dh)
       g   forward: all-reduce (each has a part of y)  backward: nothing (the gradient of a sum is handed to each part)

@@ -54,7 +54,7 @@ class Report:
         self.peak_flops = find_peak_flops(config, mesh)
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.yardsticks = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
-        self.metrics = None
+        self.metrics, self.unwritten, self.warned = None, b"", False
         if speaks:
             (run_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
             self.metrics = open_metrics(run_dir / "metrics.jsonl", first_step)
@@ -90,8 +90,14 @@ class Report:
         """A line of metrics.jsonl. JSON knows no infinity and no NaN: null."""
         if self.metrics:
             values = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
-            self.metrics.write(json.dumps(values) + "\n")
-            self.metrics.flush()
+            self.unwritten += json.dumps(values).encode() + b"\n"
+            try:
+                self.unwritten = self.unwritten[self.metrics.write(self.unwritten):]
+                self.warned = False
+            except OSError as error:                           # a full disk: training is worth more, and there may be room later
+                if not self.warned:
+                    self.say(f"warning: metrics.jsonl can't be written: {error}; training goes on")
+                self.warned = True
 
     def step(self, step: int, result, learning_rate: float, seconds: float):
         """result: a StepResult."""
@@ -122,13 +128,16 @@ class Report:
 
 def open_metrics(path: Path, first_step: int):
     """metrics.jsonl to append to, cut back to the steps that count: a run that was killed may have gone on after its last checkpoint,
-    and its last line may be half a line."""
-    kept = []
-    for line in path.read_text().splitlines() if first_step and path.exists() else []:
+    and its last line may be half a line. Cut, not written anew: a kill in between would cost the lines that count. Unbuffered."""
+    kept = 0
+    for line in path.read_bytes().splitlines(keepends=True) if first_step and path.exists() else []:
         try:
-            if json.loads(line)["step"] <= first_step:
-                kept.append(line + "\n")
+            values = json.loads(line)
+            if values["step"] > first_step or "test_loss" in values or not line.endswith(b"\n"):
+                break
         except (ValueError, KeyError, TypeError):
             break
-    path.write_text("".join(kept))
-    return open(path, "a")
+        kept += len(line)
+    metrics = open(path, "ab", buffering=0)
+    metrics.truncate(kept)
+    return metrics

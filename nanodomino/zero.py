@@ -190,9 +190,11 @@ class ZeroOptimizer:
         mine[3] = stop
         if self.mesh.is_last_stage and self.mesh.tp_rank == 0:
             mine[0], mine[1] = totals.loss_sum, totals.tokens
-        for bucket in self.buckets:
-            if self.counts_here(bucket.kind):
-                mine[2] += torch.linalg.vector_norm(bucket.own_grad, dtype=torch.float64) ** 2
+        else:
+            mine[0] += 0.0 * totals.loss_sum                   # what does not count here must be finite all the same, and
+        for bucket in self.buckets:                            # 0 x NaN and 0 x infinity are NaN
+            square = torch.linalg.vector_norm(bucket.own_grad, dtype=torch.float64) ** 2
+            mine[2] += square if self.counts_here(bucket.kind) else 0.0 * square
         dist.all_reduce(mine)
         return mine.tolist()
 

@@ -94,7 +94,7 @@ BAD_FLAGS = [
     # The layout
     (8, "--tp 3", "world size 8 must equal", "3 x 1 x 2 = 6", "start 6 processes", "or change --tp"),
     (8, "--tp 16", "world size 8", "16 x 1 x 1 = 16", "start 16 processes"),
-    (8, "--dp 3", "world size 8", "x 3 = 12", "start 12 processes"),
+    (8, "--dp 3", "world size 8", "x 3 = 6", "start 6 processes"),
     (8, "--tp 2 --pp 2 --dp 4", "world size 8", "2 x 2 x 4 = 16", "change --tp, --pp, --dp"),
     (4, "--tp 1 --pp 1 --dp 2", "world size 4", "1 x 1 x 2 = 2", "start 2 processes"),
     (1, "--tp 2", "world size 1", "2 x 1 x 1 = 2", "start 2 processes with torchrun"),

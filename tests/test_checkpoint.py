@@ -179,7 +179,7 @@ def test_no_program_in_a_checkpoint_is_run(saved, tmp_path, index):
 def test_a_change_that_cannot_be_honoured_is_refused_with_both_values(saved):
     folder = checkpoints_of(saved[0])[0]
     check_settings(folder, config_for(*LAYOUTS[3]), checkpoint.MODEL_SETTINGS)
-    with pytest.raises(UserError, match="ffn-hidden-size 64, but this run has 32; give --ffn-hidden-size 64"):
+    with pytest.raises(UserError, match="ffn-hidden-size 64, but this run has 32; give the same again"):
         check_settings(folder, config_for(*LAYOUTS[0], ffn_hidden_size=32), checkpoint.MODEL_SETTINGS)
 
 

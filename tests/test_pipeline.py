@@ -48,7 +48,7 @@ def test_a_schedule_that_cannot_be_executed_is_refused():
 
 
 def fake_stage(stage, stages):
-    return Mesh(stages, 1, 1, stage, 0, 0, torch.device("cpu"), None, None, None, None, None, None)
+    return Mesh(stages, 1, 1, stage, 0, 0, torch.device("cpu"), None, None, None, None, None)
 
 
 @pytest.mark.parametrize("stages, microbatches", SIZES)
