@@ -204,6 +204,7 @@ def main(arguments: list[str], place: Place) -> int:
     if config.deterministic_mode:
         torch.use_deterministic_algorithms(True, warn_only=True)
     mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
+    check_agreement(config)
     run_dir, checkpoint = tell_all(found)
     code = pretrain(config, corpus, datasets, mesh, run_dir, checkpoint)
     dist.barrier()                                             # nobody hangs up while another still talks
@@ -216,6 +217,17 @@ def tell_all(value):
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def check_agreement(config: Config):
+    """All ranks must mean the same run: on several hosts flags, or the standard library's version, may differ. Raises UserError."""
+    mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None))      # where files lie may differ
+    theirs = tell_all(mine)
+    different = [name for name in mine if mine[name] != theirs[name]]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, different)
+    for rank, names in enumerate(everyone):
+        require(not names, f"rank {rank} was started with another {', '.join(names)} than rank 0; give all hosts the same flags and data")
 
 
 if __name__ == "__main__":

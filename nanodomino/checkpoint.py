@@ -274,8 +274,8 @@ class Saver:
         parent = self.run_dir / "checkpoints"
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
         if dist.get_rank() == 0:
-            for unfinished in parent.glob(".step-*.unfinished"):      # they would keep a full disk full
-                shutil.rmtree(unfinished, ignore_errors=True)
+            for left_over in parent.glob(".step-*"):         # they would keep a full disk full
+                shutil.rmtree(left_over, ignore_errors=True)
         dist.barrier(self.group)
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True), process_group=self.group)
         self.together(lambda: self.seal(temporary, final, manifest))
@@ -304,12 +304,19 @@ class Saver:
             os.fsync(file.fileno())
         flush_folder(temporary)
         if final.exists():                                   # of a run that was set back behind this step
-            shutil.rmtree(final)
+            discard(final)
         temporary.rename(final)
         flush_folder(final.parent)
         # Later steps than this one are damaged ones that the run was set back behind: they don't count as kept.
         for old in [folder for folder in checkpoints_of(self.run_dir) if folder.name <= final.name][self.keep_last:]:
-            shutil.rmtree(old, ignore_errors=True)
+            discard(old)
+
+
+def discard(folder: Path):
+    """Take away a checkpoint: first its name, so that one that is half deleted isn't taken for whole."""
+    hidden = folder.with_name(f".{folder.name}.discarded")
+    folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def flush_folder(folder: Path):

@@ -48,13 +48,13 @@ def wait_until(condition, seconds=PATIENCE, pause=0.02):
 
 
 class Job:
-    """A torchrun of our own. run_dir None: the default one, under `folder`."""
+    """A torchrun of our own. run_dir None: the default one, under `folder`; word: goes before train.py's flags, for a test's script."""
 
-    def __init__(self, folder: Path, corpus: Path, run_dir, *flags, processes=2, restarts=0, script=ROOT / "train.py"):
+    def __init__(self, folder: Path, corpus: Path, run_dir, *flags, processes=2, restarts=0, script=ROOT / "train.py", word=None):
         self.run_dir = folder / (run_dir or "runs/nano-001")
         place = ["--run-dir", str(self.run_dir)] if run_dir else []
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
-                   "--max-restarts", str(restarts), "--monitor-interval", "0.1", str(script), *TINY, "--data-path", str(corpus), *place, *map(str, flags)]
+                   "--max-restarts", str(restarts), "--monitor-interval", "0.1", str(script), *([word] if word else []), *TINY, "--data-path", str(corpus), *place, *map(str, flags)]
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
         environment = {"GLOO_SOCKET_IFNAME": "lo", **environment, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.log = folder / f"output-{time.monotonic_ns()}.txt"

@@ -212,6 +212,22 @@ def test_old_checkpoints_go_only_when_the_new_one_is_whole_and_a_full_disk_is_re
         verify(folder)
 
 
+def save_twice(config, folder):
+    mesh, model, optimizer, _ = build(config)
+    saver = Saver(Path(folder), mesh, keep_last=2)
+    for _ in range(2):
+        saver.save(1, model, optimizer, config)
+        saver.wait()
+    return saver.failure()
+
+
+def test_a_step_that_is_saved_again_takes_the_place_of_the_old_one(pool, tmp_path):
+    """A run that was set back behind a damaged checkpoint comes to that step once more."""
+    assert pool.run(save_twice, config_for(*LAYOUTS[1]), str(tmp_path), world_size=2) == [None, None]
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    verify(checkpoints_of(tmp_path)[0])
+
+
 def written_from(config, folder, tokens, use_cache):
     mesh, model, _, _ = build(config)
     load_weights(Path(folder), model, mesh)

@@ -1,0 +1,301 @@
+"""A run that is interrupted, killed, starved or damaged says so and ends; started again, it goes on with the same bits.
+
+Black boxes: torchrun with two or four ranks on a tiny corpus. faults.py does the same at random moments, for as long as one likes.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from faults import PATIENCE, ROOT, Job, differences, make_corpus, wait_until
+from test_bad_input import needs_proc, shell
+
+from nanodomino.checkpoint import checkpoints_of, verify
+from nanodomino.launch import next_folder
+
+pytestmark = needs_proc
+LENGTH = ["--train-iters", 24, "--save-interval", 5]
+END_TOGETHER = 30        # seconds from the death of one rank to the end of all
+
+# What goes wrong is the first argument; RANK and the step decide where.
+DRIVER = f"""
+import errno, os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+import train
+from nanodomino import checkpoint
+
+fault, rank, now = sys.argv.pop(1), int(os.environ["RANK"]), 0
+train_step, loss_func, on_final, write_data = train.train_step, train.loss_func, train.ZeroOptimizer.on_final, checkpoint.dcp.FileSystemWriter.write_data
+
+def step(number, *others, **more):
+    global now
+    now = number
+    if fault == "slow":
+        time.sleep(0.1)
+    return train_step(number, *others, **more)
+
+def poisoned_loss(mask, losses):
+    total, tokens = loss_func(mask, losses)
+    bad = rank == 3 and (fault == "loss" and now in (3, 7) or fault == "losses" and now > 7)
+    return total * (float("nan") if bad else 1.0), tokens
+
+def poisoned_gradients(optimizer, modules):
+    modules = list(modules)
+    if (fault, rank, now) == ("copy", 1, 3):             # a vector that both ranks hold, and rank 0 counts: only its copy is bad
+        for weight in (weight for module in modules for weight in module.parameters() if weight.shard_dim is None):
+            weight.main_grad.view(-1)[0] = float("inf")
+    return on_final(optimizer, modules)
+
+def full_disk(*arguments):
+    if fault == "full" and rank == 1 and 9 < now < 20 or fault == "full at the end" and now == 24:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return write_data(*arguments)
+
+train.train_step, train.loss_func, train.ZeroOptimizer.on_final = step, poisoned_loss, poisoned_gradients
+checkpoint.dcp.FileSystemWriter.write_data = full_disk
+train.start(train.main, sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture
+def job(tmp_path, corpus):
+    """job(run_dir, *flags, ...): a torchrun in tmp_path; whatever is left of it is ended after the test."""
+    jobs = []
+    (tmp_path / "driver.py").write_text(DRIVER)
+
+    def job(run_dir, *flags, fault=None, **options):
+        script = dict(script=tmp_path / "driver.py") if fault else {}
+        jobs.append(Job(tmp_path, corpus, run_dir, *flags, word=fault, **script, **options))
+        return jobs[-1]
+
+    yield job
+    for one in jobs:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, corpus):
+    """The folder of the uninterrupted run of LENGTH and more flags, once for each."""
+    made = {}
+
+    def alone(*flags, **options):
+        if flags not in made:
+            folder = tmp_path_factory.mktemp("alone")
+            one = Job(folder, corpus, "run", *LENGTH, *flags, **options)
+            try:
+                assert one.end() == 0, one.output()
+            finally:
+                one.close()
+            made[flags] = one.run_dir
+        return made[flags]
+
+    return alone
+
+
+def last_checkpoint(one) -> str:
+    newest = checkpoints_of(one.run_dir)[0]
+    verify(newest)
+    return newest.name
+
+
+# Told to stop
+
+@pytest.mark.parametrize("number, whom, flags, processes", [
+    (signal.SIGTERM, "a rank", ["--bf16"], 2), (signal.SIGINT, "torchrun", ["--tp", 2, "--pp", 2], 4)], ids=["a rank, bf16", "torchrun, tp 2 pp 2"])
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_with_the_same_bits(job, alone, number, whom, flags, processes):
+    """The step in which the signal comes is the last, and the checkpoint is of that step, whatever the save interval."""
+    first = job("run", *LENGTH, *flags, processes=processes)
+    first.wait_for(lambda: first.steps() >= 7)
+    before, ranks = first.steps(), first.ranks()
+    os.kill(ranks[1] if whom == "a rank" else first.process.pid, number)
+    assert first.end() != 0
+    if whom == "a rank":
+        assert f"exitcode  : {128 + number}" in first.output(), first.output()
+    stopped_after = first.steps()
+    assert before <= stopped_after <= before + 3 and last_checkpoint(first) == f"step-{stopped_after:08d}", first.output()
+    second = job("run", *LENGTH, *flags, processes=processes)
+    assert second.end() == 0 and f"going on after step {stopped_after} of 24" in second.output(), second.output()
+    assert not differences(second.run_dir, alone(*flags, processes=processes))
+
+
+def test_a_second_signal_ends_a_rank_that_waits_for_a_silent_one(job):
+    """Inside a collective no Python handler runs; the time-out may be ten minutes away."""
+    one = job("run", "--train-iters", 100_000)
+    one.wait_for(lambda: one.steps() >= 3)
+    one.send(1, signal.SIGSTOP)
+    time.sleep(1)
+    waiting = one.send(0, signal.SIGTERM)
+    time.sleep(2.5)
+    assert one.ranks()[0] == waiting, "the first signal asks for a checkpoint"
+    one.send(0, signal.SIGTERM)
+    wait_until(lambda: 0 not in one.ranks(), seconds=3)
+    one.send(1, signal.SIGKILL)
+    one.end()
+    assert "exitcode  : 143" in one.output(), one.output()
+
+
+# Killed
+
+def test_a_rank_killed_during_a_save_costs_the_steps_since_the_last_one(job, alone):
+    """At most; all ranks end soon, with the reason."""
+    first = job("run", *LENGTH, "--tp", 2, "--pp", 2, processes=4)
+    first.wait_for(lambda: first.steps() >= 10 and first.saving())
+    moment = time.monotonic()
+    first.send(3, signal.SIGKILL)
+    assert first.end() != 0 and time.monotonic() - moment < END_TOGETHER and not first.ranks()
+    assert "exitcode  : -9" in first.output(), first.output()
+    saved, reached = int(last_checkpoint(first)[5:]), first.steps()
+    assert reached - saved <= 10, "the last save may have been under way"
+    second = job("run", *LENGTH, "--tp", 2, "--pp", 2, processes=4)
+    assert second.end() == 0 and f"going on after step {saved} " in second.output(), second.output()
+    assert not differences(second.run_dir, alone("--tp", 2, "--pp", 2, processes=4))
+    assert not second.saving(), "what the killed one left is gone"
+
+
+def test_torchrun_restarts_a_killed_run_by_itself_in_the_default_folder(job, alone, tmp_path):
+    """The folder that this launch made, not merely the newest one: another run may have begun since."""
+    one = job(None, *LENGTH, "--pp", 2, restarts=3)
+    one.wait_for(lambda: one.steps() >= 7)
+    shutil.copytree(one.run_dir, tmp_path / "runs" / "nano-002", ignore=lambda *_: ["launch.txt", "checkpoints"])
+    one.send(0, signal.SIGKILL)
+    assert one.end() == 0 and "going on after step 5 of 24" in one.output(), one.output()
+    assert not differences(one.run_dir, alone("--pp", 2))
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["nano-001", "nano-002"]
+
+
+def test_a_restart_goes_on_in_the_folder_of_its_own_launch(tmp_path):
+    """A launch that was killed before it had one must not fall into that of an earlier run."""
+    earlier = next_folder(tmp_path, "nano", again=False, launch="monday")
+    assert next_folder(tmp_path, "nano", again=True, launch="monday") == earlier
+    assert next_folder(tmp_path, "nano", again=True, launch="tuesday").name == "nano-002"
+
+
+# Silent
+
+def test_a_rank_that_hangs_is_named_with_the_step(job):
+    """Every group has --timeout: torch's own is half an hour, and a new group does not inherit that of the world."""
+    one = job("run", "--train-iters", 100_000, "--timeout", 10, "--tp", 2, "--pp", 2, processes=4)
+    one.wait_for(lambda: one.steps() >= 3)
+    hanging = one.send(2, signal.SIGSTOP)
+    moment, steps = time.monotonic(), one.steps()
+    one.wait_for(lambda: "lost its neighbours" in one.output(), seconds=25)
+    assert 8 < time.monotonic() - moment
+    wait_until(lambda: set(one.ranks().values()) <= {hanging}, seconds=15)
+    one.send(2, signal.SIGKILL)                     # torchrun would do it, after 30 seconds
+    assert one.end() != 0
+    assert any(f"lost its neighbours in step {step} (dead or silent: rank 2)" in one.output() for step in (steps + 1, steps + 2)), one.output()
+
+
+# Not finite
+
+@pytest.mark.parametrize("fault, skipped, flags, processes", [("loss", [3, 7], ["--tp", 2, "--pp", 2], 4), ("copy", [3], [], 2)])
+def test_what_is_not_finite_on_one_rank_is_skipped_by_all(job, fault, skipped, flags, processes):
+    """And so they stay in step. Also where the bad number is in a copy that the global norm does not count."""
+    one = job("run", "--train-iters", 10, *flags, fault=fault, processes=processes)
+    assert one.end() == 0, one.output()
+    steps = [line for line in one.metrics() if "loss" in line]
+    assert [line["step"] for line in steps if line["skipped"]] == skipped and len(steps) == 10
+    assert all(line["loss"] is not None and line["loss"] < 6 for line in steps if not line["skipped"])
+    assert last_checkpoint(one) == "step-00000010"
+
+
+def test_too_many_skipped_steps_end_the_run(job):
+    """With a sentence, and with the weights of the last good step."""
+    one = job("run", "--train-iters", 100, "--save-interval", 5, "--max-skipped-steps", 3, "--tp", 2, "--pp", 2, fault="losses", processes=4)
+    assert one.end() != 0
+    assert "error: 3 steps in a row, up to step 10, had a loss or gradient that is not finite; start from" in one.output(), one.output()
+    assert "Traceback" not in one.output().split("torch.distributed.elastic")[0] and last_checkpoint(one) == "step-00000005"
+
+
+# No room
+
+def test_a_save_that_fails_is_a_warning_and_the_next_one_is_tried(job, alone):
+    """One rank's disk is full: all know, training goes on with the same bits, what was there stays."""
+    one = job("run", *LENGTH, fault="full")
+    assert one.end() == 0, one.output()
+    for step in (10, 15):
+        assert f"warning: the checkpoint of step {step} could not be written: rank 1: OSError: [Errno 28] No space left" in one.output(), one.output()
+    assert [folder.name for folder in checkpoints_of(one.run_dir)] == ["step-00000024", "step-00000020", "step-00000005"]
+    assert not differences(one.run_dir, alone())
+    assert not one.saving(), "an unfinished one would keep a full disk full"
+
+
+def test_the_last_save_must_not_fail(job):
+    """There is no later one: the exit code says it, the one before stays."""
+    one = job("run", *LENGTH, fault="full at the end")
+    assert one.end() != 0 and "the checkpoint of step 24 could not be written" in one.output(), one.output()
+    assert last_checkpoint(one) == "step-00000020"
+
+
+def test_a_really_full_disk_does_not_stop_training(job, alone, tmp_path):
+    """metrics.jsonl lies on it too; its lines are written when there is room again."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        one = job("disk/run", *LENGTH, fault="slow")
+        one.wait_for(lambda: one.steps() >= 6 and checkpoints_of(one.run_dir) and not one.saving())
+        fill(disk / "ballast")
+        one.wait_for(lambda: "could not be written" in one.output())
+        (disk / "ballast").unlink()
+        assert one.end() == 0, one.output()
+        assert not differences(one.run_dir, alone())
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def fill(path: Path):
+    """Until not a byte more goes onto the disk."""
+    with open(path, "wb", buffering=0) as file:
+        for size in (65536, 4096, 1):
+            try:
+                while file.write(size * b"x"):
+                    pass
+            except OSError:
+                pass
+
+
+# Damage
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(job, alone, tmp_path):
+    """A flipped byte, a truncated and a missing file: three checkpoints, three warnings, and the fourth is good."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(alone("--keep-last", 4), run_dir)
+    newest, second, third, good = checkpoints_of(run_dir)
+    data = [sorted(folder.glob("*.distcp"))[0] for folder in (newest, second, third)]
+    content = bytearray(data[0].read_bytes())
+    content[len(content) // 2] ^= 1
+    data[0].write_bytes(content)
+    data[1].write_bytes(data[1].read_bytes()[:-1])
+    data[2].unlink()
+    one = job("run", *LENGTH, "--keep-last", 4)
+    assert one.end() == 0 and f"going on after step {int(good.name[5:])} of 24" in one.output(), one.output()
+    for path, what in zip(data, ("is damaged", "should have", "is missing")):
+        assert any(line.startswith(f"warning: {path} {what}") for line in one.output().splitlines()), one.output()
+    assert not differences(run_dir, alone("--keep-last", 4))
+
+
+# Meeting
+
+def test_a_port_in_use_is_one_sentence(tmp_path, corpus):
+    """Where a cluster's own launcher sets the environment; torchrun --standalone looks for a free one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        command, environment = shell("--data-path", corpus, "--device", "cpu", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2",
+                                     MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_CPP_LOG_LEVEL="ERROR")
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert f"MASTER_PORT {port}" in line and "choose a free port" in line
