@@ -49,9 +49,12 @@ def model_builder(config: Config, mesh: Mesh) -> GPT:
 
 
 def dataset_builder(config: Config, corpus: Corpus) -> dict[str, TokenDataset]:
-    """train, valid and test; the last two only if they hold a window. Raises UserError if there is nothing to train on."""
-    splits = [split for split in ("train", "valid", "test") if split == "train" or corpus.tokens[split] > config.seq_length]
-    return {split: TokenDataset(corpus, split, config.seq_length, config.seed, config.eod_mask_loss) for split in splits}
+    """train, valid and test; the last two only if they hold a window.
+    Raises UserError if there is nothing to train on."""
+    splits = [split for split in ("train", "valid", "test")
+              if split == "train" or corpus.tokens[split] > config.seq_length]
+    return {split: TokenDataset(corpus, split, config.seq_length, config.seed, config.eod_mask_loss)
+            for split in splits}
 
 
 def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuffle: bool, microbatch: int):
@@ -69,7 +72,8 @@ def forward_step(batch, stage: Domino, hidden, training: bool):
 def loss_func(loss_mask, losses):
     """losses [b, s] of the tokens -> their sum where loss_mask is 1, and how many those are.
 
-    Sums, not means: microbatches and replicas may count different numbers of tokens, and a mean of means would be wrong.
+    Sums, not means: microbatches and replicas may count different numbers of tokens,
+    and a mean of means would be wrong.
     """
     return (losses * loss_mask).sum(), loss_mask.sum()
 
@@ -78,8 +82,8 @@ def loss_func(loss_mask, losses):
 
 def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: TokenDataset, config: Config, mesh: Mesh,
                stop=lambda: False) -> StepResult:
-    """One optimizer step (numbered from 1) on a global batch. stop: whether this rank has been told to stop after it, asked at
-    its end."""
+    """One optimizer step (numbered from 1) on a global batch. stop: whether this rank has been told to stop after it,
+    asked at its end."""
     optimizer.zero_grad()
     actions = pipeline.SCHEDULES[config.schedule](mesh.pp_rank, mesh.pp, config.microbatches)
     totals = run_actions(actions, step - 1, stage, dataset, config, mesh, on_final=optimizer.on_final)
@@ -93,16 +97,19 @@ def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh) -
     for step in range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size))):
         totals = run_actions(actions, step, stage, dataset, config, mesh, shuffle=False)
         sums += torch.stack([totals.loss_sum, totals.tokens])
-    if not (mesh.is_last_stage and mesh.tp_rank == 0):         # each token once: tensor-parallel ranks have the same losses
+    # each token once: tensor-parallel ranks have the same losses
+    if not (mesh.is_last_stage and mesh.tp_rank == 0):
         sums.zero_()
     dist.all_reduce(sums)
     return (sums[0] / sums[1].clamp(min=1)).item()
 
 
-def run_actions(actions, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, shuffle=True, on_final=None):
+def run_actions(actions, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, shuffle=True,
+                on_final=None):
     """Run a schedule over the microbatches of global batch number `step`."""
     return pipeline.run(actions, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
-                        (config.micro_batch_size, config.seq_length, config.hidden_size), getattr(torch, config.dtype), on_final)
+                        (config.micro_batch_size, config.seq_length, config.hidden_size),
+                        getattr(torch, config.dtype), on_final)
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -111,11 +118,13 @@ def learning_rate(step: int, config: Config) -> float:
     if step <= warmup:
         return config.lr * step / warmup
     done = (step - warmup) / max(config.train_iters - warmup, 1)
-    left = {"cosine": 0.5 * (1.0 + math.cos(math.pi * done)), "linear": 1.0 - done, "constant": 1.0}[config.lr_decay_style]
+    left = {"cosine": 0.5 * (1.0 + math.cos(math.pi * done)), "linear": 1.0 - done,
+            "constant": 1.0}[config.lr_decay_style]
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
-def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], mesh: Mesh, run_dir: Path, checkpoint: Path | None) -> int:
+def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], mesh: Mesh, run_dir: Path,
+             checkpoint: Path | None) -> int:
     """Build or load, train, validate, save, test, and let the model write something. Returns the exit code."""
     model = model_builder(config, mesh)
     optimizer = ZeroOptimizer(model, config, mesh)
@@ -129,15 +138,18 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     try:
         while done < config.train_iters and not stop:
             step, step_begin = done + 1, time.perf_counter()
-            result = train_step(step, stage, optimizer, datasets["train"], config, mesh, stop=lambda: signals.number > 0)
+            result = train_step(step, stage, optimizer, datasets["train"], config, mesh,
+                                stop=lambda: signals.number > 0)
             done, skipped = step, skipped + 1 if result.skipped else 0
             stop = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
             report.step(step, result, learning_rate(step, config), time.perf_counter() - step_begin)
             if skipped >= config.max_skipped_steps:
-                saver.wait()                                       # the last good checkpoint, should it still be on its way
-                raise UserError(f"{skipped} steps in a row, up to step {step}, had a loss or gradient that is not finite; "
-                                f"start from an earlier checkpoint with a smaller --lr than {config.lr}")
-            if "valid" in datasets and config.eval_iters and (step % config.eval_interval == 0 or step == config.train_iters):
+                # the last good checkpoint, should it still be on its way
+                saver.wait()
+                raise UserError(f"{skipped} steps in a row, up to step {step}, had a loss or gradient that is not "
+                                f"finite; start from an earlier checkpoint with a smaller --lr than {config.lr}")
+            if ("valid" in datasets and config.eval_iters
+                    and (step % config.eval_interval == 0 or step == config.train_iters)):
                 report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh))
             if step % config.save_interval == 0 or step == config.train_iters or stop:
                 saver.save(step, model, optimizer, config)
@@ -149,7 +161,8 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
 
     saver.wait()
     if failure := saver.failure():
-        raise RuntimeError(failure)                            # at the end there is no later one that could still go well
+        # at the end there is no later one that could still go well
+        raise RuntimeError(failure)
     if stop and done < config.train_iters:
         report.end(done, time.perf_counter() - begin)
         return 128 + (signals.number or signal.SIGTERM) if result.stop else 0
@@ -165,10 +178,11 @@ def write_sample(model: GPT, config: Config, corpus: Corpus, dataset: TokenDatas
     """Let the first replica go on from the first words of a split."""
     if mesh.dp_rank == 0:
         prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()
-        tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature, config.top_k,
-                          config.seed)
+        tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
+                          config.top_k, config.seed)
         text = corpus.tokenizer()
-        print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}); the first {len(prompt)} tokens are the prompt\n"
+        print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}); the first {len(prompt)} "
+              f"tokens are the prompt\n"
               f"{text.decode(prompt)}|{text.decode(tokens[len(prompt):])}\n----", flush=True)
 
 
@@ -189,11 +203,13 @@ def find_corpus(config: Config, place: Place) -> Corpus:
 
 
 def main(arguments: list[str], place: Place) -> int:
-    """Everything that can be wrong is found before a process group forms, by every rank alike. Returns the exit code."""
+    """Everything that can be wrong is found before a process group forms, by every rank alike.
+    Returns the exit code."""
     config = from_command_line(arguments).resolve(place.world_size)
     device = find_device(config, place)
     corpus = find_corpus(config, place)
-    config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size), data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"],
+    config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size), data_path=str(corpus.path.resolve()),
+                                 data_sha256=corpus.sha256["train"],
                                  compile=device.type == "cuda" if config.compile is None else config.compile)
     datasets = dataset_builder(config, corpus)
     if config.sample_tokens:
@@ -220,14 +236,18 @@ def tell_all(value):
 
 
 def check_agreement(config: Config):
-    """All ranks must mean the same run: on several hosts flags, or the standard library's version, may differ. Raises UserError."""
-    mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None))      # where files lie may differ
+    """All ranks must mean the same run: on several hosts flags, or the standard library's version, may differ.
+    Raises UserError."""
+    # where files lie may differ
+    mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None))
     theirs = tell_all(mine)
     different = [name for name in mine if mine[name] != theirs[name]]
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, different)
     for rank, names in enumerate(everyone):
-        require(not names, f"rank {rank} was started with another {', '.join(names)} than rank 0; give all hosts the same flags and data")
+        require(not names,
+                f"rank {rank} was started with another {', '.join(names)} than rank 0; give all hosts the same "
+                "flags and data")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ documents are few and unequal. Does a split stay empty (one big file, say), its 
 Text must not leak from validation into training: a file that is matched twice is read once, and a document that was
 held out is left out when it comes again.
 
-Memory holds a few chunks of text, whatever the size of a file (a .jsonl line is one chunk), and a hundred bytes a document.
-Everything is written to a hidden folder beside the output and renamed at the end: a folder of the right name is complete.
+Memory holds a few chunks of text, whatever the size of a file (a .jsonl line is one chunk), and a hundred bytes a
+document. Everything is written to a hidden folder beside the output and renamed at the end: a folder of the right name
+is complete.
 """
 
 import argparse
@@ -95,7 +96,8 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
             return publish(folder, output, meta, overwrite)
     except OSError as error:
         raise UserError(f"cannot prepare {output}, since the system says '{error.strerror or error}' about "
-                        f"{error.filename or 'writing it'}; mend that, or choose another --input or --output") from error
+                        f"{error.filename or 'writing it'}; mend that, or choose another --input or "
+                        "--output") from error
 
 
 def prepare_default_corpus(folder=DEFAULT_CORPUS, progress=True) -> dict:
@@ -132,14 +134,17 @@ def check_split(split) -> list[float]:
 
 
 def check_output(output: Path, overwrite: bool):
-    require(output.is_dir() or not output.exists(), f"the output {output} is a file, but must be a folder; choose another --output")
+    require(output.is_dir() or not output.exists(),
+            f"the output {output} is a file, but must be a folder; choose another --output")
     if not output.exists() or not any(output.iterdir()):
         return
     try:
         load_corpus(output)
     except UserError:
-        raise UserError(f"the output {output} holds other files, which are never replaced; choose another --output") from None
-    require(overwrite, f"the output {output} already holds a prepared corpus; choose another --output, or add --overwrite")
+        raise UserError(f"the output {output} holds other files, which are never replaced; choose another "
+                        "--output") from None
+    require(overwrite,
+            f"the output {output} already holds a prepared corpus; choose another --output, or add --overwrite")
 
 
 def find_files(inputs: list, output: Path) -> tuple[dict[str, bool], Counter]:
@@ -153,7 +158,8 @@ def find_files(inputs: list, output: Path) -> tuple[dict[str, bool], Counter]:
                 for path in text_files_below(match, output, skipped):
                     files.setdefault(os.path.realpath(path), False)
             else:
-                require(os.path.isfile(match), f"the input {match} is neither a file nor a folder; write its text to a file first")
+                require(os.path.isfile(match),
+                        f"the input {match} is neither a file nor a folder; write its text to a file first")
                 files[os.path.realpath(match)] = True
     return files, skipped
 
@@ -165,7 +171,8 @@ def text_files_below(top: str, output: Path, skipped: Counter) -> Iterator[str]:
 
     for folder, folders, names in os.walk(top, onerror=cannot_list):
         skipped["hidden files or folders"] += sum(name.startswith(".") for name in folders + names)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and Path(folder, name).resolve() != output)
+        folders[:] = sorted(name for name in folders
+                            if not name.startswith(".") and Path(folder, name).resolve() != output)
         for name in sorted(names):
             path = os.path.join(folder, name)
             if name.startswith(".") or not os.path.isfile(path):
@@ -206,14 +213,17 @@ def text_of_line(line: bytes, place: str) -> str:
     try:
         document = json.loads(line)
     except (ValueError, RecursionError):
-        raise UserError(f"{place} is not JSON; each line of a .jsonl file must be an object with a text field") from None
+        raise UserError(f"{place} is not JSON; each line of a .jsonl file must be an object with a "
+                        "text field") from None
     require(isinstance(document, dict) and isinstance(document.get("text"), str),
             f'{place} has no text field; each line of a .jsonl file must look like {{"text": "..."}}')
-    return document["text"].encode("utf-8", "replace").decode("utf-8")  # JSON can spell half a surrogate pair, UTF-8 can't
+    # JSON can spell half a surrogate pair, UTF-8 can't
+    return document["text"].encode("utf-8", "replace").decode("utf-8")
 
 
 def text_chunks(path: str, any_bytes: bool) -> Iterator[str]:
-    """The text of a file in pieces that tokenize like the whole. Bytes that are no UTF-8 pass through if `any_bytes`."""
+    """The text of a file in pieces that tokenize like the whole.
+    Bytes that are no UTF-8 pass through if `any_bytes`."""
     rest = ""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape" if any_bytes else "strict", newline="") as file:
@@ -224,7 +234,8 @@ def text_chunks(path: str, any_bytes: bool) -> Iterator[str]:
                 yield text[:cut]
                 rest = text[cut:]
     except UnicodeDecodeError:
-        raise UserError(f"the input {path} is not UTF-8 text; convert it, or use --tokenizer byte, which takes any bytes") from None
+        raise UserError(f"the input {path} is not UTF-8 text; convert it, or use --tokenizer byte, which "
+                        "takes any bytes") from None
     if rest:
         yield rest
 
@@ -238,11 +249,13 @@ def encode(encoding, text: str, dtype) -> bytes:
     if encoding.name == "byte":
         ids = np.frombuffer(raw(text), np.uint8)    # what tiktoken would give, at the speed of a copy
     else:
-        ids = encoding.encode_to_numpy(text, disallowed_special=())     # an <|endoftext|> in a document is text like any other
+        # an <|endoftext|> in a document is text like any other
+        ids = encoding.encode_to_numpy(text, disallowed_special=())
     return ids.astype(dtype).tobytes()
 
 
-def write_splits(folder: Path, files: dict[str, bool], encoding, dtype, weights: list[float], skipped: Counter, progress: bool):
+def write_splits(folder: Path, files: dict[str, bool], encoding, dtype, weights: list[float], skipped: Counter,
+                 progress: bool):
     """Every document to its split. Returns (tokens, documents), a number for each split."""
     total, position = sum(map(os.path.getsize, files)), 0
     documents, done, split_of = [0] * 3, [0] * 3, {}
@@ -273,7 +286,8 @@ def write_splits(folder: Path, files: dict[str, bool], encoding, dtype, weights:
             position += document.size_in_file
             bar.update(position - bar.n)
         tokens = [output.tell() // dtype.itemsize for output in outputs]
-    require(sum(documents), f"the input holds no text ({len(files)} files, {skipped_text(skipped) or 'none skipped'}); check the paths")
+    require(sum(documents),
+            f"the input holds no text ({len(files)} files, {skipped_text(skipped) or 'none skipped'}); check the paths")
     return tokens, documents
 
 
@@ -289,12 +303,14 @@ def choose_split(size: int, done: list[int], documents: list[int], weights: list
 
 
 def fill_empty_splits(folder: Path, tokens: list[int], dtype, weights: list[float]) -> list[str]:
-    """Cut the share of each split that got nothing off the end of the largest one. Returns the names; updates `tokens`."""
+    """Cut the share of each split that got nothing off the end of the largest one.
+    Returns the names; updates `tokens`."""
     total, largest = sum(tokens), tokens.index(max(tokens))
     empty = [i for i in range(3) if weights[i] > 0 and not tokens[i]]
     for i in reversed(empty):       # from the end, so that the text goes on from train to valid to test
         count = min(math.ceil(weights[i] * total), tokens[largest] - 1)
-        with open(folder / f"{SPLITS[largest]}.bin", "r+b") as source, open(folder / f"{SPLITS[i]}.bin", "wb") as target:
+        with (open(folder / f"{SPLITS[largest]}.bin", "r+b") as source,
+              open(folder / f"{SPLITS[i]}.bin", "wb") as target):
             start = source.seek(-count * dtype.itemsize, os.SEEK_END)
             shutil.copyfileobj(source, target)
             source.truncate(start)
@@ -318,7 +334,8 @@ def entropies(path: Path, dtype, vocabulary: int) -> tuple[float, float, int]:
     else:
         row = row[:PAIRS_COUNTED].astype(np.int64)
         before, pairs = np.bincount(row[:-1]), np.unique(row[:-1] * vocabulary + row[1:], return_counts=True)[1]
-    return entropy(singles), max(entropy(pairs) - entropy(before), 0.0), len(row)   # H(next | before) = H(both) - H(before)
+    # H(next | before) = H(both) - H(before)
+    return entropy(singles), max(entropy(pairs) - entropy(before), 0.0), len(row)
 
 
 def entropy(counts) -> float:
@@ -341,7 +358,8 @@ def temporary_sibling(output: Path) -> Iterator[Path]:
 
 
 def publish(folder: Path, output: Path, meta: dict, overwrite: bool) -> dict:
-    """Give the finished folder its name. A rename over a folder that isn't empty fails: then another process was first."""
+    """Give the finished folder its name. A rename over a folder that isn't empty fails:
+    then another process was first."""
     replaced = folder.with_name(folder.name + ".replaced")
     try:
         if overwrite and output.exists():
@@ -354,7 +372,8 @@ def publish(folder: Path, output: Path, meta: dict, overwrite: bool) -> dict:
     finally:
         shutil.rmtree(replaced, ignore_errors=True)
     theirs = load_corpus(output).meta
-    require(theirs["sha256"] == meta["sha256"], f"another process has meanwhile put other data into {output}; choose another --output")
+    require(theirs["sha256"] == meta["sha256"],
+            f"another process has meanwhile put other data into {output}; choose another --output")
     return theirs
 
 
@@ -372,7 +391,8 @@ def print_summary(meta: dict, output: Path):
         share = tokens[split] / sum(tokens.values())
         print(f"  {split:<5} {documents[split]:>9,} documents {tokens[split]:>15,} tokens {share:>7.2%}")
     if meta["cut_off"]:
-        print(f"  too few documents to give {' and '.join(meta['cut_off'])} whole ones: cut off the end of the largest split")
+        print(f"  too few documents to give {' and '.join(meta['cut_off'])} whole ones: cut off the end of the "
+              "largest split")
     if meta["skipped"]:
         print(f"  skipped: {skipped_text(meta['skipped'])}")
     print(f"  knowing how often tokens come gives a loss of {meta['unigram_entropy']:.3f} nats, "
@@ -387,7 +407,8 @@ class Parser(argparse.ArgumentParser):
 
 def command_line() -> Parser:
     parser = Parser("prepare.py", description="Text -> tokens on disk.", allow_abbrev=False)
-    parser.add_argument("--input", nargs="+", help="text or .jsonl files, folders, globs (default: Python's own standard library)")
+    parser.add_argument("--input", nargs="+",
+                        help="text or .jsonl files, folders, globs (default: Python's own standard library)")
     parser.add_argument("--output", type=Path, help="the folder to make")
     parser.add_argument("--tokenizer", default="byte", help="byte (default) or gpt2")
     parser.add_argument("--split", default="949,50,1", help="shares of train,valid,test (default 949,50,1)")

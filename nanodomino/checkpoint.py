@@ -5,18 +5,18 @@
         .metadata            torch.distributed.checkpoint's index: which file holds which part of which tensor
         __0_0.distcp ...     what rank 0 held, ...
 
-**Any layout.** A tensor is saved under a global name (layers.7.attention.qkv.weight, no rank, no stage) as a `DTensor`: this
-rank's shard, and how it is cut over (dp, tp). torch.distributed.checkpoint stores each part once and reads back whatever
-part another layout asks for. Three tensors a parameter: the weight (the fp32 master in 16-bit training) and Adam's
-two moments. ZeRO cuts flat buffers across parameters, so before saving the parts of a bucket are gathered, and after loading each
-rank keeps its own part. A tied matrix is saved by the first stage and read by both.
+**Any layout.** A tensor is saved under a global name (layers.7.attention.qkv.weight, no rank, no stage) as a `DTensor`:
+this rank's shard, and how it is cut over (dp, tp). torch.distributed.checkpoint stores each part once and reads back
+whatever part another layout asks for. Three tensors a parameter: the weight (the fp32 master in 16-bit training) and
+Adam's two moments. ZeRO cuts flat buffers across parameters, so before saving the parts of a bucket are gathered, and
+after loading each rank keeps its own part. A tied matrix is saved by the first stage and read by both.
 
-What else must be known to go on is a function of it: the data order, the dropout masks and the learning rate follow from
-(seed, step). So a run that was stopped goes on with the same bits.
+What else must be known to go on is a function of it: the data order, the dropout masks and the learning rate follow
+from (seed, step). So a run that was stopped goes on with the same bits.
 
 **Whole or not there.** Everything is written to a hidden folder and flushed to the disk, then the manifest, then the
-folder is renamed, which is one indivisible act of the file system. Whatever is killed, at whatever moment: a folder named
-step-... is whole. One that was damaged later is found out by its checksums, and the one before is taken.
+folder is renamed, which is one indivisible act of the file system. Whatever is killed, at whatever moment: a folder
+named step-... is whole. One that was damaged later is found out by its checksums, and the one before is taken.
 
 **Behind training.** The weights are copied (that is all that training waits for), and a thread on every rank writes the
 copy, in a process group of its own, so that its talk does not mix with training's.
@@ -56,14 +56,15 @@ FORMAT = "nanodomino-checkpoint-1"
 PARTS = ("weight", "exp_avg", "exp_avg_sq")          # of each parameter; the last two as torch.optim.AdamW calls them
 
 # Settings that say what a checkpoint's tensors mean: a run that differs in one of them cannot use it.
-MODEL_SETTINGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size",
-                  "make_vocab_size_divisible_by", "untie_embeddings_and_output_weights")
+MODEL_SETTINGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings",
+                  "vocab_size", "make_vocab_size_divisible_by", "untie_embeddings_and_output_weights")
 
 
 # ---- tensors under global names
 
 def whole_buckets(optimizer: ZeroOptimizer, gather: bool):
-    """(bucket, part name, the bucket's flat tensor over all replicas) for each bucket and part; empty unless `gather`."""
+    """(bucket, part name, the bucket's flat tensor over all replicas) for each bucket and part;
+    empty unless `gather`."""
     for bucket in optimizer.buckets:
         state = optimizer.adamw.state[bucket.master]
         for part in PARTS:
@@ -74,7 +75,8 @@ def whole_buckets(optimizer: ZeroOptimizer, gather: bool):
                     all_gather(whole, own, group=optimizer.mesh.dp_group)
                 else:
                     whole.copy_(own)
-            yield bucket, part, whole.cpu()              # one at a time on a GPU; and the thread that writes touches none
+            # one at a time on a GPU; and the thread that writes touches none
+            yield bucket, part, whole.cpu()
 
 
 def named_tensors(model: GPT, mesh: Mesh, bucket, part: str, whole: torch.Tensor, names: dict) -> dict:
@@ -82,18 +84,21 @@ def named_tensors(model: GPT, mesh: Mesh, bucket, part: str, whole: torch.Tensor
     tensors = {}
     for weight in bucket.parameters:
         offset = weight.main_grad.storage_offset() - bucket.main_grad.storage_offset()
-        tensors[f"{part}.{names[weight]}"] = as_dtensor(whole[offset:offset + weight.numel()].view(weight.shape), weight, mesh)
+        tensors[f"{part}.{names[weight]}"] = as_dtensor(
+            whole[offset:offset + weight.numel()].view(weight.shape), weight, mesh)
     return tensors
 
 
 def as_dtensor(local: torch.Tensor, weight, mesh: Mesh) -> DTensor:
-    """A tensor of this rank in host memory that is cut as `weight` is, with the words to say so: (dp, tp) of this stage.
+    """A tensor of this rank in host memory that is cut as `weight` is, with the words to say so:
+    (dp, tp) of this stage.
 
     The grid only says who holds what; nobody talks over it, so it needs no process groups.
     """
     ranks = torch.tensor([[mesh.rank_of(mesh.pp_rank, dp, tp) for tp in range(mesh.tp)] for dp in range(mesh.dp)])
     grid = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"), _init_backend=False)
-    return DTensor.from_local(local, grid, [Replicate(), Replicate() if weight.shard_dim is None else Shard(weight.shard_dim)],
+    return DTensor.from_local(local, grid,
+                              [Replicate(), Replicate() if weight.shard_dim is None else Shard(weight.shard_dim)],
                               run_check=False)
 
 
@@ -133,7 +138,8 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> i
 # ---- reading without running
 
 class CarefulReader(dcp.FileSystemReader):
-    """torch's reader, with an index that is data and not a program (pickle.load would run what a stranger wrote into it)."""
+    """torch's reader, with an index that is data and not a program
+    (pickle.load would run what a stranger wrote into it)."""
 
     def read_metadata(self, *args, **kwargs):
         with open(Path(self.path) / ".metadata", "rb") as file:
@@ -146,7 +152,8 @@ class CarefulReader(dcp.FileSystemReader):
 class CarefulUnpickler(pickle.Unpickler):
     """Knows the record types that an index of tensors is made of; anything else is refused."""
 
-    records = {"torch.distributed.checkpoint.metadata": ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+    records = {"torch.distributed.checkpoint.metadata": ("ChunkStorageMetadata", "Metadata", "MetadataIndex",
+                                                         "StorageMeta", "TensorProperties",
                                                          "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
                "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
                "torch.serialization": ("_get_layout",),
@@ -154,7 +161,8 @@ class CarefulUnpickler(pickle.Unpickler):
                "pathlib": ("PosixPath",), "pathlib._local": ("PosixPath",)}
 
     def find_class(self, module, name):
-        require(name in self.records.get(module, ()), f"the checkpoint's index refers to {module}.{name}, which no index of nanodomino's "
+        require(name in self.records.get(module, ()),
+                f"the checkpoint's index refers to {module}.{name}, which no index of nanodomino's "
                 "does; do not use this checkpoint")
         return super().find_class(module, name)
 
@@ -185,22 +193,27 @@ def read_manifest(folder: Path) -> dict:
         content = json.loads(text)
         sound = isinstance(content, dict) and text == manifest_text(content)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder} is not a whole checkpoint: its manifest.json can't be read ({error}); use another one") from None
+        raise UserError(f"{folder} is not a whole checkpoint: its manifest.json can't be read ({error}); "
+                        "use another one") from None
     require(sound, f"{path} is damaged: it does not have the checksum that it records; use another checkpoint")
-    require(content.get("format") == FORMAT, f"{path} is of format {content.get('format')!r}, but this version reads {FORMAT!r}; "
+    require(content.get("format") == FORMAT,
+            f"{path} is of format {content.get('format')!r}, but this version reads {FORMAT!r}; "
             "use the version that wrote it")
     return content
 
 
 def verify(folder: Path) -> dict:
-    """Check every byte of a checkpoint; returns its manifest. Raises UserError that names the file and what is wrong with it."""
+    """Check every byte of a checkpoint; returns its manifest.
+    Raises UserError that names the file and what is wrong with it."""
     content = read_manifest(folder)
     for name, expected in content["files"].items():
         path = folder / name
         require(path.is_file(), f"{path} is missing; use another checkpoint")
         found = file_digest(path)
-        require(found["size"] == expected["size"], f"{path} should have {expected['size']} bytes, but has {found['size']}; use another checkpoint")
-        require(found["sha256"] == expected["sha256"], f"{path} is damaged: its SHA-256 is not the recorded one; use another checkpoint")
+        require(found["size"] == expected["size"],
+                f"{path} should have {expected['size']} bytes, but has {found['size']}; use another checkpoint")
+        require(found["sha256"] == expected["sha256"],
+                f"{path} is damaged: its SHA-256 is not the recorded one; use another checkpoint")
     return content
 
 
@@ -225,7 +238,8 @@ def check_settings(folder: Path, config: Config, names: tuple):
     saved = read_manifest(folder)["config"]
     for name in names:
         here = getattr(config, name)
-        require(saved.get(name) == here, f"{folder} was written with {name.replace('_', '-')} {saved.get(name)}, but this run has {here}; "
+        require(saved.get(name) == here,
+                f"{folder} was written with {name.replace('_', '-')} {saved.get(name)}, but this run has {here}; "
                 "give the same again, or start another run")
 
 
@@ -241,11 +255,13 @@ class Saver:
         self.thread, self.error = None, None
 
     def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
-        """Copy what must be saved, then write it behind training. Waits for the checkpoint before, if that is still under way."""
+        """Copy what must be saved, then write it behind training.
+        Waits for the checkpoint before, if that is still under way."""
         self.wait()
         tensors = snapshot(model, optimizer, self.mesh)
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates, config=dataclasses.asdict(config))
-        self.thread = threading.Thread(target=self.write_or_note, args=(step, tensors, manifest), name=f"checkpoint of step {step}")
+        self.thread = threading.Thread(target=self.write_or_note, args=(step, tensors, manifest),
+                                       name=f"checkpoint of step {step}")
         self.thread.start()
 
     def wait(self):
@@ -267,7 +283,8 @@ class Saver:
             reason = getattr(error, "failures", None) or {dist.get_rank(): error}
             rank, first = next(iter(reason.items()))
             first = first[0] if isinstance(first, tuple) else first
-            self.error = f"the checkpoint of step {step} could not be written: rank {rank}: {type(first).__name__}: {first}"
+            self.error = (f"the checkpoint of step {step} could not be written: rank {rank}: "
+                          f"{type(first).__name__}: {first}")
 
     def write(self, step, tensors, manifest):
         """All ranks: their tensors, flushed. Rank 0: the manifest, flushed, then the name that says it is whole."""
@@ -296,7 +313,8 @@ class Saver:
         """Manifest, rename, and only then away with old ones."""
         manifest["files"] = {path.name: file_digest(path) for path in sorted(temporary.iterdir())}
         needed = {place.relative_path for place in CarefulReader(temporary).read_metadata().storage_data.values()}
-        require(needed <= manifest["files"].keys(), f"{temporary} lacks {', '.join(sorted(needed - manifest['files'].keys()))}; "
+        require(needed <= manifest["files"].keys(),
+                f"{temporary} lacks {', '.join(sorted(needed - manifest['files'].keys()))}; "
                 "--run-dir must lie on a disk that all hosts share")
         with open(temporary / "manifest.json", "w") as file:
             file.write(manifest_text(manifest))
@@ -343,10 +361,12 @@ def load_weights(folder: Path, model: GPT, mesh: Mesh):
 
 
 def export(folder: Path, out: Path):
-    """Write one plain torch file of whole tensors, {global name: tensor}; torch.load(OUT, weights_only=True) reads it."""
+    """Write one plain torch file of whole tensors, {global name: tensor};
+    torch.load(OUT, weights_only=True) reads it."""
     verify(folder)
     records = CarefulReader(folder).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(record.size, dtype=record.properties.dtype) for name, record in records.items() if name.startswith("weight.")}
+    tensors = {name: torch.empty(record.size, dtype=record.properties.dtype)
+               for name, record in records.items() if name.startswith("weight.")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                      # that there is no process group: none is needed
         dcp.load(tensors, storage_reader=CarefulReader(folder), no_dist=True)
@@ -363,9 +383,11 @@ def main(arguments: list[str]) -> int:
                   f"{sum(file['size'] for file in manifest['files'].values()):,} bytes")
         elif len(arguments) == 3 and arguments[0] == "export":
             tensors = export(Path(arguments[1]), Path(arguments[2]))
-            print(f"{arguments[2]}: {len(tensors)} tensors, {sum(tensor.numel() for tensor in tensors.values()):,} numbers")
+            print(f"{arguments[2]}: {len(tensors)} tensors, "
+                  f"{sum(tensor.numel() for tensor in tensors.values()):,} numbers")
         else:
-            raise UserError("usage: python -m nanodomino.checkpoint verify DIR, or: python -m nanodomino.checkpoint export DIR OUT")
+            raise UserError("usage: python -m nanodomino.checkpoint verify DIR, or: "
+                            "python -m nanodomino.checkpoint export DIR OUT")
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

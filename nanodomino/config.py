@@ -28,8 +28,10 @@ class UserError(Exception):
     """A mistake that whoever started the run can mend: one sentence with the rule, the numbers and the fix."""
 
 
-# GPT-2's sizes (the "gpt2" family) and GPT-3's (2005.14165, table 2.1, with its learning rates); nano is made for a laptop.
-PRESET_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr", "global_batch_size", "micro_batch_size", "init_method_std")
+# GPT-2's sizes (the "gpt2" family) and GPT-3's (2005.14165, table 2.1, with its learning rates);
+# nano is made for a laptop.
+PRESET_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr", "global_batch_size",
+                 "micro_batch_size", "init_method_std")
 PRESETS = {name: dict(zip(PRESET_FIELDS, values)) for name, *values in (
     ("nano",         8,   96,  8,  128, 4e-3,     16,  4, 0.06),
     ("gpt2",        12,  768, 12, 1024, 6e-4,    512, 16, 0.02),
@@ -43,7 +45,8 @@ PRESETS = {name: dict(zip(PRESET_FIELDS, values)) for name, *values in (
 
 LARGEST = 2**31 - 1      # of every whole number: beyond it some C int or list of ours overflows, later and less clearly
 
-# (tp, pp) when neither is given, by the number of processes that share a model: wires of every kind, as soon as there can be.
+# (tp, pp) when neither is given, by the number of processes that share a model:
+# wires of every kind, as soon as there can be.
 DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}
 
 
@@ -68,15 +71,18 @@ class Config:
     hidden_dropout: float = flag(0.0, "dropout on the embedding and on what each sublayer adds")
     attention_dropout: float = flag(0.0, "dropout on the attention probabilities")
     layernorm_epsilon: float = flag(1e-5, "added to the variance in LayerNorm")
-    init_method_std: float = flag(None, "standard deviation of the initial weights (default 0.02; nano 0.06)", kind=float)
+    init_method_std: float = flag(None, "standard deviation of the initial weights (default 0.02; nano 0.06)",
+                                  kind=float)
 
     # The layout
     tensor_model_parallel_size: int = flag(None, "processes that share each layer's matrices", short="--tp", kind=int)
     pipeline_model_parallel_size: int = flag(None, "stages that share the layers", short="--pp", kind=int)
-    data_parallel_size: int = flag(None, "replicas that share the batch (default: what is left)", short="--dp", kind=int)
+    data_parallel_size: int = flag(None, "replicas that share the batch (default: what is left)", short="--dp",
+                                   kind=int)
     slices: int = flag(None, "Domino's row split: pieces of a microbatch, computing while another's reduce travels "
                              "(default 2 where there are wires to hide)", kind=int)
-    columns: int = flag(1, "Domino's column split: chunks of a row-parallel matmul, each reduced while the next is computed")
+    columns: int = flag(1, "Domino's column split: chunks of a row-parallel matmul, each reduced while the next is "
+                           "computed")
     schedule: str = flag("1f1b", "pipeline schedule", choices=("1f1b", "gpipe"))
     zero_stage: int = flag(1, "1: each replica keeps 1/dp of the optimizer; 0: all of it", choices=(0, 1))
     bucket_size: int = flag(10_000_000, "parameters in a gradient bucket, reduced while backward goes on")
@@ -109,7 +115,8 @@ class Config:
     keep_last: int = flag(3, "checkpoints that are kept")
     load: str = flag(None, "start from this checkpoint, or from the newest of this run's folder", kind=str)
     exit_interval: int = flag(None, "save and stop after the next step that is divisible by this", kind=int)
-    max_skipped_steps: int = flag(10, "steps in a row with a loss or gradient that is not finite, after which the run gives up")
+    max_skipped_steps: int = flag(10, "steps in a row with a loss or gradient that is not finite, after which the run "
+                                      "gives up")
     timeout: int = flag(600, "seconds that a collective may take before the run ends")
     sample_tokens: int = flag(120, "tokens that the model writes at the end; 0 for none")
     temperature: float = flag(0.8, "of that sample; 0 is greedy")
@@ -122,7 +129,8 @@ class Config:
     bf16: bool = flag(False, "the same as --dtype bfloat16")
     compile: bool = flag(None, "torch.compile the compute between the wires (default: on CUDA)", kind=bool)
     compile_backend: str = flag("inductor", "torch.compile's backend", choices=("inductor", "cudagraphs", "aot_eager"))
-    deterministic_mode: bool = flag(False, "ask CUDA's libraries for the same bits every time (the CPU gives them anyway)")
+    deterministic_mode: bool = flag(False, "ask CUDA's libraries for the same bits every time (the CPU gives them "
+                                           "anyway)")
 
     # Filled in by resolve() and train.py; not flags
     world_size: int = 1
@@ -168,7 +176,8 @@ class Config:
             choices, value = one.metadata.get("choices"), getattr(self, one.name)
             require(not choices or value in choices,
                     f"unknown {spelling(one.name)} '{value}'; try one of {', '.join(map(str, choices or ()))}")
-        require(not (self.bf16 and self.dtype == "float64"), "--bf16 and --dtype float64 contradict each other; give one")
+        require(not (self.bf16 and self.dtype == "float64"),
+                "--bf16 and --dtype float64 contradict each other; give one")
 
         filled = {name: value for name, value in PRESETS[self.model].items() if getattr(self, name) is None}
         filled["world_size"] = world_size
@@ -201,8 +210,8 @@ class Config:
                 f"--vocab-size {vocab_size}; leave the flag out or give at least {data_vocab_size}")
         config = dataclasses.replace(self, vocab_size=vocab_size)
         require(config.padded_vocab_size % config.tp == 0,
-                f"the vocabulary, padded to {config.padded_vocab_size}, must be divisible by tensor-model-parallel-size "
-                f"{config.tp}; try --make-vocab-size-divisible-by {128 * config.tp}")
+                f"the vocabulary, padded to {config.padded_vocab_size}, must be divisible by "
+                f"tensor-model-parallel-size {config.tp}; try --make-vocab-size-divisible-by {128 * config.tp}")
         return config
 
 
@@ -232,7 +241,8 @@ def check_positive(config: Config):
         require(0.0 <= value < 1.0, f"{spelling(name)} must be at least 0 and below 1, but is {value}")
     for name in ("lr", "min_lr", "weight_decay", "clip_grad", "temperature", "init_method_std"):
         value = getattr(config, name)
-        require(value is None or 0.0 <= value < float("inf"), f"{spelling(name)} must be a finite number of at least 0, but is {value}")
+        require(value is None or 0.0 <= value < float("inf"),
+                f"{spelling(name)} must be a finite number of at least 0, but is {value}")
     for name in ("layernorm_epsilon", "adam_eps"):
         value = getattr(config, name)
         require(0.0 < value < float("inf"), f"{spelling(name)} must be a finite number above 0, but is {value}")
@@ -247,8 +257,9 @@ def check_sizes(c: Config):
     """The rules that tie the sizes together; each message names the rule, the numbers and a fix. Raises UserError."""
     tp, pp, dp = c.tp, c.pp, c.dp
     require(tp * pp * dp == c.world_size,
-            f"world size {c.world_size} must equal tensor x pipeline x data parallel = {tp} x {pp} x {dp} = {tp * pp * dp}; "
-            f"start {tp * pp * dp} processes with torchrun, or change --tp, --pp, --dp")
+            f"world size {c.world_size} must equal tensor x pipeline x data parallel = "
+            f"{tp} x {pp} x {dp} = {tp * pp * dp}; start {tp * pp * dp} processes with torchrun, "
+            "or change --tp, --pp, --dp")
     require(c.hidden_size % c.num_attention_heads == 0,
             f"hidden-size {c.hidden_size} must be divisible by num-attention-heads {c.num_attention_heads}; "
             f"try {c.num_attention_heads * max(c.hidden_size // c.num_attention_heads, 1)} or another number of heads")
@@ -265,8 +276,8 @@ def check_sizes(c: Config):
             f"{c.micro_batch_size} x {dp} = {c.micro_batch_size * dp}; try --global-batch-size "
             f"{-(-c.global_batch_size // (c.micro_batch_size * dp)) * c.micro_batch_size * dp}")
     require(c.slices <= c.micro_batch_size,
-            f"slices {c.slices} must be at most micro-batch-size {c.micro_batch_size}, since a slice holds a sample or more; "
-            f"try --slices {c.micro_batch_size} or --columns for batches this small")
+            f"slices {c.slices} must be at most micro-batch-size {c.micro_batch_size}, since a slice holds a sample or "
+            f"more; try --slices {c.micro_batch_size} or --columns for batches this small")
     require(c.columns <= c.hidden_size, f"columns {c.columns} must be at most hidden-size {c.hidden_size}; try 2 or 4")
     require(c.seq_length <= c.max_position_embeddings,
             f"seq-length {c.seq_length} must be at most max-position-embeddings {c.max_position_embeddings}; "
@@ -290,13 +301,15 @@ def command_line_parser() -> Parser:
         if not about:
             continue
         names = [spelling(one.name)] + ([about["short"]] if about["short"] else [])
-        text = about["text"].replace("%", "%%") + ("" if one.default is None or one.default is False else f" (default {one.default})")
+        text = (about["text"].replace("%", "%%")
+                + ("" if one.default is None or one.default is False else f" (default {one.default})"))
         if about["kind"] is bool:
             action = "store_true" if one.default is False else argparse.BooleanOptionalAction
             parser.add_argument(*names, action=action, default=one.default, help=text)
         else:
             metavar = None if about["choices"] else about["kind"].__name__.upper()
-            parser.add_argument(*names, type=about["kind"], choices=about["choices"], metavar=metavar, default=one.default, help=text)
+            parser.add_argument(*names, type=about["kind"], choices=about["choices"], metavar=metavar,
+                                default=one.default, help=text)
     return parser
 
 

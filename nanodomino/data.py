@@ -54,7 +54,8 @@ class Batch:
 
     def split(self, count: int) -> list["Batch"]:
         """Cut along the samples into `count` parts whose sizes differ by one at most; the longer ones come first."""
-        parts = zip(*(tensor.tensor_split(count) for tensor in (self.tokens, self.labels, self.loss_mask, self.positions)))
+        parts = zip(*(tensor.tensor_split(count)
+                      for tensor in (self.tokens, self.labels, self.loss_mask, self.positions)))
         ids = iter(self.sample_ids)
         return [Batch(*part, [next(ids) for _ in range(len(part[0]))]) for part in parts]
 
@@ -75,14 +76,17 @@ class Corpus:
     meta: dict                  # the whole of meta.json
 
     def tokenizer(self) -> tiktoken.Encoding:
-        files = (self.path / name if name else None for name in (self.meta.get("vocab_file"), self.meta.get("merge_file")))
+        files = (self.path / name if name else None
+                 for name in (self.meta.get("vocab_file"), self.meta.get("merge_file")))
         encoding = build_tokenizer(self.tokenizer_name, *files)
-        require(encoding.n_vocab == self.vocab_size, f"{self.path / 'meta.json'} records a vocabulary of {self.vocab_size} tokens, but its "
-                f"tokenizer {self.tokenizer_name} has {encoding.n_vocab}; prepare the text again")
+        require(encoding.n_vocab == self.vocab_size,
+                f"{self.path / 'meta.json'} records a vocabulary of {self.vocab_size} tokens, but its tokenizer "
+                f"{self.tokenizer_name} has {encoding.n_vocab}; prepare the text again")
         return encoding
 
     def verify(self):
-        """Read every byte: checksums and the largest token id. Raises UserError. Too slow for each start of a big run."""
+        """Read every byte: checksums and the largest token id. Raises UserError.
+        Too slow for each start of a big run."""
         for split in SPLITS:
             path = self.path / f"{split}.bin"
             require(file_sha256(path) == self.sha256[split],
@@ -106,10 +110,12 @@ def load_corpus(folder) -> Corpus:
             f"data/prepare.py --input {folder} --output {folder}-tokens")
     require(os.path.isdir(folder), f"there is no data folder {folder}; make one with data/prepare.py --output {folder}")
     path = folder / "meta.json"
-    require(os.path.isfile(path), f"{folder} is not a folder made by data/prepare.py, as it has no meta.json; prepare another folder")
+    require(os.path.isfile(path),
+            f"{folder} is not a folder made by data/prepare.py, as it has no meta.json; prepare another folder")
     try:
         meta = json.loads(path.read_text("utf-8"))
-        require(meta.get("format") == FORMAT, f"{path} is of format {meta.get('format')!r}, but this version reads {FORMAT!r}; "
+        require(meta.get("format") == FORMAT,
+                f"{path} is of format {meta.get('format')!r}, but this version reads {FORMAT!r}; "
                 f"prepare the text again")
         corpus = Corpus(
             path=folder, tokenizer_name=str(meta["tokenizer"]), vocab_size=int(meta["vocab_size"]),
@@ -119,16 +125,20 @@ def load_corpus(folder) -> Corpus:
             unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from error
-    require(corpus.tokenizer_name in TOKENIZERS, f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version knows "
+    require(corpus.tokenizer_name in TOKENIZERS,
+            f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version knows "
             f"{', '.join(TOKENIZERS)}; prepare the text again")
     largest = 256 ** corpus.dtype.itemsize
-    require(0 <= corpus.end_of_text < corpus.vocab_size <= largest, f"{path} must have 0 <= end_of_text < vocab_size <= {largest}, but has "
+    require(0 <= corpus.end_of_text < corpus.vocab_size <= largest,
+            f"{path} must have 0 <= end_of_text < vocab_size <= {largest}, but has "
             f"end_of_text {corpus.end_of_text} and vocab_size {corpus.vocab_size}; prepare the text again")
     for split in SPLITS:
         path, expected = folder / f"{split}.bin", corpus.tokens[split] * corpus.dtype.itemsize
-        require(os.path.isfile(path) and os.access(path, os.R_OK), f"{path} is missing or may not be read; prepare the text again")
+        require(os.path.isfile(path) and os.access(path, os.R_OK),
+                f"{path} is missing or may not be read; prepare the text again")
         found = path.stat().st_size
-        require(found == expected, f"{path} should hold {corpus.tokens[split]} tokens in {expected} bytes, but has {found} bytes; "
+        require(found == expected,
+                f"{path} should hold {corpus.tokens[split]} tokens in {expected} bytes, but has {found} bytes; "
                 "prepare the text again")
     return corpus
 
@@ -137,11 +147,14 @@ class TokenDataset:
     """One split as batches of windows of `seq_length` tokens. Raises UserError if there is not a single window."""
 
     def __init__(self, corpus: Corpus, split: str, seq_length: int, seed: int, eod_mask_loss: bool = False):
-        self.corpus, self.split, self.seq_length, self.seed, self.eod_mask_loss = corpus, split, seq_length, seed, eod_mask_loss
+        self.corpus, self.split, self.seq_length, self.seed, self.eod_mask_loss = (
+            corpus, split, seq_length, seed, eod_mask_loss)
         count = corpus.tokens[split]
         self.windows = max(count - 1, 0) // seq_length
-        require(self.windows > 0, f"the {split} split of {corpus.path} has {count} tokens, but one sample needs seq-length + 1 = "
-                f"{seq_length + 1}; lower --seq-length, prepare more text, or give {split} more of it with data/prepare.py --split")
+        require(self.windows > 0,
+                f"the {split} split of {corpus.path} has {count} tokens, but one sample needs seq-length + 1 = "
+                f"{seq_length + 1}; lower --seq-length, prepare more text, or give {split} more of it with "
+                "data/prepare.py --split")
         self.row = np.memmap(corpus.path / f"{split}.bin", corpus.dtype, mode="r")
         self.epoch, self.order = None, None
 
@@ -149,12 +162,14 @@ class TokenDataset:
         """The window that training reads as its sample number `sample`; no window twice in an epoch."""
         epoch, place = divmod(sample, self.windows)
         if epoch != self.epoch:
-            self.epoch, self.order = epoch, np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.windows)
+            self.epoch, self.order = (
+                epoch, np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.windows))
         return int(self.order[place])
 
     def batch(self, step: int, microbatch: int, dp_rank: int, dp: int, micro_batch_size: int, global_batch_size: int,
               shuffle: bool = True) -> Batch:
-        """The rows of one microbatch on one replica. `shuffle=False` is evaluation: windows in order, then empty rows."""
+        """The rows of one microbatch on one replica.
+        `shuffle=False` is evaluation: windows in order, then empty rows."""
         require(global_batch_size % (dp * micro_batch_size) == 0,
                 f"global-batch-size {global_batch_size} must be divisible by micro-batch-size x data parallel = "
                 f"{micro_batch_size} x {dp} = {micro_batch_size * dp}")
@@ -170,7 +185,8 @@ class TokenDataset:
             start = (self.window_of(sample) if shuffle else sample) * s
             rows[i] = self.row[start:start + s + 1]
         # An id outside the vocabulary would end as an unreadable device-side assert in the embedding.
-        require(rows.max() < self.corpus.vocab_size, f"{self.corpus.path / self.split}.bin holds token id {rows.max()}, outside the "
+        require(rows.max() < self.corpus.vocab_size,
+                f"{self.corpus.path / self.split}.bin holds token id {rows.max()}, outside the "
                 f"vocabulary of {self.corpus.vocab_size}; prepare the text again")
         rows = torch.from_numpy(rows)
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

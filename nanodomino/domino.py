@@ -1,7 +1,8 @@
 """Domino: hide tensor parallelism's wires behind another slice's work (2409.15241, section 3).
 
 Tensor parallelism stops at every sum: the row-parallel matmul is done, its all-reduce travels, the processor waits.
-But samples do not depend on each other. Cut the microbatch into slices, and while slice 0's sum travels compute slice 1:
+But samples do not depend on each other. Cut the microbatch into slices, and while slice 0's sum travels compute
+slice 1:
 
     one slice     compute  [ A  ]      [ M  ]      [ A  ]      [ M  ]          A, M: attention, MLP
                   wires          ~~~~~~      ~~~~~~      ~~~~~~      ~~~~~~
@@ -9,12 +10,12 @@ But samples do not depend on each other. Cut the microbatch into slices, and whi
     two slices    compute  [a][b][a][b][a][b][a][b]                            a, b: the slices
                   wires       ~a~~b~~a~~b~~a~~b~~a~~b~
 
-This is cooperative multitasking. A slice is a Python generator that *yields whenever it has put something on the wires*,
-and `interleave` resumes them in turn. Every rank resumes in the same order, so every rank issues the same collectives in
-the same order: no tags, no locks, no races.
+This is cooperative multitasking. A slice is a Python generator that *yields whenever it has put something on the
+wires*, and `interleave` resumes them in turn. Every rank resumes in the same order, so every rank issues the same
+collectives in the same order: no tags, no locks, no races.
 
-Backward cannot be left to autograd. It would resume the slice that is waiting, since that node was recorded last. So the
-forward keeps a tape, and backward is a second generator that walks it:
+Backward cannot be left to autograd. It would resume the slice that is waiting, since that node was recorded last. So
+the forward keeps a tape, and backward is a second generator that walks it:
 
     forward, each sublayer                              backward, the same sublayer
       x, h = bridge(x, y)       graph of its own          g_a = g_y W2
@@ -31,8 +32,8 @@ off at its inputs. Weight gradients are deferred until the input gradient's redu
 The column split (section 3.3) works within a slice, also at batch 1: the output features of the row-parallel product,
 and of the column-parallel input gradient, in chunks, each chunk's reduce under way while the next is computed.
 
-With one slice this is Megatron's tensor parallelism: forward it blocks, backward the weight gradients are its cover. With
-tp = 1 there are no wires and nothing ever waits.
+With one slice this is Megatron's tensor parallelism: forward it blocks, backward the weight gradients are its cover.
+With tp = 1 there are no wires and nothing ever waits.
 """
 
 from collections import deque
@@ -59,7 +60,8 @@ def interleave(generators, trace):
 
 
 def bridge(x, y, bias, mask, norm_weight, norm_bias, epsilon):
-    """Close the sublayer before (y is its sum over ranks; None at a stage's start), open the next: x', h, all [b, s, h]."""
+    """Close the sublayer before (y is its sum over ranks; None at a stage's start), open the next:
+    x', h, all [b, s, h]."""
     if y is not None:
         x = close_residual(x, y, bias, mask)
     return x, norm(x, norm_weight, norm_bias, epsilon)
@@ -68,8 +70,8 @@ def bridge(x, y, bias, mask, norm_weight, norm_bias, epsilon):
 class Segment:
     """A piece of the forward with an autograd graph of its own, cut off at its inputs.
 
-    inputs: tensors whose gradients backward() returns (None is passed through); weights: parameters whose gradients it adds to
-    their main_grad. Without `training` there is no graph.
+    inputs: tensors whose gradients backward() returns (None is passed through); weights: parameters whose gradients it
+    adds to their main_grad. Without `training` there is no graph.
     """
 
     def __init__(self, training, function, inputs, weights=()):
@@ -123,7 +125,8 @@ class Domino:
         self.model, self.mesh, self.trace = model, model.mesh, trace
         self.group = model.mesh.tp_group
         self.slices, self.columns = slices, columns
-        compiled = (lambda function: torch.compile(function, backend=compile_backend)) if compile_backend else (lambda function: function)
+        compiled = ((lambda function: torch.compile(function, backend=compile_backend)) if compile_backend
+                    else (lambda function: function))
         self.bridge, self.close_residual = compiled(bridge), compiled(close_residual)
         # Without wires to hide, a compiled layer is one graph.
         self.whole_layer = compiled(Layer.forward) if compile_backend and self.mesh.tp == 1 else None
@@ -139,7 +142,8 @@ class Domino:
         """
         count = min(self.slices, len(batch.tokens))
         hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
-        pieces = [Slice(index, part, hiddens[index], Dropout(self.model.config, self.mesh, part.sample_ids if training else None), training)
+        pieces = [Slice(index, part, hiddens[index],
+                        Dropout(self.model.config, self.mesh, part.sample_ids if training else None), training)
                   for index, part in enumerate(batch.split(count))]
         with torch.no_grad():
             interleave([self.forward_slice(piece) for piece in pieces], self.trace)
@@ -163,7 +167,8 @@ class Domino:
         results = [None] * len(pieces)
         gradients = gradient.tensor_split(len(pieces))
         with torch.no_grad():
-            interleave([self.backward_slice(piece, gradients[piece.index], results, finish) for piece in pieces], self.trace)
+            interleave([self.backward_slice(piece, gradients[piece.index], results, finish) for piece in pieces],
+                       self.trace)
         if self.model.pre_process:
             return None
         return results[0] if len(results) == 1 else torch.cat(results)
@@ -177,7 +182,8 @@ class Domino:
             words = model.embedding.word_embeddings.partial(piece.batch.tokens)
             yield from self.all_reduce(piece, "embedding", words)
             mask = piece.masks.hidden("embedding", words)
-            piece.entrance = Segment(piece.training, lambda words: model.embedding.add_positions(words, piece.batch.positions, mask),
+            piece.entrance = Segment(piece.training,
+                                     lambda words: model.embedding.add_positions(words, piece.batch.positions, mask),
                                      [words], [model.embedding.position_embeddings.weight])
             (x,) = piece.entrance.outputs
         for layer in model.layers.values():
@@ -189,7 +195,9 @@ class Domino:
         if model.post_process:
             yield from self.forward_head(piece, x, y, bias, mask)
         else:
-            piece.exit = Segment(piece.training, lambda x, y: x if y is None else self.close_residual(x, y, bias, mask), [x, y], [bias])
+            piece.exit = Segment(piece.training,
+                                 lambda x, y: x if y is None else self.close_residual(x, y, bias, mask),
+                                 [x, y], [bias])
             piece.output = piece.exit.outputs[0].detach()
         if not piece.training:
             piece.entrance = piece.exit = piece.softmax = None
@@ -207,7 +215,8 @@ class Domino:
         x, h = (output.detach() for output in opened.outputs)
         with self.trace.span("matmul", slice=piece.index, site=sublayer.site):
             c = h @ sublayer.column.weight.t()
-        core = Segment(piece.training, lambda c: self.cores[type(sublayer)](sublayer, c, sublayer.column.bias, core_mask),
+        core = Segment(piece.training,
+                       lambda c: self.cores[type(sublayer)](sublayer, c, sublayer.column.bias, core_mask),
                        [c], [sublayer.column.bias])
         activation = core.outputs[0].detach()
 
@@ -236,7 +245,8 @@ class Domino:
         piece.exit = self.open(piece, x, y, bias, mask, model.final_norm)
         piece.head_input = piece.exit.outputs[1].detach()
         with self.trace.span("matmul", slice=piece.index, site="head"):
-            steps = cross_entropy_steps(piece.head_input @ vocabulary.logits_weight().t(), piece.batch.labels, vocabulary)
+            steps = cross_entropy_steps(piece.head_input @ vocabulary.logits_weight().t(), piece.batch.labels,
+                                        vocabulary)
         while True:
             try:
                 tensor, op = next(steps)
@@ -267,15 +277,16 @@ class Domino:
             words = model.embedding.word_embeddings
             row, inside = words.locate(piece.batch.tokens)
             grad_words = grad_words * inside.unsqueeze(-1)
-            words.weight.main_grad.index_add_(0, row.flatten(), grad_words.flatten(0, 1).to(words.weight.main_grad.dtype))
+            words.weight.main_grad.index_add_(0, row.flatten(),
+                                              grad_words.flatten(0, 1).to(words.weight.main_grad.dtype))
             finish(model.embedding)
         results[piece.index] = grad_x
 
     def backward_sublayer(self, piece, link, grad_x, grad_y, finish):
         """Generator: gradients of x' and of y, the sum -> gradients of the sublayer's own x and y.
 
-        y is a sum over ranks, and the gradient of a sum is the gradient of each part: no wires there. h was copied to every
-        rank, so its gradient is the sum of theirs: the wires.
+        y is a sum over ranks, and the gradient of a sum is the gradient of each part: no wires there. h was copied to
+        every rank, so its gradient is the sum of theirs: the wires.
         """
         sublayer = link.sublayer
         with self.trace.span("matmul", slice=piece.index, site=sublayer.site):
@@ -291,7 +302,8 @@ class Domino:
     def backward_head(self, piece, gradient, finish):
         """Generator: gradient of the losses [b, s] -> gradients of x and y before the final norm."""
         model, (vocabulary,) = self.model, self.model.head
-        grad_logits = cross_entropy_gradient(piece.softmax, piece.batch.labels, gradient.to(piece.softmax.dtype), vocabulary)
+        grad_logits = cross_entropy_gradient(piece.softmax, piece.batch.labels, gradient.to(piece.softmax.dtype),
+                                             vocabulary)
         grad_logits = grad_logits.to(piece.head_input.dtype)
         grad_h = yield from self.input_gradient(piece, "head", grad_logits, vocabulary.logits_weight(), [
             (vocabulary.weight.main_grad[:vocabulary.width], grad_logits, piece.head_input)])

@@ -2,12 +2,13 @@
 
     window of tokens -> stage 0 -> ... -> last stage -> logits of the next token -> draw -> tell everybody
 
-Each tensor-parallel rank gathers the whole row of logits and draws with a generator of the same seed, so all draw the same
-token without talking; the last stage then tells it to the stages before.
+Each tensor-parallel rank gathers the whole row of logits and draws with a generator of the same seed, so all draw the
+same token without talking; the last stage then tells it to the stages before.
 
-**Key-value cache.** Attention needs the keys and values of all tokens before, and they do not change when one is added. So they
-are kept, and a new token costs one position of every layer, however long the text is. Positions are learned, so a window that is full
-can't slide by one token (each would move to another position and change everything): its later half is kept and read anew.
+**Key-value cache.** Attention needs the keys and values of all tokens before, and they do not change when one is added.
+So they are kept, and a new token costs one position of every layer, however long the text is. Positions are learned, so
+a window that is full can't slide by one token (each would move to another position and change everything): its later
+half is kept and read anew.
 
     python -m nanodomino.generate --load runs/nano-001 --prompt "def " --max-tokens 200
     torchrun --nproc_per_node 2 -m nanodomino.generate --tp 2 --load runs/nano-001 --prompt "def "      # the same text
@@ -47,8 +48,10 @@ class Cache:
 
     def __init__(self, model: GPT):
         self.model, self.length = model, 0
-        shape = (1, model.config.num_attention_heads // model.mesh.tp, model.config.max_position_embeddings, model.config.head_dim)
-        self.kept = {sublayer.site: torch.zeros(2, *shape, device=model.mesh.device, dtype=getattr(torch, model.config.dtype))
+        shape = (1, model.config.num_attention_heads // model.mesh.tp, model.config.max_position_embeddings,
+                 model.config.head_dim)
+        self.kept = {sublayer.site: torch.zeros(2, *shape, device=model.mesh.device,
+                                                dtype=getattr(torch, model.config.dtype))
                      for sublayer in model.sublayers if isinstance(sublayer, Attention)}
 
     def attend(self, attention: Attention, qkv):
@@ -61,7 +64,8 @@ class Cache:
         return context.transpose(1, 2).flatten(2)
 
     def stage(self, tokens, hidden):
-        """The stage on m new tokens [1, m] (hidden [1, m, h] from the stage before) -> hidden, or logits of this rank's words."""
+        """The stage on m new tokens [1, m] (hidden [1, m, h] from the stage before) -> hidden,
+        or logits of this rank's words."""
         model, x = self.model, hidden
         positions = torch.arange(self.length, self.length + tokens.size(1), device=tokens.device).unsqueeze(0)
         if model.pre_process:
@@ -79,8 +83,8 @@ class Cache:
 
 
 @torch.no_grad()
-def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0, seed=0,
-             use_cache=True) -> list[int]:
+def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0,
+             seed=0, use_cache=True) -> list[int]:
     """tokens (at least one) plus max_tokens more. Called by every rank of a replica with the same arguments.
 
     vocab_size: of the tokenizer, which may be smaller than the model's; nothing beyond it is written.
@@ -117,7 +121,8 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
 
 def command_line(arguments: list[str]) -> argparse.Namespace:
     """The flags; raises UserError."""
-    parser = argparse.ArgumentParser("python -m nanodomino.generate", description="Let a trained model go on with a text.", allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m nanodomino.generate",
+                                     description="Let a trained model go on with a text.", allow_abbrev=False)
     parser.add_argument("--load", required=True, help="a checkpoint, or the folder of a run (its newest one)")
     parser.add_argument("--prompt", default="", help="the text to go on with (default: the end-of-text token)")
     parser.add_argument("--max-tokens", type=int, default=200)
@@ -125,28 +130,35 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=0, help="tokens to choose among; 0 for all")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--tp", type=int, default=None, help="tensor-parallel processes (default: all of torchrun's)")
-    parser.add_argument("--data-path", default=None, help="the data folder with the tokenizer (default: the training run's)")
+    parser.add_argument("--data-path", default=None,
+                        help="the data folder with the tokenizer (default: the training run's)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True, help="keep keys and values")
     parser.error = lambda message: (_ for _ in ()).throw(UserError(message))
     flags = parser.parse_args(arguments)
-    require(flags.max_tokens >= 0 and flags.top_k >= 0 and flags.seed >= 0, "--max-tokens, --top-k and --seed must be at least 0, "
+    require(flags.max_tokens >= 0 and flags.top_k >= 0 and flags.seed >= 0,
+            "--max-tokens, --top-k and --seed must be at least 0, "
             f"but are {flags.max_tokens}, {flags.top_k} and {flags.seed}")
-    require(0.0 <= flags.temperature < float("inf"), f"--temperature must be a finite number of at least 0, but is {flags.temperature}")
+    require(0.0 <= flags.temperature < float("inf"),
+            f"--temperature must be a finite number of at least 0, but is {flags.temperature}")
     return flags
 
 
 def main(arguments: list[str], place: Place) -> int:
-    """One text from a checkpoint of any layout, on as many tensor-parallel processes as there are. Returns the exit code."""
+    """One text from a checkpoint of any layout, on as many tensor-parallel processes as there are.
+    Returns the exit code."""
     flags = command_line(arguments)
     tp = flags.tp or place.world_size
-    require(tp == place.world_size, f"--tp {tp} needs {tp} processes, but there are {place.world_size}; start torchrun --nproc_per_node {tp}")
+    require(tp == place.world_size,
+            f"--tp {tp} needs {tp} processes, but there are {place.world_size}; start torchrun --nproc_per_node {tp}")
     folder = find_checkpoint(Path(flags.load))
-    saved = dataclasses.replace(Config(**read_manifest(folder)["config"]), tensor_model_parallel_size=tp, pipeline_model_parallel_size=1,
-                                data_parallel_size=1, micro_batch_size=1, slices=1, columns=1, device=flags.device)
+    saved = dataclasses.replace(Config(**read_manifest(folder)["config"]), tensor_model_parallel_size=tp,
+                                pipeline_model_parallel_size=1, data_parallel_size=1, micro_batch_size=1, slices=1,
+                                columns=1, device=flags.device)
     config = saved.resolve(place.world_size).with_vocabulary(saved.vocab_size)
     corpus = load_corpus(flags.data_path or saved.data_path)
-    require(corpus.vocab_size <= config.vocab_size, f"the tokenizer of {corpus.path} has {corpus.vocab_size} tokens, but the model "
+    require(corpus.vocab_size <= config.vocab_size,
+            f"the tokenizer of {corpus.path} has {corpus.vocab_size} tokens, but the model "
             f"{config.vocab_size}; give the --data-path that it was trained on")
     tokenizer, device = corpus.tokenizer(), find_device(config, place)
 
@@ -156,11 +168,13 @@ def main(arguments: list[str], place: Place) -> int:
     load_weights(folder, model, mesh)
     prompt = tokenizer.encode_ordinary(flags.prompt) or [corpus.end_of_text]
     begin = time.perf_counter()
-    tokens = generate(model, mesh, prompt, flags.max_tokens, corpus.vocab_size, flags.temperature, flags.top_k, flags.seed, flags.cache)
+    tokens = generate(model, mesh, prompt, flags.max_tokens, corpus.vocab_size, flags.temperature, flags.top_k,
+                      flags.seed, flags.cache)
     seconds = time.perf_counter() - begin
     print(flags.prompt + tokenizer.decode(tokens[len(prompt):]))
     if place.rank == 0:
-        print(f"{flags.max_tokens} tokens in {seconds:.2f} s, {flags.max_tokens / seconds:.1f} tokens/s", file=sys.stderr)
+        print(f"{flags.max_tokens} tokens in {seconds:.2f} s, {flags.max_tokens / seconds:.1f} tokens/s",
+              file=sys.stderr)
     dist.barrier()
     dist.destroy_process_group()
     return 0

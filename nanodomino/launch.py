@@ -3,10 +3,10 @@
 Begin: everything that can be wrong is found before a process group forms, by every rank alike; then the run's folder
 is found or made, with the newest sound checkpoint in it.
 
-End: a run may be told to stop (SIGTERM, Ctrl-C), lose a rank (kill -9, out of memory), or wait for one that hangs. Nobody
-waits for ever: a rank whose neighbour is gone gets an error from its next collective at once, one whose neighbour is silent
-after --timeout seconds. torchrun ends all ranks as soon as one has ended, so the one that has something to tell must speak first,
-and those that only lost a neighbour keep still for a moment.
+End: a run may be told to stop (SIGTERM, Ctrl-C), lose a rank (kill -9, out of memory), or wait for one that hangs.
+Nobody waits for ever: a rank whose neighbour is gone gets an error from its next collective at once, one whose
+neighbour is silent after --timeout seconds. torchrun ends all ranks as soon as one has ended, so the one that has
+something to tell must speak first, and those that only lost a neighbour keep still for a moment.
 """
 
 import itertools
@@ -29,7 +29,8 @@ from nanodomino.mesh import Place, find_place
 
 # Of a run that goes on in its own folder: a change would make the rest of the data another one.
 RUN_SETTINGS = (*MODEL_SETTINGS, "seq_length", "global_batch_size", "seed", "eod_mask_loss", "data_sha256")
-LONELY = ("peer", "remote", "Broken pipe", "Timed out", "timed out", "timeout", "NCCL")       # words of errors that follow from another's end
+# words of errors that follow from another's end
+LONELY = ("peer", "remote", "Broken pipe", "Timed out", "timed out", "timeout", "NCCL")
 
 
 # ---- the run's folder
@@ -41,12 +42,15 @@ def find_run(config: Config, place: Place) -> tuple[Path, Path | None]:
         require(not run_dir.is_file(), f"--run-dir {run_dir} is a file; choose another name")
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.run_dir is None:
-            run_dir = next_folder(run_dir, config.model, again=place.restarted, launch=os.environ.get("TORCHELASTIC_RUN_ID", ""))
-        tempfile.TemporaryFile(dir=run_dir).close()            # can files be made there? better asked now than at the first write
+            run_dir = next_folder(run_dir, config.model, again=place.restarted,
+                                  launch=os.environ.get("TORCHELASTIC_RUN_ID", ""))
+        # can files be made there? better asked now than at the first write
+        tempfile.TemporaryFile(dir=run_dir).close()
         checkpoint = newest_sound(run_dir)
         known = (run_dir / "config.json").exists()
         require(known or checkpoint or not (run_dir / "metrics.jsonl").exists(),
-                f"--run-dir {run_dir} holds a metrics.jsonl but no config.json, so it is no run to go on with; choose another folder")
+                f"--run-dir {run_dir} holds a metrics.jsonl but no config.json, so it is no run to go on with; "
+                "choose another folder")
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} can't be written to ({error.strerror}); choose another folder") from None
     if checkpoint:
@@ -67,7 +71,8 @@ def check_same_run(path: Path, config: Config):
     except (OSError, ValueError, AttributeError):
         return                                                 # killed while it was written: nothing to lose
     require(not differs, f"--run-dir {path.parent} holds a run of other settings ("
-            + ", ".join(f"{name} {saved.get(name)}, here {getattr(config, name)}" for name in differs) + "); choose another folder")
+            + ", ".join(f"{name} {saved.get(name)}, here {getattr(config, name)}" for name in differs)
+            + "); choose another folder")
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -87,7 +92,8 @@ def next_folder(parent: Path, name: str, again: bool, launch: str) -> Path:
     again: torchrun has restarted this run, so the newest folder is meant that this launch has made, if it came so far;
     launch: torchrun's name for it, the same after a restart.
     """
-    for folder in sorted(parent.glob(f"{name}-[0-9]*"), key=lambda folder: (len(folder.name), folder.name), reverse=True) if again else ():
+    for folder in (sorted(parent.glob(f"{name}-[0-9]*"), key=lambda folder: (len(folder.name), folder.name),
+                          reverse=True) if again else ()):
         if (folder / "launch.txt").exists() and (folder / "launch.txt").read_text() == launch:
             return folder
     for number in itertools.count(1):
@@ -105,8 +111,8 @@ def next_folder(parent: Path, name: str, again: bool, launch: str) -> Path:
 class StopSignal:
     """SIGTERM and Ctrl-C: the first asks for a checkpoint after the step, a second one ends the process at once.
 
-    Python runs a handler between two of its own instructions, and a rank that waits for a silent one runs none. So a thread
-    listens, to which the C library's handler passes the signal's number through a pipe.
+    Python runs a handler between two of its own instructions, and a rank that waits for a silent one runs none. So a
+    thread listens, to which the C library's handler passes the signal's number through a pipe.
     """
 
     def __init__(self):
@@ -161,7 +167,8 @@ def fail(place: Place, error: Exception):
     where = f" in step {error.step}" if hasattr(error, "step") else ""
     if isinstance(error, RuntimeError) and any(word in str(error) for word in LONELY):
         time.sleep(0.2)
-        if hasattr(error, "signals") and error.signals.number:         # torchrun is ending all: it knows who was the first
+        # torchrun is ending all: it knows who was the first
+        if hasattr(error, "signals") and error.signals.number:
             os._exit(1)
         text = f"lost its neighbours{where}{silent_ranks(place)}: {error}"
         time.sleep(3)                                          # another rank died: let that one be heard first
@@ -174,7 +181,8 @@ def fail(place: Place, error: Exception):
 def silent_ranks(place: Place) -> str:
     """Which ranks do not say within two seconds that they have lost their neighbours too: those that died or hang."""
     try:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=2))
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                              timeout=timedelta(seconds=2))
         round_ = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store.set(f"nanodomino/lonely/{round_}/{place.rank}", "")
         time.sleep(2)

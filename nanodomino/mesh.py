@@ -49,7 +49,8 @@ def find_place(environment=os.environ) -> Place:
     require(not missing, f"the environment has {', '.join(found)} but not {', '.join(missing)}; "
             "start with torchrun, which sets them all, or unset them for one process")
     for name in (*names, "MASTER_PORT"):
-        require(environment[name].isdecimal(), f"{name} must be a whole number, but the environment has '{environment[name]}'; "
+        require(environment[name].isdecimal(),
+                f"{name} must be a whole number, but the environment has '{environment[name]}'; "
                 "start with torchrun, which sets it, or unset it for one process")
     place = Place(*(int(environment[name]) for name in names), launched=True,
                   restarted=environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
@@ -65,7 +66,8 @@ def find_device(config: Config, place: Place) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and gpus == 0):
         return torch.device("cpu")
     require(gpus > 0, "--device cuda needs a GPU that torch can see, and there is none; try --device cpu")
-    require(place.local_world_size <= gpus, f"{place.local_world_size} processes on this host need as many GPUs, and there "
+    require(place.local_world_size <= gpus,
+            f"{place.local_world_size} processes on this host need as many GPUs, and there "
             f"are {gpus}; start torchrun --nproc_per_node {gpus}, or try --device cpu")
     return torch.device("cuda", place.local_rank)
 
@@ -73,18 +75,25 @@ def find_device(config: Config, place: Place) -> torch.device:
 def start_world(place: Place, device: torch.device, timeout: int):
     """Bring up the default process group: NCCL between GPUs, gloo between CPUs, a world of one without a launcher.
 
-    timeout: seconds that a collective may take before it is an error. Raises UserError if there is no way to the others.
+    timeout: seconds that a collective may take before it is an error.
+    Raises UserError if there is no way to the others.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"      # checkpoints talk on the CPU, behind training
-    alone = {} if place.launched else dict(store=dist.HashStore())
+    # checkpoints talk on the CPU, behind training
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store, patience = dist.HashStore(), timedelta(seconds=timeout)
     try:
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timedelta(seconds=timeout),
-                                device_id=device if device.type == "cuda" else None, **alone)
+        if place.launched:
+            store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=patience))
+            # torchrun --max-restarts keeps its store, and in it the addresses of the dead: every start has names of its own.
+            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, store=store, timeout=patience,
+                                device_id=device if device.type == "cuda" else None)
     except dist.DistNetworkError as error:                                   # a port in use, a host that is not there
-        raise UserError(f"the processes can't meet at MASTER_ADDR {os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
-                        f"({str(error).splitlines()[0]}); choose a free port of a host that all can reach") from None
+        raise UserError(f"the processes can't meet at MASTER_ADDR {os.environ.get('MASTER_ADDR')}, MASTER_PORT "
+                        f"{os.environ.get('MASTER_PORT')} ({str(error).splitlines()[0]}); choose a free port of a host "
+                        "that all can reach") from None
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,8 @@ class Mesh:
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     pp_forward_group: dist.ProcessGroup           # activations travel down the stages here
-    pp_backward_group: dist.ProcessGroup          # gradients travel up here: NCCL runs one group's messages in order, and
-                                                  # the two directions must not wait for each other
+    pp_backward_group: dist.ProcessGroup          # gradients travel up here: NCCL runs one group's messages in order,
+                                                  # and the two directions must not wait for each other
     embedding_group: dist.ProcessGroup | None     # first and last stage, which both hold a tied embedding
 
     def rank_of(self, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
@@ -123,10 +132,11 @@ class Mesh:
     def picture(self, stages: list[str]) -> str:
         """The box as text; stages[i] says what stage i holds."""
         width = len(str(self.pp * self.dp * self.tp - 1))
-        lines = [f"rank grid: {self.pp} pp x {self.dp} dp x {self.tp} tp; a bracket is a tensor-parallel group, a column of "
-                 "brackets a replica"]
+        lines = [f"rank grid: {self.pp} pp x {self.dp} dp x {self.tp} tp; a bracket is a tensor-parallel group, a "
+                 "column of brackets a replica"]
         for stage in range(self.pp):
-            brackets = ("[" + " ".join(f"{self.rank_of(stage, d, t):{width}d}" for t in range(self.tp)) + "]" for d in range(self.dp))
+            brackets = ("[" + " ".join(f"{self.rank_of(stage, d, t):{width}d}" for t in range(self.tp)) + "]"
+                        for d in range(self.dp))
             lines.append(f"  stage {stage}   {'  '.join(brackets)}   {stages[stage]}")
         return "\n".join(lines)
 

@@ -7,8 +7,8 @@ of them. Written around the wires (reduce), every sublayer is the same three ste
     partial   sharded, matrix products     y_partial = W2 core(W1 h)
     reduce    the wires                    y = sum over tp ranks of y_partial
 
-    tokens -> embed -> g -> | norm -> f -> W1 -> attention -> W2 -> g -> + | norm -> f -> W1 -> gelu -> W2 -> g -> + | ...
-                                                                                              ... | norm -> f -> head
+    tokens -> embed -> g -> | norm -> f -> W1 -> attention -> W2 -> g -> +
+                            | norm -> f -> W1 -> gelu -> W2 -> g -> + | ... | norm -> f -> head
 
 Here the pieces are called in a row, with the blocking f and g of parallel.py and plain autograd: that is the
 *definition* of the model, and what every faster schedule is tested against. domino.py calls the very same pieces in
@@ -29,8 +29,8 @@ from torch import nn
 
 from nanodomino.config import Config
 from nanodomino.mesh import Mesh
-from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, copy_to_tensor_parallel,
-                                 gather_logits, parameter, vocab_parallel_cross_entropy)
+from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding,
+                                 copy_to_tensor_parallel, gather_logits, parameter, vocab_parallel_cross_entropy)
 
 
 def stage_layers(num_layers: int, stage: int, stages: int) -> range:
@@ -46,7 +46,8 @@ def drop(x, mask):
 
 
 def close_residual(x, y, bias, mask):
-    """x + dropout(y + bias): what a sublayer adds, once the sum over ranks is there. All [b, s, h]; mask may be None."""
+    """x + dropout(y + bias): what a sublayer adds, once the sum over ranks is there.
+    All [b, s, h]; mask may be None."""
     return x + drop(y + bias, mask)
 
 
@@ -106,7 +107,8 @@ class Attention(Sublayer):
         return (qkv + bias).view(b, s, self.heads, 3, self.head_dim).permute(3, 0, 2, 1, 4)
 
     def core(self, qkv, bias, mask):
-        """qkv [b, s, 3h/t], without its bias -> [b, s, h/t]. mask: dropout of the probabilities [b, n/t, s, s] or None."""
+        """qkv [b, s, 3h/t], without its bias -> [b, s, h/t].
+        mask: dropout of the probabilities [b, n/t, s, s] or None."""
         b, s, _ = qkv.shape
         q, k, v = self.split_heads(qkv, bias)
         if mask is None:
@@ -168,7 +170,8 @@ class Embedding(nn.Module):
 
 
 class Dropout:
-    """Masks as a pure function of (seed, sample, site), on one type of device: the layout never shows, not even in dropout.
+    """Masks as a pure function of (seed, sample, site), on one type of device:
+    the layout never shows, not even in dropout.
 
     A mask is drawn for the whole sample and all heads, from a generator seeded by the sample's number in the run (its
     place in the data order) and the name of the site. So tensor-parallel ranks agree where the stream is replicated,
@@ -194,12 +197,15 @@ class Dropout:
         return self.draw(site, x.shape[1:], self.config.hidden_dropout, x)
 
     def sublayer(self, sublayer: Sublayer, x):
-        """(core, hidden): for the attention probabilities of this rank's heads [b, n/t, s, s], and for what is added."""
+        """(core, hidden): for the attention probabilities of this rank's heads [b, n/t, s, s],
+        and for what is added."""
         core, s = None, x.size(1)
         if isinstance(sublayer, Attention):
-            core = self.draw(sublayer.site + ".core", (self.config.num_attention_heads, s, s), self.config.attention_dropout, x)
+            core = self.draw(sublayer.site + ".core", (self.config.num_attention_heads, s, s),
+                             self.config.attention_dropout, x)
         if core is not None:
-            core = core.chunk(self.mesh.tp, dim=1)[self.mesh.tp_rank].clone()     # a view would keep all heads' masks in memory
+            # a view would keep all heads' masks in memory
+            core = core.chunk(self.mesh.tp, dim=1)[self.mesh.tp_rank].clone()
         return core, self.hidden(sublayer.site + ".hidden", x)
 
 
@@ -229,7 +235,8 @@ class GPT(nn.Module):
             self.final_norm = Norm(config, mesh)
             if not tied:
                 self.output_layer = VocabParallelEmbedding(config, mesh)
-            self.head = [self.embedding.word_embeddings if tied else self.output_layer]    # in a list: not a second owner
+            # in a list: not a second owner
+            self.head = [self.embedding.word_embeddings if tied else self.output_layer]
         self.initialize()
 
     @torch.no_grad()
@@ -242,7 +249,8 @@ class GPT(nn.Module):
             if weight.std is None:
                 weight.fill_(weight.value)
                 continue
-            whole = torch.empty(weight.full_shape).normal_(0.0, weight.std, generator=seeded_generator("cpu", self.config.seed, name))
+            whole = torch.empty(weight.full_shape).normal_(
+                0.0, weight.std, generator=seeded_generator("cpu", self.config.seed, name))
             weight.copy_(self.local_part(whole, weight))
 
     def local_part(self, whole, weight):
@@ -289,6 +297,7 @@ def parameter_count(config: Config) -> int:
 
 
 def flops_per_token(config: Config) -> float:
-    """Training FLOPs of a token: 6 N + 12 L h s, N without positions, attention not halved for causality (PaLM, nanoGPT)."""
+    """Training FLOPs of a token: 6 N + 12 L h s, N without positions, attention not halved for causality
+    (PaLM, nanoGPT)."""
     parameters = parameter_count(config) - config.max_position_embeddings * config.hidden_size
     return 6 * parameters + 12 * config.num_layers * config.hidden_size * config.seq_length

@@ -118,7 +118,8 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, config, mesh: Mesh):
         super().__init__()
         self.group = mesh.tp_group
-        self.weight = parameter((config.padded_vocab_size, config.hidden_size), config, mesh, shard_dim=0, std=config.init_method_std)
+        self.weight = parameter((config.padded_vocab_size, config.hidden_size), config, mesh, shard_dim=0,
+                                std=config.init_method_std)
         rows = config.padded_vocab_size // mesh.tp
         self.first = rows * mesh.tp_rank
         self.valid = min(max(config.vocab_size - self.first, 0), rows)
@@ -144,15 +145,16 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def cross_entropy_steps(logits, labels, vocabulary: VocabParallelEmbedding):
-    """Cross entropy of logits [b, s, width] that lie on t ranks, as a generator: yields (tensor, op) for each all-reduce.
+    """Cross entropy of logits [b, s, width] that lie on t ranks, as a generator:
+    yields (tensor, op) for each all-reduce.
 
     loss = log(sum_j exp(z_j - max)) - (z_label - max), in fp32 or wider. Two reduces, the second one packed:
 
         max over ranks [b, s]        without it exp overflows; a local max would differ between ranks
         sum over ranks [2, b, s]     sum of exp, and the label's logit, which one rank alone has
 
-    Returns (loss [b, s], softmax [b, s, width], 0 for padding). The logits are left as they are: `.to(float32)` of fp32 logits is the
-    same storage, so nothing here writes in place but on its own tensors.
+    Returns (loss [b, s], softmax [b, s, width], 0 for padding). The logits are left as they are: `.to(float32)` of fp32
+    logits is the same storage, so nothing here writes in place but on its own tensors.
     """
     row, inside = vocabulary.locate(labels)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

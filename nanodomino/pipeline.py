@@ -1,8 +1,8 @@
 """Pipeline parallelism: schedules are data, and one runner executes them.
 
-Stage r of p holds a run of layers. A global batch is cut into m microbatches, and what a stage does in a step is a list of
-actions, Forward(i) and Backward(i), made by a pure function of (stage, stages, microbatches): it can be printed, counted
-and tested without a process. p = 4, m = 6, a backward twice as long as a forward:
+Stage r of p holds a run of layers. A global batch is cut into m microbatches, and what a stage does in a step is a list
+of actions, Forward(i) and Backward(i), made by a pure function of (stage, stages, microbatches): it can be printed,
+counted and tested without a process. p = 4, m = 6, a backward twice as long as a forward:
 
     stage 0 |F0 F1 F2 F3                   B0 B0 F4 B1 B1 F5 B2 B2    B3 B3    B4 B4    B5 B5
     stage 1 |   F0 F1 F2             B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5            1F1B: at most p - r
@@ -11,19 +11,20 @@ and tested without a process. p = 4, m = 6, a backward twice as long as a forwar
 
 GPipe runs all forwards before the first backward: simpler, and all m are alive at once.
 
-Both leave the same bubble, (p - 1)(F + B) of idle time per step, that is (p - 1)/m of the ideal time. 1F1B (PipeDream-flush,
-2006.09503; 2104.04473, section 2.2) has three phases on stage r:
+Both leave the same bubble, (p - 1)(F + B) of idle time per step, that is (p - 1)/m of the ideal time. 1F1B
+(PipeDream-flush, 2006.09503; 2104.04473, section 2.2) has three phases on stage r:
 
     warm-up    w = min(p - r - 1, m) forwards
     steady     a forward, a backward, in turn: one activation comes, one goes
     cool-down  the w backwards that are left
 
-Messages follow from the actions: Forward(i) takes hidden states from the stage before and gives to the next one; Backward(i)
-takes a gradient from the next stage and gives to the one before. Nothing can deadlock, whatever the size of a message:
-a send does not block (it is waited for `stages` messages later, when the other side has long asked for it), and the
-next receive of each direction is posted as soon as what came before it has been passed on, so in 1F1B its bytes arrive
-while this stage computes the other direction. Passed on first: NCCL carries out the messages of one group in the order in which
-they were posted, and a receive posted before a send would hold it up, all the way round from stage to stage.
+Messages follow from the actions: Forward(i) takes hidden states from the stage before and gives to the next one;
+Backward(i) takes a gradient from the next stage and gives to the one before. Nothing can deadlock, whatever the size of
+a message: a send does not block (it is waited for `stages` messages later, when the other side has long asked for it),
+and the next receive of each direction is posted as soon as what came before it has been passed on, so in 1F1B its bytes
+arrive while this stage computes the other direction. Passed on first: NCCL carries out the messages of one group in the
+order in which they were posted, and a receive posted before a send would hold it up, all the way round from stage to
+stage.
 """
 
 from collections import deque
@@ -108,7 +109,8 @@ def timeline(schedule, stages: int, microbatches: int, forward=1, backward=2) ->
                 done[stage, action] = begin + (forward if up else backward)
                 rows[stage].append((queue.popleft(), begin, done[stage, action]))
         if len(done) == before:
-            raise ValueError(f"the schedule stops with {[str(queue[0]) for queue in queues if queue]} waiting for each other")
+            raise ValueError(f"the schedule stops with {[str(queue[0]) for queue in queues if queue]} waiting for "
+                             "each other")
     return rows
 
 
@@ -123,7 +125,8 @@ def picture(name: str, stages: int, microbatches: int, shown=8) -> str:
     drawn = min(microbatches, shown)
     rows = timeline(SCHEDULES[name], stages, drawn)
     width = len(str(drawn - 1)) + 2
-    lines = [f"schedule {name}: {microbatches} microbatches" + (f" (the first {drawn} drawn)" if drawn < microbatches else "")
+    lines = [f"schedule {name}: {microbatches} microbatches"
+             + (f" (the first {drawn} drawn)" if drawn < microbatches else "")
              + f", bubble {(stages - 1) / microbatches:.0%} of the ideal time"]
     for stage, row in enumerate(rows):
         cells = [""] * row[-1][2]
@@ -169,7 +172,8 @@ class Mail:
         if self.expected[kind]:
             action = self.expected[kind].popleft()
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
-            work = dist.irecv(buffer, self.mesh.stage_rank(self.source(action)), group=self.group(kind), tag=action.microbatch)
+            work = dist.irecv(buffer, self.mesh.stage_rank(self.source(action)), group=self.group(kind),
+                              tag=action.microbatch)
             self.arriving[action] = (buffer, work)
 
     def receive(self, action):
@@ -188,7 +192,8 @@ class Mail:
         kind = type(action)
         if self.target(action) is not None:
             tensor = tensor.contiguous()
-            work = dist.isend(tensor, self.mesh.stage_rank(self.target(action)), group=self.group(kind), tag=action.microbatch)
+            work = dist.isend(tensor, self.mesh.stage_rank(self.target(action)), group=self.group(kind),
+                              tag=action.microbatch)
             self.sent[kind].append((work, tensor))
             if len(self.sent[kind]) > self.mesh.pp:
                 self.sent[kind].popleft()[0].wait()
@@ -209,12 +214,14 @@ class Totals:
     tokens: torch.Tensor
 
 
-def run(actions, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype, on_final=None, trace=NO_TRACE) -> Totals:
+def run(actions, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype, on_final=None,
+        trace=NO_TRACE) -> Totals:
     """Execute a schedule on this stage.
 
-    stage: a Domino; get_batch(microbatch) -> Batch; forward_step(batch, stage, hidden, training) -> (output, tape, loss_func), where
-    loss_func(output) -> (sum of the losses that count, number of tokens that count); hidden_shape: [b, s, h] of a message.
-    Gradients of the loss *sum* are added to each main_grad: the division by the global number of tokens comes once, later.
+    stage: a Domino; get_batch(microbatch) -> Batch; forward_step(batch, stage, hidden, training) -> (output, tape,
+    loss_func), where loss_func(output) -> (sum of the losses that count, number of tokens that count); hidden_shape:
+    [b, s, h] of a message. Gradients of the loss *sum* are added to each main_grad: the division by the global number
+    of tokens comes once, later.
     on_final: see Domino.backward; it is handed to the stage's last backward, which is the schedule's to know.
     """
     mail = Mail(mesh, actions, hidden_shape, dtype)

@@ -25,9 +25,9 @@ from nanodomino.mesh import Mesh
 from nanodomino.model import flops_per_token, parameter_count, stage_layers
 
 # Dense 16-bit peak of one device in FLOP/s, from the makers' data sheets; the longest name that fits counts.
-PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12, "GH200": 989e12,
-              "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12, "L40": 181e12, "L40S": 362e12,
-              "RTX 3090": 71e12, "RTX 4090": 165e12, "T4": 65e12, "V100": 125e12}
+PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12,
+              "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12,
+              "L40": 181e12, "L40S": 362e12, "RTX 3090": 71e12, "RTX 4090": 165e12, "T4": 65e12, "V100": 125e12}
 
 
 def find_peak_flops(config: Config, mesh: Mesh) -> float | None:
@@ -47,7 +47,8 @@ def peak_memory(device) -> int:
 
 
 class Report:
-    """The screen and metrics.jsonl of a run that goes on after `first_step` steps; on other ranks than 0 it keeps silent."""
+    """The screen and metrics.jsonl of a run that goes on after `first_step` steps;
+    on other ranks than 0 it keeps silent."""
 
     def __init__(self, config: Config, corpus: Corpus, mesh: Mesh, run_dir: Path, first_step: int, speaks: bool):
         self.config, self.corpus, self.mesh, self.run_dir, self.speaks = config, corpus, mesh, run_dir, speaks
@@ -65,11 +66,11 @@ class Report:
     def describe(self, first_step: int):
         """The model, the rank grid and the schedule, before the first step."""
         config, mesh = self.config, self.mesh
-        print(f"nanodomino: model {config.model}, {parameter_count(config):,} parameters, {config.dtype} on {mesh.device.type}; "
-              f"{self.corpus.tokens['train']:,} training tokens from {self.corpus.path}")
-        print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = {config.microbatches} microbatches of "
-              f"{config.micro_batch_size} on each of {config.dp} replicas; slices {config.slices}, columns {config.columns}, "
-              f"ZeRO stage {config.zero_stage}")
+        print(f"nanodomino: model {config.model}, {parameter_count(config):,} parameters, {config.dtype} on "
+              f"{mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from {self.corpus.path}")
+        print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = {config.microbatches} "
+              f"microbatches of {config.micro_batch_size} on each of {config.dp} replicas; slices {config.slices}, "
+              f"columns {config.columns}, ZeRO stage {config.zero_stage}")
         held = []
         for stage in range(mesh.pp):
             layers = stage_layers(config.num_layers, stage, mesh.pp)
@@ -89,12 +90,14 @@ class Report:
     def record(self, **values):
         """A line of metrics.jsonl. JSON knows no infinity and no NaN: null."""
         if self.metrics:
-            values = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+            values = {name: None if isinstance(value, float) and not math.isfinite(value) else value
+                      for name, value in values.items()}
             self.unwritten += json.dumps(values).encode() + b"\n"
             try:
                 self.unwritten = self.unwritten[self.metrics.write(self.unwritten):]
                 self.warned = False
-            except OSError as error:                           # a full disk: training is worth more, and there may be room later
+            except OSError as error:
+                # a full disk: training is worth more, and there may be room later
                 if not self.warned:
                     self.say(f"warning: metrics.jsonl can't be written: {error}; training goes on")
                 self.warned = True
@@ -103,8 +106,9 @@ class Report:
         """result: a StepResult."""
         speed = self.tokens_per_step / seconds
         mfu = speed * flops_per_token(self.config) / self.peak_flops if self.peak_flops else None
-        self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate, tokens=step * self.tokens_per_step,
-                    step_ms=seconds * 1000, tokens_per_second=speed, mfu=mfu, skipped=result.skipped)
+        self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate,
+                    tokens=step * self.tokens_per_step, step_ms=seconds * 1000, tokens_per_second=speed,
+                    mfu=mfu, skipped=result.skipped)
         self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
         self.bar.update()
         if result.skipped:
@@ -127,8 +131,9 @@ class Report:
 
 
 def open_metrics(path: Path, first_step: int):
-    """metrics.jsonl to append to, cut back to the steps that count: a run that was killed may have gone on after its last checkpoint,
-    and its last line may be half a line. Cut, not written anew: a kill in between would cost the lines that count. Unbuffered."""
+    """metrics.jsonl to append to, cut back to the steps that count: a run that was killed may have gone on after its
+    last checkpoint, and its last line may be half a line. Cut, not written anew: a kill in between would cost the lines
+    that count. Unbuffered."""
     kept = 0
     for line in path.read_bytes().splitlines(keepends=True) if first_step and path.exists() else []:
         try:

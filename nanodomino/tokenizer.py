@@ -5,7 +5,8 @@
 
 Byte-pair encoding cuts a text into words by a regular expression, starts each word as single bytes and keeps joining
 the neighbours whose union was merged earliest in training (GPT-2's paper, section 2.2). GPT-2 stores this as two files:
-encoder.json (token -> id) and vocab.bpe (the merges, oldest first). Both spell bytes as printable characters, space as Ġ.
+encoder.json (token -> id) and vocab.bpe (the merges, oldest first). Both spell bytes as printable characters,
+space as Ġ.
 """
 
 import json
@@ -28,9 +29,11 @@ def build_tokenizer(name: str, vocab_file=None, merge_file=None) -> tiktoken.Enc
     """The encoding called `name`; `.n_vocab` is its size, `.eot_token` its end-of-text. Raises UserError."""
     require(name in TOKENIZERS, f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}")
     require((vocab_file is None) == (merge_file is None),
-            f"--vocab-file and --merge-file belong together, but only {vocab_file or merge_file} was given; give both or neither")
+            f"--vocab-file and --merge-file belong together, but only {vocab_file or merge_file} was given; "
+            "give both or neither")
     if name == "byte":
-        require(vocab_file is None, f"the byte tokenizer has no files, but {vocab_file} was given; add --tokenizer gpt2 to use them")
+        require(vocab_file is None,
+                f"the byte tokenizer has no files, but {vocab_file} was given; add --tokenizer gpt2 to use them")
         words, ranks, end_of_text = r"(?s:.)", {bytes([byte]): byte for byte in range(256)}, 256
     elif vocab_file is None:
         return download_gpt2()
@@ -46,7 +49,8 @@ def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:
     others = [byte for byte in range(256) if byte not in printable]
     byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
     try:
-        vocabulary, lines = json.loads(Path(vocab_file).read_text("utf-8")), Path(merge_file).read_text("utf-8").split("\n")
+        vocabulary, lines = (json.loads(Path(vocab_file).read_text("utf-8")),
+                             Path(merge_file).read_text("utf-8").split("\n"))
         end_of_text = vocabulary.pop(END_OF_TEXT, len(vocabulary))
         ranks = {bytes(byte_of[character] for character in token): number for token, number in vocabulary.items()}
         merges = [line.split() for line in lines if line.strip() and not line.startswith("#version")]

@@ -1,7 +1,7 @@
 """What a rank did, and when: a list of spans and moments.
 
-Whoever works says so: `with trace.span("matmul", slice=0, site="layers.3.mlp"): ...`, `trace.moment("launch", ...)`. The
-kinds are
+Whoever works says so: `with trace.span("matmul", slice=0, site="layers.3.mlp"): ...`, `trace.moment("launch", ...)`.
+The kinds are
 
     resume             a slice runs until it has put something on the wires; what follows lies within
     matmul             a matrix product on the way forward, or of an input gradient

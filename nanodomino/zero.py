@@ -12,14 +12,16 @@ state; instead each owns 1/dp of it. The step has three phases:
                           | . . . . . . . . . . . . . . . . . . |     main_grad: fp32 when training in 16 bit
     dp = 4                |   rank 0   |   rank 1  |   2  |   3   |   each rank updates its quarter as one tensor
 
-An all-reduce is a reduce-scatter and an all-gather, so ZeRO-1 sends no more bytes than plain data parallelism. Stage 0 is
-the same code with one part: the reduce is an all-reduce, the part is everything, and nothing is gathered.
+An all-reduce is a reduce-scatter and an all-gather, so ZeRO-1 sends no more bytes than plain data parallelism. Stage 0
+is the same code with one part: the reduce is an all-reduce, the part is everything, and nothing is gathered.
 
-Bytes per parameter: 16-bit training 2 + 4 + (4 + 4 + 4)/dp; fp32 training 4 + 4 + (4 + 4)/dp, the master being the weight.
+Bytes per parameter: 16-bit training 2 + 4 + (4 + 4 + 4)/dp; fp32 training 4 + 4 + (4 + 4)/dp,
+the master being the weight.
 
-A bucket holds parameters of one kind, because a flat buffer forgets whose numbers it holds, and three things depend on it:
-decay (matrices only), how often a parameter exists in the world (shards once, replicas on every tp rank, a tied matrix on two
-stages: in the norm each must count once), and whether first and last stage must agree on it before anything else.
+A bucket holds parameters of one kind, because a flat buffer forgets whose numbers it holds, and three things depend on
+it: decay (matrices only), how often a parameter exists in the world (shards once, replicas on every tp rank, a tied
+matrix on two stages: in the norm each must count once), and whether first and last stage must agree on it before
+anything else.
 """
 
 import math
@@ -95,15 +97,17 @@ class ZeroOptimizer:
         decay = [bucket.master for bucket in self.buckets if bucket.kind.decay]
         no_decay = [bucket.master for bucket in self.buckets if not bucket.kind.decay]
         groups = [dict(params=decay, weight_decay=config.weight_decay), dict(params=no_decay, weight_decay=0.0)]
-        self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, eps=config.adam_eps,
-                                       betas=(config.adam_beta1, config.adam_beta2), fused=True)
+        self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr,
+                                       eps=config.adam_eps, betas=(config.adam_beta1, config.adam_beta2), fused=True)
 
     def sort(self, model: GPT):
         """(kind, parameters) of each bucket: in the order of backward, cut at config.bucket_size parameters."""
         open_buckets, full = {}, []
-        tied_copies = [model.embedding.word_embeddings.weight] if self.mesh.pp > 1 and self.config.tied and hasattr(model, "embedding") else []
+        tied_copies = ([model.embedding.word_embeddings.weight]
+                       if self.mesh.pp > 1 and self.config.tied and hasattr(model, "embedding") else [])
         for weight in reversed(list(model.parameters())):
-            kind = Kind(decay=weight.dim() >= 2, sharded=weight.shard_dim is not None, tied=any(weight is copy for copy in tied_copies))
+            kind = Kind(decay=weight.dim() >= 2, sharded=weight.shard_dim is not None,
+                        tied=any(weight is copy for copy in tied_copies))
             bucket = open_buckets.setdefault(kind, [])
             bucket.append(weight)
             if sum(one.numel() for one in bucket) >= self.config.bucket_size:
@@ -137,8 +141,8 @@ class ZeroOptimizer:
             bucket.work = reduce_scatter(bucket.own_grad, bucket.main_grad, group=self.mesh.dp_group, async_op=True)
 
     def finish_reduces(self):
-        """After the last backward: wait for all. Then first and last stage add up what they have of a tied matrix: after the
-        sum over replicas, so that both add the same two numbers and their copies never drift apart."""
+        """After the last backward: wait for all. Then first and last stage add up what they have of a tied matrix:
+        after the sum over replicas, so that both add the same two numbers and their copies never drift apart."""
         assert not any(self.missing.values()), "a gradient was never reported as final"
         for bucket in self.buckets:
             if bucket.work is not None:
@@ -184,15 +188,16 @@ class ZeroOptimizer:
         self.gather_weights()
 
     def sum_over_world(self, totals, stop=False):
-        """One all-reduce of four numbers: loss sum, tokens, sum of squared gradients, each counted once in the world, and how
-        many ranks wish to stop. So all decide alike: to skip a step that is not finite on one of them, to stop after it."""
+        """One all-reduce of four numbers: loss sum, tokens, sum of squared gradients, each counted once in the world,
+        and how many ranks wish to stop. So all decide alike: to skip a step that is not finite on one of them, to stop
+        after it."""
         mine = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
         mine[3] = stop
         if self.mesh.is_last_stage and self.mesh.tp_rank == 0:
             mine[0], mine[1] = totals.loss_sum, totals.tokens
         else:
-            mine[0] += 0.0 * totals.loss_sum                   # what does not count here must be finite all the same, and
-        for bucket in self.buckets:                            # 0 x NaN and 0 x infinity are NaN
+            mine[0] += 0.0 * totals.loss_sum                   # what does not count here must be finite all the same,
+        for bucket in self.buckets:                            # and 0 x NaN and 0 x infinity are NaN
             square = torch.linalg.vector_norm(bucket.own_grad, dtype=torch.float64) ** 2
             mine[2] += square if self.counts_here(bucket.kind) else 0.0 * square
         dist.all_reduce(mine)
