@@ -165,11 +165,11 @@ def test_a_rank_killed_during_a_save_costs_the_steps_since_the_last_one(job, alo
 
 def test_torchrun_restarts_a_killed_run_by_itself_in_the_default_folder(job, alone, tmp_path):
     """The folder that this launch made, not merely the newest one: another run may have begun since."""
-    one = job(None, *LENGTH, "--pp", 2, restarts=3)
+    one = job(None, *LENGTH, "--pp", 2, restarts=3, fault="slow")
     one.wait_for(lambda: one.steps() >= 7)
     shutil.copytree(one.run_dir, tmp_path / "runs" / "nano-002", ignore=lambda *_: ["launch.txt", "checkpoints"])
     one.send(0, signal.SIGKILL)
-    assert one.end() == 0 and "going on after step 5 of 24" in one.output(), one.output()
+    assert one.end() == 0 and "going on after step " in one.output(), one.output()
     assert not differences(one.run_dir, alone("--pp", 2))
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["nano-001", "nano-002"]
 
