@@ -29,8 +29,6 @@ torch.distributed.checkpoint's own record types and nothing else.
 """
 
 import dataclasses
-import hashlib
-import json
 import os
 import pickle
 import shutil
@@ -48,16 +46,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nanodomino.config import Config, UserError, require
+from nanodomino.manifest import (FORMAT, checkpoints_of, discard, file_digest, flush_folder, manifest_text,
+                                 read_manifest, verify)
 from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
 from nanodomino.zero import ZeroOptimizer, all_gather
 
-FORMAT = "nanodomino-checkpoint-1"
 PARTS = ("weight", "exp_avg", "exp_avg_sq")          # of each parameter; the last two as torch.optim.AdamW calls them
-
-# Settings that say what a checkpoint's tensors mean: a run that differs in one of them cannot use it.
-MODEL_SETTINGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings",
-                  "vocab_size", "make_vocab_size_divisible_by", "untie_embeddings_and_output_weights")
 
 
 # ---- tensors under global names
@@ -167,82 +162,6 @@ class CarefulUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-# ---- manifests
-
-def file_digest(path: Path) -> dict:
-    """Size and SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return dict(size=path.stat().st_size, sha256=digest.hexdigest())
-
-
-def manifest_text(content: dict) -> str:
-    """The manifest as it is written: its own checksum is its first line's."""
-    body = {key: value for key, value in content.items() if key != "sha256"}
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return json.dumps({"sha256": digest} | body, indent=1) + "\n"
-
-
-def read_manifest(folder: Path) -> dict:
-    """The manifest of a checkpoint, whole and of a known format, or UserError."""
-    path = folder / "manifest.json"
-    try:
-        text = path.read_text()
-        content = json.loads(text)
-        sound = isinstance(content, dict) and text == manifest_text(content)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder} is not a whole checkpoint: its manifest.json can't be read ({error}); "
-                        "use another one") from None
-    require(sound, f"{path} is damaged: it does not have the checksum that it records; use another checkpoint")
-    require(content.get("format") == FORMAT,
-            f"{path} is of format {content.get('format')!r}, but this version reads {FORMAT!r}; "
-            "use the version that wrote it")
-    return content
-
-
-def verify(folder: Path) -> dict:
-    """Check every byte of a checkpoint; returns its manifest.
-    Raises UserError that names the file and what is wrong with it."""
-    content = read_manifest(folder)
-    for name, expected in content["files"].items():
-        path = folder / name
-        require(path.is_file(), f"{path} is missing; use another checkpoint")
-        found = file_digest(path)
-        require(found["size"] == expected["size"],
-                f"{path} should have {expected['size']} bytes, but has {found['size']}; use another checkpoint")
-        require(found["sha256"] == expected["sha256"],
-                f"{path} is damaged: its SHA-256 is not the recorded one; use another checkpoint")
-    return content
-
-
-def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The checkpoints in a run's folder, newest first."""
-    return sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
-
-
-def newest_sound(run_dir: Path, report=print) -> Path | None:
-    """The newest checkpoint of a run that is sound in every byte; damaged ones are named and passed over."""
-    for folder in checkpoints_of(run_dir):
-        try:
-            verify(folder)
-            return folder
-        except UserError as error:
-            report(f"warning: {error}; going back to the one before")
-    return None
-
-
-def check_settings(folder: Path, config: Config, names: tuple):
-    """Refuse a change that can't be honoured, with both values named."""
-    saved = read_manifest(folder)["config"]
-    for name in names:
-        here = getattr(config, name)
-        require(saved.get(name) == here,
-                f"{folder} was written with {name.replace('_', '-')} {saved.get(name)}, but this run has {here}; "
-                "give the same again, or start another run")
-
-
 # ---- saving, behind training
 
 class Saver:
@@ -328,22 +247,6 @@ class Saver:
         # Later steps than this one are damaged ones that the run was set back behind: they don't count as kept.
         for old in [folder for folder in checkpoints_of(self.run_dir) if folder.name <= final.name][self.keep_last:]:
             discard(old)
-
-
-def discard(folder: Path):
-    """Take away a checkpoint: first its name, so that one that is half deleted isn't taken for whole."""
-    hidden = folder.with_name(f".{folder.name}.discarded")
-    folder.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def flush_folder(folder: Path):
-    """The entries of a folder, onto the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- using a checkpoint without training

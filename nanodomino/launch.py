@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.checkpoint import MODEL_SETTINGS, check_settings, newest_sound, verify
 from nanodomino.config import Config, UserError, require
+from nanodomino.manifest import MODEL_SETTINGS, check_settings, newest_sound, verify
 from nanodomino.mesh import Place, find_place
 
 # Of a run that goes on in its own folder: a change would make the rest of the data another one.

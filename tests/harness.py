@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from reference import Sizes, random_weights, train_reference
 
 import train

@@ -15,10 +15,11 @@ from harness import Outcome, build, difference, reference_for, relative, sizes_o
 from reference import full_shapes
 
 import train
-from nanodomino import checkpoint
-from nanodomino.checkpoint import Saver, check_settings, checkpoints_of, export, load_weights, newest_sound, read_manifest, restore, verify
+from nanodomino.checkpoint import CarefulReader, Saver, export, load_weights, restore
 from nanodomino.config import UserError
 from nanodomino.generate import generate
+from nanodomino.manifest import (MODEL_SETTINGS, check_settings, checkpoints_of, file_digest, manifest_text, newest_sound,
+                                 read_manifest, verify)
 
 # tp, pp, dp, slices, zero stage, schedule
 LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "gpipe"), (1, 1, 2, 1, 1, "1f1b"), (1, 1, 2, 1, 0, "1f1b"), (4, 1, 1, 3, 1, "1f1b"),
@@ -94,7 +95,7 @@ def saved(pool, tmp_path_factory):
 def test_names_say_nothing_of_ranks_and_a_tied_matrix_is_saved_once(saved):
     """Pitfall 21."""
     run_dir, _, config = saved
-    names = checkpoint.CarefulReader(checkpoints_of(run_dir)[0]).read_metadata().state_dict_metadata
+    names = CarefulReader(checkpoints_of(run_dir)[0]).read_metadata().state_dict_metadata
     assert {name: tuple(record.size) for name, record in names.items()} == {
         f"{part}.{name}": tuple(shape) for part in ("weight", "exp_avg", "exp_avg_sq") for name, shape in full_shapes(sizes_of(config)).items()}
 
@@ -168,19 +169,19 @@ def test_no_program_in_a_checkpoint_is_run(saved, tmp_path, index):
     folder = Path(shutil.copytree(checkpoints_of(saved[0])[0], tmp_path / "step-00000003"))
     (folder / ".metadata").write_bytes(index)
     manifest = read_manifest(folder)
-    manifest["files"][".metadata"] = checkpoint.file_digest(folder / ".metadata")
-    (folder / "manifest.json").write_text(checkpoint.manifest_text(manifest))
+    manifest["files"][".metadata"] = file_digest(folder / ".metadata")
+    (folder / "manifest.json").write_text(manifest_text(manifest))
     verify(folder)
     with pytest.raises(UserError, match="index refers to"):
-        checkpoint.CarefulReader(folder).read_metadata()
+        CarefulReader(folder).read_metadata()
     assert not WITNESS.exists()
 
 
 def test_a_change_that_cannot_be_honoured_is_refused_with_both_values(saved):
     folder = checkpoints_of(saved[0])[0]
-    check_settings(folder, config_for(*LAYOUTS[3]), checkpoint.MODEL_SETTINGS)
+    check_settings(folder, config_for(*LAYOUTS[3]), MODEL_SETTINGS)
     with pytest.raises(UserError, match="ffn-hidden-size 64, but this run has 32; give the same again"):
-        check_settings(folder, config_for(*LAYOUTS[0], ffn_hidden_size=32), checkpoint.MODEL_SETTINGS)
+        check_settings(folder, config_for(*LAYOUTS[0], ffn_hidden_size=32), MODEL_SETTINGS)
 
 
 def save_often(config, folder, fail_at):

@@ -218,7 +218,7 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
     m, b, s, h = config.microbatches, config.micro_batch_size, config.seq_length, config.hidden_size
     activation, tokens = b * s * h, b * s
     for rank, (counts, blocking, padded, tied) in enumerate(results):
-        first, last = rank < 4, rank >= 4
+        first = rank < 4
         layers = 3 if first else 2
         calls = m * slices * (4 * layers * columns + (1 if first else columns + 2))
         elements = m * (4 * layers * activation + (activation if first else activation + 3 * tokens))

@@ -15,7 +15,7 @@ import pytest
 from faults import PATIENCE, ROOT, Job, differences, make_corpus, wait_until
 from test_bad_input import needs_proc, shell
 
-from nanodomino.checkpoint import checkpoints_of, verify
+from nanodomino.manifest import checkpoints_of, verify
 from nanodomino.launch import next_folder
 
 pytestmark = needs_proc

@@ -83,7 +83,7 @@ def test_without_run_dir_each_run_gets_a_folder_of_its_own(tmp_path, corpus):
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["nano-001", "nano-002"]
 
 
-@pytest.mark.parametrize("processes, backend", [(None, "aot_eager"), (2, "aot_eager"), (None, "inductor")])
+@pytest.mark.parametrize("processes, backend", [(2, "aot_eager"), (None, "inductor")])
 def test_compiled_runs_give_the_same_losses(tmp_path, corpus, alone, processes, backend):
     """Compute between the wires at tp 2, whole layers at tp 1."""
     run(tmp_path, processes, "--dtype", "float64", "--train-iters", 5, "--run-dir", "A", "--data-path", corpus, "--eval-interval", 3,

@@ -1,0 +1,112 @@
+"""What makes a checkpoint whole: a manifest of every byte, and a name that is given last.
+
+    step-00000100/manifest.json    {"sha256": of the rest of this file, "format", "step", "adam_steps", "config",
+                                    "files": {name: {"size", "sha256"}}}
+
+A folder named step-... was complete when it got its name (see checkpoint.py). What happens to it afterwards, a flipped
+byte, a truncated or a missing file, its manifest finds out, and the checkpoint before is taken.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from nanodomino.config import Config, UserError, require
+
+FORMAT = "nanodomino-checkpoint-1"
+
+# Settings that say what a checkpoint's tensors mean: a run that differs in one of them cannot use it.
+MODEL_SETTINGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings",
+                  "vocab_size", "make_vocab_size_divisible_by", "untie_embeddings_and_output_weights")
+
+
+def file_digest(path: Path) -> dict:
+    """Size and SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return dict(size=path.stat().st_size, sha256=digest.hexdigest())
+
+
+def manifest_text(content: dict) -> str:
+    """The manifest as it is written: its own checksum is its first line's."""
+    body = {key: value for key, value in content.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"sha256": digest} | body, indent=1) + "\n"
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest of a checkpoint, whole and of a known format, or UserError."""
+    path = folder / "manifest.json"
+    try:
+        text = path.read_text()
+        content = json.loads(text)
+        sound = isinstance(content, dict) and text == manifest_text(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{folder} is not a whole checkpoint: its manifest.json can't be read ({error}); "
+                        "use another one") from None
+    require(sound, f"{path} is damaged: it does not have the checksum that it records; use another checkpoint")
+    require(content.get("format") == FORMAT,
+            f"{path} is of format {content.get('format')!r}, but this version reads {FORMAT!r}; "
+            "use the version that wrote it")
+    return content
+
+
+def verify(folder: Path) -> dict:
+    """Check every byte of a checkpoint; returns its manifest.
+    Raises UserError that names the file and what is wrong with it."""
+    content = read_manifest(folder)
+    for name, expected in content["files"].items():
+        path = folder / name
+        require(path.is_file(), f"{path} is missing; use another checkpoint")
+        found = file_digest(path)
+        require(found["size"] == expected["size"],
+                f"{path} should have {expected['size']} bytes, but has {found['size']}; use another checkpoint")
+        require(found["sha256"] == expected["sha256"],
+                f"{path} is damaged: its SHA-256 is not the recorded one; use another checkpoint")
+    return content
+
+
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """The checkpoints in a run's folder, newest first."""
+    return sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
+
+
+def newest_sound(run_dir: Path, report=print) -> Path | None:
+    """The newest checkpoint of a run that is sound in every byte; damaged ones are named and passed over."""
+    for folder in checkpoints_of(run_dir):
+        try:
+            verify(folder)
+            return folder
+        except UserError as error:
+            report(f"warning: {error}; going back to the one before")
+    return None
+
+
+def check_settings(folder: Path, config: Config, names: tuple):
+    """Refuse a change that can't be honoured, with both values named."""
+    saved = read_manifest(folder)["config"]
+    for name in names:
+        here = getattr(config, name)
+        require(saved.get(name) == here,
+                f"{folder} was written with {name.replace('_', '-')} {saved.get(name)}, but this run has {here}; "
+                "give the same again, or start another run")
+
+
+def discard(folder: Path):
+    """Take away a checkpoint: first its name, so that one that is half deleted isn't taken for whole."""
+    hidden = folder.with_name(f".{folder.name}.discarded")
+    folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def flush_folder(folder: Path):
+    """The entries of a folder, onto the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
