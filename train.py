@@ -36,6 +36,8 @@ from nanodomino.launch import StopSignal, find_run, start
 from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
 from nanodomino.model import GPT
 from nanodomino.report import Report
+from nanodomino.timeline import draw_timeline
+from nanodomino.trace import Trace
 from nanodomino.zero import StepResult, ZeroOptimizer
 
 PROMPT_TOKENS = 32       # of the validation text, from which the sample at the end goes on
@@ -84,10 +86,11 @@ def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: Toke
                stop=lambda: False) -> StepResult:
     """One optimizer step (numbered from 1) on a global batch. stop: whether this rank has been told to stop after it,
     asked at its end."""
-    optimizer.zero_grad()
-    actions = pipeline.SCHEDULES[config.schedule](mesh.pp_rank, mesh.pp, config.microbatches)
-    totals = run_actions(actions, step - 1, stage, dataset, config, mesh, on_final=optimizer.on_final)
-    return optimizer.step(learning_rate(step, config), totals, stop())
+    with stage.trace.span("step", step=step):
+        optimizer.zero_grad()
+        actions = pipeline.SCHEDULES[config.schedule](mesh.pp_rank, mesh.pp, config.microbatches)
+        totals = run_actions(actions, step - 1, stage, dataset, config, mesh, on_final=optimizer.on_final)
+        return optimizer.step(learning_rate(step, config), totals, stop())
 
 
 def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh) -> float:
@@ -109,7 +112,7 @@ def run_actions(actions, step: int, stage: Domino, dataset: TokenDataset, config
     """Run a schedule over the microbatches of global batch number `step`."""
     return pipeline.run(actions, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
                         (config.micro_batch_size, config.seq_length, config.hidden_size),
-                        getattr(torch, config.dtype), on_final)
+                        getattr(torch, config.dtype), on_final, stage.trace)
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -127,8 +130,9 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
              checkpoint: Path | None) -> int:
     """Build or load, train, validate, save, test, and let the model write something. Returns the exit code."""
     model = model_builder(config, mesh)
-    optimizer = ZeroOptimizer(model, config, mesh)
-    stage = Domino(model, config.slices, config.columns, config.compile_backend if config.compile else None)
+    trace = Trace(mesh.device, recording=False)
+    optimizer = ZeroOptimizer(model, config, mesh, trace)
+    stage = Domino(model, config.slices, config.columns, config.compile_backend if config.compile else None, trace)
     done = restore(checkpoint, model, optimizer, mesh) if checkpoint else 0
     saver = Saver(run_dir, mesh, config.keep_last, config.timeout)
     report = Report(config, corpus, mesh, run_dir, done, speaks=dist.get_rank() == 0)
@@ -138,11 +142,14 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     try:
         while done < config.train_iters and not stop:
             step, step_begin = done + 1, time.perf_counter()
+            trace.recording = step in config.traced_steps
             result = train_step(step, stage, optimizer, datasets["train"], config, mesh,
                                 stop=lambda: signals.number > 0)
-            done, skipped = step, skipped + 1 if result.skipped else 0
+            done, skipped, trace.recording = step, skipped + 1 if result.skipped else 0, False
             stop = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
             report.step(step, result, learning_rate(step, config), time.perf_counter() - step_begin)
+            if step in config.traced_steps and (step == config.traced_steps[-1] or step == config.train_iters or stop):
+                report.say(draw_timeline(trace, mesh, run_dir / f"trace-{step:08d}"))
             if skipped >= config.max_skipped_steps:
                 # the last good checkpoint, should it still be on its way
                 saver.wait()

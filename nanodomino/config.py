@@ -117,6 +117,7 @@ class Config:
     exit_interval: int = flag(None, "save and stop after the next step that is divisible by this", kind=int)
     max_skipped_steps: int = flag(10, "steps in a row with a loss or gradient that is not finite, after which the run "
                                       "gives up")
+    trace: str = flag(None, "steps FIRST:LAST whose timeline is drawn into the run's folder", kind=str)
     timeout: int = flag(600, "seconds that a collective may take before the run ends")
     sample_tokens: int = flag(120, "tokens that the model writes at the end; 0 for none")
     temperature: float = flag(0.8, "of that sample; 0 is greedy")
@@ -164,6 +165,12 @@ class Config:
     def tied(self) -> bool:
         """The head multiplies by the word embedding itself."""
         return not self.untie_embeddings_and_output_weights
+
+    @property
+    def traced_steps(self) -> range:
+        """The steps of --trace FIRST:LAST, both included."""
+        first, last = map(int, self.trace.split(":")) if self.trace else (1, 0)
+        return range(first, last + 1)
 
     @property
     def head_dim(self) -> int:
@@ -236,6 +243,11 @@ def check_positive(config: Config):
             least = 0 if one.name in at_least_zero else 1
             require(value >= least, f"{spelling(one.name)} must be at least {least}, but is {value}")
             require(value <= LARGEST, f"{spelling(one.name)} must be at most {LARGEST}, but is {value}")
+    if config.trace is not None:
+        numbers = config.trace.split(":")
+        require(len(numbers) == 2 and all(number.isdecimal() for number in numbers) and len(config.trace) < 20
+                and 1 <= int(numbers[0]) <= int(numbers[1]),
+                f"--trace must be FIRST:LAST, two steps from 1 on, but is {config.trace}; try --trace 10:12")
     for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction"):
         value = getattr(config, name)
         require(0.0 <= value < 1.0, f"{spelling(name)} must be at least 0 and below 1, but is {value}")

@@ -41,6 +41,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 
 from nanodomino.data import Batch
 from nanodomino.model import GPT, Dropout, Layer, Sublayer, close_residual, norm
@@ -67,6 +68,15 @@ def bridge(x, y, bias, mask, norm_weight, norm_bias, epsilon):
     return x, norm(x, norm_weight, norm_bias, epsilon)
 
 
+class Source(torch.autograd.Function):
+    """Where the graph of a Segment begins. A leaf would keep its input in memory until backward, though none of the
+    operations behind it may need the numbers; this keeps nothing. `anchor` is anything that requires a gradient."""
+
+    @staticmethod
+    def forward(ctx, anchor, x):
+        return x.view_as(x)
+
+
 class Segment:
     """A piece of the forward with an autograd graph of its own, cut off at its inputs.
 
@@ -75,21 +85,23 @@ class Segment:
     """
 
     def __init__(self, training, function, inputs, weights=()):
-        self.inputs = [x.detach().requires_grad_(training) for x in inputs if x is not None]
         self.weights = [weight for weight in weights if weight is not None]
-        leaves = iter(self.inputs)
         with torch.set_grad_enabled(training):
-            outputs = function(*(None if x is None else next(leaves) for x in inputs))
+            if training:
+                anchor = torch.empty(0, requires_grad=True)
+                inputs = [None if x is None else Source.apply(anchor, x) for x in inputs]
+                self.edges = [get_gradient_edge(x) for x in inputs if x is not None]
+            outputs = function(*inputs)
         self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
 
     def backward(self, *gradients):
         """Gradients of the outputs (None where an output went unused) -> gradients of the inputs."""
         used = [(output, gradient) for output, gradient in zip(self.outputs, gradients) if gradient is not None]
         outputs, gradients = zip(*used)
-        results = torch.autograd.grad(outputs, self.inputs + self.weights, gradients)
-        for weight, gradient in zip(self.weights, results[len(self.inputs):]):
+        results = torch.autograd.grad(outputs, self.edges + self.weights, gradients)
+        for weight, gradient in zip(self.weights, results[len(self.edges):]):
             weight.main_grad.add_(gradient)
-        return results[:len(self.inputs)]
+        return results[:len(self.edges)]
 
 
 @dataclass
@@ -333,13 +345,14 @@ class Domino:
         """Start an all-reduce over the tensor-parallel ranks. `tensor` must be left alone until wait()."""
         if self.mesh.tp == 1:
             return None
-        self.trace.moment("launch", slice=piece.index, site=site, bytes=tensor.numel() * tensor.element_size())
-        return dist.all_reduce(tensor, op, group=self.group, async_op=True)
+        work = dist.all_reduce(tensor, op, group=self.group, async_op=True)
+        self.trace.watch("all_reduce", work, group="tp", slice=piece.index, site=site, bytes=tensor.nbytes)
+        return work
 
     def wait(self, piece, site, works):
         """Until these sums are there."""
         if self.mesh.tp > 1:
-            with self.trace.span("wait", slice=piece.index, site=site):
+            with self.trace.span("wait", group="tp", slice=piece.index, site=site):
                 for work in works:
                     work.wait()
 

@@ -141,8 +141,8 @@ def picture(name: str, stages: int, microbatches: int, shown=8) -> str:
 class Mail:
     """The messages of one stage and step: hidden states come from above and go below, gradients the other way."""
 
-    def __init__(self, mesh: Mesh, actions, shape, dtype):
-        self.mesh, self.shape, self.dtype = mesh, shape, dtype
+    def __init__(self, mesh: Mesh, actions, shape, dtype, trace):
+        self.mesh, self.shape, self.dtype, self.trace = mesh, shape, dtype, trace
         self.sent = {kind: deque() for kind in (Forward, Backward)}
         self.expected = {kind: deque() for kind in (Forward, Backward)}
         self.arriving = {}
@@ -181,7 +181,9 @@ class Mail:
         if self.source(action) is None:
             return None
         buffer, work = self.arriving.pop(action)
-        work.wait()
+        with self.trace.span("wait", group="pp", microbatch=action.microbatch):
+            work.wait()
+        self.trace.moment("receive", message=str(action), peer=self.mesh.stage_rank(self.source(action)))
         return buffer
 
     def send(self, action, tensor):
@@ -192,8 +194,9 @@ class Mail:
         kind = type(action)
         if self.target(action) is not None:
             tensor = tensor.contiguous()
-            work = dist.isend(tensor, self.mesh.stage_rank(self.target(action)), group=self.group(kind),
-                              tag=action.microbatch)
+            peer = self.mesh.stage_rank(self.target(action))
+            work = dist.isend(tensor, peer, group=self.group(kind), tag=action.microbatch)
+            self.trace.moment("send", message=str(action), peer=peer, bytes=tensor.nbytes)
             self.sent[kind].append((work, tensor))
             if len(self.sent[kind]) > self.mesh.pp:
                 self.sent[kind].popleft()[0].wait()
@@ -224,7 +227,7 @@ def run(actions, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype
     of tokens comes once, later.
     on_final: see Domino.backward; it is handed to the stage's last backward, which is the schedule's to know.
     """
-    mail = Mail(mesh, actions, hidden_shape, dtype)
+    mail = Mail(mesh, actions, hidden_shape, dtype, trace)
     totals = Totals(*torch.zeros(2, dtype=torch.float64, device=mesh.device))
     last_backward = next((action for action in reversed(actions) if isinstance(action, Backward)), None)
     alive = {}                                       # microbatch -> (tape, what the loss is differentiated by)

@@ -1,57 +1,127 @@
-"""What a rank did, and when: a list of spans and moments.
+"""What a rank did, and when: a list of spans, of moments, and of what travelled meanwhile.
 
-Whoever works says so: `with trace.span("matmul", slice=0, site="layers.3.mlp"): ...`, `trace.moment("launch", ...)`.
-The kinds are
+Whoever works says so, whoever puts something on the wires says that too:
 
-    resume             a slice runs until it has put something on the wires; what follows lies within
-    matmul             a matrix product on the way forward, or of an input gradient
-    weight_gradient    the deferred products
-    launch, wait       a collective is put on the wires; somebody needs its result
-    forward, backward  a microbatch passes through this stage
+    with trace.span("matmul", slice=0, site="layers.3.mlp"): ...     from here to there, on this rank's own time
+    trace.moment("send", microbatch=2)                               an instant
+    trace.watch("all_reduce", work, group="tp", bytes=4096)          from the launch until the wires are done
 
-A test can so prove that between a slice's launch and its wait another slice computed. `NO_TRACE` records nothing.
+The kinds of spans are
+
+    step                one optimizer step, the whole of it
+    forward, backward   a microbatch passes through this stage
+    resume              within: a slice runs until it has put something on the wires
+    matmul              within: a matrix product on the way forward, or of an input gradient
+    weight_gradient     within: the deferred products
+    wait                somebody needs what is on the wires, and has nothing else to do: exposed communication
+    optimizer           norm, clipping, AdamW on this rank's part
+
+the kinds of moments `send` and `receive` (a message between stages leaves, has been received), and the kinds of what is
+watched `all_reduce`, `reduce_scatter` and `all_gather`.
+
+On the CPU the time is the clock's. On CUDA, where calls return before the work is done, a mark is an event in the
+stream that is current there, and becomes a time when all is over; a collective's last mark is set in the stream that
+torch lets follow it. The clocks of several hosts differ: `clock_offset` measures by how much, in the way of the network
+time protocol, from the quickest of a few round trips to rank 0.
+
+With `recording` off, each call costs a comparison. timeline.py draws what was recorded.
 """
 
 import time
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+ROUND_TRIPS = 20
 
 
 @dataclass
 class Event:
-    """kind: see above; begin, end: nanoseconds of this process's clock; about: slice, site, microbatch, bytes, ..."""
+    """kind: see above; begin, end: nanoseconds of this process's clock (0: never ended); about: slice, site, microbatch,
+    bytes, ..."""
     kind: str
     begin: int
     end: int
     about: dict
 
 
-@dataclass
 class Trace:
-    """Events in the order in which they began."""
-    events: list[Event] = field(default_factory=list)
-
-    @contextmanager
-    def span(self, kind, **about):
-        event = Event(kind, time.perf_counter_ns(), 0, about)
-        self.events.append(event)
-        yield
-        event.end = time.perf_counter_ns()
-
-    def moment(self, kind, **about):
-        now = time.perf_counter_ns()
-        self.events.append(Event(kind, now, now, about))
-
-
-class NoTrace:
-    """The same calls, doing nothing."""
+    """Events in the order in which they began, as long as `recording` is true."""
     nothing = nullcontext()
 
+    def __init__(self, device=torch.device("cpu"), recording=True):
+        self.device, self.recording = device, recording
+        self.events: list[Event] = []
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            self.origin, self.origin_time = self.mark(), time.perf_counter_ns()
+
+    def mark(self):
+        """Now: nanoseconds, or on CUDA an event in the current stream."""
+        if self.device.type != "cuda":
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def span(self, kind, **about):
-        return self.nothing
+        """A context manager: from its beginning to its end."""
+        return self.recorded(kind, about) if self.recording else self.nothing
+
+    @contextmanager
+    def recorded(self, kind, about):
+        event = Event(kind, self.mark(), 0, about)
+        self.events.append(event)
+        yield
+        event.end = self.mark()
 
     def moment(self, kind, **about):
-        pass
+        if self.recording:
+            now = self.mark()
+            self.events.append(Event(kind, now, now, about))
+
+    def watch(self, kind, work, **about):
+        """A collective that has just been launched: from now until `work` is done, whoever waits for it or not."""
+        if self.recording:
+            event = Event(kind, self.mark(), 0, about)
+            self.events.append(event)
+            work.get_future().add_done_callback(lambda _: setattr(event, "end", self.mark()))
+
+    def take(self, offset=0) -> list[Event]:
+        """All events so far, with times in nanoseconds of rank 0's clock, which is `offset` ahead of ours; forgets them."""
+        events, self.events = self.events, []
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return [Event(event.kind, self.time_of(event.begin) + offset, self.time_of(event.end or event.begin) + offset,
+                      event.about) for event in events]
+
+    def time_of(self, mark) -> int:
+        return mark if self.device.type != "cuda" else self.origin_time + int(self.origin.elapsed_time(mark) * 1e6)
 
 
-NO_TRACE = NoTrace()
+NO_TRACE = Trace(recording=False)
+
+
+def clock_offset() -> int:
+    """Nanoseconds by which rank 0's clock is ahead of this process's. All ranks call it together; on one host it is
+    close to 0. Wrong by at most half of the quickest round trip."""
+    rank, offset = dist.get_rank(), 0
+    clock = torch.zeros(1, dtype=torch.int64)
+    for other in range(1, dist.get_world_size()):
+        if rank == 0:
+            for _ in range(ROUND_TRIPS):
+                dist.recv(clock, other)
+                clock[0] = time.perf_counter_ns()
+                dist.send(clock, other)
+        elif rank == other:
+            trips = []
+            for _ in range(ROUND_TRIPS):
+                asked = time.perf_counter_ns()
+                dist.send(clock, 0)
+                dist.recv(clock, 0)
+                answered = time.perf_counter_ns()
+                trips.append((answered - asked, int(clock) - (asked + answered) // 2))
+            offset = min(trips)[1]
+    return offset

@@ -34,6 +34,7 @@ from torch import nn
 from nanodomino.config import Config
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
+from nanodomino.trace import NO_TRACE
 
 # torch 2.13 gave both a new name and warns at the old one; older versions know the old one alone.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -87,8 +88,8 @@ class StepResult:
 class ZeroOptimizer:
     """AdamW over flat buckets, sharded over the replicas with config.zero_stage 1."""
 
-    def __init__(self, model: GPT, config: Config, mesh: Mesh):
-        self.config, self.mesh = config, mesh
+    def __init__(self, model: GPT, config: Config, mesh: Mesh, trace=NO_TRACE):
+        self.config, self.mesh, self.trace = config, mesh, trace
         self.parts, self.part = (mesh.dp, mesh.dp_rank) if config.zero_stage == 1 else (1, 0)
         self.buckets = [Bucket(kind, parameters, self.parts, self.part) for kind, parameters in self.sort(model)]
         self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
@@ -139,6 +140,8 @@ class ZeroOptimizer:
             bucket.work = dist.all_reduce(bucket.main_grad, group=self.mesh.dp_group, async_op=True)
         else:
             bucket.work = reduce_scatter(bucket.own_grad, bucket.main_grad, group=self.mesh.dp_group, async_op=True)
+        self.trace.watch("all_reduce" if self.parts == 1 else "reduce_scatter", bucket.work, group="dp",
+                         bytes=bucket.main_grad.nbytes)
 
     def finish_reduces(self):
         """After the last backward: wait for all. Then first and last stage add up what they have of a tied matrix:
@@ -146,11 +149,13 @@ class ZeroOptimizer:
         assert not any(self.missing.values()), "a gradient was never reported as final"
         for bucket in self.buckets:
             if bucket.work is not None:
-                bucket.work.wait()
+                self.wait("dp", bucket.work)
                 bucket.work = None
         for bucket in self.buckets:
             if bucket.kind.tied:
-                dist.all_reduce(bucket.own_grad, group=self.mesh.embedding_group)
+                work = dist.all_reduce(bucket.own_grad, group=self.mesh.embedding_group, async_op=True)
+                self.trace.watch("all_reduce", work, group="embedding", bytes=bucket.own_grad.nbytes)
+                self.wait("embedding", work)
 
     # ---- phases 2 and 3
 
@@ -179,11 +184,12 @@ class ZeroOptimizer:
         scale = 1.0 / tokens
         if self.config.clip_grad > 0.0:
             scale *= min(1.0, self.config.clip_grad / (grad_norm + 1e-6))
-        for bucket in self.buckets:
-            bucket.own_grad.mul_(scale)
-        for group in self.adamw.param_groups:
-            group["lr"] = learning_rate
-        self.adamw.step()
+        with self.trace.span("optimizer"):
+            for bucket in self.buckets:
+                bucket.own_grad.mul_(scale)
+            for group in self.adamw.param_groups:
+                group["lr"] = learning_rate
+            self.adamw.step()
         self.updates += 1
         self.gather_weights()
 
@@ -197,10 +203,13 @@ class ZeroOptimizer:
             mine[0], mine[1] = totals.loss_sum, totals.tokens
         else:
             mine[0] += 0.0 * totals.loss_sum                   # what does not count here must be finite all the same,
-        for bucket in self.buckets:                            # and 0 x NaN and 0 x infinity are NaN
-            square = torch.linalg.vector_norm(bucket.own_grad, dtype=torch.float64) ** 2
-            mine[2] += square if self.counts_here(bucket.kind) else 0.0 * square
-        dist.all_reduce(mine)
+        with self.trace.span("optimizer"):
+            for bucket in self.buckets:                        # and 0 x NaN and 0 x infinity are NaN
+                square = torch.linalg.vector_norm(bucket.own_grad, dtype=torch.float64) ** 2
+                mine[2] += square if self.counts_here(bucket.kind) else 0.0 * square
+        work = dist.all_reduce(mine, async_op=True)
+        self.trace.watch("all_reduce", work, group="world", bytes=mine.nbytes)
+        self.wait("world", work)
         return mine.tolist()
 
     def gather_weights(self):
@@ -211,5 +220,10 @@ class ZeroOptimizer:
                 bucket.own_weights.copy_(bucket.master)
             if self.parts > 1:
                 works.append(all_gather(bucket.weights, bucket.own_weights, group=self.mesh.dp_group, async_op=True))
+                self.trace.watch("all_gather", works[-1], group="dp", bytes=bucket.weights.nbytes)
         for work in works:
+            self.wait("dp", work)
+
+    def wait(self, group: str, work):
+        with self.trace.span("wait", group=group):
             work.wait()

@@ -35,7 +35,7 @@ def windows(events):
     """For each launch that somebody waited for: (site, slice, what other slices did meanwhile, what the slice itself did)."""
     found = []
     for i, (kind, about) in enumerate(events):
-        if kind == "launch":
+        if kind == "all_reduce":
             key = (about["slice"], about["site"])
             j = next(j for j in range(i, len(events)) if events[j][0] == "wait" and (events[j][1]["slice"], events[j][1]["site"]) == key)
             others = Counter(k for k, a in events[i:j] if a["slice"] != about["slice"])
@@ -83,9 +83,9 @@ def test_columns_start_each_chunk_on_the_wires_while_the_next_is_computed(pool):
     forward, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
     site = "layers.1.mlp"
     steps = [kind for kind, about in forward if about.get("site") == site]
-    assert steps == ["matmul"] + ["matmul", "launch"] * 4 + ["wait"]          # the column-parallel product, then four chunks
+    assert steps == ["matmul"] + ["matmul", "all_reduce"] * 4 + ["wait"]          # the column-parallel product, then four chunks
     steps = [kind for kind, about in backward if about.get("site") == site]
-    assert steps == ["matmul"] + ["matmul", "launch"] * 4 + ["weight_gradient", "wait"]
+    assert steps == ["matmul"] + ["matmul", "all_reduce"] * 4 + ["weight_gradient", "wait"]
 
 
 # ---- right, however the wires behave

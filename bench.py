@@ -1,0 +1,25 @@
+"""Every claim a number from one command: python bench.py QUESTION [flags].
+
+    overlap      how much of tensor parallelism's communication does Domino hide?
+    throughput   is the model as fast as the same model in plain torch.nn?
+    pipeline     is the bubble what the formula says, and 1F1B as fast as torch's?
+    zero         is ZeRO-1 as fast and as small as torch's sharded optimizers?
+    comm         do collectives and bytes of a real step match the formulas?
+    memory       does the memory of a rank match the formulas?
+    plan         would this model fit on those GPUs, and how fast would it be? (trains nothing)
+    scaling      what do 2, 4, 8 processes gain over one?
+
+Each prints a short table and, as its last line, one JSON object. Whatever is compared is compared within one run, in
+turn, several times: the figures are medians with their spread, the claims are ratios, since machines differ. A question
+that needs several processes starts them by itself, each on cores (or a GPU) of its own. The answers are in benchmarks/,
+a file each.
+"""
+
+import sys
+
+from benchmarks.common import main
+
+QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "comm", "memory", "plan", "scaling")
+
+if __name__ == "__main__":
+    sys.exit(main(QUESTIONS, __doc__, sys.argv[1:]))

@@ -1,0 +1,213 @@
+"""What the benchmarks share: start the processes, compare alternatives in turn, print.
+
+A question is a module of this folder with three functions:
+
+    add_flags(parser)                      its own flags, beside those of `common_flags`
+    processes(flags) -> int                how many processes its answer needs
+    answer(flags, place) -> (text, dict)   run by each of them; rank 0's text is printed, then its dict as a line of JSON
+
+`python bench.py QUESTION` is only the launcher where more than one process is needed: it starts them with the variables
+that torchrun would set, each bound to cores of its own, and waits. Under torchrun it is one of them itself.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nanodomino.config import UserError, require
+from nanodomino.mesh import Place, find_place
+
+BENCH = Path(__file__).resolve().parent.parent / "bench.py"
+
+
+def main(questions, text: str, arguments: list[str]) -> int:
+    """The command line of bench.py. Returns the exit code."""
+    try:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(text)
+            return 0
+        require(arguments[0] in questions,
+                f"there is no question '{arguments[0]}'; try one of {', '.join(questions)}")
+        question = importlib.import_module(f"benchmarks.{arguments[0]}")
+        flags = parse(question, arguments)
+        place = find_place()
+        world_size = question.processes(flags)
+        if world_size > 1 and not place.launched:
+            return launch(arguments, world_size, wire_for(flags, world_size))
+        require(place.world_size == world_size,
+                f"this needs {world_size} processes, but there are {place.world_size}; start it without torchrun, or "
+                f"with --nproc_per_node {world_size}")
+        bind_to_cores(place)
+        text, record = question.answer(flags, place)
+        if place.rank == 0:
+            print(text)
+            print(json.dumps(record), flush=True)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        return 0
+    except UserError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def parse(question, arguments: list[str]) -> argparse.Namespace:
+    """The flags of a question; raises UserError."""
+    parser = argparse.ArgumentParser(f"python bench.py {arguments[0]}", description=question.__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: require(False, f"{message}; python bench.py {arguments[0]} --help lists every flag")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds, after one that is not counted (default 7)")
+    question.add_flags(parser)
+    flags = parser.parse_args(arguments[1:])
+    require(flags.repeats >= 1, f"--repeats must be at least 1, but is {flags.repeats}")
+    return flags
+
+
+# ---- processes
+
+def wire_for(flags, world_size: int):
+    """The slow wire that --wire asks for, as a context manager that gives a command prefix for each rank."""
+    if getattr(flags, "wire", None) is None:
+        return nullcontext(None)
+    from benchmarks.wire import slow_wire
+    return slow_wire(flags.wire, world_size)
+
+
+def launch(arguments: list[str], world_size: int, wire=nullcontext(None), output=None) -> int:
+    """Start bench.py's processes and wait for them; the first that fails ends the others. Returns the exit code.
+
+    wire: gives None, or for each rank (command prefix, environment); output: where rank 0's standard output goes.
+    """
+    with wire as places:
+        processes, previous = [], signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        try:
+            port = str(free_port())
+            for rank in range(world_size):
+                prefix, extra = places[rank] if places else ([], {})
+                environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+                               "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                               "OMP_NUM_THREADS": str(len(cores_of(rank, world_size))), **extra}
+                processes.append(subprocess.Popen([*prefix, sys.executable, str(BENCH), *arguments], env=environment,
+                                                  stdout=output if rank == 0 else subprocess.DEVNULL))
+            while (codes := [process.poll() for process in processes]) and None in codes and not any(codes):
+                time.sleep(0.05)
+            return next((code for code in codes if code), 0)
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait()
+            signal.signal(signal.SIGTERM, previous)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def cores_of(rank: int, world_size: int) -> list[int]:
+    """The cores of a process: an equal share, or where there are too few, one that it shares."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    share = len(cores) // world_size
+    return cores[rank * share:(rank + 1) * share] if share else [cores[rank % len(cores)]]
+
+
+def bind_to_cores(place: Place):
+    """This process computes on its own cores alone, so that no other takes its time."""
+    cores = cores_of(place.local_rank, place.local_world_size)
+    if place.local_world_size > 1 and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+
+
+# ---- alternatives in turn
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each round, in the order of the rounds."""
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def __str__(self):
+        return f"{seconds_text(self.median)} [{seconds_text(min(self.seconds))} .. {seconds_text(max(self.seconds))}]"
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"
+
+
+def compare(alternatives: dict, repeats: int, device=torch.device("cpu")) -> dict[str, Times]:
+    """Run {name: function} in turn, `repeats` rounds after one that is not counted.
+
+    All ranks call it together and begin each function together; a round's time is that of the slowest rank.
+    """
+    times = {name: [] for name in alternatives}
+    for _ in range(repeats + 1):
+        for name, function in alternatives.items():
+            synchronize(device)
+            begin = time.perf_counter()
+            function()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times[name].append(slowest(time.perf_counter() - begin))
+    return {name: Times(tuple(seconds[1:])) for name, seconds in times.items()}
+
+
+def ratios(these: Times, those: Times) -> Times:
+    """these / those, round by round: both of a round ran under the same load."""
+    return Times(tuple(one / other for one, other in zip(these.seconds, those.seconds)))
+
+
+def ratio_text(ratio: Times) -> str:
+    return f"{ratio.median:.2f} [{min(ratio.seconds):.2f} .. {max(ratio.seconds):.2f}]"
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def slowest(seconds: float) -> float:
+    """The largest of all ranks' values."""
+    if not dist.is_initialized():
+        return seconds
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+# ---- printing
+
+def table(head: list[str], rows: list[list]) -> str:
+    """Columns as wide as they must be, the first one left-aligned."""
+    rows = [[str(cell) for cell in row] for row in [head, *rows]]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
+                       for column, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def bytes_text(count: float) -> str:
+    """12345678 -> '12.3 MB'."""
+    power = min(int(math.log10(max(count, 1)) // 3), 4)
+    return f"{count / 1000 ** power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
