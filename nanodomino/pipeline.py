@@ -141,7 +141,7 @@ def picture(name: str, stages: int, microbatches: int, shown=8) -> str:
 class Mail:
     """The messages of one stage and step: hidden states come from above and go below, gradients the other way."""
 
-    def __init__(self, mesh: Mesh, actions, shape, dtype, trace):
+    def __init__(self, mesh: Mesh, actions, shape, dtype, trace=NO_TRACE):
         self.mesh, self.shape, self.dtype, self.trace = mesh, shape, dtype, trace
         self.sent = {kind: deque() for kind in (Forward, Backward)}
         self.expected = {kind: deque() for kind in (Forward, Backward)}
