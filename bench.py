@@ -5,6 +5,7 @@
     pipeline     is the bubble what the formula says, and 1F1B as fast as torch's?
     zero         is ZeRO-1 as fast and as small as torch's sharded optimizers?
     comm         do collectives and bytes of a real step match the formulas?
+    checkpoint   what does a save cost, and how long does going on take?
     memory       does the memory of a rank match the formulas?
     plan         would this model fit on those GPUs, and how fast would it be? (trains nothing)
     scaling      what do 2, 4, 8 processes gain over one?
@@ -19,7 +20,7 @@ import sys
 
 from benchmarks.common import main
 
-QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "comm", "memory", "plan", "scaling")
+QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "comm", "checkpoint", "memory", "plan", "scaling")
 
 if __name__ == "__main__":
     sys.exit(main(QUESTIONS, __doc__, sys.argv[1:]))

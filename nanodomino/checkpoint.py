@@ -46,7 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nanodomino.config import Config, UserError, require
-from nanodomino.manifest import (FORMAT, checkpoints_of, discard, file_digest, flush_folder, manifest_text,
+from nanodomino.manifest import (FORMAT, checkpoints_of, discard, file_digests, flush_folder, manifest_text,
                                  read_manifest, verify)
 from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
@@ -230,7 +230,7 @@ class Saver:
 
     def seal(self, temporary: Path, final: Path, manifest: dict):
         """Manifest, rename, and only then away with old ones."""
-        manifest["files"] = {path.name: file_digest(path) for path in sorted(temporary.iterdir())}
+        manifest["files"] = file_digests(sorted(temporary.iterdir()))
         needed = {place.relative_path for place in CarefulReader(temporary).read_metadata().storage_data.values()}
         require(needed <= manifest["files"].keys(),
                 f"{temporary} lacks {', '.join(sorted(needed - manifest['files'].keys()))}; "

@@ -9,6 +9,7 @@ neighbour is silent after --timeout seconds. torchrun ends all ranks as soon as 
 something to tell must speak first, and those that only lost a neighbour keep still for a moment.
 """
 
+import fcntl
 import itertools
 import json
 import os
@@ -46,6 +47,7 @@ def find_run(config: Config, place: Place) -> tuple[Path, Path | None]:
                                   launch=os.environ.get("TORCHELASTIC_RUN_ID", ""))
         # can files be made there? better asked now than at the first write
         tempfile.TemporaryFile(dir=run_dir).close()
+        claim(run_dir)
         checkpoint = newest_sound(run_dir)
         known = (run_dir / "config.json").exists()
         require(known or checkpoint or not (run_dir / "metrics.jsonl").exists(),
@@ -61,6 +63,29 @@ def find_run(config: Config, place: Place) -> tuple[Path, Path | None]:
         checkpoint = find_checkpoint(Path(config.load))
         check_settings(checkpoint, config, MODEL_SETTINGS)
     return run_dir, checkpoint
+
+
+def claim(run_dir: Path, patience=5.0):
+    """One run at a time in a folder: two would write over each other's files.
+
+    The system lets go of the claim when this process ends, however it ends. A run whose torchrun was killed with -9 may
+    still be alive, and a rank that is being restarted may need a moment to be gone.
+    """
+    descriptor = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR, 0o644)      # open as long as this process lives
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.truncate(descriptor, 0)
+            os.write(descriptor, str(os.getpid()).encode())
+            return
+        except BlockingIOError:
+            require(time.monotonic() < end,
+                    f"--run-dir {run_dir} is in use by process {os.pread(descriptor, 20, 0).decode() or '?'}, which is still "
+                    "training in it; end that one first, or choose another folder")
+            time.sleep(0.2)
+        except OSError:
+            return                                             # a file system that knows no claims
 
 
 def check_same_run(path: Path, config: Config):

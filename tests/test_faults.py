@@ -181,6 +181,23 @@ def test_a_restart_goes_on_in_the_folder_of_its_own_launch(tmp_path):
     assert next_folder(tmp_path, "nano", again=True, launch="tuesday").name == "nano-002"
 
 
+def test_a_folder_in_use_is_refused_until_its_run_has_ended(job, alone):
+    """torchrun killed with -9 leaves its ranks behind: they still train, and a second run would write over their files."""
+    first = job("run", *LENGTH, fault="slow")
+    first.wait_for(lambda: first.steps() >= 3)
+    left_behind = first.ranks()
+    for pid in (first.process.pid, *left_behind.values()):
+        os.kill(pid, signal.SIGKILL if pid == first.process.pid else signal.SIGSTOP)       # or they would be done too soon
+    first.end()
+    second = job("run", *LENGTH)
+    assert second.end() != 0
+    assert f"is in use by process {left_behind[0]}, which is still training in it; end that one first" in second.output(), second.output()
+    for pid in left_behind.values():
+        os.kill(pid, signal.SIGKILL)
+    third = job("run", *LENGTH)
+    assert third.end() == 0 and not differences(third.run_dir, alone()), third.output()
+
+
 # Silent
 
 def test_a_rank_that_hangs_is_named_with_the_step(job):
@@ -236,6 +253,24 @@ def test_the_last_save_must_not_fail(job):
     one = job("run", *LENGTH, fault="full at the end")
     assert one.end() != 0 and "the checkpoint of step 24 could not be written" in one.output(), one.output()
     assert last_checkpoint(one) == "step-00000020"
+
+
+def test_a_read_only_folder_does_not_stop_training(job, alone, tmp_path):
+    """The disk with the checkpoints turns read-only, as disks do that fail; later it can be written to again."""
+    folder = tmp_path / "run" / "checkpoints"
+    one = job("run", *LENGTH, fault="slow")
+    one.wait_for(lambda: checkpoints_of(one.run_dir) and not one.saving())
+    if subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        one.wait_for(lambda: "could not be written" in one.output())
+        assert "Read-only file system" in one.output(), one.output()
+        assert len(checkpoints_of(one.run_dir)) == 1
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+    assert one.end() == 0, one.output()
+    assert not differences(one.run_dir, alone())
 
 
 def test_a_really_full_disk_does_not_stop_training(job, alone, tmp_path):

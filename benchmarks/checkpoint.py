@@ -1,0 +1,86 @@
+"""What does a checkpoint cost, and how long does it take to go on from one?
+
+    synchronous   copy, write, flush, checksums, rename, while training waits for all of it
+    stall         what training does wait for: the copy. The rest goes on behind the steps that follow
+    resume        check every byte of the checkpoint, then fill model and optimizer from it
+"""
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import Times, bytes_text, ratio_text, ratios, slowest, synchronize, table
+from nanodomino.checkpoint import Saver, restore
+from nanodomino.config import Config
+from nanodomino.manifest import checkpoints_of, verify
+from nanodomino.mesh import find_device, make_mesh, start_world
+from nanodomino.model import GPT, parameter_count
+from nanodomino.zero import ZeroOptimizer
+
+
+def add_flags(parser):
+    parser.add_argument("--processes", type=int, default=2, help="share the model as tensor-parallel ranks (default 2)")
+    parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--num-attention-heads", type=int, default=8)
+    parser.add_argument("--folder", default=None, help="on the disk to be measured (default: the temporary one)")
+
+
+def processes(flags) -> int:
+    return flags.processes
+
+
+def answer(flags, place):
+    config = Config(num_layers=flags.num_layers, hidden_size=flags.hidden_size,
+                    num_attention_heads=flags.num_attention_heads, tensor_model_parallel_size=flags.processes,
+                    pipeline_model_parallel_size=1).resolve(flags.processes).with_vocabulary(257)
+    device = find_device(config, place)
+    start_world(place, device, config.timeout)
+    mesh = make_mesh(1, 1, config.tp, device)
+    model = GPT(config, mesh)
+    optimizer = ZeroOptimizer(model, config, mesh)
+    for bucket in optimizer.buckets:                          # moments exist after a step
+        bucket.main_grad.normal_()
+    optimizer.adamw.step()
+    optimizer.updates = 1
+
+    folder = Path(shared_folder(flags.folder))
+    try:
+        saver = Saver(folder, mesh, keep_last=1)
+        measured = {"synchronous": [], "stall": [], "resume": []}
+        for step in range(1, flags.repeats + 2):
+            synchronize(device)
+            begin = time.perf_counter()
+            saver.save(step, model, optimizer, config)
+            measured["stall"].append(slowest(time.perf_counter() - begin))
+            saver.wait()
+            measured["synchronous"].append(slowest(time.perf_counter() - begin))
+            begin = time.perf_counter()
+            newest = checkpoints_of(folder)[0]
+            size = sum(file["size"] for file in verify(newest)["files"].values())
+            restore(newest, model, optimizer, mesh)
+            measured["resume"].append(slowest(time.perf_counter() - begin))
+            if failure := saver.failure():
+                raise RuntimeError(failure)
+    finally:
+        synchronize(device)
+        if place.rank == 0:
+            shutil.rmtree(folder)
+    times = {name: Times(tuple(seconds[1:])) for name, seconds in measured.items()}
+    share = ratios(times["stall"], times["synchronous"])
+    text = (f"{parameter_count(config):,} parameters on tp {config.tp}, checkpoint of {bytes_text(size)} in {folder.parent}\n"
+            + table(["", "median [least .. most]"], [[name, one] for name, one in times.items()])
+            + f"\nthe stall is {ratio_text(share)} of the synchronous time")
+    return text, dict(question="checkpoint", parameters=parameter_count(config), bytes=size,
+                      synchronous_s=times["synchronous"].median, stall_s=times["stall"].median,
+                      resume_s=times["resume"].median, stall_share=share.median)
+
+
+def shared_folder(parent) -> str:
+    """A new folder that all ranks know."""
+    name = [tempfile.mkdtemp(prefix="nanodomino-", dir=parent) if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(name, src=0)
+    return name[0]
