@@ -57,31 +57,18 @@ PARTS = ("weight", "exp_avg", "exp_avg_sq")          # of each parameter; the la
 
 # ---- tensors under global names
 
-def whole_buckets(optimizer: ZeroOptimizer, gather: bool):
-    """(bucket, part name, the bucket's flat tensor over all replicas) for each bucket and part;
-    empty unless `gather`."""
-    for bucket in optimizer.buckets:
-        state = optimizer.adamw.state[bucket.master]
-        for part in PARTS:
-            own = bucket.master if part == "weight" else state.get(part)
-            whole = torch.zeros(bucket.main_grad.shape, dtype=bucket.main_grad.dtype, device=bucket.main_grad.device)
-            if gather and own is not None:               # before the first step there are no moments: zeros
-                if optimizer.parts > 1:
-                    all_gather(whole, own, group=optimizer.mesh.dp_group)
-                else:
-                    whole.copy_(own)
-            # one at a time on a GPU; and the thread that writes touches none
-            yield bucket, part, whole.cpu()
+def host_memory(optimizer: ZeroOptimizer) -> dict:
+    """{(bucket, part): a flat tensor in host memory, as long as the whole bucket}, unfilled."""
+    return {(bucket, part): torch.empty(bucket.main_grad.shape, dtype=bucket.main_grad.dtype,
+                                        pin_memory=bucket.main_grad.is_cuda)
+            for bucket in optimizer.buckets for part in PARTS}
 
 
-def named_tensors(model: GPT, mesh: Mesh, bucket, part: str, whole: torch.Tensor, names: dict) -> dict:
-    """The parameters of a bucket, as DTensors over (dp, tp) under '<part>.<global name>'; views of `whole`."""
-    tensors = {}
-    for weight in bucket.parameters:
-        offset = weight.main_grad.storage_offset() - bucket.main_grad.storage_offset()
-        tensors[f"{part}.{names[weight]}"] = as_dtensor(
-            whole[offset:offset + weight.numel()].view(weight.shape), weight, mesh)
-    return tensors
+def named_tensors(model: GPT, mesh: Mesh, host: dict) -> dict:
+    """Every parameter's parts, as DTensors over (dp, tp) under '<part>.<global name>'; views of `host`."""
+    names = {weight: name for name, weight in model.named_parameters()}
+    return {f"{part}.{names[weight]}": as_dtensor(bucket.view(weight, whole), weight, mesh)
+            for (bucket, part), whole in host.items() for weight in bucket.parameters}
 
 
 def as_dtensor(local: torch.Tensor, weight, mesh: Mesh) -> DTensor:
@@ -97,28 +84,29 @@ def as_dtensor(local: torch.Tensor, weight, mesh: Mesh) -> DTensor:
                               run_check=False)
 
 
-def snapshot(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> dict:
-    """A copy of everything that must be saved of this stage. All ranks of the stage call it together."""
-    names = {weight: name for name, weight in model.named_parameters()}
-    tensors = {}
-    for bucket, part, whole in whole_buckets(optimizer, gather=True):
-        if bucket.kind.tied and not mesh.is_first_stage:
-            continue                                     # the first stage saves it
-        tensors |= named_tensors(model, mesh, bucket, part, whole, names)
-    return tensors
+def snapshot(optimizer: ZeroOptimizer, mesh: Mesh, host: dict):
+    """Copy everything that must be saved of this stage into `host`. All ranks of the stage call it together."""
+    for (bucket, part), whole in host.items():
+        own = bucket.master if part == "weight" else optimizer.adamw.state[bucket.master].get(part)
+        if own is None:                                  # before the first step there are no moments
+            whole.zero_()
+        elif optimizer.parts == 1:
+            whole.copy_(own)
+        else:
+            gathered = torch.empty_like(bucket.main_grad) if own.is_cuda else whole
+            all_gather(gathered, own, group=mesh.dp_group)
+            whole.copy_(gathered)                        # onto itself where there is no GPU
 
 
 def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> int:
     """Fill the model and the optimizer of any layout from a checkpoint; returns its step."""
     manifest = read_manifest(folder)
     optimizer.updates = manifest["adam_steps"]
-    names = {weight: name for name, weight in model.named_parameters()}
-    buckets = list(whole_buckets(optimizer, gather=False))
-    tensors = {}
-    for bucket, part, whole in buckets:
-        tensors |= named_tensors(model, mesh, bucket, part, whole, names)
-    dcp.load(tensors, storage_reader=CarefulReader(folder))
-    for bucket, part, whole in buckets:
+    host = host_memory(optimizer)
+    for whole in host.values():
+        whole.zero_()                                    # the padding between parameters too
+    dcp.load(named_tensors(model, mesh, host), storage_reader=CarefulReader(folder))
+    for (bucket, part), whole in host.items():
         own = whole.chunk(optimizer.parts)[optimizer.part]
         if part == "weight":
             bucket.weights.copy_(whole)
@@ -172,12 +160,17 @@ class Saver:
         # The threads talk here, not where training talks.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.thread, self.error = None, None
+        self.host = {}                     # where the copies go; kept, for memory that is new is slow at first touch
 
     def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
         """Copy what must be saved, then write it behind training.
         Waits for the checkpoint before, if that is still under way."""
         self.wait()
-        tensors = snapshot(model, optimizer, self.mesh)
+        # a tied matrix is saved by the first stage
+        self.host = self.host or {key: whole for key, whole in host_memory(optimizer).items()
+                                  if not key[0].kind.tied or self.mesh.is_first_stage}
+        snapshot(optimizer, self.mesh, self.host)
+        tensors = named_tensors(model, self.mesh, self.host)
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates, config=dataclasses.asdict(config))
         self.thread = threading.Thread(target=self.write_or_note, args=(step, tensors, manifest),
                                        name=f"checkpoint of step {step}")

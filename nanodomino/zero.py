@@ -56,24 +56,28 @@ class Bucket:
     def __init__(self, kind: Kind, parameters: list[nn.Parameter], parts: int, part: int):
         self.kind, self.parameters = kind, parameters
         first = parameters[0]
-        offsets, size = [], 0
+        self.offsets, size = {}, 0
         for weight in parameters:
-            offsets.append(size)
+            self.offsets[weight] = size
             size += -(-weight.numel() // ALIGNMENT) * ALIGNMENT
         size = -(-size // (parts * ALIGNMENT)) * parts * ALIGNMENT
         wide = torch.promote_types(first.dtype, torch.float32)
         self.weights = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.main_grad = torch.zeros(size, dtype=wide, device=first.device)
-        for weight, offset in zip(parameters, offsets):
-            place = slice(offset, offset + weight.numel())
-            self.weights[place] = weight.data.flatten()
-            weight.data = self.weights[place].view(weight.shape)
-            weight.main_grad = self.main_grad[place].view(weight.shape)
+        for weight in parameters:
+            place = self.view(weight, self.weights)
+            place.copy_(weight.data)
+            weight.data, weight.main_grad = place, self.view(weight, self.main_grad)
         self.own_weights = self.weights.chunk(parts)[part]
         self.own_grad = self.main_grad.chunk(parts)[part]
         self.master = self.own_weights if wide == first.dtype else self.own_weights.to(wide)
         self.master.grad = self.own_grad
         self.work = None                                 # the reduce over replicas, once it is under way
+
+    def view(self, weight, flat):
+        """A parameter's place in any flat tensor that is laid out as this bucket is."""
+        offset = self.offsets[weight]
+        return flat[offset:offset + weight.numel()].view(weight.shape)
 
 
 @dataclass(frozen=True)

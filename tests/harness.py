@@ -119,8 +119,7 @@ def reduced_gradients(model, optimizer, tokens) -> dict:
             whole = torch.empty_like(bucket.main_grad)
             all_gather(whole, bucket.own_grad, group=optimizer.mesh.dp_group)
         for weight in bucket.parameters:
-            offset = weight.main_grad.storage_offset() - bucket.main_grad.storage_offset()
-            gradients[weight] = whole[offset:offset + weight.numel()].view(weight.shape) / tokens
+            gradients[weight] = bucket.view(weight, whole) / tokens
     return {name: (gradients[weight], weight.shard_dim) for name, weight in model.named_parameters()}
 
 
