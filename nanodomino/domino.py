@@ -26,8 +26,8 @@ the forward keeps a tape, and backward is a second generator that walks it:
       wait                                                wait
                                                           g_x, g_y = bridge.backward(g_x, g_h)
 
-Matrix products are written out; what is between the wires and the products is a `Segment`, a small autograd graph cut
-off at its inputs. Weight gradients are deferred until the input gradient's reduce is under way: nothing waits for them.
+Matrix products are written out; what is between the wires and the products is a `Segment` (tape.py), a small autograd
+graph cut off at its inputs. Weight gradients are deferred until the input gradient's reduce is under way: nothing waits for them.
 
 The column split (section 3.3) works within a slice, also at batch 1: the output features of the row-parallel product,
 and of the column-parallel input gradient, in chunks, each chunk's reduce under way while the next is computed.
@@ -41,11 +41,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
 
 from nanodomino.data import Batch
 from nanodomino.model import GPT, Dropout, Layer, Sublayer, close_residual, norm
-from nanodomino.parallel import cross_entropy_gradient, cross_entropy_steps
+from nanodomino.parallel import cross_entropy, cross_entropy_gradient, exponentials, logits_maximum
+from nanodomino.tape import Segment
 from nanodomino.trace import NO_TRACE
 
 
@@ -66,42 +66,6 @@ def bridge(x, y, bias, mask, norm_weight, norm_bias, epsilon):
     if y is not None:
         x = close_residual(x, y, bias, mask)
     return x, norm(x, norm_weight, norm_bias, epsilon)
-
-
-class Source(torch.autograd.Function):
-    """Where the graph of a Segment begins. A leaf would keep its input in memory until backward, though none of the
-    operations behind it may need the numbers; this keeps nothing. `anchor` is anything that requires a gradient."""
-
-    @staticmethod
-    def forward(ctx, anchor, x):
-        return x.view_as(x)
-
-
-class Segment:
-    """A piece of the forward with an autograd graph of its own, cut off at its inputs.
-
-    inputs: tensors whose gradients backward() returns (None is passed through); weights: parameters whose gradients it
-    adds to their main_grad. Without `training` there is no graph.
-    """
-
-    def __init__(self, training, function, inputs, weights=()):
-        self.weights = [weight for weight in weights if weight is not None]
-        with torch.set_grad_enabled(training):
-            if training:
-                anchor = torch.empty(0, requires_grad=True)
-                inputs = [None if x is None else Source.apply(anchor, x) for x in inputs]
-                self.edges = [get_gradient_edge(x) for x in inputs if x is not None]
-            outputs = function(*inputs)
-        self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-
-    def backward(self, *gradients):
-        """Gradients of the outputs (None where an output went unused) -> gradients of the inputs."""
-        used = [(output, gradient) for output, gradient in zip(self.outputs, gradients) if gradient is not None]
-        outputs, gradients = zip(*used)
-        results = torch.autograd.grad(outputs, self.edges + self.weights, gradients)
-        for weight, gradient in zip(self.weights, results[len(self.edges):]):
-            weight.main_grad.add_(gradient)
-        return results[:len(self.edges)]
 
 
 @dataclass
@@ -257,15 +221,13 @@ class Domino:
         piece.exit = self.open(piece, x, y, bias, mask, model.final_norm)
         piece.head_input = piece.exit.outputs[1].detach()
         with self.trace.span("matmul", slice=piece.index, site="head"):
-            steps = cross_entropy_steps(piece.head_input @ vocabulary.logits_weight().t(), piece.batch.labels,
-                                        vocabulary)
-        while True:
-            try:
-                tensor, op = next(steps)
-            except StopIteration as done:
-                piece.output, piece.softmax = done.value
-                return
-            yield from self.all_reduce(piece, "cross_entropy", tensor, op)
+            logits = piece.head_input @ vocabulary.logits_weight().t()
+        maximum = logits_maximum(logits, vocabulary)
+        yield from self.all_reduce(piece, "cross_entropy", maximum, dist.ReduceOp.MAX)
+        exponential, sums = exponentials(logits, piece.batch.labels, maximum, vocabulary)
+        del logits                                             # the largest tensor of all, in long vocabularies
+        yield from self.all_reduce(piece, "cross_entropy", sums)
+        piece.output, piece.softmax = cross_entropy(exponential, sums)
 
     # ---- backward
 

@@ -144,38 +144,46 @@ class VocabParallelEmbedding(nn.Module):
         return self.weight[:self.width]
 
 
-def cross_entropy_steps(logits, labels, vocabulary: VocabParallelEmbedding):
-    """Cross entropy of logits [b, s, width] that lie on t ranks, as a generator:
-    yields (tensor, op) for each all-reduce.
+# Cross entropy of logits [b, s, width] that lie on t ranks, in three steps with two reduces between them, in fp32 or wider:
+#
+#     loss = log(sum_j exp(z_j - max)) - (z_label - max)
+#
+#     logits_maximum    -> max over ranks [b, s]       without it exp overflows; a local one would differ between ranks
+#     exponentials      -> sum over ranks [2, b, s]    of exp, and of the label's logit, which one rank alone has: packed
+#     cross_entropy     -> loss [b, s], softmax
 
-    loss = log(sum_j exp(z_j - max)) - (z_label - max), in fp32 or wider. Two reduces, the second one packed:
+def logits_maximum(logits, vocabulary: VocabParallelEmbedding):
+    """[b, s]: the largest logit of this rank's words; -inf on a rank that owns nothing but padding."""
+    if not vocabulary.valid:
+        return torch.full(logits.shape[:-1], -torch.inf, dtype=wide(logits), device=logits.device)
+    return logits[..., :vocabulary.valid].amax(dim=-1).to(wide(logits))
 
-        max over ranks [b, s]        without it exp overflows; a local max would differ between ranks
-        sum over ranks [2, b, s]     sum of exp, and the label's logit, which one rank alone has
 
-    Returns (loss [b, s], softmax [b, s, width], 0 for padding). The logits are left as they are: `.to(float32)` of fp32
-    logits is the same storage, so nothing here writes in place but on its own tensors.
+def exponentials(logits, labels, maximum, vocabulary: VocabParallelEmbedding):
+    """(exp(z - maximum) [b, s, width], 0 for padding; this rank's part of the two sums [2, b, s]).
+
+    The logits are left as they are: `.to(float32)` of fp32 logits is the same storage, so nothing here writes in place
+    but on its own tensors.
     """
     row, inside = vocabulary.locate(labels)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if vocabulary.valid:
-        maximum = logits[..., :vocabulary.valid].amax(dim=-1)
-    else:                                                       # a rank may own nothing but padding
-        maximum = logits.new_full(labels.shape, -torch.inf)
-    yield maximum, dist.ReduceOp.MAX
-
-    shifted = logits - maximum.unsqueeze(-1)
+    shifted = logits.to(maximum.dtype) - maximum.unsqueeze(-1)
     shifted[..., vocabulary.valid:] = -torch.inf
-    del logits                                                  # the largest tensor of all, in long vocabularies
     sums = shifted.new_zeros(2, *labels.shape)
     if vocabulary.valid:
         sums[1] = shifted.gather(-1, row.unsqueeze(-1)).squeeze(-1) * inside
-    softmax = shifted.exp_()
-    sums[0] = softmax.sum(dim=-1)
-    yield sums, dist.ReduceOp.SUM
+    exponential = shifted.exp_()
+    sums[0] = exponential.sum(dim=-1)
+    return exponential, sums
 
-    softmax /= sums[0].unsqueeze(-1)
-    return sums[0].log() - sums[1], softmax
+
+def cross_entropy(exponential, sums):
+    """(loss [b, s], softmax [b, s, width]) from the sums over all ranks. Overwrites `exponential`."""
+    return sums[0].log() - sums[1], exponential.div_(sums[0].unsqueeze(-1))
+
+
+def wide(tensor) -> torch.dtype:
+    """fp32, or the tensor's own type if that is wider."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def cross_entropy_gradient(softmax, labels, gradient, vocabulary: VocabParallelEmbedding):
@@ -188,18 +196,17 @@ def cross_entropy_gradient(softmax, labels, gradient, vocabulary: VocabParallelE
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """cross_entropy_steps with blocking reduces, for the plain forward."""
+    """The three steps with blocking reduces, for the plain forward."""
 
     @staticmethod
     def forward(ctx, logits, labels, vocabulary):
-        steps = cross_entropy_steps(logits, labels, vocabulary)
-        try:
-            while True:
-                tensor, op = next(steps)
-                if vocabulary.group.size() > 1:
-                    dist.all_reduce(tensor, op, group=vocabulary.group)
-        except StopIteration as done:
-            loss, softmax = done.value
+        maximum = logits_maximum(logits, vocabulary)
+        if vocabulary.group.size() > 1:
+            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=vocabulary.group)
+        exponential, sums = exponentials(logits, labels, maximum, vocabulary)
+        if vocabulary.group.size() > 1:
+            dist.all_reduce(sums, group=vocabulary.group)
+        loss, softmax = cross_entropy(exponential, sums)
         ctx.save_for_backward(softmax, labels)
         ctx.vocabulary, ctx.dtype = vocabulary, logits.dtype
         return loss

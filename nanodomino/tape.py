@@ -1,0 +1,53 @@
+"""Pieces of the forward that autograd differentiates, each on its own, when we say so.
+
+Plain autograd keeps one graph of everything and runs it backward in its own order. Domino needs another order, with the
+wires between the pieces, so each piece is a graph of its own, cut off at its inputs:
+
+    segment = Segment(True, function, [x, y], [bias])      runs function(x, y); bias is used inside
+    segment.outputs                                         what it returned
+    segment.backward(gradient)                              gradients of x and y; that of bias is added to its main_grad
+
+What is kept until backward is what the operations inside keep, and no more: the output of the attention's projection,
+to which a bias is added, is freed at once. At tensor-parallel size t a layer keeps (4 + 12/t) X, with X the bytes of a
+[b, s, h] activation: for attention x', h, and of q, k, v and the context the rank's share; for the MLP x', h, and of the
+inner activation before and after GELU the rank's share.
+"""
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+
+class Source(torch.autograd.Function):
+    """Where the graph of a Segment begins. A leaf would keep its input in memory until backward, though none of the
+    operations behind it may need the numbers; this keeps nothing. `anchor` is anything that requires a gradient."""
+
+    @staticmethod
+    def forward(ctx, anchor, x):
+        return x.view_as(x)
+
+
+class Segment:
+    """A piece of the forward with an autograd graph of its own, cut off at its inputs.
+
+    inputs: tensors whose gradients backward() returns (None is passed through); weights: parameters whose gradients it
+    adds to their main_grad. Without `training` there is no graph.
+    """
+
+    def __init__(self, training, function, inputs, weights=()):
+        self.weights = [weight for weight in weights if weight is not None]
+        with torch.set_grad_enabled(training):
+            if training:
+                anchor = torch.empty(0, requires_grad=True)
+                inputs = [None if x is None else Source.apply(anchor, x) for x in inputs]
+                self.edges = [get_gradient_edge(x) for x in inputs if x is not None]
+            outputs = function(*inputs)
+        self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def backward(self, *gradients):
+        """Gradients of the outputs (None where an output went unused) -> gradients of the inputs."""
+        used = [(output, gradient) for output, gradient in zip(self.outputs, gradients) if gradient is not None]
+        outputs, gradients = zip(*used)
+        results = torch.autograd.grad(outputs, self.edges + self.weights, gradients)
+        for weight, gradient in zip(self.weights, results[len(self.edges):]):
+            weight.main_grad.add_(gradient)
+        return results[:len(self.edges)]
