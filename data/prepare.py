@@ -435,7 +435,7 @@ if __name__ == "__main__":
     try:
         main()
     except UserError as error:
-        print(f"prepare.py: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

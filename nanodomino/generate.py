@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.checkpoint import load_weights
-from nanodomino.config import Config, UserError, require
+from nanodomino.config import Config, require
 from nanodomino.data import load_corpus
 from nanodomino.launch import find_checkpoint, start
 from nanodomino.manifest import read_manifest
@@ -135,8 +135,13 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
                         help="the data folder with the tokenizer (default: the training run's)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True, help="keep keys and values")
-    parser.error = lambda message: (_ for _ in ()).throw(UserError(message))
+    parser.error = lambda message: require(False, f"{message}; python -m nanodomino.generate --help lists every flag")
     flags = parser.parse_args(arguments)
+    require(flags.load, "--load must not be empty; give a checkpoint or the folder of a run")
+    require(flags.tp is None or flags.tp >= 1,
+            f"--tp must be at least 1, but is {flags.tp}; leave it out for all of torchrun's processes")
+    require(flags.prompt.encode("utf-8", "replace").decode() == flags.prompt,
+            "--prompt must be UTF-8 text, but holds other bytes; convert it")
     require(flags.max_tokens >= 0 and flags.top_k >= 0 and flags.seed >= 0,
             "--max-tokens, --top-k and --seed must be at least 0, "
             f"but are {flags.max_tokens}, {flags.top_k} and {flags.seed}")

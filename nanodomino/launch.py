@@ -53,6 +53,7 @@ def find_run(config: Config, place: Place) -> tuple[Path, Path | None]:
         require(known or checkpoint or not (run_dir / "metrics.jsonl").exists(),
                 f"--run-dir {run_dir} holds a metrics.jsonl but no config.json, so it is no run to go on with; "
                 "choose another folder")
+        (run_dir / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} can't be written to ({error.strerror}); choose another folder") from None
     if checkpoint:
@@ -168,7 +169,9 @@ def start(main, arguments: list[str]):
 
     main returns the exit code.
     """
-    place = Place()
+    # who speaks first, should the environment be refused: every rank of a half set one would believe to be rank 0
+    numbers = [os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK")]
+    place = Place(local_rank=int(next(filter(str.isdecimal, numbers), 0)))
     try:
         place = find_place()
         if place.rank != 0:
@@ -186,7 +189,7 @@ def fail(place: Place, error: Exception):
     sys.stdout.flush()
     if isinstance(error, UserError):
         if place.local_rank > 0:                               # the others have most likely found the same:
-            time.sleep(5 + place.local_rank)                   # the first one speaks, the next only if nobody has
+            time.sleep(min(5 + place.local_rank, 13))          # the first one speaks, the next only if nobody has
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(2)
     where = f" in step {error.step}" if hasattr(error, "step") else ""

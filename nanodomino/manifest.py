@@ -59,6 +59,9 @@ def read_manifest(folder: Path) -> dict:
     require(content.get("format") == FORMAT,
             f"{path} is of format {content.get('format')!r}, but this version reads {FORMAT!r}; "
             "use the version that wrote it")
+    wrong = [name for name, kind in (("step", int), ("adam_steps", int), ("config", dict), ("files", dict))
+             if not isinstance(content.get(name), kind)]
+    require(not wrong, f"{path} does not say {', '.join(wrong)}; use another checkpoint")
     return content
 
 
