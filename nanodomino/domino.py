@@ -19,9 +19,9 @@ the forward keeps a tape, and backward is a second generator that walks it:
 
     forward, each sublayer                              backward, the same sublayer
       x, h = bridge(x, y)       graph of its own          g_a = g_y W2
-      c = h W1^T                                          g_c = core.backward(g_a)
+      c = h W1^T + b1                                     g_c = core.backward(g_a)
       a = core(c)               graph of its own          g_h = g_c W1     -> all-reduce starts
-      y = a W2^T  -> all-reduce starts                    weight gradients g_y^T a, g_c^T h: more cover
+      y = a W2^T  -> all-reduce starts                    weight gradients g_y^T a, g_c^T h, ...: more cover
       yield                     others compute            yield            others compute
       wait                                                wait
                                                           g_x, g_y = bridge.backward(g_x, g_h)
@@ -33,7 +33,7 @@ The column split (section 3.3) works within a slice, also at batch 1: the output
 and of the column-parallel input gradient, in chunks, each chunk's reduce under way while the next is computed.
 
 With one slice this is Megatron's tensor parallelism: forward it blocks, backward the weight gradients are its cover.
-With tp = 1 there are no wires and nothing ever waits.
+With tp = 1 there are no wires, nothing ever waits, and a layer is one Segment, weight gradients and all.
 """
 
 from collections import deque
@@ -41,6 +41,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from nanodomino.data import Batch
 from nanodomino.model import GPT, Dropout, Layer, Sublayer, close_residual, norm
@@ -104,8 +105,8 @@ class Domino:
         compiled = ((lambda function: torch.compile(function, backend=compile_backend)) if compile_backend
                     else (lambda function: function))
         self.bridge, self.close_residual = compiled(bridge), compiled(close_residual)
-        # Without wires to hide, a compiled layer is one graph.
-        self.whole_layer = compiled(Layer.forward) if compile_backend and self.mesh.tp == 1 else None
+        # without wires to hide, a layer is one graph
+        self.whole_layer = compiled(Layer.forward) if self.mesh.tp == 1 else None
         self.cores = {kind: compiled(kind.core) for kind in {type(sublayer) for sublayer in model.sublayers}}
 
     # ---- the stage, as the pipeline sees it
@@ -190,10 +191,9 @@ class Domino:
         opened = self.open(piece, x, y, bias, mask, sublayer.norm)
         x, h = (output.detach() for output in opened.outputs)
         with self.trace.span("matmul", slice=piece.index, site=sublayer.site):
-            c = h @ sublayer.column.weight.t()
-        core = Segment(piece.training,
-                       lambda c: self.cores[type(sublayer)](sublayer, c, sublayer.column.bias, core_mask),
-                       [c], [sublayer.column.bias])
+            c = F.linear(h, sublayer.column.weight, sublayer.column.bias)
+        core = Segment(piece.training, lambda c: self.cores[type(sublayer)](sublayer, c, core_mask), [c])
+        del c                                                  # the core keeps what it needs of it
         activation = core.outputs[0].detach()
 
         chunks, works = [], []
@@ -208,7 +208,7 @@ class Domino:
         return x, join(chunks), sublayer.row.bias, hidden_mask
 
     def forward_whole_layer(self, piece, layer, x):
-        """tp = 1, compiled: the layer as one Segment."""
+        """tp = 1: the layer as one Segment."""
         masks = [piece.masks.sublayer(sublayer, x) for sublayer in (layer.attention, layer.mlp)]
         whole = Segment(piece.training, lambda x: self.whole_layer(layer, x, *masks), [x], list(layer.parameters()))
         if piece.training:
@@ -268,7 +268,8 @@ class Domino:
         (grad_columns,) = link.core.backward(grad_activation)
         grad_h = yield from self.input_gradient(piece, sublayer.site, grad_columns, sublayer.column.weight, [
             (sublayer.row.weight.main_grad, grad_y, link.activation),
-            (sublayer.column.weight.main_grad, grad_columns, link.h)])
+            (sublayer.column.weight.main_grad, grad_columns, link.h),
+            (sublayer.column.bias.main_grad, grad_columns, None)])
         grad_x, grad_y = with_y(link.bridge.backward(grad_x, grad_h))
         finish(sublayer)
         return grad_x, grad_y
@@ -336,9 +337,12 @@ def join(chunks):
 
 
 def add_weight_gradient(main_grad, grad_output, activation):
-    """main_grad [out, in] += grad_output^T activation, over all b x s rows; main_grad may be of a wider type."""
-    grad_output, activation = grad_output.flatten(0, 1), activation.flatten(0, 1)
-    if main_grad.dtype == grad_output.dtype:
-        main_grad.addmm_(grad_output.t(), activation)
+    """main_grad [out, in] += grad_output^T activation, over all b x s rows; of a bias [out], whose activation is None,
+    += the sum of the rows. main_grad may be of a wider type."""
+    grad_output = grad_output.flatten(0, 1)
+    if activation is None:
+        main_grad.add_(grad_output.sum(dim=0))
+    elif main_grad.dtype == grad_output.dtype:
+        main_grad.addmm_(grad_output.t(), activation.flatten(0, 1))
     else:
-        main_grad.add_(grad_output.t() @ activation)
+        main_grad.add_(grad_output.t() @ activation.flatten(0, 1))

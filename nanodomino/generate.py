@@ -57,7 +57,7 @@ class Cache:
 
     def attend(self, attention: Attention, qkv):
         """qkv [1, m, 3h/t] of the m positions after `length` -> [1, m, h/t]; m > 1 only on an empty cache."""
-        q, k, v = attention.split_heads(qkv, attention.column.bias)
+        q, k, v = attention.split_heads(qkv)
         keys, values = self.kept[attention.site]
         end = self.length + qkv.size(1)
         keys[:, :, self.length:end], values[:, :, self.length:end] = k, v
@@ -74,7 +74,7 @@ class Cache:
         for sublayer in model.sublayers:
             columns = sublayer.column(sublayer.norm(x))
             attends = isinstance(sublayer, Attention)
-            core = self.attend(sublayer, columns) if attends else sublayer.core(columns, sublayer.column.bias, None)
+            core = self.attend(sublayer, columns) if attends else sublayer.core(columns, None)
             x = close_residual(x, sublayer.row(core), sublayer.row.bias, None)
         self.length += tokens.size(1)
         if not model.post_process:

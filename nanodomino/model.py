@@ -48,7 +48,7 @@ def drop(x, mask):
 def close_residual(x, y, bias, mask):
     """x + dropout(y + bias): what a sublayer adds, once the sum over ranks is there.
     All [b, s, h]; mask may be None."""
-    return x + drop(y + bias, mask)
+    return drop(y + bias, mask).add_(x)
 
 
 def norm(x, weight, bias, epsilon):
@@ -80,7 +80,7 @@ class Sublayer(nn.Module):
     def forward(self, x, masks):
         """x [b, s, h] -> [b, s, h]: the definition. masks: of the core and of the residual, see Dropout.sublayer."""
         core_mask, hidden_mask = masks
-        y = self.row(self.core(self.column(self.norm(x)), self.column.bias, core_mask))
+        y = self.row(self.core(self.column(self.norm(x)), core_mask))
         return close_residual(x, y, self.row.bias, hidden_mask)
 
 
@@ -101,16 +101,15 @@ class Attention(Sublayer):
     def row(self):
         return self.dense
 
-    def split_heads(self, qkv, bias):
-        """qkv [b, s, 3h/t], without its bias [3h/t] -> q, k, v, each [b, n/t, s, d]."""
+    def split_heads(self, qkv):
+        """qkv [b, s, 3h/t] -> q, k, v, each [b, n/t, s, d]."""
         b, s, _ = qkv.shape
-        return (qkv + bias).view(b, s, self.heads, 3, self.head_dim).permute(3, 0, 2, 1, 4)
+        return qkv.view(b, s, self.heads, 3, self.head_dim).permute(3, 0, 2, 1, 4)
 
-    def core(self, qkv, bias, mask):
-        """qkv [b, s, 3h/t], without its bias -> [b, s, h/t].
-        mask: dropout of the probabilities [b, n/t, s, s] or None."""
+    def core(self, qkv, mask):
+        """qkv [b, s, 3h/t] -> [b, s, h/t]. mask: dropout of the probabilities [b, n/t, s, s] or None."""
         b, s, _ = qkv.shape
-        q, k, v = self.split_heads(qkv, bias)
+        q, k, v = self.split_heads(qkv)
         if mask is None:
             context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:                                                  # by hand, since SDPA draws its own mask
@@ -136,9 +135,9 @@ class MLP(Sublayer):
     def row(self):
         return self.dense_4h_to_h
 
-    def core(self, x, bias, mask):
-        """x [b, s, 4h/t], without its bias [4h/t] -> [b, s, 4h/t]."""
-        return F.gelu(x + bias, approximate="tanh")
+    def core(self, x, mask):
+        """[b, s, 4h/t] -> [b, s, 4h/t]."""
+        return F.gelu(x, approximate="tanh")
 
 
 class Layer(nn.Module):

@@ -13,8 +13,8 @@ f and g are mirror images. Write g's backward as another all-reduce and every gr
 AdamW does not notice: it divides by the gradient's own size.
 
 Biases: that of a column-parallel linear is cut like its output. That of a row-parallel one is whole on every rank and
-must be added *after* the sum, or it counts t times. Both layers here leave the bias to the caller (Megatron's
-`skip_bias_add`), who fuses it with what follows.
+must be added *after* the sum, or it counts t times: it is left to the caller (Megatron's `skip_bias_add`), who adds it
+together with the residual.
 
 The vocabulary is cut the same way: each rank owns rows [first, first + v/t) of the embedding, and the loss is computed
 on logits that are never gathered.
@@ -82,7 +82,7 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """x [.., in] -> x W^T [.., out/t]: this rank's output features. `bias` [out/t] is for the caller to add."""
+    """x [.., in] -> x W^T + bias [.., out/t]: this rank's output features."""
 
     def __init__(self, features_in, features_out, config, mesh: Mesh):
         super().__init__()
@@ -91,7 +91,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = parameter((features_out,), config, mesh, shard_dim=0)
 
     def forward(self, x):
-        return F.linear(copy_to_tensor_parallel(x, self.group), self.weight)
+        return F.linear(copy_to_tensor_parallel(x, self.group), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):

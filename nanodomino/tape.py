@@ -48,6 +48,6 @@ class Segment:
         used = [(output, gradient) for output, gradient in zip(self.outputs, gradients) if gradient is not None]
         outputs, gradients = zip(*used)
         results = torch.autograd.grad(outputs, self.edges + self.weights, gradients)
-        for weight, gradient in zip(self.weights, results[len(self.edges):]):
-            weight.main_grad.add_(gradient)
+        if self.weights:
+            torch._foreach_add_([weight.main_grad for weight in self.weights], results[len(self.edges):])
         return results[:len(self.edges)]
