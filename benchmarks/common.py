@@ -4,13 +4,14 @@ A question is a module of this folder with three functions:
 
     add_flags(parser)                      its own flags, beside those of `common_flags`
     processes(flags) -> int                how many processes its answer needs
-    answer(flags, place) -> (text, dict)   run by each of them; rank 0's text is printed, then its dict as a line of JSON
+    answer(flags, place) -> (text, dict)   run by each of them; rank 0's text is printed, then its dict as a JSON line
 
 `python bench.py QUESTION` is only the launcher where more than one process is needed: it starts them with the variables
 that torchrun would set, each bound to cores of its own, and waits. Under torchrun it is one of them itself.
 """
 
 import argparse
+import dataclasses
 import importlib
 import json
 import math
@@ -28,7 +29,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.config import UserError, require
+from nanodomino.config import Config, UserError, require, spelling
+from nanodomino.data import Batch
 from nanodomino.mesh import Place, find_place
 
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
@@ -64,18 +66,52 @@ def main(questions, text: str, arguments: list[str]) -> int:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def parse(question, arguments: list[str]) -> argparse.Namespace:
     """The flags of a question; raises UserError."""
-    parser = argparse.ArgumentParser(f"python bench.py {arguments[0]}", description=question.__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(f"python bench.py {arguments[0]}", description=question.__doc__,
+                                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: require(False, f"{message}; python bench.py {arguments[0]} --help lists every flag")
     parser.add_argument("--repeats", type=int, default=7, help="rounds, after one that is not counted (default 7)")
     question.add_flags(parser)
     flags = parser.parse_args(arguments[1:])
     require(flags.repeats >= 1, f"--repeats must be at least 1, but is {flags.repeats}")
     return flags
+
+
+# What train.py calls by the same names: the model, the layout, the batch, the machine.
+CONFIG_FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length",
+                "vocab_size", "make_vocab_size_divisible_by", "untie_embeddings_and_output_weights", "hidden_dropout",
+                "attention_dropout", "tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size",
+                "slices", "columns", "schedule", "zero_stage", "bucket_size", "micro_batch_size", "global_batch_size",
+                "device", "dtype", "bf16")
+
+
+def add_config_flags(parser, names=CONFIG_FLAGS, **defaults):
+    """train.py's flags of these names, with the question's own defaults."""
+    for one in dataclasses.fields(Config):
+        if one.name in names:
+            about, default = one.metadata, defaults.get(one.name, one.default)
+            text = about["text"]
+            if one.name in defaults:
+                text = text.partition(" (default")[0] + f" (default {default})"
+            names_of_flag = [spelling(one.name)] + ([about["short"]] if about["short"] else [])
+            if about["kind"] is bool:
+                parser.add_argument(*names_of_flag, action="store_true", help=text)
+            else:
+                parser.add_argument(*names_of_flag, type=about["kind"], choices=about["choices"], default=default,
+                                    metavar=None if about["choices"] else about["kind"].__name__.upper(), help=text)
+
+
+def config_of(flags, world_size: int, **settings) -> Config:
+    """The Config that these flags mean, with `settings` that are no flags of the question, resolved and with a
+    vocabulary. Raises UserError."""
+    given = {name: getattr(flags, name) for name in CONFIG_FLAGS if hasattr(flags, name)}
+    config = Config(**given, **settings).resolve(world_size)
+    return config.with_vocabulary(config.vocab_size)
 
 
 # ---- processes
@@ -102,8 +138,10 @@ def launch(arguments: list[str], world_size: int, wire=nullcontext(None), output
                 environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
                                "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
                                "OMP_NUM_THREADS": str(len(cores_of(rank, world_size))), **extra}
+                # a session of its own: Ctrl-C reaches this process alone, which ends them
                 processes.append(subprocess.Popen([*prefix, sys.executable, str(BENCH), *arguments], env=environment,
-                                                  stdout=output if rank == 0 else subprocess.DEVNULL))
+                                                  stdout=output if rank == 0 else subprocess.DEVNULL,
+                                                  start_new_session=True))
             while (codes := [process.poll() for process in processes]) and None in codes and not any(codes):
                 time.sleep(0.05)
             return next((code for code in codes if code), 0)
@@ -133,6 +171,30 @@ def bind_to_cores(place: Place):
     if place.local_world_size > 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
+
+
+def bind_to_one_core():
+    """For comparisons that give each process a single core, however many its share has."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+
+
+# ---- work
+
+class RandomTokens:
+    """Stands in for data.TokenDataset: one global batch of random tokens, the same at every step; all of them count."""
+
+    def __init__(self, config: Config, device=torch.device("cpu")):
+        shape = (config.global_batch_size, config.seq_length + 1)
+        self.tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+        self.positions = torch.arange(config.seq_length, device=device)
+
+    def batch(self, step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True) -> Batch:
+        first = dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
+        tokens = self.tokens[first:first + micro_batch_size]
+        return Batch(tokens[:, :-1], tokens[:, 1:], torch.ones_like(tokens[:, 1:], dtype=torch.float32),
+                     self.positions.expand(len(tokens), -1), list(range(first, first + len(tokens))))
 
 
 # ---- alternatives in turn

@@ -105,7 +105,7 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> i
     host = host_memory(optimizer)
     for whole in host.values():
         whole.zero_()                                    # the padding between parameters too
-    dcp.load(named_tensors(model, mesh, host), storage_reader=CarefulReader(folder))
+    read(named_tensors(model, mesh, host), folder)
     for (bucket, part), whole in host.items():
         own = whole.chunk(optimizer.parts)[optimizer.part]
         if part == "weight":
@@ -120,16 +120,32 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> i
 
 # ---- reading without running
 
+def read(tensors: dict, folder: Path):
+    """Fill the tensors from a checkpoint. Raises UserError; dcp.load would tell the same in a traceback per rank."""
+    known = CarefulReader(folder).read_metadata().state_dict_metadata
+    for name, tensor in tensors.items():
+        require(name in known and known[name].size == tensor.size(),
+                f"{folder} lacks {name} of shape {tuple(tensor.size())}; use another checkpoint")
+    dcp.load(tensors, storage_reader=CarefulReader(folder))
+
+
 class CarefulReader(dcp.FileSystemReader):
     """torch's reader, with an index that is data and not a program
     (pickle.load would run what a stranger wrote into it)."""
 
     def read_metadata(self, *args, **kwargs):
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = CarefulUnpickler(file).load()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        path = Path(self.path) / ".metadata"
+        try:
+            with open(path, "rb") as file:
+                metadata = CarefulUnpickler(file).load()
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+        except UserError:
+            raise
+        except Exception as error:                           # bytes that are no pickle can raise anything
+            raise UserError(f"{path} is no index of tensors ({type(error).__name__}: {error}); use another "
+                            "checkpoint") from None
 
 
 class CarefulUnpickler(pickle.Unpickler):
@@ -250,7 +266,7 @@ def load_weights(folder: Path, model: GPT, mesh: Mesh):
     for name, weight in model.named_parameters():
         local = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
         tensors[f"weight.{name}"] = as_dtensor(local, weight, mesh)
-    dcp.load(tensors, storage_reader=CarefulReader(folder))
+    read(tensors, folder)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(tensors[f"weight.{name}"].to_local())
@@ -266,7 +282,11 @@ def export(folder: Path, out: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                      # that there is no process group: none is needed
         dcp.load(tensors, storage_reader=CarefulReader(folder), no_dist=True)
-    torch.save({name.removeprefix("weight."): tensor for name, tensor in tensors.items()}, out)
+    try:
+        with open(out, "wb") as file:                        # given a name, torch.save says less clearly what is wrong
+            torch.save({name.removeprefix("weight."): tensor for name, tensor in tensors.items()}, file)
+    except OSError as error:
+        raise UserError(f"{out} can't be written ({error.strerror}); choose another file") from None
     return tensors
 
 

@@ -38,7 +38,7 @@ def choose(logits, temperature: float, top_k: int, generator) -> int:
     """The next token from logits [v]: the largest at temperature 0, else a draw among the top_k largest (all if 0)."""
     if temperature == 0.0:
         return int(logits.argmax())
-    logits = logits.double() / temperature
+    logits = (logits.double() - logits.max()) / temperature      # none above 0: no temperature makes them overflow
     if 0 < top_k < logits.numel():
         logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
     return int(torch.multinomial(logits.softmax(dim=-1).cpu(), 1, generator=generator))
@@ -158,7 +158,11 @@ def main(arguments: list[str], place: Place) -> int:
     require(tp == place.world_size,
             f"--tp {tp} needs {tp} processes, but there are {place.world_size}; start torchrun --nproc_per_node {tp}")
     folder = find_checkpoint(Path(flags.load))
-    saved = dataclasses.replace(Config(**read_manifest(folder)["config"]), tensor_model_parallel_size=tp,
+    settings = read_manifest(folder)["config"]
+    unknown = settings.keys() - {one.name for one in dataclasses.fields(Config)}
+    require(not unknown, f"{folder} has settings that this version does not know ({', '.join(sorted(unknown))}); "
+            "use the version that wrote it")
+    saved = dataclasses.replace(Config(**settings), tensor_model_parallel_size=tp,
                                 pipeline_model_parallel_size=1, data_parallel_size=1, micro_batch_size=1, slices=1,
                                 columns=1, device=flags.device)
     config = saved.resolve(place.world_size).with_vocabulary(saved.vocab_size)

@@ -52,6 +52,9 @@ def find_place(environment=os.environ) -> Place:
         require(environment[name].isdecimal(),
                 f"{name} must be a whole number, but the environment has '{environment[name]}'; "
                 "start with torchrun, which sets it, or unset it for one process")
+    require(0 < int(environment["MASTER_PORT"]) < 65536,
+            f"MASTER_PORT must be from 1 to 65535, but the environment has {environment['MASTER_PORT']}; "
+            "start with torchrun, which sets it, or unset it for one process")
     place = Place(*(int(environment[name]) for name in names), launched=True,
                   restarted=environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
     require(place.rank < place.world_size and place.local_rank < place.local_world_size,
@@ -90,10 +93,10 @@ def start_world(place: Place, device: torch.device, timeout: int):
             store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, store=store, timeout=patience,
                                 device_id=device if device.type == "cuda" else None)
-    except dist.DistNetworkError as error:                                   # a port in use, a host that is not there
-        raise UserError(f"the processes can't meet at MASTER_ADDR {os.environ.get('MASTER_ADDR')}, MASTER_PORT "
-                        f"{os.environ.get('MASTER_PORT')} ({str(error).splitlines()[0]}); choose a free port of a host "
-                        "that all can reach") from None
+    except (dist.DistNetworkError, dist.DistStoreError) as error:     # a port in use, a host or rank that is not there
+        raise UserError(f"the {place.world_size} processes can't meet at MASTER_ADDR {os.environ.get('MASTER_ADDR')}, "
+                        f"MASTER_PORT {os.environ.get('MASTER_PORT')} ({str(error).splitlines()[0]}); choose a free "
+                        f"port of a host that all can reach, and start all {place.world_size}") from None
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,597 @@
-"""Draws what every rank did. (To be written.)"""
+"""Draws what every rank did: where its time went, and what would have to be hidden to win some of it back.
+
+trace.py records, rank by rank; here the ranks come together, on one clock. In the picture every rank has two rows,
+
+    rank 0  compute  [ F0 ][ F1 ]////////[  B0  ][ F2 ][  B1  ]           boxes: work; hatched: somebody waits
+            wires          ===         \\          ====                   bars: collectives; arrows: messages between
+    rank 1  compute        \\[ F0 ][ B0 ]///[ F1 ][  B1  ]                stages
+
+and below it the totals. A rank's step is the sum of five parts, no moment of which counts twice:
+
+    compute       inside a forward or a backward, and not waiting
+    optimizer     norm, clipping, AdamW
+    exposed       waits for the wires: communication that nothing hid
+    bubble        waits for another rank, which has not yet sent its message, or not yet joined the sum
+    other         between all of these: zeroed gradients, launches, messages that leave
+
+    compute + optimizer + exposed + bubble + other = step
+
+So every wait is cut in two, at the moment when all that it needs is on the wires: until then somebody is late, from
+then on the wires are slow. Only a look at all ranks can tell, and only on one clock. A sixth number is no part of the
+sum: `hidden` is the time in which a collective travelled while this rank computed, communication that cost nothing.
+(Of a message between stages nobody sees when it arrives, only when it is taken: it counts where it is waited for.)
+
+The same recording is written twice: as an SVG to look at, and as Chrome trace JSON, which https://ui.perfetto.dev opens
+with every matrix product in it, and from which pictures can be drawn anew, several above each other on one time scale:
+
+    python -m nanodomino.timeline A.json B.json --caption "blocking" "Domino" --output both.svg
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from statistics import median
+from xml.sax.saxutils import escape
 
 import torch.distributed as dist
 
+from nanodomino.config import UserError, require
 from nanodomino.mesh import Mesh
-from nanodomino.trace import Trace, clock_offset
+from nanodomino.trace import Event, Trace, clock_offset
+
+WATCHED = ("all_reduce", "reduce_scatter", "all_gather")
+MOMENTS = ("send", "receive")
+AXES = ("stage", "dp", "tp")
+SHARED = {"tp": (0, 1), "dp": (0, 2), "embedding": (1, 2), "world": ()}     # of the axes, what a group's members share
+
+
+@dataclass
+class Recording:
+    """caption: what was run; places[rank]: its (pp_rank, dp_rank, tp_rank); ranks[rank]: its events, in nanoseconds of
+    one clock that begins with the first of them."""
+    caption: str
+    places: list[tuple]
+    ranks: list[list[Event]]
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted({event.about["step"] for events in self.ranks for event in events if event.kind == "step"})
+
+    @property
+    def begin(self) -> int:
+        return min(event.begin for events in self.ranks for event in events)
+
+    @property
+    def end(self) -> int:
+        return max(event.end for events in self.ranks for event in events)
+
+    def place(self, rank: int) -> str:
+        """On those axes that are longer than 1."""
+        return ", ".join(f"{axis} {here}" for axis, here, all_ in zip(AXES, self.places[rank], zip(*self.places))
+                         if len(set(all_)) > 1)
+
+
+# ---- intervals: lists of (begin, end), sorted, apart from each other
+
+def union(spans, gap=0) -> list[tuple]:
+    """All of it once. Pieces at most `gap` apart become one."""
+    pieces = []
+    for begin, end in sorted(spans):
+        if pieces and begin <= pieces[-1][1] + gap:
+            pieces[-1] = (pieces[-1][0], max(pieces[-1][1], end))
+        elif end > begin:
+            pieces.append((begin, end))
+    return pieces
+
+
+def minus(spans, holes) -> list[tuple]:
+    """What of the spans lies in none of the holes; both are unions."""
+    pieces, first = [], 0
+    for begin, end in spans:
+        while first < len(holes) and holes[first][1] <= begin:
+            first += 1
+        i = first
+        while i < len(holes) and holes[i][0] < end:
+            if begin < holes[i][0]:
+                pieces.append((begin, holes[i][0]))
+            begin, i = holes[i][1], i + 1
+        if begin < end:
+            pieces.append((begin, end))
+    return pieces
+
+
+def common(spans, others) -> list[tuple]:
+    """What lies in both."""
+    return minus(spans, minus(spans, others))
+
+
+def spans_of(events, *kinds) -> list[tuple]:
+    return union((event.begin, event.end) for event in events if event.kind in kinds)
+
+
+# ---- where the time went
+
+def messages(recording: Recording) -> list[tuple]:
+    """(sender, its event, receiver, its event) of every message between stages: the n-th of a name that a rank sends to
+    another is the n-th of that name that the other receives from it."""
+    ends = {kind: defaultdict(list) for kind in MOMENTS}
+    for rank, events in enumerate(recording.ranks):
+        for event in events:
+            if event.kind in MOMENTS:
+                pair = (rank, event.about["peer"]) if event.kind == "send" else (event.about["peer"], rank)
+                ends[event.kind][(*pair, event.about["message"])].append(event)
+    return [(sender, left, receiver, arrived) for (sender, receiver, name), sent in ends["send"].items()
+            for left, arrived in zip(sent, ends["receive"][sender, receiver, name])]
+
+
+def find_ready(recording: Recording):
+    """Note in each collective, and in each wait for a message, when it was `ready`: everybody whose part it needs had
+    put that on the wires. The n-th collective of a group is the n-th on all its members."""
+    launched, calls = defaultdict(int), []
+    for place, events in zip(recording.places, recording.ranks):
+        numbers = Counter()
+        for event in events:
+            if event.kind in WATCHED:
+                group = event.about["group"]
+                call = (group, *(place[axis] for axis in SHARED[group]), numbers[group])
+                numbers[group] += 1
+                launched[call] = max(launched[call], event.begin)
+                calls.append((event, call))
+    for event, call in calls:
+        event.about["ready"] = launched[call]
+    sent = {id(arrived): left.begin for _, left, _, arrived in messages(recording)}
+    for events in recording.ranks:
+        for event in events:
+            if event.kind == "wait" and event.about["group"] == "pp":
+                wait, event.about["ready"] = event, event.begin        # for a message of its own to leave, or:
+            elif event.kind == "receive":                              # right after the wait for it
+                wait.about["ready"] = sent.get(id(event), wait.end)
+
+
+def waits(events: list[Event]) -> tuple[list, list]:
+    """(exposed, bubble) of one rank, after find_ready()."""
+    travelling, waited, exposed = defaultdict(list), defaultdict(list), []
+    for event in events:
+        if event.kind in WATCHED or (event.kind == "wait" and "ready" in event.about):
+            travelling[event.about["group"]].append((max(event.begin, event.about["ready"]), event.end))
+        if event.kind == "wait":
+            waited[event.about["group"]].append((event.begin, event.end))
+    for group in waited:
+        exposed += common(union(waited[group]), union(travelling[group]))
+    exposed = union(exposed)
+    return exposed, minus(spans_of(events, "wait"), exposed)
+
+
+@dataclass
+class Totals:
+    """Nanoseconds of one rank; the module's docstring defines them. step = the sum of the next five."""
+    step: int
+    compute: int
+    optimizer: int
+    exposed: int
+    bubble: int
+    other: int
+    hidden: int
+
+
+def totals(events: list[Event]) -> Totals:
+    """Of all steps in one rank's events, after find_ready()."""
+    step = spans_of(events, "step")
+    exposed, bubble = (common(step, waited) for waited in waits(events))
+    work = common(step, minus(spans_of(events, "forward", "backward", "optimizer"), spans_of(events, "wait")))
+    optimizer = common(work, spans_of(events, "optimizer"))
+    compute = minus(work, optimizer)
+    wires = union((max(event.begin, event.about["ready"]), event.end) for event in events if event.kind in WATCHED)
+    step, compute, optimizer, exposed, bubble, hidden = (
+        sum(end - begin for begin, end in spans)
+        for spans in (step, compute, optimizer, exposed, bubble, common(work, wires)))
+    return Totals(step, compute, optimizer, exposed, bubble, step - compute - optimizer - exposed - bubble, hidden)
+
+
+def table(recording: Recording) -> list[list[str]]:
+    """A head, and a row per rank: milliseconds, each but the first with its part of the step."""
+    rows = [["ms"] + [field.name for field in fields(Totals)]]
+    for rank, events in enumerate(recording.ranks):
+        sums = asdict(totals(events))
+        step = max(sums.pop("step"), 1)
+        rows.append([f"rank {rank}", f"{step / 1e6:.1f}"]
+                    + [f"{value / 1e6:.1f} {value / step:4.0%}" for value in sums.values()])
+    return rows
+
+
+# ---- Chrome trace JSON
+
+def letter(index: int) -> str:
+    """Of a slice: a, b, ..."""
+    return chr(ord("a") + index) if index < 26 else f"-{index}"
+
+
+def title(event: Event) -> str:
+    """What a person reads on an event."""
+    about = event.about
+    words = [event.kind.replace("_", "-" if event.kind in WATCHED else " ")]
+    words += [str(about[name]) for name in ("group", "step", "microbatch", "message", "site") if name in about]
+    return " ".join(words + [letter(about["slice"])] if "slice" in about else words)
+
+
+def lanes(events: list[Event]) -> list[int]:
+    """For each of these events the first lane that is free when it begins."""
+    free_from, chosen = [], []
+    for event in events:
+        lane = next((i for i, end in enumerate(free_from) if end <= event.begin), len(free_from))
+        free_from[lane:lane + 1] = [event.end]
+        chosen.append(lane)
+    return chosen
+
+
+def chrome_trace(recording: Recording) -> dict:
+    """The Trace Event Format: a process per rank, microseconds; complete events (X), whose arguments are all that was
+    recorded, and a flow (s, f) for each message. Collectives in flight together need a thread each: "wires 2", ..."""
+    rows, moment = [], 0.2                      # a moment is drawn that long, or no flow could begin there
+    for rank, events in enumerate(recording.ranks):
+        watched = [event for event in events if event.kind in WATCHED]
+        lane_of = {id(event): lane for event, lane in zip(watched, lanes(watched))}
+        names = ["compute", "wires"] + [f"wires {lane + 1}" for lane in sorted(set(lane_of.values())) if lane]
+        rows.append(dict(ph="M", name="process_name", pid=rank, args={"name": f"rank {rank} {recording.place(rank)}"}))
+        rows.append(dict(ph="M", name="process_sort_index", pid=rank, args={"sort_index": rank}))
+        rows += [dict(ph="M", name="thread_name", pid=rank, tid=tid, args={"name": name})
+                 for tid, name in enumerate(names)]
+        rows += [dict(ph="X", name=title(event), cat=event.kind, pid=rank, tid=lane_of.get(id(event), -1) + 1,
+                      ts=event.begin / 1e3, dur=moment if event.kind in MOMENTS else (event.end - event.begin) / 1e3,
+                      args=event.about) for event in events]
+    for number, (sender, left, receiver, arrived) in enumerate(messages(recording)):
+        flow = dict(name=left.about["message"], cat="message", id=number, tid=0)
+        rows.append(dict(flow, ph="s", pid=sender, ts=left.begin / 1e3))
+        rows.append(dict(flow, ph="f", bp="e", pid=receiver, ts=arrived.begin / 1e3))
+    return {"traceEvents": rows, "displayTimeUnit": "ms",
+            "otherData": {"caption": recording.caption, "places": recording.places}}
+
+
+def from_chrome_trace(trace: dict) -> Recording:
+    """The way back. Raises UserError if chrome_trace() did not make it."""
+    try:
+        recording = Recording(trace["otherData"]["caption"], trace["otherData"]["places"], [])
+        recording.ranks = [[] for _ in recording.places]
+        for row in trace["traceEvents"]:
+            if row["ph"] == "X":
+                begin = round(row["ts"] * 1e3)
+                end = begin if row["cat"] in MOMENTS else begin + round(row["dur"] * 1e3)
+                recording.ranks[row["pid"]].append(Event(row["cat"], begin, end, row["args"]))
+        require(recording.steps, "no step is in it")
+        return recording
+    except (KeyError, IndexError, TypeError) as error:
+        raise UserError(f"{type(error).__name__} {error}") from None
+
+
+# ---- the picture
+
+WIDTH, WIDEST, LEFT, RIGHT = 1000, 4000, 92, 16          # pixels; a README shows some 1000, a browser more
+COMPUTE, LANE, WIRES_ROW, SPACE, LINE = 26, 14, 80, 12, 18       # heights; lanes get flatter where they would need more
+LETTER, LEGIBLE = 7, 12                                  # widths: of a character; of a box that has room for a number
+
+# Apart for eyes that don't tell red from green, and on paper: the lightness differs too.
+WORK = {"forward": "#9bd1f4", "backward": "#4fae8b", "weight gradient": "#f3df6b", "optimizer": "#c8a2d8"}
+WAITS = {"exposed": "#d62728", "bubble": "#b5b5b5"}
+WIRES = {"tp": "#e69f00", "dp": "#8496e0", "gather": "#63bccb", "embedding": "#bb9468", "world": "#9a9a9a"}
+NAMES = {"exposed": "exposed communication", "bubble": "bubble", "tp": "sum over tp", "dp": "gradients over dp",
+         "gather": "weights over dp", "embedding": "tied embedding", "world": "world's sum"}
+
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" \
+height="{height:.0f}">
+<style>text{{font:12px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;fill:#1f1f1f}}
+.title{{font-size:15px;font-weight:600}} .halo{{text-anchor:middle;paint-order:stroke;stroke:#fff;stroke-width:2.5px}}
+.middle{{text-anchor:middle}} .end{{text-anchor:end}} .small{{font-size:11px}} .pale{{fill:#666}}</style>
+<defs><marker id="tip" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="6" markerHeight="6" orient="auto">\
+<path d="M0 0L6 3L0 6z" fill="#444"/></marker>
+{patterns}</defs>
+<rect width="100%" height="100%" fill="#fff"/>
+{body}
+</svg>
+"""
+HATCHED = """<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate({turn})">\
+<rect width="6" height="6" fill="#fff"/><rect width="{thick}" height="6" fill="{colour}"/></pattern>"""
+
+
+def text(x, y, words, kind="") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}"' + (f' class="{kind}"' if kind else "") + f">{escape(str(words))}</text>"
+
+
+def box(x, y, width, height, fill, tip="", stroke="", opacity=1.0) -> str:
+    look = (f' stroke="{stroke}" stroke-width="0.7"' if stroke and width > 2 else "")
+    look += f' opacity="{opacity}"' if opacity < 1 else ""
+    return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.3):.1f}" height="{height:.1f}" fill="{fill}"{look}'
+            + (f"><title>{escape(tip)}</title></rect>" if tip else "/>"))
+
+
+def wire(event: Event) -> str:
+    """Which of WIRES."""
+    return "gather" if event.kind == "all_gather" else event.about["group"]
+
+
+class Panel:
+    """One recording: a title, two rows per rank, a time axis, the totals. `parts`: its SVG; `bottom`: where it ends."""
+
+    def __init__(self, recording: Recording, top: float, scale: float):
+        """scale: pixels per nanosecond."""
+        self.recording, self.begin, self.scale, self.parts = recording, recording.begin, scale, []
+        wires = [[event for event in events if event.kind in WATCHED] for events in recording.ranks]
+        count = max([lane for events in wires for lane in lanes(events)], default=0) + 1
+        self.lane = min(LANE, WIRES_ROW / count)
+        self.top, self.pitch = top + 2 * LINE + 4, COMPUTE + 3 + count * self.lane + SPACE
+        self.parts.append(text(8, top + LINE, recording.caption, "title"))
+        bottom = self.top + self.pitch * len(wires)
+        self.axis(bottom)
+        for rank, events in enumerate(recording.ranks):
+            y = self.top + rank * self.pitch
+            self.parts += [text(8, y + 11, f"rank {rank}"), text(8, y + 25, recording.place(rank), "small pale")]
+            self.compute_row(events, y)
+            self.wires_row(wires[rank], y + COMPUTE + 3)
+        self.arrows()
+        self.bottom = self.totals(bottom + 2 * LINE + 8)
+
+    def x(self, time) -> float:
+        return LEFT + (time - self.begin) * self.scale
+
+    def bar(self, begin, end, y, height, fill, **look):
+        self.parts.append(box(self.x(begin), y, (end - begin) * self.scale, height, fill, **look))
+
+    def fits(self, begin, end, words) -> bool:
+        return (end - begin) * self.scale >= LETTER * len(words)
+
+    def label(self, begin, end, y, words, kind="halo"):
+        """In the middle, if there is room."""
+        if self.fits(begin, end, words):
+            self.parts.append(text(self.x((begin + end) / 2), y, words, kind))
+
+    def compute_row(self, events, y):
+        """Painted over each other: microbatches, the turns of their slices, weight gradients, waits, numbers."""
+        outer = [event for event in events if event.kind in ("forward", "backward", "optimizer")]
+        turns = self.turns(events)
+        for event in outer:
+            tip = f"{title(event)}: {(event.end - event.begin) / 1e6:.2f} ms"
+            self.bar(event.begin, event.end, y, COMPUTE, WORK[event.kind], tip=tip, stroke="#fff")
+        for outside, begin, end, _ in turns:
+            if (end - begin) * self.scale > 2:
+                self.bar(begin, end, y, COMPUTE, WORK[outside.kind], stroke="#fff")
+        half_a_pixel = 0.5 / self.scale
+        for begin, end in union(spans_of(events, "weight_gradient"), half_a_pixel):
+            self.bar(begin, end, y + 1, COMPUTE - 2, WORK["weight gradient"])
+        for name, spans in zip(reversed(WAITS), reversed(waits(events))):
+            for begin, end in union(spans, half_a_pixel):
+                self.bar(begin, end, y, COMPUTE, f"url(#{name})", stroke=WAITS[name])
+        numbers = [(begin, end, words) for _, begin, end, words in turns if self.fits(begin, end, words)]
+        if 3 * len(numbers) <= len(turns):                             # too few slices have room: one for all of them
+            numbers = [(event.begin, event.end, str(event.about["microbatch"])) for event in outer
+                       if "microbatch" in event.about]
+        for begin, end, words in numbers:
+            self.label(begin, end, y + 17, words)
+
+    @staticmethod
+    def turns(events) -> list[tuple]:
+        """(forward or backward, begin, end, "0a") of each slice's turn, without the wait that it begins with; nothing
+        where there is one slice."""
+        found, outside = [], None
+        if not any(event.about["slice"] for event in events if event.kind == "resume"):
+            return found
+        for event in events:
+            if event.kind in ("forward", "backward"):
+                outside = event
+            elif event.kind == "resume" and outside:
+                number = f"{outside.about['microbatch']}{letter(event.about['slice'])}"
+                found.append((outside, event.begin, event.end, number))
+            elif event.kind == "wait" and found and event.end <= found[-1][2]:
+                found[-1] = (found[-1][0], event.end, *found[-1][2:])
+        return found
+
+    def wires_row(self, events, y):
+        """A bar per collective, pale as long as another rank has not joined it; those below a pixel share theirs."""
+        narrow = defaultdict(list)
+        for event, lane in zip(events, lanes(events)):
+            about, kind, colour = event.about, event.kind.replace("_", "-"), WIRES[wire(event)]
+            at = y + lane * self.lane
+            if (event.end - event.begin) * self.scale < 1:
+                narrow[at, colour].append((event.begin, event.end))
+                continue
+            ready = min(max(event.begin, about["ready"]), event.end)
+            tip = f"{title(event)}: {about['bytes']:,} bytes, {(event.end - ready) / 1e6:.2f} ms"
+            if (ready - event.begin) * self.scale > 0.5:
+                self.bar(event.begin, ready, at, self.lane - 1, colour, opacity=0.35)
+            self.bar(ready, event.end, at, self.lane - 1, colour, tip=tip)
+            if "slice" in about:
+                piece = letter(about["slice"])
+                kind = f"{kind} {piece}" if self.fits(event.begin, event.end, f"{kind} {piece}") else piece
+            if self.lane >= 12:
+                self.label(event.begin, event.end, at + self.lane / 2 + 3.5, kind, "middle small")
+        for (at, colour), spans in narrow.items():
+            for begin, end in union(spans, 0.5 / self.scale):
+                self.bar(begin, end, at, self.lane - 1, colour)
+
+    def arrows(self):
+        """From the sender's compute row to the receiver's, at the sides that face each other."""
+        for sender, left, receiver, arrived in messages(self.recording):
+            down = receiver > sender
+            y1 = self.top + sender * self.pitch + (COMPUTE if down else 0)
+            y2 = self.top + receiver * self.pitch + (0 if down else COMPUTE)
+            self.parts.append(f'<path d="M{self.x(left.begin):.1f} {y1:.1f}L{self.x(arrived.begin):.1f} {y2:.1f}" '
+                              'stroke="#444" stroke-width="0.8" marker-end="url(#tip)"/>')
+
+    def axis(self, y):
+        """A tick each 1, 2 or 5 times a power of ten milliseconds, some 100 pixels apart."""
+        step = next(step for power in range(-6, 9) for step in (10.0 ** power, 2 * 10.0 ** power, 5 * 10.0 ** power)
+                    if step * 1e6 * self.scale >= 80)
+        for i in range(int((self.recording.end - self.begin) / 1e6 / step) + 1):
+            x = LEFT + i * step * 1e6 * self.scale
+            self.parts.append(f'<path d="M{x:.1f} {self.top - 4:.1f}V{y:.1f}" stroke="#ddd"/>')
+            self.parts.append(text(x, y + 14, f"{i * step:g}" + (" ms" if i == 0 else ""), "middle small"))
+
+    def totals(self, y) -> float:
+        for row in table(self.recording):
+            self.parts.append(text(8, y, row[0]))
+            for i, cell in enumerate(row[1:]):
+                number, *share = cell.split()
+                self.parts.append(text(130 + 110 * i, y, number, "end"))
+                self.parts += [text(166 + 110 * i, y, words, "end small pale") for words in share]
+            y += LINE
+        return y
+
+
+def legend(recordings, y) -> tuple[list[str], float]:
+    """What occurs in them -> (SVG, where it ends)."""
+    events = [event for recording in recordings for events in recording.ranks for event in events]
+    kinds = {event.kind.replace("_", " ") for event in events} | set(WAITS)
+    wires = {wire(event) for event in events if event.kind in WATCHED}
+    entries = [(colour, "", name) for name, colour in WORK.items() if name in kinds]
+    entries += [(f"url(#{name})", colour, NAMES[name]) for name, colour in WAITS.items()]
+    entries += [(colour, "", NAMES[name]) for name, colour in WIRES.items() if name in wires]
+    if wires & {"tp", "dp", "embedding"}:
+        entries.append(("#e4e4e4", "", "pale: another rank has not joined yet"))
+    parts, x = [], 8
+    for fill, stroke, name in entries:
+        if x + 19 + LETTER * len(name) > WIDTH:
+            x, y = 8, y + LINE
+        parts += [box(x, y, 14, 12, fill, stroke=stroke), text(x + 19, y + 10.5, name)]
+        x += 19 + LETTER * len(name) + 12
+    return parts, y + LINE
+
+
+def one_step(recording: Recording, number: int) -> Recording:
+    """Of several; the caption says so."""
+    require(number in recording.steps,
+            f"--step {number} is not in it; try one of {', '.join(map(str, recording.steps))}")
+    ranks = []
+    for events in recording.ranks:
+        whole = [step for step in events if step.kind == "step" and step.about["step"] == number]
+        ranks.append([event for event in events if any(step.begin <= event.begin < step.end for step in whole)])
+    return replace(recording, caption=f"{recording.caption} (drawn: step {number})", ranks=ranks)
+
+
+def part(recording: Recording, first: float, last: float) -> Recording:
+    """From `first` to `last`, milliseconds from its begin; what reaches beyond is cut there. Messages stay whole."""
+    first, last = recording.begin + int(first * 1e6), recording.begin + int(last * 1e6)
+    whole = {id(end) for _, left, _, arrived in messages(recording) if first <= left.begin and arrived.begin <= last
+             for end in (left, arrived)}
+    ranks = [[Event(event.kind, max(event.begin, first), min(event.end, last), event.about) for event in events
+              if id(event) in whole or (event.kind not in MOMENTS and event.begin < last and event.end > first)]
+             for events in recording.ranks]
+    length = (recording.end - recording.begin) / 1e6
+    require(any(ranks), f"--milliseconds must begin within the recording, which is {length:.1f} ms long; "
+            f"try 0:{length / 2:.0f}")
+    return replace(recording, ranks=ranks)
+
+
+def legible_width(recordings) -> float:
+    """Pixels for the longest of them, at which half of all microbatches have room for their number."""
+    boxes = [event.end - event.begin for recording in recordings for events in recording.ranks for event in events
+             if event.kind in ("forward", "backward")]
+    longest = max(recording.end - recording.begin for recording in recordings)
+    return LEFT + RIGHT + longest * LEGIBLE / max(median(boxes or [longest]), 1)
+
+
+def picture(recordings: list[Recording]) -> str:
+    """SVG: one above the other, on one time scale. All steps are drawn if they stay legible, else the first."""
+    if legible_width(recordings) > WIDEST:
+        recordings = [one_step(recording, recording.steps[0]) if len(recording.steps) > 1 else recording
+                      for recording in recordings]
+    width = min(max(WIDTH, legible_width(recordings)), WIDEST)
+    scale = (width - LEFT - RIGHT) / max(recording.end - recording.begin for recording in recordings)
+    body, y = [], 0
+    for recording in recordings:
+        panel = Panel(recording, y, scale)
+        body, y = body + panel.parts, panel.bottom
+    parts, y = legend(recordings, y)
+    patterns = "".join(HATCHED.format(name=name, colour=colour, turn=turn, thick=thick)
+                       for (name, colour), turn, thick in zip(WAITS.items(), (45, -45), (2.2, 1)))
+    return SVG.format(width=width, height=y + 4, patterns=patterns, body="\n".join(body + parts))
+
+
+# ---- in a run, and afterwards
+
+def gather(trace: Trace, mesh: Mesh) -> Recording | None:
+    """Everybody's events on rank 0, on its clock; None elsewhere. All ranks call it together."""
+    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), trace.take(clock_offset())), everyone)
+    if everyone is None:
+        return None
+    recording = Recording("", *map(list, zip(*everyone)))
+    begin = recording.begin
+    for event in (event for events in recording.ranks for event in events):
+        event.begin, event.end = event.begin - begin, event.end - begin
+    find_ready(recording)
+    first, last = recording.steps[0], recording.steps[-1]
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    recording.caption = f"tp {mesh.tp}, pp {mesh.pp}, dp {mesh.dp}: {steps}"
+    return recording
 
 
 def draw_timeline(trace: Trace, mesh: Mesh, path: Path) -> str:
-    events = trace.take(clock_offset())
-    everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(events, everything)
-    if everything is None:
+    """Write PATH.json and PATH.svg of all that was recorded. All ranks call it together.
+
+    Returns, on rank 0, what to tell the user: also of a full disk, since training is worth more than its picture.
+    """
+    recording = gather(trace, mesh)
+    if recording is None:
         return ""
-    import pickle
-    path.with_suffix(".pickle").write_bytes(pickle.dumps(everything))
-    return f"timeline: {sum(map(len, everything))} events"
+    svg, trace_json, rows = path.with_suffix(".svg"), path.with_suffix(".json"), table(recording)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [f"timeline of {recording.caption}"]
+    lines += ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+    try:
+        svg.write_text(picture([recording]), encoding="utf-8")
+        trace_json.write_text(json.dumps(chrome_trace(recording), separators=(",", ":")))
+        lines.append(f"  drawn in {svg}; https://ui.perfetto.dev opens {trace_json.name} beside it")
+    except OSError as error:
+        lines.append(f"warning: the timeline can't be written: {error}; training goes on")
+    return "\n".join(lines)
+
+
+def read(path: Path) -> Recording:
+    """What draw_timeline wrote. Raises UserError."""
+    try:
+        return from_chrome_trace(json.loads(path.read_text()))
+    except (OSError, ValueError, UserError) as error:
+        raise UserError(f"{path} is no recording ({error}); give a trace-STEP.json of train.py --trace") from None
+
+
+def first_and_last(milliseconds: str) -> tuple[float, float]:
+    """"FIRST:LAST" -> two numbers. Raises UserError."""
+    try:
+        first, last = map(float, milliseconds.split(":"))
+    except ValueError:
+        first, last = 0.0, 0.0
+    require(0 <= first < last < float("inf"),
+            f"--milliseconds must be FIRST:LAST, FIRST below LAST, but is {milliseconds}; try 0:10")
+    return first, last
+
+
+def main(arguments: list[str]) -> int:
+    """python -m nanodomino.timeline A.json [B.json ...] --output PICTURE.svg"""
+    parser = argparse.ArgumentParser("python -m nanodomino.timeline", allow_abbrev=False,
+                                     description="Draw recordings of train.py --trace above each other.")
+    parser.add_argument("recordings", nargs="+", type=Path, help="trace-STEP.json of a run's folder")
+    parser.add_argument("--output", type=Path, required=True, help="the SVG to write")
+    parser.add_argument("--caption", nargs="+", help="what to write above each (default: its layout)")
+    parser.add_argument("--step", type=int, help="draw this step alone")
+    parser.add_argument("--milliseconds", metavar="FIRST:LAST", help="draw this part alone")
+    flags = parser.parse_args(arguments)
+    try:
+        recordings = [read(path) for path in flags.recordings]
+        if flags.step is not None:
+            recordings = [one_step(recording, flags.step) for recording in recordings]
+        if flags.milliseconds is not None:
+            recordings = [part(recording, *first_and_last(flags.milliseconds)) for recording in recordings]
+        captions = flags.caption or [recording.caption for recording in recordings]
+        require(len(captions) == len(recordings), f"--caption needs a text for each of the {len(recordings)} "
+                f"recordings, but has {len(captions)}; quote each")
+        recordings = [replace(recording, caption=caption) for recording, caption in zip(recordings, captions)]
+        flags.output.write_text(picture(recordings), encoding="utf-8")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -27,8 +27,9 @@ time protocol, from the quickest of a few round trips to rank 0.
 With `recording` off, each call costs a comparison. timeline.py draws what was recorded.
 """
 
+import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ import torch.distributed as dist
 ROUND_TRIPS = 20
 
 
-@dataclass
+@dataclass(slots=True)
 class Event:
     """kind: see above; begin, end: nanoseconds of this process's clock (0: never ended); about: slice, site, microbatch,
     bytes, ..."""
@@ -47,6 +48,20 @@ class Event:
     about: dict
 
 
+class Span:
+    """Ends an event. By hand, since @contextmanager takes as long as all the rest of a span."""
+    __slots__ = ("trace", "event")
+
+    def __init__(self, trace, event):
+        self.trace, self.event = trace, event
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        self.event.end = self.trace.mark()
+
+
 class Trace:
     """Events in the order in which they began, as long as `recording` is true."""
     nothing = nullcontext()
@@ -54,6 +69,7 @@ class Trace:
     def __init__(self, device=torch.device("cpu"), recording=True):
         self.device, self.recording = device, recording
         self.events: list[Event] = []
+        self.followers: dict[str, list[threading.Thread]] = {}     # group -> see follow()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             self.origin, self.origin_time = self.mark(), time.perf_counter_ns()
@@ -67,15 +83,15 @@ class Trace:
         return event
 
     def span(self, kind, **about):
-        """A context manager: from its beginning to its end."""
-        return self.recorded(kind, about) if self.recording else self.nothing
-
-    @contextmanager
-    def recorded(self, kind, about):
+        """A context manager: from here to its end."""
+        if not self.recording:
+            return self.nothing
         event = Event(kind, self.mark(), 0, about)
         self.events.append(event)
-        yield
-        event.end = self.mark()
+        if kind == "wait":
+            for follower in self.followers.pop(about.get("group"), ()):
+                follower.join()
+        return Span(self, event)
 
     def moment(self, kind, **about):
         if self.recording:
@@ -87,7 +103,25 @@ class Trace:
         if self.recording:
             event = Event(kind, self.mark(), 0, about)
             self.events.append(event)
-            work.get_future().add_done_callback(lambda _: setattr(event, "end", self.mark()))
+            try:
+                work.get_future().add_done_callback(lambda _: setattr(event, "end", self.mark()))
+            except RuntimeError:
+                self.follow(event, work)
+
+    def follow(self, event, work):
+        """gloo's reduce-scatter calls nobody when it is done, it can only be waited for: a thread does. That wait also
+        writes the result, once more at every call; so a `wait` of the group begins after the thread has ended, or the
+        thread could write over what the training has already worked on."""
+        def wait():
+            try:
+                work.wait()
+            except RuntimeError:                     # the training will wait too, and hear of it
+                return
+            event.end = self.mark()
+
+        follower = threading.Thread(target=wait, daemon=True)
+        self.followers.setdefault(event.about.get("group"), []).append(follower)
+        follower.start()
 
     def take(self, offset=0) -> list[Event]:
         """All events so far, with times in nanoseconds of rank 0's clock, which is `offset` ahead of ours; forgets them."""
