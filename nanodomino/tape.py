@@ -38,7 +38,7 @@ class Segment:
         with torch.set_grad_enabled(training):
             if training:
                 anchor = torch.empty(0, requires_grad=True)
-                inputs = [None if x is None else Source.apply(anchor, x) for x in inputs]
+                inputs = [None if x is None else Source.apply(anchor, x.detach()) for x in inputs]
                 self.edges = [get_gradient_edge(x) for x in inputs if x is not None]
             outputs = function(*inputs)
         self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -1,0 +1,132 @@
+"""Do the collectives and bytes of a real step match the formulas? Counted on every rank, compared exactly.
+
+One optimizer step of train.py runs on real processes, on random tokens. Every collective and every message passes
+torch's dispatcher on its way to the process group, whoever calls it; there a `Listener` counts
+
+    calls     collectives or messages, by process group and kind
+    bytes     of the whole tensor: what is reduced, what a scatter starts from, what a gather ends with
+    wire      what this rank sends in a ring of the group's n members: 2 (n-1)/n of a sum, (n-1)/n of a scatter or
+              a gather
+
+and beside it stands what formulas.py says of this rank: no tolerance. Slices and columns make more calls, never more
+bytes; ranks differ by their stage, and by nothing else.
+
+    python bench.py comm --tp 2 --pp 2 --dp 2 --slices 2 --columns 2
+"""
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from benchmarks import formulas
+from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, table
+from nanodomino.config import Config
+from nanodomino.domino import Domino
+from nanodomino.mesh import Mesh, find_device, make_mesh, start_world
+from nanodomino.zero import ZeroOptimizer
+
+TIMEOUT = 600        # seconds
+
+# c10d's operators -> (the name of the collective, which argument is the whole tensor or a list with it)
+COLLECTIVES = {"allreduce_": ("all_reduce", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
+               "_allgather_base_": ("all_gather", 0), "send": ("send", 0), "recv_": ("receive", 0)}
+
+
+def add_flags(parser):
+    add_config_flags(parser, num_layers=4, hidden_size=64, num_attention_heads=8, seq_length=32, vocab_size=250,
+                     tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2,
+                     micro_batch_size=2, global_batch_size=16)
+
+
+def processes(flags) -> int:
+    """tp x pp x dp; what is wrong about the flags is said before any process starts."""
+    sizes = [flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size, flags.data_parallel_size]
+    world_size = max(sizes[0] * sizes[1] * sizes[2], 1)
+    config_of(flags, world_size)
+    return world_size
+
+
+def answer(flags, place):
+    config = config_of(flags, place.world_size)
+    mesh, optimizer, stage = build(config, place)
+    dataset = RandomTokens(config, mesh.device)
+    with Listener(mesh) as listener:
+        train.train_step(1, stage, optimizer, dataset, config, mesh)
+    counted = [None] * place.world_size
+    dist.all_gather_object(counted, listener.counts)
+    return report(config, counted)
+
+
+def build(config: Config, place):
+    """(mesh, optimizer, stage) of this process, as train.py makes them, uncompiled."""
+    device = find_device(config, place)
+    start_world(place, device, TIMEOUT)
+    mesh = make_mesh(config.pp, config.dp, config.tp, device)
+    model = train.model_builder(config, mesh)
+    return mesh, ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
+
+
+class Listener(TorchDispatchMode):
+    """Counts what its thread hands to process groups: counts[group, kind] = (calls, bytes)."""
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.counts = {}
+        groups = {"world": dist.group.WORLD, "tp": mesh.tp_group, "dp": mesh.dp_group, "pp": mesh.pp_forward_group,
+                  "pp back": mesh.pp_backward_group, "embedding": mesh.embedding_group}
+        self.names = {group.group_name: name.split()[0] for name, group in groups.items() if group is not None}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            operator = function.name().split("::")[1].split(".")[0]
+            kind, whole = COLLECTIVES.get(operator, (operator, 0))       # an unknown one has no formula: found out
+            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+            tensors = args[whole] if isinstance(args[whole], (list, tuple)) else [args[whole]]
+            size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+            calls, total = self.counts.get((self.names[group.group_name], kind), (0, 0))
+            self.counts[self.names[group.group_name], kind] = (calls + 1, total + size)
+        return function(*args, **(kwargs or {}))
+
+
+def report(config: Config, counted: list[dict]):
+    """counted: by rank. Ranks with the same counts share their lines of the table."""
+    predicted = [formulas.by_group(formulas.traffic(config, at)) for at in formulas.grid(config)]
+    alike = {}
+    for rank, both in enumerate(zip(counted, predicted)):
+        alike.setdefault(str([sorted(one.items()) for one in both]), []).append(rank)
+    rows, records = [], []
+    for ranks in alike.values():
+        count, formula = counted[ranks[0]], predicted[ranks[0]]
+        for key in sorted(count.keys() | formula.keys()):
+            (calls, size), (said_calls, said_size) = (one.get(key, (0, 0)) for one in (count, formula))
+            at = formulas.grid(config)[ranks[0]]
+            members = len(set(formulas.members(config, at, key[0])))
+            wire, said_wire = (formulas.wire_bytes(key[1], one, members) for one in (size, said_size))
+            rows.append([text_of(ranks), *key, members, calls, said_calls, size, said_size, bytes_text(wire),
+                         "yes" if (calls, size) == (said_calls, said_size) else "NO"])
+            records.append({"ranks": ranks, "group": key[0], "kind": key[1], "calls": calls, "bytes": size,
+                            "wire_bytes": wire, "formula_calls": said_calls, "formula_bytes": said_size,
+                            "formula_wire_bytes": said_wire})
+    exact = counted == predicted
+    head = ["ranks", "group", "collective", "members", "calls", "formula", "bytes", "formula", "wire", "equal"]
+    text = "\n".join([
+        f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, columns {config.columns}, ZeRO stage "
+        f"{config.zero_stage}, {config.schedule}, {config.microbatches} microbatches of {config.micro_batch_size} x "
+        f"{config.seq_length} x {config.hidden_size}, {config.num_layers} layers, {config.dtype}; one step, by rank",
+        table(head, rows),
+        "every count equals its formula" if exact else "some counts do not equal their formulas"])
+    return text, {"question": "comm", "exact": exact, "world_size": config.world_size, "tp": config.tp,
+                  "pp": config.pp, "dp": config.dp, "slices": config.slices, "columns": config.columns,
+                  "zero_stage": config.zero_stage, "schedule": config.schedule, "rows": records}
+
+
+def text_of(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2, 5'."""
+    runs = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)

@@ -1,0 +1,216 @@
+"""Does the memory of a rank match the formulas? Measured on every rank while it trains, beside what formulas.py says.
+
+    parameters, gradients,    bytes of the storages that model, flat buffers and AdamW hold: equal to the byte, padding
+    optimizer                 included
+    activations               bytes of the storages that can be reached from the tapes of all microbatches that are
+                              alive, saved tensors of autograd included, when they are most
+    peak                      the most that is allocated at once, with what comes and goes within a step: on CUDA by the
+                              allocator's own count, on the CPU by that of a mode which sees every tensor made. What
+                              formulas.py says of it is an estimate
+
+and a table of what the tape keeps of a layer, in units of X, the bytes of one activation [b, s, h].
+
+    python bench.py memory --tp 2 --pp 2 --slices 2
+"""
+
+import dataclasses
+import weakref
+from contextlib import nullcontext
+from types import FunctionType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train
+from benchmarks import comm, formulas
+from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, table
+from nanodomino.config import Config
+from nanodomino.data import Batch
+
+STATE = ("parameters", "gradients", "optimizer")
+
+
+def add_flags(parser):
+    add_config_flags(parser, num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=64, vocab_size=250,
+                     tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=1,
+                     micro_batch_size=4, global_batch_size=16)
+
+
+def processes(flags) -> int:
+    return comm.processes(flags)
+
+
+def answer(flags, place):
+    config = config_of(flags, place.world_size)
+    mesh, optimizer, stage = comm.build(config, place)
+    config = dataclasses.replace(config, device=mesh.device.type)
+    found = measure(config, mesh, optimizer, stage, OwnTokens(config, mesh.device))
+    measured = [None] * place.world_size
+    dist.all_gather_object(measured, found)
+    return report(config, measured)
+
+
+def measure(config: Config, mesh, optimizer, stage, dataset) -> dict[str, int]:
+    """Bytes of this rank, in two training steps: the first makes AdamW's moments, the second is looked at."""
+    train.train_step(1, stage, optimizer, dataset, config, mesh)
+    state = state_storages(stage.model, optimizer)
+    cuda = mesh.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(mesh.device)
+    watched = Watched(stage, state)
+    with nullcontext() if cuda else Allocations() as allocations:
+        train.train_step(2, watched, optimizer, dataset, config, mesh)
+    peak = torch.cuda.max_memory_allocated(mesh.device) if cuda else allocations.most + sum(watched.held.values())
+    return {**{name: sum(storages.values()) for name, storages in state.items()},
+            "activations": watched.most, "peak": peak}
+
+
+def state_storages(model, optimizer) -> dict[str, dict[int, int]]:
+    """Of each part of the state {storage: bytes}; what two parts share counts in the first."""
+    tensors = {"parameters": [*model.parameters(), *(bucket.weights for bucket in optimizer.buckets)],
+               "gradients": [bucket.main_grad for bucket in optimizer.buckets],
+               "optimizer": [*(bucket.master for bucket in optimizer.buckets),
+                             *tree_leaves(list(optimizer.adamw.state.values()))]}
+    found, before = {}, set()
+    for name in STATE:
+        found[name] = {key: size for key, size in map(storage, tensors[name]) if key not in before}
+        before |= found[name].keys()
+    return found
+
+
+def storage(tensor) -> tuple[int, int]:
+    """(which memory it is, its bytes)."""
+    memory = tensor.untyped_storage()
+    return memory._cdata, memory.nbytes()
+
+
+class OwnTokens(RandomTokens):
+    """Batches with memory of their own, as TokenDataset's, not views of one large array."""
+
+    def batch(self, *arguments, **options) -> Batch:
+        batch = super().batch(*arguments, **options)
+        return Batch(*(tensor.clone(memory_format=torch.contiguous_format)
+                       for tensor in (batch.tokens, batch.labels, batch.loss_mask, batch.positions)), batch.sample_ids)
+
+
+# ---- activations: what the tapes hold
+
+class Watched:
+    """A stage, as the pipeline sees it, that weighs all tapes that are alive after each forward."""
+
+    def __init__(self, stage, state: dict[str, dict[int, int]]):
+        self.stage, self.trace = stage, stage.trace
+        self.held = {key: size for storages in state.values() for key, size in storages.items()}
+        self.tapes, self.most = {}, 0
+
+    def forward(self, batch, hidden=None, training=True):
+        output, tape = self.stage.forward(batch, hidden, training)
+        self.tapes[id(tape)] = tape
+        here = {key: size for key, size in reachable(list(self.tapes.values())).items() if key not in self.held}
+        self.most = max(self.most, sum(here.values()))
+        return output, tape
+
+    def backward(self, tape, gradient, on_final=None):
+        del self.tapes[id(tape)]
+        return self.stage.backward(tape, gradient, on_final)
+
+
+def reachable(tape) -> dict[int, int]:
+    """{storage: bytes} of every tensor that a tape keeps from being freed: in its objects, in what its functions have
+    closed over, and in the graphs behind its tensors. Modules are state, not tape."""
+    found, seen, todo = {}, {}, [tape]                  # seen by id: kept, lest another object be given the same one
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, (nn.Module, type)):
+            continue
+        seen[id(one)] = one
+        if isinstance(one, torch.Tensor):
+            key, size = storage(one)
+            found[key] = size
+            todo.append(one.grad_fn)
+        elif isinstance(one, (list, tuple, set)):
+            todo += one
+        elif isinstance(one, dict):
+            todo += one.values()
+        elif isinstance(one, FunctionType):
+            todo += [cell.cell_contents for cell in one.__closure__ or ()]
+        elif hasattr(one, "next_functions"):                                # a node of autograd's graph
+            todo += [node for node, _ in one.next_functions] + [getattr(one, "variable", None)]
+            todo += [getattr(one, name) for name in dir(one) if name.startswith("_saved_")]
+            todo += getattr(one, "saved_tensors", ())
+        elif hasattr(one, "__dict__"):
+            todo += vars(one).values()
+    return found
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes that are alive at once, of tensors made while it is on. It keeps none of them alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.now, self.most = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        known = {storage(tensor)[0] for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor) and storage(tensor)[0] not in known:
+                self.born(tensor.untyped_storage())
+        return results
+
+    def born(self, memory):
+        key, size = memory._cdata, memory.nbytes()
+        if key not in self.alive:
+            self.alive[key] = weakref.ref(memory, lambda _: self.died(key, size))
+            self.now += size
+            self.most = max(self.most, self.now)
+
+    def died(self, key, size):
+        del self.alive[key]
+        self.now -= size
+
+
+# ---- what came out
+
+def predict(config: Config, at) -> dict[str, int]:
+    """What measure() should find."""
+    return {**formulas.state_bytes(config, at), "activations": formulas.activation_bytes(config, at),
+            "peak": formulas.peak_bytes(config, at)}
+
+
+def report(config: Config, measured: list[dict]):
+    """measured: by rank. Ranks with the same bytes share a line."""
+    predicted = [predict(config, at) for at in formulas.grid(config)]
+    alike = {}
+    for rank, both in enumerate(zip(measured, predicted)):
+        alike.setdefault(str(both), []).append(rank)
+    rows = []
+    for ranks in alike.values():
+        both = predicted[ranks[0]], measured[ranks[0]]
+        rows += [[comm.text_of(ranks), kind, *one.values()] for kind, one in zip(("predicted", "measured"), both)]
+    exact = all(one[name] == said[name] for one, said in zip(measured, predicted) for name in STATE)
+    worst = {name: max(abs(one[name] / said[name] - 1) for one, said in zip(measured, predicted))
+             for name in ("activations", "peak")}
+    text = "\n".join([
+        f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, ZeRO stage {config.zero_stage}, "
+        f"{config.schedule}, {config.microbatches} microbatches of {config.micro_batch_size} x {config.seq_length} x "
+        f"{config.hidden_size}, {config.num_layers} layers, {config.dtype}; bytes, by rank",
+        table(["ranks", "", *measured[0]], rows), "",
+        layer_text(config),
+        f"the state {'equals' if exact else 'DOES NOT equal'} its formulas to the byte; activations differ by at most "
+        f"{worst['activations']:.2%}, peaks by {worst['peak']:.1%}"])
+    return text, {"question": "memory", "exact": exact, "activations_error": worst["activations"],
+                  "peak_error": worst["peak"], "tp": config.tp, "pp": config.pp, "dp": config.dp,
+                  "slices": config.slices, "zero_stage": config.zero_stage, "schedule": config.schedule,
+                  "dtype": config.dtype, "device": config.device, "predicted": predicted, "measured": measured}
+
+
+def layer_text(config: Config) -> str:
+    """What the tape keeps of one layer, in units of X."""
+    x, kept = formulas.activation(config), formulas.kept_by_layer(config, formulas.Coordinates(0, 0, 0))
+    rows = [[name, f"{size / x:.3f}", bytes_text(size)] for name, size in kept.items()]
+    return table([f"kept of a layer and microbatch, X = {bytes_text(x)}", "X", "bytes"],
+                 [*rows, ["together", f"{sum(kept.values()) / x:.3f}", bytes_text(sum(kept.values()))]])

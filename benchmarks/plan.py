@@ -1,0 +1,275 @@
+"""Would this model fit on those GPUs, and how fast would it be? Nothing is trained: the formulas are evaluated.
+
+    memory           of a GPU of each stage: formulas.py, which `bench.py memory` holds against real runs
+    communication    of a step, by group: formulas.py, which `bench.py comm` holds against real runs
+    step time        step_time.py, with a GPU's numbers from the tables here and in report.py, and with assumptions,
+                     all of which are printed; the numbers among them can be changed by a flag
+
+What does not fit is told with its largest terms, and with the changes that would make it fit.
+
+    python bench.py plan --model gpt3-13b --gpus 64 --tp 8 --pp 4 --gpu A100
+
+`--gpu here` plans for this machine and then does what was planned: it measures three rates (products, wires, memory),
+predicts, trains, and prints both:
+
+    python bench.py plan --gpu here --gpus 2 --tp 2 --pp 1 --model nano --hidden-size 256 --dtype float32
+"""
+
+import dataclasses
+import itertools
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+import train
+from benchmarks import comm, formulas, memory, step_time
+from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, ratio_text, ratios, seconds_text,
+                               slowest, synchronize, table)
+from benchmarks.formulas import Coordinates
+from benchmarks.step_time import Machine
+from nanodomino.config import Config, UserError, require, spelling
+from nanodomino.model import parameter_count
+from nanodomino.report import PEAK_FLOPS
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """From the makers' data sheets: bytes; bytes/s of its memory; the link to its neighbours, bytes/s each way."""
+    memory: float
+    memory_rate: float
+    link: str
+    link_rate: float
+
+
+# NVLink each way: half of what the data sheets print. PCIe x16 each way: 32 GB/s in generation 4, 64 in 5.
+GPUS = {"V100": Gpu(32e9, 0.9e12, "NVLink", 150e9), "A100": Gpu(80e9, 2.039e12, "NVLink", 300e9),
+        "H100": Gpu(80e9, 3.35e12, "NVLink", 450e9), "H100 PCIe": Gpu(80e9, 2.0e12, "PCIe", 64e9),
+        "H200": Gpu(141e9, 4.8e12, "NVLink", 450e9), "B200": Gpu(180e9, 8e12, "NVLink", 900e9),
+        "A10": Gpu(24e9, 0.6e12, "PCIe", 32e9), "L40S": Gpu(48e9, 0.864e12, "PCIe", 32e9),
+        "RTX 4090": Gpu(24e9, 1.008e12, "PCIe", 32e9)}
+
+MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "messages", "working")
+
+
+def add_flags(parser):
+    add_config_flags(parser, model="gpt3-13b", vocab_size=50257, dtype="bfloat16")
+    parser.add_argument("--gpus", type=int, default=64, help="processes, a GPU each (default 64)")
+    parser.add_argument("--gpu", choices=(*GPUS, "here"), default="H100", help="which, or this machine (default H100)")
+    parser.add_argument("--gpus-per-host", type=int, default=8, help="joined by their link (default 8)")
+    parser.add_argument("--network", type=float, default=400.0,
+                        help="Gbit/s from a GPU to other hosts, each way (default 400: InfiniBand NDR)")
+    parser.add_argument("--product-efficiency", type=float, default=0.6,
+                        help="part of the peak that matrix products reach, with what is between them (default 0.6)")
+    parser.add_argument("--wire-efficiency", type=float, default=0.8,
+                        help="part of a link's rate that a ring reaches (default 0.8)")
+    parser.add_argument("--latency", type=float, default=15.0,
+                        help="microseconds of a collective, beside its bytes (default 15)")
+    parser.add_argument("--reserve", type=float, default=0.06,
+                        help="part of the memory for CUDA, NCCL and the gaps between tensors (default 0.06)")
+
+
+def processes(flags) -> int:
+    for name, least, most in (("gpus", 1, 10**6), ("gpus_per_host", 1, 10**6), ("network", 0.001, 10**6),
+                              ("product_efficiency", 0.01, 1), ("wire_efficiency", 0.01, 1), ("latency", 0, 10**6),
+                              ("reserve", 0, 0.9)):
+        value = getattr(flags, name)
+        require(least <= value <= most, f"{spelling(name)} must be from {least} to {most}, but is {value}")
+    config = config_of(flags, flags.gpus)
+    require(flags.gpu == "here" or config.dtype == "bfloat16",
+            f"--gpu {flags.gpu} needs --dtype bfloat16, since what is known of it is the rate of 16-bit products, but "
+            f"--dtype is {config.dtype}")
+    return flags.gpus if flags.gpu == "here" else 1
+
+
+def answer(flags, place):
+    config = config_of(flags, flags.gpus)
+    if flags.gpu != "here":
+        return plan(dataclasses.replace(config, device="cuda"), flags)
+    mesh, optimizer, stage = comm.build(config, place)
+    config = dataclasses.replace(config, device=mesh.device.type)
+    return here_text(config, run_here(config, mesh, optimizer, stage, flags.repeats))
+
+
+# ---- on paper
+
+def plan(config: Config, flags):
+    """(text, record) for GPUs of the table."""
+    gpu, peak = GPUS[flags.gpu], PEAK_FLOPS[flags.gpu]
+    machine = Machine(products=peak * flags.product_efficiency, near=gpu.link_rate * flags.wire_efficiency,
+                      far=flags.network / 8 * 1e9 * flags.wire_efficiency, latency=flags.latency * 1e-6,
+                      per_host=flags.gpus_per_host, memory=gpu.memory_rate * flags.wire_efficiency)
+    stages = [Coordinates(stage, 0, 0) for stage in range(config.pp)]
+    needs, usable = [memory_terms(config, at) for at in stages], gpu.memory * (1 - flags.reserve)
+    fits = all(sum(need.values()) <= usable for need in needs)
+    parts = step_time.step_seconds(config, machine)
+    seconds, tokens = sum(parts.values()), config.global_batch_size * config.seq_length
+    used, bubble = step_time.mfu(config, seconds, peak), (config.pp - 1) / config.microbatches
+    text = "\n".join([
+        f"{config.model}: {parameter_count(config):,} parameters, {config.dtype}, on {config.world_size} x {flags.gpu}",
+        f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, columns {config.columns}, ZeRO stage "
+        f"{config.zero_stage}, {config.schedule}; {config.microbatches} microbatches of {config.micro_batch_size} x "
+        f"{config.seq_length} tokens on each replica", "",
+        table(["memory of a GPU", *MEMORY_TERMS, "together", ""],
+              [[f"stage {stage}", *map(bytes_text, need.values()), bytes_text(sum(need.values())),
+                "fits" if sum(need.values()) <= usable else "TOO MUCH"] for stage, need in enumerate(needs)]),
+        f"usable {bytes_text(usable)}; model state {formulas.state_per_parameter(config):.2f} bytes a parameter; "
+        f"microbatches alive on stage 0: {formulas.alive(config, stages[0])}",
+        *([] if fits else [why_not(config, needs, usable), what_helps(config, flags, usable)]), "",
+        table(["communication of a GPU in a step", "collective", "members", "calls", "bytes", "on the wires", "time"],
+              communication_rows(config, machine)), "",
+        table(["a step", "", ""], [[name, seconds_text(part), f"{part / seconds:.1%}"]
+                                   for name, part in [*parts.items(), ("together", seconds)]]),
+        f"bubble (p - 1)/m = {bubble:.1%} of the ideal time; {tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + "
+        f"12 L h s FLOPs a token, of {peak / 1e12:g} TFLOP/s a GPU)", "", *assumptions(flags, gpu)])
+    return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config), "gpu": flags.gpu,
+                  "gpus": config.world_size, "tp": config.tp, "pp": config.pp, "dp": config.dp,
+                  "slices": config.slices, "columns": config.columns, "zero_stage": config.zero_stage,
+                  "schedule": config.schedule, "microbatches": config.microbatches, "fits": fits,
+                  "usable_bytes": usable, "memory": needs,
+                  "communication": [[dataclasses.asdict(one) for one in formulas.traffic(config, at)] for at in stages],
+                  "bubble": bubble, "parts_s": parts, "step_s": seconds, "mfu": used,
+                  "tokens_per_second": tokens / seconds}
+
+
+def memory_terms(config: Config, at) -> dict[str, int]:
+    """Bytes of a rank, by MEMORY_TERMS; their sum is formulas.peak_bytes."""
+    return {**formulas.state_bytes(config, at), "activations": formulas.activation_bytes(config, at),
+            "messages": formulas.message_bytes(config, at), "working": formulas.working_bytes(config, at)}
+
+
+def communication_rows(config: Config, machine: Machine) -> list[list]:
+    """A row for each group and purpose: of the stage that is longest at it."""
+    longest = {}
+    for stage in range(config.pp):
+        at = Coordinates(stage, 0, 0)
+        for one in formulas.traffic(config, at):
+            members, seconds = (len(set(formulas.members(config, at, one.group))),
+                                step_time.wire_seconds(config, machine, at, [one]))
+            if one.kind != "receive" and seconds >= longest.get((one.group, one.why), (0.0,))[0]:
+                wire = formulas.wire_bytes(one.kind, one.bytes, members)
+                longest[one.group, one.why] = seconds, [
+                    f"{one.group}: {one.why}", one.kind, members, one.calls, bytes_text(one.bytes), bytes_text(wire),
+                    seconds_text(seconds)]
+    return [row for _, row in longest.values()]
+
+
+def assumptions(flags, gpu: Gpu) -> list[str]:
+    """Lines that say what was taken for granted."""
+    return ["assumed:",
+            f"  {flags.gpu}: {bytes_text(gpu.memory)} of memory, {flags.reserve:.0%} of it not ours (--reserve), which "
+            f"moves {bytes_text(gpu.memory_rate)}/s",
+            f"  16-bit products reach {flags.product_efficiency:.0%} of the peak of {PEAK_FLOPS[flags.gpu] / 1e12:g} "
+            "TFLOP/s (--product-efficiency), with attention and element-wise work, whatever their size",
+            f"  hosts of {flags.gpus_per_host} GPUs (--gpus-per-host) joined by {gpu.link}, "
+            f"{bytes_text(gpu.link_rate)}/s each way; {flags.network:g} Gbit/s from a GPU to other hosts (--network)",
+            f"  rings and the optimizer reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency); a "
+            f"collective takes {flags.latency:g} us besides (--latency)",
+            "  sums travel behind other slices and weight gradients without slowing them; gradients travel behind the "
+            "last microbatch's backward",
+            "  activations as without torch.compile; messages and working memory are estimates, the rest is exact"]
+
+
+# ---- what does not fit
+
+def why_not(config: Config, needs: list[dict], usable: float) -> str:
+    """How much too much the fullest GPU holds, and of what."""
+    worst = max(range(config.pp), key=lambda stage: sum(needs[stage].values()))
+    need, alive = needs[worst], formulas.alive(config, Coordinates(worst, 0, 0))
+    total = sum(need.values())
+    about = {"activations": f" ({alive} alive, {bytes_text(need['activations'] / alive)} each)"}
+    largest = [f"{name} {bytes_text(need[name])}{about.get(name, '')}"
+               for name in sorted(need, key=need.get, reverse=True)[:2]]
+    return (f"does not fit: stage {worst} needs {bytes_text(total)}, {bytes_text(total - usable)} too much; the "
+            f"largest terms are {' and '.join(largest)}")
+
+
+def what_helps(config: Config, flags, usable: float) -> str:
+    """Changes of one flag, else of two, else more or other GPUs, with which it would fit."""
+    found = []
+    for count in (1, 2):
+        for changes in itertools.combinations(remedies(config), count) if not found else ():
+            merged = {name: value for change in changes for name, value in change.items()}
+            most = most_needed(config, merged)
+            if len(merged) == count and most <= usable:
+                found.append(" ".join(f"{spelling(name)} {value}" for name, value in merged.items())
+                             + f" ({bytes_text(most)})")
+    for gpus in (config.world_size * factor for factor in (2, 4, 8, 16) if not found):
+        if (most := most_needed(config, {}, gpus)) <= usable:
+            found.append(f"--gpus {gpus} ({bytes_text(most)})")
+    if not found:
+        most = most_needed(config, {})
+        found = [f"--gpu '{name}'" for name, gpu in GPUS.items() if gpu.memory * (1 - flags.reserve) >= most]
+    return (f"would fit with {', or '.join(found)}" if found
+            else "neither a change of two flags nor 16 times as many GPUs nor others would make it fit: give more to "
+                 "--tp and --pp")
+
+
+def remedies(config: Config) -> list[dict]:
+    """Changes of one flag that take memory off a GPU."""
+    found = [{"zero_stage": 1}] if config.zero_stage == 0 and config.dp > 1 else []
+    found += [{"schedule": "1f1b"}] if config.schedule == "gpipe" and config.pp > 1 else []
+    found += [{name: 0.0} for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)]
+    found += [{"micro_batch_size": size} for size in sorted({config.micro_batch_size // 2, 1}, reverse=True)
+              if 0 < size < config.micro_batch_size]
+    return found + [{name: factor * getattr(config, name)} for factor in (2, 4)
+                    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")]
+
+
+def most_needed(config: Config, changes: dict, gpus=None) -> float:
+    """Bytes of the fullest GPU after the changes, dp being what is left; infinite if they can't be made."""
+    slices = min(config.slices, changes.get("micro_batch_size", config.micro_batch_size))
+    try:
+        changed = dataclasses.replace(config, data_parallel_size=None, slices=slices, **changes)
+        changed = changed.resolve(gpus or config.world_size).with_vocabulary(config.vocab_size)
+    except UserError:
+        return float("inf")
+    return max(sum(memory_terms(changed, Coordinates(stage, 0, 0)).values()) for stage in range(changed.pp))
+
+
+# ---- here
+
+def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
+    """Predict and train, in turn, so that both of a round find the machine equally busy. All ranks call it; each gets
+    the whole record."""
+    dataset = memory.OwnTokens(config, mesh.device)
+    held = memory.measure(config, mesh, optimizer, stage, dataset)
+    with comm.Listener(mesh) as listener:
+        train.train_step(3, stage, optimizer, dataset, config, mesh)
+    machines, predicted, measured = [], [], []
+    for step in range(4, 4 + repeats):
+        machines.append(step_time.measure_machine(config, mesh))
+        predicted.append(sum(step_time.step_seconds(config, machines[-1]).values()))
+        synchronize(mesh.device)
+        begin = time.perf_counter()
+        train.train_step(step, stage, optimizer, dataset, config, mesh)
+        measured.append(slowest(time.perf_counter() - begin))
+    everyone = [None] * config.world_size
+    dist.all_gather_object(everyone, (held, listener.counts))
+    said = [(memory.predict(config, at), formulas.by_group(formulas.traffic(config, at)))
+            for at in formulas.grid(config)]
+    memory_errors = {name: max(abs(one[name] / words[name] - 1) for (one, _), (words, _) in zip(everyone, said))
+                     for name in held}
+    return {"question": "plan", "gpu": "here", "gpus": config.world_size, "tp": config.tp, "pp": config.pp,
+            "dp": config.dp, "slices": config.slices,
+            "machine": {name: statistics.median(getattr(one, name) for one in machines)
+                        for name in ("products", "near", "memory")},
+            "predicted_s": predicted, "measured_s": measured,
+            "measured_over_predicted": statistics.median(one / other for one, other in zip(measured, predicted)),
+            "memory_errors": memory_errors,
+            "comm_exact": all(one == words for (_, one), (_, words) in zip(everyone, said))}
+
+
+def here_text(config: Config, found: dict):
+    machine, predicted, measured = (found["machine"], Times(tuple(found["predicted_s"])),
+                                    Times(tuple(found["measured_s"])))
+    return "\n".join([
+        f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, {config.dtype} on {config.device}",
+        f"each process, all being busy: products {machine['products'] / 1e9:.3g} GFLOP/s, wires "
+        f"{bytes_text(machine['near'])}/s, memory {bytes_text(machine['memory'])}/s",
+        table(["a step", "median [least .. most]"],
+              [["predicted", predicted], ["measured", measured],
+               ["measured / predicted", ratio_text(ratios(measured, predicted))]]),
+        f"collectives and bytes {'equal' if found['comm_exact'] else 'DO NOT equal'} their formulas; memory is off by "
+        + ", ".join(f"{error:.1%} ({name})" for name, error in found["memory_errors"].items())]), found

@@ -1,0 +1,159 @@
+"""How long a training step must take: a model of few numbers, each of which can be looked up or measured.
+
+    products     a rank's matrix products, at the rate that it reaches in them
+    tp wires     sums of tensor parallelism that nothing hides: with s slices a stage takes as long as all its work, as
+                 all its wires, or as one slice's work and wires, whichever is longest (2409.15241, section 3)
+    bubble       (p - 1)/m of the time of m microbatches, for stages alike (2104.04473, section 2.2)
+    pp wires     the messages that fill and drain the pipeline; the others travel behind work
+    dp wires     gradients beyond what the last backward hides; gathering the weights, which nothing hides
+    optimizer    what is read and written for it, at the rate of the memory
+
+They add up to the step. Left out: Python, the launch of kernels, products that slices make too small to be efficient,
+sums that slow the work beside them, and ranks that wait for a slower one. Element-wise work is in the rate of the
+products.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from benchmarks import formulas
+from benchmarks.common import slowest, synchronize
+from benchmarks.formulas import Coordinates, Traffic
+from nanodomino.config import Config
+from nanodomino.model import flops_per_token
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a process has to itself."""
+    products: float              # FLOP/s that it reaches in matrix products
+    near: float                  # bytes/s that it sends to processes of its host
+    far: float                   # and to those of others
+    latency: float               # seconds that a collective takes, beside its bytes
+    per_host: int                # processes of a host
+    memory: float                # bytes/s of its memory, for what is not a product
+
+
+# ---- the model
+
+def wire_seconds(config: Config, machine: Machine, at, found: list[Traffic]) -> float:
+    """On the wires, one collective after the other. A ring is as slow as its slowest link."""
+    seconds = 0.0
+    for one in found:
+        ranks = set(formulas.members(config, at, one.group))
+        rate = machine.near if len({rank // machine.per_host for rank in ranks}) == 1 else machine.far
+        if len(ranks) > 1 and one.kind != "receive":
+            seconds += one.calls * machine.latency + formulas.wire_bytes(one.kind, one.bytes, len(ranks)) / rate
+    return seconds
+
+
+def flops(config: Config, at) -> tuple[float, float]:
+    """Of one microbatch forward: (products with weights, attention's own). Attention is not halved for causality."""
+    h, n, layers = config.hidden_size, formulas.tokens(config), formulas.layers(config, at)
+    head = 2 * n * h * formulas.logits_width(config, at) if formulas.ends(config, at)[1] else 0
+    dense = layers * 2 * n * (4 * h * h + 2 * h * config.ffn_hidden_size) / config.tp + head
+    return dense, layers * 4 * n * config.seq_length * h / config.tp
+
+
+def take_turns(config: Config, work: float, wires: float, cover: float = 0.0) -> float:
+    """Seconds of `work`, of sums that take `wires`, and of `cover`, work that waits for no sum.
+
+    One slice works, then waits while its cover runs; with more, the others work meanwhile: nothing is faster than all
+    the work, than all the wires, or than one slice alone. Of columns, all but the last travel behind the next one's
+    product, and about half of the work is such products.
+    """
+    slices, columns = min(config.slices, config.micro_batch_size), formulas.chunks(config.columns, config.hidden_size)
+    left = max(wires / columns, wires - (1 - 1 / columns) * work / 2)
+    return max(work + cover, wires, (work + max(left, cover)) / slices)
+
+
+def stage_seconds(config: Config, machine: Machine, at) -> tuple[float, float, float]:
+    """Of one microbatch on a stage: (forward, backward, the part of both that is work)."""
+    dense, attention = (count / machine.products for count in flops(config, at))
+    sums = formulas.tensor_parallel(config, at)
+    up, down = (wire_seconds(config, machine, at, [one for one in sums if one.backward == backward])
+                / config.microbatches for backward in (False, True))
+    forward = take_turns(config, dense + attention, up)
+    backward = take_turns(config, dense + 2 * attention, down, cover=dense)
+    return forward, backward, 3 * (dense + attention)
+
+
+def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
+    """An optimizer step, in parts that add up to it. The slowest stage sets the pace, with m microbatches; one
+    microbatch of each other stage is the bubble."""
+    stages = [Coordinates(stage, 0, 0) for stage in range(config.pp)]
+    times = [stage_seconds(config, machine, at) for at in stages]
+    forward, backward, work = max(times, key=lambda time: time[0] + time[1])
+    message = wire_seconds(config, machine, stages[0], [Traffic("pp", "send", 1, formulas.activation(config))])
+
+    def exposed(at, last_backward):
+        found = formulas.replicas(config, at)
+        behind, after = (wire_seconds(config, machine, at, [one for one in found if one.backward == hidden])
+                         for hidden in (True, False))
+        return max(0.0, behind - last_backward) + after
+
+    return {"products": config.microbatches * work,
+            "tp wires": config.microbatches * max(0.0, forward + backward - work),
+            "bubble": sum(time[0] + time[1] for time in times) - forward - backward,
+            "pp wires": 2 * (config.pp - 1) * message,
+            "dp wires": max(exposed(at, time[1]) for at, time in zip(stages, times)),
+            "optimizer": max(optimizer_bytes(config, at) for at in stages) / machine.memory}
+
+
+def optimizer_bytes(config: Config, at) -> float:
+    """Read and written in a step: gradients zeroed; of the own part the norm, the scaling, AdamW (weights and moments
+    read and written, gradients read), and of 16-bit weights the copy."""
+    e, w = formulas.element(config), formulas.wide(config)
+    own = (1 + 2 + 7) * w + (w + e if e < w else 0)
+    return sum(size for _, size in formulas.buckets(config, at)) * (w + own / formulas.parts(config))
+
+
+def mfu(config: Config, seconds: float, peak: float) -> float:
+    """Model FLOPs of a step, 6 N + 12 L h s a token, as a part of what all devices could do at `peak` FLOP/s each."""
+    return flops_per_token(config) * config.global_batch_size * config.seq_length / (seconds * peak * config.world_size)
+
+
+# ---- this machine
+
+def measure_machine(config: Config, mesh) -> Machine:
+    """The three rates of a process while all others are as busy, each in an instant. All ranks call it together.
+
+    products: an MLP forward and backward, on a slice and this rank's part of the features; wires: sums of a slice's
+    activation; memory: numbers that are read and written.
+    """
+    dtype, device = getattr(torch, config.dtype), mesh.device
+    rows = formulas.tokens(config) // min(config.slices, config.micro_batch_size)
+    h, ffn = config.hidden_size, config.ffn_hidden_size // config.tp
+    x, up, down = (torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
+                   for shape in ((rows, h), (ffn, h), (h, ffn)))
+    sent, large = torch.zeros(rows, h, device=device, dtype=dtype), torch.zeros(2**22, device=device)
+
+    def mlp():
+        y = x + F.gelu(F.layer_norm(x, (h,)) @ up.t(), approximate="tanh") @ down.t()
+        torch.autograd.grad(y.sum(), [x, up, down])
+
+    memory = rate(2 * large.nbytes, lambda: large.mul_(1.0), device)
+    group = next((group for group in (mesh.tp_group, mesh.dp_group, mesh.pp_forward_group) if group.size() > 1), None)
+    wires = memory if group is None else rate(formulas.wire_bytes("all_reduce", sent.nbytes, group.size()),
+                                              lambda: dist.all_reduce(sent, group=group), device)
+    return Machine(products=rate(3 * 2 * 2 * rows * h * ffn, mlp, device), near=wires, far=wires, latency=0.0,
+                   per_host=config.world_size, memory=memory)
+
+
+def rate(amount: float, work, device, times=5) -> float:
+    """amount a second, when work() is done by all ranks at once, several times in a row."""
+    seconds = []
+    for _ in range(3):
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(times):
+            work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(slowest(time.perf_counter() - begin))
+    return amount * times / statistics.median(seconds)

@@ -1,0 +1,327 @@
+"""What bench.py comm, memory and plan say is what happens: formulas against counts, plans against reality."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import tiny
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import train
+from benchmarks import comm, formulas, memory, plan, step_time
+from benchmarks.common import main
+from benchmarks.formulas import Coordinates
+from benchmarks.step_time import Machine
+from nanodomino.config import PRESETS, Config
+from nanodomino.domino import Domino
+from nanodomino.mesh import make_mesh
+from nanodomino.model import flops_per_token, parameter_count
+from nanodomino.pipeline import SCHEDULES, most_alive
+from nanodomino.zero import ZeroOptimizer
+
+ROOT = Path(__file__).resolve().parent.parent
+ACTIVATIONS = 1e-3       # relative: of the tape every tensor has its term, so another one, or one less, shows
+PEAK = 0.08              # relative: an estimate
+TIME = 4.0               # a factor: on a machine that others use too
+TP8 = dict(tensor_model_parallel_size=8)
+
+
+def cluster(world_size, **changes) -> Config:
+    """A Config of the presets' sizes, with GPT-3's vocabulary."""
+    return Config(**{"model": "gpt3-13b", "vocab_size": 50257, "dtype": "bfloat16", **changes}).resolve(world_size)
+
+
+# ---- formulas on their own
+
+@pytest.mark.parametrize("model", ["gpt2", "gpt2-xl", "gpt3-13b"])
+@pytest.mark.parametrize("tp, pp, untied", [(1, 1, False), (1, 1, True), (2, 4, False), (4, 3, True), (8, 2, False)])
+def test_the_ranks_of_a_replica_hold_every_parameter_once(model, tp, pp, untied):
+    """Shards added, replicas once, without the last stage's copy of a tied matrix and the vocabulary's padding."""
+    heads = -(-PRESETS[model]["num_attention_heads"] // tp) * tp
+    config = cluster(tp * pp, model=model, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+                     hidden_size=64 * heads, num_attention_heads=heads, untie_embeddings_and_output_weights=untied)
+    held = sum(count for at in formulas.grid(config) for count, kind in formulas.parameters(config, at)
+               if kind.sharded or at.tp_rank == 0)
+    words = config.padded_vocab_size * config.hidden_size
+    copies = (2 if untied or pp > 1 else 1) * words - (2 if untied else 1) * config.vocab_size * config.hidden_size
+    assert held - copies == parameter_count(config)
+
+
+@pytest.mark.parametrize("dtype, fixed, shared", [("bfloat16", 6, 12), ("float32", 8, 8)])
+@pytest.mark.parametrize("dp", [1, 4])
+def test_model_state_is_6_and_12_d_bytes_a_parameter_or_8_and_8_d(dtype, fixed, shared, dp):
+    config = cluster(8 * dp, dtype=dtype, tensor_model_parallel_size=8)
+    assert formulas.state_per_parameter(config) == fixed + shared / dp
+    state, held = formulas.state_bytes(config, Coordinates(0, 0, 0)), formulas.parameters(config, Coordinates(0, 0, 0))
+    assert sum(state.values()) / sum(count for count, _ in held) == pytest.approx(fixed + shared / dp, rel=1e-4)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_microbatches_alive_are_those_of_the_schedule(schedule):
+    for pp, m in [(1, 1), (2, 1), (4, 3), (4, 16), (8, 8)]:
+        config = cluster(pp, pipeline_model_parallel_size=pp, schedule=schedule, global_batch_size=m)
+        for stage in range(pp):
+            assert formulas.alive(config, Coordinates(stage, 0, 0)) == most_alive(SCHEDULES[schedule](stage, pp, m))
+
+
+def test_a_ring_sums_by_scattering_and_gathering():
+    for ranks in (1, 2, 8):
+        scattered, gathered = (formulas.wire_bytes(kind, 1024, ranks) for kind in ("reduce_scatter", "all_gather"))
+        assert formulas.wire_bytes("all_reduce", 1024, ranks) == scattered + gathered == 2 * 1024 * (ranks - 1) / ranks
+
+
+@pytest.mark.parametrize("slices, columns", [(1, 1), (2, 1), (2, 4)])
+def test_a_layer_costs_four_sums_of_x_however_it_is_cut(slices, columns):
+    """8 (t-1)/t X on the wires a layer and microbatch (DESIGN's table; Megatron-LM, section 3)."""
+    config = cluster(8, **TP8, micro_batch_size=2, slices=slices, columns=columns)
+    found = [one for one in formulas.tensor_parallel(config, Coordinates(0, 0, 0)) if one.why.startswith("layers")]
+    wire = sum(formulas.wire_bytes(one.kind, one.bytes, 8) for one in found)
+    assert wire / config.num_layers / config.microbatches == 8 * 7 / 8 * formulas.activation(config)
+    assert sum(one.calls for one in found) == 4 * config.num_layers * config.microbatches * slices * columns
+
+
+def test_the_products_of_all_ranks_are_the_models_flops():
+    """Within the vocabulary's padding and what is no product: norms and biases count in 6 N."""
+    config = cluster(64, tensor_model_parallel_size=8, pipeline_model_parallel_size=4)
+    forward = sum(sum(step_time.flops(config, at)) for at in formulas.grid(config)) * config.microbatches
+    said = flops_per_token(config) * config.global_batch_size * config.seq_length
+    assert 3 * forward == pytest.approx(said, rel=1e-3)
+
+
+def test_zero_1_sends_6_bytes_a_parameter_and_a_tied_matrix_4_over_two_stages():
+    """6 (d-1)/d and, over two ranks, all of V/t x h in fp32, of which the owner of 1/d sends its part."""
+    config = cluster(32, **TP8, pipeline_model_parallel_size=2)
+    at = Coordinates(1, 0, 0)
+    found, padded = formulas.replicas(config, at), sum(size for _, size in formulas.buckets(config, at))
+    wire = {group: sum(formulas.wire_bytes(one.kind, one.bytes, 2) for one in found if one.group == group)
+            for group in ("dp", "embedding")}
+    assert wire["dp"] == 6 * padded / 2
+    assert wire["embedding"] == 4 * config.padded_vocab_size / 8 * config.hidden_size / 2
+
+
+# ---- a step's time on imaginary machines
+
+def machine(**changes) -> Machine:
+    """Infinitely fast, except for what is given."""
+    return Machine(**{**dict(products=1e40, near=1e40, far=1e40, latency=0.0, per_host=8, memory=1e40), **changes})
+
+
+def test_with_free_wires_the_step_is_the_products_and_a_bubble_of_p_minus_1_by_m():
+    config = cluster(32, **TP8, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
+    parts = step_time.step_seconds(config, machine(products=1e12))
+    assert parts["bubble"] / parts["products"] == pytest.approx(3 / 16, rel=1e-3)
+    assert sum(parts.values()) == pytest.approx(parts["products"] + parts["bubble"])
+    alone = sum(step_time.flops(config, Coordinates(3, 0, 0))) * 3 * 16 / 1e12
+    assert parts["products"] == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("slices, columns, exposed", [(1, 1, 1.0), (2, 1, 0.0), (1, 4, 0.25)])
+def test_slices_hide_wires_that_are_faster_than_work_and_columns_all_but_one_chunk(slices, columns, exposed):
+    """Forward; backward, the weight gradients cover wires that are this fast."""
+    config = cluster(8, **TP8, micro_batch_size=2, global_batch_size=2, slices=slices, columns=columns)
+    one = machine(products=1e12, near=1e12)
+    at = Coordinates(0, 0, 0)
+    sums = [found for found in formulas.tensor_parallel(config, at) if not found.backward]
+    wires = step_time.wire_seconds(config, one, at, sums)
+    parts = step_time.step_seconds(config, one)
+    assert wires < parts["products"] / 10
+    assert parts["tp wires"] == pytest.approx(exposed * wires)
+
+
+def test_where_wires_are_slower_than_work_the_step_is_as_long_as_its_wires():
+    config = cluster(8, **TP8, micro_batch_size=2, global_batch_size=2, slices=2)
+    at, one = Coordinates(0, 0, 0), machine(products=1e18, near=1e9)
+    wires = step_time.wire_seconds(config, one, at, formulas.tensor_parallel(config, at))
+    assert sum(step_time.step_seconds(config, one).values()) == pytest.approx(wires)
+
+
+def test_a_group_that_leaves_its_host_travels_on_the_network():
+    config = cluster(16, tensor_model_parallel_size=8, global_batch_size=2)
+    at, one = Coordinates(0, 0, 0), machine(near=1e9, far=1e3)
+    gathered = [found for found in formulas.replicas(config, at) if found.kind == "all_gather"]
+    assert step_time.wire_seconds(config, one, at, gathered) == pytest.approx(gathered[0].bytes / 2 / 1e3)
+    wider = dataclasses.replace(one, per_host=16)
+    assert step_time.wire_seconds(config, wider, at, gathered) == pytest.approx(gathered[0].bytes / 2 / 1e9)
+
+
+# ---- against ranks that run
+
+def held_rank(config):
+    """Memory and communication of this rank: (measured, predicted) of each."""
+    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
+    model = train.model_builder(config, mesh)
+    optimizer, stage = ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
+    dataset = memory.OwnTokens(config)
+    held = memory.measure(config, mesh, optimizer, stage, dataset)
+    with comm.Listener(mesh) as listener:
+        train.train_step(3, stage, optimizer, dataset, config, mesh)
+    return (held, memory.predict(config, mesh)), (listener.counts, formulas.by_group(formulas.traffic(config, mesh)))
+
+
+def check_memory(held, said):
+    assert {name: held[name] for name in memory.STATE} == {name: said[name] for name in memory.STATE}
+    assert held["activations"] == pytest.approx(said["activations"], rel=ACTIVATIONS)
+
+
+@pytest.mark.parametrize("world_size, changes", [
+    (1, dict(slices=2, dtype="bfloat16", hidden_dropout=0.1, attention_dropout=0.1)),
+    (2, dict(pipeline_model_parallel_size=2, schedule="gpipe", untie_embeddings_and_output_weights=True)),
+    (4, dict(tensor_model_parallel_size=4, slices=3, columns=7, global_batch_size=3, hidden_dropout=0.1)),
+    (4, dict(pipeline_model_parallel_size=2, zero_stage=0, micro_batch_size=1, bucket_size=1)),
+    (8, dict(**TP8, slices=1, columns=5, global_batch_size=3, dtype="float32", attention_dropout=0.1)),
+    (8, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, dtype="bfloat16")),
+], ids=["dropout", "gpipe-untied", "tp4-columns", "zero0-buckets", "tp8", "tp2-pp2-dp2"])
+def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_size, changes):
+    config = tiny(world_size, **{"global_batch_size": 12, "num_layers": 2, "device": "cpu", **changes})
+    for of_memory, (counted, said) in pool.run(held_rank, config, world_size=world_size):
+        check_memory(*of_memory)
+        assert counted == said
+
+
+def reality_rank(config):
+    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
+    model = train.model_builder(config, mesh)
+    optimizer, stage = ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
+    return plan.run_here(config, mesh, optimizer, stage, repeats=5)
+
+
+@pytest.mark.parametrize("world_size, tp, pp, dtype", [
+    (1, 1, 1, "float32"), (4, 2, 2, "float32"), (8, 2, 2, "bfloat16")])
+def test_plan_against_reality(pool, world_size, tp, pp, dtype):
+    """Three layouts: bytes exact, activations within 0.1 %, the peak within 8 %, a step's time within a factor of 4."""
+    config = Config(num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=64, vocab_size=500,
+                    micro_batch_size=4, global_batch_size=8 * world_size // (tp * pp), tensor_model_parallel_size=tp,
+                    pipeline_model_parallel_size=pp, dtype=dtype, device="cpu").resolve(world_size)
+    found = pool.run(reality_rank, config, world_size=world_size)[0]
+    assert found["comm_exact"]
+    errors = found["memory_errors"]
+    assert [errors[name] for name in memory.STATE] == [0.0, 0.0, 0.0]
+    assert errors["activations"] <= ACTIVATIONS and errors["peak"] <= PEAK
+    assert 1 / TIME <= min(found["measured_s"]) / min(found["predicted_s"]) <= TIME      # the least: what noise leaves
+
+
+# ---- against one rank of a cluster, whose tensors have shapes and no numbers
+
+@contextmanager
+def rank_of_a_cluster(rank, config):
+    """(mesh, model, optimizer) of one rank: torch's fake process group stands in for the others."""
+    dist.init_process_group("fake", rank=rank, world_size=config.world_size, store=FakeStore())
+    try:
+        mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
+        with FakeTensorMode():
+            model = train.model_builder(config, mesh)
+            yield mesh, model, ZeroOptimizer(model, config, mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+GPT3_13B = dict(**TP8, pipeline_model_parallel_size=4, global_batch_size=8, device="cpu")
+
+
+@pytest.mark.parametrize("rank", [0, 23, 40, 63])
+def test_gpt3_13b_on_64_ranks_has_the_parameters_of_the_formulas(rank):
+    """A rank of each of the four stages."""
+    config = cluster(64, **GPT3_13B)
+    with rank_of_a_cluster(rank, config) as (mesh, model, optimizer):
+        assert [count for count, _ in formulas.parameters(config, mesh)] == [one.numel() for one in model.parameters()]
+        sizes = [(bucket.kind, bucket.weights.numel()) for bucket in optimizer.buckets]
+    assert sizes == formulas.buckets(config, mesh)
+
+
+@pytest.mark.parametrize("rank", [0, 63])
+def test_a_step_of_gpt3_13b_keeps_and_sends_what_the_formulas_say(rank):
+    config = cluster(64, **GPT3_13B)
+    with rank_of_a_cluster(rank, config) as (mesh, model, optimizer):
+        stage = memory.Watched(Domino(model, config.slices, config.columns), memory.state_storages(model, optimizer))
+        actions = SCHEDULES[config.schedule](mesh.pp_rank, mesh.pp, config.microbatches)
+        with comm.Listener(mesh) as listener, memory.Allocations() as allocations:
+            optimizer.zero_grad()
+            train.run_actions(actions, 0, stage, memory.OwnTokens(config), config, mesh, True, optimizer.on_final)
+            optimizer.finish_reduces()
+            optimizer.gather_weights()
+    assert stage.most == pytest.approx(formulas.activation_bytes(config, mesh), rel=ACTIVATIONS)
+    step = [one for one in formulas.traffic(config, mesh) if one.group != "world"]       # its sum has no numbers here
+    assert listener.counts == formulas.by_group(step)
+    beside_state = formulas.peak_bytes(config, mesh) - sum(formulas.state_bytes(config, mesh).values())
+    assert allocations.most == pytest.approx(beside_state, rel=PEAK)
+
+
+# ---- as a person runs them
+
+def bench(capsys, *arguments):
+    """(exit code, what is printed before the last line, the record, the error) of bench.py, in this process."""
+    threads = torch.get_num_threads()
+    code = main(("comm", "memory", "plan"), "", [str(one) for one in arguments])
+    torch.set_num_threads(threads)
+    printed, error = capsys.readouterr()
+    *text, last = printed.splitlines() or [""]
+    return code, "\n".join(text), json.loads(last or "{}"), error
+
+
+SMALL = ("--num-layers", 2, "--hidden-size", 16, "--num-attention-heads", 2, "--seq-length", 8, "--vocab-size", 30,
+         "--micro-batch-size", 2, "--global-batch-size", 4, "--tp", 1, "--pp", 1, "--dp", 1)
+
+
+def test_bench_comm_starts_its_processes_and_finds_every_count_exact():
+    flags = [*map(str, SMALL), "--tp", "2"]
+    command = [sys.executable, str(ROOT / "bench.py"), "comm", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert record["exact"] is True
+    assert {(row["group"], row["kind"]) for row in record["rows"]} == {("tp", "all_reduce"), ("world", "all_reduce")}
+    assert "every count equals its formula" in done.stdout
+
+
+def test_bench_memory_finds_the_state_exact(capsys):
+    code, text, record, _ = bench(capsys, "memory", *SMALL, "--bf16")
+    assert code == 0 and record["exact"] is True and record["activations_error"] <= ACTIVATIONS
+    assert "norm inputs" in text and "2.000" in text, "what a layer keeps is shown in units of X"
+
+
+def test_bench_plan_of_gpt3_13b_on_64_gpus(capsys):
+    code, text, record, _ = bench(capsys, "plan", "--model", "gpt3-13b", "--gpus", 64, "--tp", 8, "--pp", 4)
+    assert code == 0 and record["fits"] is True and record["parameters"] == 12_853_386_240
+    assert record["bubble"] == 3 / 512 and 0.2 < record["mfu"] < 0.6
+    assert sum(record["parts_s"].values()) == pytest.approx(record["step_s"])
+    assert all(set(need) == set(plan.MEMORY_TERMS) for need in record["memory"]) and len(record["memory"]) == 4
+    for said in ("stage 3", "tp: layers forward", "dp: weights", "bubble (p - 1)/m", "--product-efficiency"):
+        assert said in text
+
+
+@pytest.mark.parametrize("flags, reason, remedy", [
+    (["--tp", 2, "--pp", 1, "--micro-batch-size", 8, "--gpu", "A100"], "activations", "--micro-batch-size 1"),
+    (["--tp", 8, "--pp", 4, "--schedule", "gpipe"], "activations", "--schedule 1f1b"),
+    (["--tp", 8, "--pp", 1, "--zero-stage", 0, "--gpu", "A10"], "optimizer", "--zero-stage 1"),
+    (["--tp", 1, "--pp", 1], "gradients", "--pipeline-model-parallel-size 2"),
+    (["--tp", 8, "--pp", 1, "--gpus", 8, "--gpu", "A10"], "optimizer", "--gpus 32")])
+def test_a_plan_that_does_not_fit_says_why_and_what_helps(capsys, flags, reason, remedy):
+    code, text, record, _ = bench(capsys, "plan", *flags)
+    assert code == 0 and record["fits"] is False
+    most = max(sum(need.values()) for need in record["memory"])
+    told = re.search(r"does not fit: stage \d needs [\d.]+ GB, ([\d.]+) GB too much; the largest terms are (\w+)", text)
+    assert float(told[1]) == pytest.approx((most - record["usable_bytes"]) / 1e9, rel=0.01) and told[2] == reason
+    assert f"would fit with {remedy}" in text or f"or {remedy}" in text
+    assert bench(capsys, "plan", *flags, *remedy.split())[2]["fits"] is True
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["plan", "--gpus", 63, "--tp", 8, "--pp", 4], "world size 63 must equal tensor x pipeline x data parallel"),
+    (["plan", "--gpu", "abacus"], "invalid choice: 'abacus'"),
+    (["plan", "--reserve", 2], "--reserve must be from 0 to 0.9, but is 2.0"),
+    (["plan", "--dtype", "float32"], "--gpu H100 needs --dtype bfloat16"),
+    (["comm", "--tp", 3], "num-attention-heads 8 must be divisible by tensor-model-parallel-size 3"),
+    (["comm", "--dp", 0], "--data-parallel-size must be at least 1, but is 0"),
+    (["memory", "--slices", 9], "slices 9 must be at most micro-batch-size 4")])
+def test_wrong_flags_give_one_sentence(capsys, arguments, words):
+    code, text, record, error = bench(capsys, *arguments)
+    assert code == 2 and not text and not record
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1
