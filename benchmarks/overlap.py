@@ -1,0 +1,231 @@
+"""How much of tensor parallelism's communication does Domino hide?
+
+One step is the forward and the backward of one microbatch on --tp ranks. In turn, within one run, on the same weights:
+
+    blocking    the definition in model.py: autograd, and every sum is waited for where it stands
+    megatron    domino.py with one slice: forward it blocks, backward the weight gradients cover a sum
+    domino      domino.py with --slices and --columns
+    compute     the same step as domino, with the collectives left out (its numbers mean nothing)
+    wires       the same sums as domino's, of the same sizes, and nothing else
+    dtensor     the plain model of plain.py, its layers cut by torch's DTensor: ColwiseParallel, RowwiseParallel
+                (embedding and head are whole on every rank)
+
+    hidden      1 - (domino - compute) / wires, between 0 and 1: the part of the communication that no one waits for;
+                where the wires take longer than the work, at most compute / wires of it can be hidden
+    bound       domino / max(compute, wires): 1 would be perfect
+    speed-up    blocking / domino
+
+    python bench.py overlap                         over the loopback, or between GPUs
+    sudo python bench.py overlap --wire 500mbit     a network namespace for each rank, a slow wire between: see wire.py
+
+On CPUs each rank has one core, which also does the network's work.
+"""
+
+import dataclasses
+import os
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import (RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text, compare, config_of,
+                               ratio_text, ratios, table)
+from benchmarks.plain import Plain, mean_loss
+from benchmarks.wire import INTERFACE
+from nanodomino.config import require
+from nanodomino.domino import Domino
+from nanodomino.mesh import find_device, make_mesh, start_world
+from nanodomino.model import GPT
+from nanodomino.zero import ZeroOptimizer
+
+TIMEOUT = 600                # seconds
+FLAGS = ("tensor_model_parallel_size", "slices", "columns", "num_layers", "hidden_size", "ffn_hidden_size",
+         "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device")
+SAME_LOSS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
+
+
+def add_flags(parser):
+    add_config_flags(parser, FLAGS, tensor_model_parallel_size=2, slices=2, columns=1, num_layers=4, hidden_size=512,
+                     num_attention_heads=8, seq_length=256, micro_batch_size=8, vocab_size=257)
+    parser.add_argument("--wire", metavar="RATE", help="join the ranks by a wire of this rate, such as 500mbit; needs "
+                                                       "root and iproute2 (default: the loopback)")
+
+
+def processes(flags) -> int:
+    tp = flags.tensor_model_parallel_size
+    require(tp >= 2, f"--tp must be at least 2, but is {tp}: one rank alone has nobody to talk to")
+    settle(flags)
+    return tp
+
+
+def settle(flags):
+    """The Config of the one microbatch. Raises UserError."""
+    return config_of(flags, flags.tensor_model_parallel_size, global_batch_size=flags.micro_batch_size,
+                     pipeline_model_parallel_size=1, data_parallel_size=1)
+
+
+def answer(flags, place):
+    config = settle(flags)
+    device = find_device(config, place)
+    if device.type == "cpu":
+        bind_to_one_core()
+    require(flags.wire is None or device.type == "cpu",
+            "--wire joins CPU processes, since NCCL would find the GPUs' own way round it; add --device cpu")
+    require(flags.wire is None or os.environ.get("GLOO_SOCKET_IFNAME") == INTERFACE,
+            "--wire starts processes of its own, each in its network namespace; start it without torchrun")
+    start_world(place, device, TIMEOUT)
+    mesh = make_mesh(1, 1, config.tp, device)
+    batch = RandomTokens(config, device).batch(0, 0, 0, 1, config.micro_batch_size, config.micro_batch_size)
+
+    alternatives, sums = prepare(config, mesh, batch)
+    times = compare(alternatives, flags.repeats, device)
+    return report(flags, config, times, sums, device)
+
+
+# ---- the alternatives
+
+def prepare(config, mesh, batch):
+    """{name: function of no arguments} that compare() can take in turn, and Domino's sums.
+
+    Raises UserError if two of them find different losses.
+    """
+    model = GPT(config, mesh)
+    ZeroOptimizer(model, config, mesh)                         # gives each parameter the main_grad that Domino adds to
+    megatron, domino = Domino(model, 1, 1), Domino(model, config.slices, config.columns)
+    listening, silent = Listening(model, config.slices, config.columns), Silent(model, config.slices, config.columns)
+    plain = dtensor_model(config, mesh)
+    steps = {"blocking": lambda: blocking_step(model, batch),
+             "megatron": lambda: domino_step(megatron, batch),
+             "domino": lambda: domino_step(domino, batch),
+             "dtensor": lambda: dtensor_step(plain, batch)}
+    losses = {name: step() for name, step in steps.items()}
+    worst = max(abs(loss / losses["blocking"] - 1) for loss in losses.values())
+    require(worst <= SAME_LOSS[config.dtype],
+            f"the alternatives find different losses, {losses}, so their times can't be compared; this is a bug")
+    domino_step(listening, batch)
+    wires = Wires(listening.sums, max(2, config.slices * config.columns), mesh)
+    return {**steps, "compute": lambda: domino_step(silent, batch), "wires": wires.run}, listening.sums
+
+
+def blocking_step(model: GPT, batch) -> float:
+    losses = model(batch.tokens, batch.positions, batch.labels)
+    losses.sum().backward()
+    return losses.mean().item()
+
+
+def domino_step(stage: Domino, batch) -> float:
+    losses, tape = stage.forward(batch)
+    stage.backward(tape, batch.loss_mask)
+    return losses.mean().item()
+
+
+def dtensor_model(config, mesh) -> Plain:
+    """The plain model with each layer's four matrices cut over the ranks, filled with the weights that GPT draws."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    whole = GPT(config, dataclasses.replace(mesh, tp=1, tp_rank=0))            # drawing weights takes no wires
+    model = Plain(config).to(mesh.device, getattr(torch, config.dtype)).load(whole.state_dict())
+    ranks = init_device_mesh(mesh.device.type, (config.tp,))
+    for layer in model.layers.values():
+        parallelize_module(layer.attention, ranks, {"qkv": ColwiseParallel(), "dense": RowwiseParallel()})
+        parallelize_module(layer.mlp, ranks, {"dense_h_to_4h": ColwiseParallel(), "dense_4h_to_h": RowwiseParallel()})
+    return model
+
+
+def dtensor_step(model: Plain, batch) -> float:
+    loss = mean_loss(model(batch.tokens), batch.labels)
+    loss.backward()
+    return loss.item()
+
+
+class Silent(Domino):
+    """The same work in the same order, and nothing is sent."""
+
+    def launch(self, piece, site, tensor, op=dist.ReduceOp.SUM):
+        return None
+
+    def wait(self, piece, site, works):
+        pass
+
+
+class Listening(Domino):
+    """Notes what is sent: (elements, dtype, operation) of each sum, in order."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.sums = []
+
+    def launch(self, piece, site, tensor, op=dist.ReduceOp.SUM):
+        self.sums.append((tensor.numel(), tensor.dtype, op))
+        return super().launch(piece, site, tensor, op)
+
+
+class Wires:
+    """Sends such sums with no work between them, `depth` of them under way at once: the wires are never idle."""
+
+    def __init__(self, sums, depth, mesh):
+        self.sums, self.depth, self.group = sums, depth, mesh.tp_group
+        largest = max(count * dtype.itemsize for count, dtype, _ in sums)
+        self.buffers = [torch.zeros(largest, dtype=torch.uint8, device=mesh.device) for _ in range(depth)]
+
+    def run(self):
+        works = []
+        for i, (count, dtype, op) in enumerate(self.sums):
+            if i >= self.depth:
+                works[i - self.depth].wait()
+            tensor = self.buffers[i % self.depth][:count * dtype.itemsize].view(dtype)
+            works.append(dist.all_reduce(tensor, op, group=self.group, async_op=True))
+        for work in works[-self.depth:]:
+            work.wait()
+
+
+# ---- what came out
+
+def hidden_part(domino, compute, wires) -> float:
+    """Of the communication, between 0 and 1."""
+    return min(max(1 - (domino - compute) / wires, 0.0), 1.0)
+
+
+def report(flags, config, times, sums, device):
+    """(text, record). The figures are those of the medians; a spread goes over the rounds."""
+    domino, compute, wires = times["domino"], times["compute"], times["wires"]
+    bound = Times(tuple(map(max, compute.seconds, wires.seconds)))
+    hidden_rounds = [hidden_part(*seconds) for seconds in zip(domino.seconds, compute.seconds, wires.seconds)]
+    figures = dict(hidden=hidden_part(domino.median, compute.median, wires.median),
+                   bound_ratio=domino.median / max(compute.median, wires.median),
+                   speedup=times["blocking"].median / domino.median)
+    spread = dict(hidden=(min(hidden_rounds), max(hidden_rounds)),
+                  bound_ratio=extremes(ratios(domino, bound)), speedup=extremes(ratios(times["blocking"], domino)))
+
+    about = {"blocking": "blocking", "megatron": "one slice", "dtensor": "torch's DTensor",
+             "domino": f"slices {config.slices}, columns {config.columns}", "compute": "as domino, nothing sent",
+             "wires": "domino's sums alone"}
+    rows = [[name, about[name], one, ratio_text(ratios(times["blocking"], one))] for name, one in times.items()]
+    sent = sum(count * dtype.itemsize for count, dtype, _ in sums)
+    wire = f"a wire of {flags.wire}" if flags.wire else {"cpu": "the loopback", "cuda": "the GPUs' links"}[device.type]
+    text = "\n".join([
+        f"tp {config.tp} on {device.type}, over {wire}; {os.cpu_count()} cores; hidden {config.hidden_size}, "
+        f"{config.num_layers} layers, batch {config.micro_batch_size} x {config.seq_length}, {config.dtype}; "
+        f"forward and backward, {len(sums)} sums of {bytes_text(sent)} together",
+        table(["", "", "median [least .. most]", "speed-up over blocking"], rows),
+        f"hidden    {figures['hidden']:.0%} {between(spread['hidden'], '.0%')} of the communication, 1 - (domino - "
+        f"compute) / wires; at most {min(1.0, compute.median / wires.median):.0%} fit behind the work",
+        f"bound     {figures['bound_ratio']:.2f} {between(spread['bound_ratio'], '.2f')} x max(compute, wires)",
+        f"speed-up  {figures['speedup']:.2f} {between(spread['speedup'], '.2f')} over blocking"])
+    names = {"blocking": "blocking_s", "megatron": "megatron_s", "domino": "domino_s", "dtensor": "dtensor_s",
+             "compute": "no_comm_s", "wires": "comm_s"}
+    record = {"question": "overlap", **{names[name]: one.median for name, one in times.items()}, **figures,
+              "spread": spread, "hideable": min(1.0, compute.median / wires.median), "wire": flags.wire,
+              "device": device.type, "cores": os.cpu_count(), "tp": config.tp, "slices": config.slices,
+              "columns": config.columns, "num_layers": config.num_layers, "hidden_size": config.hidden_size,
+              "num_attention_heads": config.num_attention_heads, "seq_length": config.seq_length,
+              "micro_batch_size": config.micro_batch_size, "vocab_size": config.vocab_size, "dtype": config.dtype,
+              "collectives": len(sums), "bytes": sent, "repeats": flags.repeats}
+    return text, record
+
+
+def extremes(times: Times) -> tuple[float, float]:
+    return min(times.seconds), max(times.seconds)
+
+
+def between(pair, form: str) -> str:
+    return f"[{pair[0]:{form}} .. {pair[1]:{form}}]"

@@ -1,0 +1,116 @@
+"""The same model in plain torch.nn, as nanoGPT would write it: what nanodomino must not be slower than.
+
+One process, `nn.Linear`, `nn.Embedding`, `nn.LayerNorm`, fused qkv, `scaled_dot_product_attention`, tanh GELU, a head
+tied to the embedding, autograd, fused AdamW. No dropout. It imports nothing of nanodomino, but agrees with it on the
+names of the parameters and on the rows of the fused qkv, [head, (q, k, v), head_dim], so that both can start from the
+same weights (`load`) and must then find the same losses. A comparison of different work would be worth nothing.
+
+Cut as torch's own parallel parts want it:
+
+    tensor parallel   attention.qkv, attention.dense, mlp.dense_h_to_4h, mlp.dense_4h_to_h are Linears of their own;
+                      attention counts the heads that it is handed, so it runs on a shard as on the whole
+    pipeline          Plain(config, layers=range(2, 4), pre_process=False, post_process=False) is a stage: [b, s, h] in
+                      and out; the first takes tokens, the last gives logits
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Attention(nn.Module):
+    """x [b, s, h] -> what is added to x, [b, s, h]."""
+
+    def __init__(self, config):
+        super().__init__()
+        h = config.hidden_size
+        self.head_dim = h // config.num_attention_heads
+        self.norm = nn.LayerNorm(h, eps=config.layernorm_epsilon)
+        self.qkv = nn.Linear(h, 3 * h)
+        self.dense = nn.Linear(h, h)
+
+    def forward(self, x):
+        b, s, _ = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, s, -1, 3, self.head_dim).permute(3, 0, 2, 1, 4)
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.dense(context.transpose(1, 2).reshape(b, s, -1))
+
+
+class MLP(nn.Module):
+    """x [b, s, h] -> what is added to x, [b, s, h]."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.dense_h_to_4h = nn.Linear(config.hidden_size, config.ffn_hidden_size)
+        self.dense_4h_to_h = nn.Linear(config.ffn_hidden_size, config.hidden_size)
+
+    def forward(self, x):
+        return self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(self.norm(x)), approximate="tanh"))
+
+
+class Layer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attention, self.mlp = Attention(config), MLP(config)
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class Embedding(nn.Module):
+    """tokens [b, s] -> [b, s, h]."""
+
+    def __init__(self, config, with_positions):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        if with_positions:
+            self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+
+    def forward(self, tokens):
+        return self.word_embeddings(tokens) + self.position_embeddings.weight[:tokens.size(1)]
+
+
+class Plain(nn.Module):
+    """The whole model, or the `layers` of one pipeline stage. config: nanodomino's, resolved; the head is tied."""
+
+    def __init__(self, config, layers=None, pre_process=True, post_process=True):
+        super().__init__()
+        self.pre_process, self.post_process = pre_process, post_process
+        if pre_process or post_process:
+            self.embedding = Embedding(config, with_positions=pre_process)
+        self.layers = nn.ModuleDict({str(i): Layer(config)
+                                     for i in (range(config.num_layers) if layers is None else layers)})
+        if post_process:
+            self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, x):
+        """Tokens [b, s] or hidden states [b, s, h] -> logits [b, s, v] or hidden states."""
+        if self.pre_process:
+            x = self.embedding(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        if self.post_process:
+            x = F.linear(self.final_norm(x), self.embedding.word_embeddings.weight)
+        return x
+
+    def load(self, weights: dict):
+        """Take what is ours from nanodomino's whole weights by name, without the rows that pad its vocabulary."""
+        own = self.state_dict()
+        self.load_state_dict({name: weights[name][:len(tensor)] for name, tensor in own.items()})
+        return self
+
+
+def mean_loss(logits, labels):
+    """logits [b, s, v], labels [b, s] -> the mean loss, in fp32 or wider."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def adamw(model: nn.Module, config) -> torch.optim.AdamW:
+    """As nanoGPT configures it: weight decay on matrices only, one fused kernel."""
+    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
+    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
+    groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps,
+                             fused=True)

@@ -1,0 +1,153 @@
+"""What do 2, 4, 8 processes gain over one?
+
+A world of processes after the other, each process with a core (or a GPU) of its own while there are enough, full
+training steps, two layouts, two ways to ask:
+
+    dp       replicas share the batch
+    tp       ranks share each matrix (Domino, two slices)
+
+    weak     --global-batch-size samples for each process: twice the processes do twice the work, at best as quickly
+    strong   so many samples for all together: twice the processes take, at best, half the time
+
+    efficiency   tokens/s of N processes / (N x tokens/s of one)
+
+Processes that share a core can gain nothing: from there on the figures show what the layout costs, not what it gains.
+
+    python bench.py scaling                       worlds of 1, 2, 4, 8
+    python bench.py scaling --processes 4         one world alone, also under torchrun, also on several hosts
+"""
+
+import json
+import statistics
+import tempfile
+from argparse import Namespace
+
+import torch
+
+import train
+from benchmarks.common import (RandomTokens, add_config_flags, bind_to_one_core, compare, config_of, cores_of, launch,
+                               seconds_text, table)
+from nanodomino.config import require
+from nanodomino.domino import Domino
+from nanodomino.mesh import Place, find_device, make_mesh, start_world
+from nanodomino.zero import ZeroOptimizer
+
+TIMEOUT = 600                # seconds
+FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
+         "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
+VARIANTS = [(layout, way) for layout in ("dp", "tp") for way in ("weak", "strong")]
+
+
+def add_flags(parser):
+    add_config_flags(parser, FLAGS, num_layers=4, vocab_size=257, micro_batch_size=4, global_batch_size=8)
+    parser.add_argument("--max-processes", type=int, default=8, help="the largest world (default 8)")
+    parser.add_argument("--processes", type=int, help="measure one world of this many (default: 1, 2, 4, ... in turn)")
+
+
+def processes(flags) -> int:
+    for name in ("processes", "max_processes"):
+        count = getattr(flags, name)
+        require(count is None or count >= 1, f"--{name.replace('_', '-')} must be at least 1, but is {count}")
+    for world_size in [flags.processes] if flags.processes else worlds(flags):
+        for variant in VARIANTS:
+            settle(flags, world_size, *variant)
+    return flags.processes or 1
+
+
+def worlds(flags) -> list[int]:
+    """1, 2, 4, ... up to --max-processes."""
+    return [2 ** i for i in range(flags.max_processes.bit_length())]
+
+
+def settle(flags, world_size, layout, way):
+    """The Config of a variant. Raises UserError where so many processes can't share that."""
+    samples = flags.global_batch_size * (world_size if way == "weak" else 1)
+    dp, tp = (world_size, 1) if layout == "dp" else (1, world_size)
+    micro_batch_size = min(flags.micro_batch_size, max(samples // dp, 1))
+    changed = vars(flags) | {"global_batch_size": samples, "micro_batch_size": micro_batch_size}
+    return config_of(Namespace(**changed), world_size, data_parallel_size=dp, tensor_model_parallel_size=tp,
+                     pipeline_model_parallel_size=1, lr_decay_style="constant", lr_warmup_fraction=0.0)
+
+
+def answer(flags, place):
+    return measure(flags, place) if flags.processes else compare_worlds(flags)
+
+
+# ---- one world
+
+def measure(flags, place):
+    """(text, record) of this world: seconds and tokens/s of each variant."""
+    device = find_device(settle(flags, place.world_size, *VARIANTS[0]), place)
+    if device.type == "cpu":
+        bind_to_one_core()
+    start_world(place, device, TIMEOUT)
+    configs = {f"{layout}_{way}": settle(flags, place.world_size, layout, way) for layout, way in VARIANTS}
+    times = compare({name: training(config, device) for name, config in configs.items()}, flags.repeats, device)
+    rows, variants = [], {}
+    for name, config in configs.items():
+        speed = config.global_batch_size * config.seq_length / times[name].median
+        variants[name] = {"step_s": times[name].median, "tokens_per_s": speed}
+        rows.append([name.replace("_", " "), config.global_batch_size, times[name], f"{speed:,.0f}"])
+    text = table([f"{place.world_size} processes", "samples", "step: median [least .. most]", "tokens/s"], rows)
+    return text, {"question": "scaling", "processes": place.world_size, "variants": variants}
+
+
+def training(config, device):
+    """A function of no arguments: one step of train.py."""
+    mesh = make_mesh(config.pp, config.dp, config.tp, device)
+    model = train.model_builder(config, mesh)
+    optimizer = ZeroOptimizer(model, config, mesh)
+    stage, tokens = Domino(model, config.slices, config.columns), RandomTokens(config, device)
+    return lambda: train.train_step(1, stage, optimizer, tokens, config, mesh)
+
+
+# ---- all of them
+
+def compare_worlds(flags):
+    """(text, record) of worlds of 1, 2, 4, ... processes, each started by itself."""
+    config = settle(flags, 1, *VARIANTS[0])
+    device, units = find_device(config, Place()).type, len(cores_of(0, 1))
+    sizes = worlds(flags)
+    if device == "cuda":                                       # two processes can't share a GPU
+        units = torch.cuda.device_count()
+        sizes = [size for size in sizes if size <= units]
+    records = [start(flags, size) for size in sizes]
+    # For one process all variants are the same.
+    alone = statistics.median(one["tokens_per_s"] for one in records[0]["variants"].values())
+    rows, figures = [], {}
+    for name in records[0]["variants"]:
+        mine = [record["variants"][name] for record in records]
+        figures[name] = dict(step_s=[one["step_s"] for one in mine], tokens_per_s=[one["tokens_per_s"] for one in mine],
+                             speedup=[one["tokens_per_s"] / alone for one in mine],
+                             efficiency=[one["tokens_per_s"] / alone / size for one, size in zip(mine, sizes)])
+        for i, size in enumerate(sizes):
+            step, speed, gain, efficiency = (figure[i] for figure in figures[name].values())
+            rows.append([name.replace("_", " "), size, seconds_text(step), f"{speed:,.0f}", f"{gain:.2f}",
+                         f"{efficiency:.0%}"])
+    kind = "GPUs" if device == "cuda" else "cores"
+    text = "\n".join([
+        f"{config.num_layers} layers of {config.hidden_size}, samples of {config.seq_length} tokens, "
+        f"{flags.global_batch_size} samples for each process (weak) or in all (strong), {config.dtype}",
+        table(["", "processes", "step", "tokens/s", "speed-up", "efficiency"], rows),
+        f"this machine has {units} {kind}"
+        + (f"; more than {units} processes share them, and gain nothing by it" if sizes[-1] > units else "")])
+    return text, {"question": "scaling", "device": device, kind.lower(): units, "processes": sizes, **figures,
+                  "model": config.model, "num_layers": config.num_layers, "hidden_size": config.hidden_size,
+                  "seq_length": config.seq_length, "micro_batch_size": config.micro_batch_size,
+                  "global_batch_size": config.global_batch_size, "dtype": config.dtype, "repeats": flags.repeats}
+
+
+def start(flags, world_size) -> dict:
+    """Measure a world of this many processes; the record of its rank 0. Raises UserError if it fails."""
+    arguments = ["scaling", "--processes", str(world_size), "--repeats", str(flags.repeats)]
+    for name in FLAGS:
+        value = getattr(flags, name)
+        if value is True:
+            arguments.append(f"--{name}")
+        elif value not in (None, False):
+            arguments += ["--" + name.replace("_", "-"), str(value)]
+    with tempfile.TemporaryFile("w+") as output:
+        code = launch(arguments, world_size, output=output)
+        require(code == 0, f"a world of {world_size} processes ended with exit code {code}; its own words are above")
+        output.seek(0)
+        return json.loads(output.read().splitlines()[-1])

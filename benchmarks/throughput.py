@@ -1,0 +1,146 @@
+"""Is the model as fast as the same model in plain torch.nn?
+
+One process, full training steps, in turn, on the same batch and from the same weights:
+
+    nanodomino   train.py's train_step: Domino with one slice (no wires, nothing to hide), flat buffers, clipping, AdamW
+    plain        plain.py in a loop as nanoGPT writes it: zero_grad, microbatches forward and backward, clip_grad_norm_,
+                 fused AdamW; with --dtype bfloat16 under autocast, with fp32 weights
+
+With --compile (the default on CUDA) both are compiled, each in its own way. The losses of the first steps must agree,
+or there is no comparison. MFU counts 6 N + 12 L h s FLOPs a token, of the device's dense 16-bit peak; it is null where
+that is not known.
+
+    python bench.py throughput                                  the nano preset
+    python bench.py throughput --model gpt2 --dtype bfloat16 --global-batch-size 64
+"""
+
+import dataclasses
+import os
+from argparse import BooleanOptionalAction
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+import train
+from benchmarks.common import RandomTokens, Times, add_config_flags, compare, config_of, ratio_text, ratios, table
+from benchmarks.plain import Plain, adamw, mean_loss
+from nanodomino.config import require
+from nanodomino.domino import Domino
+from nanodomino.mesh import find_device, make_mesh, start_world
+from nanodomino.model import flops_per_token, parameter_count
+from nanodomino.report import find_peak_flops
+from nanodomino.zero import ZeroOptimizer
+
+TIMEOUT = 600                # seconds
+FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
+         "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
+# Of the losses of the first steps. In 16 bit the two round at different places.
+SAME_LOSS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
+COMPARED_STEPS = 3
+BYTES, GPT2 = 257, 50304     # vocabularies: bytes and end of text; GPT-2's, rounded up as nanoGPT does
+
+
+def add_flags(parser):
+    add_config_flags(parser, FLAGS)
+    parser.add_argument("--compile", action=BooleanOptionalAction, help="torch.compile both (default: on CUDA)")
+
+
+def processes(flags) -> int:
+    return 1
+
+
+def answer(flags, place):
+    flags.vocab_size = flags.vocab_size or (BYTES if flags.model == "nano" else GPT2)
+    config = config_of(flags, place.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0)
+    device = find_device(config, place)
+    config = dataclasses.replace(config, compile=device.type == "cuda" if flags.compile is None else flags.compile)
+    start_world(place, device, TIMEOUT)
+    mesh = make_mesh(1, 1, 1, device)
+    tokens = RandomTokens(config, device)
+
+    sides = {"nanodomino": OurTraining(config, mesh, tokens), "plain": PlainTraining(config, mesh, tokens)}
+    sides["plain"].model.load(sides["nanodomino"].model.state_dict())
+    times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1), device)
+    return report(config, mesh, times, {name: side.losses for name, side in sides.items()})
+
+
+# ---- the two sides
+
+class OurTraining:
+    """train.py's own step."""
+
+    def __init__(self, config, mesh, tokens):
+        self.config, self.mesh, self.tokens, self.losses = config, mesh, tokens, []
+        self.model = train.model_builder(config, mesh)
+        self.optimizer = ZeroOptimizer(self.model, config, mesh)
+        self.stage = Domino(self.model, config.slices, config.columns,
+                            config.compile_backend if config.compile else None)
+
+    def step(self):
+        result = train.train_step(len(self.losses) + 1, self.stage, self.optimizer, self.tokens, self.config, self.mesh)
+        self.losses.append(result.loss)
+
+
+class PlainTraining:
+    """nanoGPT's step."""
+
+    def __init__(self, config, mesh, tokens):
+        self.config, self.tokens, self.losses = config, tokens, []
+        dtype = getattr(torch, config.dtype)
+        self.autocast = nullcontext()
+        if dtype == torch.bfloat16:
+            self.autocast, dtype = torch.autocast(mesh.device.type, dtype), torch.float32
+        self.model = Plain(config).to(mesh.device, dtype)
+        self.optimizer = adamw(self.model, config)
+        self.loss_of = lambda tokens, labels: mean_loss(self.model(tokens), labels)
+        if config.compile:
+            self.loss_of = torch.compile(self.loss_of, backend=config.compile_backend)
+
+    def step(self):
+        config, total = self.config, 0.0
+        self.optimizer.zero_grad(set_to_none=True)
+        for i in range(config.microbatches):
+            batch = self.tokens.batch(len(self.losses), i, 0, 1, config.micro_batch_size, config.global_batch_size)
+            with self.autocast:
+                loss = self.loss_of(batch.tokens, batch.labels) / config.microbatches
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad)
+        self.optimizer.step()
+        self.losses.append(total.item())
+
+
+# ---- what came out
+
+def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
+    """(text, record). Raises UserError if the two trained differently."""
+    ours, theirs = (losses[name][:COMPARED_STEPS] for name in ("nanodomino", "plain"))
+    difference = max(abs(one - other) / abs(other) for one, other in zip(ours, theirs))
+    require(difference <= SAME_LOSS[config.dtype],
+            f"the losses of the first {COMPARED_STEPS} steps differ by {difference:.1e} of their size, more than "
+            f"{SAME_LOSS[config.dtype]:.0e}: nanodomino {ours}, plain {theirs}; so their speeds can't be compared; "
+            "this is a bug")
+    tokens, peak = config.global_batch_size * config.seq_length, find_peak_flops(config, mesh)
+    speeds = {name: tokens / one.median for name, one in times.items()}
+    mfu = {name: speed * flops_per_token(config) / peak if peak else None for name, speed in speeds.items()}
+    ratio = ratios(times["plain"], times["nanodomino"])
+    rows = [[name, one, f"{speeds[name]:,.0f}", f"{mfu[name]:.1%}" if peak else "n/a"] for name, one in times.items()]
+    text = "\n".join([
+        f"{config.model}: {parameter_count(config):,} parameters, {config.num_layers} layers of {config.hidden_size}, "
+        f"{config.dtype} on {mesh.device.type}, {'compiled' if config.compile else 'not compiled'}; a step is "
+        f"{config.microbatches} microbatches of {config.micro_batch_size} x {config.seq_length}",
+        table(["", "step: median [least .. most]", "tokens/s", "MFU"], rows),
+        f"nanodomino's speed / plain's: {ratio_text(ratio)}; the losses of the first {len(ours)} steps agree to "
+        f"{difference:.0e}"])
+    record = {"question": "throughput", "nanodomino_tokens_per_s": speeds["nanodomino"],
+              "plain_tokens_per_s": speeds["plain"], "ratio": ratio.median,
+              "ratio_spread": [min(ratio.seconds), max(ratio.seconds)], "mfu": mfu["nanodomino"],
+              "plain_mfu": mfu["plain"], "nanodomino_s": times["nanodomino"].median, "plain_s": times["plain"].median,
+              "losses": ours, "plain_losses": theirs, "loss_difference": difference, "model": config.model,
+              "parameters": parameter_count(config), "num_layers": config.num_layers, "hidden_size": config.hidden_size,
+              "num_attention_heads": config.num_attention_heads, "seq_length": config.seq_length,
+              "vocab_size": config.vocab_size, "micro_batch_size": config.micro_batch_size,
+              "global_batch_size": config.global_batch_size, "dtype": config.dtype, "compile": config.compile,
+              "device": mesh.device.type, "cores": os.cpu_count(), "repeats": len(times["plain"].seconds)}
+    return text, record
