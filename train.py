@@ -169,7 +169,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     saver.wait()
     if failure := saver.failure():
         # at the end there is no later one that could still go well
-        raise RuntimeError(failure)
+        raise UserError(f"{failure}; make room, and start again: the run goes on from its last checkpoint")
     if stop and done < config.train_iters:
         report.end(done, time.perf_counter() - begin)
         return 128 + (signals.number or signal.SIGTERM) if result.stop else 0

@@ -71,7 +71,8 @@ def answer(flags, place):
             shutil.rmtree(folder)
     times = {name: Times(tuple(seconds[1:])) for name, seconds in measured.items()}
     share = ratios(times["stall"], times["synchronous"])
-    text = (f"{parameter_count(config):,} parameters on tp {config.tp}, checkpoint of {bytes_text(size)} in {folder.parent}\n"
+    text = (f"{parameter_count(config):,} parameters on tp {config.tp}, checkpoint of {bytes_text(size)} in "
+            f"{folder.parent}\n"
             + table(["", "median [least .. most]"], [[name, one] for name, one in times.items()])
             + f"\nthe stall is {ratio_text(share)} of the synchronous time")
     return text, dict(question="checkpoint", parameters=parameter_count(config), bytes=size,

@@ -63,7 +63,7 @@ def main(questions, text: str, arguments: list[str]) -> int:
             dist.destroy_process_group()
         return 0
     except UserError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
+        if os.environ.get("RANK", "0") in ("0", ""):
             print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -27,7 +27,8 @@ the forward keeps a tape, and backward is a second generator that walks it:
                                                           g_x, g_y = bridge.backward(g_x, g_h)
 
 Matrix products are written out; what is between the wires and the products is a `Segment` (tape.py), a small autograd
-graph cut off at its inputs. Weight gradients are deferred until the input gradient's reduce is under way: nothing waits for them.
+graph cut off at its inputs. Weight gradients are deferred until the input gradient's reduce is under way: nothing waits
+for them.
 
 The column split (section 3.3) works within a slice, also at batch 1: the output features of the row-parallel product,
 and of the column-parallel input gradient, in chunks, each chunk's reduce under way while the next is computed.
@@ -107,6 +108,7 @@ class Domino:
         self.bridge, self.close_residual = compiled(bridge), compiled(close_residual)
         # without wires to hide, a layer is one graph
         self.whole_layer = compiled(Layer.forward) if self.mesh.tp == 1 else None
+        self.layer_weights = {layer: list(layer.parameters()) for layer in model.layers.values()}
         self.cores = {kind: compiled(kind.core) for kind in {type(sublayer) for sublayer in model.sublayers}}
 
     # ---- the stage, as the pipeline sees it
@@ -210,7 +212,7 @@ class Domino:
     def forward_whole_layer(self, piece, layer, x):
         """tp = 1: the layer as one Segment."""
         masks = [piece.masks.sublayer(sublayer, x) for sublayer in (layer.attention, layer.mlp)]
-        whole = Segment(piece.training, lambda x: self.whole_layer(layer, x, *masks), [x], list(layer.parameters()))
+        whole = Segment(piece.training, lambda x: self.whole_layer(layer, x, *masks), [x], self.layer_weights[layer])
         if piece.training:
             piece.links.append((layer, whole))
         return whole.outputs[0].detach()

@@ -82,8 +82,8 @@ def claim(run_dir: Path, patience=5.0):
             return
         except BlockingIOError:
             require(time.monotonic() < end,
-                    f"--run-dir {run_dir} is in use by process {os.pread(descriptor, 20, 0).decode() or '?'}, which is still "
-                    "training in it; end that one first, or choose another folder")
+                    f"--run-dir {run_dir} is in use by process {os.pread(descriptor, 20, 0).decode() or '?'}, which "
+                    "is still training in it; end that one first, or choose another folder")
             time.sleep(0.2)
         except OSError:
             return                                             # a file system that knows no claims

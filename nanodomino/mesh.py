@@ -89,7 +89,7 @@ def start_world(place: Place, device: torch.device, timeout: int):
     try:
         if place.launched:
             store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=patience))
-            # torchrun --max-restarts keeps its store, and in it the addresses of the dead: each start has its own names.
+            # torchrun --max-restarts keeps its store, and in it the addresses of the dead: each start has its names
             store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, store=store, timeout=patience,
                                 device_id=device if device.type == "cuda" else None)

@@ -144,12 +144,12 @@ class VocabParallelEmbedding(nn.Module):
         return self.weight[:self.width]
 
 
-# Cross entropy of logits [b, s, width] that lie on t ranks, in three steps with two reduces between them, in fp32 or wider:
+# Cross entropy of logits [b, s, width] that lie on t ranks, in fp32 or wider: three steps, two reduces between them.
 #
 #     loss = log(sum_j exp(z_j - max)) - (z_label - max)
 #
-#     logits_maximum    -> max over ranks [b, s]       without it exp overflows; a local one would differ between ranks
-#     exponentials      -> sum over ranks [2, b, s]    of exp, and of the label's logit, which one rank alone has: packed
+#     logits_maximum    -> max over ranks [b, s]       without it exp overflows; a local one would differ
+#     exponentials      -> sum over ranks [2, b, s]    of exp, and of the label's logit, which one rank has: packed
 #     cross_entropy     -> loss [b, s], softmax
 
 def logits_maximum(logits, vocabulary: VocabParallelEmbedding):

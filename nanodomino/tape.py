@@ -7,10 +7,10 @@ wires between the pieces, so each piece is a graph of its own, cut off at its in
     segment.outputs                                         what it returned
     segment.backward(gradient)                              gradients of x and y; that of bias is added to its main_grad
 
-What is kept until backward is what the operations inside keep, and no more: the output of the attention's projection,
-to which a bias is added, is freed at once. At tensor-parallel size t a layer keeps (4 + 12/t) X, with X the bytes of a
-[b, s, h] activation: for attention x', h, and of q, k, v and the context the rank's share; for the MLP x', h, and of the
-inner activation before and after GELU the rank's share.
+What is kept until backward is what the operations inside keep, and no more: a sublayer's sum y, which is only added to
+the residual stream, is freed at once. At tensor-parallel size t a layer keeps (4 + 12/t) X, with X the bytes of a
+[b, s, h] activation: for attention x', h, and the rank's share of q, k, v and the context; for the MLP x', h, and the
+rank's share of the inner activation before and after GELU. benchmarks/formulas.py has the list, and a test counts.
 """
 
 import torch

@@ -40,8 +40,8 @@ ROUND_TRIPS = 20
 
 @dataclass(slots=True)
 class Event:
-    """kind: see above; begin, end: nanoseconds of this process's clock (0: never ended); about: slice, site, microbatch,
-    bytes, ..."""
+    """kind: see above; begin, end: nanoseconds of this process's clock (0: never ended); about: slice, site,
+    microbatch, bytes, ..."""
     kind: str
     begin: int
     end: int
@@ -124,7 +124,8 @@ class Trace:
         follower.start()
 
     def take(self, offset=0) -> list[Event]:
-        """All events so far, with times in nanoseconds of rank 0's clock, which is `offset` ahead of ours; forgets them."""
+        """All events so far, with times in nanoseconds of rank 0's clock, which is `offset` ahead of ours; forgets
+        them."""
         events, self.events = self.events, []
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -80,6 +80,11 @@ class Bucket:
         return flat[offset:offset + weight.numel()].view(weight.shape)
 
 
+def sum_of_squares(flat):
+    """As a float64. Pieces are summed in the tensor's own type, several times as fast as all of it in float64."""
+    return torch.stack(torch._foreach_norm(flat.chunk(64))).double().square().sum()
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Of the global batch, and the same on every rank."""
@@ -209,7 +214,7 @@ class ZeroOptimizer:
             mine[0] += 0.0 * totals.loss_sum                   # what does not count here must be finite all the same,
         with self.trace.span("optimizer"):
             for bucket in self.buckets:                        # and 0 x NaN and 0 x infinity are NaN
-                square = torch.linalg.vector_norm(bucket.own_grad, dtype=torch.float64) ** 2
+                square = sum_of_squares(bucket.own_grad)
                 mine[2] += square if self.counts_here(bucket.kind) else 0.0 * square
         work = dist.all_reduce(mine, async_op=True)
         self.trace.watch("all_reduce", work, group="world", bytes=mine.nbytes)

@@ -6,14 +6,13 @@ Black boxes: torchrun with two or four ranks on a tiny corpus. faults.py does th
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from faults import PATIENCE, ROOT, Job, differences, make_corpus, wait_until
-from test_bad_input import needs_proc, shell
+from faults import ROOT, Job, differences, make_corpus, wait_until
+from test_bad_input import needs_proc
 
 from nanodomino.manifest import checkpoints_of, verify
 from nanodomino.launch import next_folder
@@ -320,17 +319,3 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(job, alone, tm
     for path, what in zip(data, ("is damaged", "should have", "is missing")):
         assert any(line.startswith(f"warning: {path} {what}") for line in one.output().splitlines()), one.output()
     assert not differences(run_dir, alone("--keep-last", 4))
-
-
-# Meeting
-
-def test_a_port_in_use_is_one_sentence(tmp_path, corpus):
-    """Where a cluster's own launcher sets the environment; torchrun --standalone looks for a free one."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        command, environment = shell("--data-path", corpus, "--device", "cpu", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2",
-                                     MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_CPP_LOG_LEVEL="ERROR")
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert f"MASTER_PORT {port}" in line and "choose a free port" in line
