@@ -213,12 +213,17 @@ with slow_wire("1gbit", 2):
 """
 
 
+def listen_to_interrupts():
+    """What a shell starts in the background ignores them, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize("ends", ["SIGTERM", "SIGINT", "SIGHUP", "exception", "SIGKILL"])
 def test_nothing_is_left_of_the_wire(wire, ends):
     """Of a process that was killed the next start removes it."""
     code = HOLD.format("1 / 0" if ends == "exception" else "time.sleep(60)")
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                               preexec_fn=listen_to_interrupts)
     assert process.stdout.readline() == b"up\n"
     if ends != "exception":
         assert len([name for name in namespaces() if f"-{process.pid}-" in name]) == 3
