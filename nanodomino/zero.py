@@ -82,7 +82,7 @@ class Bucket:
 
 def sum_of_squares(flat):
     """As a float64. Pieces are summed in the tensor's own type, several times as fast as all of it in float64."""
-    return torch.stack(torch._foreach_norm(flat.chunk(64))).double().square().sum()
+    return torch.stack(torch._foreach_norm(flat.split(1 << 18))).double().square().sum()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,315 @@
+"""Is ZeRO-1 as fast and as small as torch's sharded optimizers?
+
+One step is forward, backward, clipping and AdamW on --dp replicas, each with one microbatch. In turn, within one run,
+from the same weights and on the same tokens; the losses of the first steps must agree, or there is no comparison:
+
+    zero-1      nanodomino: train.py's own step. The optimizer's state is cut into dp parts
+    zero-0      the same, uncut
+    ddp-zero    torch: DistributedDataParallel around plain.py, with ZeroRedundancyOptimizer, which deals out whole
+                parameters
+    ddp         torch: the same with AdamW, uncut
+    fsdp2       torch: fully_shard of each layer, which cuts weights and gradients too (ZeRO-3), and gathers as it goes
+
+    step    seconds, of the slowest rank
+    peak    the most memory that model and steps take on a rank. On a CPU: by how much the resident memory of a process
+            of its own has grown at most (getrusage's ru_maxrss), with activations and messages; a tiny model of the
+            same kind has run there before, so that libraries are loaded. With CUDA: max_memory_allocated
+    state   bytes of parameters, gradients and optimizer on the rank that has most, counted in the storages of its
+            tensors, a parameter; beside it the formula: 8 + 8/d, in 16-bit training 6 + 12/d (1910.02054, section 5.1,
+            here with fp32 gradients); torch's, whose weights are fp32 under autocast: 8 + 8/d, 16 and 16/d
+
+On CPUs each rank has one core, which also does the network's work.
+
+    python bench.py zero
+    python bench.py zero --dtype bfloat16 --micro-batch-size 8
+"""
+
+import dataclasses
+import gc
+import multiprocessing
+import os
+import resource
+import sys
+from argparse import Namespace
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import train
+from benchmarks import formulas
+from benchmarks.common import (RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text, compare, config_of,
+                               ratio_text, ratios, table)
+from benchmarks.plain import Plain, adamw, mean_loss
+from nanodomino.config import Config, require
+from nanodomino.domino import Domino
+from nanodomino.mesh import Place, find_device, make_mesh, start_world
+from nanodomino.model import parameter_count
+from nanodomino.zero import ZeroOptimizer
+
+TIMEOUT = 600                # seconds
+SAME_LOSS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
+COMPARED_STEPS = 3
+MEASURED_STEPS = 2           # for the peak: AdamW's moments exist after the first
+TINY = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8)
+FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
+         "data_parallel_size", "bucket_size", "dtype", "device")
+ABOUT = {"zero-1": "ZeRO-1", "zero-0": "ZeRO-0", "ddp-zero": "DDP, ZeroRedundancyOptimizer", "ddp": "DDP, AdamW",
+         "fsdp2": "FSDP2"}
+
+
+def add_flags(parser):
+    add_config_flags(parser, FLAGS, data_parallel_size=2, num_layers=4, hidden_size=512, num_attention_heads=8,
+                     seq_length=128, vocab_size=256, micro_batch_size=2)
+
+
+def processes(flags) -> int:
+    replicas = flags.data_parallel_size
+    require(replicas >= 2, f"--dp must be at least 2, but is {replicas}: one replica alone has nothing to share")
+    config_for(flags)
+    return replicas
+
+
+def config_for(flags, **changes) -> Config:
+    """A step of a replica is one microbatch."""
+    return config_of(Namespace(**vars(flags) | changes), flags.data_parallel_size,
+                     global_batch_size=flags.micro_batch_size * flags.data_parallel_size, slices=1,
+                     tensor_model_parallel_size=1, pipeline_model_parallel_size=1, train_iters=10**6,
+                     lr_decay_style="constant", lr_warmup_fraction=0.0)
+
+
+def answer(flags, place):
+    config = config_for(flags)
+    device = find_device(config, place)
+    if device.type == "cpu":
+        bind_to_one_core()
+    start_world(place, device, TIMEOUT)
+    mesh = make_mesh(1, config.dp, 1, device)
+    peaks = {name: most(peak_of_its_own(name, flags, place, mesh)) for name in ABOUT}
+    sides = {name: make(name, config, mesh) for name in ABOUT}
+    times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1), device)
+    losses = {name: mean_over_replicas(side.losses[:COMPARED_STEPS]) for name, side in sides.items()}
+    check_same_work(config, losses)
+    states = {name: most(counted_bytes(side.tensors())) for name, side in sides.items()}
+    return report(flags, config, device, times, peaks, states, losses)
+
+
+# ---- the sides
+
+def make(name: str, config: Config, mesh):
+    """A fresh model and optimizer, and how they make a step."""
+    if name.startswith("zero"):
+        return OurReplica(config, mesh, stage=int(name[-1]))
+    return {"ddp-zero": DDP, "ddp": partial(DDP, sharded=False), "fsdp2": FSDP}[name](config, mesh)
+
+
+class OurReplica:
+    """train.py's own step."""
+
+    def __init__(self, config, mesh, stage: int):
+        config = dataclasses.replace(config, zero_stage=stage)
+        self.config, self.mesh, self.tokens, self.losses = config, mesh, RandomTokens(config, mesh.device), []
+        self.model = train.model_builder(config, mesh)
+        self.optimizer = ZeroOptimizer(self.model, config, mesh)
+        self.stage = Domino(self.model, config.slices, config.columns)
+
+    def step(self):
+        result = train.train_step(len(self.losses) + 1, self.stage, self.optimizer, self.tokens, self.config, self.mesh)
+        self.losses.append(result.loss)
+
+    def tensors(self):
+        """Parameters, gradients and the optimizer's state."""
+        yield from self.model.parameters()
+        for bucket in self.optimizer.buckets:
+            yield from (bucket.main_grad, bucket.master)
+        yield from state_tensors(self.optimizer.adamw)
+
+
+class TorchReplica:
+    """nanoGPT's step. What runs the model and what updates it is the subclass's: `network` and `optimizer`."""
+
+    def __init__(self, config, mesh):
+        self.config, self.losses = config, []
+        self.batch = RandomTokens(config, mesh.device).batch(0, 0, mesh.dp_rank, mesh.dp, config.micro_batch_size,
+                                                             config.global_batch_size)
+        self.model = Plain(config).load(train.model_builder(config, mesh).state_dict()).to(mesh.device)
+        self.model.to(torch.promote_types(getattr(torch, config.dtype), torch.float32))
+        self.autocast = nullcontext
+
+    def step(self):
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.autocast():
+            loss = mean_loss(self.network(self.batch.tokens), self.batch.labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip_grad)
+        self.optimizer.step()
+        self.losses.append(loss.item())
+
+    def tensors(self):
+        """Parameters, gradients and the optimizer's state; of DTensors this rank's part."""
+        for weight in self.model.parameters():
+            yield from (local(weight), local(weight.grad))
+        yield from state_tensors(getattr(self.optimizer, "optim", self.optimizer))
+
+
+class DDP(TorchReplica):
+    """Gradients all-reduced in buckets behind backward. The gradients lie in these buckets, and with
+    ZeroRedundancyOptimizer the weights in others: less memory and fewer messages than torch's defaults take."""
+
+    def __init__(self, config, mesh, sharded=True):
+        super().__init__(config, mesh)
+        if config.dtype == "bfloat16":
+            self.autocast = partial(torch.autocast, mesh.device.type, torch.bfloat16)
+        self.optimizer = adamw(self.model, config)
+        if sharded:
+            self.optimizer = ZeroRedundancyOptimizer(self.optimizer.param_groups, torch.optim.AdamW,
+                                                     parameters_as_bucket_view=True, fused=True)
+        self.network = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+
+
+class FSDP(TorchReplica):
+    """Weights gathered for each layer's forward and again for its backward, gradients scattered."""
+
+    def __init__(self, config, mesh):
+        super().__init__(config, mesh)
+        replicas, inner, outer = init_device_mesh(mesh.device.type, (config.dp,)), {}, {}
+        if config.dtype == "bfloat16":
+            inner = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            outer = dict(inner, output_dtype=torch.float32)            # logits
+        for layer in self.model.layers.values():
+            fully_shard(layer, mesh=replicas, mp_policy=MixedPrecisionPolicy(**inner))
+        fully_shard(self.model, mesh=replicas, mp_policy=MixedPrecisionPolicy(**outer))
+        self.network, self.optimizer = self.model, adamw(self.model, config)
+
+
+# ---- memory
+
+def state_tensors(optimizer):
+    for state in optimizer.state.values():
+        yield from (local(tensor) for tensor in state.values())
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def counted_bytes(tensors) -> int:
+    """Of the storages behind these tensors, each once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def formula_bytes(name: str, config: Config) -> float:
+    """A parameter's, of parameters, gradients and optimizer's state, without padding."""
+    whole, d = 4 * max(4, getattr(torch, config.dtype).itemsize), config.dp
+    return {"ddp": whole, "ddp-zero": whole / 2 + whole / 2 / d, "fsdp2": whole / d}.get(name) or (
+        formulas.state_per_parameter(dataclasses.replace(config, zero_stage=int(name[-1]))))
+
+
+def peak_of_its_own(name: str, flags, place: Place, mesh) -> int:
+    """Bytes that this rank needs for one side alone. All ranks call it together."""
+    if mesh.device.type == "cuda":
+        gc.collect()
+        before = torch.cuda.memory_allocated(mesh.device)
+        torch.cuda.reset_peak_memory_stats(mesh.device)
+        some_steps(name, config_for(flags), mesh)
+        return torch.cuda.max_memory_allocated(mesh.device) - before
+    # A server that has imported this file and computed nothing starts the process: quicker than from the beginning,
+    # and safe, as a copy of this process with its threads would not be.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=measure_peak, args=(sending, name, flags, place), daemon=True)
+    process.start()
+    sending.close()
+    peak = receiving.recv()                                    # EOFError if the process has failed: it has said why
+    process.join()
+    return peak
+
+
+def measure_peak(sending, name: str, flags, place: Place):
+    """In a process of its own: sends the bytes by which its resident memory has grown at most."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group("gloo", rank=place.rank, world_size=place.world_size,
+                            store=dist.PrefixStore(f"memory of {name}", store))
+    mesh = make_mesh(1, flags.data_parallel_size, 1, torch.device("cpu"))
+    some_steps(name, config_for(flags, **TINY), mesh)
+    gc.collect()
+    before = largest_resident()
+    some_steps(name, config_for(flags), mesh)
+    sending.send(largest_resident() - before)
+    dist.barrier()                                             # nobody hangs up while another still talks
+    dist.destroy_process_group()
+
+
+def some_steps(name: str, config: Config, mesh):
+    side = make(name, config, mesh)
+    for _ in range(MEASURED_STEPS):
+        side.step()
+
+
+def largest_resident() -> int:
+    """Bytes of this process's memory that were resident at once, at most. Linux counts in kB, macOS in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# ---- what came out
+
+def most(value: int) -> int:
+    """The largest of all ranks'."""
+    largest = torch.tensor(value)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def mean_over_replicas(losses: list[float]) -> list[float]:
+    """Each replica has the mean over its own tokens, nanodomino's the mean over all; all have equally many."""
+    mean = torch.tensor(losses, dtype=torch.float64) / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean.tolist()
+
+
+def check_same_work(config: Config, losses: dict[str, list[float]]):
+    """Raises UserError if two of them trained differently."""
+    same = SAME_LOSS[config.dtype]
+    require(all(abs(one - other) <= same * abs(other) for name in losses      # NaN is not
+                for one, other in zip(losses[name], losses["ddp"])),
+            f"the losses of the first {COMPARED_STEPS} steps differ by more than {same:.0e} of their size, {losses}, "
+            "so the speeds can't be compared; this is a bug")
+
+
+def report(flags, config, device, times: dict[str, Times], peaks, states, losses):
+    """(text, record)."""
+    count = parameter_count(config)
+    ratio = {name: ratios(one, times["zero-1"]) for name, one in times.items()}
+    per_parameter = {name: states[name] / count for name in ABOUT}
+    expected = {name: formula_bytes(name, config) for name in ABOUT}
+    rows = [[ABOUT[name], times[name], ratio_text(ratio[name]), bytes_text(peaks[name]), f"{per_parameter[name]:.2f}",
+             f"{expected[name]:.2f}"] for name in ABOUT]
+    how = ("max_memory_allocated" if device.type == "cuda" else "growth of the resident memory of a process of its own")
+    text = "\n".join([
+        f"dp {config.dp} on {device.type}, {os.cpu_count()} cores; {count:,} parameters, {config.num_layers} layers of "
+        f"{config.hidden_size}, {config.dtype}; a step of a replica is {config.micro_batch_size} x {config.seq_length} "
+        "tokens",
+        table(["", "step: median [least .. most]", "step / ZeRO-1's", "peak", "state/parameter", "formula"], rows),
+        f"peak: {how}, of the rank that needs most; state: bytes counted in the storages of parameters, gradients, "
+        "optimizer",
+        f"ZeRO-1's speed / ZeroRedundancyOptimizer's: {ratio_text(ratio['ddp-zero'])}; the losses of the first "
+        f"{COMPARED_STEPS} steps agree"])
+    sides = {name: {"step_s": times[name].median, "step_over_zero_1": ratio[name].median,
+                    "spread": [min(ratio[name].seconds), max(ratio[name].seconds)], "peak_bytes": peaks[name],
+                    "state_bytes": states[name], "bytes_per_parameter": per_parameter[name],
+                    "formula": expected[name], "losses": losses[name]} for name in ABOUT}
+    return text, {"question": "zero", "speed_over_ddp_zero": ratio["ddp-zero"].median,
+                  "speed_over_fsdp2": ratio["fsdp2"].median, "sides": sides, "peak_is": how, "parameters": count,
+                  "dp": config.dp, "num_layers": config.num_layers, "hidden_size": config.hidden_size,
+                  "num_attention_heads": config.num_attention_heads, "seq_length": config.seq_length,
+                  "micro_batch_size": config.micro_batch_size, "vocab_size": config.vocab_size,
+                  "bucket_size": config.bucket_size, "dtype": config.dtype, "device": device.type,
+                  "cores": os.cpu_count(), "repeats": len(times["zero-1"].seconds)}
