@@ -15,7 +15,7 @@ One step is the forward and the backward of one microbatch on --tp ranks. In tur
     bound       domino / max(compute, wires): 1 would be perfect
     speed-up    blocking / domino
 
-    python bench.py overlap                         over the loopback, or between GPUs
+    python bench.py overlap                         over the loopback, or between GPUs; --timeline draws it
     sudo python bench.py overlap --wire 500mbit     a network namespace for each rank, a slow wire between: see wire.py
 
 On CPUs each rank has one core, which also does the network's work.
@@ -23,6 +23,7 @@ On CPUs each rank has one core, which also does the network's work.
 
 import dataclasses
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,12 @@ from benchmarks.common import (RandomTokens, Times, add_config_flags, bind_to_on
                                ratio_text, ratios, table)
 from benchmarks.plain import Plain, mean_loss
 from benchmarks.wire import INTERFACE
+from nanodomino import timeline
 from nanodomino.config import require
 from nanodomino.domino import Domino
 from nanodomino.mesh import find_device, make_mesh, start_world
 from nanodomino.model import GPT
+from nanodomino.trace import Trace
 from nanodomino.zero import ZeroOptimizer
 
 TIMEOUT = 600                # seconds
@@ -48,6 +51,7 @@ def add_flags(parser):
                      num_attention_heads=8, seq_length=256, micro_batch_size=8, vocab_size=257)
     parser.add_argument("--wire", metavar="RATE", help="join the ranks by a wire of this rate, such as 500mbit; needs "
                                                        "root and iproute2 (default: the loopback)")
+    parser.add_argument("--timeline", metavar="PICTURE.svg", help="draw a step of megatron above one of domino")
 
 
 def processes(flags) -> int:
@@ -78,6 +82,8 @@ def answer(flags, place):
 
     alternatives, sums = prepare(config, mesh, batch)
     times = compare(alternatives, flags.repeats, device)
+    if flags.timeline:
+        draw(flags.timeline, config, mesh, batch)
     return report(flags, config, times, sums, device)
 
 
@@ -116,6 +122,27 @@ def domino_step(stage: Domino, batch) -> float:
     losses, tape = stage.forward(batch)
     stage.backward(tape, batch.loss_mask)
     return losses.mean().item()
+
+
+def draw(path: str, config, mesh, batch):
+    """Record a step of megatron and one of domino, and draw them on one time scale."""
+    model, recordings = GPT(config, mesh), []
+    ZeroOptimizer(model, config, mesh)
+    for slices, columns in ((1, 1), (config.slices, config.columns)):
+        trace = Trace(mesh.device)
+        stage = Domino(model, slices, columns, trace=trace)
+        for step in range(3):                                  # the last one counts: the others make it warm
+            trace.take()
+            dist.barrier()
+            with trace.span("step", step=step):
+                with trace.span("forward", microbatch=0):
+                    losses, tape = stage.forward(batch)
+                with trace.span("backward", microbatch=0):
+                    stage.backward(tape, batch.loss_mask)
+        if recording := timeline.gather(trace, mesh):
+            recordings.append(dataclasses.replace(recording, caption=f"slices {slices}, columns {columns}"))
+    if recordings:
+        Path(path).write_text(timeline.picture(recordings))
 
 
 def dtensor_model(config, mesh) -> Plain:

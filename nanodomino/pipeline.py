@@ -195,19 +195,21 @@ class Mail:
         if self.target(action) is not None:
             tensor = tensor.contiguous()
             peer = self.mesh.stage_rank(self.target(action))
-            work = dist.isend(tensor, peer, group=self.group(kind), tag=action.microbatch)
             self.trace.moment("send", message=str(action), peer=peer, bytes=tensor.nbytes)
+            work = dist.isend(tensor, peer, group=self.group(kind), tag=action.microbatch)
             self.sent[kind].append((work, tensor))
             if len(self.sent[kind]) > self.mesh.pp:
-                self.sent[kind].popleft()[0].wait()
+                with self.trace.span("wait", group="pp"):
+                    self.sent[kind].popleft()[0].wait()
         if self.source(action) is not None:
             self.post(kind)
 
     def finish(self):
         """Wait until everything that was sent is gone."""
-        for sent in self.sent.values():
-            while sent:
-                sent.popleft()[0].wait()
+        with self.trace.span("wait", group="pp"):
+            for sent in self.sent.values():
+                while sent:
+                    sent.popleft()[0].wait()
 
 
 @dataclass

@@ -1,25 +1,10 @@
 """Draws what every rank did: where its time went, and what would have to be hidden to win some of it back.
 
-trace.py records, rank by rank; here the ranks come together, on one clock. In the picture every rank has two rows,
+Every rank has two rows, and below the picture are the totals of recording.py:
 
     rank 0  compute  [ F0 ][ F1 ]////////[  B0  ][ F2 ][  B1  ]           boxes: work; hatched: somebody waits
             wires          ===         \\          ====                   bars: collectives; arrows: messages between
     rank 1  compute        \\[ F0 ][ B0 ]///[ F1 ][  B1  ]                stages
-
-and below it the totals. A rank's step is the sum of five parts, no moment of which counts twice:
-
-    compute       inside a forward or a backward, and not waiting
-    optimizer     norm, clipping, AdamW
-    exposed       waits for the wires: communication that nothing hid
-    bubble        waits for another rank, which has not yet sent its message, or not yet joined the sum
-    other         between all of these: zeroed gradients, launches, messages that leave
-
-    compute + optimizer + exposed + bubble + other = step
-
-So every wait is cut in two, at the moment when all that it needs is on the wires: until then somebody is late, from
-then on the wires are slow. Only a look at all ranks can tell, and only on one clock. A sixth number is no part of the
-sum: `hidden` is the time in which a collective travelled while this rank computed, communication that cost nothing.
-(Of a message between stages nobody sees when it arrives, only when it is taken: it counts where it is waited for.)
 
 The same recording is written twice: as an SVG to look at, and as Chrome trace JSON, which https://ui.perfetto.dev opens
 with every matrix product in it, and from which pictures can be drawn anew, several above each other on one time scale:
@@ -30,8 +15,8 @@ with every matrix product in it, and from which pictures can be drawn anew, seve
 import argparse
 import json
 import sys
-from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, fields, replace
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from xml.sax.saxutils import escape
@@ -40,233 +25,9 @@ import torch.distributed as dist
 
 from nanodomino.config import UserError, require
 from nanodomino.mesh import Mesh
+from nanodomino.recording import (MOMENTS, WATCHED, Recording, chrome_trace, find_ready, from_chrome_trace, lanes,
+                                  letter, messages, spans_of, table, title, union, waits)
 from nanodomino.trace import Event, Trace, clock_offset
-
-WATCHED = ("all_reduce", "reduce_scatter", "all_gather")
-MOMENTS = ("send", "receive")
-AXES = ("stage", "dp", "tp")
-SHARED = {"tp": (0, 1), "dp": (0, 2), "embedding": (1, 2), "world": ()}     # of the axes, what a group's members share
-
-
-@dataclass
-class Recording:
-    """caption: what was run; places[rank]: its (pp_rank, dp_rank, tp_rank); ranks[rank]: its events, in nanoseconds of
-    one clock that begins with the first of them."""
-    caption: str
-    places: list[tuple]
-    ranks: list[list[Event]]
-
-    @property
-    def steps(self) -> list[int]:
-        return sorted({event.about["step"] for events in self.ranks for event in events if event.kind == "step"})
-
-    @property
-    def begin(self) -> int:
-        return min(event.begin for events in self.ranks for event in events)
-
-    @property
-    def end(self) -> int:
-        return max(event.end for events in self.ranks for event in events)
-
-    def place(self, rank: int) -> str:
-        """On those axes that are longer than 1."""
-        return ", ".join(f"{axis} {here}" for axis, here, all_ in zip(AXES, self.places[rank], zip(*self.places))
-                         if len(set(all_)) > 1)
-
-
-# ---- intervals: lists of (begin, end), sorted, apart from each other
-
-def union(spans, gap=0) -> list[tuple]:
-    """All of it once. Pieces at most `gap` apart become one."""
-    pieces = []
-    for begin, end in sorted(spans):
-        if pieces and begin <= pieces[-1][1] + gap:
-            pieces[-1] = (pieces[-1][0], max(pieces[-1][1], end))
-        elif end > begin:
-            pieces.append((begin, end))
-    return pieces
-
-
-def minus(spans, holes) -> list[tuple]:
-    """What of the spans lies in none of the holes; both are unions."""
-    pieces, first = [], 0
-    for begin, end in spans:
-        while first < len(holes) and holes[first][1] <= begin:
-            first += 1
-        i = first
-        while i < len(holes) and holes[i][0] < end:
-            if begin < holes[i][0]:
-                pieces.append((begin, holes[i][0]))
-            begin, i = holes[i][1], i + 1
-        if begin < end:
-            pieces.append((begin, end))
-    return pieces
-
-
-def common(spans, others) -> list[tuple]:
-    """What lies in both."""
-    return minus(spans, minus(spans, others))
-
-
-def spans_of(events, *kinds) -> list[tuple]:
-    return union((event.begin, event.end) for event in events if event.kind in kinds)
-
-
-# ---- where the time went
-
-def messages(recording: Recording) -> list[tuple]:
-    """(sender, its event, receiver, its event) of every message between stages: the n-th of a name that a rank sends to
-    another is the n-th of that name that the other receives from it."""
-    ends = {kind: defaultdict(list) for kind in MOMENTS}
-    for rank, events in enumerate(recording.ranks):
-        for event in events:
-            if event.kind in MOMENTS:
-                pair = (rank, event.about["peer"]) if event.kind == "send" else (event.about["peer"], rank)
-                ends[event.kind][(*pair, event.about["message"])].append(event)
-    return [(sender, left, receiver, arrived) for (sender, receiver, name), sent in ends["send"].items()
-            for left, arrived in zip(sent, ends["receive"][sender, receiver, name])]
-
-
-def find_ready(recording: Recording):
-    """Note in each collective, and in each wait for a message, when it was `ready`: everybody whose part it needs had
-    put that on the wires. The n-th collective of a group is the n-th on all its members."""
-    launched, calls = defaultdict(int), []
-    for place, events in zip(recording.places, recording.ranks):
-        numbers = Counter()
-        for event in events:
-            if event.kind in WATCHED:
-                group = event.about["group"]
-                call = (group, *(place[axis] for axis in SHARED[group]), numbers[group])
-                numbers[group] += 1
-                launched[call] = max(launched[call], event.begin)
-                calls.append((event, call))
-    for event, call in calls:
-        event.about["ready"] = launched[call]
-    sent = {id(arrived): left.begin for _, left, _, arrived in messages(recording)}
-    for events in recording.ranks:
-        for event in events:
-            if event.kind == "wait" and event.about["group"] == "pp":
-                wait, event.about["ready"] = event, event.begin        # for a message of its own to leave, or:
-            elif event.kind == "receive":                              # right after the wait for it
-                wait.about["ready"] = sent.get(id(event), wait.end)
-
-
-def waits(events: list[Event]) -> tuple[list, list]:
-    """(exposed, bubble) of one rank, after find_ready()."""
-    travelling, waited, exposed = defaultdict(list), defaultdict(list), []
-    for event in events:
-        if event.kind in WATCHED or (event.kind == "wait" and "ready" in event.about):
-            travelling[event.about["group"]].append((max(event.begin, event.about["ready"]), event.end))
-        if event.kind == "wait":
-            waited[event.about["group"]].append((event.begin, event.end))
-    for group in waited:
-        exposed += common(union(waited[group]), union(travelling[group]))
-    exposed = union(exposed)
-    return exposed, minus(spans_of(events, "wait"), exposed)
-
-
-@dataclass
-class Totals:
-    """Nanoseconds of one rank; the module's docstring defines them. step = the sum of the next five."""
-    step: int
-    compute: int
-    optimizer: int
-    exposed: int
-    bubble: int
-    other: int
-    hidden: int
-
-
-def totals(events: list[Event]) -> Totals:
-    """Of all steps in one rank's events, after find_ready()."""
-    step = spans_of(events, "step")
-    exposed, bubble = (common(step, waited) for waited in waits(events))
-    work = common(step, minus(spans_of(events, "forward", "backward", "optimizer"), spans_of(events, "wait")))
-    optimizer = common(work, spans_of(events, "optimizer"))
-    compute = minus(work, optimizer)
-    wires = union((max(event.begin, event.about["ready"]), event.end) for event in events if event.kind in WATCHED)
-    step, compute, optimizer, exposed, bubble, hidden = (
-        sum(end - begin for begin, end in spans)
-        for spans in (step, compute, optimizer, exposed, bubble, common(work, wires)))
-    return Totals(step, compute, optimizer, exposed, bubble, step - compute - optimizer - exposed - bubble, hidden)
-
-
-def table(recording: Recording) -> list[list[str]]:
-    """A head, and a row per rank: milliseconds, each but the first with its part of the step."""
-    rows = [["ms"] + [field.name for field in fields(Totals)]]
-    for rank, events in enumerate(recording.ranks):
-        sums = asdict(totals(events))
-        step = max(sums.pop("step"), 1)
-        rows.append([f"rank {rank}", f"{step / 1e6:.1f}"]
-                    + [f"{value / 1e6:.1f} {value / step:4.0%}" for value in sums.values()])
-    return rows
-
-
-# ---- Chrome trace JSON
-
-def letter(index: int) -> str:
-    """Of a slice: a, b, ..."""
-    return chr(ord("a") + index) if index < 26 else f"-{index}"
-
-
-def title(event: Event) -> str:
-    """What a person reads on an event."""
-    about = event.about
-    words = [event.kind.replace("_", "-" if event.kind in WATCHED else " ")]
-    words += [str(about[name]) for name in ("group", "step", "microbatch", "message", "site") if name in about]
-    return " ".join(words + [letter(about["slice"])] if "slice" in about else words)
-
-
-def lanes(events: list[Event]) -> list[int]:
-    """For each of these events the first lane that is free when it begins."""
-    free_from, chosen = [], []
-    for event in events:
-        lane = next((i for i, end in enumerate(free_from) if end <= event.begin), len(free_from))
-        free_from[lane:lane + 1] = [event.end]
-        chosen.append(lane)
-    return chosen
-
-
-def chrome_trace(recording: Recording) -> dict:
-    """The Trace Event Format: a process per rank, microseconds; complete events (X), whose arguments are all that was
-    recorded, and a flow (s, f) for each message. Collectives in flight together need a thread each: "wires 2", ..."""
-    rows, moment = [], 0.2                      # a moment is drawn that long, or no flow could begin there
-    for rank, events in enumerate(recording.ranks):
-        watched = [event for event in events if event.kind in WATCHED]
-        lane_of = {id(event): lane for event, lane in zip(watched, lanes(watched))}
-        names = ["compute", "wires"] + [f"wires {lane + 1}" for lane in sorted(set(lane_of.values())) if lane]
-        rows.append(dict(ph="M", name="process_name", pid=rank, args={"name": f"rank {rank} {recording.place(rank)}"}))
-        rows.append(dict(ph="M", name="process_sort_index", pid=rank, args={"sort_index": rank}))
-        rows += [dict(ph="M", name="thread_name", pid=rank, tid=tid, args={"name": name})
-                 for tid, name in enumerate(names)]
-        rows += [dict(ph="X", name=title(event), cat=event.kind, pid=rank, tid=lane_of.get(id(event), -1) + 1,
-                      ts=event.begin / 1e3, dur=moment if event.kind in MOMENTS else (event.end - event.begin) / 1e3,
-                      args=event.about) for event in events]
-    for number, (sender, left, receiver, arrived) in enumerate(messages(recording)):
-        flow = dict(name=left.about["message"], cat="message", id=number, tid=0)
-        rows.append(dict(flow, ph="s", pid=sender, ts=left.begin / 1e3))
-        rows.append(dict(flow, ph="f", bp="e", pid=receiver, ts=arrived.begin / 1e3))
-    return {"traceEvents": rows, "displayTimeUnit": "ms",
-            "otherData": {"caption": recording.caption, "places": recording.places}}
-
-
-def from_chrome_trace(trace: dict) -> Recording:
-    """The way back. Raises UserError if chrome_trace() did not make it."""
-    try:
-        recording = Recording(trace["otherData"]["caption"], trace["otherData"]["places"], [])
-        recording.ranks = [[] for _ in recording.places]
-        for row in trace["traceEvents"]:
-            if row["ph"] == "X":
-                begin = round(row["ts"] * 1e3)
-                end = begin if row["cat"] in MOMENTS else begin + round(row["dur"] * 1e3)
-                recording.ranks[row["pid"]].append(Event(row["cat"], begin, end, row["args"]))
-        require(recording.steps, "no step is in it")
-        return recording
-    except (KeyError, IndexError, TypeError) as error:
-        raise UserError(f"{type(error).__name__} {error}") from None
-
-
-# ---- the picture
 
 WIDTH, WIDEST, LEFT, RIGHT = 1000, 4000, 92, 16          # pixels; a README shows some 1000, a browser more
 COMPUTE, LANE, WIRES_ROW, SPACE, LINE = 26, 14, 80, 12, 18       # heights; lanes get flatter where they would need more
@@ -282,8 +43,8 @@ NAMES = {"exposed": "exposed communication", "bubble": "bubble", "tp": "sum over
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" \
 height="{height:.0f}">
 <style>text{{font:12px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;fill:#1f1f1f}}
-.title{{font-size:15px;font-weight:600}} .halo{{text-anchor:middle;paint-order:stroke;stroke:#fff;stroke-width:2.5px}}
-.middle{{text-anchor:middle}} .end{{text-anchor:end}} .small{{font-size:11px}} .pale{{fill:#666}}</style>
+.title{{font-size:15px;font-weight:600}} .halo{{stroke:#fff;stroke-width:2.5px}}
+.middle,.halo{{text-anchor:middle}} .end{{text-anchor:end}} .small{{font-size:11px}} .pale{{fill:#666}}</style>
 <defs><marker id="tip" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="6" markerHeight="6" orient="auto">\
 <path d="M0 0L6 3L0 6z" fill="#444"/></marker>
 {patterns}</defs>
@@ -341,7 +102,7 @@ class Panel:
     def fits(self, begin, end, words) -> bool:
         return (end - begin) * self.scale >= LETTER * len(words)
 
-    def label(self, begin, end, y, words, kind="halo"):
+    def label(self, begin, end, y, words, kind="middle"):
         """In the middle, if there is room."""
         if self.fits(begin, end, words):
             self.parts.append(text(self.x((begin + end) / 2), y, words, kind))
@@ -367,6 +128,7 @@ class Panel:
             numbers = [(event.begin, event.end, str(event.about["microbatch"])) for event in outer
                        if "microbatch" in event.about]
         for begin, end, words in numbers:
+            self.label(begin, end, y + 17, words, "halo")
             self.label(begin, end, y + 17, words)
 
     @staticmethod

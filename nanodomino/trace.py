@@ -13,7 +13,7 @@ The kinds of spans are
     resume              within: a slice runs until it has put something on the wires
     matmul              within: a matrix product on the way forward, or of an input gradient
     weight_gradient     within: the deferred products
-    wait                somebody needs what is on the wires, and has nothing else to do: exposed communication
+    wait                somebody needs what is on the wires, or will be, and has nothing else to do
     optimizer           norm, clipping, AdamW on this rank's part
 
 the kinds of moments `send` and `receive` (a message between stages leaves, has been received), and the kinds of what is
@@ -31,6 +31,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,11 +41,11 @@ ROUND_TRIPS = 20
 
 @dataclass(slots=True)
 class Event:
-    """kind: see above; begin, end: nanoseconds of this process's clock (0: never ended); about: slice, site,
-    microbatch, bytes, ..."""
+    """kind: see above; begin, end: nanoseconds of this process's clock (end 0: never; a list, until take(), of what is
+    watched: its end will be in it); about: slice, site, microbatch, bytes, ..."""
     kind: str
     begin: int
-    end: int
+    end: int | list
     about: dict
 
 
@@ -101,14 +102,22 @@ class Trace:
     def watch(self, kind, work, **about):
         """A collective that has just been launched: from now until `work` is done, whoever waits for it or not."""
         if self.recording:
-            event = Event(kind, self.mark(), 0, about)
-            self.events.append(event)
+            end = []
+            self.events.append(Event(kind, self.mark(), end, about))
             try:
-                work.get_future().add_done_callback(lambda _: setattr(event, "end", self.mark()))
+                work.get_future().add_done_callback(self.time_to(end))
             except RuntimeError:
-                self.follow(event, work)
+                self.follow(work, end, about.get("group"))
 
-    def follow(self, event, work):
+    def time_to(self, end: list):
+        """A callback that appends the time to `end`. gloo calls it in a thread of its own, where a Python function
+        would cost some 60 microseconds, since a stack is mapped for it first. So all of this is C: next() makes map()
+        pass the next tick of an endless clock to append()."""
+        if self.device.type == "cuda":
+            return lambda future: end.append(self.mark())
+        return partial(next, map(end.append, iter(time.perf_counter_ns, None)))
+
+    def follow(self, work, end: list, group: str):
         """gloo's reduce-scatter calls nobody when it is done, it can only be waited for: a thread does. That wait also
         writes the result, once more at every call; so a `wait` of the group begins after the thread has ended, or the
         thread could write over what the training has already worked on."""
@@ -117,10 +126,10 @@ class Trace:
                 work.wait()
             except RuntimeError:                     # the training will wait too, and hear of it
                 return
-            event.end = self.mark()
+            end.append(self.mark())
 
         follower = threading.Thread(target=wait, daemon=True)
-        self.followers.setdefault(event.about.get("group"), []).append(follower)
+        self.followers.setdefault(group, []).append(follower)
         follower.start()
 
     def take(self, offset=0) -> list[Event]:
@@ -129,6 +138,9 @@ class Trace:
         events, self.events = self.events, []
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        for event in events:
+            if isinstance(event.end, list):
+                event.end = event.end[0] if event.end else 0
         return [Event(event.kind, self.time_of(event.begin) + offset, self.time_of(event.end or event.begin) + offset,
                       event.about) for event in events]
 

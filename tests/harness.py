@@ -85,7 +85,7 @@ def build(config: Config, weights=None, trace=NO_TRACE):
         for name, weight in model.named_parameters():
             if weights is not None:
                 weight.copy_(model.local_part(weights[name], weight))
-    optimizer = ZeroOptimizer(model, config, mesh)
+    optimizer = ZeroOptimizer(model, config, mesh, trace)
     return mesh, model, optimizer, Domino(model, config.slices, config.columns, config.compile_backend if config.compile else None, trace)
 
 

@@ -1,0 +1,349 @@
+"""A recording tells what happened: in the schedule's order, on one clock, every moment of a step accounted for once.
+
+    recordings of tiny runs   spans, messages and collectives against what the schedule and the layers must do
+    recordings made by hand   totals to the nanosecond, and a picture that shows what it should
+"""
+
+import json
+import random
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import build, random_data, tiny
+
+import train
+from nanodomino.config import UserError
+from nanodomino.pipeline import SCHEDULES, Forward
+from nanodomino.recording import (MOMENTS, WATCHED, Recording, chrome_trace, common, find_ready, from_chrome_trace,
+                                  minus, totals, union, waits)
+from nanodomino.timeline import draw_timeline, gather, main, one_step, part, picture
+from nanodomino.trace import Event, Trace, clock_offset
+
+LATE = 250_000_000       # nanoseconds that a busy machine may take to say that something is done
+
+
+def traced(config, data, steps, recording=True):
+    """Runs in a worker. `steps` training steps -> (the recording, on rank 0; losses; this rank's weights)."""
+    trace = Trace(recording=recording)
+    mesh, model, optimizer, stage = build(config, trace=trace)
+    optimizer.trace = trace
+    losses = [train.train_step(step, stage, optimizer, data, config, mesh).loss for step in range(1, steps + 1)]
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    if not recording:
+        return trace.events, losses, weights
+    return gather(trace, mesh), losses, weights
+
+
+def record(pool, world_size, steps=1, **changes) -> Recording:
+    config = tiny(world_size, **changes)
+    return pool.run(traced, config, random_data(config, steps), steps, world_size=world_size)[0][0]
+
+
+def of(events, *kinds):
+    return [event for event in events if event.kind in kinds]
+
+
+# ---- what is recorded
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 3])
+def test_spans_and_messages_are_the_schedules(pool, pp, schedule):
+    """Each stage's boxes in the schedule's order, one after the other; a message for each with a neighbour there."""
+    recording = record(pool, pp, pipeline_model_parallel_size=pp, schedule=schedule, global_batch_size=12)
+    for stage, events in enumerate(recording.ranks):
+        actions = SCHEDULES[schedule](stage, pp, 4)
+        boxes = of(events, "forward", "backward")
+        assert [event.kind[0].upper() + str(event.about["microbatch"]) for event in boxes] == list(map(str, actions))
+        assert all(one.end <= other.begin for one, other in zip(boxes, boxes[1:]))
+        down, up = {"send": stage + 1, "receive": stage - 1}, {"send": stage - 1, "receive": stage + 1}
+        for kind in MOMENTS:
+            expected = [(str(action), (down if isinstance(action, Forward) else up)[kind]) for action in actions]
+            expected = [(name, peer) for name, peer in expected if 0 <= peer < pp]
+            assert [(event.about["message"], event.about["peer"]) for event in of(events, kind)] == expected
+        waited_for = [event.about["microbatch"] for event in of(events, "wait") if "microbatch" in event.about]
+        assert waited_for == [int(event.about["message"][1:]) for event in of(events, "receive")]
+
+
+@pytest.mark.parametrize("slices, columns", [(2, 1), (1, 2)])
+def test_collectives_of_tensor_parallelism(pool, slices, columns):
+    """So many at each place as Domino's arithmetic says, each over before its wait is."""
+    recording = record(pool, 2, tensor_model_parallel_size=2, slices=slices, columns=columns, micro_batch_size=4,
+                       global_batch_size=8, num_layers=2)
+    microbatches = 2
+    for events in recording.ranks:
+        sums = [event for event in of(events, *WATCHED) if event.about["group"] == "tp"]
+        sites = {"embedding": 1, "cross_entropy": 2, "head": columns}
+        sites |= {f"layers.{i}.{name}": 2 * columns for i in range(2) for name in ("attention", "mlp")}
+        assert Counter(event.about["site"] for event in sums) == {
+            site: count * slices * microbatches for site, count in sites.items()}
+        for i, event in enumerate(events):
+            if event in sums:
+                wait = next(other for other in events[i:] if other.kind == "wait" and all(
+                    other.about.get(name) == event.about[name] for name in ("group", "slice", "site")))
+                assert event.begin <= event.end <= wait.end + LATE
+                assert event.about["bytes"] > 0
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_collectives_of_the_optimizer(pool, zero_stage):
+    """A bucket's gradients are on the wires before backward ends; its weights come back once, after the update."""
+    recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=zero_stage,
+                       bucket_size=500)
+    for events in recording.ranks:
+        reduces = [event for event in of(events, "reduce_scatter" if zero_stage else "all_reduce")
+                   if event.about["group"] == "dp"]
+        last_backward, update = of(events, "backward")[-1], of(events, "optimizer")
+        assert len(reduces) >= 5, "the buckets are too big for this test"
+        assert all(last_backward.begin < event.begin < last_backward.end for event in reduces)
+        assert of(events, "weight_gradient")[-3].begin > reduces[2].begin, "they must not wait for all of backward"
+        assert all(event.begin < event.end <= update[0].begin + LATE for event in reduces)
+        gathers = of(events, "all_gather")
+        assert len(gathers) == (len(reduces) if zero_stage else 0)
+        assert all(update[-1].end <= event.begin <= event.end for event in gathers)
+        (of_the_world,) = [event for event in of(events, "all_reduce") if event.about["group"] == "world"]
+        assert update[0].end <= of_the_world.begin <= of_the_world.end <= update[-1].begin + LATE
+
+
+EVERYTHING = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, micro_batch_size=2,
+                  global_batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def recording(pool):
+    """Two steps of tp 2, pp 2, dp 2, with two slices."""
+    return record(pool, 8, steps=2, **EVERYTHING)
+
+
+def test_every_step_is_the_sum_of_its_parts(recording):
+    assert recording.steps == [1, 2] and len(recording.ranks) == 8 and recording.begin == 0
+    for events in recording.ranks:
+        sums = asdict(totals(events))
+        assert min(sums.values()) >= 0 and sums["compute"] > 0 and sums["optimizer"] > 0 and sums["exposed"] > 0
+        assert sums["step"] == sum(event.end - event.begin for event in of(events, "step"))
+        assert sums["step"] == sum(sums[name] for name in ("compute", "optimizer", "exposed", "bubble", "other"))
+        exposed, bubble = waits(events)
+        assert union(exposed + bubble) == union((event.begin, event.end) for event in of(events, "wait"))
+
+
+def test_a_sum_is_ready_on_all_its_ranks_at_the_same_moment(recording):
+    """When the last of them has joined: so matched, rank by rank, the collectives of a group are the same ones."""
+    for ranks in ([0, 1], [2, 3], [4, 5], [6, 7]):
+        ready = [[event.about["ready"] for event in of(recording.ranks[rank], *WATCHED) if event.about["group"] == "tp"]
+                 for rank in ranks]
+        begun = [[event.begin for event in of(recording.ranks[rank], *WATCHED) if event.about["group"] == "tp"]
+                 for rank in ranks]
+        assert ready[0] == ready[1] == list(map(max, *begun))
+
+
+def test_recording_changes_no_number(pool):
+    """Also not where a thread waits beside the training (gloo's reduce-scatter); with recording off nothing is kept."""
+    config = tiny(8, **EVERYTHING, bucket_size=500)
+    data = random_data(config, 2)
+    on = pool.run(traced, config, data, 2)
+    off = pool.run(traced, config, data, 2, False)
+    for (_, losses, weights), (events, other_losses, other_weights) in zip(on, off):
+        assert events == [] and losses == other_losses
+        assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+# ---- one clock
+
+def offset_with_wrong_clocks(seconds):
+    """Runs in a worker: rank r's clock is r x seconds ahead."""
+    right = time.perf_counter_ns
+    dist.barrier()
+    try:
+        time.perf_counter_ns = lambda: right() + int(dist.get_rank() * seconds * 1e9)
+        return clock_offset()
+    finally:
+        time.perf_counter_ns = right
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, -3.0])
+def test_clocks_are_aligned_to_5_ms(pool, seconds):
+    offsets = pool.run(offset_with_wrong_clocks, seconds, world_size=3)
+    assert offsets == pytest.approx([-rank * seconds * 1e9 for rank in range(3)], abs=5e6)
+
+
+# ---- arithmetic, by hand
+
+def test_intervals_are_sets():
+    generator = random.Random(0)
+    for _ in range(200):
+        one, other = ([sorted(generator.sample(range(40), 2)) for _ in range(generator.randrange(6))] for _ in range(2))
+        one, other = map(union, (map(tuple, one), map(tuple, other)))
+        sets = [{point for begin, end in spans for point in range(begin, end)} for spans in
+                (one, other, minus(one, other), common(one, other))]
+        assert sets[2] == sets[0] - sets[1] and sets[3] == sets[0] & sets[1]
+    assert union([(5, 7), (0, 2), (3, 3), (1, 3)]) == [(0, 3), (5, 7)]
+    assert union([(0, 1), (2, 3), (6, 7)], gap=1) == [(0, 3), (6, 7)]
+
+
+def two_stages() -> Recording:
+    """One step in ms: stage 0 runs F0, F1, waits, B0, B1; stage 1 F0, B0, F1, B1, while its sums over tp travel."""
+    def event(kind, begin, end, **about):
+        return Event(kind, begin * 10**6, end * 10**6, about)
+
+    stage_0 = [event("step", 0, 100, step=7),
+               event("forward", 0, 10, microbatch=0), event("send", 10, 10, message="F0", peer=1, bytes=8),
+               event("forward", 10, 20, microbatch=1), event("send", 20, 20, message="F1", peer=1, bytes=8),
+               event("wait", 20, 42, group="pp", microbatch=0), event("receive", 42, 42, message="B0", peer=1),
+               event("backward", 42, 60, microbatch=0),
+               event("wait", 60, 80, group="pp", microbatch=1), event("receive", 80, 80, message="B1", peer=1),
+               event("backward", 80, 92, microbatch=1),
+               event("optimizer", 92, 94), event("all_reduce", 94, 96, group="world", bytes=32),
+               event("wait", 94, 97, group="world"), event("optimizer", 98, 100)]
+    stage_1 = [event("step", 1, 99, step=7),
+               event("wait", 1, 12, group="pp", microbatch=0), event("receive", 12, 12, message="F0", peer=0),
+               event("forward", 12, 24, microbatch=0), event("all_reduce", 14, 22, group="tp", bytes=4),
+               event("wait", 18, 22, group="tp"),
+               event("backward", 24, 40, microbatch=0), event("weight_gradient", 26, 30, slice=0),
+               event("send", 40, 40, message="B0", peer=0, bytes=8),
+               event("wait", 40, 45, group="pp", microbatch=1), event("receive", 45, 45, message="F1", peer=0),
+               event("forward", 45, 60, microbatch=1), event("backward", 60, 75, microbatch=1),
+               event("send", 75, 75, message="B1", peer=0, bytes=8),
+               event("all_reduce", 80, 96, group="world", bytes=32), event("wait", 80, 96, group="world"),
+               event("optimizer", 96, 99)]
+    recording = Recording("two stages", [(0, 0, 0), (1, 0, 0)], [stage_0, stage_1])
+    find_ready(recording)
+    return recording
+
+
+def test_totals_to_the_nanosecond():
+    """A wait before the message has left, or before the last has joined, is a bubble; after that it is exposed."""
+    stage_0, stage_1 = (asdict(totals(events)) for events in two_stages().ranks)
+    # waits: 20-40 until B0 left, 2 on the wires; 60-75 until B1 left, 5; the world's sum: 94-96 wires, 96-97 after them
+    assert stage_0 == {name: value * 10**6 for name, value in dict(
+        step=100, compute=50, optimizer=4, exposed=2 + 5 + 2, bubble=20 + 15 + 1, other=1, hidden=0).items()}
+    # waits: 1-10 until F0 left, 2; the sum 18-22; F1 had long left: 5; the world's sum: 80-94 for rank 0, 2
+    assert stage_1 == {name: value * 10**6 for name, value in dict(
+        step=98, compute=8 + 16 + 15 + 15, optimizer=3, exposed=2 + 4 + 5 + 2, bubble=9 + 14, other=5,
+        hidden=4).items()}
+
+
+# ---- what is written
+
+def texts(svg) -> list[str]:
+    """Of a picture that must be well-formed XML; those with a halo count once."""
+    root = ElementTree.fromstring(svg)
+    assert root.get("viewBox").startswith("0 0 ")
+    return [element.text for element in root.iter("{http://www.w3.org/2000/svg}text") if element.get("class") != "halo"]
+
+
+def test_the_picture_numbers_every_microbatch_and_shows_the_totals():
+    words = texts(picture([two_stages()]))
+    assert Counter(words)["0"] == Counter(words)["1"] == 4                         # two forwards, two backwards each
+    assert {"two stages", "rank 0", "rank 1", "stage 0", "stage 1", "ms", "bubble", "36%"} <= {*words}
+    assert {"exposed communication", "world's sum"} <= {*words} and "gradients over dp" not in words
+
+
+def test_the_picture_letters_the_slices(recording):
+    words = texts(picture([part(recording, 0, recording.end / 1e6)]))
+    assert {"stage 1, dp 0, tp 1", "sum over tp", "gradients over dp", "weights over dp", "tied embedding"} <= {*words}
+    first = of(recording.ranks[0], "forward")[0]
+    words = texts(picture([part(recording, first.begin / 1e6, first.end / 1e6)]))
+    assert {"0a", "0b"} <= {*words}
+
+
+def test_two_recordings_share_one_scale_and_keep_their_captions():
+    short, long = two_stages(), two_stages()
+    short.caption, long.caption = "1 < 2 & so on", "the other"
+    long.ranks[0][0].end *= 2
+    both = picture([short, long])
+    assert {"1 < 2 & so on", "the other"} <= {*texts(both)}
+
+    def widths(svg):
+        return {line.split('width="')[1].split('"')[0] for line in svg.splitlines() if ">forward 0: 10.00 ms" in line}
+
+    assert len(widths(both)) == 1 and widths(both) == widths(picture([long])) != widths(picture([short]))
+
+
+def test_of_steps_that_would_not_be_legible_the_first_is_drawn():
+    one, many = two_stages(), two_stages()
+    for i in range(1, 100):
+        for events, more in zip(one.ranks, many.ranks):
+            more += [Event(event.kind, event.begin + i * 10**8, event.end + i * 10**8,
+                           event.about | ({"step": 7 + i} if event.kind == "step" else {})) for event in events]
+    find_ready(many)
+    drawn = picture([many])
+    assert "two stages (drawn: step 7)" in texts(drawn)
+    assert Counter(texts(drawn))["0"] == 4 and ElementTree.fromstring(drawn).get("width") == "1000"
+    assert texts(picture([one_step(many, 50)]))[1:] == texts(drawn)[1:], "steps that are alike look alike"
+
+
+def test_chrome_trace_holds_everything(recording):
+    trace = json.loads(json.dumps(chrome_trace(recording)))
+    again = from_chrome_trace(trace)
+    assert again.ranks == recording.ranks and again.caption == recording.caption
+    assert again.places == list(map(list, recording.places))
+
+    complete = [row for row in trace["traceEvents"] if row["ph"] == "X"]
+    assert len(complete) == sum(map(len, recording.ranks))
+    open_until = {}
+    for row in complete:                                       # on a thread, events lie within or after each other
+        assert row["dur"] >= 0 and row["ts"] >= 0 and row["name"] and row["cat"]
+        ends = open_until.setdefault((row["pid"], row["tid"]), [])
+        while ends and ends[-1] <= row["ts"] + 1e-3:
+            ends.pop()
+        assert not ends or row["ts"] + row["dur"] <= ends[-1] + 1e-3, f"{row} ends after what it lies in"
+        ends.append(row["ts"] + row["dur"])
+    threads = {(row["pid"], row["tid"]): row["args"]["name"] for row in trace["traceEvents"]
+               if row["name"] == "thread_name"}
+    assert set(open_until) <= set(threads) and threads[0, 0] == "compute" and threads[0, 1] == "wires"
+
+    flows = [row for row in trace["traceEvents"] if row["ph"] in "sf"]
+    sends = {(row["pid"], row["ts"]) for row in complete if row["cat"] == "send"}
+    receives = {(row["pid"], row["ts"]) for row in complete if row["cat"] == "receive"}
+    assert {(row["pid"], row["ts"]) for row in flows if row["ph"] == "s"} == sends
+    assert {(row["pid"], row["ts"]) for row in flows if row["ph"] == "f"} == receives
+    assert Counter(row["id"] for row in flows) == {i: 2 for i in range(len(sends))}
+
+
+def draw(folder):
+    """Runs in a worker -> what draw_timeline tells, once where it can write and once where it can't."""
+    config = tiny(2, tensor_model_parallel_size=2)
+    trace = Trace()
+    mesh, _, optimizer, stage = build(config, trace=trace)
+    said = []
+    for path in (Path(folder) / "trace-00000001", Path(folder) / "missing" / "trace-00000001"):
+        train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
+        said.append(draw_timeline(trace, mesh, path))
+    return said
+
+
+def test_rank_0_writes_both_files_and_a_full_disk_is_only_a_warning(pool, tmp_path):
+    (said, warned), others = pool.run(draw, str(tmp_path), world_size=2)
+    assert others == ["", ""]
+    assert said.startswith("timeline of tp 2, pp 1, dp 1: step 1\n") and "rank 1" in said and "warning" not in said
+    assert "warning: the timeline can't be written" in warned and "training goes on" in warned and "rank 1" in warned
+    texts((tmp_path / "trace-00000001.svg").read_text())
+
+    file, output = str(tmp_path / "trace-00000001.json"), tmp_path / "both.svg"
+    assert main([file, file, "--caption", "one", "two", "--output", str(output)]) == 0
+    assert {"one", "two"} <= {*texts(output.read_text())}
+
+
+def test_what_is_no_recording_is_named(tmp_path, capsys):
+    file, output = tmp_path / "x.json", str(tmp_path / "x.svg")
+    for wrong in ("", "[]", "{}", '{"traceEvents": [], "otherData": {"caption": "", "places": []}}'):
+        file.write_text(wrong)
+        assert main([str(file), "--output", output]) == 2
+        assert f"error: {file} is no recording (" in capsys.readouterr().err
+    file.write_text(json.dumps(chrome_trace(two_stages())))
+    for flags, message in ((["--caption", "a", "b"], "--caption needs a text for each of the 1 recordings"),
+                           (["--milliseconds", "5"], "--milliseconds must be FIRST:LAST"),
+                           (["--milliseconds", "9:3"], "--milliseconds must be FIRST:LAST"),
+                           (["--milliseconds", "0:inf"], "--milliseconds must be FIRST:LAST"),
+                           (["--milliseconds", "200:300"], "must begin within the recording, which is 100.0 ms long"),
+                           (["--step", "3"], "--step 3 is not in it; try one of 7")):
+        assert main([str(file), "--output", output, *flags]) == 2
+        assert message in capsys.readouterr().err
+    assert main([str(tmp_path / "missing.json"), "--output", output]) == 2
+    with pytest.raises(UserError):
+        from_chrome_trace({"traceEvents": []})
