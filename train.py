@@ -169,9 +169,11 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     saver.wait()
     if failure := saver.failure():
         # at the end there is no later one that could still go well
-        raise UserError(f"{failure}; make room, and start again: the run goes on from its last checkpoint")
+        raise UserError(f"{failure}; make room, and start again: the run goes on from its last checkpoint, if it has "
+                        "one")
     if stop and done < config.train_iters:
         report.end(done, time.perf_counter() - begin)
+        report.say(f"stopped as told, the checkpoint of step {done} is saved; the same command goes on from it")
         return 128 + (signals.number or signal.SIGTERM) if result.stop else 0
     if "test" in datasets and config.eval_iters:
         report.losses(done, "test", evaluate(stage, datasets["test"], config, mesh))

@@ -39,6 +39,9 @@ LONELY = ("peer", "remote", "Broken pipe", "Timed out", "timed out", "timeout", 
 def find_run(config: Config, place: Place) -> tuple[Path, Path | None]:
     """(the folder of this run, the checkpoint to start from or None). Raises UserError. Called by rank 0 alone."""
     run_dir = Path(config.run_dir or "runs")
+    # before a folder is made for nothing; a run that has begun no longer needs what it was loaded from
+    require(not config.load or Path(config.load).is_dir() or (config.run_dir and run_dir.exists()),
+            f"there is no folder {config.load} to load from; give a checkpoint or the folder of a run")
     try:
         require(not run_dir.is_file(), f"--run-dir {run_dir} is a file; choose another name")
         run_dir.mkdir(parents=True, exist_ok=True)

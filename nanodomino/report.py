@@ -78,7 +78,10 @@ class Report:
                         + (", head" if stage == mesh.pp - 1 else ""))
         print(mesh.picture(held))
         print(pipeline.picture(config.schedule, mesh.pp, config.microbatches), flush=True)
-        if first_step:
+        if first_step >= config.train_iters:
+            print(f"this run has done {first_step} steps, and --train-iters is {config.train_iters}: nothing is left",
+                  flush=True)
+        elif first_step:
             print(f"going on after step {first_step} of {config.train_iters}", flush=True)
 
     def say(self, line: str):
