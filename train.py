@@ -138,17 +138,17 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     report = Report(config, corpus, mesh, run_dir, done, speaks=dist.get_rank() == 0)
     signals, stop, skipped, begin = StopSignal(), False, 0, time.perf_counter()
 
-    step = done
+    step, traced = done, config.traced_steps
     try:
         while done < config.train_iters and not stop:
             step, step_begin = done + 1, time.perf_counter()
-            trace.recording = step in config.traced_steps
+            trace.recording = step in traced
             result = train_step(step, stage, optimizer, datasets["train"], config, mesh,
                                 stop=lambda: signals.number > 0)
             done, skipped, trace.recording = step, skipped + 1 if result.skipped else 0, False
             stop = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
             report.step(step, result, learning_rate(step, config), time.perf_counter() - step_begin)
-            if step in config.traced_steps and (step == config.traced_steps[-1] or step == config.train_iters or stop):
+            if step in traced and (step == traced[-1] or stop):
                 report.say(draw_timeline(trace, mesh, run_dir / f"trace-{step:08d}"))
             if skipped >= config.max_skipped_steps:
                 # the last good checkpoint, should it still be on its way

@@ -10,22 +10,20 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
-from benchmarks.common import Times, bytes_text, ratio_text, ratios, slowest, synchronize, table
+from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, ratio_text, ratios, slowest, synchronize,
+                               table)
 from nanodomino.checkpoint import Saver, restore
-from nanodomino.config import Config
 from nanodomino.manifest import checkpoints_of, verify
 from nanodomino.mesh import find_device, make_mesh, start_world
 from nanodomino.model import GPT, parameter_count
 from nanodomino.zero import ZeroOptimizer
+from train import tell_all
 
 
 def add_flags(parser):
     parser.add_argument("--processes", type=int, default=2, help="share the model as tensor-parallel ranks (default 2)")
-    parser.add_argument("--num-layers", type=int, default=8)
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--num-attention-heads", type=int, default=8)
+    add_config_flags(parser, ("num_layers", "hidden_size", "num_attention_heads"), num_layers=8, hidden_size=512,
+                     num_attention_heads=8)
     parser.add_argument("--folder", default=None, help="on the disk to be measured (default: the temporary one)")
 
 
@@ -34,11 +32,10 @@ def processes(flags) -> int:
 
 
 def answer(flags, place):
-    config = Config(num_layers=flags.num_layers, hidden_size=flags.hidden_size,
-                    num_attention_heads=flags.num_attention_heads, tensor_model_parallel_size=flags.processes,
-                    pipeline_model_parallel_size=1).resolve(flags.processes).with_vocabulary(257)
+    config = config_of(flags, flags.processes, tensor_model_parallel_size=flags.processes,
+                       pipeline_model_parallel_size=1, vocab_size=257)
     device = find_device(config, place)
-    start_world(place, device, config.timeout)
+    start_world(place, device)
     mesh = make_mesh(1, 1, config.tp, device)
     model = GPT(config, mesh)
     optimizer = ZeroOptimizer(model, config, mesh)
@@ -47,7 +44,8 @@ def answer(flags, place):
     optimizer.adamw.step()
     optimizer.updates = 1
 
-    folder = Path(shared_folder(flags.folder))
+    made = tempfile.mkdtemp(prefix="nanodomino-", dir=flags.folder) if place.rank == 0 else None
+    folder = Path(tell_all(made))
     try:
         saver = Saver(folder, mesh, keep_last=1)
         measured = {"synchronous": [], "stall": [], "resume": []}
@@ -78,10 +76,3 @@ def answer(flags, place):
     return text, dict(question="checkpoint", parameters=parameter_count(config), bytes=size,
                       synchronous_s=times["synchronous"].median, stall_s=times["stall"].median,
                       resume_s=times["resume"].median, stall_share=share.median)
-
-
-def shared_folder(parent) -> str:
-    """A new folder that all ranks know."""
-    name = [tempfile.mkdtemp(prefix="nanodomino-", dir=parent) if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(name, src=0)
-    return name[0]

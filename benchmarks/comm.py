@@ -26,7 +26,6 @@ from nanodomino.domino import Domino
 from nanodomino.mesh import Mesh, find_device, make_mesh, start_world
 from nanodomino.zero import ZeroOptimizer
 
-TIMEOUT = 600        # seconds
 
 # c10d's operators -> (the name of the collective, which argument is the whole tensor or a list with it)
 COLLECTIVES = {"allreduce_": ("all_reduce", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -61,7 +60,7 @@ def answer(flags, place):
 def build(config: Config, place):
     """(mesh, optimizer, stage) of this process, as train.py makes them, uncompiled."""
     device = find_device(config, place)
-    start_world(place, device, TIMEOUT)
+    start_world(place, device)
     mesh = make_mesh(config.pp, config.dp, config.tp, device)
     model = train.model_builder(config, mesh)
     return mesh, ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)

@@ -11,7 +11,6 @@ that torchrun would set, each bound to cores of its own, and waits. Under torchr
 """
 
 import argparse
-import dataclasses
 import importlib
 import json
 import math
@@ -29,7 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.config import Config, UserError, require, spelling
+from nanodomino.config import Config, UserError, add_flags, require
 from nanodomino.data import Batch
 from nanodomino.mesh import Place, find_place
 
@@ -92,18 +91,7 @@ CONFIG_FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_at
 
 def add_config_flags(parser, names=CONFIG_FLAGS, **defaults):
     """train.py's flags of these names, with the question's own defaults."""
-    for one in dataclasses.fields(Config):
-        if one.name in names:
-            about, default = one.metadata, defaults.get(one.name, one.default)
-            text = about["text"]
-            if one.name in defaults:
-                text = text.partition(" (default")[0] + f" (default {default})"
-            names_of_flag = [spelling(one.name)] + ([about["short"]] if about["short"] else [])
-            if about["kind"] is bool:
-                parser.add_argument(*names_of_flag, action="store_true", help=text)
-            else:
-                parser.add_argument(*names_of_flag, type=about["kind"], choices=about["choices"], default=default,
-                                    metavar=None if about["choices"] else about["kind"].__name__.upper(), help=text)
+    add_flags(parser, names, **defaults)
 
 
 def config_of(flags, world_size: int, **settings) -> Config:
@@ -112,6 +100,12 @@ def config_of(flags, world_size: int, **settings) -> Config:
     given = {name: getattr(flags, name) for name in CONFIG_FLAGS if hasattr(flags, name)}
     config = Config(**given, **settings).resolve(world_size)
     return config.with_vocabulary(config.vocab_size)
+
+
+def shape_of(config: Config) -> dict:
+    """For the record of a question: the sizes by which its figures can be compared with others."""
+    return {name: getattr(config, name) for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length",
+                                                     "vocab_size", "micro_batch_size", "dtype")}
 
 
 # ---- processes

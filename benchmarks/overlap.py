@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import (RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text, compare, config_of,
-                               ratio_text, ratios, table)
+                               ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, mean_loss
 from benchmarks.wire import INTERFACE
 from nanodomino import timeline
@@ -40,7 +40,6 @@ from nanodomino.model import GPT
 from nanodomino.trace import Trace
 from nanodomino.zero import ZeroOptimizer
 
-TIMEOUT = 600                # seconds
 FLAGS = ("tensor_model_parallel_size", "slices", "columns", "num_layers", "hidden_size", "ffn_hidden_size",
          "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device")
 SAME_LOSS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
@@ -76,7 +75,7 @@ def answer(flags, place):
             "--wire joins CPU processes, since NCCL would find the GPUs' own way round it; add --device cpu")
     require(flags.wire is None or os.environ.get("GLOO_SOCKET_IFNAME") == INTERFACE,
             "--wire starts processes of its own, each in its network namespace; start it without torchrun")
-    start_world(place, device, TIMEOUT)
+    start_world(place, device)
     mesh = make_mesh(1, 1, config.tp, device)
     batch = RandomTokens(config, device).batch(0, 0, 0, 1, config.micro_batch_size, config.micro_batch_size)
 
@@ -243,10 +242,8 @@ def report(flags, config, times, sums, device):
     record = {"question": "overlap", **{names[name]: one.median for name, one in times.items()}, **figures,
               "spread": spread, "hideable": min(1.0, compute.median / wires.median), "wire": flags.wire,
               "device": device.type, "cores": os.cpu_count(), "tp": config.tp, "slices": config.slices,
-              "columns": config.columns, "num_layers": config.num_layers, "hidden_size": config.hidden_size,
-              "num_attention_heads": config.num_attention_heads, "seq_length": config.seq_length,
-              "micro_batch_size": config.micro_batch_size, "vocab_size": config.vocab_size, "dtype": config.dtype,
-              "collectives": len(sums), "bytes": sent, "repeats": flags.repeats}
+              "columns": config.columns, **shape_of(config), "collectives": len(sums), "bytes": sent,
+              "repeats": flags.repeats}
     return text, record
 
 

@@ -36,7 +36,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import train
 from benchmarks.common import (RandomTokens, add_config_flags, bind_to_one_core, compare, config_of, ratio_text, ratios,
-                               table)
+                               shape_of, table)
 from benchmarks.plain import Plain
 from nanodomino import pipeline
 from nanodomino.config import Config, require
@@ -46,7 +46,6 @@ from nanodomino.model import stage_layers
 from nanodomino.trace import Trace
 from nanodomino.zero import ZeroOptimizer
 
-TIMEOUT = 600                # seconds
 RECORDED_ROUNDS = 3          # at most; for the idle times
 # Of loss and gradients, relative. In 16 bit plain stages also sum their gradients in 16 bit.
 SAME = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
@@ -83,7 +82,7 @@ def answer(flags, place):
     device = find_device(configs[0], place)
     if device.type == "cpu":
         bind_to_one_core()
-    start_world(place, device, TIMEOUT)
+    start_world(place, device)
     parts = build(configs[0], make_mesh(configs[0].pp, 1, 1, device))
     rows = [row for config in configs for row in measure(config, parts, flags.repeats)]
     return report(configs[0], device, flags.repeats, rows)
@@ -291,10 +290,7 @@ def report(config: Config, device, repeats: int, rows: list[dict]):
         f"the stage with most work has up to {max(row['imbalance'] for row in rows) - 1:.1%} more than the mean; "
         "losses and gradients agree"])
     return text, {"question": "pipeline", "pp": config.pp, **{f"speed_{name}": speed for name, speed in least.items()},
-                  "rows": [as_json(row) for row in rows], "num_layers": config.num_layers,
-                  "hidden_size": config.hidden_size, "num_attention_heads": config.num_attention_heads,
-                  "seq_length": config.seq_length, "micro_batch_size": config.micro_batch_size,
-                  "vocab_size": config.vocab_size, "dtype": config.dtype, "device": device.type, "cores": cores,
+                  "rows": [as_json(row) for row in rows], **shape_of(config), "device": device.type, "cores": cores,
                   "shared_cores": shared, "repeats": repeats}
 
 

@@ -32,7 +32,6 @@ from nanodomino.domino import Domino
 from nanodomino.mesh import Place, find_device, make_mesh, start_world
 from nanodomino.zero import ZeroOptimizer
 
-TIMEOUT = 600                # seconds
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
          "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
 VARIANTS = [(layout, way) for layout in ("dp", "tp") for way in ("weak", "strong")]
@@ -80,7 +79,7 @@ def measure(flags, place):
     device = find_device(settle(flags, place.world_size, *VARIANTS[0]), place)
     if device.type == "cpu":
         bind_to_one_core()
-    start_world(place, device, TIMEOUT)
+    start_world(place, device)
     configs = {f"{layout}_{way}": settle(flags, place.world_size, layout, way) for layout, way in VARIANTS}
     times = compare({name: training(config, device) for name, config in configs.items()}, flags.repeats, device)
     rows, variants = [], {}

@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 import train
-from benchmarks.common import RandomTokens, Times, add_config_flags, compare, config_of, ratio_text, ratios, table
+from benchmarks.common import (RandomTokens, Times, add_config_flags, compare, config_of, ratio_text, ratios, shape_of,
+                               table)
 from benchmarks.plain import Plain, adamw, mean_loss
 from nanodomino.config import require
 from nanodomino.domino import Domino
@@ -32,7 +33,6 @@ from nanodomino.model import flops_per_token, parameter_count
 from nanodomino.report import find_peak_flops
 from nanodomino.zero import ZeroOptimizer
 
-TIMEOUT = 600                # seconds
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
          "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
 # Of the losses of the first steps. In 16 bit the two round at different places.
@@ -55,7 +55,7 @@ def answer(flags, place):
     config = config_of(flags, place.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0)
     device = find_device(config, place)
     config = dataclasses.replace(config, compile=device.type == "cuda" if flags.compile is None else flags.compile)
-    start_world(place, device, TIMEOUT)
+    start_world(place, device)
     mesh = make_mesh(1, 1, 1, device)
     tokens = RandomTokens(config, device)
 
@@ -138,9 +138,7 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
               "ratio_spread": [min(ratio.seconds), max(ratio.seconds)], "mfu": mfu["nanodomino"],
               "plain_mfu": mfu["plain"], "nanodomino_s": times["nanodomino"].median, "plain_s": times["plain"].median,
               "losses": ours, "plain_losses": theirs, "loss_difference": difference, "model": config.model,
-              "parameters": parameter_count(config), "num_layers": config.num_layers, "hidden_size": config.hidden_size,
-              "num_attention_heads": config.num_attention_heads, "seq_length": config.seq_length,
-              "vocab_size": config.vocab_size, "micro_batch_size": config.micro_batch_size,
-              "global_batch_size": config.global_batch_size, "dtype": config.dtype, "compile": config.compile,
+              "parameters": parameter_count(config), **shape_of(config),
+              "global_batch_size": config.global_batch_size, "compile": config.compile,
               "device": mesh.device.type, "cores": os.cpu_count(), "repeats": len(times["plain"].seconds)}
     return text, record

@@ -28,8 +28,6 @@ import dataclasses
 import gc
 import multiprocessing
 import os
-import resource
-import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
@@ -44,15 +42,15 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import train
 from benchmarks import formulas
 from benchmarks.common import (RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text, compare, config_of,
-                               ratio_text, ratios, table)
+                               ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
 from nanodomino.config import Config, require
 from nanodomino.domino import Domino
 from nanodomino.mesh import Place, find_device, make_mesh, start_world
 from nanodomino.model import parameter_count
+from nanodomino.report import peak_memory
 from nanodomino.zero import ZeroOptimizer
 
-TIMEOUT = 600                # seconds
 SAME_LOSS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
 COMPARED_STEPS = 3
 MEASURED_STEPS = 2           # for the peak: AdamW's moments exist after the first
@@ -88,7 +86,7 @@ def answer(flags, place):
     device = find_device(config, place)
     if device.type == "cpu":
         bind_to_one_core()
-    start_world(place, device, TIMEOUT)
+    start_world(place, device)
     mesh = make_mesh(1, config.dp, 1, device)
     peaks = {name: most(peak_of_its_own(name, flags, place, mesh)) for name in ABOUT}
     sides = {name: make(name, config, mesh) for name in ABOUT}
@@ -241,9 +239,9 @@ def measure_peak(sending, name: str, flags, place: Place):
     mesh = make_mesh(1, flags.data_parallel_size, 1, torch.device("cpu"))
     some_steps(name, config_for(flags, **TINY), mesh)
     gc.collect()
-    before = largest_resident()
+    before = peak_memory(mesh.device)
     some_steps(name, config_for(flags), mesh)
-    sending.send(largest_resident() - before)
+    sending.send(peak_memory(mesh.device) - before)
     dist.barrier()                                             # nobody hangs up while another still talks
     dist.destroy_process_group()
 
@@ -252,11 +250,6 @@ def some_steps(name: str, config: Config, mesh):
     side = make(name, config, mesh)
     for _ in range(MEASURED_STEPS):
         side.step()
-
-
-def largest_resident() -> int:
-    """Bytes of this process's memory that were resident at once, at most. Linux counts in kB, macOS in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 # ---- what came out
@@ -308,8 +301,5 @@ def report(flags, config, device, times: dict[str, Times], peaks, states, losses
                     "formula": expected[name], "losses": losses[name]} for name in ABOUT}
     return text, {"question": "zero", "speed_over_ddp_zero": ratio["ddp-zero"].median,
                   "speed_over_fsdp2": ratio["fsdp2"].median, "sides": sides, "peak_is": how, "parameters": count,
-                  "dp": config.dp, "num_layers": config.num_layers, "hidden_size": config.hidden_size,
-                  "num_attention_heads": config.num_attention_heads, "seq_length": config.seq_length,
-                  "micro_batch_size": config.micro_batch_size, "vocab_size": config.vocab_size,
-                  "bucket_size": config.bucket_size, "dtype": config.dtype, "device": device.type,
+                  "dp": config.dp, **shape_of(config), "bucket_size": config.bucket_size, "device": device.type,
                   "cores": os.cpu_count(), "repeats": len(times["zero-1"].seconds)}

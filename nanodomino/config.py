@@ -310,21 +310,28 @@ def command_line_parser() -> Parser:
     """The flags, made from Config's fields."""
     parser = Parser("train.py", description="Pre-train a GPT over tensor x pipeline x data parallel processes.",
                     usage="train.py [flags], alone or under torchrun", allow_abbrev=False)
+    add_flags(parser, [one.name for one in dataclasses.fields(Config) if one.metadata])
+    return parser
+
+
+def add_flags(parser, names, **defaults):
+    """The flags of Config's fields of these names; `defaults` take the place of Config's own."""
     for one in dataclasses.fields(Config):
-        about = one.metadata
-        if not about:
+        if one.name not in names:
             continue
-        names = [spelling(one.name)] + ([about["short"]] if about["short"] else [])
-        text = (about["text"].replace("%", "%%")
-                + ("" if one.default is None or one.default is False else f" (default {one.default})"))
+        about, default, text = one.metadata, one.default, one.metadata["text"].replace("%", "%%")
+        if one.name in defaults:
+            default, text = defaults[one.name], text.partition(" (default")[0]
+        if default is not None and default is not False:
+            text += f" (default {default})"
+        spellings = [spelling(one.name)] + ([about["short"]] if about["short"] else [])
         if about["kind"] is bool:
-            action = "store_true" if one.default is False else argparse.BooleanOptionalAction
-            parser.add_argument(*names, action=action, default=one.default, help=text)
+            action = "store_true" if default is False else argparse.BooleanOptionalAction
+            parser.add_argument(*spellings, action=action, default=default, help=text)
         else:
             metavar = None if about["choices"] else about["kind"].__name__.upper()
-            parser.add_argument(*names, type=about["kind"], choices=about["choices"], metavar=metavar,
-                                default=one.default, help=text)
-    return parser
+            parser.add_argument(*spellings, type=about["kind"], choices=about["choices"], metavar=metavar,
+                                default=default, help=text)
 
 
 def from_command_line(arguments: list[str]) -> Config:

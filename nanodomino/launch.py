@@ -40,8 +40,8 @@ def find_run(config: Config, place: Place) -> tuple[Path, Path | None]:
     """(the folder of this run, the checkpoint to start from or None). Raises UserError. Called by rank 0 alone."""
     run_dir = Path(config.run_dir or "runs")
     # before a folder is made for nothing; a run that has begun no longer needs what it was loaded from
-    require(not config.load or Path(config.load).is_dir() or (config.run_dir and run_dir.exists()),
-            f"there is no folder {config.load} to load from; give a checkpoint or the folder of a run")
+    if config.load and not (config.run_dir and run_dir.exists()):
+        require_folder(Path(config.load))
     try:
         require(not run_dir.is_file(), f"--run-dir {run_dir} is a file; choose another name")
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -104,9 +104,14 @@ def check_same_run(path: Path, config: Config):
             + "); choose another folder")
 
 
+def require_folder(folder: Path):
+    """What --load names must be there. Raises UserError."""
+    require(folder.is_dir(), f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
+
+
 def find_checkpoint(folder: Path) -> Path:
     """What --load names: a checkpoint, or a run whose newest sound checkpoint is meant. Raises UserError."""
-    require(folder.is_dir(), f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
+    require_folder(folder)
     if (folder / "checkpoints").is_dir():
         checkpoint = newest_sound(folder)
         require(checkpoint, f"{folder / 'checkpoints'} holds no sound checkpoint; give another one")

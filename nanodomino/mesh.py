@@ -75,7 +75,7 @@ def find_device(config: Config, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def start_world(place: Place, device: torch.device, timeout: int):
+def start_world(place: Place, device: torch.device, timeout: int = TIMEOUT):
     """Bring up the default process group: NCCL between GPUs, gloo between CPUs, a world of one without a launcher.
 
     timeout: seconds that a collective may take before it is an error.
