@@ -14,6 +14,8 @@ bytes; ranks differ by their stage, and by nothing else.
     python bench.py comm --tp 2 --pp 2 --dp 2 --slices 2 --columns 2
 """
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,9 +29,11 @@ from nanodomino.mesh import Mesh, find_device, make_mesh, start_world
 from nanodomino.zero import ZeroOptimizer
 
 
-# c10d's operators -> (the name of the collective, which argument is the whole tensor or a list with it)
+# c10d's operators -> (the name of the collective, which argument is the whole tensor or a list with it). On CPUs
+# a reduce-scatter travels as an all-to-all, an all-gather as a broadcast of each part: see nanodomino/collectives.py.
 COLLECTIVES = {"allreduce_": ("all_reduce", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
-               "_allgather_base_": ("all_gather", 0), "send": ("send", 0), "recv_": ("receive", 0)}
+               "alltoall_base_": ("reduce_scatter", 1), "_allgather_base_": ("all_gather", 0),
+               "broadcast_": ("all_gather", 0), "send": ("send", 0), "recv_": ("receive", 0)}
 
 
 def add_flags(parser):
@@ -49,6 +53,7 @@ def processes(flags) -> int:
 def answer(flags, place):
     config = config_of(flags, place.world_size)
     mesh, optimizer, stage = build(config, place)
+    config = dataclasses.replace(config, device=mesh.device.type)
     dataset = RandomTokens(config, mesh.device)
     with Listener(mesh) as listener:
         train.train_step(1, stage, optimizer, dataset, config, mesh)

@@ -213,14 +213,16 @@ def seconds_text(seconds: float) -> str:
 def compare(alternatives: dict, repeats: int, device=torch.device("cpu")) -> dict[str, Times]:
     """Run {name: function} in turn, `repeats` rounds after one that is not counted.
 
+    Each round begins with another one, since what runs after a given one finds memory and caches as that one left them.
     All ranks call it together and begin each function together; a round's time is that of the slowest rank.
     """
-    times = {name: [] for name in alternatives}
-    for _ in range(repeats + 1):
-        for name, function in alternatives.items():
+    names, times = list(alternatives), {name: [] for name in alternatives}
+    for first in range(repeats + 1):
+        for turn in range(len(names)):
+            name = names[(first + turn) % len(names)]
             synchronize(device)
             begin = time.perf_counter()
-            function()
+            alternatives[name]()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times[name].append(slowest(time.perf_counter() - begin))

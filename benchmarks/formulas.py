@@ -230,10 +230,18 @@ def working_bytes(config: Config, at) -> int:
     return int(max(moments))
 
 
+def received_bytes(config: Config, at) -> int:
+    """Of gradients on their way to the sum, at the end of backward: on CPUs a reduce-scatter receives into memory of
+    its own (collectives.py)."""
+    scattered = config.dp > 1 and config.zero_stage == 1 and config.device != "cuda"
+    return wide(config) * sum(size for _, size in buckets(config, at)) if scattered else 0
+
+
 def peak_bytes(config: Config, at) -> int:
-    """State, activations, messages and what comes and goes: an estimate within a few percent."""
-    return (sum(state_bytes(config, at).values()) + activation_bytes(config, at) + message_bytes(config, at)
-            + working_bytes(config, at))
+    """State, messages, and the larger of two moments: activations with what comes and goes beside them, or, once
+    backward has used these up, received gradients. An estimate within a few percent."""
+    return (sum(state_bytes(config, at).values()) + message_bytes(config, at)
+            + max(activation_bytes(config, at) + working_bytes(config, at), received_bytes(config, at)))
 
 
 # ---- communication
@@ -305,7 +313,8 @@ def replicas(config: Config, at) -> list[Traffic]:
     found = [Traffic("embedding", "all_reduce", len(tied), w * sum(tied), "tied embedding")] if tied else []
     if config.dp > 1 and config.zero_stage == 1:
         found += [Traffic("dp", "reduce_scatter", count, w * padded, "gradients", backward=True),
-                  Traffic("dp", "all_gather", count, e * padded, "weights")]
+                  Traffic("dp", "all_gather", count * (1 if config.device == "cuda" else config.dp), e * padded,
+                          "weights")]                          # on CPUs a broadcast of each replica's part
     elif config.dp > 1:
         found += [Traffic("dp", "all_reduce", count, w * padded, "gradients", backward=True)]
     return found + [Traffic("world", "all_reduce", 1, 4 * 8, "loss, tokens, norm, stop")]

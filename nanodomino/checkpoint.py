@@ -45,12 +45,13 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from nanodomino.collectives import all_gather
 from nanodomino.config import Config, UserError, require
 from nanodomino.manifest import (FORMAT, checkpoints_of, discard, file_digests, flush_folder, manifest_text,
                                  read_manifest, verify)
 from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
-from nanodomino.zero import ZeroOptimizer, all_gather
+from nanodomino.zero import ZeroOptimizer
 
 PARTS = ("weight", "exp_avg", "exp_avg_sq")          # of each parameter; the last two as torch.optim.AdamW calls them
 
@@ -94,7 +95,8 @@ def snapshot(optimizer: ZeroOptimizer, mesh: Mesh, host: dict):
             whole.copy_(own)
         else:
             gathered = torch.empty_like(bucket.main_grad) if own.is_cuda else whole
-            all_gather(gathered, own, group=mesh.dp_group)
+            gathered.chunk(optimizer.parts)[optimizer.part].copy_(own)
+            all_gather(gathered, mesh.dp_group).wait()
             whole.copy_(gathered)                        # onto itself where there is no GPU
 
 

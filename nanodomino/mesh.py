@@ -16,7 +16,9 @@ made in this one place and handed to everyone as one `Mesh`.
 A single process is a world of one: the same code, groups of one member, no wires.
 """
 
+import ctypes
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -75,6 +77,18 @@ def find_device(config: Config, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
+def keep_freed_memory():
+    """Let this process keep what it frees for its next tensors, as torch itself does on GPUs.
+
+    glibc gives large blocks back to the kernel, and at the next step each of their pages is faulted in and cleared
+    again: up to a quarter of the time of a step.
+    """
+    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4                                     # of malloc.h
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0)                                            # nothing mapped on its own
+        libc.mallopt(M_TRIM_THRESHOLD, -1)                                     # the heap never shrinks
+
+
 def start_world(place: Place, device: torch.device, timeout: int = TIMEOUT):
     """Bring up the default process group: NCCL between GPUs, gloo between CPUs, a world of one without a launcher.
 
@@ -83,6 +97,8 @@ def start_world(place: Place, device: torch.device, timeout: int = TIMEOUT):
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     # checkpoints talk on the CPU, behind training
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, patience = dist.HashStore(), timedelta(seconds=timeout)

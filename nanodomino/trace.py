@@ -27,7 +27,6 @@ time protocol, from the quickest of a few round trips to rank 0.
 With `recording` off, each call costs a comparison. timeline.py draws what was recorded.
 """
 
-import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -70,7 +69,6 @@ class Trace:
     def __init__(self, device=torch.device("cpu"), recording=True):
         self.device, self.recording = device, recording
         self.events: list[Event] = []
-        self.followers: dict[str, list[threading.Thread]] = {}     # group -> see follow()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             self.origin, self.origin_time = self.mark(), time.perf_counter_ns()
@@ -89,9 +87,6 @@ class Trace:
             return self.nothing
         event = Event(kind, self.mark(), 0, about)
         self.events.append(event)
-        if kind == "wait":
-            for follower in self.followers.pop(about.get("group"), ()):
-                follower.join()
         return Span(self, event)
 
     def moment(self, kind, **about):
@@ -104,10 +99,7 @@ class Trace:
         if self.recording:
             end = []
             self.events.append(Event(kind, self.mark(), end, about))
-            try:
-                work.get_future().add_done_callback(self.time_to(end))
-            except RuntimeError:
-                self.follow(work, end, about.get("group"))
+            work.get_future().add_done_callback(self.time_to(end))
 
     def time_to(self, end: list):
         """A callback that appends the time to `end`. gloo calls it in a thread of its own, where a Python function
@@ -116,21 +108,6 @@ class Trace:
         if self.device.type == "cuda":
             return lambda future: end.append(self.mark())
         return partial(next, map(end.append, iter(time.perf_counter_ns, None)))
-
-    def follow(self, work, end: list, group: str):
-        """gloo's reduce-scatter calls nobody when it is done, it can only be waited for: a thread does. That wait also
-        writes the result, once more at every call; so a `wait` of the group begins after the thread has ended, or the
-        thread could write over what the training has already worked on."""
-        def wait():
-            try:
-                work.wait()
-            except RuntimeError:                     # the training will wait too, and hear of it
-                return
-            end.append(self.mark())
-
-        follower = threading.Thread(target=wait, daemon=True)
-        self.followers.setdefault(group, []).append(follower)
-        follower.start()
 
     def take(self, offset=0) -> list[Event]:
         """All events so far, with times in nanoseconds of rank 0's clock, which is `offset` ahead of ours; forgets

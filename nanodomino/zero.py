@@ -31,14 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nanodomino.collectives import all_gather, reduce_scatter
 from nanodomino.config import Config
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.trace import NO_TRACE
-
-# torch 2.13 gave both a new name and warns at the old one; older versions know the old one alone.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 ALIGNMENT = 16       # elements; a parameter starts at a multiple, as the matrix units of GPUs like it
 
@@ -148,7 +145,7 @@ class ZeroOptimizer:
         if self.parts == 1:
             bucket.work = dist.all_reduce(bucket.main_grad, group=self.mesh.dp_group, async_op=True)
         else:
-            bucket.work = reduce_scatter(bucket.own_grad, bucket.main_grad, group=self.mesh.dp_group, async_op=True)
+            bucket.work = reduce_scatter(bucket.main_grad, group=self.mesh.dp_group)
         self.trace.watch("all_reduce" if self.parts == 1 else "reduce_scatter", bucket.work, group="dp",
                          bytes=bucket.main_grad.nbytes)
 
@@ -228,7 +225,7 @@ class ZeroOptimizer:
             if bucket.master is not bucket.own_weights:
                 bucket.own_weights.copy_(bucket.master)
             if self.parts > 1:
-                works.append(all_gather(bucket.weights, bucket.own_weights, group=self.mesh.dp_group, async_op=True))
+                works.append(all_gather(bucket.weights, group=self.mesh.dp_group))
                 self.trace.watch("all_gather", works[-1], group="dp", bytes=bucket.weights.nbytes)
         for work in works:
             self.wait("dp", work)

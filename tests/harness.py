@@ -13,12 +13,13 @@ import torch
 from reference import Sizes, random_weights, train_reference
 
 import train
+from nanodomino.collectives import all_gather
 from nanodomino.config import Config
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.mesh import make_mesh
 from nanodomino.trace import NO_TRACE
-from nanodomino.zero import ZeroOptimizer, all_gather
+from nanodomino.zero import ZeroOptimizer
 
 VOCABULARY = 29          # padded to 32: the last rank owns fewer words than the others; padded to 64, none
 
@@ -116,8 +117,8 @@ def reduced_gradients(model, optimizer, tokens) -> dict:
     for bucket in optimizer.buckets:
         whole = bucket.main_grad
         if optimizer.parts > 1:
-            whole = torch.empty_like(bucket.main_grad)
-            all_gather(whole, bucket.own_grad, group=optimizer.mesh.dp_group)
+            whole = bucket.main_grad.clone()
+            all_gather(whole, optimizer.mesh.dp_group).wait()
         for weight in bucket.parameters:
             gradients[weight] = bucket.view(weight, whole) / tokens
     return {name: (gradients[weight], weight.shard_dim) for name, weight in model.named_parameters()}

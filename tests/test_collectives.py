@@ -1,0 +1,41 @@
+"""ZeRO's two collectives against sums and copies made by hand."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanodomino.collectives import all_gather, reduce_scatter
+
+
+def numbers(rank, size, dtype):
+    """A rank's tensor; the sum of several depends on the order, in 16 and in 64 bit."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+
+
+def both(size, dtype):
+    """On a rank: its part after a reduce-scatter; everything after an all-gather of these parts; and what stood there
+    before the first wait()."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    whole = numbers(rank, size, dtype)
+    work = reduce_scatter(whole, group=group)
+    before = whole.clone()
+    work.wait()
+    part = whole.chunk(group.size())[rank].clone()
+    elsewhere = torch.full_like(whole, torch.nan)
+    elsewhere.chunk(group.size())[rank].copy_(part)
+    all_gather(elsewhere, group=group).wait()
+    return part, elsewhere, before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_each_rank_gets_the_sum_of_its_part_and_all_get_all_parts(pool, ranks, dtype):
+    """Added in one call, so the same bits at every run and whoever is late."""
+    size = 24 * 16
+    theirs = [numbers(rank, size, dtype) for rank in range(ranks)]
+    whole = torch.cat([torch.stack([one.chunk(ranks)[part] for one in theirs]).sum(dim=0) for part in range(ranks)])
+    results = pool.run(both, size, dtype, world_size=ranks)
+    for rank, (part, gathered, before) in enumerate(results):
+        assert torch.equal(part, whole.chunk(ranks)[rank])
+        assert torch.equal(gathered, whole)
+        assert torch.equal(before, theirs[rank])
