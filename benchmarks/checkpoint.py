@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, ratio_text, ratios, slowest, synchronize,
                                table)
 from nanodomino.checkpoint import Saver, restore
+from nanodomino.config import UserError
 from nanodomino.manifest import checkpoints_of, verify
 from nanodomino.mesh import find_device, make_mesh, start_world
 from nanodomino.model import GPT, parameter_count
@@ -55,14 +56,14 @@ def answer(flags, place):
             saver.save(step, model, optimizer, config)
             measured["stall"].append(slowest(time.perf_counter() - begin))
             saver.wait()
+            if failure := saver.failure():
+                raise UserError(failure)
             measured["synchronous"].append(slowest(time.perf_counter() - begin))
             begin = time.perf_counter()
             newest = checkpoints_of(folder)[0]
             size = sum(file["size"] for file in verify(newest)["files"].values())
             restore(newest, model, optimizer, mesh)
             measured["resume"].append(slowest(time.perf_counter() - begin))
-            if failure := saver.failure():
-                raise RuntimeError(failure)
     finally:
         synchronize(device)
         if place.rank == 0:

@@ -15,6 +15,7 @@ import importlib
 import json
 import math
 import os
+import random
 import signal
 import socket
 import statistics
@@ -213,13 +214,12 @@ def seconds_text(seconds: float) -> str:
 def compare(alternatives: dict, repeats: int, device=torch.device("cpu")) -> dict[str, Times]:
     """Run {name: function} in turn, `repeats` rounds after one that is not counted.
 
-    Each round begins with another one, since what runs after a given one finds memory and caches as that one left them.
+    Each round has another order, since what runs after a given one finds memory and caches as that one left them.
     All ranks call it together and begin each function together; a round's time is that of the slowest rank.
     """
-    names, times = list(alternatives), {name: [] for name in alternatives}
-    for first in range(repeats + 1):
-        for turn in range(len(names)):
-            name = names[(first + turn) % len(names)]
+    times, shuffled = {name: [] for name in alternatives}, random.Random(0)         # all ranks draw the same orders
+    for _ in range(repeats + 1):
+        for name in shuffled.sample(list(alternatives), len(alternatives)):
             synchronize(device)
             begin = time.perf_counter()
             alternatives[name]()

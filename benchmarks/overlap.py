@@ -57,6 +57,8 @@ def processes(flags) -> int:
     tp = flags.tensor_model_parallel_size
     require(tp >= 2, f"--tp must be at least 2, but is {tp}: one rank alone has nobody to talk to")
     settle(flags)
+    require(not flags.timeline or Path(flags.timeline).parent.is_dir(),
+            f"--timeline {flags.timeline} lies in a folder that is not there; make it, or choose another one")
     return tp
 
 

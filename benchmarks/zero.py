@@ -46,7 +46,7 @@ from benchmarks.common import (RandomTokens, Times, add_config_flags, bind_to_on
 from benchmarks.plain import Plain, adamw, mean_loss
 from nanodomino.config import Config, require
 from nanodomino.domino import Domino
-from nanodomino.mesh import Place, find_device, make_mesh, start_world
+from nanodomino.mesh import Place, find_device, keep_freed_memory, make_mesh, start_world
 from nanodomino.model import parameter_count
 from nanodomino.report import peak_memory
 from nanodomino.zero import ZeroOptimizer
@@ -233,6 +233,7 @@ def peak_of_its_own(name: str, flags, place: Place, mesh) -> int:
 def measure_peak(sending, name: str, flags, place: Place):
     """In a process of its own: sends the bytes by which its resident memory has grown at most."""
     torch.set_num_threads(1)
+    keep_freed_memory()                                        # as in training
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group("gloo", rank=place.rank, world_size=place.world_size,
                             store=dist.PrefixStore(f"memory of {name}", store))

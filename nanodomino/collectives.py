@@ -9,12 +9,11 @@ One after the other they are an all-reduce. NCCL has both. gloo has both by name
 copy, which sends twice as much, and its all-gather goes through buffers of its own. So on CPUs they are put together
 from what gloo does well:
 
-    reduce_scatter     an all-to-all, in which every part goes straight to its owner, who adds up all that have
-                       arrived: the same bits at every run, whoever was late
+    reduce_scatter     an all-to-all, in which every part goes straight to its owner, who adds up what has arrived.
+                       It arrives in memory of its own, another gradient's worth until it is added up
     all_gather         a broadcast of each part by its owner
 
-Both work in place, and only start: the tensor must be left alone until wait() of what they return has come back. It may
-be called once.
+Both work in place, and only start: the tensor must be left alone until wait() has come back.
 """
 
 import torch
@@ -26,34 +25,26 @@ native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def reduce_scatter(whole, group):
-    """Start: this rank's part of `whole` becomes the sum of everybody's. The other parts are of no use afterwards."""
+    """Start: this rank's part of `whole` becomes the sum of everybody's; the others are of no use afterwards.
+
+    Returns (work, received). Where `received` [n, size/n] is not None, it holds all ranks' versions of this part after
+    work.wait(), and the caller adds up: always in the same order, so to the same bits, whoever was late.
+    """
     if whole.is_cuda:
-        return native_reduce_scatter(whole.chunk(group.size())[group.rank()], whole, group=group, async_op=True)
-    return SumOfParts(whole, group)
+        own = whole.chunk(group.size())[group.rank()]
+        return native_reduce_scatter(own, whole, group=group, async_op=True), None
+    received = torch.empty_like(whole)
+    work = dist.all_to_all_single(received, whole, group=group, async_op=True)
+    return work, received.view(group.size(), -1)
 
 
 def all_gather(whole, group):
-    """Start: each part of `whole` becomes that of its owner."""
+    """Start: each part of `whole` becomes that of its owner. Returns the work to wait for."""
     parts = whole.chunk(group.size())
     if whole.is_cuda:
         return native_all_gather(whole, parts[group.rank()], group=group, async_op=True)
     return Works([dist.broadcast(part, group=group, group_src=owner, async_op=True)
                   for owner, part in enumerate(parts)])
-
-
-class SumOfParts:
-    """The all-to-all of a reduce-scatter under way, and the sum that follows."""
-
-    def __init__(self, whole, group):
-        self.own, self.received = whole.chunk(group.size())[group.rank()], torch.empty_like(whole)
-        self.work = dist.all_to_all_single(self.received, whole, group=group, async_op=True)
-
-    def wait(self):
-        self.work.wait()
-        torch.sum(self.received.view(-1, len(self.own)), dim=0, out=self.own)
-
-    def get_future(self):
-        return self.work.get_future()
 
 
 class Works:
@@ -67,5 +58,5 @@ class Works:
             work.wait()
 
     def get_future(self):
-        """Of the last one, as torch's Work has it."""
-        return self.works[-1].get_future()
+        """Done when all of them are; as torch's own Work has it, for whoever keeps a record."""
+        return torch.futures.collect_all([work.get_future() for work in self.works])

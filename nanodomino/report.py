@@ -11,6 +11,7 @@ of what the devices could do in one, with 6 N + 12 L h s FLOPs a token.
 import dataclasses
 import json
 import math
+import re
 import resource
 import sys
 from pathlib import Path
@@ -29,13 +30,17 @@ PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800
               "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12,
               "L40": 181e12, "L40S": 362e12, "RTX 3090": 71e12, "RTX 4090": 165e12, "T4": 65e12, "V100": 125e12}
 
+# Settings that may change when a run goes on, and that its losses will show.
+LEARNING = ("train_iters", "lr", "min_lr", "lr_decay_style", "lr_warmup_fraction", "weight_decay", "clip_grad",
+            "hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "adam_eps", "dtype")
+
 
 def find_peak_flops(config: Config, mesh: Mesh) -> float | None:
     """Of all devices together, in the run's dtype; None where it is not known."""
     if mesh.device.type != "cuda" or config.dtype != "bfloat16":
         return None
     name = torch.cuda.get_device_name(mesh.device)
-    known = [one for one in PEAK_FLOPS if one in name]
+    known = [one for one in PEAK_FLOPS if re.search(rf"\b{one}\b", name)]       # an A10G is no A10
     return PEAK_FLOPS[max(known, key=len)] * config.world_size if known else None
 
 
@@ -57,6 +62,7 @@ class Report:
         self.yardsticks = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
         self.metrics, self.unwritten, self.warned = None, b"", False
         if speaks:
+            self.changes = changed_settings(run_dir / "config.json", config) if first_step else []
             (run_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
             self.metrics = open_metrics(run_dir / "metrics.jsonl", first_step)
             self.describe(first_step)
@@ -82,7 +88,8 @@ class Report:
             print(f"this run has done {first_step} steps, and --train-iters is {config.train_iters}: nothing is left",
                   flush=True)
         elif first_step:
-            print(f"going on after step {first_step} of {config.train_iters}", flush=True)
+            print(f"going on after step {first_step} of {config.train_iters}"
+                  + "".join(f"; {change}" for change in self.changes), flush=True)
 
     def say(self, line: str):
         """A line on the screen, above the bar."""
@@ -131,6 +138,16 @@ class Report:
         self.bar.close()
         self.say(f"{step} of {self.config.train_iters} steps done, {seconds:.1f} s, peak memory of rank 0 "
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
+
+
+def changed_settings(path: Path, config: Config) -> list[str]:
+    """How learning goes on otherwise than when this run was last started, such as 'lr 0.004, before 0.001'."""
+    try:
+        before = json.loads(path.read_text())
+        return [f"{name} {getattr(config, name)}, before {before[name]}" for name in LEARNING
+                if name in before and before[name] != getattr(config, name)]
+    except (OSError, ValueError, TypeError):
+        return []                                    # killed while it was written, or the run began elsewhere
 
 
 def open_metrics(path: Path, first_step: int):

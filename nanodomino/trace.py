@@ -14,7 +14,7 @@ The kinds of spans are
     matmul              within: a matrix product on the way forward, or of an input gradient
     weight_gradient     within: the deferred products
     wait                somebody needs what is on the wires, or will be, and has nothing else to do
-    optimizer           norm, clipping, AdamW on this rank's part
+    optimizer           the last sum, norm, clipping, AdamW on this rank's part
 
 the kinds of moments `send` and `receive` (a message between stages leaves, has been received), and the kinds of what is
 watched `all_reduce`, `reduce_scatter` and `all_gather`.
@@ -69,9 +69,6 @@ class Trace:
     def __init__(self, device=torch.device("cpu"), recording=True):
         self.device, self.recording = device, recording
         self.events: list[Event] = []
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            self.origin, self.origin_time = self.mark(), time.perf_counter_ns()
 
     def mark(self):
         """Now: nanoseconds, or on CUDA an event in the current stream."""
@@ -113,8 +110,10 @@ class Trace:
         """All events so far, with times in nanoseconds of rank 0's clock, which is `offset` ahead of ours; forgets
         them."""
         events, self.events = self.events, []
-        if self.device.type == "cuda":
+        if self.device.type == "cuda":               # all marks count back from now: the further, the coarser
+            self.now = self.mark()
             torch.cuda.synchronize(self.device)
+            self.now_time = time.perf_counter_ns()
         for event in events:
             if isinstance(event.end, list):
                 event.end = event.end[0] if event.end else 0
@@ -122,7 +121,7 @@ class Trace:
                       event.about) for event in events]
 
     def time_of(self, mark) -> int:
-        return mark if self.device.type != "cuda" else self.origin_time + int(self.origin.elapsed_time(mark) * 1e6)
+        return mark if self.device.type != "cuda" else self.now_time - int(mark.elapsed_time(self.now) * 1e6)
 
 
 NO_TRACE = Trace(recording=False)

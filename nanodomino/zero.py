@@ -69,7 +69,7 @@ class Bucket:
         self.own_grad = self.main_grad.chunk(parts)[part]
         self.master = self.own_weights if wide == first.dtype else self.own_weights.to(wide)
         self.master.grad = self.own_grad
-        self.work = None                                 # the reduce over replicas, once it is under way
+        self.work = self.received = None                 # the reduce over replicas, once it is under way
 
     def view(self, weight, flat):
         """A parameter's place in any flat tensor that is laid out as this bucket is."""
@@ -145,7 +145,7 @@ class ZeroOptimizer:
         if self.parts == 1:
             bucket.work = dist.all_reduce(bucket.main_grad, group=self.mesh.dp_group, async_op=True)
         else:
-            bucket.work = reduce_scatter(bucket.main_grad, group=self.mesh.dp_group)
+            bucket.work, bucket.received = reduce_scatter(bucket.main_grad, group=self.mesh.dp_group)
         self.trace.watch("all_reduce" if self.parts == 1 else "reduce_scatter", bucket.work, group="dp",
                          bytes=bucket.main_grad.nbytes)
 
@@ -156,7 +156,11 @@ class ZeroOptimizer:
         for bucket in self.buckets:
             if bucket.work is not None:
                 self.wait("dp", bucket.work)
-                bucket.work = None
+        with self.trace.span("optimizer"):
+            for bucket in self.buckets:
+                if bucket.received is not None:
+                    torch.sum(bucket.received, dim=0, out=bucket.own_grad)
+                bucket.work = bucket.received = None
         for bucket in self.buckets:
             if bucket.kind.tied:
                 work = dist.all_reduce(bucket.own_grad, group=self.mesh.embedding_group, async_op=True)

@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from harness import tiny
 
 from bench import QUESTIONS
 from benchmarks import throughput
-from benchmarks.common import RandomTokens, Times, main, ratios
+from benchmarks.common import RandomTokens, Times, compare, main, ratios
 from benchmarks.overlap import hidden_part
 from benchmarks.plain import Plain
 from benchmarks.scaling import worlds
@@ -238,3 +239,14 @@ def test_nothing_is_left_of_the_wire(wire, ends):
 def test_figures_are_related_round_by_round():
     """A load that comes and goes falls on both."""
     assert ratios(Times((2.0, 20.0, 4.0)), Times((1.0, 10.0, 2.0))) == Times((2.0, 2.0, 2.0))
+
+
+def test_alternatives_are_compared_in_all_orders():
+    """What runs first leaves memory and caches to the next: no one may always follow the same one."""
+    ran = []
+    times = compare({name: partial(ran.append, name) for name in "abcd"}, repeats=60)
+    rounds = [ran[i:i + 4] for i in range(0, len(ran), 4)]
+    assert all(sorted(one) == list("abcd") for one in rounds) and len(rounds) == 61
+    pairs = {pair for one in rounds for pair in zip(one, one[1:])}
+    assert len(pairs) == 12
+    assert {name: len(one.seconds) for name, one in times.items()} == dict.fromkeys("abcd", 60)

@@ -17,10 +17,10 @@ def both(size, dtype):
     before the first wait()."""
     group, rank = dist.group.WORLD, dist.get_rank()
     whole = numbers(rank, size, dtype)
-    work = reduce_scatter(whole, group=group)
+    work, received = reduce_scatter(whole, group=group)
     before = whole.clone()
     work.wait()
-    part = whole.chunk(group.size())[rank].clone()
+    part = received.sum(dim=0)
     elsewhere = torch.full_like(whole, torch.nan)
     elsewhere.chunk(group.size())[rank].copy_(part)
     all_gather(elsewhere, group=group).wait()

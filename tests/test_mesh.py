@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 FAULTS = """
-import resource, sys, torch
+import ctypes, resource, sys, torch
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)       # no huge pages: a fault is one small page, whatever the system prefers
 from nanodomino.mesh import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()

@@ -1,5 +1,6 @@
 """train.py as a person runs it: the layout does not show in what it writes, and it writes what it should."""
 
+import dataclasses
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from harness import build, reference_for, tiny
 import train
 from data.prepare import prepare
 from nanodomino.generate import choose, generate
+from nanodomino.report import changed_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -133,3 +135,14 @@ def test_megatrons_names_are_there():
     """What a reader of Megatron-LM or DeepSpeed-Domino looks for in the training script."""
     for name in ("pretrain", "model_builder", "dataset_builder", "get_batch", "forward_step", "loss_func", "train_step", "evaluate"):
         assert callable(getattr(train, name)) and getattr(train, name).__doc__
+
+
+def test_a_run_that_goes_on_otherwise_says_so(tmp_path):
+    """A changed rate is allowed, and easily overlooked; half a file is no reason to stop."""
+    path, config = tmp_path / "config.json", tiny(1)
+    path.write_text(json.dumps(dataclasses.asdict(config)))
+    assert changed_settings(path, dataclasses.replace(config, log_interval=7, run_dir="elsewhere")) == []
+    changed = dataclasses.replace(config, lr=0.5, train_iters=99)
+    assert changed_settings(path, changed) == [f"train_iters 99, before {config.train_iters}", f"lr 0.5, before {config.lr}"]
+    path.write_text('{"lr": ')
+    assert changed_settings(path, changed) == []
