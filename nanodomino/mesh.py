@@ -81,7 +81,7 @@ def keep_freed_memory():
     """Let this process keep what it frees for its next tensors, as torch itself does on GPUs.
 
     glibc gives large blocks back to the kernel, and at the next step each of their pages is faulted in and cleared
-    again: up to a quarter of the time of a step.
+    again: a quarter of a step, at hidden 512 and batch 8 x 256 (0.89 against 0.66 s, on two cores).
     """
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4                                     # of malloc.h
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
