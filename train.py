@@ -139,6 +139,8 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     signals, stop, skipped, begin = StopSignal(), False, 0, time.perf_counter()
 
     step, traced = done, config.traced_steps
+    if traced and traced[-1] <= done:
+        report.say(f"nothing is left to trace: this run has done {done} steps, and --trace is {config.trace}")
     try:
         while done < config.train_iters and not stop:
             step, step_begin = done + 1, time.perf_counter()

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, ratio_text, ratios, slowest, synchronize,
                                table)
 from nanodomino.checkpoint import Saver, restore
-from nanodomino.config import UserError
+from nanodomino.config import UserError, require
 from nanodomino.manifest import checkpoints_of, verify
 from nanodomino.mesh import find_device, make_mesh, start_world
 from nanodomino.model import GPT, parameter_count
@@ -29,6 +29,8 @@ def add_flags(parser):
 
 
 def processes(flags) -> int:
+    require(flags.folder is None or Path(flags.folder).is_dir(),
+            f"--folder {flags.folder} is no folder; give one on the disk to be measured")
     return flags.processes
 
 

@@ -25,8 +25,8 @@ from argparse import Namespace
 import torch
 
 import train
-from benchmarks.common import (RandomTokens, add_config_flags, bind_to_one_core, compare, config_of, cores_of, launch,
-                               seconds_text, table)
+from benchmarks.common import (RandomTokens, Times, add_config_flags, bind_to_one_core, compare, config_of, cores_of,
+                               launch, table)
 from nanodomino.config import require
 from nanodomino.domino import Domino
 from nanodomino.mesh import Place, find_device, make_mesh, start_world
@@ -85,7 +85,7 @@ def measure(flags, place):
     rows, variants = [], {}
     for name, config in configs.items():
         speed = config.global_batch_size * config.seq_length / times[name].median
-        variants[name] = {"step_s": times[name].median, "tokens_per_s": speed}
+        variants[name] = {"step_s": times[name].median, "tokens_per_s": speed, "seconds": times[name].seconds}
         rows.append([name.replace("_", " "), config.global_batch_size, times[name], f"{speed:,.0f}"])
     text = table([f"{place.world_size} processes", "samples", "step: median [least .. most]", "tokens/s"], rows)
     return text, {"question": "scaling", "processes": place.world_size, "variants": variants}
@@ -120,14 +120,14 @@ def compare_worlds(flags):
                              speedup=[one["tokens_per_s"] / alone for one in mine],
                              efficiency=[one["tokens_per_s"] / alone / size for one, size in zip(mine, sizes)])
         for i, size in enumerate(sizes):
-            step, speed, gain, efficiency = (figure[i] for figure in figures[name].values())
-            rows.append([name.replace("_", " "), size, seconds_text(step), f"{speed:,.0f}", f"{gain:.2f}",
-                         f"{efficiency:.0%}"])
+            _, speed, gain, efficiency = (figure[i] for figure in figures[name].values())
+            rows.append([name.replace("_", " "), size, Times(tuple(mine[i]["seconds"])), f"{speed:,.0f}",
+                         f"{gain:.2f}", f"{efficiency:.0%}"])
     kind = "GPUs" if device == "cuda" else "cores"
     text = "\n".join([
         f"{config.num_layers} layers of {config.hidden_size}, samples of {config.seq_length} tokens, "
         f"{flags.global_batch_size} samples for each process (weak) or in all (strong), {config.dtype}",
-        table(["", "processes", "step", "tokens/s", "speed-up", "efficiency"], rows),
+        table(["", "processes", "step: median [least .. most]", "tokens/s", "speed-up", "efficiency"], rows),
         f"this machine has {units} {kind}"
         + (f"; more than {units} processes share them, and gain nothing by it" if sizes[-1] > units else "")])
     return text, {"question": "scaling", "device": device, kind.lower(): units, "processes": sizes, **figures,

@@ -247,7 +247,7 @@ def check_positive(config: Config):
         numbers = config.trace.split(":")
         require(len(numbers) == 2 and all(number.isdecimal() for number in numbers) and len(config.trace) < 20
                 and 1 <= int(numbers[0]) <= int(numbers[1]),
-                f"--trace must be FIRST:LAST, two steps from 1 on, but is {config.trace}; try --trace 10:12")
+                f"--trace must be FIRST:LAST, two steps from 1 on and the second not before the first, but is {config.trace}; try --trace 10:12")
         require(int(numbers[1]) <= config.train_iters,
                 f"--trace {config.trace} must end by train-iters {config.train_iters}; lower it, or train longer")
     for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction"):

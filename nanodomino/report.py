@@ -63,7 +63,8 @@ class Report:
         self.metrics, self.unwritten, self.warned = None, b"", False
         if speaks:
             self.changes = changed_settings(run_dir / "config.json", config) if first_step else []
-            (run_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+            if first_step < config.train_iters or not (run_dir / "config.json").exists():
+                (run_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
             self.metrics = open_metrics(run_dir / "metrics.jsonl", first_step)
             self.describe(first_step)
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
@@ -136,7 +137,7 @@ class Report:
 
     def end(self, step: int, seconds: float):
         self.bar.close()
-        self.say(f"{step} of {self.config.train_iters} steps done, {seconds:.1f} s, peak memory of rank 0 "
+        self.say(f"{step} of {max(step, self.config.train_iters)} steps done, {seconds:.1f} s, peak memory of rank 0 "
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
 
 

@@ -146,3 +146,16 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path):
     assert changed_settings(path, changed) == [f"train_iters 99, before {config.train_iters}", f"lr 0.5, before {config.lr}"]
     path.write_text('{"lr": ')
     assert changed_settings(path, changed) == []
+
+
+def test_a_run_with_nothing_left_keeps_its_settings_on_record(corpus, tmp_path):
+    """It trains no step with the new ones, so the next start still compares with those that were trained with; and it says
+    that steps that are done can't be traced."""
+    flags = ["--num-layers", 2, "--hidden-size", 16, "--num-attention-heads", 2, "--seq-length", 16, "--eval-iters", 0,
+             "--sample-tokens", 0, "--data-path", corpus, "--run-dir", "one"]
+    run(tmp_path, None, *flags, "--train-iters", 2, "--lr", 0.01)
+    printed = run(tmp_path, None, *flags, "--train-iters", 2, "--lr", 0.02, "--trace", "1:2")
+    assert "nothing is left" in printed and "nothing is left to trace" in printed and "2 of 2 steps done" in printed
+    assert json.loads((tmp_path / "one" / "config.json").read_text())["lr"] == 0.01
+    printed = run(tmp_path, None, *flags, "--train-iters", 3, "--lr", 0.02)
+    assert "going on after step 2 of 3; train_iters 3, before 2; lr 0.02, before 0.01" in printed
