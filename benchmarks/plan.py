@@ -119,7 +119,7 @@ def plan(config: Config, flags):
         *([] if fits else [why_not(config, needs, usable), what_helps(config, flags, usable)]), "",
         table(["communication of a GPU in a step", "collective", "members", "calls", "bytes", "on the wires", "time"],
               communication_rows(config, machine)), "",
-        table(["a step", "", ""], [[name, seconds_text(part or 0.0), f"{(part or 0.0) / seconds:.1%}"]
+        table(["a step", "", ""], [[name, seconds_text(part), f"{part / seconds:.1%}"]
                                    for name, part in [*parts.items(), ("together", seconds)]]),
         f"bubble (p - 1)/m = {bubble:.1%} of the ideal time; {tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + "
         f"12 L h s FLOPs a token, of {peak / 1e12:g} TFLOP/s a GPU)", "", *assumptions(flags, gpu)])

@@ -99,7 +99,7 @@ def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
 
     return {"products": config.microbatches * work,
             "tp wires": config.microbatches * max(0.0, forward + backward - work),
-            "bubble": sum(time[0] + time[1] for time in times) - forward - backward,
+            "bubble": sum(sorted(time[0] + time[1] for time in times)[:-1]),
             "pp wires": 2 * (config.pp - 1) * message,
             "dp wires": max(exposed(at, time[1]) for at, time in zip(stages, times)),
             "optimizer": max(optimizer_bytes(config, at) for at in stages) / machine.memory}
