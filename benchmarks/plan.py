@@ -44,7 +44,8 @@ class Gpu:
 
 
 # NVLink each way: half of what the data sheets print. PCIe x16 each way: 32 GB/s in generation 4, 64 in 5.
-GPUS = {"V100": Gpu(32e9, 0.9e12, "NVLink", 150e9), "A100": Gpu(80e9, 2.039e12, "NVLink", 300e9),
+# Only those that have bfloat16.
+GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9),
         "H100": Gpu(80e9, 3.35e12, "NVLink", 450e9), "H100 PCIe": Gpu(80e9, 2.0e12, "PCIe", 64e9),
         "H200": Gpu(141e9, 4.8e12, "NVLink", 450e9), "B200": Gpu(180e9, 8e12, "NVLink", 900e9),
         "A10": Gpu(24e9, 0.6e12, "PCIe", 32e9), "L40S": Gpu(48e9, 0.864e12, "PCIe", 32e9),

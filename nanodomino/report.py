@@ -25,10 +25,10 @@ from nanodomino.data import Corpus
 from nanodomino.mesh import Mesh
 from nanodomino.model import flops_per_token, parameter_count, stage_layers
 
-# Dense 16-bit peak of one device in FLOP/s, from the makers' data sheets; the longest name that fits counts.
+# Dense bfloat16 peak of one device in FLOP/s, from the makers' data sheets; the longest name that fits counts.
 PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12,
               "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12,
-              "L40": 181e12, "L40S": 362e12, "RTX 3090": 71e12, "RTX 4090": 165e12, "T4": 65e12, "V100": 125e12}
+              "L40": 181e12, "L40S": 362e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
 
 # Settings that may change when a run goes on, and that its losses will show.
 LEARNING = ("train_iters", "lr", "min_lr", "lr_decay_style", "lr_warmup_fraction", "weight_decay", "clip_grad",

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from harness import build, reference_for, tiny
 import train
 from data.prepare import prepare
 from nanodomino.generate import choose, generate
-from nanodomino.report import changed_settings
+from nanodomino.report import changed_settings, find_peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -159,3 +160,12 @@ def test_a_run_with_nothing_left_keeps_its_settings_on_record(corpus, tmp_path):
     assert json.loads((tmp_path / "one" / "config.json").read_text())["lr"] == 0.01
     printed = run(tmp_path, None, *flags, "--train-iters", 3, "--lr", 0.02)
     assert "going on after step 2 of 3; train_iters 3, before 2; lr 0.02, before 0.01" in printed
+
+
+@pytest.mark.parametrize("name, peak", [("NVIDIA A10", 125e12), ("NVIDIA A10G", None), ("NVIDIA RTX A4000", None), ("NVIDIA H100 80GB HBM3", 989e12),
+                                        ("NVIDIA H100 PCIe", 756e12), ("NVIDIA GB200", None)])
+def test_a_gpu_counts_by_its_whole_name(monkeypatch, name, peak):
+    """No MFU is better than that of another GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    place = SimpleNamespace(device=torch.device("cuda"))
+    assert find_peak_flops(dataclasses.replace(tiny(1), dtype="bfloat16"), place) == peak
