@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from benchmarks import formulas
-from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, table
+from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, gathered, table
 from nanodomino.config import Config
 from nanodomino.domino import Domino
 from nanodomino.mesh import Mesh, find_device, make_mesh, start_world
@@ -57,9 +57,7 @@ def answer(flags, place):
     dataset = RandomTokens(config, mesh.device)
     with Listener(mesh) as listener:
         train.train_step(1, stage, optimizer, dataset, config, mesh)
-    counted = [None] * place.world_size
-    dist.all_gather_object(counted, listener.counts)
-    return report(config, counted)
+    return report(config, gathered(listener.counts))
 
 
 def build(config: Config, place):

@@ -254,6 +254,13 @@ def slowest(seconds: float) -> float:
     return value.item()
 
 
+def gathered(value) -> list:
+    """Every rank's value, by rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 # ---- printing
 
 def table(head: list[str], rows: list[list]) -> str:

@@ -233,7 +233,7 @@ def working_bytes(config: Config, at) -> int:
 def received_bytes(config: Config, at) -> int:
     """Of gradients on their way to the sum, at the end of backward: on CPUs a reduce-scatter receives into memory of
     its own (collectives.py)."""
-    scattered = config.dp > 1 and config.zero_stage == 1 and config.device != "cuda"
+    scattered = parts(config) > 1 and config.device != "cuda"
     return wide(config) * sum(size for _, size in buckets(config, at)) if scattered else 0
 
 

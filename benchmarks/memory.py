@@ -19,14 +19,13 @@ from contextlib import nullcontext
 from types import FunctionType
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
 from benchmarks import comm, formulas
-from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, table
+from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, gathered, table
 from nanodomino.config import Config
 from nanodomino.data import Batch
 
@@ -48,9 +47,7 @@ def answer(flags, place):
     mesh, optimizer, stage = comm.build(config, place)
     config = dataclasses.replace(config, device=mesh.device.type)
     found = measure(config, mesh, optimizer, stage, OwnTokens(config, mesh.device))
-    measured = [None] * place.world_size
-    dist.all_gather_object(measured, found)
-    return report(config, measured)
+    return report(config, gathered(found))
 
 
 def measure(config: Config, mesh, optimizer, stage, dataset) -> dict[str, int]:

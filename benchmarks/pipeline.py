@@ -30,13 +30,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import train
-from benchmarks.common import (RandomTokens, add_config_flags, bind_to_one_core, compare, config_of, ratio_text, ratios,
-                               shape_of, table)
+from benchmarks.common import (RandomTokens, add_config_flags, bind_to_one_core, compare, config_of, gathered,
+                               ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain
 from nanodomino import pipeline
 from nanodomino.config import Config, require
@@ -258,13 +257,6 @@ def idle(config: Config, steps, busy) -> dict:
                 formula=(p - 1) / (m + p - 1), formula_of_ideal=(p - 1) / m,
                 uneven=1 - m * statistics.mean(each) / (sum(each) + (m - 1) * max(each)),
                 imbalance=max(each) / statistics.mean(each))
-
-
-def gathered(value) -> list:
-    """Every stage's value."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 # ---- what came out

@@ -21,12 +21,10 @@ import statistics
 import time
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 import train
 from benchmarks import comm, formulas, memory, step_time
-from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, ratio_text, ratios, seconds_text,
-                               slowest, synchronize, table)
+from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, gathered, ratio_text, ratios,
+                               seconds_text, slowest, synchronize, table)
 from benchmarks.formulas import Coordinates
 from benchmarks.step_time import Machine
 from nanodomino.config import Config, UserError, require, spelling
@@ -246,8 +244,7 @@ def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
         begin = time.perf_counter()
         train.train_step(step, stage, optimizer, dataset, config, mesh)
         measured.append(slowest(time.perf_counter() - begin))
-    everyone = [None] * config.world_size
-    dist.all_gather_object(everyone, (held, listener.counts))
+    everyone = gathered((held, listener.counts))
     said = [(memory.predict(config, at), formulas.by_group(formulas.traffic(config, at)))
             for at in formulas.grid(config)]
     memory_errors = {name: max(abs(one[name] / words[name] - 1) for (one, _), (words, _) in zip(everyone, said))

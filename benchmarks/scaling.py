@@ -24,13 +24,11 @@ from argparse import Namespace
 
 import torch
 
-import train
 from benchmarks.common import (RandomTokens, Times, add_config_flags, bind_to_one_core, compare, config_of, cores_of,
                                launch, table)
+from benchmarks.throughput import OurTraining
 from nanodomino.config import require
-from nanodomino.domino import Domino
 from nanodomino.mesh import Place, find_device, make_mesh, start_world
-from nanodomino.zero import ZeroOptimizer
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
          "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
@@ -93,11 +91,7 @@ def measure(flags, place):
 
 def training(config, device):
     """A function of no arguments: one step of train.py."""
-    mesh = make_mesh(config.pp, config.dp, config.tp, device)
-    model = train.model_builder(config, mesh)
-    optimizer = ZeroOptimizer(model, config, mesh)
-    stage, tokens = Domino(model, config.slices, config.columns), RandomTokens(config, device)
-    return lambda: train.train_step(1, stage, optimizer, tokens, config, mesh)
+    return OurTraining(config, make_mesh(config.pp, config.dp, config.tp, device), RandomTokens(config, device)).step
 
 
 # ---- all of them

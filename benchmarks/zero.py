@@ -42,17 +42,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import train
 from benchmarks import formulas
 from benchmarks.common import (RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text, compare, config_of,
-                               ratio_text, ratios, shape_of, table)
+                               gathered, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
+from benchmarks.throughput import COMPARED_STEPS, SAME_LOSS, OurTraining
 from nanodomino.config import Config, require
-from nanodomino.domino import Domino
 from nanodomino.mesh import Place, find_device, keep_freed_memory, make_mesh, start_world
 from nanodomino.model import parameter_count
 from nanodomino.report import peak_memory
-from nanodomino.zero import ZeroOptimizer
 
-SAME_LOSS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
-COMPARED_STEPS = 3
 MEASURED_STEPS = 2           # for the peak: AdamW's moments exist after the first
 TINY = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8)
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
@@ -88,12 +85,12 @@ def answer(flags, place):
         bind_to_one_core()
     start_world(place, device)
     mesh = make_mesh(1, config.dp, 1, device)
-    peaks = {name: most(peak_of_its_own(name, flags, place, mesh)) for name in ABOUT}
+    peaks = {name: max(gathered(peak_of_its_own(name, flags, place, mesh))) for name in ABOUT}
     sides = {name: make(name, config, mesh) for name in ABOUT}
     times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1), device)
     losses = {name: mean_over_replicas(side.losses[:COMPARED_STEPS]) for name, side in sides.items()}
     check_same_work(config, losses)
-    states = {name: most(counted_bytes(side.tensors())) for name, side in sides.items()}
+    states = {name: max(gathered(counted_bytes(side.tensors()))) for name, side in sides.items()}
     return report(flags, config, device, times, peaks, states, losses)
 
 
@@ -106,19 +103,11 @@ def make(name: str, config: Config, mesh):
     return {"ddp-zero": DDP, "ddp": partial(DDP, sharded=False), "fsdp2": FSDP}[name](config, mesh)
 
 
-class OurReplica:
+class OurReplica(OurTraining):
     """train.py's own step."""
 
     def __init__(self, config, mesh, stage: int):
-        config = dataclasses.replace(config, zero_stage=stage)
-        self.config, self.mesh, self.tokens, self.losses = config, mesh, RandomTokens(config, mesh.device), []
-        self.model = train.model_builder(config, mesh)
-        self.optimizer = ZeroOptimizer(self.model, config, mesh)
-        self.stage = Domino(self.model, config.slices, config.columns)
-
-    def step(self):
-        result = train.train_step(len(self.losses) + 1, self.stage, self.optimizer, self.tokens, self.config, self.mesh)
-        self.losses.append(result.loss)
+        super().__init__(dataclasses.replace(config, zero_stage=stage), mesh, RandomTokens(config, mesh.device))
 
     def tensors(self):
         """Parameters, gradients and the optimizer's state."""
@@ -254,13 +243,6 @@ def some_steps(name: str, config: Config, mesh):
 
 
 # ---- what came out
-
-def most(value: int) -> int:
-    """The largest of all ranks'."""
-    largest = torch.tensor(value)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.item()
-
 
 def mean_over_replicas(losses: list[float]) -> list[float]:
     """Each replica has the mean over its own tokens, nanodomino's the mean over all; all have equally many."""
