@@ -26,16 +26,18 @@ import torch
 import torch.distributed as dist
 
 from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
-from nanodomino import pipeline
+from nanodomino import pipeline, schedules
 from nanodomino.checkpoint import Saver, restore
-from nanodomino.config import Config, UserError, from_command_line, require
+from nanodomino.config import LR_DECAY_STYLES, Config
 from nanodomino.data import Corpus, TokenDataset, load_corpus
 from nanodomino.domino import Domino
+from nanodomino.flags import from_command_line
 from nanodomino.generate import generate
-from nanodomino.launch import StopSignal, find_run, start
+from nanodomino.launch import Run, StopSignal, find_run, start
 from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
 from nanodomino.model import GPT
 from nanodomino.report import Report
+from nanodomino.settings import UserError, require
 from nanodomino.timeline import draw_timeline
 from nanodomino.trace import Trace
 from nanodomino.zero import StepResult, ZeroOptimizer
@@ -88,14 +90,14 @@ def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: Toke
     asked at its end."""
     with stage.trace.span("step", step=step):
         optimizer.zero_grad()
-        actions = pipeline.SCHEDULES[config.schedule](mesh.pp_rank, mesh.pp, config.microbatches)
+        actions = schedules.SCHEDULES[config.schedule](mesh.pp_rank, mesh.pp, config.microbatches)
         totals = run_actions(actions, step - 1, stage, dataset, config, mesh, on_final=optimizer.on_final)
         return optimizer.step(learning_rate(step, config), totals, stop())
 
 
 def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh) -> float:
     """Mean loss over the first eval_iters global batches of a split, every token counted once."""
-    actions = pipeline.forward_only(mesh.pp_rank, mesh.pp, config.microbatches)
+    actions = schedules.forward_only(mesh.pp_rank, mesh.pp, config.microbatches)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for step in range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size))):
         totals = run_actions(actions, step, stage, dataset, config, mesh, shuffle=False)
@@ -112,7 +114,7 @@ def run_actions(actions, step: int, stage: Domino, dataset: TokenDataset, config
     """Run a schedule over the microbatches of global batch number `step`."""
     return pipeline.run(actions, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
                         (config.micro_batch_size, config.seq_length, config.hidden_size),
-                        getattr(torch, config.dtype), on_final, stage.trace)
+                        config.params_dtype, on_final, stage.trace)
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -121,21 +123,18 @@ def learning_rate(step: int, config: Config) -> float:
     if step <= warmup:
         return config.lr * step / warmup
     done = (step - warmup) / max(config.train_iters - warmup, 1)
-    left = {"cosine": 0.5 * (1.0 + math.cos(math.pi * done)), "linear": 1.0 - done,
-            "constant": 1.0}[config.lr_decay_style]
-    return config.min_lr + (config.lr - config.min_lr) * left
+    return config.min_lr + (config.lr - config.min_lr) * LR_DECAY_STYLES[config.lr_decay_style](done)
 
 
-def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], mesh: Mesh, run_dir: Path,
-             checkpoint: Path | None) -> int:
+def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], mesh: Mesh, run: Run) -> int:
     """Build or load, train, validate, save, test, and let the model write something. Returns the exit code."""
     model = model_builder(config, mesh)
     trace = Trace(mesh.device, recording=False)
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     stage = Domino(model, config.slices, config.columns, config.compile_backend if config.compile else None, trace)
-    done = restore(checkpoint, model, optimizer, mesh) if checkpoint else 0
-    saver = Saver(run_dir, mesh, config.keep_last, config.timeout)
-    report = Report(config, corpus, mesh, run_dir, done, speaks=dist.get_rank() == 0)
+    done = restore(run.checkpoint, model, optimizer, mesh, run.weights_alone) if run.checkpoint else 0
+    saver = Saver(run.folder, mesh, config.keep_last, config.timeout)
+    report = Report(config, corpus, mesh, run.folder, done, speaks=dist.get_rank() == 0)
     signals, stop, skipped, begin = StopSignal(), False, 0, time.perf_counter()
 
     step, traced = done, config.traced_steps
@@ -151,7 +150,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             stop = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
             report.step(step, result, learning_rate(step, config), time.perf_counter() - step_begin)
             if step in traced and (step == traced[-1] or stop):
-                report.say(draw_timeline(trace, mesh, run_dir / f"trace-{step:08d}"))
+                report.say(draw_timeline(trace, mesh, run.folder / f"trace-{step:08d}"))
             if skipped >= config.max_skipped_steps:
                 # the last good checkpoint, should it still be on its way
                 saver.wait()
@@ -232,8 +231,7 @@ def main(arguments: list[str], place: Place) -> int:
         torch.use_deterministic_algorithms(True, warn_only=True)
     mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
     check_agreement(config)
-    run_dir, checkpoint = tell_all(found)
-    code = pretrain(config, corpus, datasets, mesh, run_dir, checkpoint)
+    code = pretrain(config, corpus, datasets, mesh, run=tell_all(found))
     dist.barrier()                                             # nobody hangs up while another still talks
     dist.destroy_process_group()
     return code
@@ -250,7 +248,7 @@ def check_agreement(config: Config):
     """All ranks must mean the same run: on several hosts flags, or the standard library's version, may differ.
     Raises UserError."""
     # where files lie may differ
-    mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None))
+    mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None))
     theirs = tell_all(mine)
     different = [name for name in mine if mine[name] != theirs[name]]
     everyone = [None] * dist.get_world_size()

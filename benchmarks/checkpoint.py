@@ -44,7 +44,7 @@ def answer(flags, place):
     optimizer = ZeroOptimizer(model, config, mesh)
     for bucket in optimizer.buckets:                          # moments exist after a step
         bucket.main_grad.normal_()
-    optimizer.adamw.step()
+    optimizer.optimizer.step()
     optimizer.updates = 1
 
     made = tempfile.mkdtemp(prefix="nanodomino-", dir=flags.folder) if place.rank == 0 else None

@@ -103,7 +103,7 @@ def report(config: Config, counted: list[dict]):
         for key in sorted(count.keys() | formula.keys()):
             (calls, size), (said_calls, said_size) = (one.get(key, (0, 0)) for one in (count, formula))
             at = formulas.grid(config)[ranks[0]]
-            members = len(set(formulas.members(config, at, key[0])))
+            members = len(set(formulas.members(at, key[0])))
             wire, said_wire = (formulas.wire_bytes(key[1], one, members) for one in (size, said_size))
             rows.append([text_of(ranks), *key, members, calls, said_calls, size, said_size, bytes_text(wire),
                          "yes" if (calls, size) == (said_calls, said_size) else "NO"])

@@ -29,9 +29,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanodomino.config import Config, UserError, add_flags, require
+from nanodomino.config import Config
 from nanodomino.data import Batch
 from nanodomino.mesh import Place, find_place
+from nanodomino.settings import UserError, add_flags, flags_of, require
 
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 
@@ -83,16 +84,13 @@ def parse(question, arguments: list[str]) -> argparse.Namespace:
 
 
 # What train.py calls by the same names: the model, the layout, the batch, the machine.
-CONFIG_FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length",
-                "vocab_size", "make_vocab_size_divisible_by", "untie_embeddings_and_output_weights", "hidden_dropout",
-                "attention_dropout", "tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size",
-                "slices", "columns", "schedule", "zero_stage", "bucket_size", "micro_batch_size", "global_batch_size",
-                "device", "dtype", "bf16")
+CONFIG_FLAGS = tuple(one.name for one in flags_of(Config, "The model", "The layout")) + (
+    "global_batch_size", "optimizer", "dtype", "bf16", "device")
 
 
 def add_config_flags(parser, names=CONFIG_FLAGS, **defaults):
     """train.py's flags of these names, with the question's own defaults."""
-    add_flags(parser, names, **defaults)
+    add_flags(parser, [one for one in flags_of(Config) if one.name in names], **defaults)
 
 
 def config_of(flags, world_size: int, **settings) -> Config:

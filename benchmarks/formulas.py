@@ -1,6 +1,7 @@
 """What a training step must take, from the sizes alone: bytes of state, bytes of activations, bytes on the wires.
 
-Pure functions of a Config and of a place in the rank grid: nothing is built, nothing runs. `bench.py comm` and
+Pure functions of a Config and of a place in the rank grid. Shapes and kinds come from the model itself, built without
+memory; the formulas of activations and wires are written out, to be learned from. Nothing runs. `bench.py comm` and
 `bench.py memory` hold them against a real step, byte for byte; `bench.py plan` evaluates them for clusters that nobody
 has at hand. Times, which are a model and no count, are in step_time.py.
 
@@ -26,53 +27,51 @@ On the wires of n ranks in a ring, each sends 2 (n-1)/n of what is summed, (n-1)
 """
 
 from dataclasses import dataclass
-
-import torch
+from functools import lru_cache
 
 from nanodomino.config import Config
-from nanodomino.model import stage_layers
-from nanodomino.zero import ALIGNMENT, Kind
+from nanodomino.functions import NORMALIZATIONS
+from nanodomino.mesh import Mesh, mesh_on_paper
+from nanodomino.model import GPT, on_paper
+from nanodomino.optimizers import OPTIMIZERS
+from nanodomino.schedules import SCHEDULES, most_alive
+from nanodomino.zero import Kind, flat_layout, sort_into_buckets
 
 # ---- the grid
 
 
-@dataclass(frozen=True)
-class Coordinates:
-    """A process's place in the grid. A Mesh, which has the same three, will do as well."""
-    pp_rank: int
-    dp_rank: int
-    tp_rank: int
-
-
-def grid(config: Config) -> list[Coordinates]:
-    """Of every rank, in order: tp fastest, then dp, then pp (2104.04473, section 3)."""
-    return [Coordinates(stage, replica, rank)
+def grid(config: Config) -> list[Mesh]:
+    """Every rank's place, in order: tp fastest, then dp, then pp (2104.04473, section 3)."""
+    return [place(config, stage, replica, rank)
             for stage in range(config.pp) for replica in range(config.dp) for rank in range(config.tp)]
 
 
-def members(config: Config, at, group: str) -> list[int]:
+def place(config: Config, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
+    """`at` of all that follows. A Mesh of real processes will do as well."""
+    return mesh_on_paper(config.pp, config.dp, config.tp, pp_rank, dp_rank, tp_rank)
+
+
+def members(at: Mesh, group: str) -> list[int]:
     """World ranks of this place's group: tp, dp, pp, embedding (first and last stage) or world."""
-    def rank(pp_rank, dp_rank, tp_rank):
-        return (pp_rank * config.dp + dp_rank) * config.tp + tp_rank
-    return {"tp": [rank(at.pp_rank, at.dp_rank, i) for i in range(config.tp)],
-            "dp": [rank(at.pp_rank, i, at.tp_rank) for i in range(config.dp)],
-            "pp": [rank(i, at.dp_rank, at.tp_rank) for i in range(config.pp)],
-            "embedding": [rank(i, at.dp_rank, at.tp_rank) for i in (0, config.pp - 1)],
-            "world": list(range(config.world_size))}[group]
+    return {"tp": [at.rank_of(at.pp_rank, at.dp_rank, i) for i in range(at.tp)],
+            "dp": [at.rank_of(at.pp_rank, i, at.tp_rank) for i in range(at.dp)],
+            "pp": [at.stage_rank(i) for i in range(at.pp)],
+            "embedding": [at.stage_rank(i) for i in (0, at.pp - 1)],
+            "world": list(range(at.pp * at.dp * at.tp))}[group]
 
 
-def ends(config: Config, at) -> tuple[bool, bool]:
-    """Whether this place's stage is the first, and whether it is the last."""
-    return at.pp_rank == 0, at.pp_rank == config.pp - 1
+def stage(config: Config, at: Mesh) -> GPT:
+    """The model's stage at this place, without memory."""
+    return on_paper(config, at.pp_rank, at.tp_rank)
 
 
-def layers(config: Config, at) -> int:
-    return len(stage_layers(config.num_layers, at.pp_rank, config.pp))
+def layers(config: Config, at: Mesh) -> int:
+    return len(stage(config, at).layers)
 
 
 def element(config: Config) -> int:
     """e: bytes of an element of the weights and activations."""
-    return getattr(torch, config.dtype).itemsize
+    return config.params_dtype.itemsize
 
 
 def wide(config: Config) -> int:
@@ -90,68 +89,41 @@ def activation(config: Config) -> int:
     return element(config) * tokens(config) * config.hidden_size
 
 
-def logits_width(config: Config, at) -> int:
-    """Logits of a token on this rank: its words, rounded up to 8 (VocabParallelEmbedding)."""
-    rows = config.padded_vocab_size // config.tp
-    words = min(max(config.vocab_size - rows * at.tp_rank, 0), rows)
-    return min(-(-words // 8) * 8, rows)
-
-
 # ---- model state
-
-def parameters(config: Config, at) -> list[tuple[int, Kind]]:
-    """(elements on this rank, kind) of each parameter, in the model's order."""
-    h, t, ffn = config.hidden_size, config.tp, config.ffn_hidden_size
-    first, last = ends(config, at)
-    matrix, table = Kind(decay=True, sharded=True, tied=False), Kind(decay=True, sharded=False, tied=False)
-    shard, copy = Kind(decay=False, sharded=True, tied=False), Kind(decay=False, sharded=False, tied=False)
-    two_copies = config.tied and config.pp > 1
-    words = config.padded_vocab_size * h // t
-
-    norm = [(h, copy), (h, copy)]
-    attention = [(3 * h * h // t, matrix), (3 * h // t, shard), (h * h // t, matrix), (h, copy)]
-    mlp = [(ffn * h // t, matrix), (ffn // t, shard), (h * ffn // t, matrix), (h, copy)]
-    found = [(words, Kind(True, True, two_copies))] if first or (last and config.tied) else []
-    found += [(config.max_position_embeddings * h, table)] if first else []
-    found += layers(config, at) * (norm + attention + norm + mlp)
-    found += norm if last else []
-    return found + ([(words, matrix)] if last and not config.tied else [])
-
 
 def parts(config: Config) -> int:
     """Into how many parts the optimizer is cut."""
     return config.dp if config.zero_stage == 1 else 1
 
 
-def buckets(config: Config, at) -> list[tuple[Kind, int]]:
-    """(kind, elements with padding) of each flat buffer. Each parameter is rounded up to ALIGNMENT elements, the whole
-    to a multiple of that for every part; a buffer is closed once it holds bucket_size parameters."""
-    open_buckets, closed = {}, []
-    for count, kind in reversed(parameters(config, at)):
-        open_buckets.setdefault(kind, []).append(count)
-        if sum(open_buckets[kind]) >= config.bucket_size:
-            closed.append((kind, open_buckets.pop(kind)))
-    return [(kind, round_up(sum(round_up(count, ALIGNMENT) for count in counts), ALIGNMENT * parts(config)))
-            for kind, counts in closed + list(open_buckets.items())]
+@lru_cache(maxsize=1024)
+def buckets_of(config: Config, pp_rank: int) -> list[tuple[Kind, int]]:
+    return [(kind, flat_layout(weights, parts(config))[1]) for kind, weights in
+            sort_into_buckets(on_paper(config, pp_rank))]
 
 
-def round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+def buckets(config: Config, at: Mesh) -> list[tuple[Kind, int]]:
+    """(kind, elements with padding) of each flat buffer; the same on all ranks of a stage."""
+    return buckets_of(config, at.pp_rank)
 
 
-def state_bytes(config: Config, at) -> dict[str, int]:
-    """Of parameters, gradients and optimizer on a rank: exact, with the padding and AdamW's count of each buffer."""
+def state_bytes(config: Config, at: Mesh) -> dict[str, int]:
+    """Of parameters, gradients and optimizer on a rank: exact, with the padding and the optimizer's counts."""
     e, w, flat = element(config), wide(config), buckets(config, at)
     padded = sum(size for _, size in flat)
-    kept = 2 if e == w else 3                                  # two moments, and of 16-bit weights a master copy
+    counts = 4 * len(flat) if OPTIMIZERS[config.optimizer].counts else 0
     return {"parameters": e * padded, "gradients": w * padded,
-            "optimizer": kept * w * padded // parts(config) + 4 * len(flat)}
+            "optimizer": kept(config) * w * padded // parts(config) + counts}
+
+
+def kept(config: Config) -> int:
+    """Numbers that the optimizer keeps of each weight: its moments, and of 16-bit weights a master copy."""
+    return len(OPTIMIZERS[config.optimizer].moments) + (element(config) < wide(config))
 
 
 def state_per_parameter(config: Config) -> float:
-    """Bytes, without padding: 6 + 12/d or 8 + 8/d."""
-    e, w = element(config), wide(config)
-    return e + w + (2 if e == w else 3) * w / parts(config)
+    """Bytes, without padding; with AdamW 6 + 12/d or 8 + 8/d."""
+    return element(config) + wide(config) + kept(config) * wide(config) / parts(config)
 
 
 # ---- activations
@@ -161,9 +133,9 @@ def kept_by_layer(config: Config, at) -> dict[str, float]:
     e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
     ffn = e * n * config.ffn_hidden_size
     scores = n * config.seq_length * config.num_attention_heads // t           # attention probabilities, counted
-    statistics = w if config.device == "cuda" else e
+    of_norm = NORMALIZATIONS[config.normalization].statistics * n * of_statistic(config)
     kept = {"norm inputs": 2 * x,                              # x', which the norm differentiates itself at
-            "norm statistics": 2 * 2 * n * statistics,         # its mean and deviation, of each token
+            "norm statistics": 2 * of_norm,
             "product inputs": 2 * x,                           # h: the column-parallel weight gradient
             "qkv": 3 * x / t,                                  # q, k, v with their bias: attention's backward
             "context": x / t,                                  # its output: its backward, dense's weight gradient
@@ -181,13 +153,13 @@ def kept_by_layer(config: Config, at) -> dict[str, float]:
 
 def kept_by_ends(config: Config, at) -> dict[str, float]:
     """The same of what is not a layer. The first norm's input is the stage's: the embedding's or the message before."""
-    w, n, x, (first, last) = wide(config), tokens(config), activation(config), ends(config, at)
+    w, n, x = wide(config), tokens(config), activation(config)
     mask = w * n * config.hidden_size if config.hidden_dropout else 0
     kept = {"tokens, labels, positions, mask": (3 * 8 + 4) * n}
-    if first and mask:
+    if at.is_first_stage and mask:
         kept["embedding dropout"] = mask
-    if last:                                                   # the bridge into the head
-        kept["head"] = 2 * x + 2 * n * (w if config.device == "cuda" else element(config))
+    if at.is_last_stage:                                       # the bridge into the head
+        kept["head"] = 2 * x + NORMALIZATIONS[config.normalization].statistics * n * of_statistic(config)
         kept["softmax"] = w * n * logits_width(config, at)
         kept["losses"] = w * n
     else:
@@ -195,9 +167,19 @@ def kept_by_ends(config: Config, at) -> dict[str, float]:
     return kept
 
 
-def alive(config: Config, at) -> int:
-    """Microbatches whose activations a stage holds at once."""
-    return config.microbatches if config.schedule == "gpipe" else min(config.microbatches, config.pp - at.pp_rank)
+def of_statistic(config: Config) -> int:
+    """Bytes of a number that a norm keeps of a token: CUDA's kernels keep them wide, the CPU's do not."""
+    return wide(config) if config.device == "cuda" else element(config)
+
+
+def logits_width(config: Config, at: Mesh) -> int:
+    """Logits of a token on this rank, which is of the last stage: its words, rounded up (VocabParallelEmbedding)."""
+    return stage(config, at).head[0].width
+
+
+def alive(config: Config, at: Mesh) -> int:
+    """Microbatches whose activations a stage holds at once: counted in its schedule."""
+    return most_alive(SCHEDULES[config.schedule](at.pp_rank, config.pp, config.microbatches))
 
 
 def activation_bytes(config: Config, at) -> int:
@@ -209,21 +191,20 @@ def activation_bytes(config: Config, at) -> int:
 def message_bytes(config: Config, at) -> int:
     """Of messages between stages, at most: a stage keeps what it has sent until p later ones are under way (Mail in
     pipeline.py), and has asked for the next of each direction. One slice's output is on the tape already."""
-    first, last = ends(config, at)
     sent = min(config.microbatches, config.pp)
     on_tape = alive(config, at) if min(config.slices, config.micro_batch_size) == 1 else 0
-    return activation(config) * ((0 if last else max(sent - on_tape, 0) + 1) + (0 if first else sent + 1))
+    return activation(config) * ((0 if at.is_last_stage else max(sent - on_tape, 0) + 1)
+                                 + (0 if at.is_first_stage else sent + 1))
 
 
 def working_bytes(config: Config, at) -> int:
     """Of what comes and goes, where it is most: an estimate, whose terms are the largest tensors of three moments."""
-    e, w, t, n, x, last = (element(config), wide(config), config.tp, tokens(config), activation(config),
-                           ends(config, at)[1])
-    logits, ffn = n * logits_width(config, at), e * n * config.ffn_hidden_size // t
+    e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
+    logits, ffn = n * logits_width(config, at) if at.is_last_stage else 0, e * n * config.ffn_hidden_size // t
     product = e * config.hidden_size * config.ffn_hidden_size // t if e < w else 0  # a weight gradient, to be widened
-    head = sum(kept_by_ends(config, at).values()) if last else 0                    # gone when the layers' turn comes
+    head = sum(kept_by_ends(config, at).values()) if at.is_last_stage else 0     # gone when the layers' turn comes
     moments = [2 * x + 2 * ffn + max(0, product - ffn) - head]                      # backward of an MLP
-    if last:                                                                        # forward and backward of the head
+    if at.is_last_stage:                                                            # forward and backward of the head
         slices = min(config.slices, config.micro_batch_size)
         moments += [2 * x + w * logits // slices,
                     2 * x + (e * logits + e * config.hidden_size * logits_width(config, at) if e < w else 0)]
@@ -279,7 +260,7 @@ def tensor_parallel(config: Config, at) -> list[Traffic]:
     """Each pair of products costs one sum of X forward (of its outputs) and one backward (of its input's gradient)."""
     if config.tp == 1:
         return []
-    (first, last), w, n, x = ends(config, at), wide(config), tokens(config), activation(config)
+    w, n, x = wide(config), tokens(config), activation(config)
     slices = config.microbatches * min(config.slices, config.micro_batch_size)
     cut = slices * chunks(config.columns, config.hidden_size)
     sublayers = 2 * layers(config, at)
@@ -289,19 +270,20 @@ def tensor_parallel(config: Config, at) -> list[Traffic]:
 
     found = [sums(sublayers * cut, sublayers * x, "layers forward"),
              sums(sublayers * cut, sublayers * x, "layers backward", backward=True)]
-    found += [sums(slices, x, "embedding")] if first else []
-    found += [sums(2 * slices, 3 * w * n, "cross entropy"), sums(cut, x, "head", backward=True)] if last else []
+    if at.is_first_stage:
+        found += [sums(slices, x, "embedding")]
+    if at.is_last_stage:
+        found += [sums(2 * slices, 3 * w * n, "cross entropy"), sums(cut, x, "head", backward=True)]
     return found
 
 
 def pipeline(config: Config, at) -> list[Traffic]:
     """One X over each boundary forward, one back, for each microbatch."""
-    m, (first, last) = config.microbatches, ends(config, at)
-    size = m * activation(config)
-    found = [] if last else [Traffic("pp", "send", m, size, "activations"),
+    m, size = config.microbatches, config.microbatches * activation(config)
+    found = [] if at.is_last_stage else [Traffic("pp", "send", m, size, "activations"),
                              Traffic("pp", "receive", m, size, "gradients", backward=True)]
-    return found + ([] if first else [Traffic("pp", "receive", m, size, "activations"),
-                                      Traffic("pp", "send", m, size, "gradients", backward=True)])
+    return found + ([] if at.is_first_stage else [Traffic("pp", "receive", m, size, "activations"),
+                                                  Traffic("pp", "send", m, size, "gradients", backward=True)])
 
 
 def replicas(config: Config, at) -> list[Traffic]:

@@ -69,8 +69,7 @@ def state_storages(model, optimizer) -> dict[str, dict[int, int]]:
     """Of each part of the state {storage: bytes}; what two parts share counts in the first."""
     tensors = {"parameters": [*model.parameters(), *(bucket.weights for bucket in optimizer.buckets)],
                "gradients": [bucket.main_grad for bucket in optimizer.buckets],
-               "optimizer": [*(bucket.master for bucket in optimizer.buckets),
-                             *tree_leaves(list(optimizer.adamw.state.values()))]}
+               "optimizer": optimizer.state_tensors()}
     found, before = {}, set()
     for name in STATE:
         found[name] = {key: size for key, size in map(storage, tensors[name]) if key not in before}
@@ -207,7 +206,7 @@ def report(config: Config, measured: list[dict]):
 
 def layer_text(config: Config) -> str:
     """What the tape keeps of one layer, in units of X."""
-    x, kept = formulas.activation(config), formulas.kept_by_layer(config, formulas.Coordinates(0, 0, 0))
+    x, kept = formulas.activation(config), formulas.kept_by_layer(config, formulas.place(config))
     rows = [[name, f"{size / x:.3f}", bytes_text(size)] for name, size in kept.items()]
     return table([f"kept of a layer and microbatch, X = {bytes_text(x)}", "X", "bytes"],
                  [*rows, ["together", f"{sum(kept.values()) / x:.3f}", bytes_text(sum(kept.values()))]])

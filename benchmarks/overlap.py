@@ -153,7 +153,7 @@ def dtensor_model(config, mesh) -> Plain:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     whole = GPT(config, dataclasses.replace(mesh, tp=1, tp_rank=0))            # drawing weights takes no wires
-    model = Plain(config).to(mesh.device, getattr(torch, config.dtype)).load(whole.state_dict())
+    model = Plain(config).to(mesh.device, config.params_dtype).load(whole.state_dict())
     ranks = init_device_mesh(mesh.device.type, (config.tp,))
     for layer in model.layers.values():
         parallelize_module(layer.attention, ranks, {"qkv": ColwiseParallel(), "dense": RowwiseParallel()})

@@ -29,7 +29,6 @@ import statistics
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -37,7 +36,7 @@ import train
 from benchmarks.common import (RandomTokens, add_config_flags, bind_to_one_core, compare, config_of, gathered,
                                ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain
-from nanodomino import pipeline
+from nanodomino import pipeline, schedules
 from nanodomino.config import Config, require
 from nanodomino.domino import Domino
 from nanodomino.mesh import Mesh, find_device, make_mesh, start_world
@@ -105,7 +104,7 @@ def build(config: Config, mesh: Mesh) -> Parts:
     plain = Plain(config, layers, mesh.is_first_stage, mesh.is_last_stage).load(model.state_dict())
     optimizer = ZeroOptimizer(model, config, mesh)
     return Parts(mesh, trace, Domino(model, config.slices, config.columns, trace=trace), optimizer,
-                 plain.to(mesh.device, getattr(torch, config.dtype)))
+                 plain.to(mesh.device, config.params_dtype))
 
 
 class DominoSide:
@@ -113,7 +112,7 @@ class DominoSide:
 
     def __init__(self, schedule, config, parts, tokens):
         self.config, self.parts, self.tokens = config, parts, tokens
-        self.actions = pipeline.SCHEDULES[schedule](parts.mesh.pp_rank, config.pp, config.microbatches)
+        self.actions = schedules.SCHEDULES[schedule](parts.mesh.pp_rank, config.pp, config.microbatches)
 
     def step(self) -> float:
         self.parts.optimizer.zero_grad()
@@ -132,7 +131,7 @@ class RunnerSide(DominoSide):
         plain.zero_grad(set_to_none=True)
         get_batch = partial(train.get_batch, self.tokens, config, mesh, 0, False)
         shape = config.micro_batch_size, config.seq_length, config.hidden_size
-        return pipeline.run(self.actions, self, mesh, get_batch, self.forward_step, shape, getattr(torch, config.dtype),
+        return pipeline.run(self.actions, self, mesh, get_batch, self.forward_step, shape, config.params_dtype,
                             trace=self.parts.trace).loss_sum.item()
 
     def forward_step(self, batch, stage, hidden, training):

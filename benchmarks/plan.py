@@ -25,11 +25,12 @@ import train
 from benchmarks import comm, formulas, memory, step_time
 from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, gathered, ratio_text, ratios,
                                seconds_text, slowest, synchronize, table)
-from benchmarks.formulas import Coordinates
 from benchmarks.step_time import Machine
-from nanodomino.config import Config, UserError, require, spelling
+from nanodomino.config import Config
 from nanodomino.model import parameter_count
 from nanodomino.report import PEAK_FLOPS
+from nanodomino.schedules import SCHEDULES
+from nanodomino.settings import UserError, require, spelling
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,13 @@ def plan(config: Config, flags):
     machine = Machine(products=peak * flags.product_efficiency, near=gpu.link_rate * flags.wire_efficiency,
                       far=flags.network / 8 * 1e9 * flags.wire_efficiency, latency=flags.latency * 1e-6,
                       per_host=flags.gpus_per_host, memory=gpu.memory_rate * flags.wire_efficiency)
-    stages = [Coordinates(stage, 0, 0) for stage in range(config.pp)]
+    stages = [formulas.place(config, stage) for stage in range(config.pp)]
     needs, usable = [memory_terms(config, at) for at in stages], gpu.memory * (1 - flags.reserve)
     fits = all(sum(need.values()) <= usable for need in needs)
     parts = step_time.step_seconds(config, machine)
     seconds, tokens = sum(parts.values()), config.global_batch_size * config.seq_length
-    used, bubble = step_time.mfu(config, seconds, peak), (config.pp - 1) / config.microbatches
+    used, ideal = step_time.mfu(config, seconds, peak), parts["products"] + parts["tp wires"]
+    bubble = parts["bubble"] / ideal
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.dtype}, on {config.world_size} x {flags.gpu}",
         f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, columns {config.columns}, ZeRO stage "
@@ -120,7 +122,8 @@ def plan(config: Config, flags):
               communication_rows(config, machine)), "",
         table(["a step", "", ""], [[name, seconds_text(part), f"{part / seconds:.1%}"]
                                    for name, part in [*parts.items(), ("together", seconds)]]),
-        f"bubble (p - 1)/m = {bubble:.1%} of the ideal time; {tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + "
+        *more_columns(config, machine, seconds),
+        f"bubble {bubble:.1%} of the ideal time (products and tp wires; (p - 1)/m if stages are equal); {tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + "
         f"12 L h s FLOPs a token, of {peak / 1e12:g} TFLOP/s a GPU)", "", *assumptions(flags, gpu)])
     return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config), "gpu": flags.gpu,
                   "gpus": config.world_size, "tp": config.tp, "pp": config.pp, "dp": config.dp,
@@ -130,6 +133,17 @@ def plan(config: Config, flags):
                   "communication": [[dataclasses.asdict(one) for one in formulas.traffic(config, at)] for at in stages],
                   "bubble": bubble, "parts_s": parts, "step_s": seconds, "mfu": used,
                   "tokens_per_second": tokens / seconds}
+
+
+def more_columns(config: Config, machine: Machine, seconds: float) -> list[str]:
+    """A line where one slice leaves wires exposed that the column split would hide."""
+    found = {columns: sum(step_time.step_seconds(dataclasses.replace(config, columns=columns), machine).values())
+             for columns in (2, 4, 8) if columns > config.columns and min(config.slices, config.micro_batch_size) == 1}
+    best = min(found, key=found.get, default=None)
+    if best is None or found[best] > 0.99 * seconds:
+        return []
+    return [f"--columns {best} would hide more of the tp wires, which work at micro batch {config.micro_batch_size} "
+            f"too: {seconds_text(found[best])} a step"]
 
 
 def memory_terms(config: Config, at) -> dict[str, int]:
@@ -142,9 +156,9 @@ def communication_rows(config: Config, machine: Machine) -> list[list]:
     """A row for each group and purpose: of the stage that is longest at it."""
     longest = {}
     for stage in range(config.pp):
-        at = Coordinates(stage, 0, 0)
+        at = formulas.place(config, stage)
         for one in formulas.traffic(config, at):
-            members, seconds = (len(set(formulas.members(config, at, one.group))),
+            members, seconds = (len(set(formulas.members(at, one.group))),
                                 step_time.wire_seconds(config, machine, at, [one]))
             if one.kind != "receive" and seconds >= longest.get((one.group, one.why), (0.0,))[0]:
                 wire = formulas.wire_bytes(one.kind, one.bytes, members)
@@ -175,7 +189,7 @@ def assumptions(flags, gpu: Gpu) -> list[str]:
 def why_not(config: Config, needs: list[dict], usable: float) -> str:
     """How much too much the fullest GPU holds, and of what."""
     worst = max(range(config.pp), key=lambda stage: sum(needs[stage].values()))
-    need, alive = needs[worst], formulas.alive(config, Coordinates(worst, 0, 0))
+    need, alive = needs[worst], formulas.alive(config, formulas.place(config, worst))
     total = sum(need.values())
     about = {"activations": f" ({alive} alive, {bytes_text(need['activations'] / alive)} each)"}
     largest = [f"{name} {bytes_text(need[name])}{about.get(name, '')}"
@@ -208,7 +222,7 @@ def what_helps(config: Config, flags, usable: float) -> str:
 def remedies(config: Config) -> list[dict]:
     """Changes of one flag that take memory off a GPU."""
     found = [{"zero_stage": 1}] if config.zero_stage == 0 and config.dp > 1 else []
-    found += [{"schedule": "1f1b"}] if config.schedule == "gpipe" and config.pp > 1 else []
+    found += [{"schedule": name} for name in SCHEDULES if name != config.schedule and config.pp > 1]
     found += [{name: 0.0} for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)]
     found += [{"micro_batch_size": size} for size in sorted({config.micro_batch_size // 2, 1}, reverse=True)
               if 0 < size < config.micro_batch_size]
@@ -224,7 +238,7 @@ def most_needed(config: Config, changes: dict, gpus=None) -> float:
         changed = changed.resolve(gpus or config.world_size).with_vocabulary(config.vocab_size)
     except UserError:
         return float("inf")
-    return max(sum(memory_terms(changed, Coordinates(stage, 0, 0)).values()) for stage in range(changed.pp))
+    return max(sum(memory_terms(changed, formulas.place(changed, stage)).values()) for stage in range(changed.pp))
 
 
 # ---- here

@@ -3,8 +3,11 @@
     products     a rank's matrix products, at the rate that it reaches in them
     tp wires     sums of tensor parallelism that nothing hides: with s slices a stage takes as long as all its work, as
                  all its wires, or as one slice's work and wires, whichever is longest (2409.15241, section 3)
-    bubble       (p - 1)/m of the time of m microbatches, for stages alike (2104.04473, section 2.2)
-    pp wires     the messages that fill and drain the pipeline; the others travel behind work
+    bubble       idle time of the busiest stage when the schedule is played through with each stage's own times
+                 (schedules.py); (p - 1)/m of its busy time for 1F1B and equal stages (2104.04473, section 2.2)
+    pp wires     by how much longer that takes when each message takes its time. In 1F1B with equal stages every turn
+                 waits for one: a stage has nothing else to do between the forward that it has sent on and the backward
+                 that this brings back
     dp wires     gradients beyond what the last backward hides; gathering the weights, which nothing hides
     optimizer    what is read and written for it, at the rate of the memory
 
@@ -23,9 +26,12 @@ import torch.nn.functional as F
 
 from benchmarks import formulas
 from benchmarks.common import slowest, synchronize
-from benchmarks.formulas import Coordinates, Traffic
+from benchmarks.formulas import Traffic
+from nanodomino import schedules
 from nanodomino.config import Config
 from nanodomino.model import flops_per_token
+from nanodomino.optimizers import OPTIMIZERS
+from nanodomino.schedules import Forward
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ def wire_seconds(config: Config, machine: Machine, at, found: list[Traffic]) -> 
     """On the wires, one collective after the other. A ring is as slow as its slowest link."""
     seconds = 0.0
     for one in found:
-        ranks = set(formulas.members(config, at, one.group))
+        ranks = set(formulas.members(at, one.group))
         rate = machine.near if len({rank // machine.per_host for rank in ranks}) == 1 else machine.far
         if len(ranks) > 1 and one.kind != "receive":
             seconds += one.calls * machine.latency + formulas.wire_bytes(one.kind, one.bytes, len(ranks)) / rate
@@ -54,10 +60,10 @@ def wire_seconds(config: Config, machine: Machine, at, found: list[Traffic]) -> 
 
 def flops(config: Config, at) -> tuple[float, float]:
     """Of one microbatch forward: (products with weights, attention's own). Attention is not halved for causality."""
-    h, n, layers = config.hidden_size, formulas.tokens(config), formulas.layers(config, at)
-    head = 2 * n * h * formulas.logits_width(config, at) if formulas.ends(config, at)[1] else 0
-    dense = layers * 2 * n * (4 * h * h + 2 * h * config.ffn_hidden_size) / config.tp + head
-    return dense, layers * 4 * n * config.seq_length * h / config.tp
+    h, n, stage = config.hidden_size, formulas.tokens(config), formulas.stage(config, at)
+    matrices = sum(weight.numel() for weight in stage.layers.parameters() if weight.dim() == 2)
+    head = h * formulas.logits_width(config, at) if at.is_last_stage else 0
+    return 2 * n * (matrices + head), len(stage.layers) * 4 * n * config.seq_length * h / config.tp
 
 
 def take_turns(config: Config, work: float, wires: float, cover: float = 0.0) -> float:
@@ -84,12 +90,11 @@ def stage_seconds(config: Config, machine: Machine, at) -> tuple[float, float, f
 
 
 def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
-    """An optimizer step, in parts that add up to it. The slowest stage sets the pace, with m microbatches; one
-    microbatch of each other stage is the bubble."""
-    stages = [Coordinates(stage, 0, 0) for stage in range(config.pp)]
+    """An optimizer step, in parts that add up to it."""
+    stages = [formulas.place(config, stage) for stage in range(config.pp)]
     times = [stage_seconds(config, machine, at) for at in stages]
-    forward, backward, work = max(times, key=lambda time: time[0] + time[1])
-    message = wire_seconds(config, machine, stages[0], [Traffic("pp", "send", 1, formulas.activation(config))])
+    forward, backward, work = max(times, key=lambda time: time[0] + time[1])         # of the busiest stage
+    ideal, free, real = played(config, machine, times)
 
     def exposed(at, last_backward):
         found = formulas.replicas(config, at)
@@ -99,17 +104,28 @@ def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
 
     return {"products": config.microbatches * work,
             "tp wires": config.microbatches * max(0.0, forward + backward - work),
-            "bubble": sum(sorted(time[0] + time[1] for time in times)[:-1]),
-            "pp wires": 2 * (config.pp - 1) * message,
+            "bubble": free - ideal,
+            "pp wires": real - free,
             "dp wires": max(exposed(at, time[1]) for at, time in zip(stages, times)),
             "optimizer": max(optimizer_bytes(config, at) for at in stages) / machine.memory}
 
 
+def played(config: Config, machine: Machine, times) -> tuple[float, float, float]:
+    """(busy time of the busiest stage, step with free messages, step with messages that take their time), in seconds.
+    times[stage]: as stage_seconds gives them."""
+    message = wire_seconds(config, machine, formulas.place(config),
+                           [Traffic("pp", "send", 1, formulas.activation(config))])
+    free, real = (schedules.play(schedules.SCHEDULES[config.schedule], config.pp, config.microbatches,
+                                 lambda stage, action: times[stage][0 if isinstance(action, Forward) else 1], delay)
+                  for delay in (0.0, message))
+    return schedules.busy_time(free), schedules.step_time(free), schedules.step_time(real)
+
+
 def optimizer_bytes(config: Config, at) -> float:
-    """Read and written in a step: gradients zeroed; of the own part the norm, the scaling, AdamW (weights and moments
-    read and written, gradients read), and of 16-bit weights the copy."""
+    """Read and written in a step: gradients zeroed; of the own part the norm, the scaling, the update (weights and
+    moments read and written, gradients read), and of 16-bit weights the copy."""
     e, w = formulas.element(config), formulas.wide(config)
-    own = (1 + 2 + 7) * w + (w + e if e < w else 0)
+    own = (1 + 2 + 3 + 2 * len(OPTIMIZERS[config.optimizer].moments)) * w + (w + e if e < w else 0)
     return sum(size for _, size in formulas.buckets(config, at)) * (w + own / formulas.parts(config))
 
 
@@ -126,7 +142,7 @@ def measure_machine(config: Config, mesh) -> Machine:
     products: an MLP forward and backward, on a slice and this rank's part of the features; wires: sums of a slice's
     activation; memory: numbers that are read and written.
     """
-    dtype, device = getattr(torch, config.dtype), mesh.device
+    dtype, device = config.params_dtype, mesh.device
     rows = formulas.tokens(config) // min(config.slices, config.micro_batch_size)
     h, ffn = config.hidden_size, config.ffn_hidden_size // config.tp
     x, up, down = (torch.ones(shape, device=device, dtype=dtype, requires_grad=True)

@@ -87,7 +87,7 @@ class PlainTraining:
 
     def __init__(self, config, mesh, tokens):
         self.config, self.tokens, self.losses = config, tokens, []
-        dtype = getattr(torch, config.dtype)
+        dtype = config.params_dtype
         self.autocast = nullcontext()
         if dtype == torch.bfloat16:
             self.autocast, dtype = torch.autocast(mesh.device.type, dtype), torch.float32

@@ -112,9 +112,8 @@ class OurReplica(OurTraining):
     def tensors(self):
         """Parameters, gradients and the optimizer's state."""
         yield from self.model.parameters()
-        for bucket in self.optimizer.buckets:
-            yield from (bucket.main_grad, bucket.master)
-        yield from state_tensors(self.optimizer.adamw)
+        yield from (bucket.main_grad for bucket in self.optimizer.buckets)
+        yield from self.optimizer.state_tensors()
 
 
 class TorchReplica:
@@ -125,7 +124,7 @@ class TorchReplica:
         self.batch = RandomTokens(config, mesh.device).batch(0, 0, mesh.dp_rank, mesh.dp, config.micro_batch_size,
                                                              config.global_batch_size)
         self.model = Plain(config).load(train.model_builder(config, mesh).state_dict()).to(mesh.device)
-        self.model.to(torch.promote_types(getattr(torch, config.dtype), torch.float32))
+        self.model.to(torch.promote_types(config.params_dtype, torch.float32))
         self.autocast = nullcontext
 
     def step(self):
@@ -193,7 +192,7 @@ def counted_bytes(tensors) -> int:
 
 def formula_bytes(name: str, config: Config) -> float:
     """A parameter's, of parameters, gradients and optimizer's state, without padding."""
-    whole, d = 4 * max(4, getattr(torch, config.dtype).itemsize), config.dp
+    whole, d = 4 * max(4, config.params_dtype.itemsize), config.dp
     return {"ddp": whole, "ddp-zero": whole / 2 + whole / 2 / d, "fsdp2": whole / d}.get(name) or (
         formulas.state_per_parameter(dataclasses.replace(config, zero_stage=int(name[-1]))))
 

@@ -7,8 +7,8 @@
 
 **Any layout.** A tensor is saved under a global name (layers.7.attention.qkv.weight, no rank, no stage) as a `DTensor`:
 this rank's shard, and how it is cut over (dp, tp). torch.distributed.checkpoint stores each part once and reads back
-whatever part another layout asks for. Three tensors a parameter: the weight (the fp32 master in 16-bit training) and
-Adam's two moments. ZeRO cuts flat buffers across parameters, so before saving the parts of a bucket are gathered, and
+whatever part another layout asks for. Of each parameter the weight (the fp32 master in 16-bit training) and the
+optimizer's moments, two of AdamW's. ZeRO cuts flat buffers across parameters, so before saving the parts of a bucket are gathered, and
 after loading each rank keeps its own part. A tied matrix is saved by the first stage and read by both.
 
 What else must be known to go on is a function of it: the data order, the dropout masks and the learning rate follow
@@ -46,15 +46,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nanodomino.collectives import all_gather
-from nanodomino.config import Config, UserError, require
+from nanodomino.config import DTYPES, Config
+from nanodomino.settings import UserError, require
 from nanodomino.manifest import (FORMAT, checkpoints_of, discard, file_digests, flush_folder, manifest_text,
                                  read_manifest, verify)
 from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
 from nanodomino.zero import ZeroOptimizer
-
-PARTS = ("weight", "exp_avg", "exp_avg_sq")          # of each parameter; the last two as torch.optim.AdamW calls them
-
 
 # ---- tensors under global names
 
@@ -62,7 +60,7 @@ def host_memory(optimizer: ZeroOptimizer) -> dict:
     """{(bucket, part): a flat tensor in host memory, as long as the whole bucket}, unfilled."""
     return {(bucket, part): torch.empty(bucket.main_grad.shape, dtype=bucket.main_grad.dtype,
                                         pin_memory=bucket.main_grad.is_cuda)
-            for bucket in optimizer.buckets for part in PARTS}
+            for bucket in optimizer.buckets for part in optimizer.kept}
 
 
 def named_tensors(model: GPT, mesh: Mesh, host: dict) -> dict:
@@ -88,7 +86,7 @@ def as_dtensor(local: torch.Tensor, weight, mesh: Mesh) -> DTensor:
 def snapshot(optimizer: ZeroOptimizer, mesh: Mesh, host: dict):
     """Copy everything that must be saved of this stage into `host`. All ranks of the stage call it together."""
     for (bucket, part), whole in host.items():
-        own = bucket.master if part == "weight" else optimizer.adamw.state[bucket.master].get(part)
+        own = optimizer.own(bucket, part)
         if own is None:                                  # before the first step there are no moments
             whole.zero_()
         elif optimizer.parts == 1:
@@ -100,24 +98,17 @@ def snapshot(optimizer: ZeroOptimizer, mesh: Mesh, host: dict):
             whole.copy_(gathered)                        # onto itself where there is no GPU
 
 
-def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> int:
-    """Fill the model and the optimizer of any layout from a checkpoint; returns its step."""
+def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weights_alone=False) -> int:
+    """Fill the model and the optimizer of any layout from a checkpoint; returns its step.
+    weights_alone: a new optimizer at step 0, which has seen nothing yet."""
     manifest = read_manifest(folder)
-    optimizer.updates = manifest["adam_steps"]
-    host = host_memory(optimizer)
-    for whole in host.values():
-        whole.zero_()                                    # the padding between parameters too
+    optimizer.updates = 0 if weights_alone else manifest["adam_steps"]
+    host = {key: whole.zero_() for key, whole in host_memory(optimizer).items()      # padding between parameters too
+            if key[1] == "weight" or optimizer.updates}
     read(named_tensors(model, mesh, host), folder)
     for (bucket, part), whole in host.items():
-        own = whole.chunk(optimizer.parts)[optimizer.part]
-        if part == "weight":
-            bucket.weights.copy_(whole)
-            bucket.master.copy_(own)
-        elif optimizer.updates:
-            state = optimizer.adamw.state[bucket.master]
-            state["step"] = torch.tensor(float(optimizer.updates), device=mesh.device)
-            state[part] = own.to(mesh.device, copy=True)
-    return manifest["step"]
+        optimizer.put_back(bucket, part, whole)
+    return 0 if weights_alone else manifest["step"]
 
 
 # ---- reading without running
@@ -158,7 +149,7 @@ class CarefulUnpickler(pickle.Unpickler):
                                                          "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
                "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
                "torch.serialization": ("_get_layout",),
-               "torch": ("Size", "float32", "float64", "bfloat16"),
+               "torch": ("Size", *DTYPES),
                "pathlib": ("PosixPath",), "pathlib._local": ("PosixPath",)}
 
     def find_class(self, module, name):

@@ -1,13 +1,16 @@
-"""Every setting of a run: one flat dataclass, the model presets, the checks, the command line.
+"""Every setting of a run: one flat dataclass, the model presets, the rules.
 
-A run passes through here once, on every rank, before any process talks to another:
+A setting is declared once, in a line of Config: its default, what it does, what values it may have, and what it would
+mean to change it when a run goes on (its `role`). Flags, --help, docs/settings.md, the checks, what a checkpoint must
+agree with and what a benchmark takes as a flag all follow from that line.
 
-    command line -> Config -> resolve(world_size)  -> with_vocabulary(corpus) -> the run
-                              presets, layout,        the vocabulary's size,
-                              every divisibility      padded to a multiple
+    flags, a run's config.json  ->  Config -> resolve(world_size)  -> with_vocabulary(corpus) -> the run
+    (flags.py)                                presets, layout,        the vocabulary's size,
+                                              every divisibility      padded to a multiple
 
-All of it is a pure function of the flags, the world size and the data folder, so each rank comes to the same
-Config or to the same `UserError`, and nobody is left waiting in a collective for a rank that has given up.
+All of it is a pure function of the flags, the files that they name, the world size and the data folder, so each rank
+comes to the same Config or to the same `UserError`, before any process talks to another, and nobody is left waiting in
+a collective for a rank that has given up.
 
 The rules that tie the sizes together:
 
@@ -19,14 +22,17 @@ No default that changes the result depends on the number of processes: `global_b
 of microbatches follows. Names and spellings are Megatron-LM's where it has one.
 """
 
-import argparse
 import dataclasses
+import math
 from dataclasses import dataclass, field
+from functools import partial
 
+import torch
 
-class UserError(Exception):
-    """A mistake that whoever started the run can mend: one sentence with the rule, the numbers and the fix."""
-
+from nanodomino.functions import NORMALIZATIONS
+from nanodomino.optimizers import OPTIMIZERS
+from nanodomino.schedules import SCHEDULES
+from nanodomino.settings import UserError, check_values, require, setting, spelling  # noqa: F401
 
 # GPT-2's sizes (the "gpt2" family) and GPT-3's (2005.14165, table 2.1, with its learning rates);
 # nano is made for a laptop.
@@ -42,100 +48,115 @@ PRESETS = {name: dict(zip(PRESET_FIELDS, values)) for name, *values in (
     ("gpt3-6.7b",   32, 4096, 32, 2048, 1.2e-4, 1024,  2, 0.02),
     ("gpt3-13b",    40, 5120, 40, 2048, 1e-4,   1024,  1, 0.02),
 )}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
-LARGEST = 2**31 - 1      # of every whole number: beyond it some C int or list of ours overflows, later and less clearly
+LR_DECAY_STYLES = {"cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)), "linear": lambda done: 1.0 - done,
+                   "constant": lambda done: 1.0}         # what is left of the way from min_lr to lr, done from 0 to 1
 
-# (tp, pp) when neither is given, by the number of processes that share a model:
-# wires of every kind, as soon as there can be.
-DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}
+# (tp, pp) when neither is given, by the number of processes that share a model: wires of every kind, as soon as there
+# can be, and no replicas where they would be 3, 5 or 7, by which few batches can be divided.
+DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (1, 5), 6: (2, 3), 7: (1, 7), 8: (4, 2)}
 
-
-def flag(default, text, *, choices=None, short=None, kind=None):
-    """One Config field that is also a command line flag; `kind` is its type, None in `default` means 'see resolve'."""
-    return field(default=default, metadata=dict(text=text, choices=choices, short=short, kind=kind or type(default)))
+of_model = partial(setting, "The model", role="model")
+of_layout = partial(setting, "The layout", role="free")
+of_training = partial(setting, "The training", role="learning")
+of_data = partial(setting, "The data", role="run")
+of_run = partial(setting, "The run", role="free")
+of_machine = partial(setting, "The machine", role="free")
 
 
 @dataclass(frozen=True)
 class Config:
-    # The model
-    model: str = flag("nano", "preset that fills every size not given by its own flag", choices=tuple(PRESETS))
-    num_layers: int = flag(None, "transformer layers", kind=int)
-    hidden_size: int = flag(None, "width h of the residual stream", kind=int)
-    ffn_hidden_size: int = flag(None, "width of the MLP (default 4 h)", kind=int)
-    num_attention_heads: int = flag(None, "attention heads", kind=int)
-    seq_length: int = flag(None, "tokens in a sample", kind=int)
-    max_position_embeddings: int = flag(None, "learned positions (default seq-length)", kind=int)
-    vocab_size: int = flag(None, "vocabulary (default: the data's)", kind=int)
-    make_vocab_size_divisible_by: int = flag(128, "the embedding is padded to a multiple of this, whatever tp is")
-    untie_embeddings_and_output_weights: bool = flag(False, "give the head a matrix of its own")
-    hidden_dropout: float = flag(0.0, "dropout on the embedding and on what each sublayer adds")
-    attention_dropout: float = flag(0.0, "dropout on the attention probabilities")
-    layernorm_epsilon: float = flag(1e-5, "added to the variance in LayerNorm")
-    init_method_std: float = flag(None, "standard deviation of the initial weights (default 0.02; nano 0.06)",
-                                  kind=float)
+    model: str = of_model("nano", "preset that fills every size not given by its own flag", choices=PRESETS)
+    num_layers: int = of_model(None, "transformer layers", kind=int)
+    hidden_size: int = of_model(None, "width h of the residual stream", kind=int)
+    ffn_hidden_size: int = of_model(None, "width of the MLP (default 4 h)", kind=int, follows=True)
+    num_attention_heads: int = of_model(None, "attention heads", kind=int)
+    seq_length: int = of_model(None, "tokens in a sample", kind=int, role="run")
+    max_position_embeddings: int = of_model(None, "learned positions (default seq-length)", kind=int, follows=True)
+    vocab_size: int = of_model(None, "vocabulary (default: the data's)", kind=int, follows=True)
+    make_vocab_size_divisible_by: int = of_model(128, "the embedding is padded to a multiple of this, whatever tp is")
+    untie_embeddings_and_output_weights: bool = of_model(False, "give the head a matrix of its own")
+    normalization: str = of_model("LayerNorm", "what opens each sublayer", choices=NORMALIZATIONS)
+    layernorm_epsilon: float = of_model(1e-5, "added to the variance in a norm", above=0.0)
+    hidden_dropout: float = of_model(0.0, "dropout on the embedding and on what each sublayer adds", below=1.0,
+                                     role="learning")
+    attention_dropout: float = of_model(0.0, "dropout on the attention probabilities", below=1.0, role="learning")
+    init_method_std: float = of_model(None, "standard deviation of the initial weights (default 0.02; nano 0.06)",
+                                      kind=float, role="run")
 
-    # The layout
-    tensor_model_parallel_size: int = flag(None, "processes that share each layer's matrices", short="--tp", kind=int)
-    pipeline_model_parallel_size: int = flag(None, "stages that share the layers", short="--pp", kind=int)
-    data_parallel_size: int = flag(None, "replicas that share the batch (default: what is left)", short="--dp",
-                                   kind=int)
-    slices: int = flag(None, "Domino's row split: pieces of a microbatch, computing while another's reduce travels "
-                             "(default 2 where there are wires to hide)", kind=int)
-    columns: int = flag(1, "Domino's column split: chunks of a row-parallel matmul, each reduced while the next is "
-                           "computed")
-    schedule: str = flag("1f1b", "pipeline schedule", choices=("1f1b", "gpipe"))
-    zero_stage: int = flag(1, "1: each replica keeps 1/dp of the optimizer; 0: all of it", choices=(0, 1))
-    bucket_size: int = flag(10_000_000, "parameters in a gradient bucket, reduced while backward goes on")
+    tensor_model_parallel_size: int = of_layout(None, "processes that share each layer's matrices", short="--tp",
+                                                kind=int, follows=True)
+    pipeline_model_parallel_size: int = of_layout(None, "stages that share the layers", short="--pp", kind=int,
+                                                  follows=True)
+    data_parallel_size: int = of_layout(None, "replicas that share the batch (default: what is left)", short="--dp",
+                                        kind=int, follows=True)
+    micro_batch_size: int = of_layout(None, "samples that pass through a stage at once", kind=int, follows=True)
+    slices: int = of_layout(None, "Domino's row split: pieces of a microbatch, computing while another's reduce "
+                                  "travels (default 2 where there are wires to hide)", kind=int, follows=True)
+    columns: int = of_layout(1, "Domino's column split: chunks of a row-parallel matmul, each reduced while the next is "
+                                "computed")
+    schedule: str = of_layout("1f1b", "pipeline schedule", choices=SCHEDULES)
+    zero_stage: int = of_layout(1, "1: each replica keeps 1/dp of the optimizer; 0: all of it", choices=(0, 1), least=0)
+    bucket_size: int = of_layout(10_000_000, "parameters in a gradient bucket, reduced while backward goes on")
 
-    # The training
-    train_iters: int = flag(200, "optimizer steps")
-    micro_batch_size: int = flag(None, "samples that pass through a stage at once", kind=int)
-    global_batch_size: int = flag(None, "samples in an optimizer step", kind=int)
-    lr: float = flag(None, "peak learning rate", kind=float)
-    min_lr: float = flag(None, "last learning rate (default lr / 10)", kind=float)
-    lr_decay_style: str = flag("cosine", "from lr down to min-lr", choices=("cosine", "linear", "constant"))
-    lr_warmup_fraction: float = flag(0.05, "part of train-iters in which the rate climbs to lr")
-    weight_decay: float = flag(0.1, "AdamW's, on matrices only")
-    clip_grad: float = flag(1.0, "largest global gradient norm; 0 turns clipping off")
-    adam_beta1: float = flag(0.9, "decay of the first moment")
-    adam_beta2: float = flag(0.95, "decay of the second moment")
-    adam_eps: float = flag(1e-8, "added to the denominator")
-    seed: int = flag(1234, "draws weights, data order and dropout")
+    train_iters: int = of_training(200, "optimizer steps")
+    global_batch_size: int = of_training(None, "samples in an optimizer step", kind=int, role="run")
+    optimizer: str = of_training("adamw", "what updates the weights", choices=OPTIMIZERS, role="optimizer")
+    lr: float = of_training(None, "peak learning rate", kind=float)
+    min_lr: float = of_training(None, "last learning rate (default lr / 10)", kind=float, follows=True)
+    lr_decay_style: str = of_training("cosine", "from lr down to min-lr", choices=LR_DECAY_STYLES)
+    lr_warmup_fraction: float = of_training(0.05, "part of train-iters in which the rate climbs to lr", below=1.0)
+    weight_decay: float = of_training(0.1, "pulls matrices towards 0, and nothing else")
+    clip_grad: float = of_training(1.0, "largest global gradient norm; 0 turns clipping off")
+    adam_beta1: float = of_training(0.9, "AdamW's decay of the first moment", below=1.0)
+    adam_beta2: float = of_training(0.95, "AdamW's decay of the second moment", below=1.0)
+    adam_eps: float = of_training(1e-8, "AdamW's addition to the denominator", above=0.0)
+    lion_beta1: float = of_training(0.9, "the moment's part in Lion's update", below=1.0)
+    lion_beta2: float = of_training(0.99, "Lion's decay of the moment", below=1.0)
+    dtype: str = of_training("float32", "of the weights; bfloat16 keeps fp32 master weights and gradients",
+                             choices=DTYPES)
+    bf16: bool = of_training(False, "the same as --dtype bfloat16")
+    seed: int = of_training(1234, "draws weights, data order and dropout", role="run", least=0)
 
-    # The data
-    data_path: str = flag(None, "folder made by data/prepare.py (default: Python's own standard library)", kind=str)
-    eod_mask_loss: bool = flag(False, "do not train on predicting end-of-text")
+    data_path: str = of_data(None, "folder made by data/prepare.py (default: Python's own standard library)", kind=str,
+                             role="free")
+    eod_mask_loss: bool = of_data(False, "do not train on predicting end-of-text")
 
-    # The run
-    run_dir: str = flag(None, "everything the run makes (default runs/MODEL-NUMBER)", kind=str)
-    log_interval: int = flag(25, "steps between lines on the screen")
-    eval_interval: int = flag(100, "steps between validations")
-    eval_iters: int = flag(10, "global batches in a validation")
-    save_interval: int = flag(100, "steps between checkpoints; there is one at the end too")
-    keep_last: int = flag(3, "checkpoints that are kept")
-    load: str = flag(None, "start from this checkpoint, or from the newest of this run's folder", kind=str)
-    exit_interval: int = flag(None, "save and stop after the next step that is divisible by this", kind=int)
-    max_skipped_steps: int = flag(10, "steps in a row with a loss or gradient that is not finite, after which the run "
-                                      "gives up")
-    trace: str = flag(None, "steps FIRST:LAST whose timeline is drawn into the run's folder", kind=str)
-    timeout: int = flag(600, "seconds that a collective may take before the run ends")
-    sample_tokens: int = flag(120, "tokens that the model writes at the end; 0 for none")
-    temperature: float = flag(0.8, "of that sample; 0 is greedy")
-    top_k: int = flag(20, "tokens that the sample chooses among; 0 for all")
+    run_dir: str = of_run(None, "everything the run makes (default runs/MODEL-NUMBER); the folder of a run that has "
+                                "begun goes on with it, with its settings", kind=str, role="launch")
+    config: str = of_run(None, "take the settings of this file, such as a run's config.json; flags count more",
+                         kind=str, role="launch")
+    load: str = of_run(None, "start from this checkpoint, or from the newest of this run's folder", kind=str)
+    finetune: bool = of_run(False, "of --load take the weights alone: step 0, a new optimizer, any data and batch")
+    log_interval: int = of_run(25, "steps between lines on the screen")
+    eval_interval: int = of_run(100, "steps between validations")
+    eval_iters: int = of_run(10, "global batches in a validation; 0 for none", least=0)
+    save_interval: int = of_run(100, "steps between checkpoints; there is one at the end too")
+    keep_last: int = of_run(3, "checkpoints that are kept")
+    exit_interval: int = of_run(None, "save and stop after the next step that is divisible by this", kind=int,
+                                role="launch")
+    max_skipped_steps: int = of_run(10, "steps in a row with a loss or gradient that is not finite, after which the run "
+                                        "gives up")
+    trace: str = of_run(None, "steps FIRST:LAST whose timeline is drawn into the run's folder", kind=str, role="launch")
+    timeout: int = of_run(600, "seconds that a collective may take before the run ends")
+    sample_tokens: int = of_run(120, "tokens that the model writes at the end; 0 for none", least=0)
+    temperature: float = of_run(0.8, "of that sample; 0 is greedy")
+    top_k: int = of_run(20, "tokens that the sample chooses among; 0 for all", least=0)
 
-    # The machine
-    device: str = flag("auto", "where to compute; auto takes CUDA where it is found", choices=("auto", "cpu", "cuda"))
-    dtype: str = flag("float32", "of the weights; bfloat16 keeps fp32 master weights and gradients",
-                      choices=("float32", "bfloat16", "float64"))
-    bf16: bool = flag(False, "the same as --dtype bfloat16")
-    compile: bool = flag(None, "torch.compile the compute between the wires (default: on CUDA)", kind=bool)
-    compile_backend: str = flag("inductor", "torch.compile's backend", choices=("inductor", "cudagraphs", "aot_eager"))
-    deterministic_mode: bool = flag(False, "ask CUDA's libraries for the same bits every time (the CPU gives them "
-                                           "anyway)")
+    device: str = of_machine("auto", "where to compute; auto takes CUDA where it is found",
+                             choices=("auto", "cpu", "cuda"))
+    compile: bool = of_machine(None, "torch.compile the compute between the wires (default: on CUDA)", kind=bool,
+                               follows=True)
+    compile_backend: str = of_machine("inductor", "torch.compile's backend",
+                                      choices=("inductor", "cudagraphs", "aot_eager"))
+    deterministic_mode: bool = of_machine(False, "ask CUDA's libraries for the same bits every time (the CPU gives "
+                                                 "them anyway)")
 
-    # Filled in by resolve() and train.py; not flags
-    world_size: int = 1
-    data_sha256: str | None = None         # of the training tokens
+    # Filled in on the way; not flags
+    given: tuple[str, ...] = field(default=(), metadata=dict(role="launch"))     # settings that somebody asked for
+    world_size: int = field(default=1, metadata=dict(role="free", absent=1))
+    data_sha256: str | None = field(default=None, metadata=dict(role="run", absent=None))    # of the training tokens
 
     # Derived sizes
     @property
@@ -149,6 +170,11 @@ class Config:
     @property
     def dp(self) -> int:
         return self.data_parallel_size
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        """Of weights and activations, as Megatron-LM calls it."""
+        return DTYPES[self.dtype]
 
     @property
     def microbatches(self) -> int:
@@ -179,19 +205,16 @@ class Config:
     def resolve(self, world_size: int) -> "Config":
         """Fill in what was left open for this many processes, then check it. Raises UserError."""
         require(self.model in PRESETS, f"unknown model '{self.model}'; try one of {', '.join(PRESETS)}")
-        for one in dataclasses.fields(self):
-            choices, value = one.metadata.get("choices"), getattr(self, one.name)
-            require(not choices or value in choices,
-                    f"unknown {spelling(one.name)} '{value}'; try one of {', '.join(map(str, choices or ()))}")
+        check_values(self)
+        check_trace(self)
         require(not (self.bf16 and self.dtype == "float64"),
                 "--bf16 and --dtype float64 contradict each other; give one")
 
         filled = {name: value for name, value in PRESETS[self.model].items() if getattr(self, name) is None}
         filled["world_size"] = world_size
         if self.bf16:
-            filled["dtype"] = "bfloat16"
+            filled |= {"dtype": "bfloat16", "bf16": False}
         config = dataclasses.replace(self, **filled)
-        check_positive(config)
 
         default_tp, default_pp = 1, 1
         if self.tp is None and self.pp is None:
@@ -222,44 +245,38 @@ class Config:
         return config
 
 
-def require(condition, message: str):
-    """Raise UserError(message) unless the condition holds."""
-    if not condition:
-        raise UserError(message)
+def check_record(record: dict, source) -> dict:
+    """A Config as dataclasses.asdict once made a record of it, or a part of one: the record, if it can be used.
+    Raises UserError for settings of a later version, or values that are none."""
+    known = {one.name: one for one in dataclasses.fields(Config)}
+    unknown = sorted(record.keys() - known.keys())
+    require(not unknown, f"{source} has settings that this version does not know ({', '.join(unknown)}); use the "
+            "version that wrote it")
+    for name, value in record.items():
+        kind = known[name].metadata.get("kind")
+        fits = isinstance(value, {float: (int, float)}.get(kind, kind)) if kind else True
+        require(value is None or fits and (kind is bool) == isinstance(value, bool) or not kind,
+                f"{source} has {value!r} as {name}, which must be of type {kind and kind.__name__}; correct it")
+    return record
 
 
-def spelling(name: str) -> str:
-    """The flag of a field: seq_length -> --seq-length."""
-    return "--" + name.replace("_", "-")
+def from_record(record: dict, source) -> Config:
+    """The Config of a whole record. What it does not know has the value that was the only one at that time."""
+    absent = {one.name: one.metadata["absent"] for one in dataclasses.fields(Config) if "absent" in one.metadata}
+    return Config(**absent | check_record(record, source) | {"given": tuple(record.get("given", ()))})
 
 
-def check_positive(config: Config):
-    """Every size at least 1, every rate in its range, no empty name; None is left for resolve()."""
-    at_least_zero = {"seed", "zero_stage", "sample_tokens", "top_k", "eval_iters"}
-    for one in dataclasses.fields(config):
-        value = getattr(config, one.name)
-        require(value != "", f"{spelling(one.name)} must not be empty; give a folder, or leave the flag out")
-        if one.metadata.get("kind") is int and value is not None:
-            least = 0 if one.name in at_least_zero else 1
-            require(value >= least, f"{spelling(one.name)} must be at least {least}, but is {value}")
-            require(value <= LARGEST, f"{spelling(one.name)} must be at most {LARGEST}, but is {value}")
-    if config.trace is not None:
-        numbers = config.trace.split(":")
-        require(len(numbers) == 2 and all(number.isdecimal() for number in numbers) and len(config.trace) < 20
-                and 1 <= int(numbers[0]) <= int(numbers[1]),
-                f"--trace must be FIRST:LAST, two steps from 1 on and the second not before the first, but is {config.trace}; try --trace 10:12")
-        require(int(numbers[1]) <= config.train_iters,
-                f"--trace {config.trace} must end by train-iters {config.train_iters}; lower it, or train longer")
-    for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction"):
-        value = getattr(config, name)
-        require(0.0 <= value < 1.0, f"{spelling(name)} must be at least 0 and below 1, but is {value}")
-    for name in ("lr", "min_lr", "weight_decay", "clip_grad", "temperature", "init_method_std"):
-        value = getattr(config, name)
-        require(value is None or 0.0 <= value < float("inf"),
-                f"{spelling(name)} must be a finite number of at least 0, but is {value}")
-    for name in ("layernorm_epsilon", "adam_eps"):
-        value = getattr(config, name)
-        require(0.0 < value < float("inf"), f"{spelling(name)} must be a finite number above 0, but is {value}")
+def check_trace(config: Config):
+    """--trace FIRST:LAST. Raises UserError."""
+    if config.trace is None:
+        return
+    numbers = config.trace.split(":")
+    require(len(numbers) == 2 and all(number.isdecimal() for number in numbers) and len(config.trace) < 20
+            and 1 <= int(numbers[0]) <= int(numbers[1]),
+            f"--trace must be FIRST:LAST, two steps from 1 on and the second not before the first, but is "
+            f"{config.trace}; try --trace 10:12")
+    require(int(numbers[1]) <= config.train_iters,
+            f"--trace {config.trace} must end by train-iters {config.train_iters}; lower it, or train longer")
 
 
 def divisors(number: int, limit: int = 64) -> str:
@@ -296,44 +313,5 @@ def check_sizes(c: Config):
     require(c.seq_length <= c.max_position_embeddings,
             f"seq-length {c.seq_length} must be at most max-position-embeddings {c.max_position_embeddings}; "
             f"try --max-position-embeddings {c.seq_length}")
+    require(c.load or not c.finetune, "--finetune takes the weights of --load, and there is none; add --load FOLDER")
     require(c.min_lr <= c.lr, f"min-lr {c.min_lr} must be at most lr {c.lr}; lower it or leave it out")
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse that raises UserError: every rank parses, one of them prints."""
-
-    def error(self, message):
-        raise UserError(f"{message}; python train.py --help lists every flag")
-
-
-def command_line_parser() -> Parser:
-    """The flags, made from Config's fields."""
-    parser = Parser("train.py", description="Pre-train a GPT over tensor x pipeline x data parallel processes.",
-                    usage="train.py [flags], alone or under torchrun", allow_abbrev=False)
-    add_flags(parser, [one.name for one in dataclasses.fields(Config) if one.metadata])
-    return parser
-
-
-def add_flags(parser, names, **defaults):
-    """The flags of Config's fields of these names; `defaults` take the place of Config's own."""
-    for one in dataclasses.fields(Config):
-        if one.name not in names:
-            continue
-        about, default, text = one.metadata, one.default, one.metadata["text"].replace("%", "%%")
-        if one.name in defaults:
-            default, text = defaults[one.name], text.partition(" (default")[0]
-        if default is not None and default is not False:
-            text += f" (default {default})"
-        spellings = [spelling(one.name)] + ([about["short"]] if about["short"] else [])
-        if about["kind"] is bool:
-            action = "store_true" if default is False else argparse.BooleanOptionalAction
-            parser.add_argument(*spellings, action=action, default=default, help=text)
-        else:
-            metavar = None if about["choices"] else about["kind"].__name__.upper()
-            parser.add_argument(*spellings, type=about["kind"], choices=about["choices"], metavar=metavar,
-                                default=default, help=text)
-
-
-def from_command_line(arguments: list[str]) -> Config:
-    """Flags -> Config, not yet resolved. Raises UserError for a flag or value that does not exist."""
-    return Config(**vars(command_line_parser().parse_args(arguments)))

@@ -33,7 +33,7 @@ import numpy as np
 import tiktoken
 import torch
 
-from nanodomino.config import UserError, require
+from nanodomino.settings import UserError, require
 from nanodomino.tokenizer import TOKENIZERS, build_tokenizer
 
 SPLITS = ("train", "valid", "test")

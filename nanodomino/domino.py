@@ -45,7 +45,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.data import Batch
-from nanodomino.model import GPT, Dropout, Layer, Sublayer, close_residual, norm
+from nanodomino.model import GPT, Dropout, Layer, Norm, Sublayer, close_residual
 from nanodomino.parallel import cross_entropy, cross_entropy_gradient, exponentials, logits_maximum
 from nanodomino.tape import Segment
 from nanodomino.trace import NO_TRACE
@@ -62,12 +62,12 @@ def interleave(generators, trace):
             waiting.append((index, generator))
 
 
-def bridge(x, y, bias, mask, norm_weight, norm_bias, epsilon):
+def bridge(x, y, bias, mask, norm: Norm):
     """Close the sublayer before (y is its sum over ranks; None at a stage's start), open the next:
     x', h, all [b, s, h]."""
     if y is not None:
         x = close_residual(x, y, bias, mask)
-    return x, norm(x, norm_weight, norm_bias, epsilon)
+    return x, norm(x)
 
 
 @dataclass
@@ -183,9 +183,8 @@ class Domino:
 
     def open(self, piece, x, y, bias, mask, following):
         """The bridge into `following` (a Norm), as a Segment with outputs x', h."""
-        return Segment(piece.training,
-                       lambda x, y: self.bridge(x, y, bias, mask, following.weight, following.bias, following.epsilon),
-                       [x, y], [bias, following.weight, following.bias])
+        return Segment(piece.training, lambda x, y: self.bridge(x, y, bias, mask, following), [x, y],
+                       [bias, *following.parameters()])
 
     def forward_sublayer(self, piece, sublayer, x, y, bias, mask):
         """Generator: bridge, product, core, product, wires. Returns what the next bridge needs: x, y, bias, mask."""

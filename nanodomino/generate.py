@@ -52,7 +52,7 @@ class Cache:
         shape = (1, model.config.num_attention_heads // model.mesh.tp, model.config.max_position_embeddings,
                  model.config.head_dim)
         self.kept = {sublayer.site: torch.zeros(2, *shape, device=model.mesh.device,
-                                                dtype=getattr(torch, model.config.dtype))
+                                                dtype=model.config.params_dtype)
                      for sublayer in model.sublayers if isinstance(sublayer, Attention)}
 
     def attend(self, attention: Attention, qkv):
@@ -102,7 +102,7 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
         new = torch.tensor([window[cache.length:]], device=device)
         hidden = None
         if not mesh.is_first_stage:
-            hidden = torch.empty(1, new.size(1), config.hidden_size, dtype=getattr(torch, config.dtype), device=device)
+            hidden = torch.empty(1, new.size(1), config.hidden_size, dtype=config.params_dtype, device=device)
             dist.recv(hidden, mesh.stage_rank(mesh.pp_rank - 1), group=mesh.pp_forward_group)
         output = cache.stage(new, hidden)
         following = torch.zeros(1, dtype=torch.int64, device=device)

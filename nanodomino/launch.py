@@ -11,7 +11,6 @@ something to tell must speak first, and those that only lost a neighbour keep st
 
 import fcntl
 import itertools
-import json
 import os
 import signal
 import sys
@@ -19,25 +18,33 @@ import tempfile
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.config import Config, UserError, require
-from nanodomino.manifest import MODEL_SETTINGS, check_settings, newest_sound, verify
+from nanodomino.config import Config
+from nanodomino.manifest import check_settings, newest_record, newest_sound, read_manifest, verify
 from nanodomino.mesh import Place, find_place
+from nanodomino.settings import UserError, require
 
-# Of a run that goes on in its own folder: a change would make the rest of the data another one.
-RUN_SETTINGS = (*MODEL_SETTINGS, "seq_length", "global_batch_size", "seed", "eod_mask_loss", "data_sha256")
 # words of errors that follow from another's end
 LONELY = ("peer", "remote", "Broken pipe", "Timed out", "timed out", "timeout", "NCCL")
 
 
 # ---- the run's folder
 
-def find_run(config: Config, place: Place) -> tuple[Path, Path | None]:
-    """(the folder of this run, the checkpoint to start from or None). Raises UserError. Called by rank 0 alone."""
+@dataclass(frozen=True)
+class Run:
+    """Where a run lives and what it starts from: a checkpoint or nothing, and of it perhaps the weights alone."""
+    folder: Path
+    checkpoint: Path | None
+    weights_alone: bool = False
+
+
+def find_run(config: Config, place: Place) -> Run:
+    """Find or make the folder of this run. Raises UserError. Called by rank 0 alone."""
     run_dir = Path(config.run_dir or "runs")
     # before a folder is made for nothing; a run that has begun no longer needs what it was loaded from
     if config.load and not (config.run_dir and run_dir.exists()):
@@ -59,14 +66,17 @@ def find_run(config: Config, place: Place) -> tuple[Path, Path | None]:
         (run_dir / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} can't be written to ({error.strerror}); choose another folder") from None
-    if checkpoint:
-        check_settings(checkpoint, config, RUN_SETTINGS)
-    elif known:
-        check_same_run(run_dir / "config.json", config)
-    if config.load and not checkpoint:                         # a run that has begun goes on with its own
-        checkpoint = find_checkpoint(Path(config.load))
-        check_settings(checkpoint, config, MODEL_SETTINGS)
-    return run_dir, checkpoint
+    if checkpoint:                                             # a run that has begun goes on with its own
+        check_settings(read_manifest(checkpoint)["config"], checkpoint, config, "model", "optimizer", "run")
+        return Run(run_dir, checkpoint)
+    if known:                                                  # killed before its first checkpoint, it may begin again
+        check_same_run(run_dir, config)
+    if not config.load:
+        return Run(run_dir, None)
+    checkpoint = find_checkpoint(Path(config.load))
+    check_settings(read_manifest(checkpoint)["config"], checkpoint, config, "model",
+                   *(() if config.finetune else ("optimizer",)))
+    return Run(run_dir, checkpoint, weights_alone=config.finetune)
 
 
 def claim(run_dir: Path, patience=5.0):
@@ -92,16 +102,10 @@ def claim(run_dir: Path, patience=5.0):
             return                                             # a file system that knows no claims
 
 
-def check_same_run(path: Path, config: Config):
+def check_same_run(run_dir: Path, config: Config):
     """A run that was killed before its first checkpoint may begin again in its folder; another run may not."""
-    try:
-        saved = json.loads(path.read_text())
-        differs = [name for name in RUN_SETTINGS if saved.get(name) != getattr(config, name)]
-    except (OSError, ValueError, AttributeError):
-        return                                                 # killed while it was written: nothing to lose
-    require(not differs, f"--run-dir {path.parent} holds a run of other settings ("
-            + ", ".join(f"{name} {saved.get(name)}, here {getattr(config, name)}" for name in differs)
-            + "); choose another folder")
+    if record := newest_record(run_dir):
+        check_settings(record, f"--run-dir {run_dir}", config, "model", "optimizer", "run")
 
 
 def require_folder(folder: Path):

@@ -14,14 +14,10 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nanodomino.config import Config, UserError, require
+from nanodomino.config import Config, from_record
+from nanodomino.settings import UserError, names, require
 
 FORMAT = "nanodomino-checkpoint-1"
-
-# Settings that say what a checkpoint's tensors mean: a run that differs in one of them cannot use it.
-MODEL_SETTINGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings",
-                  "vocab_size", "make_vocab_size_divisible_by", "untie_embeddings_and_output_weights")
-
 
 def file_digest(path: Path) -> dict:
     """Size and SHA-256 of a file."""
@@ -96,14 +92,34 @@ def newest_sound(run_dir: Path, report=print) -> Path | None:
     return None
 
 
-def check_settings(folder: Path, config: Config, names: tuple):
-    """Refuse a change that can't be honoured, with both values named."""
-    saved = read_manifest(folder)["config"]
-    for name in names:
-        here = getattr(config, name)
-        require(saved.get(name) == here,
-                f"{folder} was written with {name.replace('_', '-')} {saved.get(name)}, but this run has {here}; "
-                "give the same again, or start another run")
+def newest_record(folder: Path) -> dict | None:
+    """The settings with which a run was last started, or a checkpoint made; None where none can be read."""
+    try:
+        record = json.loads((folder / "config.json").read_text())
+        if isinstance(record, dict):
+            return record
+    except (OSError, ValueError, RecursionError):
+        pass                                                 # no run, or one that was killed while it wrote this
+    try:
+        found = [folder, *checkpoints_of(folder)]
+    except OSError:                                          # a name that no disk can hold
+        return None
+    for checkpoint in found:
+        try:
+            return read_manifest(checkpoint)["config"]
+        except UserError:
+            pass
+    return None
+
+
+def check_settings(record: dict, source, config: Config, *roles):
+    """Refuse a change that can't be honoured, with both values named. Raises UserError."""
+    saved = from_record(record, source)
+    for name in names(Config, *roles):
+        there, here = getattr(saved, name), getattr(config, name)
+        require(there == here, f"{source} was made with {name.replace('_', '-')} {there}, but this run has {here}; "
+                "give the same again, or start another run (with --load FOLDER --finetune from its weights, if the "
+                "model is the same)")
 
 
 def discard(folder: Path):

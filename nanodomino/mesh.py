@@ -25,7 +25,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nanodomino.config import Config, UserError, require
+from nanodomino.config import Config
+from nanodomino.settings import UserError, require
 
 TIMEOUT = 600       # seconds; --timeout's default
 
@@ -125,7 +126,7 @@ class Mesh:
     dp_rank: int
     tp_rank: int
     device: torch.device
-    tp_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup                   # all None in a mesh on paper
     dp_group: dist.ProcessGroup
     pp_forward_group: dist.ProcessGroup           # activations travel down the stages here
     pp_backward_group: dist.ProcessGroup          # gradients travel up here: NCCL runs one group's messages in order,
@@ -158,6 +159,12 @@ class Mesh:
                         for d in range(self.dp))
             lines.append(f"  stage {stage}   {'  '.join(brackets)}   {stages[stage]}")
         return "\n".join(lines)
+
+
+def mesh_on_paper(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
+    """Any place of any grid, without processes: it has no groups, and its device is torch's `meta`, where tensors have
+    shapes and no memory. A model that is built on it tells what a rank would hold."""
+    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, torch.device("meta"), None, None, None, None, None)
 
 
 def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT) -> Mesh:

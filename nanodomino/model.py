@@ -21,14 +21,17 @@ head, [n, (q, k, v), d], so that a contiguous cut of its rows is a set of whole 
 Sources: GPT-2; GPT-3 (2005.14165); 1909.08053, section 3; sublayer scaling of the initial weights as in GPT-2.
 """
 
+import dataclasses
 import hashlib
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanodomino.config import Config
-from nanodomino.mesh import Mesh
+from nanodomino.functions import NORMALIZATIONS
+from nanodomino.mesh import Mesh, mesh_on_paper
 from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding,
                                  copy_to_tensor_parallel, gather_logits, parameter, vocab_parallel_cross_entropy)
 
@@ -51,22 +54,18 @@ def close_residual(x, y, bias, mask):
     return drop(y + bias, mask).add_(x)
 
 
-def norm(x, weight, bias, epsilon):
-    """LayerNorm over the last dimension."""
-    return F.layer_norm(x, weight.shape, weight, bias, epsilon)
-
-
 class Norm(nn.Module):
-    """The parameters of a LayerNorm, whole on every rank."""
+    """What opens a sublayer, of config.normalization's kind; its parameters are whole on every rank."""
 
     def __init__(self, config: Config, mesh: Mesh):
         super().__init__()
+        self.kind = NORMALIZATIONS[config.normalization]
         self.weight = parameter((config.hidden_size,), config, mesh, value=1.0)
-        self.bias = parameter((config.hidden_size,), config, mesh)
+        self.bias = parameter((config.hidden_size,), config, mesh) if self.kind.has_bias else None
         self.epsilon = config.layernorm_epsilon
 
     def forward(self, x):
-        return norm(x, self.weight, self.bias, self.epsilon)
+        return self.kind.function(x, self.weight, self.bias, self.epsilon)
 
 
 class Sublayer(nn.Module):
@@ -236,7 +235,8 @@ class GPT(nn.Module):
                 self.output_layer = VocabParallelEmbedding(config, mesh)
             # in a list: not a second owner
             self.head = [self.embedding.word_embeddings if tied else self.output_layer]
-        self.initialize()
+        if mesh.device.type != "meta":                         # where there is nothing to draw into
+            self.initialize()
 
     @torch.no_grad()
     def initialize(self):
@@ -255,6 +255,12 @@ class GPT(nn.Module):
     def local_part(self, whole, weight):
         """This rank's shard of a whole tensor, cut as `weight` is."""
         return whole if weight.shard_dim is None else whole.chunk(self.mesh.tp, dim=weight.shard_dim)[self.mesh.tp_rank]
+
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        """The word embedding's matrix, where first and last stage each hold a copy of it."""
+        shared = self.config.tied and self.mesh.pp > 1 and (self.pre_process or self.post_process)
+        return self.embedding.word_embeddings.weight if shared else None
 
     @property
     def sublayers(self) -> list[Sublayer]:
@@ -287,16 +293,24 @@ class GPT(nn.Module):
         return logits if self.parallel_output else gather_logits(logits, vocabulary, self.config.vocab_size)
 
 
+@lru_cache(maxsize=64)
+def on_paper(config: Config, pp_rank=0, tp_rank=0) -> GPT:
+    """A stage of the model as one of its ranks would hold it, without memory: what a formula needs of shapes and kinds
+    it asks here, so that what a layer has is said in one place."""
+    mesh = mesh_on_paper(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank)
+    return GPT(config, mesh, pre_process=mesh.is_first_stage, post_process=mesh.is_last_stage)
+
+
 def parameter_count(config: Config) -> int:
     """Parameters of the whole model, a tied matrix once, without the vocabulary's padding."""
-    h, ffn = config.hidden_size, config.ffn_hidden_size
-    layer = (4 * h * h + 4 * h) + (2 * h * ffn + ffn + h) + 4 * h          # attention, MLP, two norms
-    embeddings = config.vocab_size * h * (1 if config.tied else 2) + config.max_position_embeddings * h
-    return config.num_layers * layer + embeddings + 2 * h
+    whole = on_paper(dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))
+    padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size
+    matrices = sum(isinstance(module, VocabParallelEmbedding) for module in whole.modules())
+    return sum(weight.numel() for weight in whole.parameters()) - matrices * padding
 
 
 def flops_per_token(config: Config) -> float:
     """Training FLOPs of a token: 6 N + 12 L h s, N without positions, attention not halved for causality
-    (PaLM, nanoGPT)."""
+    (PaLM, 2204.02311, appendix B; nanoGPT)."""
     parameters = parameter_count(config) - config.max_position_embeddings * config.hidden_size
     return 6 * parameters + 12 * config.num_layers * config.hidden_size * config.seq_length

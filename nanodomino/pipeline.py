@@ -1,30 +1,23 @@
-"""Pipeline parallelism: schedules are data, and one runner executes them.
+"""Pipeline parallelism: one runner executes any schedule (schedules.py), message by message.
 
-Stage r of p holds a run of layers. A global batch is cut into m microbatches, and what a stage does in a step is a list
-of actions, Forward(i) and Backward(i), made by a pure function of (stage, stages, microbatches): it can be printed,
-counted and tested without a process. p = 4, m = 6, a backward twice as long as a forward:
+Stage r of p holds a run of layers. Messages follow from the actions: Forward(i) takes hidden states [b, s, h] from the
+stage before and gives to the next one; Backward(i) takes their gradient from the next stage and gives to the one
+before. What goes down has a process group, and what comes up has another.
 
-    stage 0 |F0 F1 F2 F3                   B0 B0 F4 B1 B1 F5 B2 B2    B3 B3    B4 B4    B5 B5
-    stage 1 |   F0 F1 F2             B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5            1F1B: at most p - r
-    stage 2 |      F0 F1       B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 F5 B4 B4    B5 B5                  microbatches alive
-    stage 3 |         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5                        on stage r
+Nothing can deadlock, whatever the size of a message: a send does not block (it is waited for `stages` messages later,
+when the other side has long asked for it), and the next receive of each direction is posted as soon as what came before
+it has been passed on, so in 1F1B its bytes arrive while this stage computes the other direction.
 
-GPipe runs all forwards before the first backward: simpler, and all m are alive at once.
+Passed on first, since NCCL carries out the messages of one group in the order in which they were posted: a receive that
+is posted before a send holds the send up. With four stages and each receive posted one send too early, 1F1B closes a
+circle, though each rank sends and receives all that it should:
 
-Both leave the same bubble, (p - 1)(F + B) of idle time per step, that is (p - 1)/m of the ideal time. 1F1B
-(PipeDream-flush, 2006.09503; 2104.04473, section 2.2) has three phases on stage r:
-
-    warm-up    w = min(p - r - 1, m) forwards
-    steady     a forward, a backward, in turn: one activation comes, one goes
-    cool-down  the w backwards that are left
-
-Messages follow from the actions: Forward(i) takes hidden states from the stage before and gives to the next one;
-Backward(i) takes a gradient from the next stage and gives to the one before. Nothing can deadlock, whatever the size of
-a message: a send does not block (it is waited for `stages` messages later, when the other side has long asked for it),
-and the next receive of each direction is posted as soon as what came before it has been passed on, so in 1F1B its bytes
-arrive while this stage computes the other direction. Passed on first: NCCL carries out the messages of one group in the
-order in which they were posted, and a receive posted before a send would hold it up, all the way round from stage to
-stage.
+    F5 at stage 3   waits for stage 2 to send it, behind its receive of F6
+    F6 at stage 2   waits for stage 1 to send it, behind its receive of F7
+    F7 at stage 1   waits for stage 0, which runs F7 after B3
+    B3 at stage 0   waits for stage 1 to send it, behind its receive of B4
+    B4 at stage 1   waits for stage 2 to send it, behind its receive of B5
+    B5 at stage 2   waits for stage 3, which runs B5 after F5
 """
 
 from collections import deque
@@ -34,109 +27,9 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.mesh import Mesh
+from nanodomino.schedules import Backward, Forward
 from nanodomino.trace import NO_TRACE
 
-
-@dataclass(frozen=True)
-class Forward:
-    microbatch: int
-
-    def __str__(self):
-        return f"F{self.microbatch}"
-
-
-@dataclass(frozen=True)
-class Backward:
-    microbatch: int
-
-    def __str__(self):
-        return f"B{self.microbatch}"
-
-
-def forward_only(stage: int, stages: int, microbatches: int) -> list:
-    """Evaluation: every microbatch forward."""
-    return [Forward(i) for i in range(microbatches)]
-
-
-def gpipe(stage: int, stages: int, microbatches: int) -> list:
-    """All forwards, then all backwards (1811.06965)."""
-    return forward_only(stage, stages, microbatches) + [Backward(i) for i in range(microbatches)]
-
-
-def one_f_one_b(stage: int, stages: int, microbatches: int) -> list:
-    """One forward, one backward, after a warm-up that is the longer the earlier the stage."""
-    warm_up = min(stages - stage - 1, microbatches)
-    actions = [Forward(i) for i in range(warm_up)]
-    for i in range(microbatches - warm_up):
-        actions += [Forward(warm_up + i), Backward(i)]
-    return actions + [Backward(i) for i in range(microbatches - warm_up, microbatches)]
-
-
-SCHEDULES = {"1f1b": one_f_one_b, "gpipe": gpipe}
-
-
-# ---- a schedule, looked at
-
-def most_alive(actions) -> int:
-    """The most microbatches whose activations are held at once."""
-    alive = most = 0
-    for action in actions:
-        alive += 1 if isinstance(action, Forward) else -1
-        most = max(most, alive)
-    return most
-
-
-def timeline(schedule, stages: int, microbatches: int, forward=1, backward=2) -> list[list[tuple]]:
-    """When each stage would do what, were messages free: for each stage a list of (action, begin, end).
-
-    Raises ValueError if the schedule can't be executed (somebody waits for a message that is never sent).
-    """
-    queues = [deque(schedule(stage, stages, microbatches)) for stage in range(stages)]
-    rows, done = [[] for _ in range(stages)], {}
-    while any(queues):
-        before = len(done)
-        for stage, queue in enumerate(queues):
-            while queue:
-                action = queue[0]
-                up = isinstance(action, Forward)
-                source = stage - 1 if up else stage + 1
-                needed = [(source, action)] if 0 <= source < stages else []
-                if not up:
-                    needed.append((stage, Forward(action.microbatch)))
-                if not all(need in done for need in needed):
-                    break
-                begin = max([done[need] for need in needed] + [rows[stage][-1][2] if rows[stage] else 0])
-                done[stage, action] = begin + (forward if up else backward)
-                rows[stage].append((queue.popleft(), begin, done[stage, action]))
-        if len(done) == before:
-            raise ValueError(f"the schedule stops with {[str(queue[0]) for queue in queues if queue]} waiting for "
-                             "each other")
-    return rows
-
-
-def bubble(rows) -> float:
-    """Idle time of a timeline as a part of the ideal time, the time a stage is busy: (p - 1)/m for 1F1B and GPipe."""
-    busy = sum(end - begin for _, begin, end in rows[0])
-    return (max(end for row in rows for _, _, end in row) - busy) / busy
-
-
-def picture(name: str, stages: int, microbatches: int, shown=8) -> str:
-    """The schedule as text, a column per unit of time; at most `shown` microbatches are drawn."""
-    drawn = min(microbatches, shown)
-    rows = timeline(SCHEDULES[name], stages, drawn)
-    width = len(str(drawn - 1)) + 2
-    lines = [f"schedule {name}: {microbatches} microbatches"
-             + (f" (the first {drawn} drawn)" if drawn < microbatches else "")
-             + f", bubble {(stages - 1) / microbatches:.0%} of the ideal time"]
-    for stage, row in enumerate(rows):
-        cells = [""] * row[-1][2]
-        for action, begin, end in row:
-            cells[begin:end] = [str(action)] * (end - begin)
-        lines.append(f"  stage {stage} |" + "".join(f"{cell:{width}}" for cell in cells).rstrip())
-    return "\n".join(lines)
-
-
-# ---- a schedule, executed
 
 class Mail:
     """The messages of one stage and step: hidden states come from above and go below, gradients the other way."""

@@ -19,21 +19,18 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nanodomino import pipeline
+from nanodomino import schedules
 from nanodomino.config import Config
 from nanodomino.data import Corpus
+from nanodomino.manifest import newest_record
 from nanodomino.mesh import Mesh
 from nanodomino.model import flops_per_token, parameter_count, stage_layers
+from nanodomino.settings import names
 
 # Dense bfloat16 peak of one device in FLOP/s, from the makers' data sheets; the longest name that fits counts.
 PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12,
               "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12,
               "L40": 181e12, "L40S": 362e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
-
-# Settings that may change when a run goes on, and that its losses will show.
-LEARNING = ("train_iters", "lr", "min_lr", "lr_decay_style", "lr_warmup_fraction", "weight_decay", "clip_grad",
-            "hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "adam_eps", "dtype")
-
 
 def find_peak_flops(config: Config, mesh: Mesh) -> float | None:
     """Of all devices together, in the run's dtype; None where it is not known."""
@@ -62,9 +59,9 @@ class Report:
         self.yardsticks = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
         self.metrics, self.unwritten, self.warned = None, b"", False
         if speaks:
-            self.changes = changed_settings(run_dir / "config.json", config) if first_step else []
+            self.changes = changed_settings(run_dir, config) if first_step else []
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
-                (run_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+                write_config(run_dir, config)
             self.metrics = open_metrics(run_dir / "metrics.jsonl", first_step)
             self.describe(first_step)
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
@@ -84,10 +81,10 @@ class Report:
             held.append(("embedding, " if stage == 0 else "") + f"layers {layers[0]} to {layers[-1]}"
                         + (", head" if stage == mesh.pp - 1 else ""))
         print(mesh.picture(held))
-        print(pipeline.picture(config.schedule, mesh.pp, config.microbatches), flush=True)
+        print(schedules.picture(config.schedule, mesh.pp, config.microbatches), flush=True)
         if first_step >= config.train_iters:
-            print(f"this run has done {first_step} steps, and --train-iters is {config.train_iters}: nothing is left",
-                  flush=True)
+            print(f"this run has done {first_step} steps, and --train-iters is {config.train_iters}: nothing is left; "
+                  "raise it to go on, or begin anew from these weights with --load FOLDER --finetune", flush=True)
         elif first_step:
             print(f"going on after step {first_step} of {config.train_iters}"
                   + "".join(f"; {change}" for change in self.changes), flush=True)
@@ -141,14 +138,19 @@ class Report:
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
 
 
-def changed_settings(path: Path, config: Config) -> list[str]:
-    """How learning goes on otherwise than when this run was last started, such as 'lr 0.004, before 0.001'."""
-    try:
-        before = json.loads(path.read_text())
-        return [f"{name} {getattr(config, name)}, before {before[name]}" for name in LEARNING
-                if name in before and before[name] != getattr(config, name)]
-    except (OSError, ValueError, TypeError):
-        return []                                    # killed while it was written, or the run began elsewhere
+def changed_settings(run_dir: Path, config: Config) -> list[str]:
+    """How a run goes on otherwise than when it was last started, such as 'lr 0.004, before 0.001'."""
+    before = newest_record(run_dir) or {}
+    return [f"{name} {getattr(config, name)}, before {before[name]}"
+            for name in names(Config, "optimizer", "run", "learning", "free")
+            if name in before and before[name] != getattr(config, name)]
+
+
+def write_config(run_dir: Path, config: Config):
+    """config.json, whole at any moment: a later start takes its settings from it."""
+    beside = run_dir / ".config.json"
+    beside.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    beside.rename(run_dir / "config.json")
 
 
 def open_metrics(path: Path, first_step: int):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tiktoken
 
-from nanodomino.config import UserError, require
+from nanodomino.settings import UserError, require
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = ("byte", "gpt2")

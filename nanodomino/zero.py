@@ -35,6 +35,7 @@ from nanodomino.collectives import all_gather, reduce_scatter
 from nanodomino.config import Config
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
+from nanodomino.optimizers import OPTIMIZERS
 from nanodomino.trace import NO_TRACE
 
 ALIGNMENT = 16       # elements; a parameter starts at a multiple, as the matrix units of GPUs like it
@@ -47,17 +48,34 @@ class Kind:
     tied: bool           # the word embedding of which first and last stage hold a copy
 
 
+def sort_into_buckets(model: GPT) -> list[tuple[Kind, list[nn.Parameter]]]:
+    """(kind, parameters) of each bucket: in the order of backward, cut at config.bucket_size parameters."""
+    open_buckets, full, tied_copy = {}, [], model.tied_copy
+    for weight in reversed(list(model.parameters())):
+        kind = Kind(decay=weight.dim() >= 2, sharded=weight.shard_dim is not None, tied=weight is tied_copy)
+        bucket = open_buckets.setdefault(kind, [])
+        bucket.append(weight)
+        if sum(one.numel() for one in bucket) >= model.config.bucket_size:
+            full.append((kind, open_buckets.pop(kind)))
+    return full + list(open_buckets.items())
+
+
+def flat_layout(parameters, parts: int) -> tuple[dict, int]:
+    """({parameter: where it begins}, the whole length) of a flat buffer that can be cut into `parts`, in elements."""
+    offsets, size = {}, 0
+    for weight in parameters:
+        offsets[weight] = size
+        size += -(-weight.numel() // ALIGNMENT) * ALIGNMENT
+    return offsets, -(-size // (parts * ALIGNMENT)) * parts * ALIGNMENT
+
+
 class Bucket:
     """Some parameters of one kind, flat: weights, gradients, and the part of both that this rank owns."""
 
     def __init__(self, kind: Kind, parameters: list[nn.Parameter], parts: int, part: int):
         self.kind, self.parameters = kind, parameters
         first = parameters[0]
-        self.offsets, size = {}, 0
-        for weight in parameters:
-            self.offsets[weight] = size
-            size += -(-weight.numel() // ALIGNMENT) * ALIGNMENT
-        size = -(-size // (parts * ALIGNMENT)) * parts * ALIGNMENT
+        self.offsets, size = flat_layout(parameters, parts)
         wide = torch.promote_types(first.dtype, torch.float32)
         self.weights = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.main_grad = torch.zeros(size, dtype=wide, device=first.device)
@@ -92,34 +110,48 @@ class StepResult:
 
 
 class ZeroOptimizer:
-    """AdamW over flat buckets, sharded over the replicas with config.zero_stage 1."""
+    """config.optimizer over flat buckets, sharded over the replicas with config.zero_stage 1."""
 
     def __init__(self, model: GPT, config: Config, mesh: Mesh, trace=NO_TRACE):
         self.config, self.mesh, self.trace = config, mesh, trace
         self.parts, self.part = (mesh.dp, mesh.dp_rank) if config.zero_stage == 1 else (1, 0)
-        self.buckets = [Bucket(kind, parameters, self.parts, self.part) for kind, parameters in self.sort(model)]
+        self.buckets = [Bucket(kind, parameters, self.parts, self.part)
+                        for kind, parameters in sort_into_buckets(model)]
         self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
-        self.updates = 0                                 # steps that were not skipped: AdamW's own count
+        self.updates = 0                                 # steps that were not skipped: the optimizer's own count
         self.missing = {}                                # bucket -> parameters whose gradient is not final yet
-        decay = [bucket.master for bucket in self.buckets if bucket.kind.decay]
-        no_decay = [bucket.master for bucket in self.buckets if not bucket.kind.decay]
-        groups = [dict(params=decay, weight_decay=config.weight_decay), dict(params=no_decay, weight_decay=0.0)]
-        self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr,
-                                       eps=config.adam_eps, betas=(config.adam_beta1, config.adam_beta2), fused=True)
+        self.choice = OPTIMIZERS[config.optimizer]
+        groups = [dict(params=[bucket.master for bucket in self.buckets if bucket.kind.decay == decay],
+                       weight_decay=config.weight_decay if decay else 0.0) for decay in (True, False)]
+        self.optimizer = self.choice.make([group for group in groups if group["params"]], config)
 
-    def sort(self, model: GPT):
-        """(kind, parameters) of each bucket: in the order of backward, cut at config.bucket_size parameters."""
-        open_buckets, full = {}, []
-        tied_copies = ([model.embedding.word_embeddings.weight]
-                       if self.mesh.pp > 1 and self.config.tied and hasattr(model, "embedding") else [])
-        for weight in reversed(list(model.parameters())):
-            kind = Kind(decay=weight.dim() >= 2, sharded=weight.shard_dim is not None,
-                        tied=any(weight is copy for copy in tied_copies))
-            bucket = open_buckets.setdefault(kind, [])
-            bucket.append(weight)
-            if sum(one.numel() for one in bucket) >= self.config.bucket_size:
-                full.append((kind, open_buckets.pop(kind)))
-        return full + list(open_buckets.items())
+    # ---- what is kept of each bucket beside its gradient: for whoever saves, counts or restores it
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The names of what must be saved of each parameter to go on."""
+        return ("weight", *self.choice.moments)
+
+    def own(self, bucket: Bucket, name: str):
+        """This rank's part of what is `kept`: fp32 or wider. None for a moment before the first update."""
+        return bucket.master if name == "weight" else self.optimizer.state[bucket.master].get(name)
+
+    def put_back(self, bucket: Bucket, name: str, whole):
+        """The whole of what was kept of a bucket, back where this rank keeps its part; first set `updates`."""
+        own = whole.chunk(self.parts)[self.part]
+        if name == "weight":
+            bucket.weights.copy_(whole)
+            bucket.master.copy_(own)
+        else:
+            state = self.optimizer.state[bucket.master]
+            state[name] = own.to(bucket.master.device, copy=True)
+            if self.choice.counts:
+                state["step"] = torch.tensor(float(self.updates), device=bucket.master.device)
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Everything that is kept for the update: master weights, moments, counts."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [bucket.master for bucket in self.buckets] + states
 
     def zero_grad(self):
         """Before the first backward of a step."""
@@ -197,9 +229,9 @@ class ZeroOptimizer:
         with self.trace.span("optimizer"):
             for bucket in self.buckets:
                 bucket.own_grad.mul_(scale)
-            for group in self.adamw.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-            self.adamw.step()
+            self.optimizer.step()
         self.updates += 1
         self.gather_weights()
 

@@ -22,7 +22,9 @@ from faults import make_corpus
 
 import train
 from data.prepare import prepare
-from nanodomino.config import Config, UserError, spelling
+from nanodomino import settings
+from nanodomino.config import Config
+from nanodomino.settings import UserError, spelling
 from nanodomino.data import TokenDataset, load_corpus
 from nanodomino.launch import fail
 from nanodomino.mesh import Place, find_place
@@ -111,7 +113,7 @@ BAD_FLAGS = [
     (8, "--tp 8 --make-vocab-size-divisible-by 5", "to 260", "size 8", "try --make-vocab-size-divisible-by 1024"),
     (1, "--model gpt2-xl --num-attention-heads 12", "hidden-size 1600", "num-attention-heads 12"),
     # The batch
-    (3, "", "global-batch-size 16", "4 x 3 = 12", "try --global-batch-size 24"),
+    (3, "--pp 1", "global-batch-size 16", "4 x 3 = 12", "try --global-batch-size 24"),
     (4, "--tp 1 --pp 1 --micro-batch-size 3", "global-batch-size 16", "3 x 4 = 12", "try --global-batch-size 24"),
     (1, "--global-batch-size -1", "--global-batch-size must be at least 1", "but is -1"),
     (1, "--micro-batch-size 0", "--micro-batch-size must be at least 1", "but is 0"),
@@ -140,6 +142,9 @@ BAD_FLAGS = [
     (4, "--dtype float8", "--dtype", "'float8'", "float32", "bfloat16", "float64"),
     (4, "--schedule zigzag", "--schedule", "'zigzag'", "1f1b", "gpipe"),
     (1, "--zero-stage 3", "--zero-stage", "3", "0, 1"),
+    (1, "--optimizer sgd", "--optimizer", "'sgd'", "adamw", "lion"),
+    (1, "--normalization batch", "--normalization", "'batch'", "LayerNorm"),
+    (1, "--finetune", "--finetune takes the weights of --load", "add --load FOLDER"),
     (1, "--device tpu", "--device", "'tpu'", "cpu", "cuda"),
     (1, "--lr-decay-style step", "--lr-decay-style", "'step'", "cosine", "linear"),
     (1, "--tensor-parallel 2", "--tensor-parallel 2", "--help lists every flag"),
@@ -158,7 +163,7 @@ def test_flags_that_cannot_work_are_refused_with_the_numbers_and_a_fix(refusal, 
 
 
 def flags_of(kind):
-    return [spelling(one.name) for one in dataclasses.fields(Config) if one.metadata and one.metadata["kind"] is kind]
+    return [spelling(one.name) for one in settings.flags_of(Config) if one.metadata["kind"] is kind]
 
 
 @pytest.mark.parametrize("flag", flags_of(int))

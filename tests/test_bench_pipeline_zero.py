@@ -100,7 +100,7 @@ def test_zero_compares_five_ways_to_train_the_same():
     # Of nanodomino's own sides, to the byte: the padding and AdamW's counts of steps are in the formula.
     config = zero.config_for(parse(zero, ["zero", *wider]))
     for stage in (0, 1):
-        expected = formulas.state_bytes(replace(config, zero_stage=stage), formulas.Coordinates(0, 0, 0))
+        expected = formulas.state_bytes(replace(config, zero_stage=stage), formulas.place(config))
         assert sides[f"zero-{stage}"]["state_bytes"] == sum(expected.values())
 
 

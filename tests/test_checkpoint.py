@@ -18,7 +18,7 @@ import train
 from nanodomino.checkpoint import CarefulReader, Saver, export, load_weights, restore
 from nanodomino.config import UserError
 from nanodomino.generate import generate
-from nanodomino.manifest import (MODEL_SETTINGS, check_settings, checkpoints_of, file_digest, manifest_text, newest_sound,
+from nanodomino.manifest import (check_settings, checkpoints_of, file_digest, manifest_text, newest_sound,
                                  read_manifest, verify)
 
 # tp, pp, dp, slices, zero stage, schedule
@@ -179,9 +179,10 @@ def test_no_program_in_a_checkpoint_is_run(saved, tmp_path, index):
 
 def test_a_change_that_cannot_be_honoured_is_refused_with_both_values(saved):
     folder = checkpoints_of(saved[0])[0]
-    check_settings(folder, config_for(*LAYOUTS[3]), MODEL_SETTINGS)
+    record = read_manifest(folder)["config"]
+    check_settings(record, folder, config_for(*LAYOUTS[3]), "model")
     with pytest.raises(UserError, match="ffn-hidden-size 64, but this run has 32; give the same again"):
-        check_settings(folder, config_for(*LAYOUTS[0], ffn_hidden_size=32), MODEL_SETTINGS)
+        check_settings(record, folder, config_for(*LAYOUTS[0], ffn_hidden_size=32), "model")
 
 
 def save_often(config, folder, fail_at):

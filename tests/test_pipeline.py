@@ -10,10 +10,11 @@ import torch.distributed as dist
 from harness import build, random_data, tiny
 
 import train
-from nanodomino import pipeline
-from nanodomino.mesh import Mesh
+from nanodomino import schedules
+from nanodomino.mesh import mesh_on_paper
 from nanodomino.model import stage_layers
-from nanodomino.pipeline import SCHEDULES, Backward, Forward, Mail, bubble, gpipe, most_alive, one_f_one_b, timeline
+from nanodomino.pipeline import Mail
+from nanodomino.schedules import SCHEDULES, Backward, Forward, bubble, busy_time, gpipe, most_alive, one_f_one_b, play, step_time
 
 SIZES = [(stages, microbatches) for stages in (1, 2, 3, 4, 8) for microbatches in (1, 2, 3, 4, 7, 16)]
 
@@ -38,17 +39,31 @@ def test_1f1b_holds_at_most_p_minus_r_activations_and_gpipe_all(stages, microbat
 @pytest.mark.parametrize("stages, microbatches", SIZES)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_bubble_is_p_minus_1_over_m(name, stages, microbatches):
-    assert bubble(timeline(SCHEDULES[name], stages, microbatches)) == pytest.approx((stages - 1) / microbatches)
+    assert bubble(play(SCHEDULES[name], stages, microbatches)) == pytest.approx((stages - 1) / microbatches)
+
+
+def test_in_1f1b_with_equal_stages_messages_delay_every_turn():
+    """Two stages: the last forward that stage 0 has sent and the gradient that it waits for are one message each, and
+    it holds nothing else to do. With GPipe only the messages that fill and drain the pipeline count."""
+    def step(schedule, stages, m, message):
+        return step_time(play(SCHEDULES[schedule], stages, m, message=message))
+
+    for m in (1, 2, 4, 64):
+        assert step("1f1b", 2, m, 0.5) - step("1f1b", 2, m, 0) == 0.5 * max(2, m)
+        assert step("gpipe", 2, m, 0.5) - step("gpipe", 2, m, 0) == 0.5 * 2
+    assert step("1f1b", 4, 64, 0.5) - step("1f1b", 4, 64, 0) > 0.5 * 64
+
+
+def test_the_busiest_stage_sets_the_pace():
+    rows = play(SCHEDULES["1f1b"], 3, 8, lambda stage, action: 1 + stage)
+    assert busy_time(rows) == 2 * 8 * 3 and step_time(rows) > busy_time(rows)
+    assert bubble(rows) == step_time(rows) / busy_time(rows) - 1
 
 
 def test_a_schedule_that_cannot_be_executed_is_refused():
     """Stage 1 wants the gradient of a microbatch before it gives the activation that leads to it."""
     with pytest.raises(ValueError, match="waiting for each other"):
-        timeline(lambda stage, stages, m: [Backward(0), Forward(0)], 2, 1)
-
-
-def fake_stage(stage, stages):
-    return Mesh(stages, 1, 1, stage, 0, 0, torch.device("cpu"), None, None, None, None, None)
+        play(lambda stage, stages, m: [Backward(0), Forward(0)], 2, 1)
 
 
 @pytest.mark.parametrize("stages, microbatches", SIZES)
@@ -57,7 +72,7 @@ def test_sends_pair_with_receives_in_the_same_order(name, stages, microbatches):
     """Pitfall 19: what one stage sends to another is what that one receives, message by message, in each direction."""
     sent, received = {}, {}
     for stage in range(stages):
-        mail = Mail(fake_stage(stage, stages), [], None, None)
+        mail = Mail(mesh_on_paper(stages, 1, 1, stage), [], None, None)
         for action in SCHEDULES[name](stage, stages, microbatches):
             if mail.target(action) is not None:
                 sent.setdefault((stage, mail.target(action)), []).append(action)
@@ -68,7 +83,7 @@ def test_sends_pair_with_receives_in_the_same_order(name, stages, microbatches):
 
 
 def test_the_picture_of_1f1b():
-    assert pipeline.picture("1f1b", 2, 3).splitlines()[1:] == [
+    assert schedules.picture("1f1b", 2, 3).splitlines()[1:] == [
         "  stage 0 |F0 F1       B0 B0 F2 B1 B1    B2 B2",
         "  stage 1 |   F0 B0 B0 F1 B1 B1 F2 B2 B2"]
 

@@ -19,7 +19,7 @@ from harness import build, random_data, tiny
 
 import train
 from nanodomino.config import UserError
-from nanodomino.pipeline import SCHEDULES, Forward
+from nanodomino.schedules import SCHEDULES, Forward
 from nanodomino.recording import (MOMENTS, WATCHED, Recording, chrome_trace, common, find_ready, from_chrome_trace,
                                   minus, totals, union, waits)
 from nanodomino.timeline import draw_timeline, gather, main, one_step, part, picture

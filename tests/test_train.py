@@ -142,11 +142,11 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path):
     """A changed rate is allowed, and easily overlooked; half a file is no reason to stop."""
     path, config = tmp_path / "config.json", tiny(1)
     path.write_text(json.dumps(dataclasses.asdict(config)))
-    assert changed_settings(path, dataclasses.replace(config, log_interval=7, run_dir="elsewhere")) == []
+    assert changed_settings(tmp_path, dataclasses.replace(config, exit_interval=7, run_dir="elsewhere")) == []
     changed = dataclasses.replace(config, lr=0.5, train_iters=99)
-    assert changed_settings(path, changed) == [f"train_iters 99, before {config.train_iters}", f"lr 0.5, before {config.lr}"]
+    assert changed_settings(tmp_path, changed) == [f"train_iters 99, before {config.train_iters}", f"lr 0.5, before {config.lr}"]
     path.write_text('{"lr": ')
-    assert changed_settings(path, changed) == []
+    assert changed_settings(tmp_path, changed) == []
 
 
 def test_a_run_with_nothing_left_keeps_its_settings_on_record(corpus, tmp_path):

@@ -14,7 +14,7 @@ def state_rank(config, data):
     for step in (1, 2):
         train.train_step(step, stage, optimizer, data, config, mesh)
     tensors = [tensor for bucket in optimizer.buckets for tensor in (bucket.weights, bucket.main_grad, bucket.master)]
-    tensors += [tensor for state in optimizer.adamw.state.values() for tensor in state.values() if tensor.dim()]
+    tensors += [tensor for tensor in optimizer.state_tensors() if tensor.dim()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     elements = sum(bucket.weights.numel() for bucket in optimizer.buckets)
     padding = 0.0

@@ -1,0 +1,70 @@
+"""From the command line to a Config: what somebody asks for now, and what a run or a checkpoint remembers.
+
+    flags  >  --config FILE  >  the run's own config.json  >  the model of --load  >  Config's defaults
+
+So `train.py --run-dir runs/mine` alone goes on as before. What is asked for must agree with what the run was made with,
+or be a change that it can honour (ROLES in settings.py): launch.py sees to that, once the checkpoint is found.
+
+Some settings follow from others (tp from the number of processes, min_lr from lr). Unless somebody once gave them they
+are not remembered but filled in anew, so that a run may go on with other processes, or at another rate.
+
+    python -m nanodomino.flags > docs/settings.md
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from nanodomino.config import Config, check_record
+from nanodomino.manifest import newest_record
+from nanodomino.settings import ROLES, Parser, UserError, add_flags, flags_of, markdown, names, require
+
+
+def command_line_parser() -> Parser:
+    """The flags, made from Config's fields. What is not given stays away from what it parses."""
+    parser = Parser("python train.py", description="Pre-train a GPT over tensor x pipeline x data parallel processes.",
+                    usage="train.py [flags], alone or under torchrun", allow_abbrev=False,
+                    argument_default=argparse.SUPPRESS)
+    add_flags(parser, flags_of(Config))
+    return parser
+
+
+def from_command_line(arguments: list[str]) -> Config:
+    """Flags -> Config, not yet resolved. Raises UserError for a flag, value or file that is none."""
+    asked = vars(command_line_parser().parse_args(arguments))
+    if asked.get("config"):
+        asked = remembered(read_settings(Path(asked["config"]))) | asked
+    run = newest_record(Path(asked["run_dir"])) if asked.get("run_dir") else None
+    before = remembered(check_record(run, asked["run_dir"])) if run else {}
+    given = {*asked, *(run or {}).get("given", ())}
+    if not run and asked.get("load") and (loaded := newest_record(Path(asked["load"]))):
+        brought = names(Config, *(("model",) if asked.get("finetune") else ("model", "optimizer"))) + ("seq_length",)
+        before = {name: value for name, value in check_record(loaded, asked["load"]).items() if name in brought}
+        given |= before.keys()
+    return Config(**before | asked, given=tuple(sorted(given - set(names(Config, "launch")))))
+
+
+def read_settings(path: Path) -> dict:
+    """The settings of a JSON file. Raises UserError."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"--config {path} can't be read ({error}); give a run's config.json, or a file like it") from None
+    require(isinstance(record, dict), f"--config {path} must hold one JSON object {{setting: value}}; give a run's "
+            "config.json, or a file like it")
+    return check_record(record, f"--config {path}")
+
+
+def remembered(record: dict) -> dict:
+    """Of a record what still holds when a run goes on: neither what was of one start alone, nor what followed."""
+    return {one.name: record[one.name] for one in flags_of(Config)
+            if record.get(one.name) is not None and one.metadata["role"] != "launch"
+            and (not one.metadata["follows"] or one.name in record.get("given", ()))}
+
+
+if __name__ == "__main__":
+    print("# Every setting\n\n`python -m nanodomino.flags > docs/settings.md` made this page from the lines in "
+          "`nanodomino/config.py`. `--config FILE` takes\nany of them from a JSON file, named as in a run's "
+          "`config.json`. When a run goes on, another value of a setting means:\n\n"
+          + "\n".join(f"- *{role}*: {meaning}" for role, meaning in ROLES.items()))
+    print(markdown(Config))

@@ -1,0 +1,223 @@
+"""A setting is declared once, and all that depends on it follows: what a run remembers, what it may change, what an old
+checkpoint means that does not know it."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from harness import build, random_data, tiny
+
+import train
+from nanodomino.checkpoint import Saver, restore
+from nanodomino.config import Config, check_record, from_record
+from nanodomino.flags import command_line_parser, from_command_line
+from nanodomino.launch import find_run
+from nanodomino.manifest import checkpoints_of, newest_record, verify
+from nanodomino.mesh import Place
+from nanodomino.settings import ROLES, UserError, flags_of, markdown, names, spelling
+
+ROOT = Path(__file__).resolve().parent.parent
+OLD_RUN = ROOT / "tests" / "data" / "run-2026-11-20"       # as the version of that day left it: 3 steps of a tiny model
+
+
+def settled(*flags, world_size=1) -> Config:
+    """The Config of a command line, with a vocabulary."""
+    return from_command_line([str(flag) for flag in flags]).resolve(world_size).with_vocabulary(257)
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A run that has begun with some settings, by its config.json."""
+    def begin(*flags, world_size=1):
+        config = settled(*flags, "--run-dir", tmp_path / "run", world_size=world_size)
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+        return tmp_path / "run", config
+    return begin
+
+
+def test_every_setting_has_a_role_a_type_and_a_word_of_help():
+    for one in dataclasses.fields(Config):
+        assert one.metadata["role"] in ROLES
+    shown = " ".join(command_line_parser().format_help().split())
+    for one in flags_of(Config):
+        assert one.metadata["kind"] in (int, float, bool, str) and spelling(one.name) in shown
+        assert one.default is None or isinstance(one.default, one.metadata["kind"])
+        assert not one.metadata["choices"] or one.default in one.metadata["choices"]
+
+
+def test_the_page_of_settings_is_made_from_them():
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert page.endswith(markdown(Config) + "\n"), "run python -m nanodomino.flags > docs/settings.md"
+    assert all(f"- *{role}*: {meaning}" in page for role, meaning in ROLES.items())
+
+
+# ---- going on
+
+def test_a_run_goes_on_with_its_own_settings_and_no_flag_but_its_folder(begun):
+    run, config = begun("--num-layers", 3, "--lr", 0.5, "--clip-grad", 0.25, "--log-interval", 7, "--bf16", "--seed", 9,
+                        "--exit-interval", 2, "--trace", "1:2", "--micro-batch-size", 2)
+    again = settled("--run-dir", run)
+    assert again.exit_interval is None and again.trace is None, "these are of one start alone"
+    assert dataclasses.replace(again, exit_interval=2, trace="1:2") == config
+
+
+def test_what_is_given_counts_more_than_what_is_remembered(begun):
+    run, _ = begun("--train-iters", 50, "--lr", 0.5, "--num-layers", 3)
+    again = settled("--run-dir", run, "--train-iters", 80, "--lr", 0.1)
+    assert (again.train_iters, again.lr, again.num_layers) == (80, 0.1, 3)
+    assert again.min_lr == 0.01, "what follows from the rate follows the new one"
+
+
+def test_what_follows_from_the_number_of_processes_is_filled_in_anew_unless_it_was_once_given(begun):
+    run, config = begun(world_size=8)
+    assert (config.tp, config.pp, config.dp, config.slices) == (2, 2, 2, 2)
+    again = settled("--run-dir", run, world_size=2)
+    assert (again.tp, again.pp, again.dp, again.slices) == (2, 1, 1, 2)
+    alone = settled("--run-dir", run)
+    assert (alone.tp, alone.pp, alone.dp, alone.slices) == (1, 1, 1, 1)
+
+
+def test_a_layout_that_was_given_is_kept_by_every_later_start(begun):
+    run, _ = begun("--pp", 2, "--micro-batch-size", 2, world_size=4)
+    again = settled("--run-dir", run, world_size=2)
+    assert (again.pp, again.tp, again.dp, again.micro_batch_size) == (2, 1, 1, 2)
+    (run / "config.json").write_text(json.dumps(dataclasses.asdict(again)))
+    assert settled("--run-dir", run, world_size=8).pp == 2
+
+
+def test_the_dataclass_keeps_what_was_given_through_json(begun):
+    run, config = begun("--slices", 1)
+    assert from_record(json.loads((run / "config.json").read_text()), run) == config and "slices" in config.given
+
+
+@pytest.mark.parametrize("name", names(Config, "model", "optimizer", "run"))
+def test_a_change_that_would_make_it_another_run_is_refused(begun, name):
+    """One by one, each setting of these roles."""
+    run, config = begun()
+    other = {bool: lambda value: not value, int: lambda value: value * 2, float: lambda value: value * 2 + 0.125}
+    one = next(one for one in dataclasses.fields(Config) if one.name == name)
+    value, kind = getattr(config, name), one.metadata.get("kind")
+    if one.metadata.get("choices"):
+        changed = next((choice for choice in one.metadata["choices"] if choice != value), None)
+        if changed is None:
+            pytest.skip(f"{name} has one value")
+    else:
+        changed = other[kind](value) if kind else "other data"
+    with pytest.raises(UserError, match=f"{name.replace('_', '-')} .*, but this run has"):
+        find_run(dataclasses.replace(config, **{name: changed}, run_dir=str(run)), Place())
+
+
+def test_a_file_of_settings_counts_less_than_flags(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"lr": 0.5, "num_layers": 3, "exit_interval": 4}))
+    config = settled("--config", path, "--num-layers", 2)
+    assert (config.lr, config.num_layers, config.exit_interval) == (0.5, 2, None)
+
+
+def test_a_runs_config_json_is_such_a_file(begun):
+    run, config = begun("--num-layers", 3, "--lr", 0.5, world_size=8)
+    again = settled("--config", run / "config.json")
+    assert (again.num_layers, again.lr, again.world_size, again.tp) == (3, 0.5, 1, 1)
+
+
+@pytest.mark.parametrize("text, words", [
+    ('{"lr": "fast"}', "has 'fast' as lr, which must be of type float"), ('{"lr": true}', "has True as lr"),
+    ('{"num_layers": 2.5}', "has 2.5 as num_layers, which must be of type int"), ("[1]", "must hold one JSON object"),
+    ('{"layers": 3}', "settings that this version does not know (layers)"), ("{", "can't be read"), ("[" * 99999, "can't be read")])
+def test_a_file_that_is_no_settings_is_refused_in_a_sentence(tmp_path, text, words):
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        from_command_line(["--config", str(path)])
+    assert words in str(error.value)
+
+
+# ---- what was made before a setting was there
+
+def test_a_record_that_does_not_know_a_setting_means_what_was_the_only_way_then():
+    record = newest_record(OLD_RUN)
+    assert "optimizer" not in record and "normalization" not in record, "else it is no longer an old one"
+    config = from_record(record, OLD_RUN)
+    assert (config.optimizer, config.normalization) == ("adamw", "LayerNorm")
+
+
+def test_a_run_of_an_older_version_goes_on(tmp_path):
+    """A new setting must not refuse every checkpoint that was made without it."""
+    run = shutil.copytree(OLD_RUN, tmp_path / "run")
+    verify(checkpoints_of(run)[0])
+    config = dataclasses.replace(settled("--run-dir", run), data_sha256=newest_record(run)["data_sha256"])
+    found = find_run(config, Place())
+    assert found.checkpoint == checkpoints_of(run)[0] and not found.weights_alone
+    assert config.num_layers == 1 and config.train_iters == 3
+
+
+def restore_rank(config, folder):
+    mesh, model, optimizer, stage = build(config)
+    step = restore(Path(folder), model, optimizer, mesh)
+    data = random_data(config, 4)
+    return step, optimizer.updates, train.train_step(4, stage, optimizer, data, config, mesh).loss
+
+
+def test_an_older_checkpoint_still_holds_the_optimizers_state(pool):
+    config = dataclasses.replace(from_record(newest_record(OLD_RUN), OLD_RUN), train_iters=4)
+    ((step, updates, loss),) = pool.run(restore_rank, config, str(checkpoints_of(OLD_RUN)[0]), world_size=1)
+    assert step == updates == 3 and 0 < loss < 10
+
+
+def test_a_setting_of_a_later_version_is_named():
+    with pytest.raises(UserError, match="settings that this version does not know .warp_drive."):
+        check_record({"warp_drive": True}, "it")
+
+
+# ---- from weights
+
+def test_load_brings_the_model_along_and_finetune_nothing_else(tmp_path):
+    loaded = settled("--load", OLD_RUN)
+    assert (loaded.num_layers, loaded.hidden_size, loaded.max_position_embeddings) == (1, 8, 8)
+    assert loaded.seq_length == 8 and loaded.global_batch_size == 16, "the rest is this run's own"
+    with pytest.raises(UserError, match="num-layers 1, but this run has 3"):
+        find_run(settled("--load", OLD_RUN, "--num-layers", 3, "--run-dir", tmp_path / "a"), Place())
+    lion = ("--load", OLD_RUN, "--seq-length", 8, "--optimizer", "lion", "--run-dir", tmp_path / "b")
+    with pytest.raises(UserError, match="optimizer adamw, but this run has lion"):
+        find_run(settled(*lion), Place())
+    found = find_run(settled(*lion[:-1], tmp_path / "c", "--finetune"), Place())
+    assert found.weights_alone and found.checkpoint == checkpoints_of(OLD_RUN)[0]
+
+
+def test_finetune_without_load_is_refused():
+    with pytest.raises(UserError, match="--finetune takes the weights of --load"):
+        settled("--finetune")
+
+
+def save_rank(config, folder):
+    mesh, model, optimizer, stage = build(config)
+    for step in (1, 2):
+        train.train_step(step, stage, optimizer, random_data(config, 2), config, mesh)
+    saver = Saver(Path(folder), mesh, keep_last=1)
+    saver.save(2, model, optimizer, config)
+    saver.wait()
+    return saver.failure(), {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def finetune_rank(config, folder, weights):
+    """Step 1 from the checkpoint's weights alone, and from the same weights in a model that never was elsewhere."""
+    losses = []
+    for anew in (False, True):
+        mesh, model, optimizer, stage = build(config, weights if anew else None)
+        step = 0 if anew else restore(checkpoints_of(Path(folder))[0], model, optimizer, mesh, weights_alone=True)
+        assert step == optimizer.updates == 0
+        losses.append([train.train_step(step, stage, optimizer, random_data(config, 3, seed=1), config, mesh).loss for step in (1, 2, 3)])
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+def test_finetune_begins_at_step_0_with_an_optimizer_that_has_seen_nothing(pool, tmp_path, optimizer):
+    """Other data, another optimizer, another layout."""
+    ((failure, weights),) = pool.run(save_rank, tiny(1), str(tmp_path), world_size=1)
+    assert failure is None
+    config = tiny(2, data_parallel_size=2, optimizer=optimizer, lr=1e-3)
+    for loaded, anew in pool.run(finetune_rank, config, str(tmp_path), weights, world_size=2):
+        assert loaded == anew
