@@ -160,12 +160,13 @@ _references = {}
 def reference_for(config: Config, steps: int):
     """(weights to start from, data, records of the steps, final weights) of the plain model; computed once per model."""
     sizes = sizes_of(config)
-    key = (sizes, steps, config.global_batch_size, config.seq_length, config.clip_grad)
+    key = (sizes, steps, config.global_batch_size, config.seq_length, config.clip_grad, config.optimizer)
+    betas = {"adamw": (config.adam_beta1, config.adam_beta2), "lion": (config.lion_beta1, config.lion_beta2)}[config.optimizer]
     if key not in _references:
         weights, data = random_weights(sizes, seed=3), random_data(config, steps)
         rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
         batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(steps)]
         records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad,
-                                         (config.adam_beta1, config.adam_beta2), config.adam_eps)
+                                         betas, config.adam_eps, optimizer_name=config.optimizer)
         _references[key] = (weights, data, records, final)
     return _references[key]

@@ -247,16 +247,33 @@ def masked_loss(logits, labels, loss_mask):
     return (token_losses * loss_mask).sum() / loss_mask.sum()
 
 
-def build_optimizer(model, weight_decay, betas, eps):
-    """AdamW, decay on matrices (embeddings included) and none on biases and norms. The rate is set before each step."""
+class PlainLion(torch.optim.Optimizer):
+    """Lion as its paper's algorithm 2 writes it, a line each."""
+
+    def __init__(self, groups, betas):
+        super().__init__(groups, dict(lr=0.0, betas=betas))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
+            for weight in group["params"]:
+                moment = self.state[weight].get("moment", torch.zeros_like(weight))
+                update = torch.sign(beta1 * moment + (1 - beta1) * weight.grad)
+                weight.copy_(weight - rate * (update + decay * weight))
+                self.state[weight]["moment"] = beta2 * moment + (1 - beta2) * weight.grad
+
+
+def build_optimizer(model, weight_decay, betas, eps, name="adamw"):
+    """Decay on matrices (embeddings included) and none on biases and norms. The rate is set before each step."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps)
+    return {"adamw": lambda: torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps), "lion": lambda: PlainLion(groups, betas)}[name]()
 
 
 def train_reference(
-    sizes, weights, batches, learning_rates, weight_decay=0.1, clip_grad=1.0, betas=(0.9, 0.95), eps=1e-8, masks=None
+    sizes, weights, batches, learning_rates, weight_decay=0.1, clip_grad=1.0, betas=(0.9, 0.95), eps=1e-8, masks=None, optimizer_name="adamw"
 ):
     """Trains from `weights` for len(batches) steps. Returns (a StepRecord for each step, final weights by name).
 
@@ -265,7 +282,7 @@ def train_reference(
     masks[step], if given: the `mask` of ReferenceGPT.forward for that step.
     """
     model = ReferenceGPT(sizes).to(next(iter(weights.values())).dtype).load_full(weights)
-    optimizer = build_optimizer(model, weight_decay, betas, eps)
+    optimizer = build_optimizer(model, weight_decay, betas, eps, optimizer_name)
     records = []
     for step, (tokens, labels, loss_mask) in enumerate(batches):
         optimizer.zero_grad(set_to_none=True)

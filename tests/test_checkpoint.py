@@ -68,10 +68,10 @@ def test_any_layout_goes_on_from_any_other(pool, tmp_path):
             assert difference(whole(outcomes, lambda outcome: outcome.weights, config.tp), final) < 1e-9
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_the_same_layout_goes_on_with_the_same_bits(pool, tmp_path, dtype):
-    """Moments, master weights, Adam's count, dropout: as if never stopped."""
-    config = config_for(*LAYOUTS[-1], dtype=dtype, hidden_dropout=0.1, attention_dropout=0.1)
+@pytest.mark.parametrize("dtype, optimizer", [("float32", "adamw"), ("bfloat16", "adamw"), ("float64", "adamw"), ("bfloat16", "lion")])
+def test_the_same_layout_goes_on_with_the_same_bits(pool, tmp_path, dtype, optimizer):
+    """Moments, master weights, AdamW's count, dropout: as if never stopped."""
+    config = config_for(*LAYOUTS[-1], dtype=dtype, optimizer=optimizer, hidden_dropout=0.1, attention_dropout=0.1)
     weights, data, _, _ = reference_for(config_for(*LAYOUTS[0]), 4)
     straight = pool.run(train_from, config, weights, data, 0, 4)
     pool.run(train_from, config, weights, data, 0, 2, None, str(tmp_path))
