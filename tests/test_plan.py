@@ -80,7 +80,7 @@ def test_a_ring_sums_by_scattering_and_gathering():
 
 @pytest.mark.parametrize("slices, columns", [(1, 1), (2, 1), (2, 4)])
 def test_a_layer_costs_four_sums_of_x_however_it_is_cut(slices, columns):
-    """8 (t-1)/t X on the wires a layer and microbatch (DESIGN's table; Megatron-LM, section 3)."""
+    """8 (t-1)/t X on the wires a layer and microbatch (Megatron-LM, 1909.08053, section 3)."""
     config = cluster(8, **TP8, micro_batch_size=2, slices=slices, columns=columns)
     found = [one for one in formulas.tensor_parallel(config, Coordinates(0, 0, 0)) if one.why.startswith("layers")]
     wire = sum(formulas.wire_bytes(one.kind, one.bytes, 8) for one in found)
