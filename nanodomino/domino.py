@@ -80,7 +80,7 @@ def bridge(x, y, bias, mask, norm_weight, norm_bias, epsilon):
     x', h, all [b, s, h].
 
     So it straddles two: x, y, bias and mask belong to the sublayer before, the norm to the one that follows. A
-    sublayer's row.bias gets its gradient from the bridge behind it, whose backward runs before the sublayer's own.
+    sublayer's row.bias gets its gradient from the bridge behind it, whose backward has run by finish(sublayer).
     """
     if y is not None:
         x = close_residual(x, y, bias, mask)
@@ -91,7 +91,7 @@ def bridge(x, y, bias, mask, norm_weight, norm_bias, epsilon):
 class Link:
     """What backward needs of one sublayer: two graphs and the inputs of the two products."""
     sublayer: Sublayer
-    bridge: Segment
+    bridge: Segment               # into this sublayer, out of the one before
     h: torch.Tensor               # [b, s, h], into the column-parallel product
     core: Segment
     activation: torch.Tensor      # [b, s, .../t], into the row-parallel product
