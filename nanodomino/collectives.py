@@ -1,13 +1,13 @@
 """ZeRO's two collectives, each in the quickest way that a backend has.
 
-    whole on each of n ranks   | part 0 | part 1 | ... | part n-1 |
+    whole on each of n ranks   | part 0 | part 1 | ... | part n-1 |        rank i owns part i
 
-    reduce_scatter     rank i gets the sum of everybody's part i      each rank sends (n-1)/n of the whole
-    all_gather         everybody gets part i from its owner, rank i   the same
+    reduce_scatter     the owner gets the sum of everybody's part     each rank sends (n-1)/n of the whole
+    all_gather         everybody gets each part from its owner        the same
 
-One after the other they are an all-reduce. NCCL has both. gloo has both by name, but its reduce-scatter all-reduces a
-copy, which sends twice as much, and its all-gather goes through buffers of its own. So on CPUs they are put together
-from what gloo does well:
+One after the other they are an all-reduce: everybody gets the sum of the whole. NCCL, which joins GPUs, has both. gloo,
+which joins CPUs, has both by name, but its reduce-scatter all-reduces a copy, which sends twice as much, and its
+all-gather goes through buffers of its own. So on CPUs they are put together from what gloo does well:
 
     reduce_scatter     an all-to-all, in which every part goes straight to its owner, who adds up what has arrived.
                        It arrives in memory of its own, another gradient's worth until it is added up

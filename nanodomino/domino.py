@@ -1,4 +1,4 @@
-"""Domino: hide tensor parallelism's wires behind another slice's work (2409.15241, section 3).
+"""Hide tensor parallelism's wires behind another slice's work (Domino, 2409.15241, section 3).
 
 Tensor parallelism stops at every sum: the row-parallel matmul is done, its all-reduce travels, the processor waits.
 But samples do not depend on each other. Cut the microbatch into slices, and while slice 0's sum travels compute
@@ -12,10 +12,21 @@ slice 1:
 
 This is cooperative multitasking. A slice is a Python generator that *yields whenever it has put something on the
 wires*, and `interleave` resumes them in turn. Every rank resumes in the same order, so every rank issues the same
-collectives in the same order: no tags, no locks, no races.
+collectives in the same order: no tags, no locks, no races. That order is all there is, for a collective has no name:
+the n-th of one rank meets the n-th of the others in its group. With one yield too many on one rank, its slice a is
+added to the others' slice b: wrong sums without a word, or, where shapes differ, an error or a hang.
 
-Backward cannot be left to autograd. It would resume the slice that is waiting, since that node was recorded last. So
-the forward keeps a tape, and backward is a second generator that walks it:
+Backward cannot be left to autograd. Of the nodes that are ready, its engine takes the one that was recorded last (the
+highest sequence number). Once b's gradient is on the wires, ready are the wait for it and the work of a; the forward
+had recorded that work first, so the wait is taken, and nothing is hidden:
+
+    autograd      compute  [Mb]      [Ma]      [Ab]      [Aa]                  A, M of slices a, b: their backward
+                  wires        ~~b~~~    ~~a~~~    ~~b~~~    ~~a~~~
+
+    here          compute  [Ma][Mb][Aa][Ab]
+                  wires        ~a~~~b~~~a~~~b~
+
+So the forward keeps a tape, and backward is a second generator that walks it:
 
     forward, each sublayer                              backward, the same sublayer
       x, h = bridge(x, y)       graph of its own          g_a = g_y W2
@@ -28,7 +39,9 @@ the forward keeps a tape, and backward is a second generator that walks it:
 
 Matrix products are written out; what is between the wires and the products is a `Segment` (tape.py), a small autograd
 graph cut off at its inputs. Weight gradients are deferred until the input gradient's reduce is under way: nothing waits
-for them.
+for them. The last slice's last sum finds the others without products: backward its own weight gradients cover it,
+forward nothing does. So in a microbatch's forward one slice's sum of a sublayer is exposed on every stage but the last,
+whose last sum is the cross entropy's two numbers a token.
 
 The column split (section 3.3) works within a slice, also at batch 1: the output features of the row-parallel product,
 and of the column-parallel input gradient, in chunks, each chunk's reduce under way while the next is computed.
@@ -64,7 +77,11 @@ def interleave(generators, trace):
 
 def bridge(x, y, bias, mask, norm: Norm):
     """Close the sublayer before (y is its sum over ranks; None at a stage's start), open the next:
-    x', h, all [b, s, h]."""
+    x', h, all [b, s, h].
+
+    So it straddles two: x, y, bias and mask belong to the sublayer before, the norm to the one that follows. A
+    sublayer's row.bias gets its gradient from the bridge behind it, whose backward has run by finish(sublayer).
+    """
     if y is not None:
         x = close_residual(x, y, bias, mask)
     return x, norm(x)
@@ -74,7 +91,7 @@ def bridge(x, y, bias, mask, norm: Norm):
 class Link:
     """What backward needs of one sublayer: two graphs and the inputs of the two products."""
     sublayer: Sublayer
-    bridge: Segment
+    bridge: Segment               # into this sublayer, out of the one before
     h: torch.Tensor               # [b, s, h], into the column-parallel product
     core: Segment
     activation: torch.Tensor      # [b, s, .../t], into the row-parallel product

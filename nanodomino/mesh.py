@@ -1,6 +1,12 @@
 """Who am I among the processes: rank <-> (pp, dp, tp), and a process group for each direction of talk.
 
-The ranks are the numbers of a box, counted with tp fastest, then dp, then pp (2104.04473, section 3):
+A rank is a process's number in the world, which is all processes of the run. They share the model in two ways, tensor
+parallel (tp: each matrix is cut) and pipeline parallel (pp: each stage has some layers), and the samples in a third,
+data parallel (dp: each replica is a whole model). A group is the ranks that do something together: a collective, such
+as an all-reduce, which gives everybody the sum of what each has brought. The wires are whatever carries it.
+
+The ranks are the numbers of a box, counted with tp fastest, then dp, then pp (Megatron-LM's pipeline paper,
+2104.04473, section 3):
 
     rank = (pp_rank * dp + dp_rank) * tp + tp_rank
 

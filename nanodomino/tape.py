@@ -19,7 +19,8 @@ from torch.autograd.graph import get_gradient_edge
 
 class Source(torch.autograd.Function):
     """Where the graph of a Segment begins. A leaf would keep its input in memory until backward, though none of the
-    operations behind it may need the numbers; this keeps nothing. `anchor` is anything that requires a gradient."""
+    operations behind it may need the numbers; this keeps nothing. `anchor` is anything that requires a gradient.
+    There is no backward: Segment asks autograd.grad for what arrives at this node, which is therefore never run."""
 
     @staticmethod
     def forward(ctx, anchor, x):

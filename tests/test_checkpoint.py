@@ -51,7 +51,8 @@ def go_on_from_all(config, data, folders):
 
 
 def test_any_layout_goes_on_from_any_other(pool, tmp_path):
-    """Pitfall 29, over all pairs of twelve layouts: two steps on one, the third on the other, against the plain model."""
+    """All pairs of twelve: two steps on one, the third on the other, against the plain model, so that neither the data's
+    order nor the rate nor Adam's count begins anew."""
     configs = [config_for(*layout) for layout in LAYOUTS]
     weights, data, records, final = reference_for(configs[0], 3)
     folders = []
@@ -93,7 +94,7 @@ def saved(pool, tmp_path_factory):
 
 
 def test_names_say_nothing_of_ranks_and_a_tied_matrix_is_saved_once(saved):
-    """Pitfall 21."""
+    """First and last stage both hold it, and would write it twice."""
     run_dir, _, config = saved
     names = CarefulReader(checkpoints_of(run_dir)[0]).read_metadata().state_dict_metadata
     assert {name: tuple(record.size) for name, record in names.items()} == {
@@ -128,7 +129,7 @@ def test_a_hundred_flipped_bytes_are_found(saved, tmp_path):
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "no manifest", "empty manifest"])
 def test_the_checkpoint_before_a_damaged_one_is_used_and_the_damage_named(saved, tmp_path, damage):
-    """Pitfall 30."""
+    """A checkpoint that is not whole is never taken for one."""
     run_dir = Path(shutil.copytree(saved[0], tmp_path / "run"))
     newest, before = checkpoints_of(run_dir)
     path = newest / "__0_0.distcp"
@@ -148,7 +149,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used_and_the_damage_named(saved,
 
 
 def test_a_folder_that_was_being_written_is_no_checkpoint(saved, tmp_path):
-    """Pitfall 30: only the rename makes it one."""
+    """Only the rename makes it one."""
     run_dir = Path(shutil.copytree(saved[0], tmp_path / "run"))
     newest = checkpoints_of(run_dir)[0]
     newest.rename(newest.with_name(".step-00000004.unfinished"))

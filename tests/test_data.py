@@ -299,13 +299,13 @@ def test_a_file_name_with_brackets_is_a_name(tmp_path):
 # Splits
 
 def test_a_document_lies_in_one_split_only(corpus):
-    """Pitfall 27: validation text in training."""
+    """Or validation would ask for what training has read."""
     found = [set(documents_in(corpus.path, split)) for split in SPLITS]
     assert sum(map(len, found)) == 1000 == len(set.union(*found))
 
 
 def test_a_file_matched_twice_is_read_once(tmp_path):
-    """Pitfall 27: the second reading would land in another split."""
+    """The second reading would land in another split."""
     for i in range(50):
         (tmp_path / f"{i}.txt").write_text(f"document {i}")
         (tmp_path / f"link-{i}.txt").symlink_to(f"{i}.txt")
@@ -314,7 +314,7 @@ def test_a_file_matched_twice_is_read_once(tmp_path):
 
 
 def test_copies_never_reach_a_second_split(tmp_path):
-    """Pitfall 27: the same document under two names."""
+    """The same document under two names."""
     texts = [f"document {i % 100} of a hundred" for i in range(1000)]
     meta = quietly(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", split=(6, 3, 1))
     found = [set(documents_in(tmp_path / "out", split)) for split in SPLITS]
@@ -457,7 +457,7 @@ def test_who_comes_second_uses_what_is_there(tmp_path, monkeypatch):
 
 
 def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path):
-    """Pitfall 30, for data: half a corpus that is taken for a whole one."""
+    """Or half a corpus would be taken for a whole one."""
     (tmp_path / "a.txt").write_text("one line of text\n" * 3_000_000)
     process = subprocess.Popen([sys.executable, SCRIPT, "--input", tmp_path / "a.txt", "--output", tmp_path / "out"],
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -625,7 +625,7 @@ def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(corpus):
 
 
 def test_a_batch_depends_on_its_numbers_alone(corpus):
-    """Pitfall 29: a resumed run asks for step 1000 without having read the steps before."""
+    """A resumed run asks for step 1000 without having read the steps before."""
     dataset = TokenDataset(corpus, "train", 64, seed=1)
     steps = [starts(dataset.batch(step, 0, 0, 1, 8, 8)) for step in range(0, 2000, 31)]
     fresh = [starts(TokenDataset(corpus, "train", 64, seed=1).batch(step, 0, 0, 1, 8, 8)) for step in range(0, 2000, 31)]
@@ -635,7 +635,7 @@ def test_a_batch_depends_on_its_numbers_alone(corpus):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_global_batch_is_the_same_for_every_layout(corpus, shuffle):
-    """Pitfall 27: replicas that read the same tokens, or a layout that changes what is learned."""
+    """Or replicas would read the same tokens, or a layout change what is learned."""
     dataset = TokenDataset(corpus, "train", 64, seed=1)
     for step in (0, 5, dataset.windows // 24, 100):     # the third one lies across the end of an epoch
         reference_ids, reference = whole_step(dataset, step, 1, 24, shuffle=shuffle)
@@ -646,7 +646,7 @@ def test_a_global_batch_is_the_same_for_every_layout(corpus, shuffle):
 
 
 def test_evaluation_stops_at_the_end_and_counts_no_token_twice(corpus):
-    """Pitfall 28: ranks with different numbers of tokens, or a last batch that begins again."""
+    """Though ranks see different numbers of tokens, and the last batch is not full."""
     dataset = TokenDataset(corpus, "valid", 16, seed=1)
     steps = dataset.windows // 24 + 3
     for dp, micro in [(1, 24), (4, 3)]:

@@ -46,7 +46,7 @@ def windows(events):
 
 @pytest.mark.parametrize("slices", [2, 3])
 def test_in_every_window_between_launch_and_wait_another_slice_computes(pool, slices):
-    """Pitfall 15: waited too early, nothing is hidden. Matrix products fill every window that has one left to fill it with."""
+    """Waited too early, nothing is hidden. Matrix products fill every window that has one left to fill it with."""
     config = tiny(2, **TP2, slices=slices)
     forward, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
 
@@ -132,7 +132,7 @@ def with_wires(kind, *arguments):
 
 
 def test_slow_and_fast_wires_give_the_same_bits(pool):
-    """Pitfalls 14 and 16: whoever reads a sum before wait(), or writes to a buffer on the wires, computes something else here."""
+    """Whoever reads a sum before wait(), or writes to a buffer on the wires, computes something else here."""
     config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2)
     weights, data, records, _ = reference_for(config, 2)
     early = pool.run(with_wires, "early", config, weights, data, 2)
@@ -230,7 +230,7 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
 
 
 def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool):
-    """Pitfall 12, exactly: masks agree where the stream is replicated, belong to their heads where it is sharded."""
+    """Masks agree where the stream is replicated, belong to their heads where it is sharded."""
     from nanodomino.model import Dropout
     from reference import train_reference, random_weights
     from harness import sizes_of

@@ -30,7 +30,7 @@ CASES += [
     case(2, 2, 2, slices=2, zero=1),                            # train.py's own choice for eight processes
     case(2, 2, 2, slices=3, columns=2, zero=0, untied=True),
     case(2, 1, 1, slices=2, columns=3, micro_batch_size=8),     # 8 samples in 2 slices, 16 features in 3 columns
-    case(1, 4, 2, micro_batch_size=6),                          # 2 microbatches, 4 stages (pitfall 20)
+    case(1, 4, 2, micro_batch_size=6),                          # 2 microbatches, 4 stages
     case(1, 4, 1, micro_batch_size=24, schedule="gpipe"),       # 1 microbatch, 4 stages
     case(2, 1, 2, slices=2, bucket_size=10_000_000),            # everything in one bucket of each kind
     case(2, 1, 2, slices=2, bucket_size=1),                     # every parameter in a bucket of its own
@@ -41,13 +41,13 @@ CASES += [
 
 @pytest.mark.parametrize("world_size, options", CASES)
 def test_training_equals_one_plain_process(pool, world_size, options):
-    """Pitfalls 1 to 11, 17 to 23, 26, in whole training steps."""
+    """In whole training steps: each shard, sum, division and mask is in the place where one process would have it."""
     config = tiny(world_size, **options)
     weights, data, records, final = reference_for(config, STEPS)
     outcomes = pool.run(train_rank, config, weights, data, STEPS, world_size=world_size)
 
     assert all(record.gradient_norm > 0.11 for record in records), "the clipping must bite"
-    for outcome in outcomes:                                    # the same numbers on every rank (pitfall 6)
+    for outcome in outcomes:                                    # every rank reports the whole batch, not its own share
         assert (outcome.losses, outcome.norms) == (outcomes[0].losses, outcomes[0].norms)
     assert relative(outcomes[0].losses, [record.loss for record in records]) < TOLERANCE
     assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < TOLERANCE
@@ -59,7 +59,7 @@ def test_training_equals_one_plain_process(pool, world_size, options):
 
 
 def plain_evaluation(config, weights, data):
-    """The mean over every token that counts, of all batches at once (pitfall 28)."""
+    """The mean over every token that counts, of all batches at once: no mean of means."""
     model = ReferenceGPT(sizes_of(config)).double().load_full(weights)
     tokens, labels, loss_mask = (tensor.flatten(0, 1) for tensor in (data.tokens, data.labels, data.loss_mask))
     with torch.no_grad():

@@ -24,7 +24,7 @@ def drawn(pool, **layout):
 
 
 def test_initial_weights_do_not_depend_on_the_layout(pool):
-    """Pitfall 2: replicas start alike (whole() checks it bit for bit), and the layout does not show."""
+    """Replicas start alike (whole() checks it bit for bit), and the layout does not show."""
     alone, _ = drawn(pool)
     for layout in (dict(tensor_model_parallel_size=4), dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=2, dp=2)):
         weights, _ = drawn(pool, **layout)
@@ -33,7 +33,7 @@ def test_initial_weights_do_not_depend_on_the_layout(pool):
 
 
 def test_shards_of_one_matrix_are_different(pool):
-    """Pitfall 1: drawn from the same seed they would be the same, and stay so."""
+    """Drawn from the same seed they would be the same, and stay so."""
     _, outcomes = drawn(pool, tensor_model_parallel_size=4)
     matrices = [name for name, (tensor, shard_dim) in outcomes[0].weights.items() if shard_dim is not None and tensor.dim() == 2]
     assert len(matrices) == 1 + 4 * 3
@@ -63,7 +63,7 @@ def logits_rank(config, weights, data, parallel_output):
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_logits_are_the_reference_models_gathered_or_sharded(pool, tp):
-    """Pitfall 10's neighbour: padding has no logits at all, and the gathered logits carry gradients back to each shard."""
+    """Padding has no logits at all, and the gathered logits carry gradients back to each shard."""
     config = tiny(tp, tensor_model_parallel_size=tp)
     weights, data, _, _ = reference_for(config, 1)
     reference = ReferenceGPT(sizes_of(config)).double().load_full(weights)
@@ -103,7 +103,7 @@ def huge_logits_rank(config, scale):
 
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_vocab_parallel_cross_entropy_in_float32(pool, scale):
-    """Pitfall 10: the maximum is global (exp would overflow), the softmax normalised, foreign labels count nothing, and
+    """The maximum is global (exp would overflow), the softmax normalised, foreign labels count nothing, and
     logits that are fp32 already are not overwritten."""
     for loss, expected, gradient, expected_gradient in pool.run(huge_logits_rank, tiny(4, tensor_model_parallel_size=4, dtype="float32"), scale, world_size=4):
         assert torch.allclose(loss, expected, rtol=1e-5, atol=1e-5)
@@ -120,7 +120,7 @@ class FakeAttention:
 
 
 def test_dropout_masks_agree_where_replicated_and_differ_where_sharded(monkeypatch):
-    """Pitfall 12."""
+    """The residual stream is one, and must be dropped alike on every rank; the heads are each rank's own."""
     import nanodomino.model as model
     monkeypatch.setattr(model, "Attention", FakeAttention)
     config = tiny(2, tensor_model_parallel_size=2, hidden_dropout=0.5, attention_dropout=0.5)

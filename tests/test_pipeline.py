@@ -22,7 +22,7 @@ SIZES = [(stages, microbatches) for stages in (1, 2, 3, 4, 8) for microbatches i
 @pytest.mark.parametrize("stages, microbatches", SIZES)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_microbatch_goes_forward_once_then_backward_once(name, stages, microbatches):
-    """Pitfall 20: also with fewer microbatches than stages."""
+    """Also with fewer microbatches than stages."""
     for stage in range(stages):
         actions = SCHEDULES[name](stage, stages, microbatches)
         assert sorted(map(str, actions)) == sorted([f"F{i}" for i in range(microbatches)] + [f"B{i}" for i in range(microbatches)])
@@ -69,7 +69,7 @@ def test_a_schedule_that_cannot_be_executed_is_refused():
 @pytest.mark.parametrize("stages, microbatches", SIZES)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sends_pair_with_receives_in_the_same_order(name, stages, microbatches):
-    """Pitfall 19: what one stage sends to another is what that one receives, message by message, in each direction."""
+    """What one stage sends to another is what that one receives, message by message, in each direction."""
     sent, received = {}, {}
     for stage in range(stages):
         mail = Mail(mesh_on_paper(stages, 1, 1, stage), [], None, None)
@@ -90,7 +90,7 @@ def test_the_picture_of_1f1b():
 
 @pytest.mark.parametrize("layers, stages", [(8, 2), (9, 4), (5, 3), (4, 4), (7, 1)])
 def test_layers_are_spread_evenly_and_none_is_lost(layers, stages):
-    """Pitfall 20: layers that do not divide by stages."""
+    """Also where layers do not divide by stages."""
     held = [stage_layers(layers, stage, stages) for stage in range(stages)]
     assert [layer for one in held for layer in one] == list(range(layers))
     assert max(map(len, held)) - min(map(len, held)) <= 1
@@ -130,7 +130,7 @@ def test_activations_are_freed_as_soon_as_they_are_done_with(pool, schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_go_to_the_replicas_with_the_last_backward_of_each_stage(pool, schedule):
-    """Pitfall 18: not with the last forward, not with a fixed microbatch."""
+    """Not with the last forward, and not with a fixed microbatch: which one comes last depends on the schedule."""
     config = tiny(4, pipeline_model_parallel_size=4, schedule=schedule, num_layers=4)
     for _, _, _, final_calls in pool.run(alive_rank, config, random_data(config, 1), world_size=4):
         assert final_calls == [False] * (config.microbatches - 1) + [True]
@@ -166,7 +166,7 @@ def in_order_rank(config, data):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages, microbatches", [(2, 8), (3, 8), (4, 2), (4, 8), (8, 12)])
 def test_no_stage_waits_in_a_circle_where_messages_are_carried_out_in_order(pool, schedule, stages, microbatches):
-    """Pitfall 19, as NCCL has it: a receive that is posted before a send holds the send up."""
+    """NCCL's rule: a receive that is posted before a send holds the send up."""
     config = tiny(stages, pipeline_model_parallel_size=stages, num_layers=stages, micro_batch_size=24 // microbatches, schedule=schedule)
     results = pool.run(in_order_rank, config, random_data(config, 1), world_size=stages, timeout=30)
     assert len(set(results)) == 1
@@ -178,7 +178,7 @@ def big_message_rank(config, data):
 
 
 def test_messages_of_megabytes_do_not_deadlock(pool):
-    """Pitfall 19: gloo's send returns only once the other side has asked, so a blocking order would hang, at any size."""
+    """Gloo's send returns only once the other side has asked, so a blocking order would hang, at any size."""
     config = tiny(4, pipeline_model_parallel_size=4, num_layers=4, hidden_size=256, seq_length=512, micro_batch_size=4, dtype="float32")
     losses = pool.run(big_message_rank, config, random_data(config, 1), world_size=4, timeout=60)
     assert len(set(losses)) == 1

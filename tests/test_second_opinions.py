@@ -81,7 +81,7 @@ def dtensor_step(config, weights, data):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_domino_computes_what_dtensor_computes(pool, tp):
-    """Pitfalls 7 to 11, with words on every rank: 16 + 13 of them, or 8 + 8 + 8 + 5."""
+    """Cuts, heads, biases and sums, with words on every rank: 16 + 13 of them, or 8 + 8 + 8 + 5."""
     _, _, ours, theirs = both_sides(pool, tp, dtensor_step, tensor_model_parallel_size=tp, slices=2, micro_batch_size=12)
     gradients = whole(ours, lambda outcome: outcome.gradients[0], tp)
     for loss, torchs_gradients in theirs:
@@ -130,7 +130,7 @@ def pipelined_step(config, weights, data):
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_pipeline_computes_what_torchs_pipelining_computes(pool, schedule, pp):
-    """Pitfalls 3, 5, 21: torch leaves the tied matrix with a gradient on the first stage and another on the last; they add up."""
+    """Torch leaves the tied matrix with a gradient on the first stage and another on the last; they add up."""
     if schedule == "1f1b" and torch.__version__ < "2.8":
         pytest.skip("this torch's Schedule1F1B loses messages on gloo (pytorch issue 132644)")
     config, data, ours, theirs = both_sides(pool, pp, pipelined_step, pipeline_model_parallel_size=pp, schedule=schedule,
@@ -197,7 +197,7 @@ def train_with_fsdp2(config, weights, data):
 @pytest.mark.parametrize("dp", [2, 4])
 @pytest.mark.parametrize("torchs_part", [train_with_ddp, train_with_fsdp2])
 def test_zero_trains_what_torchs_data_parallel_trains(pool, torchs_part, dp):
-    """Pitfalls 4, 22, 23. AdamW would not notice a factor on all gradients; the norm before clipping does."""
+    """AdamW would not notice a factor on all gradients; the norm before clipping does."""
     config, _, ours, theirs = both_sides(pool, dp, torchs_part, data_parallel_size=dp, zero_stage=1)
     assert relative(ours[0].losses, [sum(parts) for parts in zip(*(losses for losses, _, _ in theirs))]) < TOLERANCE
     weights = whole(ours, lambda outcome: outcome.weights, 1)

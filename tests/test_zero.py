@@ -31,7 +31,7 @@ def state_rank(config, data):
 @pytest.mark.parametrize("dp, zero_stage", [(1, 1), (2, 1), (4, 1), (4, 0)])
 @pytest.mark.parametrize("dtype, fixed, shared", [("float32", 8, 8), ("bfloat16", 6, 12), ("float64", 16, 16)])
 def test_bytes_per_parameter_are_the_formulas(pool, dp, zero_stage, dtype, fixed, shared):
-    """16-bit training 6 + 12/dp, fp32 8 + 8/dp; and pitfall 26: the padding of a flat buffer stays zero."""
+    """16-bit training 6 + 12/dp, fp32 8 + 8/dp; and the padding of a flat buffer, which would count in the norm, stays zero."""
     config = tiny(dp, dtype=dtype, zero_stage=zero_stage, num_attention_heads=1, hidden_size=17)
     parts = dp if zero_stage else 1
     for bytes_per_parameter, padding, own, padded in pool.run(state_rank, config, random_data(config, 2), world_size=dp):
@@ -49,7 +49,7 @@ def decay_rank(config, data):
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_matrices_decay_and_nothing_else(pool, zero_stage):
-    """Pitfall 23. With a batch in which no token counts all gradients are zero, and what is left of the step is the decay."""
+    """With a batch in which no token counts all gradients are zero, and what is left of the step is the decay."""
     config = tiny(4, tensor_model_parallel_size=2, zero_stage=zero_stage, min_lr=1e-2, weight_decay=0.5)
     data = random_data(config, config.train_iters)
     data.loss_mask.zero_()
@@ -75,7 +75,7 @@ def accumulate_rank(config, data, times):
 
 
 def test_bfloat16_gradients_accumulate_in_fp32(pool):
-    """Pitfall 25: in bfloat16 the sum of equal gradients would stop growing at 256 of them."""
+    """In bfloat16 the sum of equal gradients would stop growing at 256 of them."""
     config = tiny(1, dtype="bfloat16", num_layers=1)
     (((once, often), loss_dtype),) = pool.run(accumulate_rank, config, random_data(config, 1), 300, world_size=1)
     assert loss_dtype == "torch.float32"
@@ -113,7 +113,7 @@ def order_rank(config, data):
 
 
 def test_a_bucket_is_reduced_behind_the_rest_of_backward_and_never_before_it_is_final(pool):
-    """Pitfalls 18 and 21: after the last microbatch's last slice, before the layers below; a tied matrix after both its uses."""
+    """After the last microbatch's last slice, before the layers below; a tied matrix after both its uses."""
     config = tiny(4, tensor_model_parallel_size=2, slices=3, num_layers=4, micro_batch_size=3, bucket_size=1)
     events = pool.run(order_rank, config, random_data(config, 1), world_size=4)[0]
     reduces = [i for i, (kind, _) in enumerate(events) if kind == "reduce"]
