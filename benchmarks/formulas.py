@@ -133,9 +133,8 @@ def kept_by_layer(config: Config, at) -> dict[str, float]:
     e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
     ffn = e * n * config.ffn_hidden_size
     scores = n * config.seq_length * config.num_attention_heads // t           # attention probabilities, counted
-    of_norm = NORMALIZATIONS[config.normalization].statistics * n * of_statistic(config)
     kept = {"norm inputs": 2 * x,                              # x', which the norm differentiates itself at
-            "norm statistics": 2 * of_norm,
+            "norm statistics": 2 * n * norm_statistics(config),
             "product inputs": 2 * x,                           # h: the column-parallel weight gradient
             "qkv": 3 * x / t,                                  # q, k, v with their bias: attention's backward
             "context": x / t,                                  # its output: its backward, dense's weight gradient
@@ -159,7 +158,7 @@ def kept_by_ends(config: Config, at) -> dict[str, float]:
     if at.is_first_stage and mask:
         kept["embedding dropout"] = mask
     if at.is_last_stage:                                       # the bridge into the head
-        kept["head"] = 2 * x + NORMALIZATIONS[config.normalization].statistics * n * of_statistic(config)
+        kept["head"] = 2 * x + n * norm_statistics(config)
         kept["softmax"] = w * n * logits_width(config, at)
         kept["losses"] = w * n
     else:
@@ -167,9 +166,9 @@ def kept_by_ends(config: Config, at) -> dict[str, float]:
     return kept
 
 
-def of_statistic(config: Config) -> int:
-    """Bytes of a number that a norm keeps of a token: CUDA's kernels keep them wide, the CPU's do not."""
-    return wide(config) if config.device == "cuda" else element(config)
+def norm_statistics(config: Config) -> int:
+    """Bytes that a norm keeps of each token, beside what it normalizes."""
+    return NORMALIZATIONS[config.normalization].statistics(element(config), wide(config), config.device == "cuda")
 
 
 def logits_width(config: Config, at: Mesh) -> int:

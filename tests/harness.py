@@ -35,7 +35,7 @@ def tiny(world_size=1, **changes) -> Config:
 def sizes_of(config: Config) -> Sizes:
     """The same model, as the reference names it."""
     return Sizes(config.num_layers, config.hidden_size, config.num_attention_heads, config.ffn_hidden_size, config.vocab_size,
-                 config.padded_vocab_size, config.max_position_embeddings, config.tied)
+                 config.padded_vocab_size, config.max_position_embeddings, config.tied, config.normalization)
 
 
 @dataclass

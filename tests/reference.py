@@ -47,6 +47,10 @@ class Sizes:
     padded_vocab_size: int = 32
     max_positions: int = 8
     tied: bool = True
+    normalization: str = "LayerNorm"
+
+    def norm(self):
+        return getattr(nn, self.normalization)(self.hidden_size, eps=1e-5)
 
     @property
     def head_dim(self):
@@ -98,7 +102,7 @@ class Attention(nn.Module):
         super().__init__()
         self.site = site
         self.num_heads, self.head_dim = sizes.num_attention_heads, sizes.head_dim
-        self.norm = nn.LayerNorm(sizes.hidden_size, eps=1e-5)
+        self.norm = sizes.norm()
         self.q = nn.Linear(sizes.hidden_size, sizes.hidden_size)
         self.k = nn.Linear(sizes.hidden_size, sizes.hidden_size)
         self.v = nn.Linear(sizes.hidden_size, sizes.hidden_size)
@@ -120,7 +124,7 @@ class MLP(nn.Module):
     def __init__(self, sizes, site):
         super().__init__()
         self.site = site
-        self.norm = nn.LayerNorm(sizes.hidden_size, eps=1e-5)
+        self.norm = sizes.norm()
         self.up = nn.Linear(sizes.hidden_size, sizes.ffn_hidden_size)
         self.down = nn.Linear(sizes.ffn_hidden_size, sizes.hidden_size)
 
@@ -140,7 +144,7 @@ class ReferenceGPT(nn.Module):
         layers = range(sizes.num_layers)
         self.attentions = nn.ModuleList(Attention(sizes, f"layers.{i}.attention") for i in layers)
         self.mlps = nn.ModuleList(MLP(sizes, f"layers.{i}.mlp") for i in layers)
-        self.final_norm = nn.LayerNorm(sizes.hidden_size, eps=1e-5)
+        self.final_norm = sizes.norm()
         self.head = None if sizes.tied else nn.Linear(sizes.hidden_size, sizes.padded_vocab_size, bias=False)
 
     def forward(self, tokens, positions, mask=None):
@@ -167,18 +171,18 @@ class ReferenceGPT(nn.Module):
         }
         for i, (attention, mlp) in enumerate(zip(self.attentions, self.mlps)):
             for kind in ("weight", "bias"):
-                named[f"layers.{i}.attention.norm.{kind}"] = (getattr(attention.norm, kind),)
+                named[f"layers.{i}.attention.norm.{kind}"] = (getattr(attention.norm, kind, None),)
                 named[f"layers.{i}.attention.qkv.{kind}"] = tuple(
                     getattr(part, kind) for part in (attention.q, attention.k, attention.v)
                 )
                 named[f"layers.{i}.attention.dense.{kind}"] = (getattr(attention.dense, kind),)
-                named[f"layers.{i}.mlp.norm.{kind}"] = (getattr(mlp.norm, kind),)
+                named[f"layers.{i}.mlp.norm.{kind}"] = (getattr(mlp.norm, kind, None),)
                 named[f"layers.{i}.mlp.dense_h_to_4h.{kind}"] = (getattr(mlp.up, kind),)
                 named[f"layers.{i}.mlp.dense_4h_to_h.{kind}"] = (getattr(mlp.down, kind),)
-        named["final_norm.weight"], named["final_norm.bias"] = (self.final_norm.weight,), (self.final_norm.bias,)
+        named["final_norm.weight"], named["final_norm.bias"] = (self.final_norm.weight,), (getattr(self.final_norm, "bias", None),)
         if self.head is not None:
             named["output_layer.weight"] = (self.head.weight,)
-        return named
+        return {name: parameters for name, parameters in named.items() if None not in parameters}
 
     @torch.no_grad()
     def load_full(self, weights):

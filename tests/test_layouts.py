@@ -9,6 +9,9 @@ import torch
 from harness import difference, reference_for, relative, sizes_of, tiny, train_rank, whole
 from reference import ReferenceGPT, masked_loss
 
+from nanodomino.functions import NORMALIZATIONS
+from nanodomino.schedules import SCHEDULES
+
 TOLERANCE = 1e-9
 STEPS = 5
 LAYOUTS = [(tp, pp, dp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in (1, 2, 4, 8) if tp * pp * dp <= 8]
@@ -24,7 +27,8 @@ def case(tp, pp, dp, slices=1, columns=1, zero=1, schedule="1f1b", untied=False,
 
 
 # Every layout once, the options dealt out over them; then corners of their own.
-CASES = [case(tp, pp, dp, slices=1 + i % 3, columns=1 + i // 2 % 2, zero=(i + 1) % 2, schedule=("1f1b", "gpipe")[i // 3 % 2], untied=i % 4 == 1,
+CASES = [case(tp, pp, dp, slices=1 + i % 3, columns=1 + i // 2 % 2, zero=(i + 1) % 2, schedule=list(SCHEDULES)[i // 3 % len(SCHEDULES)], untied=i % 4 == 1,
+              normalization=list(NORMALIZATIONS)[i // 2 % len(NORMALIZATIONS)],
               micro_batch_size=12 if tp == 8 else 6 if tp == 4 else 3) for i, (tp, pp, dp) in enumerate(LAYOUTS)]
 CASES += [
     case(2, 2, 2, slices=2, zero=1),                            # train.py's own choice for eight processes

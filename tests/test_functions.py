@@ -1,0 +1,48 @@
+"""The choices of a model, each against its formula and torch's own; what they keep for backward is what formulas count."""
+
+import pytest
+import torch
+from harness import tiny
+
+from nanodomino.functions import NORMALIZATIONS
+from nanodomino.mesh import mesh_on_paper
+from nanodomino.model import on_paper
+
+
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_a_normalization_and_its_gradients_are_torchs_own(name):
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias, gradient = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+                                 for shape in ((2, 3, 16), (16,), (16,), (2, 3, 16)))
+    kind = NORMALIZATIONS[name]
+    theirs = getattr(torch.nn, name)(16, eps=1e-3).double()
+    parameters = [weight, bias] if kind.has_bias else [weight]
+    with torch.no_grad():
+        for one, value in zip(theirs.parameters(), parameters):
+            one.copy_(value)
+    ours, expected = kind.function(x, weight, bias, 1e-3), theirs(x)
+    assert torch.allclose(ours, expected, rtol=1e-13, atol=1e-13)
+    mine = torch.autograd.grad(ours, [x, *parameters], gradient)
+    for one, other in zip(mine, torch.autograd.grad(expected, [x, *theirs.parameters()], gradient), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_a_normalization_in_16_bit_stays_within_its_rounding(name):
+    """bfloat16 has 8 bits: 2^-8 of the size for each of a handful of operations."""
+    x = torch.randn(4, 8, 256, generator=torch.Generator().manual_seed(2)) * 30
+    weight, bias = torch.ones(256), torch.zeros(256)
+    kind = NORMALIZATIONS[name]
+    exact = kind.function(x.bfloat16().double(), weight.double(), bias.double(), 1e-5)
+    ours = kind.function(x.bfloat16(), weight.bfloat16(), bias.bfloat16(), 1e-5)
+    assert ours.dtype == torch.bfloat16
+    assert ((ours.double() - exact).abs() <= 4 * 2**-8 * exact.abs() + 1e-3).all()
+
+
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_a_model_on_paper_has_the_parameters_of_its_choices(name):
+    config = tiny(1, normalization=name)
+    names = {parameter for parameter, _ in on_paper(config).named_parameters()}
+    assert ("layers.0.mlp.norm.bias" in names) == ("final_norm.bias" in names) == NORMALIZATIONS[name].has_bias
+    assert all(parameter.is_meta for parameter in on_paper(config).parameters())
+    assert mesh_on_paper(2, 3, 4, 1, 2, 3).rank_of(1, 2, 3) == 23
