@@ -85,13 +85,14 @@ def loss_func(loss_mask, losses):
 # ---- the training
 
 def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: TokenDataset, config: Config, mesh: Mesh,
-               stop=lambda: False) -> StepResult:
+               stop=lambda: False, on_action=None) -> StepResult:
     """One optimizer step (numbered from 1) on a global batch. stop: whether this rank has been told to stop after it,
-    asked at its end."""
+    asked at its end; on_action: see pipeline.run."""
     with stage.trace.span("step", step=step):
         optimizer.zero_grad()
         actions = schedules.SCHEDULES[config.schedule](mesh.pp_rank, mesh.pp, config.microbatches)
-        totals = run_actions(actions, step - 1, stage, dataset, config, mesh, on_final=optimizer.on_final)
+        totals = run_actions(actions, step - 1, stage, dataset, config, mesh, on_final=optimizer.on_final,
+                             on_action=on_action)
         return optimizer.step(learning_rate(step, config), totals, stop())
 
 
@@ -110,11 +111,11 @@ def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh) -
 
 
 def run_actions(actions, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, shuffle=True,
-                on_final=None):
+                on_final=None, on_action=None):
     """Run a schedule over the microbatches of global batch number `step`."""
     return pipeline.run(actions, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
                         (config.micro_batch_size, config.seq_length, config.hidden_size),
-                        config.params_dtype, on_final, stage.trace)
+                        config.params_dtype, on_final, stage.trace, on_action)
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -135,7 +136,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     done = restore(run.checkpoint, model, optimizer, mesh, run.weights_alone) if run.checkpoint else 0
     saver = Saver(run.folder, mesh, config.keep_last, config.timeout)
     report = Report(config, corpus, mesh, run.folder, done, speaks=dist.get_rank() == 0)
-    signals, stop, skipped, begin = StopSignal(), False, 0, time.perf_counter()
+    signals, stop, skipped, begin = StopSignal(report.say), False, 0, time.perf_counter()
 
     step, traced = done, config.traced_steps
     if traced and traced[-1] <= done:
@@ -145,7 +146,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             step, step_begin = done + 1, time.perf_counter()
             trace.recording = step in traced
             result = train_step(step, stage, optimizer, datasets["train"], config, mesh,
-                                stop=lambda: signals.number > 0)
+                                stop=lambda: signals.number > 0, on_action=report.action)
             done, skipped, trace.recording = step, skipped + 1 if result.skipped else 0, False
             stop = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
             report.step(step, result, learning_rate(step, config), time.perf_counter() - step_begin)
@@ -174,7 +175,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
                         "one")
     if stop and done < config.train_iters:
         report.end(done, time.perf_counter() - begin)
-        report.say(f"stopped as told, the checkpoint of step {done} is saved; the same command goes on from it")
+        report.say(f"stopped as told, the checkpoint of step {done} is saved; --run-dir {run.folder} goes on from it")
         return 128 + (signals.number or signal.SIGTERM) if result.stop else 0
     if "test" in datasets and config.eval_iters:
         report.losses(done, "test", evaluate(stage, datasets["test"], config, mesh))

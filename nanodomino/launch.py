@@ -11,6 +11,7 @@ something to tell must speak first, and those that only lost a neighbour keep st
 
 import fcntl
 import itertools
+import json
 import os
 import signal
 import sys
@@ -147,14 +148,15 @@ def next_folder(parent: Path, name: str, again: bool, launch: str) -> Path:
 # ---- told to stop
 
 class StopSignal:
-    """SIGTERM and Ctrl-C: the first asks for a checkpoint after the step, a second one ends the process at once.
+    """SIGTERM and Ctrl-C: the first asks for a checkpoint after the step, a second one ends the process at once. `say`
+    tells it, with a line, on this thread: a step may take long.
 
     Python runs a handler between two of its own instructions, and a rank that waits for a silent one runs none. So a
     thread listens, to which the C library's handler passes the signal's number through a pipe.
     """
 
-    def __init__(self):
-        self.number, self.moment = 0, 0.0
+    def __init__(self, say):
+        self.say, self.number, self.moment = say, 0, 0.0
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer)
@@ -172,6 +174,7 @@ class StopSignal:
             os._exit(128 + number)
         if not self.number:
             self.number, self.moment = number, time.monotonic()
+            self.say("stopping after this step, with a checkpoint; a second Ctrl-C ends at once")
 
 
 # ---- ends
@@ -203,6 +206,7 @@ def fail(place: Place, error: Exception):
         if place.local_rank > 0:                               # the others have most likely found the same:
             time.sleep(min(5 + place.local_rank, 13))          # the first one speaks, the next only if nobody has
         print(f"error: {error}", file=sys.stderr, flush=True)
+        tell_torchrun(str(error))
         os._exit(2)
     where = f" in step {error.step}" if hasattr(error, "step") else ""
     if isinstance(error, RuntimeError) and any(word in str(error) for word in LONELY):
@@ -215,7 +219,18 @@ def fail(place: Place, error: Exception):
     else:
         text = f"failed{where}:\n{''.join(traceback.format_exception(error))}"
     print(f"rank {place.rank} {text}", file=sys.stderr, flush=True)
+    tell_torchrun(f"rank {place.rank} {text}")
     os._exit(1)
+
+
+def tell_torchrun(text: str):
+    """torchrun says some thirty lines after ours, which would bury it. What stands in this file it quotes at their end,
+    as the root cause."""
+    try:
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+            json.dump({"message": {"message": text, "extraInfo": {"timestamp": int(time.time())}}}, file)
+    except (KeyError, OSError):
+        pass                                                   # no torchrun, or a full disk: the text has been printed
 
 
 def silent_ranks(place: Place) -> str:

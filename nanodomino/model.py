@@ -4,7 +4,7 @@ A pre-norm transformer is one residual stream x that each sublayer reads and add
 of them. Written around the wires (reduce), every sublayer is the same three steps:
 
     bridge    replicated, element-wise     x' = x + dropout(y + bias);   h = norm(x')
-    partial   sharded, matrix products     y_partial = W2 core(W1 h)
+    partial   sharded, matrix products     y_partial = core(h W1^T) W2^T
     reduce    the wires                    y = sum over tp ranks of y_partial
 
     tokens -> embed -> g -> | norm -> f -> W1 -> attention -> W2 -> g -> +
@@ -18,7 +18,7 @@ head.
 Shapes: b samples, s tokens, h hidden, n heads, d = h/n, t tensor-parallel ranks. The fused qkv matrix is stored head by
 head, [n, (q, k, v), d], so that a contiguous cut of its rows is a set of whole heads.
 
-Sources: GPT-2; GPT-3 (2005.14165); 1909.08053, section 3; sublayer scaling of the initial weights as in GPT-2.
+Sources: GPT-2; GPT-3 (2005.14165); Megatron-LM (1909.08053, section 3); sublayer scaling of the initial weights as in GPT-2.
 """
 
 import dataclasses

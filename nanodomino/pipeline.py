@@ -113,7 +113,7 @@ class Totals:
 
 
 def run(actions, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype, on_final=None,
-        trace=NO_TRACE) -> Totals:
+        trace=NO_TRACE, on_action=None) -> Totals:
     """Execute a schedule on this stage.
 
     stage: a Domino; get_batch(microbatch) -> Batch; forward_step(batch, stage, hidden, training) -> (output, tape,
@@ -121,6 +121,7 @@ def run(actions, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype
     [b, s, h] of a message. Gradients of the loss *sum* are added to each main_grad: the division by the global number
     of tokens comes once, later.
     on_final: see Domino.backward; it is handed to the stage's last backward, which is the schedule's to know.
+    on_action(done, count): told after each action, for whoever shows how far a long step has come.
     """
     mail = Mail(mesh, actions, hidden_shape, dtype, trace)
     totals = Totals(*torch.zeros(2, dtype=torch.float64, device=mesh.device))
@@ -146,12 +147,14 @@ def run(actions, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype
             (gradient,) = torch.autograd.grad(*loss)
         return stage.backward(tape, gradient, on_final if Backward(i) == last_backward else None)
 
-    for action in actions:
+    for done, action in enumerate(actions, start=1):
         message = mail.receive(action)
         kind, work = ("forward", forward) if isinstance(action, Forward) else ("backward", backward)
         with trace.span(kind, microbatch=action.microbatch):
             result = work(action.microbatch, message)
         mail.send(action, result)
         del message, result                          # or the next microbatch would find them still in memory
+        if on_action:
+            on_action(done, len(actions))
     mail.finish()
     return totals

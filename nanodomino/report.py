@@ -14,6 +14,7 @@ import math
 import re
 import resource
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -31,6 +32,9 @@ from nanodomino.settings import names
 PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12,
               "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12,
               "L40": 181e12, "L40S": 362e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
+PATIENCE = 1.0           # seconds without a sign of life
+FEW = 16                 # samples whose mean loss is a guess
+
 
 def find_peak_flops(config: Config, mesh: Mesh) -> float | None:
     """Of all devices together, in the run's dtype; None where it is not known."""
@@ -58,6 +62,7 @@ class Report:
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.yardsticks = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
         self.metrics, self.unwritten, self.warned = None, b"", False
+        self.moved = time.monotonic()                          # when the bar did
         if speaks:
             self.changes = changed_settings(run_dir, config) if first_step else []
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
@@ -75,6 +80,12 @@ class Report:
         print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = {config.microbatches} "
               f"microbatches of {config.micro_batch_size} on each of {config.dp} replicas; slices {config.slices}, "
               f"columns {config.columns}, ZeRO stage {config.zero_stage}")
+        for split in ("valid", "test"):
+            samples = max(self.corpus.tokens[split] - 1, 0) // config.seq_length
+            if config.eval_iters and samples < FEW:
+                print(f"the {split} split holds {samples} samples of {config.seq_length} tokens: "
+                      + ("its loss will say little" if samples else "there will be no loss of it")
+                      + "; prepare more text, or give it more with data/prepare.py --split")
         held = []
         for stage in range(mesh.pp):
             layers = stage_layers(config.num_layers, stage, mesh.pp)
@@ -110,6 +121,13 @@ class Report:
                     self.say(f"warning: metrics.jsonl can't be written: {error}; training goes on")
                 self.warned = True
 
+    def action(self, done: int, count: int):
+        """A forward or backward of a microbatch is done: the bar moves within a step that takes long."""
+        now = time.monotonic()
+        if self.speaks and now - self.moved > PATIENCE:
+            self.moved = now
+            self.bar.set_postfix_str(f"in this step {done} of {count} forwards and backwards")
+
     def step(self, step: int, result, learning_rate: float, seconds: float):
         """result: a StepResult."""
         speed = self.tokens_per_step / seconds
@@ -119,6 +137,7 @@ class Report:
                     mfu=mfu, skipped=result.skipped)
         self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
         self.bar.update()
+        self.moved = time.monotonic()
         if result.skipped:
             self.say(f"step {step:5d} | skipped: loss {result.loss} or gradient norm {result.grad_norm} is not finite")
         elif step % self.config.log_interval == 0 or step == 1:

@@ -1,27 +1,29 @@
-"""ZeRO stage 1: every replica keeps 1/dp of the optimizer (1910.02054, section 5.1).
+"""ZeRO stage 1: every replica keeps 1/dp of the optimizer (ZeRO, 1910.02054, section 5.1).
 
-Data-parallel replicas hold the same weights and sum their gradients. Each could run the whole AdamW and keep all of its
-state; instead each owns 1/dp of it. The step has three phases:
+Data-parallel replicas hold the same weights and sum their gradients. Each could run the whole optimizer and keep all of
+its state; instead each owns 1/dp of it. The step has three phases:
 
     1  reduce-scatter  every gradient bucket is summed over the replicas, each gets the sum of its own part
                        (started while backward still runs, as soon as a bucket is final)
-    2  update          norm, clipping, AdamW on the own part: fp32 master weights and moments of that part alone
+    2  update          norm, clipping, optimizer on the own part: fp32 master weights and moments of that part alone
     3  all-gather      the new weights of all parts to everybody
 
     bucket of one kind    | qkv.weight | dense.weight | ... |pad|     weights: the model's parameters are views of it
                           | . . . . . . . . . . . . . . . . . . |     main_grad: fp32 when training in 16 bit
     dp = 4                |   rank 0   |   rank 1  |   2  |   3   |   each rank updates its quarter as one tensor
 
-An all-reduce is a reduce-scatter and an all-gather, so ZeRO-1 sends no more bytes than plain data parallelism. Stage 0
-is the same code with one part: the reduce is an all-reduce, the part is everything, and nothing is gathered.
+An all-reduce is a reduce-scatter and an all-gather, so ZeRO-1 sends no more bytes than plain data parallelism, and in
+16-bit training less: (4 + 2)(dp-1)/dp a parameter, since fp32 gradients are scattered and 16-bit weights gathered,
+where an all-reduce of fp32 gradients sends (4 + 4)(dp-1)/dp. Stage 0 is the same code with one part: the reduce is an
+all-reduce, the part is everything, and nothing is gathered.
 
-Bytes per parameter: 16-bit training 2 + 4 + (4 + 4 + 4)/dp; fp32 training 4 + 4 + (4 + 4)/dp,
-the master being the weight.
+Bytes kept per parameter, with AdamW: 16-bit training 2 + 4 + (4 + 4 + 4)/dp; fp32 training 4 + 4 + (4 + 4)/dp, the
+master being the weight.
 
 A bucket holds parameters of one kind, because a flat buffer forgets whose numbers it holds, and three things depend on
 it: decay (matrices only), how often a parameter exists in the world (shards once, replicas on every tp rank, a tied
-matrix on two stages: in the norm each must count once), and whether first and last stage must agree on it before
-anything else.
+matrix on two stages: in the norm each must count once), and whether first and last stage must add up what they have,
+once the replicas have.
 """
 
 import math

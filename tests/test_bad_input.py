@@ -410,6 +410,8 @@ def test_four_processes_say_one_sentence_under_torchrun(tmp_path, corpus):
     done = complete(tmp_path, *flags, processes=4)
     output = done.stdout + done.stderr
     assert done.returncode != 0 and output.count("error: ") == 1, output
+    last = [line for line in done.stderr.splitlines() if line.strip("= ")][-1]
+    assert "--run-dir copy/meta.json is a file; choose another name" in last, "torchrun's report must not bury it"
     assert "error: --run-dir copy/meta.json is a file; choose another name\n" in output, output
     assert f'File "{SCRIPT}"' not in output and "failed:" not in output, output
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
