@@ -214,11 +214,11 @@ def fail(place: Place, error: Exception):
         # torchrun is ending all: it knows who was the first
         if hasattr(error, "signals") and error.signals.number:
             os._exit(1)
-        text = f"lost its neighbours{where}{silent_ranks(place)}: {error}"
+        text, details = f"lost its neighbours{where}{silent_ranks(place)}: {error}", ""
         time.sleep(3)                                          # another rank died: let that one be heard first
     else:
-        text = f"failed{where}:\n{''.join(traceback.format_exception(error))}"
-    print(f"rank {place.rank} {text}", file=sys.stderr, flush=True)
+        text, details = f"failed{where}: {type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    print(f"{details}rank {place.rank} {text}", file=sys.stderr, flush=True)
     tell_torchrun(f"rank {place.rank} {text}")
     os._exit(1)
 

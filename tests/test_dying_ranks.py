@@ -56,9 +56,10 @@ def forks():
 
 
 def only_rank_2_is_blamed(output: str):
-    before, first = output.split("Traceback (most recent call last)")[:2]
-    assert before.endswith("rank 2 failed in step 3:\n") and "ValueError: rank 2 has had enough" in first, output
-    assert output.count("failed in step") == 1 and "peer" not in output, output
+    """After its traceback, in a line of its own."""
+    words = "rank 2 failed in step 3: ValueError: rank 2 has had enough"
+    assert f"\n{words}\n" in output.split("Traceback (most recent call last)")[1], output
+    assert output.count("failed in step") == output.count(words) and "peer" not in output, output
 
 
 @pytest.mark.parametrize("fault", ["dies in a step", "dies before the group forms", "raises"])
@@ -87,5 +88,6 @@ def test_torchrun_names_the_rank_that_raised(folder, corpus):
         only_rank_2_is_blamed(job.output())
         cause = job.output().split("Root Cause")[-1]
         assert "(local_rank: 2)" in cause and "exitcode  : 1" in cause, job.output()
+        assert "rank 2 failed in step 3: ValueError: rank 2 has had enough" in cause.splitlines()[-2], "the last words"
     finally:
         job.close()
