@@ -38,6 +38,7 @@ from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
 from nanodomino.model import GPT
 from nanodomino.report import Report
 from nanodomino.settings import UserError, require
+from nanodomino.step_time import estimate
 from nanodomino.timeline import draw_timeline
 from nanodomino.trace import Trace
 from nanodomino.zero import StepResult, ZeroOptimizer
@@ -136,6 +137,8 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     done = restore(run.checkpoint, model, optimizer, mesh, run.weights_alone) if run.checkpoint else 0
     saver = Saver(run.folder, mesh, config.keep_last, config.timeout)
     report = Report(config, corpus, mesh, run.folder, done, speaks=dist.get_rank() == 0)
+    if done < config.train_iters:
+        report.estimate(*estimate(config, mesh))
     signals, stop, skipped, begin = StopSignal(report.say), False, 0, time.perf_counter()
 
     step, traced = done, config.traced_steps

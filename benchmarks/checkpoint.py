@@ -10,13 +10,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, ratio_text, ratios, slowest, synchronize,
+from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, ratio_text, ratios,
                                table)
 from nanodomino.checkpoint import Saver, restore
 from nanodomino.config import UserError, require
 from nanodomino.manifest import checkpoints_of, verify
 from nanodomino.mesh import find_device, make_mesh, start_world
 from nanodomino.model import GPT, parameter_count
+from nanodomino.step_time import slowest, synchronize
 from nanodomino.zero import ZeroOptimizer
 from train import tell_all
 

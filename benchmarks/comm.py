@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from benchmarks import formulas
 from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, gathered, table
+from nanodomino import formulas
 from nanodomino.config import Config
 from nanodomino.domino import Domino
 from nanodomino.mesh import Mesh, find_device, make_mesh, start_world

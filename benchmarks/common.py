@@ -33,6 +33,7 @@ from nanodomino.config import Config
 from nanodomino.data import Batch
 from nanodomino.mesh import Place, find_place
 from nanodomino.settings import UserError, add_flags, flags_of, require
+from nanodomino.step_time import slowest, synchronize
 
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 
@@ -234,22 +235,6 @@ def ratios(these: Times, those: Times) -> Times:
 
 def ratio_text(ratio: Times) -> str:
     return f"{ratio.median:.2f} [{min(ratio.seconds):.2f} .. {max(ratio.seconds):.2f}]"
-
-
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def slowest(seconds: float) -> float:
-    """The largest of all ranks' values."""
-    if not dist.is_initialized():
-        return seconds
-    value = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
 
 
 def gathered(value) -> list:

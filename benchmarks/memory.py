@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from benchmarks import comm, formulas
+from benchmarks import comm
 from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, gathered, table
+from nanodomino import formulas
 from nanodomino.config import Config
 from nanodomino.data import Batch
 

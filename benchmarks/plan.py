@@ -22,15 +22,16 @@ import time
 from dataclasses import dataclass
 
 import train
-from benchmarks import comm, formulas, memory, step_time
+from benchmarks import comm, memory
 from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, gathered, ratio_text, ratios,
-                               seconds_text, slowest, synchronize, table)
-from benchmarks.step_time import Machine
+                               seconds_text, table)
+from nanodomino import formulas, step_time
 from nanodomino.config import Config
 from nanodomino.model import parameter_count
 from nanodomino.report import PEAK_FLOPS
 from nanodomino.schedules import SCHEDULES
 from nanodomino.settings import UserError, require, spelling
+from nanodomino.step_time import Machine, slowest, synchronize
 
 
 @dataclass(frozen=True)

@@ -40,15 +40,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import train
-from benchmarks import formulas
 from benchmarks.common import (RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text, compare, config_of,
                                gathered, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
 from benchmarks.throughput import COMPARED_STEPS, SAME_LOSS, OurTraining
-from nanodomino.config import Config, require
+from nanodomino import formulas
+from nanodomino.config import Config
 from nanodomino.mesh import Place, find_device, keep_freed_memory, make_mesh, start_world
 from nanodomino.model import parameter_count
 from nanodomino.report import peak_memory
+from nanodomino.settings import require
 
 MEASURED_STEPS = 2           # for the peak: AdamW's moments exist after the first
 TINY = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8)

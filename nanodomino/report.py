@@ -33,6 +33,7 @@ PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800
               "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12,
               "L40": 181e12, "L40S": 362e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
 PATIENCE = 1.0           # seconds without a sign of life
+LONG = 5.0               # seconds of a step that are worth a warning
 FEW = 16                 # samples whose mean loss is a guess
 
 
@@ -99,6 +100,12 @@ class Report:
         elif first_step:
             print(f"going on after step {first_step} of {config.train_iters}"
                   + "".join(f"; {change}" for change in self.changes), flush=True)
+
+    def estimate(self, seconds: float, size: int):
+        """Of a step and of the fullest rank, as step_time.py reckons: said where the first step will be waited for."""
+        if seconds > LONG:
+            self.say(f"a step will take about {seconds:.0f} s, and the fullest rank about {size / 1e9:.1f} GB of memory "
+                     "(reckoned, within a factor of two or so)")
 
     def say(self, line: str):
         """A line on the screen, above the bar."""

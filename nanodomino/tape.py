@@ -8,9 +8,7 @@ wires between the pieces, so each piece is a graph of its own, cut off at its in
     segment.backward(gradient)                              gradients of x and y; that of bias is added to its main_grad
 
 What is kept until backward is what the operations inside keep, and no more: a sublayer's sum y, which is only added to
-the residual stream, is freed at once. At tensor-parallel size t a layer keeps (4 + 12/t) X, with X the bytes of a
-[b, s, h] activation: for attention x', h, and the rank's share of q, k, v and the context; for the MLP x', h, and the
-rank's share of the inner activation before and after GELU. benchmarks/formulas.py has the list, and a test counts.
+the residual stream, is freed at once. What a layer keeps in all formulas.py lists, and a test counts.
 """
 
 import torch

@@ -14,7 +14,8 @@ import torch
 from harness import tiny
 
 from bench import QUESTIONS
-from benchmarks import formulas, pipeline, zero
+from benchmarks import pipeline, zero
+from nanodomino import formulas
 from benchmarks.common import main, parse
 from nanodomino.config import UserError
 

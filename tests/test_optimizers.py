@@ -5,7 +5,7 @@ import torch
 from harness import build, difference, random_data, reference_for, relative, tiny, train_rank, whole
 
 import train
-from benchmarks import formulas
+from nanodomino import formulas
 from nanodomino.optimizers import OPTIMIZERS
 
 LAYOUTS = [dict(), dict(tensor_model_parallel_size=2, slices=2), dict(pipeline_model_parallel_size=2, data_parallel_size=2),

@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
-from benchmarks import comm, formulas, memory, plan, step_time
+from benchmarks import comm, memory, plan
 from benchmarks.common import main
-from benchmarks.step_time import Machine
+from nanodomino import formulas, step_time
+from nanodomino.step_time import Machine
 from nanodomino.config import PRESETS, Config
 from nanodomino.domino import Domino
 from nanodomino.mesh import make_mesh

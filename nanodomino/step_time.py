@@ -16,7 +16,9 @@ sums that slow the work beside them, and ranks that wait for a slower one. Eleme
 products.
 """
 
+import dataclasses
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 
@@ -24,11 +26,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks import formulas
-from benchmarks.common import slowest, synchronize
-from benchmarks.formulas import Traffic
-from nanodomino import schedules
+from nanodomino import formulas, schedules
 from nanodomino.config import Config
+from nanodomino.formulas import Traffic
 from nanodomino.model import flops_per_token
 from nanodomino.optimizers import OPTIMIZERS
 from nanodomino.schedules import Forward
@@ -136,14 +136,14 @@ def mfu(config: Config, seconds: float, peak: float) -> float:
 
 # ---- this machine
 
-def measure_machine(config: Config, mesh) -> Machine:
+def measure_machine(config: Config, mesh, most_rows=None) -> Machine:
     """The three rates of a process while all others are as busy, each in an instant. All ranks call it together.
 
-    products: an MLP forward and backward, on a slice and this rank's part of the features; wires: sums of a slice's
-    activation; memory: numbers that are read and written.
+    products: an MLP forward and backward, on a slice (of it `most_rows` tokens at most) and this rank's part of the
+    features; wires: sums of a slice's activation; memory: numbers that are read and written.
     """
     dtype, device = config.params_dtype, mesh.device
-    rows = formulas.tokens(config) // min(config.slices, config.micro_batch_size)
+    rows = min(formulas.tokens(config) // min(config.slices, config.micro_batch_size), most_rows or sys.maxsize)
     h, ffn = config.hidden_size, config.ffn_hidden_size // config.tp
     x, up, down = (torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
                    for shape in ((rows, h), (ffn, h), (h, ffn)))
@@ -161,6 +161,14 @@ def measure_machine(config: Config, mesh) -> Machine:
                    per_host=config.world_size, memory=memory)
 
 
+def estimate(config: Config, mesh) -> tuple[float, int]:
+    """(seconds of a step, bytes of the fullest rank), from a look at this machine that takes a moment. All ranks call
+    it together, and each gets the same. Right within a factor of two or so."""
+    config = dataclasses.replace(config, device=mesh.device.type)
+    seconds = sum(step_seconds(config, measure_machine(config, mesh, most_rows=128)).values())
+    return slowest(seconds), max(formulas.peak_bytes(config, formulas.place(config, stage)) for stage in range(config.pp))
+
+
 def rate(amount: float, work, device, times=5) -> float:
     """amount a second, when work() is done by all ranks at once, several times in a row."""
     seconds = []
@@ -173,3 +181,19 @@ def rate(amount: float, work, device, times=5) -> float:
             torch.cuda.synchronize(device)
         seconds.append(slowest(time.perf_counter() - begin))
     return amount * times / statistics.median(seconds)
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def slowest(seconds: float) -> float:
+    """The largest of all ranks' values."""
+    if not dist.is_initialized():
+        return seconds
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
