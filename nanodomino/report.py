@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from nanodomino import pipeline
+from nanodomino.command import outlive_readers
 from nanodomino.config import Config
 from nanodomino.data import Corpus
 from nanodomino.mesh import Mesh
@@ -62,6 +63,8 @@ class Report:
         self.yardsticks = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
         self.metrics, self.unwritten, self.warned = None, b"", False
         if speaks:
+            # what a person sees must never end a run
+            outlive_readers(OSError, f"training goes on, and {run_dir / 'metrics.jsonl'} tells of it")
             self.changes = changed_settings(run_dir / "config.json", config) if first_step else []
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
                 (run_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")

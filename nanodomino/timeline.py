@@ -23,6 +23,7 @@ from xml.sax.saxutils import escape
 
 import torch.distributed as dist
 
+from nanodomino.command import run
 from nanodomino.config import UserError, require
 from nanodomino.mesh import Mesh
 from nanodomino.recording import (MOMENTS, WATCHED, Recording, chrome_trace, find_ready, from_chrome_trace, lanes,
@@ -356,4 +357,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main, sys.argv[1:])
