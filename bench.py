@@ -12,15 +12,19 @@
 
 Each prints a short table and, as its last line, one JSON object. Whatever is compared is compared within one run, in
 turn, several times: the figures are medians with their spread, the claims are ratios, since machines differ. A question
-that needs several processes starts them by itself, each on cores (or a GPU) of its own. The answers are in benchmarks/,
-a file each.
+that needs several processes starts them by itself, each on cores (or a GPU) of its own; a line on the terminal says how
+far they are. A figure that noise has made impossible is not printed: "too noisy to tell", null in the JSON.
+
+`python bench.py QUESTION --help` explains a question's figures and lists its flags. The answers are in benchmarks/, a
+file each.
 """
 
 import sys
 
 from benchmarks.common import main
+from nanodomino.command import run
 
 QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "comm", "checkpoint", "memory", "plan", "scaling")
 
 if __name__ == "__main__":
-    sys.exit(main(QUESTIONS, __doc__, sys.argv[1:]))
+    run(main, QUESTIONS, __doc__, sys.argv[1:])

@@ -5,39 +5,49 @@
     resume        check every byte of the checkpoint, then fill model and optimizer from it
 """
 
+import os
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, ratio_text, ratios,
-                               table)
+from benchmarks.common import Times, add_config_flags, bytes_text, config_of, progress, ratios, table
 from nanodomino.checkpoint import Saver, restore
-from nanodomino.config import UserError, require
+from nanodomino.config import Config
 from nanodomino.manifest import checkpoints_of, verify
 from nanodomino.mesh import find_device, make_mesh, start_world
 from nanodomino.model import GPT, parameter_count
+from nanodomino.settings import UserError, require
 from nanodomino.step_time import slowest, synchronize
 from nanodomino.zero import ZeroOptimizer
 from train import tell_all
 
 
 def add_flags(parser):
-    parser.add_argument("--processes", type=int, default=2, help="share the model as tensor-parallel ranks (default 2)")
+    parser.add_argument("--processes", type=int, default=2, metavar="N",
+                        help="share the model as tensor-parallel ranks (default 2)")
     add_config_flags(parser, ("num_layers", "hidden_size", "num_attention_heads"), num_layers=8, hidden_size=512,
                      num_attention_heads=8)
-    parser.add_argument("--folder", default=None, help="on the disk to be measured (default: the temporary one)")
+    parser.add_argument("--folder", metavar="FOLDER", help="on the disk to be measured (default: the temporary one)")
 
 
 def processes(flags) -> int:
     require(flags.folder is None or Path(flags.folder).is_dir(),
             f"--folder {flags.folder} is no folder; give one on the disk to be measured")
+    require(flags.processes >= 1, f"--processes must be at least 1, but is {flags.processes}")
+    settle(flags)
     return flags.processes
 
 
+def settle(flags) -> Config:
+    """Raises UserError where so many processes can't share the model."""
+    return config_of(flags, flags.processes, tensor_model_parallel_size=flags.processes,
+                     pipeline_model_parallel_size=1, vocab_size=257)
+
+
 def answer(flags, place):
-    config = config_of(flags, flags.processes, tensor_model_parallel_size=flags.processes,
-                       pipeline_model_parallel_size=1, vocab_size=257)
+    config = settle(flags)
     device = find_device(config, place)
     start_world(place, device)
     mesh = make_mesh(1, 1, config.tp, device)
@@ -49,34 +59,52 @@ def answer(flags, place):
     optimizer.updates = 1
 
     made = tempfile.mkdtemp(prefix="nanodomino-", dir=flags.folder) if place.rank == 0 else None
+    if place.rank == 0:
+        signal.signal(signal.SIGTERM, lambda *_: vanish(Path(made)))
     folder = Path(tell_all(made))
     try:
-        saver = Saver(folder, mesh, keep_last=1)
-        measured = {"synchronous": [], "stall": [], "resume": []}
-        for step in range(1, flags.repeats + 2):
-            synchronize(device)
-            begin = time.perf_counter()
-            saver.save(step, model, optimizer, config)
-            measured["stall"].append(slowest(time.perf_counter() - begin))
-            saver.wait()
-            if failure := saver.failure():
-                raise UserError(failure)
-            measured["synchronous"].append(slowest(time.perf_counter() - begin))
-            begin = time.perf_counter()
-            newest = checkpoints_of(folder)[0]
-            size = sum(file["size"] for file in verify(newest)["files"].values())
-            restore(newest, model, optimizer, mesh)
-            measured["resume"].append(slowest(time.perf_counter() - begin))
+        measured, size = measure(Saver(folder, mesh, keep_last=1), model, optimizer, flags.repeats + 1)
     finally:
         synchronize(device)
         if place.rank == 0:
             shutil.rmtree(folder)
     times = {name: Times(tuple(seconds[1:])) for name, seconds in measured.items()}
-    share = ratios(times["stall"], times["synchronous"])
+    share = ratios(times["stall"], times["synchronous"], most=1.0)
     text = (f"{parameter_count(config):,} parameters on tp {config.tp}, checkpoint of {bytes_text(size)} in "
             f"{folder.parent}\n"
             + table(["", "median [least .. most]"], [[name, one] for name, one in times.items()])
-            + f"\nthe stall is {ratio_text(share)} of the synchronous time")
+            + f"\nthe stall is {share:.1%} of the synchronous time")
     return text, dict(question="checkpoint", parameters=parameter_count(config), bytes=size,
                       synchronous_s=times["synchronous"].median, stall_s=times["stall"].median,
-                      resume_s=times["resume"].median, stall_share=share.median)
+                      resume_s=times["resume"].median, **share.record("stall_share"))
+
+
+def measure(saver: Saver, model: GPT, optimizer: ZeroOptimizer, rounds: int) -> tuple[dict[str, list[float]], int]:
+    """(seconds of each round, the bytes of a checkpoint). Raises UserError if one can't be written."""
+    device, measured = saver.mesh.device, {"synchronous": [], "stall": [], "resume": []}
+    with progress(rounds) as bar:
+        for step in range(1, rounds + 1):
+            bar.set_description_str(f"round {step} of {rounds}: save")
+            synchronize(device)
+            begin = time.perf_counter()
+            saver.save(step, model, optimizer, model.config)
+            measured["stall"].append(slowest(time.perf_counter() - begin))
+            saver.wait()
+            if failure := saver.failure():
+                raise UserError(failure)
+            measured["synchronous"].append(slowest(time.perf_counter() - begin))
+            bar.set_description_str(f"round {step} of {rounds}: resume")
+            begin = time.perf_counter()
+            newest = checkpoints_of(saver.run_dir)[0]
+            size = sum(file["size"] for file in verify(newest)["files"].values())
+            restore(newest, model, optimizer, saver.mesh)
+            measured["resume"].append(slowest(time.perf_counter() - begin))
+            bar.update()
+    return measured, size
+
+
+def vanish(folder: Path):
+    """Told to end in the midst of it: nothing stays behind, though threads may still be writing."""
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(128 + signal.SIGTERM)

@@ -21,19 +21,19 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, gathered, table
+from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, gathered, layout_of, table
 from nanodomino import formulas
 from nanodomino.config import Config
 from nanodomino.domino import Domino
 from nanodomino.mesh import Mesh, find_device, make_mesh, start_world
 from nanodomino.zero import ZeroOptimizer
 
-
 # c10d's operators -> (the name of the collective, which argument is the whole tensor or a list with it). On CPUs
 # a reduce-scatter travels as an all-to-all, an all-gather as a broadcast of each part: see nanodomino/collectives.py.
 COLLECTIVES = {"allreduce_": ("all_reduce", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
                "alltoall_base_": ("reduce_scatter", 1), "_allgather_base_": ("all_gather", 0),
                "broadcast_": ("all_gather", 0), "send": ("send", 0), "recv_": ("receive", 0)}
+ROUNDS = False               # one step says all
 
 
 def add_flags(parser):
@@ -94,11 +94,8 @@ class Listener(TorchDispatchMode):
 def report(config: Config, counted: list[dict]):
     """counted: by rank. Ranks with the same counts share their lines of the table."""
     predicted = [formulas.by_group(formulas.traffic(config, at)) for at in formulas.grid(config)]
-    alike = {}
-    for rank, both in enumerate(zip(counted, predicted)):
-        alike.setdefault(str([sorted(one.items()) for one in both]), []).append(rank)
     rows, records = [], []
-    for ranks in alike.values():
+    for ranks in alike([[sorted(one.items()) for one in both] for both in zip(counted, predicted)]):
         count, formula = counted[ranks[0]], predicted[ranks[0]]
         for key in sorted(count.keys() | formula.keys()):
             (calls, size), (said_calls, said_size) = (one.get(key, (0, 0)) for one in (count, formula))
@@ -118,9 +115,16 @@ def report(config: Config, counted: list[dict]):
         f"{config.seq_length} x {config.hidden_size}, {config.num_layers} layers, {config.dtype}; one step, by rank",
         table(head, rows),
         "every count equals its formula" if exact else "some counts do not equal their formulas"])
-    return text, {"question": "comm", "exact": exact, "world_size": config.world_size, "tp": config.tp,
-                  "pp": config.pp, "dp": config.dp, "slices": config.slices, "columns": config.columns,
-                  "zero_stage": config.zero_stage, "schedule": config.schedule, "rows": records}
+    return text, {"question": "comm", "exact": exact, "world_size": config.world_size, **layout_of(config),
+                  "rows": records}
+
+
+def alike(found: list) -> list[list[int]]:
+    """found: by rank. The ranks of which the same was found, together."""
+    together = {}
+    for rank, one in enumerate(found):
+        together.setdefault(str(one), []).append(rank)
+    return list(together.values())
 
 
 def text_of(ranks: list[int]) -> str:

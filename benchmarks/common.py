@@ -6,6 +6,9 @@ A question is a module of this folder with three functions:
     processes(flags) -> int                how many processes its answer needs
     answer(flags, place) -> (text, dict)   run by each of them; rank 0's text is printed, then its dict as a JSON line
 
+and, where it counts instead of measuring times, ROUNDS = False: it has no --repeats. A claim is a `Figure` of several
+rounds; where noise has left nothing of it, that is what is printed.
+
 `python bench.py QUESTION` is only the launcher where more than one process is needed: it starts them with the variables
 that torchrun would set, each bound to cores of its own, and waits. Under torchrun it is one of them itself.
 """
@@ -28,6 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from nanodomino.config import Config
 from nanodomino.data import Batch
@@ -58,7 +62,7 @@ def main(questions, text: str, arguments: list[str]) -> int:
         bind_to_cores(place)
         text, record = question.answer(flags, place)
         if place.rank == 0:
-            print(text)
+            print(text + (f"\n{TOO_NOISY}: {WHAT_IS_TOO_NOISY}" if TOO_NOISY in text else ""))
             print(json.dumps(record), flush=True)
         if dist.is_initialized():
             dist.barrier()
@@ -68,19 +72,20 @@ def main(questions, text: str, arguments: list[str]) -> int:
         if os.environ.get("RANK", "0") in ("0", ""):
             print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
 
 
 def parse(question, arguments: list[str]) -> argparse.Namespace:
     """The flags of a question; raises UserError."""
-    parser = argparse.ArgumentParser(f"python bench.py {arguments[0]}", description=question.__doc__,
+    parser = argparse.ArgumentParser(usage=f"python bench.py {arguments[0]} [flags]", description=question.__doc__,
                                      allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: require(False, f"{message}; python bench.py {arguments[0]} --help lists every flag")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds, after one that is not counted (default 7)")
+    if getattr(question, "ROUNDS", True):
+        parser.add_argument("--repeats", type=int, default=7, metavar="N",
+                            help="rounds, after one that is not counted (default 7)")
     question.add_flags(parser)
     flags = parser.parse_args(arguments[1:])
-    require(flags.repeats >= 1, f"--repeats must be at least 1, but is {flags.repeats}")
+    repeats = getattr(flags, "repeats", 1)
+    require(repeats >= 1, f"--repeats must be at least 1, but is {repeats}")
     return flags
 
 
@@ -108,6 +113,11 @@ def shape_of(config: Config) -> dict:
                                                      "vocab_size", "micro_batch_size", "dtype")}
 
 
+def layout_of(config: Config) -> dict:
+    """The same for its layout."""
+    return {name: getattr(config, name) for name in ("tp", "pp", "dp", "slices", "columns", "zero_stage", "schedule")}
+
+
 # ---- processes
 
 def wire_for(flags, world_size: int):
@@ -123,6 +133,8 @@ def launch(arguments: list[str], world_size: int, wire=nullcontext(None), output
 
     wire: gives None, or for each rank (command prefix, environment); output: where rank 0's standard output goes.
     """
+    if sys.stderr.isatty():
+        print(f"starting {world_size} process{'es' if world_size > 1 else ''}", file=sys.stderr)
     with wire as places:
         processes, previous = [], signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
@@ -141,7 +153,8 @@ def launch(arguments: list[str], world_size: int, wire=nullcontext(None), output
             return next((code for code in codes if code), 0)
         finally:
             for process in processes:
-                process.terminate()
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)     # and what it has started itself
             for process in processes:
                 process.wait()
             signal.signal(signal.SIGTERM, previous)
@@ -167,11 +180,12 @@ def bind_to_cores(place: Place):
     torch.set_num_threads(len(cores))
 
 
-def bind_to_one_core():
-    """For comparisons that give each process a single core, however many its share has."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
+def bind_to_one_core(device):
+    """For comparisons that give each process on CPUs a single core, however many its share has."""
+    if device.type == "cpu":
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        torch.set_num_threads(1)
 
 
 # ---- work
@@ -193,6 +207,11 @@ class RandomTokens:
 
 # ---- alternatives in turn
 
+# Relative: up to here losses, or norms of gradients, are the same, so that the work is. In 16 bit the alternatives
+# round at different places, and plain ones also sum gradients in 16 bit.
+SAME = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
+
+
 @dataclass(frozen=True)
 class Times:
     """Seconds of each round, in the order of the rounds."""
@@ -210,31 +229,34 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"
 
 
-def compare(alternatives: dict, repeats: int, device=torch.device("cpu")) -> dict[str, Times]:
+def compare(alternatives: dict, repeats: int, device=torch.device("cpu"), about="") -> dict[str, Times]:
     """Run {name: function} in turn, `repeats` rounds after one that is not counted.
 
     Each round has another order, since what runs after a given one finds memory and caches as that one left them.
     All ranks call it together and begin each function together; a round's time is that of the slowest rank.
+    about: goes before the names where a person watches.
     """
     times, shuffled = {name: [] for name in alternatives}, random.Random(0)         # all ranks draw the same orders
-    for _ in range(repeats + 1):
-        for name in shuffled.sample(list(alternatives), len(alternatives)):
-            synchronize(device)
-            begin = time.perf_counter()
-            alternatives[name]()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times[name].append(slowest(time.perf_counter() - begin))
+    with progress((repeats + 1) * len(alternatives)) as bar:
+        for round_ in range(1, repeats + 2):
+            for name in shuffled.sample(list(alternatives), len(alternatives)):
+                words = name if isinstance(name, str) else " ".join(name)
+                bar.set_description_str(f"{about}round {round_} of {repeats + 1}: {words}")
+                synchronize(device)
+                begin = time.perf_counter()
+                alternatives[name]()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                times[name].append(slowest(time.perf_counter() - begin))
+                bar.update()
     return {name: Times(tuple(seconds[1:])) for name, seconds in times.items()}
 
 
-def ratios(these: Times, those: Times) -> Times:
-    """these / those, round by round: both of a round ran under the same load."""
-    return Times(tuple(one / other for one, other in zip(these.seconds, those.seconds)))
-
-
-def ratio_text(ratio: Times) -> str:
-    return f"{ratio.median:.2f} [{min(ratio.seconds):.2f} .. {max(ratio.seconds):.2f}]"
+def progress(total: int) -> tqdm:
+    """A line on stderr that moves: of rank 0, and only where that is a terminal."""
+    speaks = not dist.is_initialized() or dist.get_rank() == 0
+    return tqdm(total=total, disable=None if speaks else True, leave=False, dynamic_ncols=True,
+                bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]")
 
 
 def gathered(value) -> list:
@@ -242,6 +264,63 @@ def gathered(value) -> list:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+# ---- figures, and what noise leaves of them
+
+NOISY = 0.5                  # of a figure's size; if the middle half of its rounds spans more, its median says nothing
+BEYOND = 0.05                # of a figure's size; a median so far beyond what can be is noise too
+TOO_NOISY = "too noisy to tell"
+WHAT_IS_TOO_NOISY = (f"the middle half of the rounds spans more than {NOISY:.0%} of the figure, or their median can't "
+                     "be; try a larger size, more --repeats or a quieter machine")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What each round says of a claim. `value` is their median, or None if noise leaves nothing of it.
+
+    least, most: between which it can be; size: what noise is measured by, the median itself where it is a ratio.
+    """
+    rounds: tuple[float, ...]
+    least: float = 0.0
+    most: float = math.inf
+    size: float | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def value(self) -> float | None:
+        median, size, span = self.median, self.size or self.median, 0.0
+        if len(self.rounds) > 1:
+            lower, _, upper = statistics.quantiles(self.rounds, n=4)
+            span = upper - lower
+        can_be = self.least - BEYOND * size <= median <= self.most + BEYOND * size
+        return median if can_be and span <= NOISY * size else None
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        return min(self.rounds), max(self.rounds)
+
+    def __format__(self, form: str) -> str:
+        """'0.98 [0.93 .. 1.02]', each number in this form."""
+        least, most = self.spread
+        value = TOO_NOISY if self.value is None else format(self.value, form)
+        return f"{value} [{least:{form}} .. {most:{form}}]"
+
+    def record(self, name: str) -> dict:
+        """For the JSON line."""
+        return {name: self.value, f"{name}_spread": self.spread}
+
+
+def ratios(these: Times, those: Times, **possible) -> Figure:
+    """these / those, round by round: both of a round ran under the same load."""
+    return Figure(tuple(one / other for one, other in zip(these.seconds, those.seconds)), **possible)
+
+
+def ratio_text(ratio: Figure) -> str:
+    return f"{ratio:.2f}"
 
 
 # ---- printing

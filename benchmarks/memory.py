@@ -25,11 +25,12 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from benchmarks import comm
-from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, gathered, table
+from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, gathered, layout_of, table
 from nanodomino import formulas
 from nanodomino.config import Config
 from nanodomino.data import Batch
 
+ROUNDS = False               # one step says all
 STATE = ("parameters", "gradients", "optimizer")
 
 
@@ -181,11 +182,8 @@ def predict(config: Config, at) -> dict[str, int]:
 def report(config: Config, measured: list[dict]):
     """measured: by rank. Ranks with the same bytes share a line."""
     predicted = [predict(config, at) for at in formulas.grid(config)]
-    alike = {}
-    for rank, both in enumerate(zip(measured, predicted)):
-        alike.setdefault(str(both), []).append(rank)
     rows = []
-    for ranks in alike.values():
+    for ranks in comm.alike(list(zip(measured, predicted))):
         both = predicted[ranks[0]], measured[ranks[0]]
         rows += [[comm.text_of(ranks), kind, *one.values()] for kind, one in zip(("predicted", "measured"), both)]
     exact = all(one[name] == said[name] for one, said in zip(measured, predicted) for name in STATE)
@@ -200,9 +198,8 @@ def report(config: Config, measured: list[dict]):
         f"the state {'equals' if exact else 'DOES NOT equal'} its formulas to the byte; activations differ by at most "
         f"{worst['activations']:.2%}, peaks by {worst['peak']:.1%}"])
     return text, {"question": "memory", "exact": exact, "activations_error": worst["activations"],
-                  "peak_error": worst["peak"], "tp": config.tp, "pp": config.pp, "dp": config.dp,
-                  "slices": config.slices, "zero_stage": config.zero_stage, "schedule": config.schedule,
-                  "dtype": config.dtype, "device": config.device, "predicted": predicted, "measured": measured}
+                  "peak_error": worst["peak"], **layout_of(config), "dtype": config.dtype, "device": config.device,
+                  "predicted": predicted, "measured": measured}
 
 
 def layer_text(config: Config) -> str:

@@ -10,9 +10,9 @@ One step is the forward and the backward of one microbatch on --tp ranks. In tur
     dtensor     the plain model of plain.py, its layers cut by torch's DTensor: ColwiseParallel, RowwiseParallel
                 (embedding and head are whole on every rank)
 
-    hidden      1 - (domino - compute) / wires, between 0 and 1: the part of the communication that no one waits for;
+    hidden      1 - (domino - compute) / wires: the part of the communication that no one waits for, between 0 and 1;
                 where the wires take longer than the work, at most compute / wires of it can be hidden
-    bound       domino / max(compute, wires): 1 would be perfect
+    bound       domino / max(compute, wires): 1 would be perfect, less can't be
     speed-up    blocking / domino
 
     python bench.py overlap                         over the loopback, or between GPUs; --timeline draws it
@@ -28,22 +28,33 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import (RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text, compare, config_of,
-                               ratio_text, ratios, shape_of, table)
+from benchmarks.common import (
+    SAME,
+    Figure,
+    RandomTokens,
+    Times,
+    add_config_flags,
+    bind_to_one_core,
+    bytes_text,
+    compare,
+    config_of,
+    ratio_text,
+    ratios,
+    shape_of,
+    table,
+)
 from benchmarks.plain import Plain, mean_loss
 from benchmarks.wire import INTERFACE
 from nanodomino import timeline
-from nanodomino.config import require
 from nanodomino.domino import Domino
 from nanodomino.mesh import find_device, make_mesh, start_world
 from nanodomino.model import GPT
+from nanodomino.settings import require
 from nanodomino.trace import Trace
 from nanodomino.zero import ZeroOptimizer
 
 FLAGS = ("tensor_model_parallel_size", "slices", "columns", "num_layers", "hidden_size", "ffn_hidden_size",
          "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device")
-SAME_LOSS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
-TOO_MUCH = 0.05              # of the communication, hidden beyond what the work could hide: noise
 
 
 def add_flags(parser):
@@ -73,8 +84,7 @@ def settle(flags):
 def answer(flags, place):
     config = settle(flags)
     device = find_device(config, place)
-    if device.type == "cpu":
-        bind_to_one_core()
+    bind_to_one_core(device)
     require(flags.wire is None or device.type == "cpu",
             "--wire joins CPU processes, since NCCL would find the GPUs' own way round it; add --device cpu")
     require(flags.wire is None or os.environ.get("GLOO_SOCKET_IFNAME") == INTERFACE,
@@ -108,7 +118,7 @@ def prepare(config, mesh, batch):
              "dtensor": lambda: dtensor_step(plain, batch)}
     losses = {name: step() for name, step in steps.items()}
     worst = max(abs(loss - losses["blocking"]) for loss in losses.values())
-    require(worst <= SAME_LOSS[config.dtype] * abs(losses["blocking"]),
+    require(worst <= SAME[config.dtype] * abs(losses["blocking"]),
             f"the alternatives find different losses, {losses}, so their times can't be compared; this is a bug")
     domino_step(listening, batch)
     wires = Wires(listening.sums, max(2, config.slices * config.columns), mesh)
@@ -210,22 +220,20 @@ class Wires:
 
 # ---- what came out
 
-def hidden_part(domino, compute, wires) -> float:
-    """Of the communication, between 0 and 1."""
-    return min(max(1 - (domino - compute) / wires, 0.0), 1.0)
+def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
+    """(the part of the communication for which there is work to hide it behind, the three figures)."""
+    domino, compute, wires = times["domino"], times["compute"], times["wires"]
+    hideable = min(1.0, ratios(compute, wires).median)
+    hidden = tuple(1 - (one - alone) / sums for one, alone, sums in zip(domino.seconds, compute.seconds, wires.seconds))
+    return hideable, {
+        "hidden": Figure(hidden, most=hideable, size=1.0),
+        "bound_ratio": ratios(domino, Times(tuple(map(max, compute.seconds, wires.seconds))), least=1.0),
+        "speedup": ratios(times["blocking"], domino)}
 
 
 def report(flags, config, times, sums, device):
-    """(text, record). The figures are those of the medians; a spread goes over the rounds."""
-    domino, compute, wires = times["domino"], times["compute"], times["wires"]
-    bound = Times(tuple(map(max, compute.seconds, wires.seconds)))
-    hidden_rounds = [hidden_part(*seconds) for seconds in zip(domino.seconds, compute.seconds, wires.seconds)]
-    figures = dict(hidden=hidden_part(domino.median, compute.median, wires.median),
-                   bound_ratio=domino.median / max(compute.median, wires.median),
-                   speedup=times["blocking"].median / domino.median)
-    spread = dict(hidden=(min(hidden_rounds), max(hidden_rounds)),
-                  bound_ratio=extremes(ratios(domino, bound)), speedup=extremes(ratios(times["blocking"], domino)))
-
+    """(text, record)."""
+    hideable, figures = figures_of(times)
     about = {"blocking": "blocking", "megatron": "one slice", "dtensor": "torch's DTensor",
              "domino": f"slices {config.slices}, columns {config.columns}", "compute": "as domino, nothing sent",
              "wires": "domino's sums alone"}
@@ -237,25 +245,16 @@ def report(flags, config, times, sums, device):
         f"{config.num_layers} layers, batch {config.micro_batch_size} x {config.seq_length}, {config.dtype}; "
         f"forward and backward, {len(sums)} sums of {bytes_text(sent)} together",
         table(["", "", "median [least .. most]", "speed-up over blocking"], rows),
-        f"hidden    {figures['hidden']:.0%} {between(spread['hidden'], '.0%')} of the communication, 1 - (domino - "
-        f"compute) / wires; at most {min(1.0, compute.median / wires.median):.0%} fit behind the work",
-        f"bound     {figures['bound_ratio']:.2f} {between(spread['bound_ratio'], '.2f')} x max(compute, wires)",
-        f"speed-up  {figures['speedup']:.2f} {between(spread['speedup'], '.2f')} over blocking",
-        *(["more seems hidden than there is work to hide it behind: at this size the times are too small and too noisy "
-           "to tell; take a larger one"] if figures["hidden"] > compute.median / wires.median + TOO_MUCH else [])])
+        f"hidden    {figures['hidden']:.0%} of the communication, 1 - (domino - compute) / wires; at most "
+        f"{hideable:.0%} fit behind the work",
+        f"bound     {figures['bound_ratio']:.2f} x max(compute, wires)",
+        f"speed-up  {figures['speedup']:.2f} over blocking"])
     names = {"blocking": "blocking_s", "megatron": "megatron_s", "domino": "domino_s", "dtensor": "dtensor_s",
              "compute": "no_comm_s", "wires": "comm_s"}
-    record = {"question": "overlap", **{names[name]: one.median for name, one in times.items()}, **figures,
-              "spread": spread, "hideable": min(1.0, compute.median / wires.median), "wire": flags.wire,
-              "device": device.type, "cores": os.cpu_count(), "tp": config.tp, "slices": config.slices,
-              "columns": config.columns, **shape_of(config), "collectives": len(sums), "bytes": sent,
-              "repeats": flags.repeats}
+    record = {"question": "overlap", **{names[name]: one.median for name, one in times.items()},
+              **{name: figure.value for name, figure in figures.items()},
+              "spread": {name: figure.spread for name, figure in figures.items()}, "hideable": hideable,
+              "wire": flags.wire, "device": device.type, "cores": os.cpu_count(), "tp": config.tp,
+              "slices": config.slices, "columns": config.columns, **shape_of(config), "collectives": len(sums),
+              "bytes": sent, "repeats": flags.repeats}
     return text, record
-
-
-def extremes(times: Times) -> tuple[float, float]:
-    return min(times.seconds), max(times.seconds)
-
-
-def between(pair, form: str) -> str:
-    return f"[{pair[0]:{form}} .. {pair[1]:{form}}]"

@@ -33,20 +33,31 @@ import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import train
-from benchmarks.common import (RandomTokens, add_config_flags, bind_to_one_core, compare, config_of, gathered,
-                               ratio_text, ratios, shape_of, table)
+from benchmarks.common import (
+    SAME,
+    Figure,
+    RandomTokens,
+    add_config_flags,
+    bind_to_one_core,
+    compare,
+    config_of,
+    gathered,
+    ratio_text,
+    ratios,
+    shape_of,
+    table,
+)
 from benchmarks.plain import Plain
 from nanodomino import pipeline, schedules
-from nanodomino.config import Config, require
+from nanodomino.config import Config
 from nanodomino.domino import Domino
 from nanodomino.mesh import Mesh, find_device, make_mesh, start_world
 from nanodomino.model import stage_layers
+from nanodomino.settings import require
 from nanodomino.trace import Trace
 from nanodomino.zero import ZeroOptimizer
 
 RECORDED_ROUNDS = 3          # at most; for the idle times
-# Of loss and gradients, relative. In 16 bit plain stages also sum their gradients in 16 bit.
-SAME = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
 TORCHS = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
          "pipeline_model_parallel_size", "dtype", "device")
@@ -78,8 +89,7 @@ def config_for(flags, microbatches: int) -> Config:
 def answer(flags, place):
     configs = [config_for(flags, microbatches) for microbatches in flags.microbatches]
     device = find_device(configs[0], place)
-    if device.type == "cpu":
-        bind_to_one_core()
+    bind_to_one_core(device)
     start_world(place, device)
     parts = build(configs[0], make_mesh(configs[0].pp, 1, 1, device))
     rows = [row for config in configs for row in measure(config, parts, flags.repeats)]
@@ -204,7 +214,8 @@ def measure(config: Config, parts: Parts, repeats: int) -> list[dict]:
     sides = {(schedule, name): side(schedule, config, parts, tokens)
              for schedule in TORCHS for name, side in SIDES.items()}
     loss = check_same_work(config, sides)
-    times = compare({key: side.step for key, side in sides.items()}, repeats, parts.mesh.device)
+    times = compare({key: side.step for key, side in sides.items()}, repeats, parts.mesh.device,
+                    about=f"m {config.microbatches}, ")
     steps, busy = record(sides, parts, min(repeats, RECORDED_ROUNDS))
     return [dict(microbatches=config.microbatches, schedule=schedule, side=name, loss=loss, time=times[schedule, name],
                  speed=ratios(times[schedule, "torch"], times[schedule, name]),
@@ -239,7 +250,7 @@ def record(sides, parts: Parts, rounds: int):
         work = [event for event in parts.trace.take() if event.kind in ("forward", "backward")]
         busy[key].append(sum(event.end - event.begin for event in work) / 1e9)
 
-    times = compare({key: partial(recorded, key) for key in sides}, rounds, parts.mesh.device)
+    times = compare({key: partial(recorded, key) for key in sides}, rounds, parts.mesh.device, about="recorded ")
     return ({key: one.seconds for key, one in times.items()},
             {key: gathered(seconds[1:]) for key, seconds in busy.items()})
 
@@ -250,8 +261,8 @@ def idle(config: Config, steps, busy) -> dict:
     shares = [[1 - work / step for work, step in zip(stage, steps)] for stage in busy]
     means = [statistics.mean(of_round) for of_round in zip(*shares)]
     each = [statistics.median(stage) / m for stage in busy]                    # seconds of a microbatch's work
-    return dict(idle=statistics.median(means), idle_spread=[min(means), max(means)],
-                idle_of_ideal=statistics.median(mean / (1 - mean) for mean in means),
+    idle = Figure(tuple(means), most=1.0, size=1.0)
+    return dict(idle=idle, idle_of_ideal=None if idle.value is None else idle.value / (1 - idle.value),
                 idle_of_stages=[statistics.median(stage) for stage in shares],
                 formula=(p - 1) / (m + p - 1), formula_of_ideal=(p - 1) / m,
                 uneven=1 - m * statistics.mean(each) / (sum(each) + (m - 1) * max(each)),
@@ -266,10 +277,10 @@ def report(config: Config, device, repeats: int, rows: list[dict]):
     shared = device.type == "cpu" and config.pp > cores
     lines = [[row["microbatches"], row["schedule"], row["side"], row["time"],
               "" if row["side"] == "torch" else ratio_text(row["speed"]),
-              f"{row['idle']:.1%} [{row['idle_spread'][0]:.1%} .. {row['idle_spread'][1]:.1%}]",
-              f"{row['formula']:.1%}", f"{row['uneven']:.1%}"] for row in rows]
-    least = {f"{schedule}_{name}": min(row["speed"].median for row in rows
-                                       if (row["schedule"], row["side"]) == (schedule, name))
+              f"{row['idle']:.1%}", f"{row['formula']:.1%}", f"{row['uneven']:.1%}"] for row in rows]
+    least = {f"{schedule}_{name}": min((row["speed"] for row in rows
+                                        if (row["schedule"], row["side"]) == (schedule, name)),
+                                       key=lambda speed: speed.median)
              for schedule in TORCHS for name in ("runner", "domino")}
     text = "\n".join([
         f"{config.pp} stages on {device.type}, {cores} cores{', fewer than stages' if shared else ''}; "
@@ -280,12 +291,12 @@ def report(config: Config, device, repeats: int, rows: list[dict]):
         f"{least['1f1b_domino']:.2f} with Domino's; GPipe {least['gpipe_runner']:.2f} and {least['gpipe_domino']:.2f}",
         f"the stage with most work has up to {max(row['imbalance'] for row in rows) - 1:.1%} more than the mean; "
         "losses and gradients agree"])
-    return text, {"question": "pipeline", "pp": config.pp, **{f"speed_{name}": speed for name, speed in least.items()},
+    return text, {"question": "pipeline", "pp": config.pp,
+                  **{f"speed_{name}": speed.value for name, speed in least.items()},
                   "rows": [as_json(row) for row in rows], **shape_of(config), "device": device.type, "cores": cores,
                   "shared_cores": shared, "repeats": repeats}
 
 
 def as_json(row: dict) -> dict:
-    speed = row["speed"]
-    return {**{name: value for name, value in row.items() if name != "time"}, "step_s": row["time"].median,
-            "speed": speed.median, "speed_spread": [min(speed.seconds), max(speed.seconds)]}
+    figures = row["speed"].record("speed") | row["idle"].record("idle")
+    return {name: value for name, value in row.items() if name != "time"} | {"step_s": row["time"].median} | figures

@@ -9,7 +9,9 @@ training steps, two layouts, two ways to ask:
     weak     --global-batch-size samples for each process: twice the processes do twice the work, at best as quickly
     strong   so many samples for all together: twice the processes take, at best, half the time
 
-    efficiency   tokens/s of N processes / (N x tokens/s of one)
+    speed-up     tokens/s of N processes / tokens/s of one. The worlds run one after the other, so each round of the one
+                 is held against each round of the other
+    efficiency   speed-up / N
 
 Processes that share a core can gain nothing: from there on the figures show what the layout costs, not what it gains.
 
@@ -18,27 +20,39 @@ Processes that share a core can gain nothing: from there on the figures show wha
 """
 
 import json
-import statistics
 import tempfile
 from argparse import Namespace
 
 import torch
 
-from benchmarks.common import (RandomTokens, Times, add_config_flags, bind_to_one_core, compare, config_of, cores_of,
-                               launch, table)
+from benchmarks.common import (
+    Figure,
+    RandomTokens,
+    Times,
+    add_config_flags,
+    bind_to_one_core,
+    compare,
+    config_of,
+    cores_of,
+    launch,
+    ratio_text,
+    table,
+)
 from benchmarks.throughput import OurTraining
-from nanodomino.config import require
 from nanodomino.mesh import Place, find_device, make_mesh, start_world
+from nanodomino.settings import require
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
          "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
+SUPERLINEAR = 1.2            # what N caches can give beyond N times the speed of one; more is a load that came and went
 VARIANTS = [(layout, way) for layout in ("dp", "tp") for way in ("weak", "strong")]
 
 
 def add_flags(parser):
     add_config_flags(parser, FLAGS, num_layers=4, vocab_size=257, micro_batch_size=4, global_batch_size=8)
-    parser.add_argument("--max-processes", type=int, default=8, help="the largest world (default 8)")
-    parser.add_argument("--processes", type=int, help="measure one world of this many (default: 1, 2, 4, ... in turn)")
+    parser.add_argument("--max-processes", type=int, default=8, metavar="N", help="the largest world (default 8)")
+    parser.add_argument("--processes", type=int, metavar="N",
+                        help="measure one world of this many (default: 1, 2, 4, ... in turn)")
 
 
 def processes(flags) -> int:
@@ -75,11 +89,11 @@ def answer(flags, place):
 def measure(flags, place):
     """(text, record) of this world: seconds and tokens/s of each variant."""
     device = find_device(settle(flags, place.world_size, *VARIANTS[0]), place)
-    if device.type == "cpu":
-        bind_to_one_core()
+    bind_to_one_core(device)
     start_world(place, device)
     configs = {f"{layout}_{way}": settle(flags, place.world_size, layout, way) for layout, way in VARIANTS}
-    times = compare({name: training(config, device) for name, config in configs.items()}, flags.repeats, device)
+    times = compare({name: training(config, device) for name, config in configs.items()}, flags.repeats, device,
+                    about=f"world of {place.world_size}, ")
     rows, variants = [], {}
     for name, config in configs.items():
         speed = config.global_batch_size * config.seq_length / times[name].median
@@ -106,17 +120,18 @@ def compare_worlds(flags):
         sizes = [size for size in sizes if size <= units]
     records = [start(flags, size) for size in sizes]
     # For one process all variants are the same.
-    alone = statistics.median(one["tokens_per_s"] for one in records[0]["variants"].values())
+    alone = [second for one in records[0]["variants"].values() for second in one["seconds"]]
     rows, figures = [], {}
     for name in records[0]["variants"]:
         mine = [record["variants"][name] for record in records]
+        gains = [speedup(one["seconds"], alone, size, size if name.endswith("weak") else 1)
+                 for one, size in zip(mine, sizes)]
         figures[name] = dict(step_s=[one["step_s"] for one in mine], tokens_per_s=[one["tokens_per_s"] for one in mine],
-                             speedup=[one["tokens_per_s"] / alone for one in mine],
-                             efficiency=[one["tokens_per_s"] / alone / size for one, size in zip(mine, sizes)])
-        for i, size in enumerate(sizes):
-            _, speed, gain, efficiency = (figure[i] for figure in figures[name].values())
-            rows.append([name.replace("_", " "), size, Times(tuple(mine[i]["seconds"])), f"{speed:,.0f}",
-                         f"{gain:.2f}", f"{efficiency:.0%}"])
+                             speedup=[gain.value for gain in gains], speedup_spread=[gain.spread for gain in gains],
+                             efficiency=[gain.value and gain.value / size for gain, size in zip(gains, sizes)])
+        rows += [[name.replace("_", " "), size, Times(tuple(one["seconds"])), f"{one['tokens_per_s']:,.0f}",
+                  ratio_text(gain), "" if gain.value is None else f"{gain.value / size:.0%}"]
+                 for one, gain, size in zip(mine, gains, sizes)]
     kind = "GPUs" if device == "cuda" else "cores"
     text = "\n".join([
         f"{config.num_layers} layers of {config.hidden_size}, samples of {config.seq_length} tokens, "
@@ -128,6 +143,11 @@ def compare_worlds(flags):
                   "model": config.model, "num_layers": config.num_layers, "hidden_size": config.hidden_size,
                   "seq_length": config.seq_length, "micro_batch_size": config.micro_batch_size,
                   "global_batch_size": config.global_batch_size, "dtype": config.dtype, "repeats": flags.repeats}
+
+
+def speedup(seconds: list[float], alone: list[float], world_size: int, work: int) -> Figure:
+    """Of a world that does `work` times what a process alone does in a step."""
+    return Figure(tuple(work * one / many for one in alone for many in seconds), most=SUPERLINEAR * world_size)
 
 
 def start(flags, world_size) -> dict:

@@ -23,20 +23,28 @@ import torch
 from torch import nn
 
 import train
-from benchmarks.common import (RandomTokens, Times, add_config_flags, compare, config_of, ratio_text, ratios, shape_of,
-                               table)
+from benchmarks.common import (
+    SAME,
+    RandomTokens,
+    Times,
+    add_config_flags,
+    compare,
+    config_of,
+    ratio_text,
+    ratios,
+    shape_of,
+    table,
+)
 from benchmarks.plain import Plain, adamw, mean_loss
-from nanodomino.config import require
 from nanodomino.domino import Domino
 from nanodomino.mesh import find_device, make_mesh, start_world
 from nanodomino.model import flops_per_token, parameter_count
 from nanodomino.report import find_peak_flops
+from nanodomino.settings import require
 from nanodomino.zero import ZeroOptimizer
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
          "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
-# Of the losses of the first steps. In 16 bit the two round at different places.
-SAME_LOSS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
 COMPARED_STEPS = 3
 BYTES, GPT2 = 257, 50304     # vocabularies: bytes and end of text; GPT-2's, rounded up as nanoGPT does
 
@@ -117,9 +125,9 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
     """(text, record). Raises UserError if the two trained differently."""
     ours, theirs = (losses[name][:COMPARED_STEPS] for name in ("nanodomino", "plain"))
     difference = max(abs(one - other) / abs(other) for one, other in zip(ours, theirs))
-    require(difference <= SAME_LOSS[config.dtype],
+    require(difference <= SAME[config.dtype],
             f"the losses of the first {COMPARED_STEPS} steps differ by {difference:.1e} of their size, more than "
-            f"{SAME_LOSS[config.dtype]:.0e}: nanodomino {ours}, plain {theirs}; so their speeds can't be compared; "
+            f"{SAME[config.dtype]:.0e}: nanodomino {ours}, plain {theirs}; so their speeds can't be compared; "
             "this is a bug")
     tokens, peak = config.global_batch_size * config.seq_length, find_peak_flops(config, mesh)
     speeds = {name: tokens / one.median for name, one in times.items()}
@@ -134,8 +142,7 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
         f"nanodomino's speed / plain's: {ratio_text(ratio)}; the losses of the first {len(ours)} steps agree to "
         f"{difference:.0e}"])
     record = {"question": "throughput", "nanodomino_tokens_per_s": speeds["nanodomino"],
-              "plain_tokens_per_s": speeds["plain"], "ratio": ratio.median,
-              "ratio_spread": [min(ratio.seconds), max(ratio.seconds)], "mfu": mfu["nanodomino"],
+              "plain_tokens_per_s": speeds["plain"], **ratio.record("ratio"), "mfu": mfu["nanodomino"],
               "plain_mfu": mfu["plain"], "nanodomino_s": times["nanodomino"].median, "plain_s": times["plain"].median,
               "losses": ours, "plain_losses": theirs, "loss_difference": difference, "model": config.model,
               "parameters": parameter_count(config), **shape_of(config),

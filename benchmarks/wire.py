@@ -23,7 +23,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-from nanodomino.config import require
+from nanodomino.settings import require
 
 PREFIX = "nanodomino"
 INTERFACE = "wire"                         # the name of each rank's end

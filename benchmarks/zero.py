@@ -28,6 +28,8 @@ import dataclasses
 import gc
 import multiprocessing
 import os
+import signal
+import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
@@ -40,10 +42,24 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import train
-from benchmarks.common import (RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text, compare, config_of,
-                               gathered, ratio_text, ratios, shape_of, table)
+from benchmarks.common import (
+    SAME,
+    RandomTokens,
+    Times,
+    add_config_flags,
+    bind_to_one_core,
+    bytes_text,
+    compare,
+    config_of,
+    gathered,
+    progress,
+    ratio_text,
+    ratios,
+    shape_of,
+    table,
+)
 from benchmarks.plain import Plain, adamw, mean_loss
-from benchmarks.throughput import COMPARED_STEPS, SAME_LOSS, OurTraining
+from benchmarks.throughput import COMPARED_STEPS, OurTraining
 from nanodomino import formulas
 from nanodomino.config import Config
 from nanodomino.mesh import Place, find_device, keep_freed_memory, make_mesh, start_world
@@ -82,11 +98,15 @@ def config_for(flags, **changes) -> Config:
 def answer(flags, place):
     config = config_for(flags)
     device = find_device(config, place)
-    if device.type == "cpu":
-        bind_to_one_core()
+    bind_to_one_core(device)
     start_world(place, device)
     mesh = make_mesh(1, config.dp, 1, device)
-    peaks = {name: max(gathered(peak_of_its_own(name, flags, place, mesh))) for name in ABOUT}
+    peaks = {}
+    with progress(len(ABOUT)) as bar:
+        for name in ABOUT:
+            bar.set_description_str(f"memory: {name}")
+            peaks[name] = max(gathered(peak_of_its_own(name, flags, place, mesh)))
+            bar.update()
     sides = {name: make(name, config, mesh) for name in ABOUT}
     times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1), device)
     losses = {name: mean_over_replicas(side.losses[:COMPARED_STEPS]) for name, side in sides.items()}
@@ -208,6 +228,7 @@ def peak_of_its_own(name: str, flags, place: Place, mesh) -> int:
         return torch.cuda.max_memory_allocated(mesh.device) - before
     # A server that has imported this file and computed nothing starts the process: quicker than from the beginning,
     # and safe, as a copy of this process with its threads would not be.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))    # at exit the server's folder is removed
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     receiving, sending = context.Pipe(duplex=False)
@@ -253,7 +274,7 @@ def mean_over_replicas(losses: list[float]) -> list[float]:
 
 def check_same_work(config: Config, losses: dict[str, list[float]]):
     """Raises UserError if two of them trained differently."""
-    same = SAME_LOSS[config.dtype]
+    same = SAME[config.dtype]
     require(all(abs(one - other) <= same * abs(other) for name in losses      # NaN is not
                 for one, other in zip(losses[name], losses["ddp"])),
             f"the losses of the first {COMPARED_STEPS} steps differ by more than {same:.0e} of their size, {losses}, "
@@ -278,11 +299,11 @@ def report(flags, config, device, times: dict[str, Times], peaks, states, losses
         "optimizer",
         f"ZeRO-1's speed / ZeroRedundancyOptimizer's: {ratio_text(ratio['ddp-zero'])}; the losses of the first "
         f"{COMPARED_STEPS} steps agree"])
-    sides = {name: {"step_s": times[name].median, "step_over_zero_1": ratio[name].median,
-                    "spread": [min(ratio[name].seconds), max(ratio[name].seconds)], "peak_bytes": peaks[name],
+    sides = {name: {"step_s": times[name].median, "step_over_zero_1": ratio[name].value,
+                    "spread": ratio[name].spread, "peak_bytes": peaks[name],
                     "state_bytes": states[name], "bytes_per_parameter": per_parameter[name],
                     "formula": expected[name], "losses": losses[name]} for name in ABOUT}
-    return text, {"question": "zero", "speed_over_ddp_zero": ratio["ddp-zero"].median,
-                  "speed_over_fsdp2": ratio["fsdp2"].median, "sides": sides, "peak_is": how, "parameters": count,
+    return text, {"question": "zero", "speed_over_ddp_zero": ratio["ddp-zero"].value,
+                  "speed_over_fsdp2": ratio["fsdp2"].value, "sides": sides, "peak_is": how, "parameters": count,
                   "dp": config.dp, **shape_of(config), "bucket_size": config.bucket_size, "device": device.type,
                   "cores": os.cpu_count(), "repeats": len(times["zero-1"].seconds)}

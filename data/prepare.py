@@ -41,8 +41,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, Python looks only into data/
 
-from nanodomino.config import UserError, require  # noqa: E402
+from nanodomino.command import run  # noqa: E402
+from nanodomino.config import require  # noqa: E402
 from nanodomino.data import FORMAT, SPLITS, file_sha256, load_corpus  # noqa: E402
+from nanodomino.settings import UserError
 from nanodomino.tokenizer import build_tokenizer  # noqa: E402
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
@@ -406,14 +408,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def command_line() -> Parser:
-    parser = Parser("prepare.py", description="Text -> tokens on disk.", allow_abbrev=False)
-    parser.add_argument("--input", nargs="+",
+    parser = Parser("prepare.py", usage="python data/prepare.py [flags]", description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", metavar="TEXT",
                         help="text or .jsonl files, folders, globs (default: Python's own standard library)")
-    parser.add_argument("--output", type=Path, help="the folder to make")
-    parser.add_argument("--tokenizer", default="byte", help="byte (default) or gpt2")
-    parser.add_argument("--split", default="949,50,1", help="shares of train,valid,test (default 949,50,1)")
-    parser.add_argument("--vocab-file", help="GPT-2's encoder.json, to do without the download")
-    parser.add_argument("--merge-file", help="GPT-2's vocab.bpe")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="the folder to make")
+    parser.add_argument("--tokenizer", default="byte", metavar="NAME", help="byte (default) or gpt2")
+    parser.add_argument("--split", default="949,50,1", metavar="SHARES",
+                        help="shares of train,valid,test (default 949,50,1)")
+    parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's encoder.json, to do without the download")
+    parser.add_argument("--merge-file", metavar="FILE", help="GPT-2's vocab.bpe")
     parser.add_argument("--overwrite", action="store_true", help="replace the corpus that --output holds already")
     parser.add_argument("--verify", type=Path, metavar="FOLDER", help="check every byte of a prepared corpus instead")
     return parser
@@ -432,10 +436,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run(main)

@@ -24,10 +24,11 @@ copy, in a process group of its own, so that its talk does not mix with training
 No pickle of a checkpoint is ever run: tensors are read with weights_only, the index by an unpickler that knows
 torch.distributed.checkpoint's own record types and nothing else.
 
-    python -m nanodomino.checkpoint verify DIR        checks every byte of a checkpoint
+    python -m nanodomino.checkpoint verify DIR        checks every byte of a checkpoint, or of all those of a run
     python -m nanodomino.checkpoint export DIR OUT    writes one plain torch file of whole tensors, {name: tensor}
 """
 
+import argparse
 import dataclasses
 import os
 import pickle
@@ -46,12 +47,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nanodomino.collectives import all_gather
+from nanodomino.command import run
 from nanodomino.config import DTYPES, Config
-from nanodomino.settings import UserError, require
-from nanodomino.manifest import (FORMAT, checkpoints_of, discard, file_digests, flush_folder, manifest_text,
-                                 read_manifest, verify)
+from nanodomino.manifest import (
+    FORMAT,
+    checkpoints_of,
+    discard,
+    file_digests,
+    find_checkpoint,
+    flush_folder,
+    manifest_text,
+    read_manifest,
+    verify,
+)
 from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
+from nanodomino.settings import UserError, require
 from nanodomino.zero import ZeroOptimizer
 
 # ---- tensors under global names
@@ -283,25 +294,59 @@ def export(folder: Path, out: Path):
     return tensors
 
 
+# ---- the command line
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError("usage: python -m nanodomino.checkpoint verify DIR, or: "
+                        "python -m nanodomino.checkpoint export DIR OUT")
+
+
+def command_line() -> Parser:
+    parser = Parser("python -m nanodomino.checkpoint", allow_abbrev=False,
+                    description="Look at checkpoints, whatever layout wrote them, on one process without a GPU.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="verify | export")
+    for name, does, folder in [
+            ("verify", "check every byte", "a checkpoint, or the folder of a run: all its checkpoints, newest first"),
+            ("export", "write one plain torch file of whole tensors, {name: tensor}",
+             "a checkpoint, or the folder of a run: its newest sound one")]:
+        command = commands.add_parser(name, help=does, description=f"{does.capitalize()}.", allow_abbrev=False)
+        command.add_argument("folder", metavar="DIR", type=Path, help=folder)
+        if name == "export":
+            command.add_argument("out", metavar="OUT", type=Path, help="the file to write; torch.load(OUT) reads it")
+    return parser
+
+
 def main(arguments: list[str]) -> int:
-    """python -m nanodomino.checkpoint verify DIR | export DIR OUT"""
+    """Returns the exit code. Raises UserError."""
+    flags = command_line().parse_args(arguments)
+    of_run = (flags.folder / "checkpoints").is_dir()
+    if flags.command == "verify":
+        return verify_all(checkpoints_of(flags.folder) if of_run else [flags.folder])
     try:
-        if len(arguments) == 2 and arguments[0] == "verify":
-            manifest = verify(Path(arguments[1]))
-            print(f"{arguments[1]} is sound: step {manifest['step']}, {len(manifest['files'])} files, "
-                  f"{sum(file['size'] for file in manifest['files'].values()):,} bytes")
-        elif len(arguments) == 3 and arguments[0] == "export":
-            tensors = export(Path(arguments[1]), Path(arguments[2]))
-            print(f"{arguments[2]}: {len(tensors)} tensors, "
-                  f"{sum(tensor.numel() for tensor in tensors.values()):,} numbers")
-        else:
-            raise UserError("usage: python -m nanodomino.checkpoint verify DIR, or: "
-                            "python -m nanodomino.checkpoint export DIR OUT")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        folder = find_checkpoint(flags.folder) if of_run else flags.folder
+        tensors = export(folder, flags.out)
+    except OSError as error:
+        raise UserError(str(error)) from None
+    print(f"{flags.out}: {len(tensors)} tensors, {sum(tensor.numel() for tensor in tensors.values()):,} numbers, of "
+          f"{folder}")
     return 0
 
 
+def verify_all(folders: list[Path]) -> int:
+    """A line for each checkpoint; the exit code, 2 if one is damaged. Raises UserError if there is none."""
+    require(folders, "this run has no checkpoint yet; give the folder of another one")
+    code = 0
+    for folder in folders:
+        try:
+            manifest = verify(folder)
+            print(f"{folder} is sound: step {manifest['step']}, {len(manifest['files'])} files, "
+                  f"{sum(file['size'] for file in manifest['files'].values()):,} bytes", flush=True)
+        except (UserError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = 2
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main, sys.argv[1:])

@@ -32,7 +32,7 @@ import torch
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.optimizers import OPTIMIZERS
 from nanodomino.schedules import SCHEDULES
-from nanodomino.settings import UserError, check_values, require, setting, spelling  # noqa: F401
+from nanodomino.settings import check_values, require, setting
 
 # GPT-2's sizes (the "gpt2" family) and GPT-3's (2005.14165, table 2.1, with its learning rates);
 # nano is made for a laptop.

@@ -25,13 +25,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.checkpoint import load_weights
-from nanodomino.config import Config, require
+from nanodomino.config import Config
 from nanodomino.data import load_corpus
-from nanodomino.launch import find_checkpoint, start
-from nanodomino.manifest import read_manifest
+from nanodomino.launch import start
+from nanodomino.manifest import find_checkpoint, read_manifest
 from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
 from nanodomino.model import GPT, Attention, close_residual, seeded_generator
 from nanodomino.parallel import gather_logits
+from nanodomino.settings import require
 
 
 def choose(logits, temperature: float, top_k: int, generator) -> int:

@@ -25,8 +25,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from nanodomino.command import outlive_readers
 from nanodomino.config import Config
-from nanodomino.manifest import check_settings, newest_record, newest_sound, read_manifest, verify
+from nanodomino.manifest import (
+    check_settings,
+    find_checkpoint,
+    newest_record,
+    newest_sound,
+    read_manifest,
+    require_folder,
+)
 from nanodomino.mesh import Place, find_place
 from nanodomino.settings import UserError, require
 
@@ -109,22 +117,6 @@ def check_same_run(run_dir: Path, config: Config):
         check_settings(record, f"--run-dir {run_dir}", config, "model", "optimizer", "run")
 
 
-def require_folder(folder: Path):
-    """What --load names must be there. Raises UserError."""
-    require(folder.is_dir(), f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
-
-
-def find_checkpoint(folder: Path) -> Path:
-    """What --load names: a checkpoint, or a run whose newest sound checkpoint is meant. Raises UserError."""
-    require_folder(folder)
-    if (folder / "checkpoints").is_dir():
-        checkpoint = newest_sound(folder)
-        require(checkpoint, f"{folder / 'checkpoints'} holds no sound checkpoint; give another one")
-        return checkpoint
-    verify(folder)
-    return folder
-
-
 def next_folder(parent: Path, name: str, again: bool, launch: str) -> Path:
     """Make parent/NAME-NUMBER with the first number that is free, also where other runs start at the same moment.
 
@@ -184,6 +176,7 @@ def start(main, arguments: list[str]):
 
     main returns the exit code.
     """
+    outlive_readers()
     # who speaks first, should the environment be refused: every rank of a half set one would believe to be rank 0
     numbers = [os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK")]
     place = Place(local_rank=int(next(filter(str.isdecimal, numbers), 0)))
@@ -194,6 +187,8 @@ def start(main, arguments: list[str]):
         code = main(arguments, place)
     except Exception as error:
         fail(place, error)
+    except KeyboardInterrupt:                                  # in training a StopSignal has taken it
+        code = 128 + signal.SIGINT
     sys.stdout.flush()
     sys.exit(code)
 

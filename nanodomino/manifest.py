@@ -92,6 +92,22 @@ def newest_sound(run_dir: Path, report=print) -> Path | None:
     return None
 
 
+def require_folder(folder: Path):
+    """What --load names must be there. Raises UserError."""
+    require(folder.is_dir(), f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """What --load names: a checkpoint, or a run whose newest sound checkpoint is meant. Raises UserError."""
+    require_folder(folder)
+    if (folder / "checkpoints").is_dir():
+        checkpoint = newest_sound(folder)
+        require(checkpoint, f"{folder / 'checkpoints'} holds no sound checkpoint; give another one")
+        return checkpoint
+    verify(folder)
+    return folder
+
+
 def newest_record(folder: Path) -> dict | None:
     """The settings with which a run was last started, or a checkpoint made; None where none can be read."""
     try:

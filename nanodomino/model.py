@@ -32,8 +32,15 @@ from torch import nn
 from nanodomino.config import Config
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.mesh import Mesh, mesh_on_paper
-from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding,
-                                 copy_to_tensor_parallel, gather_logits, parameter, vocab_parallel_cross_entropy)
+from nanodomino.parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_tensor_parallel,
+    gather_logits,
+    parameter,
+    vocab_parallel_cross_entropy,
+)
 
 
 def stage_layers(num_layers: int, stage: int, stages: int) -> range:

@@ -21,7 +21,7 @@ A recording is kept as Chrome trace JSON; timeline.py draws it.
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, fields
 
-from nanodomino.config import UserError, require
+from nanodomino.settings import UserError, require
 from nanodomino.trace import Event
 
 WATCHED = ("all_reduce", "reduce_scatter", "all_gather")

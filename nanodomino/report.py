@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from nanodomino import schedules
+from nanodomino.command import outlive_readers
 from nanodomino.config import Config
 from nanodomino.data import Corpus
 from nanodomino.manifest import newest_record
@@ -65,6 +66,8 @@ class Report:
         self.metrics, self.unwritten, self.warned = None, b"", False
         self.moved = time.monotonic()                          # when the bar did
         if speaks:
+            # what a person sees must never end a run
+            outlive_readers(OSError, f"training goes on, and {run_dir / 'metrics.jsonl'} tells of it")
             self.changes = changed_settings(run_dir, config) if first_step else []
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
                 write_config(run_dir, config)

@@ -23,10 +23,25 @@ from xml.sax.saxutils import escape
 
 import torch.distributed as dist
 
-from nanodomino.config import UserError, require
+from nanodomino.command import run
 from nanodomino.mesh import Mesh
-from nanodomino.recording import (MOMENTS, WATCHED, Recording, chrome_trace, find_ready, from_chrome_trace, lanes,
-                                  letter, messages, spans_of, table, title, union, waits)
+from nanodomino.recording import (
+    MOMENTS,
+    WATCHED,
+    Recording,
+    chrome_trace,
+    find_ready,
+    from_chrome_trace,
+    lanes,
+    letter,
+    messages,
+    spans_of,
+    table,
+    title,
+    union,
+    waits,
+)
+from nanodomino.settings import UserError, require
 from nanodomino.trace import Event, Trace, clock_offset
 
 WIDTH, WIDEST, LEFT, RIGHT = 1000, 4000, 92, 16          # pixels; a README shows some 1000, a browser more
@@ -356,4 +371,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main, sys.argv[1:])

@@ -3,32 +3,20 @@
 The sizes are tiny: what is tested is the arithmetic around the times, not the times.
 """
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from harness import tiny
+from test_bench import ask, within
 
 from bench import QUESTIONS
 from benchmarks import pipeline, zero
 from nanodomino import formulas
+from nanodomino.settings import UserError
 from benchmarks.common import main, parse
-from nanodomino.config import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16", "--device", "cpu"]
-
-
-def ask(*arguments) -> dict:
-    """The last line of what bench.py prints."""
-    done = subprocess.run([sys.executable, "bench.py", *arguments], cwd=ROOT, capture_output=True, text=True,
-                          timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 # ---- pipeline
@@ -40,14 +28,17 @@ def test_pipeline_compares_three_sides_with_two_schedules():
                          for side in ("domino", "runner", "torch")}
     for (m, schedule, side), row in rows.items():
         assert row["formula"] == 1 / (m + 1) and row["formula_of_ideal"] == 1 / m
-        assert 0 < row["idle"] < 1 and row["idle_spread"][0] <= row["idle"] <= row["idle_spread"][1]
+        assert 0 < row["idle_spread"][0] < 1 and within(row["idle"], row["idle_spread"])
         assert len(row["idle_of_stages"]) == 2 and 1 <= row["imbalance"] < 2
-        assert 0 < row["step_s"] < 60 and row["speed_spread"][0] <= row["speed"] <= row["speed_spread"][1]
+        assert 0 < row["step_s"] < 60 and within(row["speed"], row["speed_spread"])
         assert side != "torch" or row["speed"] == 1
         assert 5 < row["loss"] < 7, "of 256 words drawn at random"
     for schedule in ("1f1b", "gpipe"):
         for side in ("domino", "runner"):
-            assert record[f"speed_{schedule}_{side}"] == min(rows[m, schedule, side]["speed"] for m in (2, 3))
+            least = record[f"speed_{schedule}_{side}"]
+            assert least in [rows[m, schedule, side]["speed"] for m in (2, 3)]
+            assert all(least is None or rows[m, schedule, side]["speed"] in (None, least)
+                       or rows[m, schedule, side]["speed"] > least for m in (2, 3))
 
 
 @pytest.mark.parametrize("work", [(1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (1.0, 3.0), (2.0, 1.0, 1.5)])
@@ -57,11 +48,11 @@ def test_idle_time_is_the_formulas_where_stages_work_without_delay(work):
     config = tiny(p, pipeline_model_parallel_size=p, num_layers=p, global_batch_size=m * 3)
     step = sum(work) + (m - 1) * max(work)
     found = pipeline.idle(config, [step, step], [[m * one, m * one] for one in work])
-    assert found["idle"] == pytest.approx(found["uneven"])
+    assert found["idle"].value == pytest.approx(found["uneven"])
     assert found["idle_of_stages"] == pytest.approx([1 - m * one / step for one in work])
     assert found["imbalance"] == pytest.approx(max(work) * p / sum(work))
     if len(set(work)) == 1:
-        assert found["idle"] == pytest.approx(found["formula"]) == (p - 1) / (m + p - 1)
+        assert found["idle"].value == pytest.approx(found["formula"]) == (p - 1) / (m + p - 1)
         assert found["idle_of_ideal"] == pytest.approx(found["formula_of_ideal"]) == (p - 1) / m
 
 
@@ -95,7 +86,7 @@ def test_zero_compares_five_ways_to_train_the_same():
         assert side["bytes_per_parameter"] == pytest.approx(side["formula"], rel=0.2)
         assert side["bytes_per_parameter"] == side["state_bytes"] / record["parameters"]
         assert 0 < side["step_s"] < 60 and side["peak_bytes"] > side["state_bytes"] / 2
-        assert side["spread"][0] <= side["step_over_zero_1"] <= side["spread"][1]
+        assert within(side["step_over_zero_1"], side["spread"])
     assert sides["zero-1"]["step_over_zero_1"] == 1
     assert record["speed_over_ddp_zero"] == sides["ddp-zero"]["step_over_zero_1"]
     # Of nanodomino's own sides, to the byte: the padding and AdamW's counts of steps are in the formula.

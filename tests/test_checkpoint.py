@@ -16,10 +16,10 @@ from reference import full_shapes
 
 import train
 from nanodomino.checkpoint import CarefulReader, Saver, export, load_weights, restore
-from nanodomino.config import UserError
 from nanodomino.generate import generate
 from nanodomino.manifest import (check_settings, checkpoints_of, file_digest, manifest_text, newest_sound,
                                  read_manifest, verify)
+from nanodomino.settings import UserError
 
 # tp, pp, dp, slices, zero stage, schedule
 LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "gpipe"), (1, 1, 2, 1, 1, "1f1b"), (1, 1, 2, 1, 0, "1f1b"), (4, 1, 1, 3, 1, "1f1b"),

@@ -21,8 +21,8 @@ import torch
 import nanodomino.tokenizer
 from data import prepare as prepare_module
 from data.prepare import prepare, prepare_default_corpus
-from nanodomino.config import UserError
 from nanodomino.data import SPLITS, TokenDataset, load_corpus
+from nanodomino.settings import UserError
 from nanodomino.tokenizer import END_OF_TEXT, build_tokenizer
 
 SCRIPT = Path(prepare_module.__file__).resolve()

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from harness import build, random_data, tiny
 
 import train
-from nanodomino.config import UserError
 from nanodomino.schedules import SCHEDULES, Forward
 from nanodomino.recording import (MOMENTS, WATCHED, Recording, chrome_trace, common, find_ready, from_chrome_trace,
                                   minus, totals, union, waits)
+from nanodomino.settings import UserError
 from nanodomino.timeline import draw_timeline, gather, main, one_step, part, picture
 from nanodomino.trace import Event, Trace, clock_offset
 
