@@ -28,21 +28,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import (
-    SAME,
-    Figure,
-    RandomTokens,
-    Times,
-    add_config_flags,
-    bind_to_one_core,
-    bytes_text,
-    compare,
-    config_of,
-    ratio_text,
-    ratios,
-    shape_of,
-    table,
-)
+from benchmarks.common import (SAME, Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text,
+                               compare, config_of, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, mean_loss
 from benchmarks.wire import INTERFACE
 from nanodomino import timeline

@@ -33,20 +33,8 @@ import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import train
-from benchmarks.common import (
-    SAME,
-    Figure,
-    RandomTokens,
-    add_config_flags,
-    bind_to_one_core,
-    compare,
-    config_of,
-    gathered,
-    ratio_text,
-    ratios,
-    shape_of,
-    table,
-)
+from benchmarks.common import (SAME, Figure, RandomTokens, add_config_flags, bind_to_one_core, compare, config_of,
+                               gathered, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain
 from nanodomino import pipeline, schedules
 from nanodomino.config import Config

@@ -23,17 +23,8 @@ from dataclasses import dataclass
 
 import train
 from benchmarks import comm, memory
-from benchmarks.common import (
-    Times,
-    add_config_flags,
-    bytes_text,
-    config_of,
-    gathered,
-    ratio_text,
-    ratios,
-    seconds_text,
-    table,
-)
+from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, gathered, ratio_text, ratios,
+                               seconds_text, table)
 from nanodomino import formulas, step_time
 from nanodomino.config import Config
 from nanodomino.model import parameter_count

@@ -25,19 +25,8 @@ from argparse import Namespace
 
 import torch
 
-from benchmarks.common import (
-    Figure,
-    RandomTokens,
-    Times,
-    add_config_flags,
-    bind_to_one_core,
-    compare,
-    config_of,
-    cores_of,
-    launch,
-    ratio_text,
-    table,
-)
+from benchmarks.common import (Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, compare, config_of,
+                               cores_of, launch, ratio_text, table)
 from benchmarks.throughput import OurTraining
 from nanodomino.mesh import Place, find_device, make_mesh, start_world
 from nanodomino.settings import require

@@ -23,18 +23,8 @@ import torch
 from torch import nn
 
 import train
-from benchmarks.common import (
-    SAME,
-    RandomTokens,
-    Times,
-    add_config_flags,
-    compare,
-    config_of,
-    ratio_text,
-    ratios,
-    shape_of,
-    table,
-)
+from benchmarks.common import (SAME, RandomTokens, Times, add_config_flags, compare, config_of, ratio_text, ratios,
+                               shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
 from nanodomino.domino import Domino
 from nanodomino.mesh import find_device, make_mesh, start_world

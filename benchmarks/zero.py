@@ -42,22 +42,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import train
-from benchmarks.common import (
-    SAME,
-    RandomTokens,
-    Times,
-    add_config_flags,
-    bind_to_one_core,
-    bytes_text,
-    compare,
-    config_of,
-    gathered,
-    progress,
-    ratio_text,
-    ratios,
-    shape_of,
-    table,
-)
+from benchmarks.common import (SAME, RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text, compare,
+                               config_of, gathered, progress, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
 from benchmarks.throughput import COMPARED_STEPS, OurTraining
 from nanodomino import formulas

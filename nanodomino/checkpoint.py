@@ -8,8 +8,9 @@
 **Any layout.** A tensor is saved under a global name (layers.7.attention.qkv.weight, no rank, no stage) as a `DTensor`:
 this rank's shard, and how it is cut over (dp, tp). torch.distributed.checkpoint stores each part once and reads back
 whatever part another layout asks for. Of each parameter the weight (the fp32 master in 16-bit training) and the
-optimizer's moments, two of AdamW's. ZeRO cuts flat buffers across parameters, so before saving the parts of a bucket are gathered, and
-after loading each rank keeps its own part. A tied matrix is saved by the first stage and read by both.
+optimizer's moments, two of AdamW's. ZeRO cuts flat buffers across parameters, so before saving the parts of a bucket
+are gathered, and after loading each rank keeps its own part. A tied matrix is saved by the first stage and read by
+both.
 
 What else must be known to go on is a function of it: the data order, the dropout masks and the learning rate follow
 from (seed, step). So a run that was stopped goes on with the same bits.
@@ -49,17 +50,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from nanodomino.collectives import all_gather
 from nanodomino.command import run
 from nanodomino.config import DTYPES, Config
-from nanodomino.manifest import (
-    FORMAT,
-    checkpoints_of,
-    discard,
-    file_digests,
-    find_checkpoint,
-    flush_folder,
-    manifest_text,
-    read_manifest,
-    verify,
-)
+from nanodomino.manifest import (FORMAT, checkpoints_of, discard, file_digests, find_checkpoint, flush_folder,
+                                 manifest_text, read_manifest, verify)
 from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
 from nanodomino.settings import UserError, require

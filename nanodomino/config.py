@@ -94,8 +94,8 @@ class Config:
     micro_batch_size: int = of_layout(None, "samples that pass through a stage at once", kind=int, follows=True)
     slices: int = of_layout(None, "Domino's row split: pieces of a microbatch, computing while another's reduce "
                                   "travels (default 2 where there are wires to hide)", kind=int, follows=True)
-    columns: int = of_layout(1, "Domino's column split: chunks of a row-parallel matmul, each reduced while the next is "
-                                "computed")
+    columns: int = of_layout(1, "Domino's column split: chunks of a row-parallel matmul, each reduced while the next "
+                                "is computed")
     schedule: str = of_layout("1f1b", "pipeline schedule", choices=SCHEDULES)
     zero_stage: int = of_layout(1, "1: each replica keeps 1/dp of the optimizer; 0: all of it", choices=(0, 1), least=0)
     bucket_size: int = of_layout(10_000_000, "parameters in a gradient bucket, reduced while backward goes on")
@@ -136,8 +136,8 @@ class Config:
     keep_last: int = of_run(3, "checkpoints that are kept")
     exit_interval: int = of_run(None, "save and stop after the next step that is divisible by this", kind=int,
                                 role="launch")
-    max_skipped_steps: int = of_run(10, "steps in a row with a loss or gradient that is not finite, after which the run "
-                                        "gives up")
+    max_skipped_steps: int = of_run(10, "steps in a row with a loss or gradient that is not finite, after which the "
+                                        "run gives up")
     trace: str = of_run(None, "steps FIRST:LAST whose timeline is drawn into the run's folder", kind=str, role="launch")
     timeout: int = of_run(600, "seconds that a collective may take before the run ends")
     sample_tokens: int = of_run(120, "tokens that the model writes at the end; 0 for none", least=0)

@@ -49,7 +49,8 @@ def read_settings(path: Path) -> dict:
     try:
         record = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"--config {path} can't be read ({error}); give a run's config.json, or a file like it") from None
+        raise UserError(f"--config {path} can't be read ({error}); give a run's config.json, or a file like it"
+                        ) from None
     require(isinstance(record, dict), f"--config {path} must hold one JSON object {{setting: value}}; give a run's "
             "config.json, or a file like it")
     return check_record(record, f"--config {path}")

@@ -27,14 +27,8 @@ import torch.distributed as dist
 
 from nanodomino.command import outlive_readers
 from nanodomino.config import Config
-from nanodomino.manifest import (
-    check_settings,
-    find_checkpoint,
-    newest_record,
-    newest_sound,
-    read_manifest,
-    require_folder,
-)
+from nanodomino.manifest import (check_settings, find_checkpoint, newest_record, newest_sound, read_manifest,
+                                 require_folder)
 from nanodomino.mesh import Place, find_place
 from nanodomino.settings import UserError, require
 

@@ -18,7 +18,8 @@ head.
 Shapes: b samples, s tokens, h hidden, n heads, d = h/n, t tensor-parallel ranks. The fused qkv matrix is stored head by
 head, [n, (q, k, v), d], so that a contiguous cut of its rows is a set of whole heads.
 
-Sources: GPT-2; GPT-3 (2005.14165); Megatron-LM (1909.08053, section 3); sublayer scaling of the initial weights as in GPT-2.
+Sources: GPT-2; GPT-3 (2005.14165); Megatron-LM (1909.08053, section 3); sublayer scaling of the initial weights as in
+GPT-2.
 """
 
 import dataclasses
@@ -32,15 +33,8 @@ from torch import nn
 from nanodomino.config import Config
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.mesh import Mesh, mesh_on_paper
-from nanodomino.parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    copy_to_tensor_parallel,
-    gather_logits,
-    parameter,
-    vocab_parallel_cross_entropy,
-)
+from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding,
+                                 copy_to_tensor_parallel, gather_logits, parameter, vocab_parallel_cross_entropy)
 
 
 def stage_layers(num_layers: int, stage: int, stages: int) -> range:

@@ -9,9 +9,9 @@ of each buffer as one tensor, decides what is decayed, and asks here for nothing
 moments, which checkpoints save beside the weight. So another optimizer is one entry of OPTIMIZERS.
 
 What the layout may show. AdamW's update is a smooth function of the gradient, so rounding stays rounding. Lion's is a
-step: where a gradient is 0 but for rounding its sign is noise, a full step of lr either way, and layouts part. A GPT has
-one such place, the bias of the keys, which moves all scores of a query alike, and softmax does not see that. Nor does
-anything else depend on it: losses and all other weights still agree on every layout.
+step: where a gradient is 0 but for rounding its sign is noise, a full step of lr either way, and layouts part. A GPT
+has one such place, the bias of the keys, which moves all scores of a query alike, and softmax does not see that. Nor
+does anything else depend on it: losses and all other weights still agree on every layout.
 """
 
 from collections.abc import Callable

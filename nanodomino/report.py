@@ -107,8 +107,8 @@ class Report:
     def estimate(self, seconds: float, size: int):
         """Of a step and of the fullest rank, as step_time.py reckons: said where the first step will be waited for."""
         if seconds > LONG:
-            self.say(f"a step will take about {seconds:.0f} s, and the fullest rank about {size / 1e9:.1f} GB of memory "
-                     "(reckoned, within a factor of two or so)")
+            self.say(f"a step will take about {seconds:.0f} s, and the fullest rank about {size / 1e9:.1f} GB of "
+                     "memory (reckoned, within a factor of two or so)")
 
     def say(self, line: str):
         """A line on the screen, above the bar."""

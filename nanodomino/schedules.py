@@ -21,8 +21,8 @@ The *bubble* is the time in which a stage is idle, as a part of the ideal time, 
 (p - 1)(F + B) idle in a step of m (F + B): a bubble of (p - 1)/m. In this project the word means nothing else.
 
 What a schedule costs is read off its actions, and never asked by its name: how many microbatches are alive at once, and
-by playing it through, with any durations and with messages that take time, its step and its bubble. So a new schedule is
-one function and one line in SCHEDULES.
+by playing it through, with any durations and with messages that take time, its step and its bubble. So a new schedule
+is one function and one line in SCHEDULES.
 """
 
 from collections import deque

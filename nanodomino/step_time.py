@@ -166,7 +166,8 @@ def estimate(config: Config, mesh) -> tuple[float, int]:
     it together, and each gets the same. Right within a factor of two or so."""
     config = dataclasses.replace(config, device=mesh.device.type)
     seconds = sum(step_seconds(config, measure_machine(config, mesh, most_rows=128)).values())
-    return slowest(seconds), max(formulas.peak_bytes(config, formulas.place(config, stage)) for stage in range(config.pp))
+    stages = (formulas.place(config, stage) for stage in range(config.pp))
+    return slowest(seconds), max(formulas.peak_bytes(config, at) for at in stages)
 
 
 def rate(amount: float, work, device, times=5) -> float:

@@ -25,22 +25,8 @@ import torch.distributed as dist
 
 from nanodomino.command import run
 from nanodomino.mesh import Mesh
-from nanodomino.recording import (
-    MOMENTS,
-    WATCHED,
-    Recording,
-    chrome_trace,
-    find_ready,
-    from_chrome_trace,
-    lanes,
-    letter,
-    messages,
-    spans_of,
-    table,
-    title,
-    union,
-    waits,
-)
+from nanodomino.recording import (MOMENTS, WATCHED, Recording, chrome_trace, find_ready, from_chrome_trace, lanes,
+                                  letter, messages, spans_of, table, title, union, waits)
 from nanodomino.settings import UserError, require
 from nanodomino.trace import Event, Trace, clock_offset
 

@@ -6,7 +6,6 @@
 test_bad_processes.py has a table of such inputs for real processes, one and four.
 """
 
-import dataclasses
 import json
 import os
 import shlex

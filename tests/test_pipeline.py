@@ -5,7 +5,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 import torch.distributed as dist
 from harness import build, random_data, tiny
 
