@@ -75,8 +75,8 @@ class Listener(TorchDispatchMode):
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.counts = {}
-        groups = {"world": dist.group.WORLD, "tp": mesh.tp_group, "dp": mesh.dp_group, "pp": mesh.pp_forward_group,
-                  "pp back": mesh.pp_backward_group, "embedding": mesh.embedding_group}
+        groups = {"world": dist.group.WORLD, "tp": mesh.tp_group, "dp": mesh.dp_group, "pp": mesh.pp_group,
+                  "embedding": mesh.embedding_group}
         self.names = {group.group_name: name.split()[0] for name, group in groups.items() if group is not None}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -104,16 +104,16 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
         hidden = None
         if not mesh.is_first_stage:
             hidden = torch.empty(1, new.size(1), config.hidden_size, dtype=config.params_dtype, device=device)
-            dist.recv(hidden, mesh.stage_rank(mesh.pp_rank - 1), group=mesh.pp_forward_group)
+            dist.recv(hidden, mesh.stage_rank(mesh.pp_rank - 1), group=mesh.pp_group)
         output = cache.stage(new, hidden)
         following = torch.zeros(1, dtype=torch.int64, device=device)
         if mesh.is_last_stage:
             logits = gather_logits(output, *model.head, vocab_size)
             following[0] = choose(logits[0, 0], temperature, top_k, generator)
         else:
-            dist.send(output, mesh.stage_rank(mesh.pp_rank + 1), group=mesh.pp_forward_group)
+            dist.send(output, mesh.stage_rank(mesh.pp_rank + 1), group=mesh.pp_group)
         if mesh.pp > 1:
-            dist.broadcast(following, mesh.stage_rank(mesh.pp - 1), group=mesh.pp_forward_group)
+            dist.broadcast(following, mesh.stage_rank(mesh.pp - 1), group=mesh.pp_group)
         tokens.append(int(following))
         window.append(tokens[-1])
     return tokens

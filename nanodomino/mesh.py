@@ -134,9 +134,7 @@ class Mesh:
     device: torch.device
     tp_group: dist.ProcessGroup                   # all None in a mesh on paper
     dp_group: dist.ProcessGroup
-    pp_forward_group: dist.ProcessGroup           # activations travel down the stages here
-    pp_backward_group: dist.ProcessGroup          # gradients travel up here: NCCL runs one group's messages in order,
-                                                  # and the two directions must not wait for each other
+    pp_group: dist.ProcessGroup                   # the stages of a replica: activations travel down, gradients up
     embedding_group: dist.ProcessGroup | None     # first and last stage, which both hold a tied embedding
 
     def rank_of(self, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
@@ -170,7 +168,7 @@ class Mesh:
 def mesh_on_paper(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
     """Any place of any grid, without processes: it has no groups, and its device is torch's `meta`, where tensors have
     shapes and no memory. A model that is built on it tells what a rank would hold."""
-    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, torch.device("meta"), None, None, None, None, None)
+    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, torch.device("meta"), None, None, None, None)
 
 
 def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT) -> Mesh:
@@ -192,6 +190,5 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
     return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device,
                 tp_group=groups(box.reshape(-1, tp)),
                 dp_group=groups(box.transpose(1, 2).reshape(-1, dp)),
-                pp_forward_group=groups(pipelines),
-                pp_backward_group=groups(pipelines),
+                pp_group=groups(pipelines),
                 embedding_group=groups(pipelines[:, [0, -1]]) if pp > 1 else None)

@@ -4,20 +4,25 @@ Stage r of p holds a run of layers. Messages follow from the actions: Forward(i)
 stage before and gives to the next one; Backward(i) takes their gradient from the next stage and gives to the one
 before. What goes down has a process group, and what comes up has another.
 
-Nothing can deadlock, whatever the size of a message: a send does not block (it is waited for `stages` messages later,
-when the other side has long asked for it), and the next receive of each direction is posted as soon as what came before
-it has been passed on, so in 1F1B its bytes arrive while this stage computes the other direction.
+**Why it can't hang.** After each action a stage makes one exchange: the action's output leaves, and the next action's
+input is asked for, as one batch, on one communicator. In the steady state of 1F1B neighbours meet like this:
 
-Passed on first, since NCCL carries out the messages of one group in the order in which they were posted: a receive that
-is posted before a send holds the send up. With four stages and each receive posted one send too early, 1F1B closes a
-circle, though each rank sends and receives all that it should:
+    stage 0   F1 --F1-->       B0       F2 --F2-->       B1        a batch: send F1, receive B0
+    stage 1   F0        <--B0--   B0 F1        <--B1--             a batch: send B0, receive F1
 
-    F5 at stage 3   waits for stage 2 to send it, behind its receive of F6
-    F6 at stage 2   waits for stage 1 to send it, behind its receive of F7
-    F7 at stage 1   waits for stage 0, which runs F7 after B3
-    B3 at stage 0   waits for stage 1 to send it, behind its receive of B4
-    B4 at stage 1   waits for stage 2 to send it, behind its receive of B5
-    B5 at stage 2   waits for stage 3, which runs B5 after F5
+NCCL promises three things about messages: those of one batch travel side by side, batches of one communicator follow
+each other in the order in which they were made, and a batch is done when its partners have made theirs. It does not
+promise that a send returns before its receive is there, nor that two communicators make progress side by side. So:
+
+  - a stage never waits for anything but the very next action's input, and has sent by then all that it had to send:
+    whoever owes that input has all that it needs, and is itself never further ahead than one action;
+  - a receive is never posted where its sender could be waiting for us. While it is under way it occupies the device,
+    and whatever waits for the whole device (the first load of a kernel, memory given back) waits for its message too;
+  - the first message of two ranks connects them, on the host, and blocks both until both have come: connect() has them
+    meet at the start, with one element down the stages and one up.
+
+A test plays every schedule with messages that block both sides. On CPUs, where gloo lets every message go its own way,
+inputs are asked for two actions ahead, so that the bytes of the next forward's travel while this stage goes backward.
 """
 
 from collections import deque
@@ -31,19 +36,16 @@ from nanodomino.schedules import Backward, Forward
 from nanodomino.trace import NO_TRACE
 
 
+AHEAD = {"cuda": 1, "cpu": 2}        # actions whose input is asked for before it is needed; see above why not more
+
+
 class Mail:
     """The messages of one stage and step: hidden states come from above and go below, gradients the other way."""
 
     def __init__(self, mesh: Mesh, actions, shape, dtype, trace=NO_TRACE):
         self.mesh, self.shape, self.dtype, self.trace = mesh, shape, dtype, trace
-        self.sent = {kind: deque() for kind in (Forward, Backward)}
-        self.expected = {kind: deque() for kind in (Forward, Backward)}
-        self.arriving = {}
-        for action in actions:
-            if self.source(action) is not None:
-                self.expected[type(action)].append(action)
-        for kind in self.expected:
-            self.post(kind)
+        self.actions, self.asked = actions, 0           # the first `asked` of them have asked for their input
+        self.arriving, self.sent = {}, deque()
 
     def source(self, action):
         """Stage from which this action takes its input; None at the ends."""
@@ -57,52 +59,69 @@ class Mail:
             return None if self.mesh.is_last_stage else self.mesh.pp_rank + 1
         return None if self.mesh.is_first_stage else self.mesh.pp_rank - 1
 
-    def group(self, kind):
-        return self.mesh.pp_forward_group if kind is Forward else self.mesh.pp_backward_group
+    def exchange(self, done: int, output=None):
+        """`done` actions are done, and the last of them gave `output`: send it, and ask for what the next ones need.
 
-    def post(self, kind):
-        """Start receiving the next message of this kind, if there is one."""
-        if self.expected[kind]:
-            action = self.expected[kind].popleft()
-            buffer = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
-            work = dist.irecv(buffer, self.mesh.stage_rank(self.source(action)), group=self.group(kind),
-                              tag=action.microbatch)
-            self.arriving[action] = (buffer, work)
+        The tensor is kept until it is gone; at most `stages` messages of a stage are on their way.
+        """
+        operations, expected = [], []
+        if done and (target := self.target(self.actions[done - 1])) is not None:
+            output, peer = output.contiguous(), self.mesh.stage_rank(target)
+            self.trace.moment("send", message=str(self.actions[done - 1]), peer=peer, bytes=output.nbytes)
+            operations.append(self.operation(dist.isend, output, peer, self.actions[done - 1]))
+        for action in self.actions[self.asked:done + AHEAD[self.mesh.device.type]]:
+            self.asked += 1
+            if (source := self.source(action)) is not None:
+                buffer = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
+                operations.append(self.operation(dist.irecv, buffer, self.mesh.stage_rank(source), action))
+                expected.append(action)
+        if not operations:
+            return
+        works = dist.batch_isend_irecv(operations)
+        works *= len(operations) // len(works)                      # NCCL has one for all of a batch
+        for operation, work in zip(operations, works):
+            if operation.op is dist.isend:
+                self.sent.append((work, output))
+            else:
+                self.arriving[expected.pop(0)] = (work, operation.tensor)
+        if len(self.sent) > self.mesh.pp:
+            self.wait(self.sent.popleft()[0])
+
+    def operation(self, op, tensor, peer: int, action) -> dist.P2POp:
+        """tag: gloo tells messages apart by it; NCCL goes by their order."""
+        return dist.P2POp(op, tensor, peer, self.mesh.pp_group, tag=action.microbatch)
 
     def receive(self, action):
         """The message for this action [b, s, h], or None at an end."""
         if self.source(action) is None:
             return None
-        buffer, work = self.arriving.pop(action)
-        with self.trace.span("wait", group="pp", microbatch=action.microbatch):
-            work.wait()
+        work, buffer = self.arriving.pop(action)
+        self.wait(work, microbatch=action.microbatch)
         self.trace.moment("receive", message=str(action), peer=self.mesh.stage_rank(self.source(action)))
         return buffer
 
-    def send(self, action, tensor):
-        """Start sending what the action gave, then post the next receive of its kind.
-
-        The tensor is kept until it is gone; at most `stages` messages are under way each way.
-        """
-        kind = type(action)
-        if self.target(action) is not None:
-            tensor = tensor.contiguous()
-            peer = self.mesh.stage_rank(self.target(action))
-            self.trace.moment("send", message=str(action), peer=peer, bytes=tensor.nbytes)
-            work = dist.isend(tensor, peer, group=self.group(kind), tag=action.microbatch)
-            self.sent[kind].append((work, tensor))
-            if len(self.sent[kind]) > self.mesh.pp:
-                with self.trace.span("wait", group="pp"):
-                    self.sent[kind].popleft()[0].wait()
-        if self.source(action) is not None:
-            self.post(kind)
-
     def finish(self):
         """Wait until everything that was sent is gone."""
-        with self.trace.span("wait", group="pp"):
-            for sent in self.sent.values():
-                while sent:
-                    sent.popleft()[0].wait()
+        while self.sent:
+            self.wait(self.sent.popleft()[0])
+
+    def wait(self, work, **about):
+        with self.trace.span("wait", group="pp", **about):
+            work.wait()
+
+
+def connect(mesh: Mesh):
+    """Let the stages meet, before the first real message: one element goes down all of them, and one comes up."""
+    if mesh.pp == 1:
+        return
+    element = torch.zeros(1, device=mesh.device)
+    dist.all_reduce(element, group=mesh.pp_group)        # the first act of a communicator needs all of its ranks
+    for step in (1, -1):
+        before, after = mesh.pp_rank - step, mesh.pp_rank + step
+        for op, peer in ((dist.irecv, before), (dist.isend, after)):
+            if 0 <= peer < mesh.pp:
+                for work in dist.batch_isend_irecv([dist.P2POp(op, element, mesh.stage_rank(peer), mesh.pp_group)]):
+                    work.wait()
 
 
 @dataclass
@@ -147,12 +166,13 @@ def run(actions, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype
             (gradient,) = torch.autograd.grad(*loss)
         return stage.backward(tape, gradient, on_final if Backward(i) == last_backward else None)
 
+    mail.exchange(0)
     for done, action in enumerate(actions, start=1):
         message = mail.receive(action)
         kind, work = ("forward", forward) if isinstance(action, Forward) else ("backward", backward)
         with trace.span(kind, microbatch=action.microbatch):
             result = work(action.microbatch, message)
-        mail.send(action, result)
+        mail.exchange(done, result)
         del message, result                          # or the next microbatch would find them still in memory
         if on_action:
             on_action(done, len(actions))

@@ -154,7 +154,7 @@ def measure_machine(config: Config, mesh, most_rows=None) -> Machine:
         torch.autograd.grad(y.sum(), [x, up, down])
 
     memory = rate(2 * large.nbytes, lambda: large.mul_(1.0), device)
-    group = next((group for group in (mesh.tp_group, mesh.dp_group, mesh.pp_forward_group) if group.size() > 1), None)
+    group = next((group for group in (mesh.tp_group, mesh.dp_group, mesh.pp_group) if group.size() > 1), None)
     wires = memory if group is None else rate(formulas.wire_bytes("all_reduce", sent.nbytes, group.size()),
                                               lambda: dist.all_reduce(sent, group=group), device)
     return Machine(products=rate(3 * 2 * 2 * rows * h * ffn, mlp, device), near=wires, far=wires, latency=0.0,

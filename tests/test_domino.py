@@ -181,7 +181,7 @@ def count_rank(config, data):
     counts = Counter()
     blocking = set()
     mesh, _, optimizer, stage = build(config)
-    groups = {mesh.tp_group: "tp", mesh.dp_group: "dp", mesh.pp_forward_group: "down", mesh.pp_backward_group: "up",
+    groups = {mesh.tp_group: "tp", mesh.dp_group: "dp", mesh.pp_group: "pp",
               mesh.embedding_group: "embedding", None: "world"}
 
     def counted(name, original, payload):
