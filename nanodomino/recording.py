@@ -244,5 +244,5 @@ def from_chrome_trace(trace: dict) -> Recording:
                 recording.ranks[row["pid"]].append(Event(row["cat"], begin, end, row["args"]))
         require(recording.steps, "no step is in it")
         return recording
-    except (KeyError, IndexError, TypeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"{type(error).__name__} {error}") from None
