@@ -36,9 +36,9 @@ LEGIBLE = 12                                             # the width of a box th
 
 # Apart for eyes that don't tell red from green, and on paper: the lightness differs too.
 WORK = {"forward": "#9bd1f4", "backward": "#4fae8b", "weight gradient": "#f3df6b", "optimizer": "#c8a2d8"}
-WAITS = {"exposed": "#d62728", "bubble": "#b5b5b5"}
+WAITS = {"exposed": "#d62728", "idle": "#b5b5b5"}
 WIRES = {"tp": "#e69f00", "dp": "#8496e0", "gather": "#63bccb", "embedding": "#bb9468", "world": "#9a9a9a"}
-NAMES = {"exposed": "exposed communication", "bubble": "bubble", "tp": "sum over tp", "dp": "gradients over dp",
+NAMES = {"exposed": "exposed communication", "idle": "idle", "tp": "sum over tp", "dp": "gradients over dp",
          "gather": "weights over dp", "embedding": "tied embedding", "world": "world's sum"}
 
 TIP = """<marker id="tip" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="6" markerHeight="6" orient="auto">\
@@ -193,7 +193,10 @@ def meanings(recordings) -> list[tuple]:
     boxes += [(colour, "", NAMES[name]) for name, colour in WIRES.items() if name in wires]
     if wires & {"tp", "dp", "embedding"}:
         boxes.append(("#e4e4e4", "", "pale: another rank has not joined yet"))
-    return [(partial(box, width=14, height=12, fill=fill, stroke=stroke), name) for fill, stroke, name in boxes]
+    entries = [(partial(box, width=14, height=12, fill=fill, stroke=stroke), name) for fill, stroke, name in boxes]
+    if any(map(messages, recordings)):
+        entries.append((lambda x, y: arrow(x, y + 6, x + 14, y + 6), "message between stages"))
+    return entries
 
 
 def one_step(recording: Recording, number: int) -> Recording:
