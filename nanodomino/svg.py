@@ -35,16 +35,21 @@ def frame(width, height, body: list[str], definitions="") -> str:
     return SVG.format(width=width, height=height, definitions=definitions, body="\n".join(body))
 
 
+def plain(words) -> str:
+    """As SVG may hold it: what a folder's name can hold is not always a character."""
+    return escape("".join(one if one.isprintable() else "?" for one in str(words)))
+
+
 def text(x, y, words, kind="") -> str:
     """kind: classes of the style, such as "small pale"."""
-    return f'<text x="{x:.1f}" y="{y:.1f}"' + (f' class="{kind}"' if kind else "") + f">{escape(str(words))}</text>"
+    return f'<text x="{x:.1f}" y="{y:.1f}"' + (f' class="{kind}"' if kind else "") + f">{plain(words)}</text>"
 
 
 def box(x, y, width, height, fill, tip="", stroke="", opacity=1.0) -> str:
     look = (f' stroke="{stroke}" stroke-width="0.7"' if stroke and width > 2 else "")
     look += f' opacity="{opacity}"' if opacity < 1 else ""
     return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.3):.1f}" height="{height:.1f}" fill="{fill}"{look}'
-            + (f"><title>{escape(tip)}</title></rect>" if tip else "/>"))
+            + (f"><title>{plain(tip)}</title></rect>" if tip else "/>"))
 
 
 def line(path, stroke, look="") -> str:
