@@ -57,8 +57,11 @@ def outlive_readers(harmless: type[OSError] = BrokenPipeError, farewell=""):
         if stream is None:                                     # the shell has closed it: >&-
             setattr(sys, name, open(os.devnull, "w"))
             continue
-        stream.flush()
-        screen = Screen(stream.fileno(), harmless, words)
+        try:
+            stream.flush()
+            screen = Screen(stream.fileno(), harmless, words)
+        except io.UnsupportedOperation:                        # a notebook's, which is no file
+            continue
         setattr(sys, name, io.TextIOWrapper(screen if stream.write_through else io.BufferedWriter(screen),
                                             stream.encoding, stream.errors, line_buffering=stream.line_buffering,
                                             write_through=stream.write_through))
