@@ -50,6 +50,12 @@ class Screen(io.FileIO):
             return len(data)
 
 
+def somebody_reads() -> bool:
+    """Whether standard output still leads somewhere, as far as writing has shown."""
+    buffer = getattr(sys.stdout, "buffer", None)
+    return not getattr(getattr(buffer, "raw", buffer), "gone", False)
+
+
 def outlive_readers(harmless: type[OSError] = BrokenPipeError, farewell=""):
     """From here on, errors of that kind in writing to stdout or stderr are nobody's; see Screen for `farewell`."""
     for name, words in (("stderr", ""), ("stdout", farewell)):
