@@ -158,6 +158,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             if skipped >= config.max_skipped_steps:
                 # the last good checkpoint, should it still be on its way
                 saver.wait()
+                report.draw_curve()
                 raise UserError(f"{skipped} steps in a row, up to step {step}, had a loss or gradient that is not "
                                 f"finite; start from an earlier checkpoint with a smaller --lr than {config.lr}")
             if ("valid" in datasets and config.eval_iters
@@ -165,6 +166,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
                 report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh))
             if step % config.save_interval == 0 or step == config.train_iters or stop:
                 saver.save(step, model, optimizer, config)
+                report.draw_curve()
             if failure := saver.failure():
                 report.say(f"warning: {failure}; training goes on")
     except Exception as error:

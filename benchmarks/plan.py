@@ -124,8 +124,9 @@ def plan(config: Config, flags):
         table(["a step", "", ""], [[name, seconds_text(part), f"{part / seconds:.1%}"]
                                    for name, part in [*parts.items(), ("together", seconds)]]),
         *more_columns(config, machine, seconds),
-        f"bubble {bubble:.1%} of the ideal time (products and tp wires; (p - 1)/m if stages are equal); {tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + "
-        f"12 L h s FLOPs a token, of {peak / 1e12:g} TFLOP/s a GPU)", "", *assumptions(flags, gpu)])
+        f"bubble {bubble:.1%} of the ideal time (products and tp wires; (p - 1)/m if stages are equal); "
+        f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L h s FLOPs a token, of {peak / 1e12:g} TFLOP/s a "
+        "GPU)", "", *assumptions(flags, gpu)])
     return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config), "gpu": flags.gpu,
                   "gpus": config.world_size, "tp": config.tp, "pp": config.pp, "dp": config.dp,
                   "slices": config.slices, "columns": config.columns, "zero_stage": config.zero_stage,

@@ -50,6 +50,12 @@ class Screen(io.FileIO):
             return len(data)
 
 
+def somebody_reads() -> bool:
+    """Whether standard output still leads somewhere, as far as writing has shown."""
+    buffer = getattr(sys.stdout, "buffer", None)
+    return not getattr(getattr(buffer, "raw", buffer), "gone", False)
+
+
 def outlive_readers(harmless: type[OSError] = BrokenPipeError, farewell=""):
     """From here on, errors of that kind in writing to stdout or stderr are nobody's; see Screen for `farewell`."""
     for name, words in (("stderr", ""), ("stdout", farewell)):
@@ -57,8 +63,11 @@ def outlive_readers(harmless: type[OSError] = BrokenPipeError, farewell=""):
         if stream is None:                                     # the shell has closed it: >&-
             setattr(sys, name, open(os.devnull, "w"))
             continue
-        stream.flush()
-        screen = Screen(stream.fileno(), harmless, words)
+        try:
+            stream.flush()
+            screen = Screen(stream.fileno(), harmless, words)
+        except io.UnsupportedOperation:                        # a notebook's, which is no file
+            continue
         setattr(sys, name, io.TextIOWrapper(screen if stream.write_through else io.BufferedWriter(screen),
                                             stream.encoding, stream.errors, line_buffering=stream.line_buffering,
                                             write_through=stream.write_through))

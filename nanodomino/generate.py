@@ -10,29 +10,44 @@ So they are kept, and a new token costs one position of every layer, however lon
 a window that is full can't slide by one token (each would move to another position and change everything): its later
 half is kept and read anew.
 
-    python -m nanodomino.generate --load runs/nano-001 --prompt "def " --max-tokens 200
-    torchrun --nproc_per_node 2 -m nanodomino.generate --tp 2 --load runs/nano-001 --prompt "def "      # the same text
+**Threads.** A token of a small model is a hundred little products. To hand a part of one to another thread and to wait
+for it costs 10 us where a core is idle, and milliseconds where somebody else has the core. So each step takes as many
+threads as its work is worth: one for a token of gpt2, all of them for a long prompt, or for gpt3-13b.
+
+**Characters.** A token is a few bytes, and a character of UTF-8 up to four: its last byte may be three tokens away.
+What is shown is what is complete; a decoder keeps the rest until later tokens complete it, or show that it is none.
+
+    python -m nanodomino.generate --load runs/nano-001 --prompt "def " --seed 1
+    torchrun --nproc_per_node 2 -m nanodomino.generate --load runs/nano-001 --prompt "def " --seed 1    # the same text
 """
 
 import argparse
+import codecs
 import dataclasses
+import secrets
+import signal
 import sys
 import time
 from pathlib import Path
 
+import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.checkpoint import load_weights
-from nanodomino.config import Config
-from nanodomino.data import load_corpus
+from nanodomino.command import somebody_reads
+from nanodomino.config import Config, from_record
+from nanodomino.data import Corpus, load_corpus
 from nanodomino.launch import start
 from nanodomino.manifest import find_checkpoint, read_manifest
 from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
 from nanodomino.model import GPT, Attention, close_residual, seeded_generator
 from nanodomino.parallel import gather_logits
-from nanodomino.settings import require
+from nanodomino.settings import UserError, flags_of, require, spelling
+
+WORK_OF_A_THREAD = 2**21     # multiplications: 0.05 ms of a core where many positions share the weights, 0.8 ms for one
+SEPARATOR = "---------------\n"
 
 
 def choose(logits, temperature: float, top_k: int, generator) -> int:
@@ -84,108 +99,205 @@ class Cache:
         return F.linear(model.final_norm(x[:, -1:]), vocabulary.logits_weight())[..., :vocabulary.valid]
 
 
+def useful_threads(config: Config, positions: int) -> int:
+    """How many threads the products of a step on so many positions keep busy, by the largest matrix of a layer."""
+    work = positions * config.hidden_size * config.ffn_hidden_size // config.tp
+    return max(1, work // WORK_OF_A_THREAD)
+
+
 @torch.no_grad()
 def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0,
-             seed=0, use_cache=True) -> list[int]:
+             seed=0, use_cache=True, sample=0, show=lambda token: True) -> list[int]:
     """tokens (at least one) plus max_tokens more. Called by every rank of a replica with the same arguments.
 
     vocab_size: of the tokenizer, which may be smaller than the model's; nothing beyond it is written.
     use_cache=False computes the whole window for each token: the same text, slower.
+    sample: numbers the texts of one seed, each from random numbers of its own.
+    show(token) is called on every rank as soon as a token is there, and says whether to go on: the same on all of them.
     """
-    config, device = model.config, mesh.device
-    generator = seeded_generator("cpu", seed, "generate")
+    config, device, threads = model.config, mesh.device, torch.get_num_threads()
+    generator = seeded_generator("cpu", seed, "generate", sample)
     tokens, window, cache = list(tokens), tokens[-config.seq_length:], Cache(model)
-    for _ in range(max_tokens):
-        if len(window) > config.seq_length:
-            window, cache = window[-(config.seq_length // 2 or 1):], Cache(model)
-        if not use_cache:
-            cache = Cache(model)
-        new = torch.tensor([window[cache.length:]], device=device)
-        hidden = None
-        if not mesh.is_first_stage:
-            hidden = torch.empty(1, new.size(1), config.hidden_size, dtype=config.params_dtype, device=device)
-            dist.recv(hidden, mesh.stage_rank(mesh.pp_rank - 1), group=mesh.pp_group)
-        output = cache.stage(new, hidden)
-        following = torch.zeros(1, dtype=torch.int64, device=device)
-        if mesh.is_last_stage:
-            logits = gather_logits(output, *model.head, vocab_size)
-            following[0] = choose(logits[0, 0], temperature, top_k, generator)
-        else:
-            dist.send(output, mesh.stage_rank(mesh.pp_rank + 1), group=mesh.pp_group)
-        if mesh.pp > 1:
-            dist.broadcast(following, mesh.stage_rank(mesh.pp - 1), group=mesh.pp_group)
-        tokens.append(int(following))
-        window.append(tokens[-1])
+    try:
+        for _ in range(max_tokens):
+            if len(window) > config.seq_length:
+                window, cache = window[-(config.seq_length // 2 or 1):], Cache(model)
+            if not use_cache:
+                cache = Cache(model)
+            new = torch.tensor([window[cache.length:]], device=device)
+            torch.set_num_threads(min(threads, useful_threads(config, new.size(1))))
+            tokens.append(next_token(cache, mesh, new, vocab_size, temperature, top_k, generator))
+            window.append(tokens[-1])
+            if not show(tokens[-1]):
+                break
+    finally:
+        torch.set_num_threads(threads)
     return tokens
+
+
+def next_token(cache: Cache, mesh: Mesh, new, vocab_size: int, temperature: float, top_k: int, generator) -> int:
+    """What follows the tokens new [1, m], the ones after those in the cache: drawn on the last stage, told to all."""
+    config, hidden = cache.model.config, None
+    if not mesh.is_first_stage:
+        hidden = torch.empty(1, new.size(1), config.hidden_size, dtype=config.params_dtype, device=mesh.device)
+        dist.recv(hidden, mesh.stage_rank(mesh.pp_rank - 1), group=mesh.pp_group)
+    output = cache.stage(new, hidden)
+    following = torch.zeros(1, dtype=torch.int64, device=mesh.device)
+    if mesh.is_last_stage:
+        logits = gather_logits(output, *cache.model.head, vocab_size)
+        following[0] = choose(logits[0, 0], temperature, top_k, generator)
+    else:
+        dist.send(output, mesh.stage_rank(mesh.pp_rank + 1), group=mesh.pp_group)
+    if mesh.pp > 1:
+        dist.broadcast(following, mesh.stage_rank(mesh.pp - 1), group=mesh.pp_group)
+    return int(following)
+
+
+# ---- on a screen
+
+class Writer:
+    """Puts texts on standard output, which only rank 0 has, until whoever reads it has gone (`| head`).
+
+    Each method returns whether somebody still reads: on every rank what rank 0 knows, since one that stops alone would
+    leave the others waiting in their next sum.
+    """
+
+    def __init__(self, tokenizer: tiktoken.Encoding, mesh: Mesh):
+        self.tokenizer, self.mesh = tokenizer, mesh
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        sys.stdout.reconfigure(errors="replace")               # a ? for a character that the terminal does not know
+
+    def write(self, text: str) -> bool:
+        print(text, end="", flush=True)
+        return bool(tell(somebody_reads(), self.mesh))
+
+    def write_token(self, token: int) -> bool:
+        """The characters that this token completes."""
+        return self.write(self.decoder.decode(self.tokenizer.decode_single_token_bytes(token)))
+
+    def end_text(self) -> bool:
+        """What is left is no character any more."""
+        return self.write(self.decoder.decode(b"", final=True) + "\n")
+
+
+def tell(number: int, mesh: Mesh) -> int:
+    """Rank 0's number, on every tensor-parallel rank."""
+    told = torch.tensor([int(number)], device=mesh.device)
+    if mesh.tp > 1:
+        dist.broadcast(told, 0, group=mesh.tp_group)
+    return int(told)
+
+
+def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, corpus: Corpus, seed: int):
+    """--num-samples texts, each shown as it is written; then, on stderr, how fast that was."""
+    tokenizer, speaks = corpus.tokenizer(), dist.get_rank() == 0
+    writer, written, begin = Writer(tokenizer, mesh), 0, time.perf_counter()
+    prompt = tokenizer.encode(flags.prompt, allowed_special="all") or [corpus.end_of_text]
+    context = model.config.seq_length
+    if speaks and len(prompt) > context:
+        print(f"the prompt has {len(prompt)} tokens, of which the model sees the last {context}, its seq-length",
+              file=sys.stderr)
+    for sample in range(flags.num_samples):
+        writer.write((SEPARATOR if sample else "") + flags.prompt)
+        tokens = generate(model, mesh, prompt, flags.max_tokens, corpus.vocab_size, flags.temperature, flags.top_k,
+                          seed, flags.cache, sample, writer.write_token)
+        written += len(tokens) - len(prompt)
+        if not writer.end_text():
+            return
+    seconds = time.perf_counter() - begin
+    if speaks:
+        print(f"{written} tokens in {seconds:.2f} s, {written / seconds:.1f} tokens/s", file=sys.stderr)
 
 
 # ---- from a checkpoint
 
 def command_line(arguments: list[str]) -> argparse.Namespace:
     """The flags; raises UserError."""
-    parser = argparse.ArgumentParser("python -m nanodomino.generate",
-                                     description="Let a trained model go on with a text.", allow_abbrev=False)
-    parser.add_argument("--load", required=True, help="a checkpoint, or the folder of a run (its newest one)")
-    parser.add_argument("--prompt", default="", help="the text to go on with (default: the end-of-text token)")
-    parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="tokens to choose among; 0 for all")
-    parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--tp", type=int, default=None, help="tensor-parallel processes (default: all of torchrun's)")
-    parser.add_argument("--data-path", default=None,
+    parser = argparse.ArgumentParser("python -m nanodomino.generate", allow_abbrev=False,
+                                     usage="python -m nanodomino.generate --load DIR [flags], alone or under torchrun",
+                                     description="Let a trained model go on with a text.")
+    parser.add_argument("--load", required=True, metavar="DIR",
+                        help="a checkpoint, or the folder of a run (its newest one)")
+    parser.add_argument("--prompt", default="", metavar="TEXT",
+                        help="the text to go on with; FILE:NAME reads it from a file (default: begin a new one)")
+    parser.add_argument("--num-samples", type=int, default=1, metavar="INT",
+                        help="texts to write, each from other random numbers (default 1)")
+    parser.add_argument("--max-tokens", type=int, default=200, metavar="INT",
+                        help="tokens to write in each (default 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="FLOAT",
+                        help="below 1 likely tokens are drawn more often than the model says, above 1 less often; "
+                        "0 takes the likeliest (default 0.8)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="INT",
+                        help="draw among so many of the likeliest tokens; 0 for all (default 0)")
+    parser.add_argument("--seed", type=int, default=None, metavar="INT",
+                        help="of the random numbers: the same seed, the same texts (default: another one each time)")
+    parser.add_argument("--tp", type=int, default=None, metavar="INT",
+                        help="tensor-parallel processes (default: all of torchrun's)")
+    parser.add_argument("--data-path", default=None, metavar="DIR",
                         help="the data folder with the tokenizer (default: the training run's)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True, help="keep keys and values")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
+                        help="where to compute; auto takes CUDA where it is found (default auto)")
+    parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True,
+                        help="keep the keys and values of earlier tokens: the same text, sooner (default: on)")
     parser.error = lambda message: require(False, f"{message}; python -m nanodomino.generate --help lists every flag")
     flags = parser.parse_args(arguments)
     require(flags.load, "--load must not be empty; give a checkpoint or the folder of a run")
     require(flags.tp is None or flags.tp >= 1,
             f"--tp must be at least 1, but is {flags.tp}; leave it out for all of torchrun's processes")
-    require(flags.prompt.encode("utf-8", "replace").decode() == flags.prompt,
-            "--prompt must be UTF-8 text, but holds other bytes; convert it")
-    require(flags.max_tokens >= 0 and flags.top_k >= 0 and flags.seed >= 0,
-            "--max-tokens, --top-k and --seed must be at least 0, "
-            f"but are {flags.max_tokens}, {flags.top_k} and {flags.seed}")
+    for name, least in (("num_samples", 1), ("max_tokens", 0), ("top_k", 0), ("seed", 0)):
+        value = getattr(flags, name)
+        require(value is None or value >= least, f"{spelling(name)} must be at least {least}, but is {value}")
     require(0.0 <= flags.temperature < float("inf"),
             f"--temperature must be a finite number of at least 0, but is {flags.temperature}")
+    flags.prompt = find_prompt(flags.prompt)
     return flags
 
 
+def find_prompt(text: str) -> str:
+    """--prompt's text, or that of the file which it names (nanoGPT's FILE:NAME). Raises UserError."""
+    try:
+        if text.startswith("FILE:"):
+            return Path(text.removeprefix("FILE:")).read_text("utf-8")
+        text.encode("utf-8")
+        return text
+    except OSError as error:
+        raise UserError(f"--prompt {text} can't be read ({error.strerror}); give a file that is there, or the text "
+                        "itself") from None
+    except UnicodeError:
+        raise UserError("--prompt must be UTF-8 text, but holds other bytes; convert it") from None
+
+
 def main(arguments: list[str], place: Place) -> int:
-    """One text from a checkpoint of any layout, on as many tensor-parallel processes as there are.
+    """Texts from a checkpoint of any layout, on as many tensor-parallel processes as there are.
     Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)               # Ctrl-C: all that was written is shown, nothing to save
     flags = command_line(arguments)
     tp = flags.tp or place.world_size
     require(tp == place.world_size,
             f"--tp {tp} needs {tp} processes, but there are {place.world_size}; start torchrun --nproc_per_node {tp}")
     folder = find_checkpoint(Path(flags.load))
-    settings = read_manifest(folder)["config"]
-    unknown = settings.keys() - {one.name for one in dataclasses.fields(Config)}
-    require(not unknown, f"{folder} has settings that this version does not know ({', '.join(sorted(unknown))}); "
-            "use the version that wrote it")
-    saved = dataclasses.replace(Config(**settings), tensor_model_parallel_size=tp,
-                                pipeline_model_parallel_size=1, data_parallel_size=1, micro_batch_size=1, slices=1,
-                                columns=1, device=flags.device)
+    layout = {one.name: one.default for one in flags_of(Config, "The layout")}
+    saved = dataclasses.replace(from_record(read_manifest(folder)["config"], folder), **layout)
+    saved = dataclasses.replace(saved, tensor_model_parallel_size=tp, micro_batch_size=1, device=flags.device)
     config = saved.resolve(place.world_size).with_vocabulary(saved.vocab_size)
+    require(flags.data_path or Path(saved.data_path).exists(),
+            f"the tokenizer lies with the training text, and {saved.data_path} is not there any more; "
+            "give that folder's new place as --data-path")
     corpus = load_corpus(flags.data_path or saved.data_path)
     require(corpus.vocab_size <= config.vocab_size,
             f"the tokenizer of {corpus.path} has {corpus.vocab_size} tokens, but the model "
             f"{config.vocab_size}; give the --data-path that it was trained on")
-    tokenizer, device = corpus.tokenizer(), find_device(config, place)
+    corpus.tokenizer()                                         # if it fails, then before the ranks meet
+    device = find_device(config, place)
 
     start_world(place, device, config.timeout)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh)
     load_weights(folder, model, mesh)
-    prompt = tokenizer.encode_ordinary(flags.prompt) or [corpus.end_of_text]
-    begin = time.perf_counter()
-    tokens = generate(model, mesh, prompt, flags.max_tokens, corpus.vocab_size, flags.temperature, flags.top_k,
-                      flags.seed, flags.cache)
-    seconds = time.perf_counter() - begin
-    print(flags.prompt + tokenizer.decode(tokens[len(prompt):]))
-    if place.rank == 0:
-        print(f"{flags.max_tokens} tokens in {seconds:.2f} s, {flags.max_tokens / seconds:.1f} tokens/s",
-              file=sys.stderr)
+    seed = tell(secrets.randbelow(2**31) if flags.seed is None else flags.seed, mesh)
+    if flags.seed is None and place.rank == 0:
+        print(f"seed {seed}: --seed {seed} writes the same again", file=sys.stderr)
+    write_texts(flags, model, mesh, corpus, seed)
     dist.barrier()
     dist.destroy_process_group()
     return 0

@@ -251,4 +251,5 @@ class GatherFromTensorParallel(torch.autograd.Function):
 def gather_logits(logits, vocabulary: VocabParallelEmbedding, vocab_size: int):
     """logits [b, s, valid] of each rank's words -> [b, s, vocab_size] on every rank."""
     padded = F.pad(logits, (0, vocabulary.weight.size(0) - vocabulary.valid))
-    return GatherFromTensorParallel.apply(padded, vocabulary.group)[..., :vocab_size]
+    whole = GatherFromTensorParallel.apply(padded, vocabulary.group) if vocabulary.group.size() > 1 else padded
+    return whole[..., :vocab_size]

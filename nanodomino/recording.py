@@ -5,15 +5,19 @@ trace.py records, rank by rank. A rank's step is the sum of five parts, no momen
     compute       inside a forward or a backward, and not waiting
     optimizer     norm, clipping, AdamW
     exposed       waits for the wires: communication that nothing hid
-    bubble        waits for another rank, which has not yet sent its message, or not yet joined the sum
+    idle          waits for another rank, which has not yet sent its message, or not yet joined the sum
     other         between all of these: zeroed gradients, launches, messages that leave
 
-    compute + optimizer + exposed + bubble + other = step
+    compute + optimizer + exposed + idle + other = step
 
 So every wait is cut in two, at the moment when all that it needs is on the wires: until then somebody is late, from
 then on the wires are slow. Only a look at all ranks can tell, and only on one clock. A sixth number is no part of the
 sum: `hidden` is the time in which a collective travelled while this rank computed, communication that cost nothing.
 (Of a message between stages nobody sees when it arrives, only when it is taken: it counts where it is waited for.)
+
+A rank may be late in any group, so idle time is not a pipeline's alone. In a pipeline most of it is, and there
+idle / (step - idle) is nearly the bubble: the idle time of a schedule as a part of its ideal time, in which a stage is
+busy, (p - 1)/m for 1F1B on equal stages (2104.04473, section 2.2).
 
 A recording is kept as Chrome trace JSON; timeline.py draws it.
 """
@@ -134,7 +138,7 @@ def find_ready(recording: Recording):
 
 
 def waits(events: list[Event]) -> tuple[list, list]:
-    """(exposed, bubble) of one rank, after find_ready()."""
+    """(exposed, idle) of one rank, after find_ready()."""
     travelling, waited, exposed = defaultdict(list), defaultdict(list), []
     for event in events:
         if event.kind in WATCHED or (event.kind == "wait" and "ready" in event.about):
@@ -154,7 +158,7 @@ class Totals:
     compute: int
     optimizer: int
     exposed: int
-    bubble: int
+    idle: int
     other: int
     hidden: int
 
@@ -162,15 +166,15 @@ class Totals:
 def totals(events: list[Event]) -> Totals:
     """Of all steps in one rank's events, after find_ready()."""
     step = spans_of(events, "step")
-    exposed, bubble = (common(step, waited) for waited in waits(events))
+    exposed, idle = (common(step, waited) for waited in waits(events))
     work = common(step, minus(spans_of(events, "forward", "backward", "optimizer"), spans_of(events, "wait")))
     optimizer = common(work, spans_of(events, "optimizer"))
     compute = minus(work, optimizer)
     wires = union((max(event.begin, event.about["ready"]), event.end) for event in events if event.kind in WATCHED)
-    step, compute, optimizer, exposed, bubble, hidden = (
+    step, compute, optimizer, exposed, idle, hidden = (
         sum(end - begin for begin, end in spans)
-        for spans in (step, compute, optimizer, exposed, bubble, common(work, wires)))
-    return Totals(step, compute, optimizer, exposed, bubble, step - compute - optimizer - exposed - bubble, hidden)
+        for spans in (step, compute, optimizer, exposed, idle, common(work, wires)))
+    return Totals(step, compute, optimizer, exposed, idle, step - compute - optimizer - exposed - idle, hidden)
 
 
 def table(recording: Recording) -> list[list[str]]:
@@ -244,5 +248,5 @@ def from_chrome_trace(trace: dict) -> Recording:
                 recording.ranks[row["pid"]].append(Event(row["cat"], begin, end, row["args"]))
         require(recording.steps, "no step is in it")
         return recording
-    except (KeyError, IndexError, TypeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"{type(error).__name__} {error}") from None

@@ -3,6 +3,7 @@
     start     the model, the rank grid, the schedule; config.json
     step      a tqdm bar, a line every log_interval; an object in metrics.jsonl
     losses    of validation and test, beside two yardsticks of the text: its unigram and bigram entropy
+    curve     loss.svg, of what metrics.jsonl holds by then
 
 MFU is model FLOPs utilisation (PaLM, appendix B): the FLOPs that the model needs for the tokens of a second, as a part
 of what the devices could do in one, with 6 N + 12 L h s FLOPs a token.
@@ -27,7 +28,9 @@ from nanodomino.data import Corpus
 from nanodomino.manifest import newest_record
 from nanodomino.mesh import Mesh
 from nanodomino.model import flops_per_token, parameter_count, stage_layers
+from nanodomino.plot import Curve, picture
 from nanodomino.settings import names
+from nanodomino.svg import write
 
 # Dense bfloat16 peak of one device in FLOP/s, from the makers' data sheets; the longest name that fits counts.
 PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12,
@@ -72,9 +75,12 @@ class Report:
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
                 write_config(run_dir, config)
             self.metrics = open_metrics(run_dir / "metrics.jsonl", first_step)
+            self.curve = Curve(run_dir / "metrics.jsonl")
             self.describe(first_step)
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
                         disable=None if speaks else True)
+        if speaks and not self.metrics.tell():
+            self.record(step=first_step, unigram_entropy=corpus.unigram_entropy, bigram_entropy=corpus.bigram_entropy)
 
     def describe(self, first_step: int):
         """The model, the rank grid and the schedule, before the first step."""
@@ -160,6 +166,16 @@ class Report:
         self.record(step=step, **{f"{split}_loss": loss})
         perplexity = math.exp(min(loss, 700.0))
         self.say(f"step {step:5d} | {split} loss {loss:.4f} {self.yardsticks} | perplexity {perplexity:.2f}")
+        self.draw_curve()
+
+    def draw_curve(self):
+        """loss.svg anew. Training is worth more than its picture, so nothing that goes wrong here may end it."""
+        if self.metrics:
+            try:
+                if self.curve.read_on():
+                    write(self.run_dir / "loss.svg", picture([self.curve]))
+            except Exception as error:
+                self.say(f"warning: loss.svg can't be drawn: {error}; training goes on")
 
     def end(self, step: int, seconds: float):
         self.bar.close()
@@ -197,4 +213,5 @@ def open_metrics(path: Path, first_step: int):
         kept += len(line)
     metrics = open(path, "ab", buffering=0)
     metrics.truncate(kept)
+    metrics.seek(kept)
     return metrics

@@ -17,9 +17,9 @@ import json
 import sys
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from xml.sax.saxutils import escape
 
 import torch.distributed as dist
 
@@ -28,44 +28,29 @@ from nanodomino.mesh import Mesh
 from nanodomino.recording import (MOMENTS, WATCHED, Recording, chrome_trace, find_ready, from_chrome_trace, lanes,
                                   letter, messages, spans_of, table, title, union, waits)
 from nanodomino.settings import UserError, require
+from nanodomino.svg import LETTER, LINE, WIDTH, box, frame, legend, line, text, tick_step, write, write_output
 from nanodomino.trace import Event, Trace, clock_offset
 
-WIDTH, WIDEST, LEFT, RIGHT = 1000, 4000, 92, 16          # pixels; a README shows some 1000, a browser more
-COMPUTE, LANE, WIRES_ROW, SPACE, LINE = 26, 14, 80, 12, 18       # heights; lanes get flatter where they would need more
-LETTER, LEGIBLE = 7, 12                                  # widths: of a character; of a box that has room for a number
+WIDEST, LEFT, RIGHT = 4000, 92, 16                       # pixels
+COMPUTE, LANE, WIRES_ROW, SPACE = 26, 14, 80, 12         # heights; lanes get flatter where they would need more
+LEGIBLE = 12                                             # the width of a box that has room for a number
 
 # Apart for eyes that don't tell red from green, and on paper: the lightness differs too.
 WORK = {"forward": "#9bd1f4", "backward": "#4fae8b", "weight gradient": "#f3df6b", "optimizer": "#c8a2d8"}
-WAITS = {"exposed": "#d62728", "bubble": "#b5b5b5"}
+WAITS = {"exposed": "#d62728", "idle": "#b5b5b5"}
 WIRES = {"tp": "#e69f00", "dp": "#8496e0", "gather": "#63bccb", "embedding": "#bb9468", "world": "#9a9a9a"}
-NAMES = {"exposed": "exposed communication", "bubble": "bubble", "tp": "sum over tp", "dp": "gradients over dp",
+NAMES = {"exposed": "exposed communication", "idle": "idle", "tp": "sum over tp", "dp": "gradients over dp",
          "gather": "weights over dp", "embedding": "tied embedding", "world": "world's sum"}
 
-SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" \
-height="{height:.0f}">
-<style>text{{font:12px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;fill:#1f1f1f}}
-.title{{font-size:15px;font-weight:600}} .halo{{stroke:#fff;stroke-width:2.5px}}
-.middle,.halo{{text-anchor:middle}} .end{{text-anchor:end}} .small{{font-size:11px}} .pale{{fill:#666}}</style>
-<defs><marker id="tip" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="6" markerHeight="6" orient="auto">\
+TIP = """<marker id="tip" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="6" markerHeight="6" orient="auto">\
 <path d="M0 0L6 3L0 6z" fill="#444"/></marker>
-{patterns}</defs>
-<rect width="100%" height="100%" fill="#fff"/>
-{body}
-</svg>
 """
 HATCHED = """<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate({turn})">\
 <rect width="6" height="6" fill="#fff"/><rect width="{thick}" height="6" fill="{colour}"/></pattern>"""
 
 
-def text(x, y, words, kind="") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}"' + (f' class="{kind}"' if kind else "") + f">{escape(str(words))}</text>"
-
-
-def box(x, y, width, height, fill, tip="", stroke="", opacity=1.0) -> str:
-    look = (f' stroke="{stroke}" stroke-width="0.7"' if stroke and width > 2 else "")
-    look += f' opacity="{opacity}"' if opacity < 1 else ""
-    return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.3):.1f}" height="{height:.1f}" fill="{fill}"{look}'
-            + (f"><title>{escape(tip)}</title></rect>" if tip else "/>"))
+def arrow(x1, y1, x2, y2) -> str:
+    return line(f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}", "#444", 'stroke-width="0.8" marker-end="url(#tip)"')
 
 
 def wire(event: Event) -> str:
@@ -178,16 +163,14 @@ class Panel:
             down = receiver > sender
             y1 = self.top + sender * self.pitch + (COMPUTE if down else 0)
             y2 = self.top + receiver * self.pitch + (0 if down else COMPUTE)
-            self.parts.append(f'<path d="M{self.x(left.begin):.1f} {y1:.1f}L{self.x(arrived.begin):.1f} {y2:.1f}" '
-                              'stroke="#444" stroke-width="0.8" marker-end="url(#tip)"/>')
+            self.parts.append(arrow(self.x(left.begin), y1, self.x(arrived.begin), y2))
 
     def axis(self, y):
         """A tick each 1, 2 or 5 times a power of ten milliseconds, some 100 pixels apart."""
-        step = next(step for power in range(-6, 9) for step in (10.0 ** power, 2 * 10.0 ** power, 5 * 10.0 ** power)
-                    if step * 1e6 * self.scale >= 80)
+        step = tick_step(1e6 * self.scale, 80)
         for i in range(int((self.recording.end - self.begin) / 1e6 / step) + 1):
             x = LEFT + i * step * 1e6 * self.scale
-            self.parts.append(f'<path d="M{x:.1f} {self.top - 4:.1f}V{y:.1f}" stroke="#ddd"/>')
+            self.parts.append(line(f"M{x:.1f} {self.top - 4:.1f}V{y:.1f}", "#ddd"))
             self.parts.append(text(x, y + 14, f"{i * step:g}" + (" ms" if i == 0 else ""), "middle small"))
 
     def totals(self, y) -> float:
@@ -201,23 +184,20 @@ class Panel:
         return y
 
 
-def legend(recordings, y) -> tuple[list[str], float]:
-    """What occurs in them -> (SVG, where it ends)."""
+def meanings(recordings) -> list[tuple]:
+    """What occurs in them, for the legend."""
     events = [event for recording in recordings for events in recording.ranks for event in events]
     kinds = {event.kind.replace("_", " ") for event in events} | set(WAITS)
     wires = {wire(event) for event in events if event.kind in WATCHED}
-    entries = [(colour, "", name) for name, colour in WORK.items() if name in kinds]
-    entries += [(f"url(#{name})", colour, NAMES[name]) for name, colour in WAITS.items()]
-    entries += [(colour, "", NAMES[name]) for name, colour in WIRES.items() if name in wires]
+    boxes = [(colour, "", name) for name, colour in WORK.items() if name in kinds]
+    boxes += [(f"url(#{name})", colour, NAMES[name]) for name, colour in WAITS.items()]
+    boxes += [(colour, "", NAMES[name]) for name, colour in WIRES.items() if name in wires]
     if wires & {"tp", "dp", "embedding"}:
-        entries.append(("#e4e4e4", "", "pale: another rank has not joined yet"))
-    parts, x = [], 8
-    for fill, stroke, name in entries:
-        if x + 19 + LETTER * len(name) > WIDTH:
-            x, y = 8, y + LINE
-        parts += [box(x, y, 14, 12, fill, stroke=stroke), text(x + 19, y + 10.5, name)]
-        x += 19 + LETTER * len(name) + 12
-    return parts, y + LINE
+        boxes.append(("#e4e4e4", "", "pale: another rank has not joined yet"))
+    entries = [(partial(box, width=14, height=12, fill=fill, stroke=stroke), name) for fill, stroke, name in boxes]
+    if any(map(messages, recordings)):
+        entries.append((lambda x, y: arrow(x, y + 6, x + 14, y + 6), "message between stages"))
+    return entries
 
 
 def one_step(recording: Recording, number: int) -> Recording:
@@ -264,10 +244,10 @@ def picture(recordings: list[Recording]) -> str:
     for recording in recordings:
         panel = Panel(recording, y, scale)
         body, y = body + panel.parts, panel.bottom
-    parts, y = legend(recordings, y)
+    parts, y = legend(meanings(recordings), y)
     patterns = "".join(HATCHED.format(name=name, colour=colour, turn=turn, thick=thick)
                        for (name, colour), turn, thick in zip(WAITS.items(), (45, -45), (2.2, 1)))
-    return SVG.format(width=width, height=y + 4, patterns=patterns, body="\n".join(body + parts))
+    return frame(width, y + 4, body + parts, TIP + patterns)
 
 
 # ---- in a run, and afterwards
@@ -302,7 +282,7 @@ def draw_timeline(trace: Trace, mesh: Mesh, path: Path) -> str:
     lines = [f"timeline of {recording.caption}"]
     lines += ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
     try:
-        svg.write_text(picture([recording]), encoding="utf-8")
+        write(svg, picture([recording]))
         trace_json.write_text(json.dumps(chrome_trace(recording), separators=(",", ":")))
         lines.append(f"  drawn in {svg}; https://ui.perfetto.dev opens {trace_json.name} beside it")
     except OSError as error:
@@ -312,10 +292,13 @@ def draw_timeline(trace: Trace, mesh: Mesh, path: Path) -> str:
 
 def read(path: Path) -> Recording:
     """What draw_timeline wrote. Raises UserError."""
+    fix = "give a trace-STEP.json of train.py --trace"
     try:
         return from_chrome_trace(json.loads(path.read_text()))
-    except (OSError, ValueError, UserError) as error:
-        raise UserError(f"{path} is no recording ({error}); give a trace-STEP.json of train.py --trace") from None
+    except OSError as error:
+        raise UserError(f"{path} can't be read ({error.strerror}); {fix}") from None
+    except (ValueError, RecursionError, UserError) as error:
+        raise UserError(f"{path} is no recording ({error}); {fix}") from None
 
 
 def first_and_last(milliseconds: str) -> tuple[float, float]:
@@ -339,20 +322,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--step", type=int, help="draw this step alone")
     parser.add_argument("--milliseconds", metavar="FIRST:LAST", help="draw this part alone")
     flags = parser.parse_args(arguments)
-    try:
-        recordings = [read(path) for path in flags.recordings]
-        if flags.step is not None:
-            recordings = [one_step(recording, flags.step) for recording in recordings]
-        if flags.milliseconds is not None:
-            recordings = [part(recording, *first_and_last(flags.milliseconds)) for recording in recordings]
-        captions = flags.caption or [recording.caption for recording in recordings]
-        require(len(captions) == len(recordings), f"--caption needs a text for each of the {len(recordings)} "
-                f"recordings, but has {len(captions)}; quote each")
-        recordings = [replace(recording, caption=caption) for recording, caption in zip(recordings, captions)]
-        flags.output.write_text(picture(recordings), encoding="utf-8")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    recordings = [read(path) for path in flags.recordings]
+    if flags.step is not None:
+        recordings = [one_step(recording, flags.step) for recording in recordings]
+    if flags.milliseconds is not None:
+        recordings = [part(recording, *first_and_last(flags.milliseconds)) for recording in recordings]
+    captions = flags.caption or [recording.caption for recording in recordings]
+    require(len(captions) == len(recordings), f"--caption needs a text for each of the {len(recordings)} "
+            f"recordings, but has {len(captions)}; quote each")
+    recordings = [replace(recording, caption=caption) for recording, caption in zip(recordings, captions)]
+    write_output(flags.output, picture(recordings), flags.recordings)
     return 0
 
 

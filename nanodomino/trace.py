@@ -3,7 +3,7 @@
 Whoever works says so, whoever puts something on the wires says that too:
 
     with trace.span("matmul", slice=0, site="layers.3.mlp"): ...     from here to there, on this rank's own time
-    trace.moment("send", microbatch=2)                               an instant
+    trace.moment("send", message="F2", peer=1, bytes=4096)           an instant
     trace.watch("all_reduce", work, group="tp", bytes=4096)          from the launch until the wires are done
 
 The kinds of spans are

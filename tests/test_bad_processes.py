@@ -77,7 +77,9 @@ FLAGS += [Bad(f"generate {flags}", "nanodomino.generate", flags, says) for flags
     ("--load run --tp 3", "--tp 3 needs 3 processes, but there are {n}", "start torchrun --nproc_per_node 3"),
     ("--load run --tp -1", "--tp must be at least 1, but is -1", "leave it out"),
     ("--load run --temperature -1", "--temperature must be a finite number of at least 0, but is -1.0"),
-    ("--load run --max-tokens -1", "must be at least 0, but are -1, 0 and 1234"),
+    ("--load run --max-tokens -1", "--max-tokens must be at least 0, but is -1"),
+    ("--load run --num-samples 0", "--num-samples must be at least 1, but is 0"),
+    ("--load run --prompt FILE:nowhere", "FILE:nowhere can't be read (No such file", "give a file that is there"),
     ("--load run --max-token 9", "unrecognized arguments: --max-token 9", "--help lists every flag"),
     ("--load run --device cuda", "--device cuda needs a GPU that torch can see, and there is none", "try --device cpu"),
     ("--load ''", "--load must not be empty", "give a checkpoint or the folder of a run"),
@@ -220,7 +222,9 @@ CHECKPOINTS += [Bad(what, "nanodomino.generate", flags, says, spoil) for what, f
     ("generate with a tokenizer of more words", "--load run --data-path data", change_meta(vocab_size=300),
      "tokenizer of data has 300 tokens, but the model 257", "give the --data-path that it was trained on"),
     ("generate from a checkpoint with settings of a later version", "--load run", forge(config=dict(rotary=True)),
-     "settings that this version does not know (rotary)", "use the version that wrote it")]]
+     "settings that this version does not know (rotary)", "use the version that wrote it"),
+    ("generate where the training text has gone", "--load run", forge(config=dict(data_path="moved/data")),
+     "tokenizer lies with the training text, and moved/data is not there", "new place as --data-path")]]
 
 
 # ---- runs

@@ -4,8 +4,10 @@
     recordings made by hand   totals to the nanosecond, and a picture that shows what it should
 """
 
+import ast
 import json
 import random
+import re
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from harness import build, random_data, tiny
 
+import nanodomino.trace
 import train
 from nanodomino.schedules import SCHEDULES, Forward
 from nanodomino.recording import (MOMENTS, WATCHED, Recording, chrome_trace, common, find_ready, from_chrome_trace,
@@ -127,9 +130,9 @@ def test_every_step_is_the_sum_of_its_parts(recording):
         sums = asdict(totals(events))
         assert min(sums.values()) >= 0 and sums["compute"] > 0 and sums["optimizer"] > 0 and sums["exposed"] > 0
         assert sums["step"] == sum(event.end - event.begin for event in of(events, "step"))
-        assert sums["step"] == sum(sums[name] for name in ("compute", "optimizer", "exposed", "bubble", "other"))
-        exposed, bubble = waits(events)
-        assert union(exposed + bubble) == union((event.begin, event.end) for event in of(events, "wait"))
+        assert sums["step"] == sum(sums[name] for name in ("compute", "optimizer", "exposed", "idle", "other"))
+        exposed, idle = waits(events)
+        assert union(exposed + idle) == union((event.begin, event.end) for event in of(events, "wait"))
 
 
 def test_a_sum_is_ready_on_all_its_ranks_at_the_same_moment(recording):
@@ -140,6 +143,16 @@ def test_a_sum_is_ready_on_all_its_ranks_at_the_same_moment(recording):
         begun = [[event.begin for event in of(recording.ranks[rank], *WATCHED) if event.about["group"] == "tp"]
                  for rank in ranks]
         assert ready[0] == ready[1] == list(map(max, *begun))
+
+
+def test_the_examples_in_the_docstring_are_what_is_recorded(recording):
+    """Each of them names an event that a run records, about which the same is told."""
+    examples = [ast.parse(call).body[0].value for call in re.findall(r"trace\.\w+\(.*?\)", nanodomino.trace.__doc__)]
+    assert [example.func.attr for example in examples] == ["span", "moment", "watch"]
+    for example in examples:
+        told = {keyword.arg for keyword in example.keywords}
+        events = [event for events in recording.ranks for event in of(events, example.args[0].value)]
+        assert any(told <= {*event.about} for event in events), ast.unparse(example)
 
 
 def test_recording_changes_no_number(pool):
@@ -217,14 +230,14 @@ def two_stages() -> Recording:
 
 
 def test_totals_to_the_nanosecond():
-    """A wait before the message has left, or before the last has joined, is a bubble; after that it is exposed."""
+    """A wait before the message has left, or before the last has joined, is idle; after that it is exposed."""
     stage_0, stage_1 = (asdict(totals(events)) for events in two_stages().ranks)
     # waits: 20-40 until B0 left, 2 on the wires; 60-75 until B1 left, 5; the world's sum: 94-96 wires, 96-97 after them
     assert stage_0 == {name: value * 10**6 for name, value in dict(
-        step=100, compute=50, optimizer=4, exposed=2 + 5 + 2, bubble=20 + 15 + 1, other=1, hidden=0).items()}
+        step=100, compute=50, optimizer=4, exposed=2 + 5 + 2, idle=20 + 15 + 1, other=1, hidden=0).items()}
     # waits: 1-10 until F0 left, 2; the sum 18-22; F1 had long left: 5; the world's sum: 80-94 for rank 0, 2
     assert stage_1 == {name: value * 10**6 for name, value in dict(
-        step=98, compute=8 + 16 + 15 + 15, optimizer=3, exposed=2 + 4 + 5 + 2, bubble=9 + 14, other=5,
+        step=98, compute=8 + 16 + 15 + 15, optimizer=3, exposed=2 + 4 + 5 + 2, idle=9 + 14, other=5,
         hidden=4).items()}
 
 
@@ -240,8 +253,18 @@ def texts(svg) -> list[str]:
 def test_the_picture_numbers_every_microbatch_and_shows_the_totals():
     words = texts(picture([two_stages()]))
     assert Counter(words)["0"] == Counter(words)["1"] == 4                         # two forwards, two backwards each
-    assert {"two stages", "rank 0", "rank 1", "stage 0", "stage 1", "ms", "bubble", "36%"} <= {*words}
+    assert {"two stages", "rank 0", "rank 1", "stage 0", "stage 1", "ms", "idle", "36%"} <= {*words}
     assert {"exposed communication", "world's sum"} <= {*words} and "gradients over dp" not in words
+
+
+def test_the_legend_explains_arrows_where_there_are_any():
+    """Four messages and the legend's own arrow; without a second stage neither."""
+    alone = two_stages()
+    alone.ranks = [of(alone.ranks[0], "step", "forward", "optimizer")]
+    alone.places = alone.places[:1]
+    for recording, arrows in ((two_stages(), 5), (alone, 0)):
+        drawn = picture([recording])
+        assert drawn.count("marker-end") == arrows and ("message between stages" in texts(drawn)) == (arrows > 0)
 
 
 def test_the_picture_letters_the_slices(recording):
@@ -330,12 +353,19 @@ def test_rank_0_writes_both_files_and_a_full_disk_is_only_a_warning(pool, tmp_pa
     assert {"one", "two"} <= {*texts(output.read_text())}
 
 
-def test_what_is_no_recording_is_named(tmp_path, capsys):
+def refused(message: str, *arguments):
+    """In one sentence."""
+    with pytest.raises(UserError) as error:
+        main([*map(str, arguments)])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_is_no_recording_is_named(tmp_path):
     file, output = tmp_path / "x.json", str(tmp_path / "x.svg")
-    for wrong in ("", "[]", "{}", '{"traceEvents": [], "otherData": {"caption": "", "places": []}}'):
+    for wrong in ("", "[]", "{}", "[" * 10**5, '{"traceEvents": [], "otherData": {"caption": "", "places": []}}',
+                  '{"traceEvents": [{"ph": "X", "ts": 1e999}], "otherData": {"caption": "", "places": []}}'):
         file.write_text(wrong)
-        assert main([str(file), "--output", output]) == 2
-        assert f"error: {file} is no recording (" in capsys.readouterr().err
+        refused(f"{file} is no recording (", file, "--output", output)
     file.write_text(json.dumps(chrome_trace(two_stages())))
     for flags, message in ((["--caption", "a", "b"], "--caption needs a text for each of the 1 recordings"),
                            (["--milliseconds", "5"], "--milliseconds must be FIRST:LAST"),
@@ -343,8 +373,22 @@ def test_what_is_no_recording_is_named(tmp_path, capsys):
                            (["--milliseconds", "0:inf"], "--milliseconds must be FIRST:LAST"),
                            (["--milliseconds", "200:300"], "must begin within the recording, which is 100.0 ms long"),
                            (["--step", "3"], "--step 3 is not in it; try one of 7")):
-        assert main([str(file), "--output", output, *flags]) == 2
-        assert message in capsys.readouterr().err
-    assert main([str(tmp_path / "missing.json"), "--output", output]) == 2
+        refused(message, file, "--output", output, *flags)
     with pytest.raises(UserError):
         from_chrome_trace({"traceEvents": []})
+
+
+def test_what_cannot_be_read_or_written_is_named(tmp_path):
+    """And what a picture is drawn from is never written over."""
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(chrome_trace(two_stages())))
+    before = file.read_text()
+    for given, output, message in (
+            (tmp_path / "missing.json", "x.svg", "missing.json can't be read (No such file or directory); give a"),
+            (tmp_path, "x.svg", f"{tmp_path} can't be read (Is a directory); give a"),
+            (file, "missing/x.svg", "missing/x.svg can't be written (No such file or directory); choose another file"),
+            (file, ".", f"--output {tmp_path} can't be written (Is a directory); choose another file"),
+            (file, "x.json", "x.json is what the picture is drawn from, and would be lost; choose another file"),
+            (file, "../" + tmp_path.name + "/x.json", "x.json is what the picture is drawn from")):
+        refused(message, given, "--output", tmp_path / output)
+    assert file.read_text() == before and [*tmp_path.iterdir()] == [file], "nothing is left behind"

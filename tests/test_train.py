@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import subprocess
 import sys
@@ -11,11 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import build, reference_for, tiny
+from harness import tiny
 
 import train
 from data.prepare import prepare
-from nanodomino.generate import choose, generate
 from nanodomino.report import changed_settings, find_peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,31 +103,6 @@ def test_the_learning_rate_climbs_then_falls_to_min_lr():
         assert rates[59] == pytest.approx(middle) and rates[-1] == pytest.approx(1.0 if style == "constant" else 0.1)
         assert all(one >= other for one, other in zip(rates[9:], rates[10:]))
     assert train.learning_rate(1, tiny(1, lr_warmup_fraction=0.0, lr_decay_style="constant")) == pytest.approx(1e-2)
-
-
-def test_choose_is_greedy_at_zero_and_stays_among_the_top_k():
-    logits = torch.tensor([1.0, 5.0, 4.0, -1.0])
-    generator = torch.Generator().manual_seed(0)
-    assert choose(logits, 0.0, 0, generator) == 1
-    drawn = [choose(logits, 1.0, 2, generator) for _ in range(200)]
-    assert set(drawn) == {1, 2}
-    assert drawn.count(1) / 200 == pytest.approx(1 / (1 + math.exp(-1)), abs=0.12)
-    assert set(choose(logits, 50.0, 0, generator) for _ in range(200)) == {0, 1, 2, 3}
-
-
-def generate_rank(config, weights):
-    mesh, model, _, _ = build(config, weights)
-    return [generate(model, mesh, [1, 2], 12, 20, temperature, 5, seed=3) for temperature in (0.0, 1.0)]
-
-
-def test_what_a_model_writes_does_not_depend_on_the_layout(pool):
-    """Over stages and shards, and beyond the context length (8 tokens here)."""
-    config = tiny(1)
-    weights, _, _, _ = reference_for(config, 1)
-    (alone,) = pool.run(generate_rank, config, weights, world_size=1)
-    assert len(alone[0]) == 14 and alone[0] != alone[1]
-    assert max(alone[0] + alone[1]) < 20, "a model with more words than the tokenizer writes only the tokenizer's"
-    assert pool.run(generate_rank, tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2), weights, world_size=4) == [alone] * 4
 
 
 def test_megatrons_names_are_there():
