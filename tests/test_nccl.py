@@ -68,8 +68,12 @@ class Nccl:
             store.wait([f"{first}-{last} {'receive' if end == 'send' else 'send'}"], timedelta(seconds=PATIENCE))
 
 
-def step_rank(config, data, in_order=False, connects=False, meet=True, ahead=None, device_waits=False):
-    """One training step and an evaluation under these rules."""
+def step_rank(config, data, rules):
+    """One training step and an evaluation under these rules, by name."""
+    return step_under(config, data, **rules)
+
+
+def step_under(config, data, in_order=False, connects=False, device_waits=False, meet=True, ahead=None):
     mesh, _, optimizer, stage = build(config)
     with Nccl(in_order, connects) as nccl:
         if ahead:
@@ -102,7 +106,7 @@ def config_of(schedule, stages, microbatches):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_stage_waits_for_ever(pool, schedule, stages, microbatches, rule):
     config = config_of(schedule, stages, microbatches)
-    results = pool.run(step_rank, config, random_data(config, 1), **rule, world_size=stages, timeout=60)
+    results = pool.run(step_rank, config, random_data(config, 1), rule, world_size=stages, timeout=60)
     assert len(set(results)) == 1
 
 
@@ -113,7 +117,7 @@ def test_without_its_precaution_a_pipeline_hangs(pool, precaution, rule):
     """Else the test above could not fail."""
     config = config_of("gpipe" if "meet" in precaution else "1f1b", 4, 8)
     with pytest.raises(WorkerError):
-        pool.run(step_rank, config, random_data(config, 1), **precaution, **rule, world_size=4, timeout=30)
+        pool.run(step_rank, config, random_data(config, 1), precaution | rule, world_size=4, timeout=30)
 
 
 # ---- the same on paper, for more stages than there are cores
