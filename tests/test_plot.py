@@ -166,6 +166,13 @@ def test_it_is_drawn_if_there_is_something_new_and_by_rank_0(report, tmp_path):
         assert not (tmp_path / "loss.svg").exists()
 
 
+def test_a_run_that_begins_again_tells_its_yardsticks_again(report, tmp_path):
+    """Killed before its first checkpoint, it begins with an empty file."""
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step_line(1, 5.0)) + "\n")
+    report()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == YARDSTICKS
+
+
 # ---- from values to points
 
 def test_the_mean_is_that_of_the_neighbours_which_are_there():
@@ -351,7 +358,7 @@ def test_what_cannot_be_drawn_is_named_in_one_sentence(tmp_path, capsys):
              ([sound, "--output", tmp_path], f"--output {tmp_path} can't be written (Is a directory); choose"),
              ([sound, "--output", tmp_path / "no" / "x.svg"], "can't be written (No such file or directory); choose"),
              ([sound, "--output", sound / "metrics.jsonl"], "is what the picture is drawn from, and would be lost"),
-             ([sound, "--output", tmp_path / "empty/../sound/config.json"], "is what the picture is drawn from")]
+             ([tmp_path / "empty/../sound", "--output", sound / "config.json"], "is what the picture is drawn from")]
     for arguments, message in table:
         refused(arguments, message, capsys)
     for wrong in ("{}", "[]", "7", "{", '{"step": "x"}', '{"step": -1}', '{"step": 1e9}', '{"step": 1, "loss": "x"}',
