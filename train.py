@@ -29,7 +29,7 @@ from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
 from nanodomino import pipeline, schedules
 from nanodomino.checkpoint import Saver, restore
 from nanodomino.config import LR_DECAY_STYLES, Config
-from nanodomino.data import Corpus, TokenDataset, load_corpus
+from nanodomino.data import Batch, Corpus, TokenDataset, load_corpus
 from nanodomino.domino import Domino
 from nanodomino.flags import from_command_line
 from nanodomino.generate import generate
@@ -111,6 +111,20 @@ def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh) -
     return (sums[0] / sums[1].clamp(min=1)).item()
 
 
+def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh):
+    """Before the first real message: the stages meet, a microbatch of nothing goes forward and backward through each of
+    them, every sum of a step is made once. Then kernels are compiled and loaded, memory is sized and communicators
+    stand: on a GPU each of these waits for the whole device, so also for a message whose sender may wait for us."""
+    pipeline.connect(mesh)
+    tokens = torch.zeros(config.micro_batch_size, config.seq_length, dtype=torch.int64, device=mesh.device)
+    hidden = None if mesh.is_first_stage else torch.zeros(*tokens.shape, config.hidden_size, dtype=config.params_dtype,
+                                                          device=mesh.device)
+    nothing = Batch(tokens, tokens, torch.zeros_like(tokens, dtype=torch.float32), tokens, [0] * len(tokens))
+    output, tape = stage.forward(nothing, hidden)
+    stage.backward(tape, torch.zeros_like(output))
+    optimizer.warm_up()
+
+
 def run_actions(actions, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, shuffle=True,
                 on_final=None, on_action=None):
     """Run a schedule over the microbatches of global batch number `step`."""
@@ -135,6 +149,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     stage = Domino(model, config.slices, config.columns, config.compile_backend if config.compile else None, trace)
     done = restore(run.checkpoint, model, optimizer, mesh, run.weights_alone) if run.checkpoint else 0
+    warm_up(stage, optimizer, config, mesh)
     saver = Saver(run.folder, mesh, config.keep_last, config.timeout)
     report = Report(config, corpus, mesh, run.folder, done, speaks=dist.get_rank() == 0)
     if done < config.train_iters:
@@ -232,9 +247,9 @@ def main(arguments: list[str], place: Place) -> int:
         corpus.tokenizer()                                     # the sample at the end needs it: if it fails, then now
     found = find_run(config, place) if place.rank == 0 else None
 
-    start_world(place, device, config.timeout)
-    if config.deterministic_mode:
+    if config.deterministic_mode:                              # before anything is computed or summed
         torch.use_deterministic_algorithms(True, warn_only=True)
+    start_world(place, device, config.timeout)
     mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
     check_agreement(config)
     code = pretrain(config, corpus, datasets, mesh, run=tell_all(found))

@@ -149,7 +149,7 @@ class Config:
     compile: bool = of_machine(None, "torch.compile the compute between the wires (default: on CUDA)", kind=bool,
                                follows=True)
     compile_backend: str = of_machine("inductor", "torch.compile's backend",
-                                      choices=("inductor", "cudagraphs", "aot_eager"))
+                                      choices=("inductor", "aot_eager"))
     deterministic_mode: bool = of_machine(False, "ask CUDA's libraries for the same bits every time (the CPU gives "
                                                  "them anyway)")
 

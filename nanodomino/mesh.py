@@ -74,14 +74,18 @@ def find_place(environment=os.environ) -> Place:
 
 def find_device(config: Config, place: Place) -> torch.device:
     """This process's device: its own GPU, or the CPU. Raises UserError if there are too few GPUs."""
+    # One queue into the device: kernels start in the order of their launches, so that a sum put on the wires before a
+    # product does not wait behind it. CUDA reads this once, when it starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     gpus = torch.cuda.device_count()
     if config.device == "cpu" or (config.device == "auto" and gpus == 0):
         return torch.device("cpu")
     require(gpus > 0, "--device cuda needs a GPU that torch can see, and there is none; try --device cpu")
-    require(place.local_world_size <= gpus,
+    shown_its_own = gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES")       # as SLURM does: a GPU for each task
+    require(place.local_world_size <= gpus or shown_its_own,
             f"{place.local_world_size} processes on this host need as many GPUs, and there "
             f"are {gpus}; start torchrun --nproc_per_node {gpus}, or try --device cpu")
-    return torch.device("cuda", place.local_rank)
+    return torch.device("cuda", 0 if shown_its_own else place.local_rank)
 
 
 def keep_freed_memory():
@@ -94,6 +98,16 @@ def keep_freed_memory():
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)                                            # nothing mapped on its own
         libc.mallopt(M_TRIM_THRESHOLD, -1)                                     # the heap never shrinks
+
+
+def check_own_gpu(gpu: str, place: Place, store: dist.Store):
+    """NCCL knows no two ranks on one GPU. gpu: its number in all the world. Raises UserError on every rank alike."""
+    store.set(f"gpu of rank {place.rank}", gpu)
+    gpus = [store.get(f"gpu of rank {rank}").decode() for rank in range(place.world_size)]
+    for gpu in gpus:
+        ranks = [str(rank) for rank, other in enumerate(gpus) if other == gpu]
+        require(len(ranks) == 1, f"each process needs a GPU of its own, but ranks {' and '.join(ranks)} see the same "
+                "one; start as many processes as there are GPUs, or give each its own CUDA_VISIBLE_DEVICES")
 
 
 def start_world(place: Place, device: torch.device, timeout: int = TIMEOUT):
@@ -114,6 +128,8 @@ def start_world(place: Place, device: torch.device, timeout: int = TIMEOUT):
             store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=patience))
             # torchrun --max-restarts keeps its store, and in it the addresses of the dead: each start has its names
             store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        if device.type == "cuda":
+            check_own_gpu(str(torch.cuda.get_device_properties(device).uuid), place, store)
         dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, store=store, timeout=patience,
                                 device_id=device if device.type == "cuda" else None)
     except (dist.DistNetworkError, dist.DistStoreError) as error:     # a port in use, a host or rank that is not there
@@ -171,6 +187,16 @@ def mesh_on_paper(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0) ->
     return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, torch.device("meta"), None, None, None, None)
 
 
+def nccl(urgent=False, most_blocks=None) -> dict:
+    """How NCCL is to run a group's collectives. urgent: in a stream that the device serves first, or a sum would queue
+    behind products that were launched after it; most_blocks: thread blocks that it may take from the products beside
+    it: a message that waits for its sender holds them all the time."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+    if most_blocks:
+        options.config.max_ctas = most_blocks
+    return dict(backend="nccl", pg_options=options)
+
+
 def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT) -> Mesh:
     """Cut the world into pp x dp x tp. Every rank of the world must call this, with the same numbers.
 
@@ -181,14 +207,15 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
         raise UserError(f"world size {world} must equal pp x dp x tp = {pp} x {dp} x {tp}; change one of them")
     box = torch.arange(world).view(pp, dp, tp)                                 # box[pp_rank, dp_rank, tp_rank] = rank
 
-    def groups(rows: torch.Tensor) -> dist.ProcessGroup:
+    def groups(rows: torch.Tensor, **about) -> dist.ProcessGroup:
         """A process group for each row of ranks; returns the one that this rank is in."""
-        return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout))[0]
+        return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout),
+                                                 **nccl(**about) if device.type == "cuda" else {})[0]
 
     pipelines = box.reshape(pp, -1).t()                                        # a row: the stages' ranks, first to last
     pp_rank, dp_rank, tp_rank = (box == dist.get_rank()).nonzero()[0].tolist()
     return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device,
-                tp_group=groups(box.reshape(-1, tp)),
-                dp_group=groups(box.transpose(1, 2).reshape(-1, dp)),
-                pp_group=groups(pipelines),
+                tp_group=groups(box.reshape(-1, tp), urgent=True),
+                dp_group=groups(box.transpose(1, 2).reshape(-1, dp), urgent=True),
+                pp_group=groups(pipelines, most_blocks=4),
                 embedding_group=groups(pipelines[:, [0, -1]]) if pp > 1 else None)

@@ -161,6 +161,16 @@ class ZeroOptimizer:
             bucket.main_grad.zero_()
         self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
 
+    def warm_up(self):
+        """Every sum and gather of a step, of zeros: what a communicator does at its first time is then done."""
+        self.zero_grad()
+        self.missing = {}                                # nobody has gone backward
+        for bucket in self.buckets:
+            self.reduce(bucket)
+        self.finish_reduces()
+        dist.all_reduce(torch.zeros(4, dtype=torch.float64, device=self.mesh.device))
+        self.gather_weights()
+
     # ---- phase 1
 
     def on_final(self, modules):

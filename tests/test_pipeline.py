@@ -2,10 +2,8 @@
 
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch.distributed as dist
 from harness import build, random_data, tiny
 
 import train
@@ -133,42 +131,6 @@ def test_gradients_go_to_the_replicas_with_the_last_backward_of_each_stage(pool,
     config = tiny(4, pipeline_model_parallel_size=4, schedule=schedule, num_layers=4)
     for _, _, _, final_calls in pool.run(alive_rank, config, random_data(config, 1), world_size=4):
         assert final_calls == [False] * (config.microbatches - 1) + [True]
-
-
-class InOrder:
-    """NCCL's rule on gloo: the messages of a group are carried out one at a time, in the order in which they were posted."""
-
-    def __init__(self):
-        self.threads = {}
-
-    def __call__(self, operation):
-        def posted(tensor, peer, group, tag):
-            thread = self.threads.setdefault(group, ThreadPoolExecutor(1))
-            future = thread.submit(lambda: operation(tensor, peer, group=group, tag=tag).wait())
-            future.wait = future.result
-            return future
-        return posted
-
-
-def in_order_rank(config, data):
-    """One training step and an evaluation with such groups."""
-    mesh, _, optimizer, stage = build(config)
-    kept, in_order = (dist.isend, dist.irecv), InOrder()
-    try:
-        dist.isend, dist.irecv = in_order(dist.isend), in_order(dist.irecv)
-        result = train.train_step(1, stage, optimizer, data, config, mesh)
-        return result.loss, train.evaluate(stage, data, config, mesh)
-    finally:
-        dist.isend, dist.irecv = kept
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("stages, microbatches", [(2, 8), (3, 8), (4, 2), (4, 8), (8, 12)])
-def test_no_stage_waits_in_a_circle_where_messages_are_carried_out_in_order(pool, schedule, stages, microbatches):
-    """NCCL's rule: a receive that is posted before a send holds the send up."""
-    config = tiny(stages, pipeline_model_parallel_size=stages, num_layers=stages, micro_batch_size=24 // microbatches, schedule=schedule)
-    results = pool.run(in_order_rank, config, random_data(config, 1), world_size=stages, timeout=30)
-    assert len(set(results)) == 1
 
 
 def big_message_rank(config, data):
