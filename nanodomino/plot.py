@@ -26,12 +26,13 @@ import json
 import math
 import sys
 from array import array
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from nanodomino.config import LARGEST, UserError, require
+from nanodomino.config import LARGEST, Config, UserError, require
 from nanodomino.svg import LETTER, LINE, WIDTH, frame, legend, line, text, tick_step, write_output
 
 SERIES = ("loss", "grad_norm", "lr", "valid_loss", "test_loss")
@@ -118,13 +119,14 @@ def read(run: Path) -> tuple[Curve, dict]:
 
 
 def differences(settings: list[dict]) -> list[list[str]]:
-    """For each run what is not the same in all that tell, such as ["lr 0.008", "seed 1"]; the folder's name says
+    """For each run what is not the same in all that tell, such as ["lr 0.008", "tp 2"]; the folder's name says
     nothing."""
+    short = {one.name: one.metadata["short"].strip("-") for one in fields(Config) if one.metadata.get("short")}
     known = [one for one in settings if one]
     names = [name for name in dict.fromkeys(name for one in known for name in one)
              if name != "run_dir" and any(one.get(name) != known[0].get(name) for one in known)]
-    return [[f"{name} {one[name]:g}" if isinstance(one[name], float) else f"{name} {one[name]}"
-             for name in names if name in one] for one in settings]
+    return [[f"{short.get(name, name)} {one[name]:g}" if isinstance(one[name], float)
+             else f"{short.get(name, name)} {one[name]}" for name in names if name in one] for one in settings]
 
 
 # ---- values to points
@@ -140,10 +142,16 @@ def mean_around(values: np.ndarray, reach: int) -> np.ndarray:
 
 
 def thinned(x: np.ndarray, values: np.ndarray, pixels: float) -> tuple[np.ndarray, np.ndarray]:
-    """Of the points that share a column of so many pixels the least and the largest value."""
-    starts = np.flatnonzero(np.diff((x / pixels).astype(int), prepend=-1))
-    ends = [np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)] if len(x) else [values, values]
-    return np.repeat(x[starts], 2), np.stack(ends, axis=1).ravel()
+    """Of the points that share a column of so many pixels the least and the largest value, at the column's first and
+    last point, or the other way round where they fall."""
+    if not len(x):
+        return x, values
+    first = np.flatnonzero(np.diff((x / pixels).astype(int), prepend=-1))
+    last = np.append(first[1:], len(x)) - 1
+    least, largest = np.fmin.reduceat(values, first), np.fmax.reduceat(values, first)
+    rises = values[first] <= values[last]
+    ends = [np.where(rises, least, largest), np.where(rises, largest, least)]
+    return np.stack([x[first], x[last]], axis=1).ravel(), np.stack(ends, axis=1).ravel()
 
 
 def polyline(x: np.ndarray, y: np.ndarray) -> str:
@@ -320,7 +328,7 @@ def picture(curves: list[Curve], words: list[list[str]] | None = None) -> str:
 
     def draw(panel, name, reach, look):
         for (steps, numbers), colour in zip(data[name], COLOURS):
-            x, y = thinned(across(steps), mean_around(numbers, reach), max(1, len(curves) / 2))
+            x, y = thinned(across(steps), mean_around(numbers, reach), max(1, 0.6 * len(curves)))
             panel.draw(x, y, colour, look)
 
     loss.parts += yardsticks(curves, loss)
