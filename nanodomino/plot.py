@@ -327,6 +327,7 @@ def picture(curves: list[Curve], words: list[list[str]] | None = None) -> str:
         return LEFT + (steps - first) * scale
 
     def draw(panel, name, reach, look):
+        """The more runs, the wider the columns: so their points together stay few."""
         for (steps, numbers), colour in zip(data[name], COLOURS):
             x, y = thinned(across(steps), mean_around(numbers, reach), max(1, 0.6 * len(curves)))
             panel.draw(x, y, colour, look)
