@@ -26,14 +26,19 @@ import json
 import math
 import sys
 from array import array
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+<<<<<<< HEAD
 from nanodomino.command import run
 from nanodomino.config import Config
 from nanodomino.settings import LARGEST, UserError, names, require
+=======
+from nanodomino.config import LARGEST, Config, UserError, require
+>>>>>>> wt-curve
 from nanodomino.svg import LETTER, LINE, WIDTH, frame, legend, line, text, tick_step, write_output
 
 SERIES = ("loss", "grad_norm", "lr", "valid_loss", "test_loss")
@@ -120,12 +125,23 @@ def read(run: Path) -> tuple[Curve, dict]:
 
 
 def differences(settings: list[dict]) -> list[list[str]]:
+<<<<<<< HEAD
     """For each run what is not the same in all that tell, such as ["lr 0.008", "seed 1"]."""
     known = [one for one in settings if one]
     told = [name for name in dict.fromkeys(name for one in known for name in one)
              if name not in names(Config, "launch") and any(one.get(name) != known[0].get(name) for one in known)]
     return [[f"{name} {one[name]:g}" if isinstance(one[name], float) else f"{name} {one[name]}"
             for name in told if name in one] for one in settings]
+=======
+    """For each run what is not the same in all that tell, such as ["lr 0.008", "tp 2"]; the folder's name says
+    nothing."""
+    short = {one.name: one.metadata["short"].strip("-") for one in fields(Config) if one.metadata.get("short")}
+    known = [one for one in settings if one]
+    names = [name for name in dict.fromkeys(name for one in known for name in one)
+             if name != "run_dir" and any(one.get(name) != known[0].get(name) for one in known)]
+    return [[f"{short.get(name, name)} {one[name]:g}" if isinstance(one[name], float)
+             else f"{short.get(name, name)} {one[name]}" for name in names if name in one] for one in settings]
+>>>>>>> wt-curve
 
 
 # ---- values to points
@@ -141,10 +157,16 @@ def mean_around(values: np.ndarray, reach: int) -> np.ndarray:
 
 
 def thinned(x: np.ndarray, values: np.ndarray, pixels: float) -> tuple[np.ndarray, np.ndarray]:
-    """Of the points that share a column of so many pixels the least and the largest value."""
-    starts = np.flatnonzero(np.diff((x / pixels).astype(int), prepend=-1))
-    ends = [np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)] if len(x) else [values, values]
-    return np.repeat(x[starts], 2), np.stack(ends, axis=1).ravel()
+    """Of the points that share a column of so many pixels the least and the largest value, at the column's first and
+    last point, or the other way round where they fall."""
+    if not len(x):
+        return x, values
+    first = np.flatnonzero(np.diff((x / pixels).astype(int), prepend=-1))
+    last = np.append(first[1:], len(x)) - 1
+    least, largest = np.fmin.reduceat(values, first), np.fmax.reduceat(values, first)
+    rises = values[first] <= values[last]
+    ends = [np.where(rises, least, largest), np.where(rises, largest, least)]
+    return np.stack([x[first], x[last]], axis=1).ravel(), np.stack(ends, axis=1).ravel()
 
 
 def polyline(x: np.ndarray, y: np.ndarray) -> str:
@@ -320,8 +342,9 @@ def picture(curves: list[Curve], words: list[list[str]] | None = None) -> str:
         return LEFT + (steps - first) * scale
 
     def draw(panel, name, reach, look):
+        """The more runs, the wider the columns: so their points together stay few."""
         for (steps, numbers), colour in zip(data[name], COLOURS):
-            x, y = thinned(across(steps), mean_around(numbers, reach), max(1, len(curves) / 2))
+            x, y = thinned(across(steps), mean_around(numbers, reach), max(1, 0.6 * len(curves)))
             panel.draw(x, y, colour, look)
 
     loss.parts += yardsticks(curves, loss)

@@ -192,9 +192,12 @@ def test_of_each_column_the_least_and_the_largest_value_are_drawn():
     thin_x, thin = thinned(x, values, 2)
     assert len(thin_x) == len(thin) <= 2 * 425
     for column in np.unique(x // 2):
-        drawn = thin[thin_x // 2 == column].tolist()
-        there = values[x // 2 == column]
-        assert drawn == [np.nanmin(there), np.nanmax(there)] or (np.isnan(there).all() and np.isnan(drawn).all())
+        drawn, there = thin[thin_x // 2 == column], values[x // 2 == column]
+        there = there[np.isfinite(there)]
+        assert sorted(drawn) == [there.min(), there.max()] if len(there) else np.isnan(drawn).all()
+    for slope in (1, -1):
+        thin_x, thin = thinned(x, slope * x, 2)
+        assert np.array_equal(thin, slope * thin_x), "a straight line has become stairs"
     assert [one.size for one in thinned(np.array([]), np.array([]), 1)] == [0, 0]
 
 
@@ -325,6 +328,7 @@ def test_runs_are_compared_by_what_differs(tmp_path, capsys):
     drawn = output.read_text()
     assert {"first", "second", "bare <&>", "lr 0.004", "lr 0.008, ...", "150", "120", "100", "2.250"} <= {*texts(drawn)}
     assert all(heights(drawn, colour) for colour in COLOURS[:3]) and COLOURS[3] not in drawn
+    assert differences([dict(tensor_model_parallel_size=1), dict(tensor_model_parallel_size=2)]) == [["tp 1"], ["tp 2"]]
     assert differences([dict(a=1), {}, dict(a=1)]) == [[], [], []]
     assert differences([dict(a=1.0, b=2), dict(a=1e-5, c=None)]) == [["a 1", "b 2"], ["a 1e-05"]]
 
