@@ -26,19 +26,14 @@ import json
 import math
 import sys
 from array import array
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-<<<<<<< HEAD
 from nanodomino.command import run
 from nanodomino.config import Config
-from nanodomino.settings import LARGEST, UserError, names, require
-=======
-from nanodomino.config import LARGEST, Config, UserError, require
->>>>>>> wt-curve
+from nanodomino.settings import LARGEST, UserError, flags_of, names, require
 from nanodomino.svg import LETTER, LINE, WIDTH, frame, legend, line, text, tick_step, write_output
 
 SERIES = ("loss", "grad_norm", "lr", "valid_loss", "test_loss")
@@ -125,23 +120,13 @@ def read(run: Path) -> tuple[Curve, dict]:
 
 
 def differences(settings: list[dict]) -> list[list[str]]:
-<<<<<<< HEAD
-    """For each run what is not the same in all that tell, such as ["lr 0.008", "seed 1"]."""
-    known = [one for one in settings if one]
+    """For each run what is not the same in all that tell, such as ["lr 0.008", "tp 2"]."""
+    short = {one.name: one.metadata["short"].strip("-") for one in flags_of(Config) if one.metadata["short"]}
+    known, of_one_start = [one for one in settings if one], names(Config, "launch")
     told = [name for name in dict.fromkeys(name for one in known for name in one)
-             if name not in names(Config, "launch") and any(one.get(name) != known[0].get(name) for one in known)]
-    return [[f"{name} {one[name]:g}" if isinstance(one[name], float) else f"{name} {one[name]}"
-            for name in told if name in one] for one in settings]
-=======
-    """For each run what is not the same in all that tell, such as ["lr 0.008", "tp 2"]; the folder's name says
-    nothing."""
-    short = {one.name: one.metadata["short"].strip("-") for one in fields(Config) if one.metadata.get("short")}
-    known = [one for one in settings if one]
-    names = [name for name in dict.fromkeys(name for one in known for name in one)
-             if name != "run_dir" and any(one.get(name) != known[0].get(name) for one in known)]
+            if name not in of_one_start and any(one.get(name) != known[0].get(name) for one in known)]
     return [[f"{short.get(name, name)} {one[name]:g}" if isinstance(one[name], float)
-             else f"{short.get(name, name)} {one[name]}" for name in names if name in one] for one in settings]
->>>>>>> wt-curve
+             else f"{short.get(name, name)} {one[name]}" for name in told if name in one] for one in settings]
 
 
 # ---- values to points
