@@ -96,7 +96,7 @@ def forks():
     ("nanodomino.checkpoint", "export --help", ["export [-h] DIR OUT", "newest sound one", "the file to write"]),
     ("data/prepare.py", "--help", ["usage: python data/prepare.py", "--input TEXT", "end-of-text", "--overwrite"]),
     ("nanodomino.timeline", "--help", ["usage: python -m nanodomino.timeline", "the SVG to write"]),
-    ("nanodomino.generate", "--help", ["usage: python -m nanodomino.generate", "0 is greedy"]),
+    ("nanodomino.generate", "--help", ["usage: python -m nanodomino.generate", "0 takes the likeliest"]),
     ("train.py", "--help", ["usage: train.py", "--tensor-model-parallel-size INT, --tp INT"])])
 def test_help_is_there(forks, tmp_path, command, flags, says):
     (tmp_path / "empty").mkdir()
@@ -120,11 +120,11 @@ def test_only_what_has_rounds_has_repeats(forks, tmp_path, question, has):
     ("data/prepare.py", "--help"), ("data/prepare.py", "--verify data"),
     ("data/prepare.py", "--input data/meta.json --output made --overwrite"),
     ("-m nanodomino.checkpoint", "--help"), ("-m nanodomino.checkpoint", "verify run"),
-    ("-m nanodomino.checkpoint", "export run out.pt"), ("-m nanodomino.generate", "--load run --max-tokens 3")])
+    ("-m nanodomino.checkpoint", "export run out.pt"), ("-m nanodomino.generate", "--load run --max-tokens 3 --seed 1")])
 def test_a_closed_pipe_is_no_error(trained, nobody_reads, command, flags):
     """Neither where it prints nor where Python empties its buffers at exit."""
     code, _, err = end(start(trained, command, *flags.split(), stdout=nobody_reads))
-    assert code == 0 and (err == "" or "generate" in command and err.startswith("3 tokens in")), err
+    assert (code, err) == (0, ""), err
 
 
 def test_a_closed_pipe_hides_no_damage(trained, nobody_reads, tmp_path):
