@@ -1,6 +1,6 @@
 """Does the memory of a rank match the formulas? Measured on every rank while it trains, beside what formulas.py says.
 
-    parameters, gradients,    bytes of the storages that model, flat buffers and AdamW hold: equal to the byte, padding
+    parameters, gradients,    bytes of the storages that model, flat buffers and optimizer hold: equal to the byte, padding
     optimizer                 included
     activations               bytes of the storages that can be reached from the tapes of all microbatches that are
                               alive, saved tensors of autograd included, when they are most
@@ -53,7 +53,7 @@ def answer(flags, place):
 
 
 def measure(config: Config, mesh, optimizer, stage, dataset) -> dict[str, int]:
-    """Bytes of this rank, in two training steps: the first makes AdamW's moments, the second is looked at."""
+    """Bytes of this rank, in two training steps: the first makes the moments, the second is looked at."""
     train.train_step(1, stage, optimizer, dataset, config, mesh)
     state = state_storages(stage.model, optimizer)
     cuda = mesh.device.type == "cuda"

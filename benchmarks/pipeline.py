@@ -275,8 +275,9 @@ def report(config: Config, device, repeats: int, rows: list[dict]):
         f"{config.num_layers} layers of {config.hidden_size}, microbatches of {config.micro_batch_size} x "
         f"{config.seq_length}, vocabulary {config.vocab_size}, {config.dtype}; forward and backward of m microbatches",
         table(["m", "schedule", "side", "step: median [least .. most]", "speed", "idle", "formula", "uneven"], lines),
-        f"the least speed of all m, torch's being 1: 1F1B {least['1f1b_runner']:.2f} on the same stages, "
-        f"{least['1f1b_domino']:.2f} with Domino's; GPipe {least['gpipe_runner']:.2f} and {least['gpipe_domino']:.2f}",
+        "the least speed of all m, torch's being 1: "
+        + "; ".join(f"{name} {least[f'{name}_runner']:.2f} on the same stages, {least[f'{name}_domino']:.2f} with "
+                    "Domino's" for name in TORCHS),
         f"the stage with most work has up to {max(row['imbalance'] for row in rows) - 1:.1%} more than the mean; "
         "losses and gradients agree"])
     return text, {"question": "pipeline", "pp": config.pp,

@@ -103,11 +103,11 @@ class Config:
     train_iters: int = of_training(200, "optimizer steps")
     global_batch_size: int = of_training(None, "samples in an optimizer step", kind=int, role="run")
     optimizer: str = of_training("adamw", "what updates the weights", choices=OPTIMIZERS, role="optimizer")
-    lr: float = of_training(None, "peak learning rate", kind=float)
+    lr: float = of_training(None, "peak learning rate (default: the preset's, for AdamW)", kind=float)
     min_lr: float = of_training(None, "last learning rate (default lr / 10)", kind=float, follows=True)
     lr_decay_style: str = of_training("cosine", "from lr down to min-lr", choices=LR_DECAY_STYLES)
     lr_warmup_fraction: float = of_training(0.05, "part of train-iters in which the rate climbs to lr", below=1.0)
-    weight_decay: float = of_training(0.1, "pulls matrices towards 0, and nothing else")
+    weight_decay: float = of_training(0.1, "pulls matrices towards 0, apart from the gradient, and nothing else")
     clip_grad: float = of_training(1.0, "largest global gradient norm; 0 turns clipping off")
     adam_beta1: float = of_training(0.9, "AdamW's decay of the first moment", below=1.0)
     adam_beta2: float = of_training(0.95, "AdamW's decay of the second moment", below=1.0)
@@ -260,10 +260,15 @@ def check_record(record: dict, source) -> dict:
     return record
 
 
-def from_record(record: dict, source) -> Config:
-    """The Config of a whole record. What it does not know has the value that was the only one at that time."""
+def completed(record: dict, source) -> dict:
+    """A whole record; what it does not know has the value that was the only one at that time."""
     absent = {one.name: one.metadata["absent"] for one in dataclasses.fields(Config) if "absent" in one.metadata}
-    return Config(**absent | check_record(record, source) | {"given": tuple(record.get("given", ()))})
+    return absent | check_record(record, source)
+
+
+def from_record(record: dict, source) -> Config:
+    """The Config of a whole record."""
+    return Config(**completed(record, source) | {"given": tuple(record.get("given", ()))})
 
 
 def check_trace(config: Config):

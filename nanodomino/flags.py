@@ -15,7 +15,7 @@ import argparse
 import json
 from pathlib import Path
 
-from nanodomino.config import Config, check_record
+from nanodomino.config import Config, check_record, completed
 from nanodomino.manifest import newest_record
 from nanodomino.settings import ROLES, Parser, UserError, add_flags, flags_of, markdown, names, require
 
@@ -35,11 +35,11 @@ def from_command_line(arguments: list[str]) -> Config:
     if asked.get("config"):
         asked = remembered(read_settings(Path(asked["config"]))) | asked
     run = newest_record(Path(asked["run_dir"])) if asked.get("run_dir") else None
-    before = remembered(check_record(run, asked["run_dir"])) if run else {}
+    before = remembered(completed(run, asked["run_dir"])) if run else {}
     given = {*asked, *(run or {}).get("given", ())}
     if not run and asked.get("load") and (loaded := newest_record(Path(asked["load"]))):
         brought = names(Config, *(("model",) if asked.get("finetune") else ("model", "optimizer"))) + ("seq_length",)
-        before = {name: value for name, value in check_record(loaded, asked["load"]).items() if name in brought}
+        before = {name: value for name, value in completed(loaded, asked["load"]).items() if name in brought}
         given |= before.keys()
     return Config(**before | asked, given=tuple(sorted(given - set(names(Config, "launch")))))
 

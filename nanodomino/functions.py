@@ -1,4 +1,4 @@
-"""A model's choices by name: pure functions of tensors, which know no config, no mesh and no parameters.
+"""What a model has a choice of, by name: pure functions of tensors, which know no config, no mesh and no parameters.
 
 A choice is one entry of a table here; the setting's values, its flag and its error sentences are the table's keys, and
 model.py calls what the entry holds. Whoever schedules the work (domino.py, pipeline.py) never learns of it.

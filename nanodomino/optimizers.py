@@ -41,13 +41,13 @@ class Lion(torch.optim.Optimizer):
 @dataclass(frozen=True)
 class Choice:
     """make(parameter groups, config) -> a torch.optim.Optimizer, whose groups have `lr`; moments: the names under which
-    it keeps a tensor of the weight's shape each; counts: whether it also keeps the number of its updates, as `step`."""
+    it keeps a tensor of the weight's shape each, whatever its settings; counts: whether it also keeps the number of its updates, as `step`."""
     make: Callable
     moments: tuple[str, ...]
     counts: bool = False
 
 
-OPTIMIZERS = {                                           # the first one is the default
+OPTIMIZERS = {
     "adamw": Choice(lambda groups, config: torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True),
         moments=("exp_avg", "exp_avg_sq"), counts=True),

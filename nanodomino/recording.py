@@ -3,7 +3,7 @@
 trace.py records, rank by rank. A rank's step is the sum of five parts, no moment of which counts twice:
 
     compute       inside a forward or a backward, and not waiting
-    optimizer     norm, clipping, AdamW
+    optimizer     norm, clipping, update
     exposed       waits for the wires: communication that nothing hid
     idle          waits for another rank, which has not yet sent its message, or not yet joined the sum
     other         between all of these: zeroed gradients, launches, messages that leave

@@ -64,7 +64,7 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> list:
     return actions + [Backward(i) for i in range(microbatches - warm_up, microbatches)]
 
 
-SCHEDULES = {"1f1b": one_f_one_b, "gpipe": gpipe}        # the first one is the default
+SCHEDULES = {"1f1b": one_f_one_b, "gpipe": gpipe}
 
 
 # ---- what a schedule costs

@@ -80,8 +80,9 @@ def check_values(config):
             require(value <= LARGEST, f"{name} must be at most {LARGEST}, but is {value}")
         elif about["kind"] is float:
             least, above, below = about["least"], about["above"], about["below"]
-            rule = (f"at least {least:g} and below {below:g}" if below is not None else "a finite number "
-                    + (f"above {above:g}" if least is None else f"of at least {least:g}"))
+            low = f"above {above:g}" if least is None else f"at least {least:g}"
+            rule = (f"{low} and below {below:g}" if below is not None
+                    else f"a finite number {'of ' if least is not None else ''}{low}")
             inside = value > above if least is None else value >= least
             require(inside and value < (math.inf if below is None else below),
                     f"{name} must be {rule}, but is {value}")

@@ -14,7 +14,7 @@ The kinds of spans are
     matmul              within: a matrix product on the way forward, or of an input gradient
     weight_gradient     within: the deferred products
     wait                somebody needs what is on the wires, or will be, and has nothing else to do
-    optimizer           the last sum, norm, clipping, AdamW on this rank's part
+    optimizer           the last sum, norm, clipping, the update of this rank's part
 
 the kinds of moments `send` and `receive` (a message between stages leaves, has been received), and the kinds of what is
 watched `all_reduce`, `reduce_scatter` and `all_gather`.

@@ -45,7 +45,7 @@ ALIGNMENT = 16       # elements; a parameter starts at a multiple, as the matrix
 
 @dataclass(frozen=True)
 class Kind:
-    decay: bool          # a matrix: AdamW's weight decay applies
+    decay: bool          # a matrix: weight decay applies
     sharded: bool        # cut over tp; else every tp rank holds a copy
     tied: bool           # the word embedding of which first and last stage hold a copy
 

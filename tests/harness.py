@@ -18,6 +18,7 @@ from nanodomino.config import Config
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.mesh import make_mesh
+from nanodomino.settings import names
 from nanodomino.trace import NO_TRACE
 from nanodomino.zero import ZeroOptimizer
 
@@ -34,8 +35,9 @@ def tiny(world_size=1, **changes) -> Config:
 
 def sizes_of(config: Config) -> Sizes:
     """The same model, as the reference names it."""
-    return Sizes(config.num_layers, config.hidden_size, config.num_attention_heads, config.ffn_hidden_size, config.vocab_size,
-                 config.padded_vocab_size, config.max_position_embeddings, config.tied, config.normalization)
+    return Sizes(num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads,
+                 ffn_hidden_size=config.ffn_hidden_size, vocab_size=config.vocab_size, padded_vocab_size=config.padded_vocab_size,
+                 max_positions=config.max_position_embeddings, tied=config.tied, normalization=config.normalization)
 
 
 @dataclass
@@ -160,7 +162,7 @@ _references = {}
 def reference_for(config: Config, steps: int):
     """(weights to start from, data, records of the steps, final weights) of the plain model; computed once per model."""
     sizes = sizes_of(config)
-    key = (sizes, steps, config.global_batch_size, config.seq_length, config.clip_grad, config.optimizer)
+    key = (sizes, steps, *(getattr(config, name) for name in names(Config, "model", "optimizer", "run", "learning")))
     betas = {"adamw": (config.adam_beta1, config.adam_beta2), "lion": (config.lion_beta1, config.lion_beta2)}[config.optimizer]
     if key not in _references:
         weights, data = random_weights(sizes, seed=3), random_data(config, steps)

@@ -25,8 +25,11 @@ from nanodomino import settings
 from nanodomino.config import Config
 from nanodomino.settings import UserError, spelling
 from nanodomino.data import TokenDataset, load_corpus
+from nanodomino.functions import NORMALIZATIONS
 from nanodomino.launch import fail
 from nanodomino.mesh import Place, find_place
+from nanodomino.optimizers import OPTIMIZERS
+from nanodomino.schedules import SCHEDULES
 
 SCRIPT = Path(train.__file__).resolve()
 PATIENCE = 60           # seconds until a process counts as stuck; it takes 5, but the machine may have other work
@@ -73,8 +76,9 @@ def refusal(attempt):
             said.add(str(caught.value))
         assert len(said) == 1, "ranks disagree"
         (sentence,) = said
-        fixes = ("; ", "(choose from", "must be at", "must be a finite")
-        assert "\n" not in sentence and any(fix in sentence for fix in fixes), sentence
+        fixes = ("; ", "(choose from", "must be at", "must be above", "must be a finite")
+        assert "\n" not in sentence, sentence
+        assert any(fix in sentence for fix in fixes), f"no fix is in: {sentence}"
         return sentence
 
     return refusal
@@ -139,10 +143,10 @@ BAD_FLAGS = [
     (1, "--lr-warmup-fraction 1", "--lr-warmup-fraction must be at least 0 and below 1", "1.0"),
     # Names
     (4, "--dtype float8", "--dtype", "'float8'", "float32", "bfloat16", "float64"),
-    (4, "--schedule zigzag", "--schedule", "'zigzag'", "1f1b", "gpipe"),
+    (4, "--schedule zigzag", "--schedule", "'zigzag'", *SCHEDULES),
     (1, "--zero-stage 3", "--zero-stage", "3", "0, 1"),
-    (1, "--optimizer sgd", "--optimizer", "'sgd'", "adamw", "lion"),
-    (1, "--normalization batch", "--normalization", "'batch'", "LayerNorm"),
+    (1, "--optimizer abacus", "--optimizer", "'abacus'", *OPTIMIZERS),
+    (1, "--normalization abnormal", "--normalization", "'abnormal'", *NORMALIZATIONS),
     (1, "--finetune", "--finetune takes the weights of --load", "add --load FOLDER"),
     (1, "--device tpu", "--device", "'tpu'", "cpu", "cuda"),
     (1, "--lr-decay-style step", "--lr-decay-style", "'step'", "cosine", "linear"),

@@ -4,6 +4,9 @@ The other side is reference.py: torch.nn, nothing of nanodomino. Biases are not 
 clipping bites, layers do not divide by stages, samples not by slices, words not by ranks.
 """
 
+import itertools
+import random
+
 import pytest
 import torch
 from harness import difference, reference_for, relative, sizes_of, tiny, train_rank, whole
@@ -26,10 +29,21 @@ def case(tp, pp, dp, slices=1, columns=1, zero=1, schedule="1f1b", untied=False,
     return pytest.param(tp * pp * dp, options, id=name)
 
 
+OPTIONS = dict(slices=(1, 2, 3), columns=(1, 2), zero=(0, 1), schedule=tuple(SCHEDULES), untied=(False, True),
+               normalization=tuple(NORMALIZATIONS))
+
+
+def dealt(i: int) -> dict:
+    """Of each option one value, drawn by itself: dealt out in turn, two would go together for ever."""
+    draw = random.Random(f"cards {i}")
+    return {name: draw.choice(values) for name, values in OPTIONS.items()}
+
+
 # Every layout once, the options dealt out over them; then corners of their own.
-CASES = [case(tp, pp, dp, slices=1 + i % 3, columns=1 + i // 2 % 2, zero=(i + 1) % 2, schedule=list(SCHEDULES)[i // 3 % len(SCHEDULES)], untied=i % 4 == 1,
-              normalization=list(NORMALIZATIONS)[i // 2 % len(NORMALIZATIONS)],
-              micro_batch_size=12 if tp == 8 else 6 if tp == 4 else 3) for i, (tp, pp, dp) in enumerate(LAYOUTS)]
+CASES = [case(tp, pp, dp, **dealt(i), micro_batch_size=12 if tp == 8 else 6 if tp == 4 else 3)
+         for i, (tp, pp, dp) in enumerate(LAYOUTS)]
+CASES += [case(1, 4, 1, schedule=name) for name in SCHEDULES]
+CASES += [case(2, 2, 2, slices=2, normalization=name) for name in NORMALIZATIONS]
 CASES += [
     case(2, 2, 2, slices=2, zero=1),                            # train.py's own choice for eight processes
     case(2, 2, 2, slices=3, columns=2, zero=0, untied=True),
@@ -60,6 +74,14 @@ def test_training_equals_one_plain_process(pool, world_size, options):
         assert difference(gradients, record.gradients) < TOLERANCE, f"gradients of step {step + 1}"
     assert difference(whole(outcomes, lambda outcome: outcome.weights, config.tp), final) < TOLERANCE
     assert relative([outcomes[0].evaluation], [plain_evaluation(config, final, data)]) < TOLERANCE
+
+
+def test_the_options_are_dealt_out_in_all_pairs():
+    """Else a new one could hide behind an old one."""
+    deals = [dealt(i) for i in range(len(LAYOUTS))]
+    for one, other in itertools.combinations(OPTIONS, 2):
+        missing = set(itertools.product(OPTIONS[one], OPTIONS[other])) - {(deal[one], deal[other]) for deal in deals}
+        assert not missing, f"{one} and {other}: {missing}; draw with another word than 'cards'"
 
 
 def plain_evaluation(config, weights, data):

@@ -121,7 +121,7 @@ def alive_rank(config, data):
 def test_activations_are_freed_as_soon_as_they_are_done_with(pool, schedule):
     config = tiny(4, pipeline_model_parallel_size=4, schedule=schedule, num_layers=4)
     for pp_rank, most, left, _ in pool.run(alive_rank, config, random_data(config, 1), world_size=4):
-        assert most == (min(config.microbatches, 4 - pp_rank) if schedule == "1f1b" else config.microbatches)
+        assert most == most_alive(SCHEDULES[schedule](pp_rank, 4, config.microbatches))
         assert left == 0
 
 

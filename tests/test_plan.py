@@ -22,6 +22,7 @@ from nanodomino import formulas, step_time
 from nanodomino.step_time import Machine
 from nanodomino.config import PRESETS, Config
 from nanodomino.domino import Domino
+from nanodomino.functions import NORMALIZATIONS
 from nanodomino.mesh import make_mesh
 from nanodomino.model import flops_per_token, on_paper, parameter_count
 from nanodomino.schedules import SCHEDULES, most_alive
@@ -185,6 +186,15 @@ def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_
     for of_memory, (counted, said) in pool.run(held_rank, config, world_size=world_size):
         check_memory(*of_memory)
         assert counted == said
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_each_normalization_keeps_what_it_says(pool, name, dtype):
+    """Exactly: as little as a number too much of each token would show."""
+    config = tiny(1, global_batch_size=12, num_layers=2, device="cpu", normalization=name, dtype=dtype)
+    (((held, said), _),) = pool.run(held_rank, config, world_size=1)
+    assert held["activations"] == said["activations"]
 
 
 def reality_rank(config):

@@ -16,7 +16,7 @@ from nanodomino.flags import command_line_parser, from_command_line
 from nanodomino.launch import find_run
 from nanodomino.manifest import checkpoints_of, newest_record, verify
 from nanodomino.mesh import Place
-from nanodomino.settings import ROLES, UserError, flags_of, markdown, names, spelling
+from nanodomino.settings import ROLES, UserError, check_values, flags_of, markdown, names, setting, spelling
 
 ROOT = Path(__file__).resolve().parent.parent
 OLD_RUN = ROOT / "tests" / "data" / "run-2026-11-20"       # as the version of that day left it: 3 steps of a tiny model
@@ -36,6 +36,22 @@ def begun(tmp_path):
         (tmp_path / "run" / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
         return tmp_path / "run", config
     return begin
+
+
+def test_a_range_may_have_any_ends():
+    """Each sentence says both."""
+    @dataclasses.dataclass
+    class Settings:
+        part: float = setting("Some", 0.5, "a part", role="learning", above=0.0, below=1.0)
+        rate: float = setting("Some", 0.5, "a rate", role="learning", above=0.0)
+        count: int = setting("Some", 5, "a count", role="learning", least=2)
+
+    check_values(Settings())
+    for wrong, words in ((Settings(part=1.0), "--part must be above 0 and below 1, but is 1.0"), (Settings(part=0.0), "above 0 and below 1"),
+                         (Settings(rate=0.0), "--rate must be a finite number above 0"), (Settings(rate=float("nan")), "above 0"),
+                         (Settings(count=1), "--count must be at least 2, but is 1")):
+        with pytest.raises(UserError, match=words):
+            check_values(wrong)
 
 
 def test_every_setting_has_a_role_a_type_and_a_word_of_help():
@@ -142,6 +158,15 @@ def test_a_record_that_does_not_know_a_setting_means_what_was_the_only_way_then(
     assert "optimizer" not in record and "normalization" not in record, "else it is no longer an old one"
     config = from_record(record, OLD_RUN)
     assert (config.optimizer, config.normalization) == ("adamw", "LayerNorm")
+
+
+def test_what_is_the_default_today_is_not_what_an_older_run_was_made_with(tmp_path, monkeypatch):
+    """Its folder, a checkpoint that is loaded, and a model that writes: all take what was so then."""
+    run = shutil.copytree(OLD_RUN, tmp_path / "run")
+    (field,) = [one for one in dataclasses.fields(Config) if one.name == "normalization"]
+    monkeypatch.setattr(field, "default", "RMSNorm")
+    for flags in (("--run-dir", run), ("--load", run), ("--load", run, "--finetune")):
+        assert from_command_line([str(flag) for flag in flags]).normalization == "LayerNorm"
 
 
 def test_a_run_of_an_older_version_goes_on(tmp_path):
