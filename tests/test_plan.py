@@ -124,6 +124,16 @@ def test_with_free_wires_the_step_is_the_products_and_a_bubble_of_p_minus_1_by_m
     assert parts["products"] == pytest.approx(alone)
 
 
+def test_messages_delay_every_turn_of_1f1b_and_only_the_ends_of_gpipe():
+    """Two stages on two hosts, 16 microbatches, whose messages take as long as a thousandth of the work."""
+    config = cluster(16, **TP8, pipeline_model_parallel_size=2, vocab_size=128, global_batch_size=16)
+    one = machine(products=1e12, far=1e9)
+    message = formulas.activation(config) / one.far
+    for schedule, messages in (("1f1b", 16), ("gpipe", 2)):
+        parts = step_time.step_seconds(dataclasses.replace(config, schedule=schedule), one)
+        assert parts["pp wires"] == pytest.approx(messages * message, rel=0.1)
+
+
 @pytest.mark.parametrize("slices, columns, exposed", [(1, 1, 1.0), (2, 1, 0.0), (1, 4, 0.25)])
 def test_slices_hide_wires_that_are_faster_than_work_and_columns_all_but_one_chunk(slices, columns, exposed):
     """Forward; backward, the weight gradients cover wires that are this fast."""
