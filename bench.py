@@ -21,10 +21,17 @@ file each.
 
 import sys
 
-from benchmarks.common import main
 from nanodomino.command import run
 
 QUESTIONS = ("overlap", "throughput", "pipeline", "zero", "comm", "checkpoint", "memory", "plan", "scaling")
 
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code."""
+    from benchmarks import common              # takes seconds, in which Ctrl-C is no error either
+    return common.main(QUESTIONS, __doc__, arguments)
+
+
 if __name__ == "__main__":
-    run(main, QUESTIONS, __doc__, sys.argv[1:])
+    run(main, sys.argv[1:])

@@ -2,7 +2,7 @@
 
 A question is a module of this folder with three functions:
 
-    add_flags(parser)                      its own flags, beside those of `common_flags`
+    add_flags(parser)                      its own flags, beside --repeats
     processes(flags) -> int                how many processes its answer needs
     answer(flags, place) -> (text, dict)   run by each of them; rank 0's text is printed, then its dict as a JSON line
 
@@ -24,6 +24,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ def main(questions, text: str, arguments: list[str]) -> int:
         flags = parse(question, arguments)
         place = find_place()
         world_size = question.processes(flags)
+        if not place.launched:
+            tempfile.tempdir = getattr(flags, "folder", None)  # of temporary files, the processes' that it starts too
         if world_size > 1 and not place.launched:
             return launch(arguments, world_size, wire_for(flags, world_size))
         require(place.world_size == world_size,
@@ -135,7 +138,7 @@ def launch(arguments: list[str], world_size: int, wire=nullcontext(None), output
     """
     if sys.stderr.isatty():
         print(f"starting {world_size} process{'es' if world_size > 1 else ''}", file=sys.stderr)
-    with wire as places:
+    with wire as places, tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         processes, previous = [], signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             port = str(free_port())
@@ -143,6 +146,7 @@ def launch(arguments: list[str], world_size: int, wire=nullcontext(None), output
                 prefix, extra = places[rank] if places else ([], {})
                 environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
                                "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                               "TMPDIR": folder,               # what they leave there goes with them, however they end
                                "OMP_NUM_THREADS": str(len(cores_of(rank, world_size))), **extra}
                 # a session of its own: Ctrl-C reaches this process alone, which ends them
                 processes.append(subprocess.Popen([*prefix, sys.executable, str(BENCH), *arguments], env=environment,
@@ -271,8 +275,8 @@ def gathered(value) -> list:
 NOISY = 0.5                  # of a figure's size; if the middle half of its rounds spans more, its median says nothing
 BEYOND = 0.05                # of a figure's size; a median so far beyond what can be is noise too
 TOO_NOISY = "too noisy to tell"
-WHAT_IS_TOO_NOISY = (f"the middle half of the rounds spans more than {NOISY:.0%} of the figure, or their median can't "
-                     "be; try a larger size, more --repeats or a quieter machine")
+WHAT_IS_TOO_NOISY = (f"the middle half of the rounds spans more than {NOISY:.0%} of the figure, or their median is "
+                     "impossible; try a larger size, more --repeats or a quieter machine")
 
 
 @dataclass(frozen=True)
@@ -292,8 +296,8 @@ class Figure:
 
     @property
     def value(self) -> float | None:
-        median, size, span = self.median, self.size or self.median, 0.0
-        if len(self.rounds) > 1:
+        median, size, span = self.median, self.size or self.median, max(self.rounds) - min(self.rounds)
+        if len(self.rounds) > 3:                               # of fewer, all are the middle half
             lower, _, upper = statistics.quantiles(self.rounds, n=4)
             span = upper - lower
         can_be = self.least - BEYOND * size <= median <= self.most + BEYOND * size

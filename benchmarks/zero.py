@@ -28,8 +28,6 @@ import dataclasses
 import gc
 import multiprocessing
 import os
-import signal
-import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
@@ -214,7 +212,6 @@ def peak_of_its_own(name: str, flags, place: Place, mesh) -> int:
         return torch.cuda.max_memory_allocated(mesh.device) - before
     # A server that has imported this file and computed nothing starts the process: quicker than from the beginning,
     # and safe, as a copy of this process with its threads would not be.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))    # at exit the server's folder is removed
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     receiving, sending = context.Pipe(duplex=False)

@@ -260,7 +260,7 @@ def test_figures_are_related_round_by_round():
     (Figure((0.9, 1.0, 1.2)), "1.00 [0.90 .. 1.20]"),
     (Figure((0.6, 1.0, 1.9)), "too noisy to tell [0.60 .. 1.90]"),
     (Figure((1.0,) * 6 + (9.0,)), "1.00 [1.00 .. 9.00]"),                       # one round that was disturbed
-    (Figure((1.0, 2.6)), "too noisy to tell [1.00 .. 2.60]"),
+    (Figure((1.0, 2.6)), "too noisy to tell [1.00 .. 2.60]"), (Figure((1.8, 2.6)), "2.20 [1.80 .. 2.60]"),
     (Figure((3.0,)), "3.00 [3.00 .. 3.00]"),
     (Figure((0.02, 0.1, 0.3), most=1.0, size=1.0), "0.10 [0.02 .. 0.30]"),      # a part of a whole is near 0 or not
     (Figure((-0.3, 0.5, 1.6), most=1.0, size=1.0), "too noisy to tell [-0.30 .. 1.60]"),

@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 import uuid
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import ROOT, TINY, make_corpus
+from faults import ROOT, TINY, make_corpus, wait_until
 from forks import LAUNCHER, Forks
 from test_bad_input import needs_proc
 from test_bench import listen_to_interrupts
@@ -215,9 +216,8 @@ def test_export_takes_the_newest_sound_checkpoint_of_a_run_and_says_which(traine
 class Watched:
     """A command whose stderr is a terminal, on which a test looks; its processes have a mark of their own."""
 
-    def __init__(self, folder: Path, *flags):
-        (folder / "temporary").mkdir()
-        self.seen, self.mark, self.temporary = "", uuid.uuid4().hex, folder / "temporary"
+    def __init__(self, folder: Path, temporary: Path, *flags):
+        self.seen, self.mark, self.temporary = "", uuid.uuid4().hex, temporary
         self.terminal, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))      # rows and columns
         self.process = start(folder, "bench.py", *flags, stderr=slave, preexec_fn=listen_to_interrupts,
@@ -259,12 +259,13 @@ def watched(tmp_path):
     begun = []
 
     def watch(*flags) -> Watched:
-        begun.append(Watched(tmp_path, *flags))
+        begun.append(Watched(tmp_path, Path(short), *flags))
         return begun[0]
 
-    yield watch
-    for one in begun:
-        one.close()
+    with tempfile.TemporaryDirectory() as short:                # pytest's is too long a name for a socket
+        yield watch
+        for one in begun:
+            one.close()
 
 
 def test_a_line_on_the_terminal_moves_and_rank_0_alone_writes_it(watched):
@@ -282,9 +283,12 @@ def test_a_line_on_the_terminal_moves_and_rank_0_alone_writes_it(watched):
 
 
 def test_where_nobody_looks_no_line_moves(tmp_path):
-    code, out, err = end(start(tmp_path, "bench.py", "checkpoint", *SMALL, "--num-attention-heads", 2, "--repeats", 1))
+    """And in the folder on the disk to be measured nothing stays."""
+    code, out, err = end(start(tmp_path, "bench.py", "checkpoint", *SMALL, "--num-attention-heads", 2, "--repeats", 1,
+                               "--folder", tmp_path))
     assert code == 0 and json.loads(out.splitlines()[-1])["question"] == "checkpoint"
     assert "round" not in err and "starting" not in err, err
+    assert f" in {tmp_path}/bench-" in out and not list(tmp_path.iterdir())
 
 
 @needs_proc
@@ -299,12 +303,19 @@ def test_ctrl_c_ends_all_of_it_without_a_word(watched, question, flags, moment):
     one.read_until(moment)
     one.process.send_signal(signal.SIGINT)
     assert one.process.wait(PATIENCE) == 128 + signal.SIGINT, one.seen
-    left = [path.name for path in one.temporary.iterdir() if not path.name.startswith("torchinductor")]   # its cache
-    assert not one.alive() and not left
+    wait_until(lambda: not one.alive(), PATIENCE)               # multiprocessing's own helpers end a moment later
+    assert not [path.name for path in one.temporary.iterdir() if not path.name.startswith("torchinductor")]
     while one.read():
         pass
     assert "Traceback" not in one.seen and "rror" not in one.seen, one.seen
     assert one.process.stdout.read() == ""
+
+
+def test_ctrl_c_while_torch_is_imported_is_no_error(tmp_path):
+    """That takes seconds, and who has mistyped a flag is quick."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    ended = end(start(tmp_path, "bench.py", "overlap", environment={"PYTHONPATH": str(tmp_path)}))
+    assert ended == (128 + signal.SIGINT, "", "")
 
 
 def test_ctrl_c_before_training_begins_is_no_error(monkeypatch):
