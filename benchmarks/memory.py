@@ -1,6 +1,6 @@
 """Does the memory of a rank match the formulas? Measured on every rank while it trains, beside what formulas.py says.
 
-    parameters, gradients,    bytes of the storages that model, flat buffers and optimizer hold: equal to the byte, padding
+    parameters, gradients,    bytes of the storages that model, flat buffers, optimizer hold: equal to the byte, padding
     optimizer                 included
     activations               bytes of the storages that can be reached from the tapes of all microbatches that are
                               alive, saved tensors of autograd included, when they are most

@@ -42,9 +42,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, Python looks only into data/
 
 from nanodomino.command import run  # noqa: E402
-from nanodomino.config import require  # noqa: E402
 from nanodomino.data import FORMAT, SPLITS, file_sha256, load_corpus  # noqa: E402
-from nanodomino.settings import UserError
+from nanodomino.settings import UserError, require
 from nanodomino.tokenizer import build_tokenizer  # noqa: E402
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"

@@ -41,7 +41,8 @@ class Lion(torch.optim.Optimizer):
 @dataclass(frozen=True)
 class Choice:
     """make(parameter groups, config) -> a torch.optim.Optimizer, whose groups have `lr`; moments: the names under which
-    it keeps a tensor of the weight's shape each, whatever its settings; counts: whether it also keeps the number of its updates, as `step`."""
+    it keeps a tensor of the weight's shape each, whatever its settings; counts: whether it also keeps the number of its
+    updates, as `step`."""
     make: Callable
     moments: tuple[str, ...]
     counts: bool = False
