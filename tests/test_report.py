@@ -1,0 +1,103 @@
+"""What a person is told of a run: before the first step, within a step that takes long, when it is told to stop."""
+
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import tiny
+
+import nanodomino.report
+from nanodomino.config import Config
+from nanodomino.launch import StopSignal
+from nanodomino.mesh import make_mesh
+from nanodomino.model import on_paper
+from nanodomino.report import Report
+from nanodomino.step_time import estimate
+
+
+@pytest.fixture
+def report(tmp_path):
+    """report(tokens by split): of a run of a tiny model."""
+    def report(speaks=True, **tokens):
+        place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: "")
+        corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
+                                 tokens={"train": 999, "valid": 999, "test": 999} | tokens)
+        return Report(tiny(1), corpus, place, tmp_path, 0, speaks)
+    return report
+
+
+def test_a_split_of_a_few_samples_says_so(report, capsys):
+    """Samples of 8 tokens here."""
+    report(valid=25, test=8)
+    said = capsys.readouterr().out
+    assert "the valid split holds 3 samples of 8 tokens: its loss will say little" in said
+    assert "the test split holds 0 samples of 8 tokens: there will be no loss of it" in said
+
+
+def test_splits_with_enough_samples_are_not_talked_about(report, capsys):
+    report()
+    assert "split holds" not in capsys.readouterr().out
+
+
+def test_a_step_that_takes_long_is_announced_and_a_short_one_is_not(report, capsys):
+    one = report()
+    capsys.readouterr()
+    one.estimate(0.3, 10**9)
+    assert capsys.readouterr().out == ""
+    one.estimate(41.2, 12_345_678_901)
+    assert "a step will take about 41 s, and the fullest rank about 12.3 GB of memory" in capsys.readouterr().out
+
+
+def test_the_bar_moves_within_a_step_that_takes_long(report, monkeypatch):
+    one, said = report(), []
+    one.bar = SimpleNamespace(set_postfix_str=said.append)
+    one.action(1, 8)
+    assert said == [], "the step has just begun"
+    monkeypatch.setattr(nanodomino.report, "PATIENCE", 0.0)
+    time.sleep(0.01)
+    one.action(3, 8)
+    assert said == ["in this step 3 of 8 forwards and backwards"]
+    silent = report(speaks=False)
+    silent.bar = one.bar
+    silent.action(5, 8)
+    assert len(said) == 1, "only rank 0 has a screen"
+
+
+def estimate_rank(config):
+    return estimate(config, make_mesh(config.pp, config.dp, config.tp, torch.device("cpu")))
+
+
+def test_all_ranks_come_to_the_same_estimate_and_more_work_takes_longer(pool):
+    small, large = (tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, num_layers=layers, hidden_size=64, seq_length=64)
+                    for layers in (2, 40))
+    found = [pool.run(estimate_rank, config, world_size=4) for config in (small, large)]
+    for of_ranks in found:
+        assert len(set(of_ranks)) == 1 and of_ranks[0][0] > 0
+    assert found[1][0][0] > 2 * found[0][0][0] and found[1][0][1] > 5 * found[0][0][1]
+
+
+def test_whoever_tells_a_run_to_stop_hears_that_it_will():
+    """In the middle of a step, on the thread that listens."""
+    said, kept = [], {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        signals = StopSignal(said.append)
+        signal.raise_signal(signal.SIGINT)
+        end = time.monotonic() + 5
+        while not said and time.monotonic() < end:
+            time.sleep(0.01)
+        assert signals.number == signal.SIGINT
+        assert said == ["stopping after this step, with a checkpoint; a second Ctrl-C ends at once"]
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("processes", range(1, 9))
+def test_any_number_of_processes_up_to_eight_has_a_default_layout(processes):
+    """Every one of them works, and a stage of it holds a layer."""
+    config = Config().resolve(processes).with_vocabulary(257)
+    assert config.tp * config.pp * config.dp == processes
+    assert all(len(on_paper(config, stage).layers) >= 1 for stage in range(config.pp))
