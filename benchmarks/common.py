@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,8 +138,9 @@ def launch(arguments: list[str], world_size: int, wire=nullcontext(None), output
     """
     if sys.stderr.isatty():
         print(f"starting {world_size} process{'es' if world_size > 1 else ''}", file=sys.stderr)
-    with wire as places, tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-        processes, previous = [], signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with (wire as places, tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder,
+          noted_signals() as told):
+        processes = []
         try:
             port = str(free_port())
             for rank in range(world_size):
@@ -152,16 +153,33 @@ def launch(arguments: list[str], world_size: int, wire=nullcontext(None), output
                 processes.append(subprocess.Popen([*prefix, sys.executable, str(BENCH), *arguments], env=environment,
                                                   stdout=output if rank == 0 else subprocess.DEVNULL,
                                                   start_new_session=True))
-            while (codes := [process.poll() for process in processes]) and None in codes and not any(codes):
+            while ((codes := [process.poll() for process in processes]) and None in codes and not any(codes)
+                   and not told):
                 time.sleep(0.05)
-            return next((code for code in codes if code), 0)
         finally:
             for process in processes:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)     # and what it has started itself
             for process in processes:
                 process.wait()
-            signal.signal(signal.SIGTERM, previous)
+    if told:
+        raise KeyboardInterrupt if told[0] == signal.SIGINT else SystemExit(128 + told[0])
+    return next((code for code in codes if code), 0)
+
+
+@contextmanager
+def noted_signals():
+    """Gives a list of the signals to end that have come. They only are noted: one that cut Popen short would leave a
+    process behind that nobody knows. What is ignored, as nohup wants it, stays ignored."""
+    told = []
+    previous = {number: signal.signal(number, lambda number, _: told.append(number))
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+                if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield told
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def free_port() -> int:

@@ -26,6 +26,7 @@ from test_bad_input import needs_proc
 from test_bench import listen_to_interrupts
 
 from bench import QUESTIONS
+from benchmarks import common
 from nanodomino import launch
 from nanodomino.manifest import checkpoints_of
 
@@ -309,6 +310,38 @@ def test_ctrl_c_ends_all_of_it_without_a_word(watched, question, flags, moment):
         pass
     assert "Traceback" not in one.seen and "rror" not in one.seen, one.seen
     assert one.process.stdout.read() == ""
+
+
+@needs_proc
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_bench_that_is_killed_or_whose_terminal_is_closed_takes_its_processes_along(watched, name):
+    one = watched("checkpoint", *SMALL, "--num-attention-heads", 2, "--repeats", 100_000)
+    one.read_until("round 2 of 100001")
+    one.process.send_signal(getattr(signal, name))
+    assert one.process.wait(PATIENCE) == 128 + getattr(signal, name), one.seen
+    wait_until(lambda: not one.alive(), PATIENCE)
+
+
+def test_ctrl_c_while_processes_are_started_forgets_none(monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *_, **options):
+            super().__init__([sys.executable, "-c", "import time; time.sleep(60)"], **options)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            common.launch(["overlap"], 2)
+        assert [process.poll() for process in started] == [-signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for process in started:
+            process.kill()
 
 
 def test_ctrl_c_while_torch_is_imported_is_no_error(tmp_path):
