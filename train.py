@@ -149,13 +149,13 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     stage = Domino(model, config.slices, config.columns, config.compile_backend if config.compile else None, trace)
     done = restore(run.checkpoint, model, optimizer, mesh, run.weights_alone) if run.checkpoint else 0
-    warm_up(stage, optimizer, config, mesh)
     saver = Saver(run.folder, mesh, config.keep_last, config.timeout)
     report = Report(config, corpus, mesh, run.folder, done, speaks=dist.get_rank() == 0)
     if run.weights_alone:
         report.say(f"from the weights of {run.checkpoint}, and nothing else of it")
     if done < config.train_iters:
         report.estimate(*estimate(config, mesh))
+        warm_up(stage, optimizer, config, mesh)
     signals, stop, skipped, begin = StopSignal(report.say), False, 0, time.perf_counter()
 
     step, traced = done, config.traced_steps
