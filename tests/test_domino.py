@@ -181,8 +181,7 @@ def count_rank(config, data):
     counts = Counter()
     blocking = set()
     mesh, _, optimizer, stage = build(config)
-    groups = {mesh.tp_group: "tp", mesh.dp_group: "dp", mesh.pp_group: "pp",
-              mesh.embedding_group: "embedding", None: "world"}
+    groups = {mesh.tp_group: "tp", mesh.dp_group: "dp", mesh.embedding_group: "embedding", None: "world"}
 
     def counted(name, original, payload):
         def collective(*args, **kwargs):
@@ -194,13 +193,21 @@ def count_rank(config, data):
             return original(*args, **kwargs)
         return collective
 
-    kept = dist.all_reduce, dist.isend, zero.reduce_scatter, zero.all_gather
+    def exchange(operations):
+        for operation in operations:
+            if operation.op is dist.isend:
+                way = "down" if operation.peer > dist.get_rank() else "up"
+                counts[("send", way), "calls"] += 1
+                counts[("send", way), "elements"] += operation.tensor.numel()
+        return kept[1](operations)
+
+    kept = dist.all_reduce, dist.batch_isend_irecv, zero.reduce_scatter, zero.all_gather
     try:
-        dist.all_reduce, dist.isend = counted("all_reduce", kept[0], 0), counted("send", kept[1], 0)
+        dist.all_reduce, dist.batch_isend_irecv = counted("all_reduce", kept[0], 0), exchange
         zero.reduce_scatter, zero.all_gather = counted("reduce_scatter", kept[2], 0), counted("all_gather", kept[3], 0)
         train.train_step(1, stage, optimizer, data, config, mesh)
     finally:
-        dist.all_reduce, dist.isend, zero.reduce_scatter, zero.all_gather = kept
+        dist.all_reduce, dist.batch_isend_irecv, zero.reduce_scatter, zero.all_gather = kept
     padded = sum(bucket.main_grad.numel() for bucket in optimizer.buckets)
     tied = sum(bucket.main_grad.numel() for bucket in optimizer.buckets if bucket.kind.tied)
     return dict(counts), blocking, padded, tied
