@@ -1,4 +1,5 @@
-"""What every test finds ready: the repository root on the import path, and one pool of workers for the whole session."""
+"""What every test finds ready: the repository root on the import path, one pool of workers for the whole session, and
+real processes for each file that asks for them."""
 
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `pytest` alone puts only tests/ there
 
+from forks import Forks  # noqa: E402
 from pool import Pool  # noqa: E402
 
 
@@ -16,3 +18,11 @@ def pool():
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """`forks.launch(command, ranks, folder, limit)`: see forks.py."""
+    server = Forks()
+    yield server
+    server.close()

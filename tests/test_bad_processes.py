@@ -22,7 +22,7 @@ from typing import Callable
 
 import pytest
 from faults import TINY, make_corpus
-from forks import Forks, launcher_environments
+from forks import launcher_environments
 
 from nanodomino.manifest import file_digest, manifest_text
 
@@ -271,13 +271,6 @@ TABLE = [*FLAGS, *DATA, *CHECKPOINTS, *RUNS, *LAUNCHES]
 
 
 # ---- the test
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks()
-    yield forks
-    forks.close()
-
 
 @pytest.fixture(scope="module")
 def sound(forks, tmp_path_factory):

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults import ROOT, TINY, make_corpus, wait_until
-from forks import LAUNCHER, Forks
+from forks import LAUNCHER
 from test_bad_input import needs_proc
 from test_bench import listen_to_interrupts
 
@@ -81,13 +81,6 @@ def losses(run_dir: Path) -> list[float]:
 
 
 # ---- help
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks()
-    yield forks
-    forks.close()
-
 
 @pytest.mark.parametrize("command, flags, says", [
     ("bench.py", "", QUESTIONS), ("bench.py", "--help", QUESTIONS),

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from faults import ROOT, TINY, Job, make_corpus
-from forks import Forks, launcher_environments
+from forks import launcher_environments
 from test_bad_input import needs_proc
 
 END_TOGETHER = 60        # seconds from the start until all have ended; it takes 4, if the machine has no other work
@@ -46,13 +46,6 @@ def corpus(tmp_path_factory):
 def folder(tmp_path):
     (tmp_path / "driver.py").write_text(DRIVER)
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks()
-    yield forks
-    forks.close()
 
 
 def only_rank_2_is_blamed(output: str):

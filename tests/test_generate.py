@@ -21,7 +21,7 @@ import pytest
 import tiktoken
 import torch
 from faults import LAUNCHER, ROOT, TINY, make_corpus
-from forks import Forks, launcher_environments
+from forks import launcher_environments
 from harness import build, reference_for, tiny
 
 from nanodomino.config import Config
@@ -159,13 +159,6 @@ def test_a_terminal_of_few_characters_gets_question_marks(monkeypatch):
 
 
 # ---- the command
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks()
-    yield forks
-    forks.close()
-
 
 @pytest.fixture(scope="module")
 def folder(forks, tmp_path_factory):

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from faults import ROOT, TINY, make_corpus
-from forks import Forks
 from harness import tiny
 
 import nanodomino.report
@@ -81,13 +80,6 @@ def leave(folder: Path, *lines, **settings) -> Path:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return make_corpus(tmp_path_factory.mktemp("plot"))
-
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks()
-    yield forks
-    forks.close()
 
 
 @pytest.fixture
