@@ -29,38 +29,39 @@ had recorded that work first, so the wait is taken, and nothing is hidden:
 So the forward keeps a tape, and backward is a second generator that walks it:
 
     forward, each sublayer                              backward, the same sublayer
-      x, h = bridge(x, y)       graph of its own          g_a = g_y W2
-      c = h W1^T + b1                                     g_c = core.backward(g_a)
-      a = core(c)               graph of its own          g_h = g_c W1     -> all-reduce starts
+      x, h = bridge(x, y)                                 g_a = g_y W2
+      c = h W1^T + b1                                     g_c = core_backward(g_a)
+      a = core(c)                                         g_h = g_c W1     -> all-reduce starts
       y = a W2^T  -> all-reduce starts                    weight gradients g_y^T a, g_c^T h, ...: more cover
       yield                     others compute            yield            others compute
       wait                                                wait
-                                                          g_x, g_y = bridge.backward(g_x, g_h)
+                                                          g_x, g_y = bridge_backward(g_x, g_h)
 
-Matrix products are written out; what is between the wires and the products is a `Segment` (tape.py), a small autograd
-graph cut off at its inputs. Weight gradients are deferred until the input gradient's reduce is under way: nothing waits
-for them. The last slice's last sum finds the others without products: backward its own weight gradients cover it,
-forward nothing does. So in a microbatch's forward one slice's sum of a sublayer is exposed on every stage but the last,
-whose last sum is the cross entropy's two numbers a token.
+Every step of it is written out, but for attention's core (tape.py). Weight gradients are deferred until the input
+gradient's reduce is under way: nothing waits for them. The last slice's last sum finds the others without products:
+backward its own weight gradients cover it, forward nothing does. So in a microbatch's forward one slice's sum of a
+sublayer is exposed on every stage but the last, whose last sum is the cross entropy's two numbers a token.
 
 The column split (section 3.3) works within a slice, also at batch 1: the output features of the row-parallel product,
 and of the column-parallel input gradient, in chunks, each chunk's reduce under way while the next is computed.
 
 With one slice this is Megatron's tensor parallelism: forward it blocks, backward the weight gradients are its cover.
-With tp = 1 there are no wires, nothing ever waits, and a layer is one Segment, weight gradients and all.
+With tp = 1 there are no wires, and nothing ever waits.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.data import Batch
-from nanodomino.model import GPT, Dropout, Layer, Norm, Sublayer, close_residual
-from nanodomino.parallel import cross_entropy, cross_entropy_gradient, exponentials, logits_maximum
-from nanodomino.tape import Segment
+from nanodomino.functions import NORMALIZATIONS
+from nanodomino.model import GPT, Dropout, Sublayer, close_residual, drop
+from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, gradient_of_rows, in_chunks, label_and_log_sum,
+                                 label_and_log_sum_of_rows, parts_of_loss)
 from nanodomino.trace import NO_TRACE
 
 
@@ -75,26 +76,62 @@ def interleave(generators, trace):
             waiting.append((index, generator))
 
 
-def bridge(x, y, bias, mask, norm: Norm):
-    """Close the sublayer before (y is its sum over ranks; None at a stage's start), open the next:
-    x', h, all [b, s, h].
+def bridge(x, y, bias, mask, weight, norm_bias, epsilon, kind):
+    """Close the sublayer before (y is its sum over ranks; None at a stage's start), open the next with a norm of this
+    kind: x', h, both [b, s, h], and the norm's statistics.
 
-    So it straddles two: x, y, bias and mask belong to the sublayer before, the norm to the one that follows. A
-    sublayer's row.bias gets its gradient from the bridge behind it, whose backward has run by finish(sublayer).
+    So it straddles two: x, y, bias and mask belong to the sublayer before, the norm to the one that follows.
     """
     if y is not None:
         x = close_residual(x, y, bias, mask)
-    return x, norm(x)
+    return x, *kind.forward(x, weight, norm_bias, epsilon)
+
+
+def bridge_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, closes, kind):
+    """Gradients of x, y, bias (None where it `closes` nothing), and of the norm's weight and bias, from those of x'
+    (None if only h is used) and h."""
+    gradient, grad_weight, grad_norm_bias = kind.backward(grad_h, x, statistics, weight, norm_bias)
+    if grad_x is not None:
+        gradient = gradient.add_(grad_x)
+    if not closes:
+        return gradient, None, None, grad_weight, grad_norm_bias
+    return *close_residual_backward(gradient, mask), grad_weight, grad_norm_bias
+
+
+def close_residual_backward(gradient, mask):
+    """Gradients of x, y and bias. Of x and y they may be one tensor: whoever gets them writes to neither."""
+    grad_y = drop(gradient, mask)
+    return gradient, grad_y, grad_y.sum(dim=(0, 1))
+
+
+@dataclass
+class Bridge:
+    """What backward needs of one."""
+    weights: tuple                       # of the norm: weight, bias
+    bias: torch.nn.Parameter | None      # of the sublayer before
+    mask: torch.Tensor | None            # [b, s, h]
+    x: torch.Tensor                      # x' [b, s, h], at which the norm is differentiated
+    statistics: tuple
+
+
+class Step:
+    """A sublayer, with what a slice looks up in it each time: a Module's attributes take the host a tenth of its time."""
+
+    def __init__(self, sublayer: Sublayer):
+        self.sublayer, self.site, self.norm = sublayer, sublayer.site, sublayer.norm.weights
+        self.core_forward, self.core_backward = sublayer.core_forward, sublayer.core_backward
+        self.column, self.column_bias = sublayer.column.weight, sublayer.column.bias       # [out/t, h], [out/t]
+        self.row, self.row_bias = sublayer.row.weight, sublayer.row.bias                   # [h, in/t], [h]
 
 
 @dataclass
 class Link:
-    """What backward needs of one sublayer: two graphs and the inputs of the two products."""
-    sublayer: Sublayer
-    bridge: Segment               # into this sublayer, out of the one before
-    h: torch.Tensor               # [b, s, h], into the column-parallel product
-    core: Segment
-    activation: torch.Tensor      # [b, s, .../t], into the row-parallel product
+    """What backward needs of one sublayer: the bridge into it, its core, and the inputs of its two products."""
+    step: Step
+    bridge: Bridge
+    h: torch.Tensor                      # [b, s, h], into the column-parallel product
+    kept: object                         # of the core
+    activation: torch.Tensor             # [b, s, .../t], into the row-parallel product
 
 
 @dataclass
@@ -105,11 +142,12 @@ class Slice:
     hidden: torch.Tensor | None                        # [b, s, h] from the stage before
     masks: Dropout
     training: bool
+    entrance: torch.Tensor | None = None               # dropout of words + positions [b, s, h]
     links: list[Link] = field(default_factory=list)
-    entrance: Segment | None = None                    # word vectors + positions
-    exit: Segment | None = None                        # the last bridge: into the head, or out of the stage
+    exit: Bridge | tuple | None = None                 # into the head; or the last (bias, mask), out of the stage
     head_input: torch.Tensor | None = None             # [b, s, h]
-    softmax: torch.Tensor | None = None                # [b, s, width]
+    logits: torch.Tensor | None = None                 # [b, s, width]
+    share: torch.Tensor | None = None                  # [b, s], of this rank's words in the softmax
     output: torch.Tensor | None = None                 # loss [b, s] on the last stage, else hidden [b, s, h]
 
 
@@ -120,13 +158,14 @@ class Domino:
         self.model, self.mesh, self.trace = model, model.mesh, trace
         self.group = model.mesh.tp_group
         self.slices, self.columns = slices, columns
-        compiled = ((lambda function: torch.compile(function, backend=compile_backend)) if compile_backend
-                    else (lambda function: function))
-        self.bridge, self.close_residual = compiled(bridge), compiled(close_residual)
-        # without wires to hide, a layer is one graph
-        self.whole_layer = compiled(Layer.forward) if self.mesh.tp == 1 else None
-        self.layer_weights = {layer: list(layer.parameters()) for layer in model.layers.values()}
-        self.cores = {kind: compiled(kind.core) for kind in {type(sublayer) for sublayer in model.sublayers}}
+        self.steps = [Step(sublayer) for sublayer in model.sublayers]
+        compiled = partial(torch.compile, backend=compile_backend) if compile_backend else lambda function: function
+        kind = NORMALIZATIONS[model.config.normalization]
+        self.bridge = compiled(partial(bridge, epsilon=model.config.layernorm_epsilon, kind=kind))
+        self.bridge_backward = compiled(partial(bridge_backward, kind=kind))
+        # compiled, no temporary is as large as the logits; else it is cut
+        self.label_and_log_sum_of_rows, self.gradient_of_rows = map(
+            compiled if compile_backend else in_chunks, (label_and_log_sum_of_rows, gradient_of_rows))
 
     # ---- the stage, as the pipeline sees it
 
@@ -177,75 +216,60 @@ class Domino:
         if model.pre_process:
             words = model.embedding.word_embeddings.partial(piece.batch.tokens)
             yield from self.all_reduce(piece, "embedding", words)
-            mask = piece.masks.hidden("embedding", words)
-            piece.entrance = Segment(piece.training,
-                                     lambda words: model.embedding.add_positions(words, piece.batch.positions, mask),
-                                     [words], [model.embedding.position_embeddings.weight])
-            (x,) = piece.entrance.outputs
-        for layer in model.layers.values():
-            if self.whole_layer:
-                x = self.forward_whole_layer(piece, layer, x)
-                continue
-            for sublayer in (layer.attention, layer.mlp):
-                x, y, bias, mask = yield from self.forward_sublayer(piece, sublayer, x, y, bias, mask)
+            piece.entrance = piece.masks.hidden("embedding", words)
+            x = model.embedding.add_positions(words, piece.batch.positions, piece.entrance)
+        for step in self.steps:
+            x, y, bias, mask = yield from self.forward_sublayer(piece, step, x, y, bias, mask)
         if model.post_process:
             yield from self.forward_head(piece, x, y, bias, mask)
         else:
-            piece.exit = Segment(piece.training,
-                                 lambda x, y: x if y is None else self.close_residual(x, y, bias, mask),
-                                 [x, y], [bias])
-            piece.output = piece.exit.outputs[0].detach()
+            piece.exit = bias, mask
+            piece.output = x if y is None else close_residual(x, y, bias, mask)
         if not piece.training:
-            piece.entrance = piece.exit = piece.softmax = None
+            piece.entrance = piece.exit = piece.head_input = piece.logits = None
 
-    def open(self, piece, x, y, bias, mask, following):
-        """The bridge into `following` (a Norm), as a Segment with outputs x', h."""
-        return Segment(piece.training, lambda x, y: self.bridge(x, y, bias, mask, following), [x, y],
-                       [bias, *following.parameters()])
+    def open(self, x, y, bias, mask, norm):
+        """The bridge into what opens with a norm of these weights: (h, what backward needs)."""
+        x, h, *statistics = self.bridge(x, y, bias, mask, *norm)
+        return h, Bridge(norm, bias, mask, x, statistics)
 
-    def forward_sublayer(self, piece, sublayer, x, y, bias, mask):
+    def forward_sublayer(self, piece, step, x, y, bias, mask):
         """Generator: bridge, product, core, product, wires. Returns what the next bridge needs: x, y, bias, mask."""
-        core_mask, hidden_mask = piece.masks.sublayer(sublayer, x)
-        opened = self.open(piece, x, y, bias, mask, sublayer.norm)
-        x, h = (output.detach() for output in opened.outputs)
-        with self.trace.span("matmul", slice=piece.index, site=sublayer.site):
-            c = F.linear(h, sublayer.column.weight, sublayer.column.bias)
-        core = Segment(piece.training, lambda c: self.cores[type(sublayer)](sublayer, c, core_mask), [c])
+        core_mask, hidden_mask = piece.masks.sublayer(step.sublayer, x)
+        h, opened = self.open(x, y, bias, mask, step.norm)
+        with self.trace.span("matmul", slice=piece.index, site=step.site):
+            c = F.linear(h, step.column, step.column_bias)
+        activation, kept = step.core_forward(c, core_mask, piece.training)
         del c                                                  # the core keeps what it needs of it
-        activation = core.outputs[0].detach()
 
         chunks, works = [], []
-        for part in sublayer.row.weight.chunk(self.columns, dim=0):          # W2's output features
-            with self.trace.span("matmul", slice=piece.index, site=sublayer.site):
-                chunks.append(activation @ part.t())
-            works.append(self.launch(piece, sublayer.site, chunks[-1]))
+        for part in self.cut(step.row, 0):                     # W2's output features
+            with self.trace.span("matmul", slice=piece.index, site=step.site):
+                chunks.append(F.linear(activation, part))
+            works.append(self.launch(piece, step.site, chunks[-1]))
+        if piece.training:
+            piece.links.append(Link(step, opened, h, kept, activation))
         yield
-        self.wait(piece, sublayer.site, works)
-        if piece.training:
-            piece.links.append(Link(sublayer, opened, h, core, activation))
-        return x, join(chunks), sublayer.row.bias, hidden_mask
+        self.wait(piece, step.site, works)
+        return opened.x, join(chunks), step.row_bias, hidden_mask
 
-    def forward_whole_layer(self, piece, layer, x):
-        """tp = 1: the layer as one Segment."""
-        masks = [piece.masks.sublayer(sublayer, x) for sublayer in (layer.attention, layer.mlp)]
-        whole = Segment(piece.training, lambda x: self.whole_layer(layer, x, *masks), [x], self.layer_weights[layer])
-        if piece.training:
-            piece.links.append((layer, whole))
-        return whole.outputs[0].detach()
+    def cut(self, weight, dim):
+        """The column split: a matrix in chunks along its dimension on the side of the wires."""
+        return [weight] if self.columns == 1 else weight.chunk(self.columns, dim)
 
     def forward_head(self, piece, x, y, bias, mask):
         """Generator: final norm, logits of this rank's words, cross entropy with its two reduces on the wires."""
         model, (vocabulary,) = self.model, self.model.head
-        piece.exit = self.open(piece, x, y, bias, mask, model.final_norm)
-        piece.head_input = piece.exit.outputs[1].detach()
+        piece.head_input, piece.exit = self.open(x, y, bias, mask, model.final_norm.weights)
         with self.trace.span("matmul", slice=piece.index, site="head"):
-            logits = piece.head_input @ vocabulary.logits_weight().t()
-        maximum = logits_maximum(logits, vocabulary)
+            piece.logits = F.linear(piece.head_input, vocabulary.logits_weight())
+        labels = piece.batch.labels
+        label, log_sum = label_and_log_sum(piece.logits, labels, vocabulary, self.label_and_log_sum_of_rows)
+        maximum = log_sum.clone()
         yield from self.all_reduce(piece, "cross_entropy", maximum, dist.ReduceOp.MAX)
-        exponential, sums = exponentials(logits, piece.batch.labels, maximum, vocabulary)
-        del logits                                             # the largest tensor of all, in long vocabularies
+        share, sums = parts_of_loss(label, log_sum, maximum, vocabulary.locate(labels)[1])
         yield from self.all_reduce(piece, "cross_entropy", sums)
-        piece.output, piece.softmax = cross_entropy(exponential, sums)
+        piece.output, piece.share = cross_entropy(share, sums)
 
     # ---- backward
 
@@ -255,22 +279,13 @@ class Domino:
         if model.post_process:
             grad_x, grad_y = yield from self.backward_head(piece, gradient, finish)
         else:
-            grad_x, grad_y = with_y(piece.exit.backward(gradient))
+            (bias, mask), piece.exit = piece.exit, None
+            grad_x, grad_y, grad_bias = close_residual_backward(gradient, mask)
+            add_gradients([bias], [grad_bias])
         while piece.links:
-            link = piece.links.pop()
-            if self.whole_layer:
-                layer, whole = link
-                (grad_x,) = whole.backward(grad_x)
-                finish(layer)
-            else:
-                grad_x, grad_y = yield from self.backward_sublayer(piece, link, grad_x, grad_y, finish)
+            grad_x, grad_y = yield from self.backward_sublayer(piece, piece.links.pop(), grad_x, grad_y, finish)
         if model.pre_process:
-            (grad_words,) = piece.entrance.backward(grad_x)
-            words = model.embedding.word_embeddings
-            row, inside = words.locate(piece.batch.tokens)
-            grad_words = grad_words * inside.unsqueeze(-1)
-            words.weight.main_grad.index_add_(0, row.flatten(),
-                                              grad_words.flatten(0, 1).to(words.weight.main_grad.dtype))
+            self.backward_embedding(piece, drop(grad_x, piece.entrance))
             finish(model.embedding)
         results[piece.index] = grad_x
 
@@ -280,36 +295,51 @@ class Domino:
         y is a sum over ranks, and the gradient of a sum is the gradient of each part: no wires there. h was copied to
         every rank, so its gradient is the sum of theirs: the wires.
         """
-        sublayer = link.sublayer
-        with self.trace.span("matmul", slice=piece.index, site=sublayer.site):
-            grad_activation = grad_y @ sublayer.row.weight
-        (grad_columns,) = link.core.backward(grad_activation)
-        grad_h = yield from self.input_gradient(piece, sublayer.site, grad_columns, sublayer.column.weight, [
-            (sublayer.row.weight.main_grad, grad_y, link.activation),
-            (sublayer.column.weight.main_grad, grad_columns, link.h),
-            (sublayer.column.bias.main_grad, grad_columns, None)])
-        grad_x, grad_y = with_y(link.bridge.backward(grad_x, grad_h))
-        finish(sublayer)
+        step = link.step
+        with self.trace.span("matmul", slice=piece.index, site=step.site):
+            grad_activation = grad_y @ step.row
+        grad_columns = step.core_backward(grad_activation, link.kept)
+        grad_h = yield from self.input_gradient(piece, step.site, grad_columns, step.column, [
+            (step.row.main_grad, grad_y, link.activation),
+            (step.column.main_grad, grad_columns, link.h),
+            (step.column_bias.main_grad, grad_columns, None)])
+        grad_x, grad_y = self.close(link.bridge, grad_x, grad_h)
+        finish(step.sublayer)
         return grad_x, grad_y
 
     def backward_head(self, piece, gradient, finish):
         """Generator: gradient of the losses [b, s] -> gradients of x and y before the final norm."""
         model, (vocabulary,) = self.model, self.model.head
-        grad_logits = cross_entropy_gradient(piece.softmax, piece.batch.labels, gradient.to(piece.softmax.dtype),
-                                             vocabulary)
-        grad_logits = grad_logits.to(piece.head_input.dtype)
+        grad_logits = cross_entropy_gradient(piece.logits, piece.batch.labels, piece.output, piece.share, gradient,
+                                             vocabulary, self.gradient_of_rows)
         grad_h = yield from self.input_gradient(piece, "head", grad_logits, vocabulary.logits_weight(), [
             (vocabulary.weight.main_grad[:vocabulary.width], grad_logits, piece.head_input)])
-        grad_x, grad_y = with_y(piece.exit.backward(None, grad_h))
-        piece.exit = piece.softmax = None
+        grad_x, grad_y = self.close(piece.exit, None, grad_h)
+        piece.exit = piece.head_input = piece.logits = None
         shared = model.config.tied and model.pre_process         # then the embedding will add to it, at the other end
         finish(model.final_norm, *([] if shared else [vocabulary]))
         return grad_x, grad_y
 
+    def close(self, opened: Bridge, grad_x, grad_h):
+        """A bridge's backward: gradients of its x and y."""
+        grad_x, grad_y, *gradients = self.bridge_backward(grad_x, grad_h, opened.x, opened.statistics,
+                                                          *opened.weights, opened.mask, opened.bias is not None)
+        add_gradients((opened.bias, *opened.weights), gradients)
+        return grad_x, grad_y
+
+    def backward_embedding(self, piece, gradient):
+        """gradient: of words + positions [b, s, h]."""
+        embedding, batch = self.model.embedding, piece.batch
+        row, inside = embedding.word_embeddings.locate(batch.tokens)
+        for weight, rows, gradient in (
+                (embedding.position_embeddings.weight, batch.positions, gradient),
+                (embedding.word_embeddings.weight, row, gradient * inside.unsqueeze(-1))):
+            weight.main_grad.index_add_(0, rows.flatten(), gradient.flatten(0, 1).to(weight.main_grad.dtype))
+
     def input_gradient(self, piece, site, grad_output, weight, deferred):
         """Generator: grad_output W, summed over ranks; the deferred weight gradients run once it is on the wires."""
         chunks, works = [], []
-        for part in weight.chunk(self.columns, dim=1):                       # W1's input features
+        for part in self.cut(weight, 1):                       # W1's input features
             with self.trace.span("matmul", slice=piece.index, site=site):
                 chunks.append(grad_output @ part)
             works.append(self.launch(piece, site, chunks[-1]))
@@ -344,14 +374,19 @@ class Domino:
         self.wait(piece, site, [work])
 
 
-def with_y(gradients):
-    """Gradients of a bridge's inputs as (x, y); where there was no y, at a stage's start, None."""
-    return gradients if len(gradients) == 2 else (*gradients, None)
-
-
 def join(chunks):
     """Chunks of the last dimension -> one tensor."""
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)
+
+
+def add_gradients(weights, gradients):
+    """To their main_grad, in one call for all of them that there are."""
+    torch._foreach_add_([weight.main_grad for weight in weights if weight is not None],
+                        [gradient for gradient in gradients if gradient is not None])
+
+
+# torch from 2.8 on, on CUDA: 16-bit products are added to fp32 without being rounded, or stored, in between
+WIDENS = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def add_weight_gradient(main_grad, grad_output, activation):
@@ -362,5 +397,7 @@ def add_weight_gradient(main_grad, grad_output, activation):
         main_grad.add_(grad_output.sum(dim=0))
     elif main_grad.dtype == grad_output.dtype:
         main_grad.addmm_(grad_output.t(), activation.flatten(0, 1))
+    elif main_grad.is_cuda and WIDENS:
+        torch.addmm(main_grad, grad_output.t(), activation.flatten(0, 1), out_dtype=main_grad.dtype, out=main_grad)
     else:
         main_grad.add_(grad_output.t() @ activation.flatten(0, 1))

@@ -34,6 +34,7 @@ from nanodomino.functions import NORMALIZATIONS
 from nanodomino.mesh import Mesh, mesh_on_paper
 from nanodomino.model import GPT, on_paper
 from nanodomino.optimizers import OPTIMIZERS
+from nanodomino.parallel import CHUNK_BYTES
 from nanodomino.schedules import SCHEDULES, most_alive
 from nanodomino.zero import Kind, flat_layout, sort_into_buckets
 
@@ -152,15 +153,15 @@ def kept_by_layer(config: Config, at) -> dict[str, float]:
 
 def kept_by_ends(config: Config, at) -> dict[str, float]:
     """The same of what is not a layer. The first norm's input is the stage's: the embedding's or the message before."""
-    w, n, x = wide(config), tokens(config), activation(config)
+    e, w, n, x = element(config), wide(config), tokens(config), activation(config)
     mask = w * n * config.hidden_size if config.hidden_dropout else 0
     kept = {"tokens, labels, positions, mask": (3 * 8 + 4) * n}
     if at.is_first_stage and mask:
         kept["embedding dropout"] = mask
     if at.is_last_stage:                                       # the bridge into the head
         kept["head"] = 2 * x + n * norm_statistics(config)
-        kept["softmax"] = w * n * logits_width(config, at)
-        kept["losses"] = w * n
+        kept["logits"] = e * n * logits_width(config, at)
+        kept["losses, shares"] = 2 * w * n
     else:
         kept["output"] = x
     return kept
@@ -199,14 +200,16 @@ def message_bytes(config: Config, at) -> int:
 def working_bytes(config: Config, at) -> int:
     """Of what comes and goes, where it is most: an estimate, whose terms are the largest tensors of three moments."""
     e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
-    logits, ffn = n * logits_width(config, at) if at.is_last_stage else 0, e * n * config.ffn_hidden_size // t
-    product = e * config.hidden_size * config.ffn_hidden_size // t if e < w else 0  # a weight gradient, to be widened
+    cuda, slices = config.device == "cuda", min(config.slices, config.micro_batch_size)
+    ffn, h = e * n * config.ffn_hidden_size // t, config.hidden_size
+    narrow = e < w and not cuda                   # on CPUs what is 16 bit and to be wide is made twice
+    widened = e if narrow else 0                  # a weight gradient, before it is added to fp32
     head = sum(kept_by_ends(config, at).values()) if at.is_last_stage else 0     # gone when the layers' turn comes
-    moments = [2 * x + 2 * ffn + max(0, product - ffn) - head]                      # backward of an MLP
+    moments = [2 * x + 2 * ffn + max(0, widened * h * config.ffn_hidden_size // t - ffn) - head]     # backward of an MLP
     if at.is_last_stage:                                                            # forward and backward of the head
-        slices = min(config.slices, config.micro_batch_size)
-        moments += [2 * x + w * logits // slices,
-                    2 * x + (e * logits + e * config.hidden_size * logits_width(config, at) if e < w else 0)]
+        width = logits_width(config, at)
+        chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"], w * n * width // slices)
+        moments += [2 * x + chunk * (2 if narrow else 1), 2 * x + max(chunk, widened * h * width)]
     return int(max(moments))
 
 

@@ -2,6 +2,9 @@
 
 A choice is one entry of a table here; the setting's values, its flag and its error sentences are the table's keys, and
 model.py calls what the entry holds. Whoever schedules the work (domino.py, pipeline.py) never learns of it.
+
+Each has its definition, which autograd differentiates, and the pair of forward and backward that training runs. The
+pair says what it keeps in between, costs the host a quarter of the time, and a test holds it against the definition.
 """
 
 from collections.abc import Callable
@@ -13,12 +16,16 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Normalization:
-    """function(x [.., h], weight [h], bias [h] or None, epsilon) -> [.., h].
+    """function(x [.., h], weight [h], bias [h] or None, epsilon) -> [.., h]: the definition.
 
-    statistics(element, wide, cuda): bytes that its backward keeps of each token beside x, by the bytes of a number of x
-    and of one in fp32 or wider, and whether it runs on CUDA.
+    forward(x, weight, bias, epsilon) -> (the same, *statistics);
+    backward(gradient, x, statistics, weight, bias) -> gradients of x, weight, bias (None where there is none).
+    statistics(element, wide, cuda): bytes of the statistics of a token, by the bytes of a number of x and of one in
+    fp32 or wider, and whether it runs on CUDA.
     """
     function: Callable
+    forward: Callable
+    backward: Callable
     has_bias: bool
     statistics: Callable
 
@@ -28,28 +35,45 @@ def layer_norm(x, weight, bias, epsilon):
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
-class RMSNorm(torch.autograd.Function):
-    """x / rms * weight, over the last dimension (1910.07467). By hand, since torch's own keeps x / rms too, in fp32:
-    with n = x r, r = 1 / rms and g the gradient,  dx = r (w g - n mean(n w g)),  dw = sum(n g)."""
+def layer_norm_forward(x, weight, bias, epsilon):
+    return torch.native_layer_norm(x, weight.shape, weight, bias, epsilon)               # with mean, 1 / deviation
 
-    @staticmethod
-    def forward(ctx, x, weight, epsilon):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        inverse = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-        ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse * weight).to(x.dtype)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight, inverse = ctx.saved_tensors
-        normal, scaled = x * inverse, gradient * weight
-        grad_x = inverse * (scaled - normal * (normal * scaled).mean(dim=-1, keepdim=True))
-        return grad_x.to(x.dtype), (normal * gradient).flatten(0, -2).sum(dim=0).to(weight.dtype), None
+def layer_norm_backward(gradient, x, statistics, weight, bias):
+    return torch.ops.aten.native_layer_norm_backward(gradient, x, weight.shape, *statistics, weight, bias, [True] * 3)
+
+
+def rms_norm(x, weight, bias, epsilon):
+    """x / rms * weight, over the last dimension (1910.07467)."""
+    return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def rms_norm_forward(x, weight, bias, epsilon):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    inverse = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+    return (wide * inverse * weight).to(x.dtype), inverse
+
+
+def rms_norm_backward(gradient, x, statistics, weight, bias):
+    """With n = x r, r = 1 / rms and g the gradient:  dx = r (w g - n mean(n w g)),  dw = sum(n g)."""
+    (inverse,) = statistics
+    normal, scaled = x * inverse, gradient * weight
+    grad_x = inverse * (scaled - normal * (normal * scaled).mean(dim=-1, keepdim=True))
+    return grad_x.to(x.dtype), (normal * gradient).flatten(0, -2).sum(dim=0).to(weight.dtype), None
 
 
 NORMALIZATIONS = {
-    "LayerNorm": Normalization(layer_norm, has_bias=True,
+    "LayerNorm": Normalization(layer_norm, layer_norm_forward, layer_norm_backward, has_bias=True,
                                statistics=lambda element, wide, cuda: 2 * (wide if cuda else element)),
-    "RMSNorm": Normalization(lambda x, weight, bias, epsilon: RMSNorm.apply(x, weight, epsilon), has_bias=False,
+    "RMSNorm": Normalization(rms_norm, rms_norm_forward, rms_norm_backward, has_bias=False,
                              statistics=lambda element, wide, cuda: wide),
 }
+
+
+def gelu(x):
+    """x P(X < x) of a normal X, by its tanh approximation (1606.08415), as GPT-2 has it."""
+    return F.gelu(x, approximate="tanh")
+
+
+def gelu_backward(gradient, x):
+    return torch.ops.aten.gelu_backward(gradient, x, approximate="tanh")

@@ -24,17 +24,18 @@ GPT-2.
 
 import dataclasses
 import hashlib
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanodomino.config import Config
-from nanodomino.functions import NORMALIZATIONS
+from nanodomino.functions import NORMALIZATIONS, gelu, gelu_backward
 from nanodomino.mesh import Mesh, mesh_on_paper
 from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding,
                                  copy_to_tensor_parallel, gather_logits, parameter, vocab_parallel_cross_entropy)
+from nanodomino.tape import run_segment
 
 
 def stage_layers(num_layers: int, stage: int, stages: int) -> range:
@@ -65,12 +66,22 @@ class Norm(nn.Module):
         self.bias = parameter((config.hidden_size,), config, mesh) if self.kind.has_bias else None
         self.epsilon = config.layernorm_epsilon
 
+    @property
+    def weights(self):
+        """weight and bias [h]; no bias: None."""
+        return self.weight, self.bias
+
     def forward(self, x):
         return self.kind.function(x, self.weight, self.bias, self.epsilon)
 
 
 class Sublayer(nn.Module):
-    """norm, column-parallel linear, core, row-parallel linear, add. `column` and `row` are set by the subclass."""
+    """norm, column-parallel linear, core, row-parallel linear, add. The subclass has `column`, `row` and the core:
+
+    core(c, mask) -> activation                                       the definition
+    core_forward(c, mask, training) -> (activation, kept)             what training runs; kept: what backward needs
+    core_backward(gradient, kept) -> gradient of c
+    """
 
     def __init__(self, config: Config, mesh: Mesh, site: str):
         super().__init__()
@@ -106,17 +117,36 @@ class Attention(Sublayer):
         b, s, _ = qkv.shape
         return qkv.view(b, s, self.heads, 3, self.head_dim).permute(3, 0, 2, 1, 4)
 
-    def core(self, qkv, mask):
-        """qkv [b, s, 3h/t] -> [b, s, h/t]. mask: dropout of the probabilities [b, n/t, s, s] or None."""
-        b, s, _ = qkv.shape
-        q, k, v = self.split_heads(qkv)
+    def join_heads(self, context):
+        """[b, n/t, s, d] -> [b, s, h/t]."""
+        return context.transpose(1, 2).flatten(2)
+
+    def attend(self, q, k, v, mask):
+        """All [b, n/t, s, d]. mask: dropout of the probabilities [b, n/t, s, s] or None."""
         if mask is None:
-            context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:                                                  # by hand, since SDPA draws its own mask
-            future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
-            scores = (q @ k.transpose(-1, -2)) * self.head_dim ** -0.5
-            context = drop(scores.masked_fill(future, -torch.inf).softmax(dim=-1), mask) @ v
-        return context.transpose(1, 2).reshape(b, s, self.heads * self.head_dim)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        s = q.size(2)                                          # by hand, since SDPA draws its own mask
+        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+        scores = (q @ k.transpose(-1, -2)) * self.head_dim ** -0.5
+        return drop(scores.masked_fill(future, -torch.inf).softmax(dim=-1), mask) @ v
+
+    def core(self, qkv, mask):
+        """qkv [b, s, 3h/t] -> [b, s, h/t]."""
+        return self.join_heads(self.attend(*self.split_heads(qkv), mask))
+
+    def core_forward(self, qkv, mask, training):
+        if not training:
+            return self.core(qkv, mask), None
+        heads = self.split_heads(qkv)
+        if mask is not None:                                   # else products keep copies of their own, beside qkv
+            heads = [one.contiguous() for one in heads]
+        context, segment = run_segment(partial(self.attend, mask=mask), *heads)
+        return self.join_heads(context), segment
+
+    def core_backward(self, gradient, segment):
+        b, s, _ = gradient.shape
+        gradients = segment.backward(gradient.view(b, s, self.heads, self.head_dim).transpose(1, 2))
+        return torch.stack([one.transpose(1, 2) for one in gradients], dim=3).view(b, s, -1)
 
 
 class MLP(Sublayer):
@@ -137,7 +167,13 @@ class MLP(Sublayer):
 
     def core(self, x, mask):
         """[b, s, 4h/t] -> [b, s, 4h/t]."""
-        return F.gelu(x, approximate="tanh")
+        return gelu(x)
+
+    def core_forward(self, x, mask, training):
+        return gelu(x), x
+
+    def core_backward(self, gradient, x):
+        return gelu_backward(gradient, x)
 
 
 class Layer(nn.Module):

@@ -152,41 +152,67 @@ class VocabParallelEmbedding(nn.Module):
         return self.weight[:self.width]
 
 
-# Cross entropy of logits [b, s, width] that lie on t ranks, in fp32 or wider: three steps, two reduces between them.
+# Cross entropy of logits [b, s, width] that lie on t ranks. A softmax over all words is the softmax over each rank's own
+# words, times the rank's share; and the shares are a softmax too, of the ranks' log_sums, log(sum_j exp(z_j)). Hence
 #
-#     loss = log(sum_j exp(z_j - max)) - (z_label - max)
+#     label_and_log_sum        -> log-probability of the label among this rank's words, and log_sum, both [b, s]
+#                                 maximum of the log_sums over ranks [b, s]: without it exp would overflow
+#     parts_of_loss            -> sum over ranks [2, b, s] of exp(log_sum - maximum), and of what the label's rank says
+#     cross_entropy            -> loss [b, s], this rank's share [b, s]
+#     cross_entropy_gradient      softmax - one_hot(label): no wires
 #
-#     logits_maximum    -> max over ranks [b, s]       without it exp overflows; a local one would differ
-#     exponentials      -> sum over ranks [2, b, s]    of exp, and of the label's logit, which one rank has: packed
-#     cross_entropy     -> loss [b, s], softmax
+# One tensor of the size of the logits is ever whole: they stay in their own type until the gradient takes their place.
+# Sums are of fp32 or wider, in temporaries of some rows at a time.
 
-def logits_maximum(logits, vocabulary: VocabParallelEmbedding):
-    """[b, s]: the largest logit of this rank's words; -inf on a rank that owns nothing but padding."""
+CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # of a temporary: a CPU's caches hold it; a GPU is kept busy by it
+
+
+def in_chunks(function):
+    """function(logits [rows, width], others [rows] ...) -> results [rows] ..., run on some rows at a time."""
+    def over_chunks(logits, *others):
+        rows = max(1, CHUNK_BYTES[logits.device.type] // (4 * logits.size(-1)))
+        results = [function(*some) for some in zip(*(tensor.split(rows) for tensor in (logits, *others)))]
+        return [torch.cat(parts) for parts in zip(*results)]
+    return over_chunks
+
+
+def label_and_log_sum_of_rows(logits, row):
+    """logits [n, width], row [n] -> (log-probability of that word, log of the sum of all words' exp), both [n]."""
+    at_row, row = logits.gather(-1, row.unsqueeze(-1)), row.unsqueeze(-1)
+    label = logits.log_softmax(dim=-1, dtype=wide(logits)).gather(-1, row)
+    return label.squeeze(-1), (at_row - label).squeeze(-1)
+
+
+def gradient_of_rows(logits, row, inside, at_label, factor):
+    """logits [n, width] become softmax * factor [n]; where `inside` [n], the word `row` [n] gets at_label [n]."""
+    torch.mul(logits.softmax(dim=-1), factor.unsqueeze(-1), out=logits)
+    row = row.unsqueeze(-1)
+    logits.scatter_(-1, row, at_label.to(logits.dtype).unsqueeze(-1).where(inside.unsqueeze(-1), logits.gather(-1, row)))
+    return ()
+
+
+def label_and_log_sum(logits, labels, vocabulary: VocabParallelEmbedding, of_rows=in_chunks(label_and_log_sum_of_rows)):
+    """Both [b, s], of this rank's words alone: log-probability of the label, 0 where another rank has it; log_sum, -inf
+    on a rank that owns nothing but padding. Overwrites the logits of padding."""
     if not vocabulary.valid:
-        return torch.full(logits.shape[:-1], -torch.inf, dtype=wide(logits), device=logits.device)
-    return logits[..., :vocabulary.valid].amax(dim=-1).to(wide(logits))
-
-
-def exponentials(logits, labels, maximum, vocabulary: VocabParallelEmbedding):
-    """(exp(z - maximum) [b, s, width], 0 for padding; this rank's part of the two sums [2, b, s]).
-
-    The logits are left as they are: `.to(float32)` of fp32 logits is the same storage, so nothing here writes in place
-    but on its own tensors.
-    """
+        nothing = torch.zeros(labels.shape, dtype=wide(logits), device=logits.device)
+        return nothing, nothing - torch.inf
+    logits[..., vocabulary.valid:] = -torch.inf
     row, inside = vocabulary.locate(labels)
-    shifted = logits.to(maximum.dtype) - maximum.unsqueeze(-1)
-    shifted[..., vocabulary.valid:] = -torch.inf
-    sums = shifted.new_zeros(2, *labels.shape)
-    if vocabulary.valid:
-        sums[1] = shifted.gather(-1, row.unsqueeze(-1)).squeeze(-1) * inside
-    exponential = shifted.exp_()
-    sums[0] = exponential.sum(dim=-1)
-    return exponential, sums
+    label, log_sum = of_rows(logits.flatten(0, 1), row.flatten())
+    return label.view_as(labels).where(inside, 0), log_sum.view_as(labels)
 
 
-def cross_entropy(exponential, sums):
-    """(loss [b, s], softmax [b, s, width]) from the sums over all ranks. Overwrites `exponential`."""
-    return sums[0].log() - sums[1], exponential.div_(sums[0].unsqueeze(-1))
+def parts_of_loss(label, log_sum, maximum, inside):
+    """(exp(log_sum - maximum) [b, s]; this rank's part of the two sums [2, b, s])."""
+    below = log_sum - maximum
+    share = below.exp()
+    return share, torch.stack([share, (label + below).where(inside, 0)])
+
+
+def cross_entropy(share, sums):
+    """(loss [b, s], share of this rank's words in the softmax [b, s]) from the sums over all ranks."""
+    return sums[0].log() - sums[1], share / sums[0]
 
 
 def wide(tensor) -> torch.dtype:
@@ -194,35 +220,41 @@ def wide(tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def cross_entropy_gradient(softmax, labels, gradient, vocabulary: VocabParallelEmbedding):
-    """d loss / d logits = (softmax - one_hot(label)) * gradient, on this shard: no wires. Overwrites softmax."""
-    row, inside = vocabulary.locate(labels)
+def cross_entropy_gradient(logits, labels, loss, share, gradient, vocabulary: VocabParallelEmbedding,
+                           of_rows=in_chunks(gradient_of_rows)):
+    """d loss / d logits = (softmax - one_hot(label)) * gradient, on this shard, in the place of the logits.
+
+    At the label, whose probability is exp(-loss), it is expm1(-loss): p - 1 would have lost what p was rounded to."""
     if vocabulary.valid:
-        softmax.scatter_add_(-1, row.unsqueeze(-1), -inside.unsqueeze(-1).to(softmax.dtype))
-    softmax *= gradient.unsqueeze(-1)
-    return softmax
+        row, inside = vocabulary.locate(labels)
+        gradient = gradient.to(loss.dtype)
+        of_rows(logits.flatten(0, 1), *(tensor.flatten() for tensor in (
+            row, inside, torch.expm1(-loss) * gradient, share * gradient)))
+    return logits
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The three steps with blocking reduces, for the plain forward."""
+    """The steps with blocking reduces, for the plain forward."""
 
     @staticmethod
     def forward(ctx, logits, labels, vocabulary):
-        maximum = logits_maximum(logits, vocabulary)
+        logits = logits.clone()
+        label, log_sum = label_and_log_sum(logits, labels, vocabulary)
+        maximum = log_sum.clone()
         if vocabulary.group.size() > 1:
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=vocabulary.group)
-        exponential, sums = exponentials(logits, labels, maximum, vocabulary)
+        share, sums = parts_of_loss(label, log_sum, maximum, vocabulary.locate(labels)[1])
         if vocabulary.group.size() > 1:
             dist.all_reduce(sums, group=vocabulary.group)
-        loss, softmax = cross_entropy(exponential, sums)
-        ctx.save_for_backward(softmax, labels)
-        ctx.vocabulary, ctx.dtype = vocabulary, logits.dtype
+        loss, share = cross_entropy(share, sums)
+        ctx.save_for_backward(logits, labels, loss, share)
+        ctx.vocabulary = vocabulary
         return loss
 
     @staticmethod
     def backward(ctx, gradient):
-        softmax, labels = ctx.saved_tensors
-        return cross_entropy_gradient(softmax.clone(), labels, gradient, ctx.vocabulary).to(ctx.dtype), None, None
+        logits, labels, loss, share = ctx.saved_tensors
+        return cross_entropy_gradient(logits.clone(), labels, loss, share, gradient, ctx.vocabulary), None, None
 
 
 def vocab_parallel_cross_entropy(logits, labels, vocabulary: VocabParallelEmbedding):
