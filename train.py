@@ -29,7 +29,7 @@ from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
 from nanodomino import pipeline, schedules
 from nanodomino.checkpoint import Saver, restore
 from nanodomino.config import LR_DECAY_STYLES, Config
-from nanodomino.data import Batch, Corpus, TokenDataset, load_corpus
+from nanodomino.data import Batch, Corpus, TokenDataset, load_corpus, sample_ids_of
 from nanodomino.domino import Domino
 from nanodomino.flags import from_command_line
 from nanodomino.generate import generate
@@ -53,19 +53,21 @@ def model_builder(config: Config, mesh: Mesh) -> GPT:
     return GPT(config, mesh, pre_process=mesh.is_first_stage, post_process=mesh.is_last_stage)
 
 
-def dataset_builder(config: Config, corpus: Corpus) -> dict[str, TokenDataset]:
+def dataset_builder(config: Config, corpus: Corpus, device) -> dict[str, TokenDataset]:
     """train, valid and test; the last two only if they hold a window.
     Raises UserError if there is nothing to train on."""
     splits = [split for split in ("train", "valid", "test")
               if split == "train" or corpus.tokens[split] > config.seq_length]
-    return {split: TokenDataset(corpus, split, config.seq_length, config.seed, config.eod_mask_loss)
+    return {split: TokenDataset(corpus, split, config.seq_length, config.seed, config.eod_mask_loss, device)
             for split in splits}
 
 
 def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuffle: bool, microbatch: int):
-    """A microbatch of this replica: the same on all its tensor- and pipeline-parallel ranks, on the device."""
-    return dataset.batch(step, microbatch, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size,
-                         shuffle=shuffle).to(mesh.device)
+    """A microbatch of this replica: the same on all its tensor- and pipeline-parallel ranks."""
+    place = (step, microbatch, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
+    if mesh.is_first_stage or mesh.is_last_stage:
+        return dataset.batch(*place, shuffle=shuffle)
+    return Batch(None, None, None, None, sample_ids_of(*place))
 
 
 def forward_step(batch, stage: Domino, hidden, training: bool):
@@ -116,11 +118,10 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
     them, every sum of a step is made once. Then kernels are compiled and loaded, memory is sized and communicators
     stand: on a GPU each of these waits for the whole device, so also for a message whose sender may wait for us."""
     pipeline.connect(mesh)
-    tokens = torch.zeros(config.micro_batch_size, config.seq_length, dtype=torch.int64, device=mesh.device)
-    hidden = None if mesh.is_first_stage else torch.zeros(*tokens.shape, config.hidden_size, dtype=config.params_dtype,
-                                                          device=mesh.device)
-    nothing = Batch(tokens, tokens, torch.zeros_like(tokens, dtype=torch.float32), tokens, [0] * len(tokens))
-    output, tape = stage.forward(nothing, hidden)
+    hidden = None if mesh.is_first_stage else torch.zeros(config.micro_batch_size, config.seq_length, config.hidden_size,
+                                                          dtype=config.params_dtype, device=mesh.device)
+    rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=mesh.device)
+    output, tape = stage.forward(Batch.of_rows(rows, [0] * len(rows), counted=0), hidden)
     stage.backward(tape, torch.zeros_like(output))
     optimizer.warm_up()
 
@@ -244,7 +245,7 @@ def main(arguments: list[str], place: Place) -> int:
     config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size), data_path=str(corpus.path.resolve()),
                                  data_sha256=corpus.sha256["train"],
                                  compile=device.type == "cuda" if config.compile is None else config.compile)
-    datasets = dataset_builder(config, corpus)
+    datasets = dataset_builder(config, corpus, device)
     if config.sample_tokens:
         corpus.tokenizer()                                     # the sample at the end needs it: if it fails, then now
     found = find_run(config, place) if place.rank == 0 else None

@@ -218,13 +218,11 @@ class RandomTokens:
     def __init__(self, config: Config, device=torch.device("cpu")):
         shape = (config.global_batch_size, config.seq_length + 1)
         self.tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
-        self.positions = torch.arange(config.seq_length, device=device)
 
     def batch(self, step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True) -> Batch:
         first = dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
-        tokens = self.tokens[first:first + micro_batch_size]
-        return Batch(tokens[:, :-1], tokens[:, 1:], torch.ones_like(tokens[:, 1:], dtype=torch.float32),
-                     self.positions.expand(len(tokens), -1), list(range(first, first + len(tokens))))
+        return Batch.of_rows(self.tokens[first:first + micro_batch_size],
+                             list(range(first, first + micro_batch_size)))
 
 
 # ---- alternatives in turn

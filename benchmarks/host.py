@@ -57,8 +57,8 @@ def answer(flags, place):
     mesh = make_mesh(1, 1, config.tp, device)
     model = GPT(config, mesh)
     ZeroOptimizer(model, config, mesh)                   # gives each parameter its main_grad
-    tokens = torch.zeros(config.micro_batch_size, config.seq_length, dtype=torch.int64, device=device)
-    batch = Batch(tokens, tokens, torch.ones_like(tokens, dtype=torch.float32), tokens, list(range(len(tokens))))
+    rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=device)
+    batch = Batch.of_rows(rows, list(range(len(rows))))
 
     backends = {"nanodomino": None, **({"nanodomino, compiled": config.compile_backend} if flags.compile else {})}
     sides = {"autograd": Autograd(model, batch, config.slices),

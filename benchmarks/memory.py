@@ -90,8 +90,7 @@ class OwnTokens(RandomTokens):
 
     def batch(self, *arguments, **options) -> Batch:
         batch = super().batch(*arguments, **options)
-        return Batch(*(tensor.clone(memory_format=torch.contiguous_format)
-                       for tensor in (batch.tokens, batch.labels, batch.loss_mask, batch.positions)), batch.sample_ids)
+        return Batch.of_rows(torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1), batch.sample_ids)
 
 
 # ---- activations: what the tapes hold

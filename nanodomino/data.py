@@ -42,22 +42,31 @@ FORMAT = "nanodomino-corpus-1"
 
 @dataclass
 class Batch:
+    """A microbatch. A stage between first and last has the sample_ids alone, and None for the tensors."""
     tokens: torch.Tensor        # [b, s] int64
     labels: torch.Tensor        # [b, s] int64, the next tokens
     loss_mask: torch.Tensor     # [b, s] float32, 0 where a position does not count
     positions: torch.Tensor     # [b, s] int64
     sample_ids: list[int]       # [b], each row's number in the order of consumption; seeds its dropout
 
-    def to(self, device) -> "Batch":
-        tensors = (self.tokens, self.labels, self.loss_mask, self.positions)
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors), self.sample_ids)
+    @staticmethod
+    def of_rows(rows, sample_ids, counted=None, end_of_text=None) -> "Batch":
+        """rows [b, s + 1] int64, a token more than a sample; all else is made where they are. Only the first `counted`
+        of them count, and no position whose label is end_of_text; None: all do."""
+        b, s = len(rows), rows.size(1) - 1
+        labels = rows[:, 1:]
+        loss_mask = torch.ones(labels.shape, device=rows.device)
+        if counted is not None:
+            loss_mask[counted:] = 0
+        if end_of_text is not None:
+            loss_mask.masked_fill_(labels == end_of_text, 0)
+        return Batch(rows[:, :-1], labels, loss_mask, torch.arange(s, device=rows.device).expand(b, s), sample_ids)
 
     def split(self, count: int) -> list["Batch"]:
         """Cut along the samples into `count` parts whose sizes differ by one at most; the longer ones come first."""
-        parts = zip(*(tensor.tensor_split(count)
-                      for tensor in (self.tokens, self.labels, self.loss_mask, self.positions)))
-        ids = iter(self.sample_ids)
-        return [Batch(*part, [next(ids) for _ in range(len(part[0]))]) for part in parts]
+        cuts = [tensor.tensor_split(count) if tensor is not None else [None] * count
+                for tensor in (self.tokens, self.labels, self.loss_mask, self.positions)]
+        return [Batch(*part, ids.tolist()) for *part, ids in zip(*cuts, np.array_split(self.sample_ids, count))]
 
 
 @dataclass
@@ -143,12 +152,20 @@ def load_corpus(folder) -> Corpus:
     return corpus
 
 
-class TokenDataset:
-    """One split as batches of windows of `seq_length` tokens. Raises UserError if there is not a single window."""
+def sample_ids_of(step: int, microbatch: int, dp_rank: int, dp: int, micro_batch_size: int,
+                  global_batch_size: int) -> list[int]:
+    """Which samples of the run are in this microbatch of this replica."""
+    first = step * global_batch_size + dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
+    return list(range(first, first + micro_batch_size))
 
-    def __init__(self, corpus: Corpus, split: str, seq_length: int, seed: int, eod_mask_loss: bool = False):
-        self.corpus, self.split, self.seq_length, self.seed, self.eod_mask_loss = (
-            corpus, split, seq_length, seed, eod_mask_loss)
+
+class TokenDataset:
+    """One split as batches, on `device`, of windows of `seq_length` tokens. Raises UserError if there is no window."""
+
+    def __init__(self, corpus: Corpus, split: str, seq_length: int, seed: int, eod_mask_loss: bool = False,
+                 device=torch.device("cpu")):
+        self.corpus, self.split, self.seq_length, self.seed, self.device = corpus, split, seq_length, seed, device
+        self.end_of_text = corpus.end_of_text if eod_mask_loss else None
         count = corpus.tokens[split]
         self.windows = max(count - 1, 0) // seq_length
         require(self.windows > 0,
@@ -173,23 +190,19 @@ class TokenDataset:
         require(global_batch_size % (dp * micro_batch_size) == 0,
                 f"global-batch-size {global_batch_size} must be divisible by micro-batch-size x data parallel = "
                 f"{micro_batch_size} x {dp} = {micro_batch_size * dp}")
-        first = step * global_batch_size + dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
-        sample_ids = list(range(first, first + micro_batch_size))
-        s = self.seq_length
+        sample_ids = sample_ids_of(step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size)
+        s, counted = self.seq_length, None
+        if not shuffle:             # every rank has equally many rows, and none is counted twice
+            counted = min(max(self.windows - sample_ids[0], 0), micro_batch_size)
         rows = np.zeros((micro_batch_size, s + 1), dtype=np.int64)
-        loss_mask = torch.ones(micro_batch_size, s)
-        for i, sample in enumerate(sample_ids):
-            if not shuffle and sample >= self.windows:
-                loss_mask[i] = 0    # every rank has equally many rows, and none is counted twice
-                continue
+        for row, sample in zip(rows[:counted], sample_ids):
             start = (self.window_of(sample) if shuffle else sample) * s
-            rows[i] = self.row[start:start + s + 1]
+            row[:] = self.row[start:start + s + 1]
         # An id outside the vocabulary would end as an unreadable device-side assert in the embedding.
         require(rows.max() < self.corpus.vocab_size,
                 f"{self.corpus.path / self.split}.bin holds token id {rows.max()}, outside the "
                 f"vocabulary of {self.corpus.vocab_size}; prepare the text again")
         rows = torch.from_numpy(rows)
-        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        if self.eod_mask_loss:
-            loss_mask[labels == self.corpus.end_of_text] = 0
-        return Batch(tokens, labels, loss_mask, torch.arange(s).expand(micro_batch_size, s).contiguous(), sample_ids)
+        if self.device.type == "cuda":     # from memory that the GPU reads by itself: the host goes on
+            rows = rows.pin_memory().to(self.device, non_blocking=True)
+        return Batch.of_rows(rows, sample_ids, counted, self.end_of_text)

@@ -175,7 +175,7 @@ class Domino:
         Returns (output, tape): hidden states [b, s, h], or on the last stage the loss of each token [b, s]; and what
         backward() takes. With training=False no tape is kept and nothing is dropped.
         """
-        count = min(self.slices, len(batch.tokens))
+        count = min(self.slices, len(batch.sample_ids))
         hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
         pieces = [Slice(index, part, hiddens[index],
                         Dropout(self.model.config, self.mesh, part.sample_ids if training else None), training)

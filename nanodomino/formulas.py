@@ -155,7 +155,10 @@ def kept_by_ends(config: Config, at) -> dict[str, float]:
     """The same of what is not a layer. The first norm's input is the stage's: the embedding's or the message before."""
     e, w, n, x = element(config), wide(config), tokens(config), activation(config)
     mask = w * n * config.hidden_size if config.hidden_dropout else 0
-    kept = {"tokens, labels, positions, mask": (3 * 8 + 4) * n}
+    kept = {}
+    if at.is_first_stage or at.is_last_stage:
+        kept["tokens"] = 8 * (n + config.micro_batch_size)     # a row has one more than positions: the last label
+        kept["positions, loss mask"] = 8 * config.seq_length + 4 * n
     if at.is_first_stage and mask:
         kept["embedding dropout"] = mask
     if at.is_last_stage:                                       # the bridge into the head

@@ -1,8 +1,8 @@
 """A piece of the forward that autograd differentiates, on its own, when we say so.
 
 Plain autograd keeps one graph of everything and runs it backward in its own order. Domino needs another order, with the
-wires between the pieces, and most pieces it differentiates by hand. What only torch knows how to differentiate well, the
-fused attention of each device, becomes a graph of its own, cut off at its inputs:
+wires between the pieces, and most of them it differentiates by hand. What only torch knows how to differentiate well,
+the fused attention of each device, becomes a graph of its own, cut off at its inputs:
 
     output, segment = run_segment(function, q, k, v)      output = function(q, k, v)
     segment.backward(gradient)                            the gradients of q, k, v

@@ -589,13 +589,33 @@ def whole_step(dataset, step, dp, micro, batch_size=24, shuffle=True):
 
 
 def test_a_batch_has_the_shapes_and_labels_that_it_promises(corpus):
-    batch = TokenDataset(corpus, "train", 16, seed=1).batch(3, 1, 1, 2, 4, 16).to("cpu")
+    batch = TokenDataset(corpus, "train", 16, seed=1).batch(3, 1, 1, 2, 4, 16)
     for tensor in (batch.tokens, batch.labels, batch.loss_mask, batch.positions):
-        assert tensor.shape == (4, 16) and tensor.is_contiguous()
+        assert tensor.shape == (4, 16)
         assert tensor.dtype == (torch.float32 if tensor is batch.loss_mask else torch.int64)
     assert batch.sample_ids == [3 * 16 + 8 + 4 + i for i in range(4)]
     assert batch.positions.tolist() == [list(range(16))] * 4 and batch.loss_mask.min() == 1
     assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
+
+
+def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, monkeypatch):
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: copies.append(("pinned", tuple(rows.shape))) or rows)
+    monkeypatch.setattr(torch.Tensor, "to", lambda rows, device, non_blocking: copies.append((device.type, non_blocking)) or rows)
+    TokenDataset(corpus, "train", 16, seed=1, eod_mask_loss=True, device=torch.device("cuda")).batch(0, 0, 0, 1, 4, 4)
+    assert copies == [("pinned", (4, 17)), ("cuda", True)]
+
+
+def test_a_stage_between_first_and_last_reads_no_tokens_and_knows_its_samples(corpus):
+    import train
+    from nanodomino.config import Config
+    from nanodomino.mesh import mesh_on_paper
+    config = Config(seq_length=16, micro_batch_size=4, global_batch_size=16, data_parallel_size=2, pipeline_model_parallel_size=3).resolve(6)
+    dataset = TokenDataset(corpus, "train", 16, seed=1)
+    ends, middle = (train.get_batch(dataset, config, mesh_on_paper(3, 2, 1, stage, 1), 3, True, 1) for stage in (0, 1))
+    assert middle.tokens is middle.labels is middle.loss_mask is middle.positions is None
+    assert middle.sample_ids == ends.sample_ids and ends.tokens.shape == (4, 16)
+    assert [part.sample_ids for part in middle.split(3)] == [part.sample_ids for part in ends.split(3)]
 
 
 def test_labels_are_the_next_tokens_and_windows_cover_the_row_once(corpus):
