@@ -118,8 +118,8 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
     them, every sum of a step is made once. Then kernels are compiled and loaded, memory is sized and communicators
     stand: on a GPU each of these waits for the whole device, so also for a message whose sender may wait for us."""
     pipeline.connect(mesh)
-    hidden = None if mesh.is_first_stage else torch.zeros(config.micro_batch_size, config.seq_length, config.hidden_size,
-                                                          dtype=config.params_dtype, device=mesh.device)
+    shape = (config.micro_batch_size, config.seq_length, config.hidden_size)
+    hidden = None if mesh.is_first_stage else torch.zeros(shape, dtype=config.params_dtype, device=mesh.device)
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=mesh.device)
     output, tape = stage.forward(Batch.of_rows(rows, [0] * len(rows), counted=0), hidden)
     stage.backward(tape, torch.zeros_like(output))

@@ -40,6 +40,7 @@ from nanodomino.mesh import Place, find_place
 from nanodomino.settings import UserError, add_flags, flags_of, require
 from nanodomino.step_time import slowest, synchronize
 
+GPT2 = 50304     # words of GPT-2's vocabulary, rounded up as nanoGPT does
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 
 

@@ -10,25 +10,30 @@ One step is the forward and the backward of one microbatch on --tp ranks. In tur
     dtensor     the plain model of plain.py, its layers cut by torch's DTensor: ColwiseParallel, RowwiseParallel
                 (embedding and head are whole on every rank)
 
+With --compile (the default on CUDA) what domino.py does is compiled: megatron, domino, compute. The other two are not,
+so look at megatron / domino then.
+
     hidden      1 - (domino - compute) / wires: the part of the communication that no one waits for, between 0 and 1;
                 where the wires take longer than the work, at most compute / wires of it can be hidden
     bound       domino / max(compute, wires): 1 would be perfect, less can't be
-    speed-up    blocking / domino
+    speed-up    blocking / domino; and megatron / domino
 
     python bench.py overlap                         over the loopback, or between GPUs; --timeline draws it
     sudo python bench.py overlap --wire 500mbit     a network namespace for each rank, a slow wire between: see wire.py
+    python bench.py overlap --tp 8 --model gpt3-13b --num-layers 4 --dtype bfloat16 --micro-batch-size 4   on eight GPUs
 
 On CPUs each rank has one core, which also does the network's work.
 """
 
 import dataclasses
 import os
+from argparse import BooleanOptionalAction
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import (SAME, Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text,
+from benchmarks.common import (GPT2, SAME, Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text,
                                compare, config_of, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, mean_loss
 from benchmarks.wire import INTERFACE
@@ -40,13 +45,15 @@ from nanodomino.settings import require
 from nanodomino.trace import Trace
 from nanodomino.zero import ZeroOptimizer
 
-FLAGS = ("tensor_model_parallel_size", "slices", "columns", "num_layers", "hidden_size", "ffn_hidden_size",
+FLAGS = ("tensor_model_parallel_size", "slices", "columns", "model", "num_layers", "hidden_size", "ffn_hidden_size",
          "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device")
+SMALL = dict(num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=256, micro_batch_size=8, vocab_size=257)
 
 
 def add_flags(parser):
-    add_config_flags(parser, FLAGS, tensor_model_parallel_size=2, slices=2, columns=1, num_layers=4, hidden_size=512,
-                     num_attention_heads=8, seq_length=256, micro_batch_size=8, vocab_size=257)
+    add_config_flags(parser, FLAGS, tensor_model_parallel_size=2, slices=2, columns=1, model=None,
+                     micro_batch_size=SMALL["micro_batch_size"])
+    parser.add_argument("--compile", action=BooleanOptionalAction, help="torch.compile Domino (default: on CUDA)")
     parser.add_argument("--wire", metavar="RATE", help="join the ranks by a wire of this rate, such as 500mbit; needs "
                                                        "root and iproute2 (default: the loopback)")
     parser.add_argument("--timeline", metavar="PICTURE.svg", help="draw a step of megatron above one of domino")
@@ -63,7 +70,13 @@ def processes(flags) -> int:
 
 
 def settle(flags):
-    """The Config of the one microbatch. Raises UserError."""
+    """The Config of the one microbatch: a preset's, or where no model is named, small. Raises UserError."""
+    if flags.model is None:
+        flags.model = "nano"
+        for name, size in SMALL.items():
+            if getattr(flags, name) is None:
+                setattr(flags, name, size)
+    flags.vocab_size = flags.vocab_size or (SMALL["vocab_size"] if flags.model == "nano" else GPT2)
     return config_of(flags, flags.tensor_model_parallel_size, global_batch_size=flags.micro_batch_size,
                      pipeline_model_parallel_size=1, data_parallel_size=1)
 
@@ -71,6 +84,7 @@ def settle(flags):
 def answer(flags, place):
     config = settle(flags)
     device = find_device(config, place)
+    config = dataclasses.replace(config, compile=device.type == "cuda" if flags.compile is None else flags.compile)
     bind_to_one_core(device)
     require(flags.wire is None or device.type == "cpu",
             "--wire joins CPU processes, since NCCL would find the GPUs' own way round it; add --device cpu")
@@ -96,8 +110,10 @@ def prepare(config, mesh, batch):
     """
     model = GPT(config, mesh)
     ZeroOptimizer(model, config, mesh)                         # gives each parameter the main_grad that Domino adds to
-    megatron, domino = Domino(model, 1, 1), Domino(model, config.slices, config.columns)
-    listening, silent = Listening(model, config.slices, config.columns), Silent(model, config.slices, config.columns)
+    backend = config.compile_backend if config.compile else None
+    megatron, domino = Domino(model, 1, 1, backend), Domino(model, config.slices, config.columns, backend)
+    listening = Listening(model, config.slices, config.columns)
+    silent = Silent(model, config.slices, config.columns, backend)
     plain = dtensor_model(config, mesh)
     steps = {"blocking": lambda: blocking_step(model, batch),
              "megatron": lambda: domino_step(megatron, batch),
@@ -215,7 +231,7 @@ def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
     return hideable, {
         "hidden": Figure(hidden, most=hideable, size=1.0),
         "bound_ratio": ratios(domino, Times(tuple(map(max, compute.seconds, wires.seconds))), least=1.0),
-        "speedup": ratios(times["blocking"], domino)}
+        "speedup": ratios(times["blocking"], domino), "megatron_ratio": ratios(times["megatron"], domino)}
 
 
 def report(flags, config, times, sums, device):
@@ -229,19 +245,21 @@ def report(flags, config, times, sums, device):
     wire = f"a wire of {flags.wire}" if flags.wire else {"cpu": "the loopback", "cuda": "the GPUs' links"}[device.type]
     text = "\n".join([
         f"tp {config.tp} on {device.type}, over {wire}; {os.cpu_count()} cores; hidden {config.hidden_size}, "
-        f"{config.num_layers} layers, batch {config.micro_batch_size} x {config.seq_length}, {config.dtype}; "
+        f"{config.num_layers} layers, batch {config.micro_batch_size} x {config.seq_length}, {config.dtype}, "
+        f"{'compiled' if config.compile else 'not compiled'}; "
         f"forward and backward, {len(sums)} sums of {bytes_text(sent)} together",
         table(["", "", "median [least .. most]", "speed-up over blocking"], rows),
         f"hidden    {figures['hidden']:.0%} of the communication, 1 - (domino - compute) / wires; at most "
         f"{hideable:.0%} fit behind the work",
         f"bound     {figures['bound_ratio']:.2f} x max(compute, wires)",
-        f"speed-up  {figures['speedup']:.2f} over blocking"])
+        f"speed-up  {figures['speedup']:.2f} over blocking, {figures['megatron_ratio']:.2f} over one slice"])
     names = {"blocking": "blocking_s", "megatron": "megatron_s", "domino": "domino_s", "dtensor": "dtensor_s",
              "compute": "no_comm_s", "wires": "comm_s"}
     record = {"question": "overlap", **{names[name]: one.median for name, one in times.items()},
               **{name: figure.value for name, figure in figures.items()},
               "spread": {name: figure.spread for name, figure in figures.items()}, "hideable": hideable,
               "wire": flags.wire, "device": device.type, "cores": os.cpu_count(), "tp": config.tp,
-              "slices": config.slices, "columns": config.columns, **shape_of(config), "collectives": len(sums),
+              "slices": config.slices, "columns": config.columns, "model": config.model, "compile": config.compile,
+              **shape_of(config), "collectives": len(sums),
               "bytes": sent, "repeats": flags.repeats}
     return text, record

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import train
-from benchmarks.common import (SAME, RandomTokens, Times, add_config_flags, compare, config_of, ratio_text, ratios,
-                               shape_of, table)
+from benchmarks.common import (GPT2, SAME, RandomTokens, Times, add_config_flags, compare, config_of, ratio_text,
+                               ratios, shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
 from nanodomino.domino import Domino
 from nanodomino.mesh import find_device, make_mesh, start_world
@@ -36,7 +36,7 @@ from nanodomino.zero import ZeroOptimizer
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
          "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
 COMPARED_STEPS = 3
-BYTES, GPT2 = 257, 50304     # vocabularies: bytes and end of text; GPT-2's, rounded up as nanoGPT does
+BYTES = 257                  # of a vocabulary: bytes and end of text
 
 
 def add_flags(parser):

@@ -115,7 +115,7 @@ class Bridge:
 
 
 class Step:
-    """A sublayer, with what a slice looks up in it each time: a Module's attributes take the host a tenth of its time."""
+    """A sublayer, with what each slice looks up in it: a Module's attributes would take a tenth of the host's time."""
 
     def __init__(self, sublayer: Sublayer):
         self.sublayer, self.site, self.norm = sublayer, sublayer.site, sublayer.norm.weights
@@ -160,9 +160,10 @@ class Domino:
         self.slices, self.columns = slices, columns
         self.steps = [Step(sublayer) for sublayer in model.sublayers]
         compiled = partial(torch.compile, backend=compile_backend) if compile_backend else lambda function: function
-        kind = NORMALIZATIONS[model.config.normalization]
-        self.bridge = compiled(partial(bridge, epsilon=model.config.layernorm_epsilon, kind=kind))
-        self.bridge_backward = compiled(partial(bridge_backward, kind=kind))
+        kind, epsilon = NORMALIZATIONS[model.config.normalization], model.config.layernorm_epsilon
+        # lambdas: the compiler, which keeps few versions of a function, takes all of functools.partial for one
+        self.bridge = compiled(lambda *inputs: bridge(*inputs, epsilon, kind))
+        self.bridge_backward = compiled(lambda *inputs: bridge_backward(*inputs, kind))
         # compiled, no temporary is as large as the logits; else it is cut
         self.label_and_log_sum_of_rows, self.gradient_of_rows = map(
             compiled if compile_backend else in_chunks, (label_and_log_sum_of_rows, gradient_of_rows))

@@ -208,7 +208,7 @@ def working_bytes(config: Config, at) -> int:
     narrow = e < w and not cuda                   # on CPUs what is 16 bit and to be wide is made twice
     widened = e if narrow else 0                  # a weight gradient, before it is added to fp32
     head = sum(kept_by_ends(config, at).values()) if at.is_last_stage else 0     # gone when the layers' turn comes
-    moments = [2 * x + 2 * ffn + max(0, widened * h * config.ffn_hidden_size // t - ffn) - head]     # backward of an MLP
+    moments = [2 * x + 2 * ffn + max(0, widened * h * config.ffn_hidden_size // t - ffn) - head]      # of an MLP, back
     if at.is_last_stage:                                                            # forward and backward of the head
         width = logits_width(config, at)
         chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"], w * n * width // slices)

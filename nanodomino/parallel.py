@@ -152,7 +152,7 @@ class VocabParallelEmbedding(nn.Module):
         return self.weight[:self.width]
 
 
-# Cross entropy of logits [b, s, width] that lie on t ranks. A softmax over all words is the softmax over each rank's own
+# Cross entropy of logits [b, s, width] that lie on t ranks. A softmax over all words is the softmax over a rank's own
 # words, times the rank's share; and the shares are a softmax too, of the ranks' log_sums, log(sum_j exp(z_j)). Hence
 #
 #     label_and_log_sum        -> log-probability of the label among this rank's words, and log_sum, both [b, s]
@@ -186,8 +186,8 @@ def label_and_log_sum_of_rows(logits, row):
 def gradient_of_rows(logits, row, inside, at_label, factor):
     """logits [n, width] become softmax * factor [n]; where `inside` [n], the word `row` [n] gets at_label [n]."""
     torch.mul(logits.softmax(dim=-1), factor.unsqueeze(-1), out=logits)
-    row = row.unsqueeze(-1)
-    logits.scatter_(-1, row, at_label.to(logits.dtype).unsqueeze(-1).where(inside.unsqueeze(-1), logits.gather(-1, row)))
+    row, at_label = row.unsqueeze(-1), at_label.to(logits.dtype).unsqueeze(-1)
+    logits.scatter_(-1, row, at_label.where(inside.unsqueeze(-1), logits.gather(-1, row)))
     return ()
 
 
