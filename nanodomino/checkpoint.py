@@ -10,7 +10,7 @@ each rank says where in the whole tensor those lie that it has (pieces.py), and 
 whatever another layout asks for. Of each parameter the weight (the fp32 master in 16-bit training) and the optimizer's
 moments, two of AdamW's.
 
-**Each rank its share.** What several ranks hold is dealt out over them, and each copies and writes its share alone: of a
+**Each rank its share.** What several ranks hold is dealt out over them; each copies and writes its share alone. Of a
 bucket a replica saves the part that it owns in ZeRO-1 (without ZeRO-1 too: replicas are equal), and tp ranks that hold
 copies deal out that part. A tied matrix is saved by the first stage. So a rank's host memory, the time that training
 waits and the bytes on the disk all fall as 1/dp; with AdamW they are 12/dp bytes of each parameter that the rank holds.
