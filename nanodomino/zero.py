@@ -147,7 +147,9 @@ class ZeroOptimizer:
         state = self.optimizer.state[bucket.master]
         if self.choice.counts:
             state["step"] = torch.tensor(float(self.updates), device=bucket.master.device)
-        return state.setdefault(name, torch.zeros_like(bucket.master))
+        if name not in state:
+            state[name] = torch.zeros_like(bucket.master)
+        return state[name]
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Everything that is kept for the update: master weights, moments, counts."""
