@@ -12,9 +12,9 @@ moments, two of AdamW's.
 
 **Each rank its share.** What several ranks hold is dealt out over them; each copies and writes its share alone. Of a
 bucket a replica saves the part that it owns in ZeRO-1 (without ZeRO-1 too: replicas are equal), and tp ranks that hold
-copies deal out that part. A tied matrix is saved by the first stage. So a rank's host memory, the time that training
-waits and the bytes on the disk all fall as 1/dp; with AdamW they are 12/dp bytes of each parameter that the rank holds.
-To go on, a rank reads the part that it owns, and the replicas gather the weights, as after each step.
+copies deal out that part. A tied matrix is saved by the first stage. So what a rank keeps in host memory, copies while
+training waits, and writes falls as 1/dp: with AdamW it is 12/dp bytes of each parameter that the rank holds. To go on,
+a rank reads the part that it owns, and the replicas gather the weights, as after each step.
 
 What else must be known to go on is a function of it: the data order, the dropout masks and the learning rate follow
 from (seed, step). So a run that was stopped goes on with the same bits.

@@ -158,6 +158,29 @@ def test_each_rank_writes_its_share_of_the_bytes(pool, tmp_path, tp, dp, zero_st
     assert len(sizes["together"]) == 4 and max(sizes["together"]) < 1.1 / 4 * sizes["alone"][0]
 
 
+def memory_written(config, folder):
+    """[(address, bytes)] of the memory that torch writes from, and of the pieces of the host memory, both in order."""
+    mesh, model, optimizer, _ = build(config)
+    saver, save, written = Saver(Path(folder), mesh, keep_last=1), torch.save, []
+
+    def watched(piece, *others, **more):
+        written.append((piece.untyped_storage().data_ptr(), piece.untyped_storage().nbytes()))
+        return save(piece, *others, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", watched)
+        saver.save(1, model, optimizer, config)
+        saver.wait()
+    pieces = [piece for one in named_pieces(model, mesh, saver.host).values() for piece in one.pieces.values()]
+    return sorted(written), sorted((piece.data_ptr(), piece.nbytes) for piece in pieces)
+
+
+def test_what_is_written_is_not_copied_once_more(pool, tmp_path):
+    """torch's writer would, and keep all the copies until the last one is written."""
+    for written, pieces in pool.run(memory_written, config_for(*LAYOUTS[7]), str(tmp_path), world_size=4):
+        assert written == pieces and pieces
+
+
 def save_with_gpus(config, folder):
     """A save on a machine that says it has GPUs; what was called of torch.cuda, and by which thread."""
     mesh, model, optimizer, _ = build(config)
