@@ -3,6 +3,10 @@
     synchronous   copy, write, flush, checksums, rename, while training waits for all of it
     stall         what training does wait for: the copy. The rest goes on behind the steps that follow
     resume        check every byte of the checkpoint, then fill model and optimizer from it
+
+Each rank copies and writes what it owns: with --dp a part of what it would alone. How much that is at most is counted.
+
+    python bench.py checkpoint --processes 2 --dp 2
 """
 
 import shutil
@@ -10,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.common import Times, add_config_flags, bytes_text, config_of, progress, ratios, table
+from benchmarks.common import Times, add_config_flags, bytes_text, config_of, gathered, progress, ratios, table
 from nanodomino.checkpoint import Saver, restore
 from nanodomino.config import Config
 from nanodomino.manifest import checkpoints_of, verify
@@ -24,9 +28,9 @@ from train import tell_all
 
 def add_flags(parser):
     parser.add_argument("--processes", type=int, default=2, metavar="N",
-                        help="share the model as tensor-parallel ranks (default 2)")
-    add_config_flags(parser, ("num_layers", "hidden_size", "num_attention_heads"), num_layers=8, hidden_size=512,
-                     num_attention_heads=8)
+                        help="in all; those of a replica share the model as tensor-parallel ranks (default 2)")
+    add_config_flags(parser, ("num_layers", "hidden_size", "num_attention_heads", "data_parallel_size", "zero_stage"),
+                     num_layers=8, hidden_size=512, num_attention_heads=8, data_parallel_size=1)
     parser.add_argument("--folder", metavar="FOLDER", help="on the disk to be measured (default: the temporary one)")
 
 
@@ -40,7 +44,8 @@ def processes(flags) -> int:
 
 def settle(flags) -> Config:
     """Raises UserError where so many processes can't share the model."""
-    return config_of(flags, flags.processes, tensor_model_parallel_size=flags.processes,
+    dp = flags.data_parallel_size
+    return config_of(flags, flags.processes, tensor_model_parallel_size=max(flags.processes // max(dp, 1), 1),
                      pipeline_model_parallel_size=1, vocab_size=257)
 
 
@@ -48,7 +53,7 @@ def answer(flags, place):
     config = settle(flags)
     device = find_device(config, place)
     start_world(place, device)
-    mesh = make_mesh(1, 1, config.tp, device)
+    mesh = make_mesh(1, config.dp, config.tp, device)
     model = GPT(config, mesh)
     optimizer = ZeroOptimizer(model, config, mesh)
     for bucket in optimizer.buckets:                          # moments exist after a step
@@ -61,24 +66,29 @@ def answer(flags, place):
             "--folder is where bench.py keeps the files of the processes that it starts; start it without torchrun")
     folder = Path(tell_all(tempfile.mkdtemp() if place.rank == 0 else None))
     try:
-        measured, size = measure(Saver(folder, mesh, keep_last=1), model, optimizer, flags.repeats + 1)
+        saver = Saver(folder, mesh, keep_last=1)
+        measured, size, largest = measure(saver, model, optimizer, flags.repeats + 1)
     finally:
         synchronize(device)
         if place.rank == 0:
             shutil.rmtree(folder)
     times = {name: Times(tuple(seconds[1:])) for name, seconds in measured.items()}
     share = ratios(times["stall"], times["synchronous"], most=1.0)
-    text = (f"{parameter_count(config):,} parameters on tp {config.tp}, checkpoint of {bytes_text(size)} in "
-            f"{inside}\n"
+    copied = max(gathered(sum(flat.nbytes for *_, flat in saver.host)))
+    text = (f"{parameter_count(config):,} parameters on dp {config.dp} x tp {config.tp}, ZeRO stage "
+            f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {inside}; the rank with most copies "
+            f"{bytes_text(copied)}, the largest file has {bytes_text(largest)}\n"
             + table(["", "median [least .. most]"], [[name, one] for name, one in times.items()])
             + f"\nstall / synchronous: {share:.1%}")
-    return text, dict(question="checkpoint", parameters=parameter_count(config), bytes=size,
+    return text, dict(question="checkpoint", parameters=parameter_count(config), dp=config.dp, tp=config.tp,
+                      zero_stage=config.zero_stage, bytes=size, copied_bytes=copied, largest_file_bytes=largest,
                       synchronous_s=times["synchronous"].median, stall_s=times["stall"].median,
                       resume_s=times["resume"].median, **share.record("stall_share"))
 
 
-def measure(saver: Saver, model: GPT, optimizer: ZeroOptimizer, rounds: int) -> tuple[dict[str, list[float]], int]:
-    """(seconds of each round, the bytes of a checkpoint). Raises UserError if one can't be written."""
+def measure(saver: Saver, model: GPT, optimizer: ZeroOptimizer, rounds: int) -> tuple[dict[str, list[float]], int, int]:
+    """(seconds of each round, bytes of a checkpoint, bytes of its largest file). Raises UserError if one can't be
+    written."""
     device, measured = saver.mesh.device, {"synchronous": [], "stall": [], "resume": []}
     with progress(rounds) as bar:
         for step in range(1, rounds + 1):
@@ -94,8 +104,8 @@ def measure(saver: Saver, model: GPT, optimizer: ZeroOptimizer, rounds: int) -> 
             bar.set_description_str(f"round {step} of {rounds}: resume")
             begin = time.perf_counter()
             newest = checkpoints_of(saver.run_dir)[0]
-            size = sum(file["size"] for file in verify(newest)["files"].values())
+            sizes = [file["size"] for file in verify(newest)["files"].values()]
             restore(newest, model, optimizer, saver.mesh)
             measured["resume"].append(slowest(time.perf_counter() - begin))
             bar.update()
-    return measured, size
+    return measured, sum(sizes), max(sizes)

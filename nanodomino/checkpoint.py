@@ -5,12 +5,16 @@
         .metadata            torch.distributed.checkpoint's index: which file holds which part of which tensor
         __0_0.distcp ...     what rank 0 held, ...
 
-**Any layout.** A tensor is saved under a global name (layers.7.attention.qkv.weight, no rank, no stage) as a `DTensor`:
-this rank's shard, and how it is cut over (dp, tp). torch.distributed.checkpoint stores each part once and reads back
-whatever part another layout asks for. Of each parameter the weight (the fp32 master in 16-bit training) and the
-optimizer's moments, two of AdamW's. ZeRO cuts flat buffers across parameters, so before saving the parts of a bucket
-are gathered, and after loading each rank keeps its own part. A tied matrix is saved by the first stage and read by
-both.
+**Any layout.** A tensor is saved under a global name (layers.7.attention.qkv.weight, no rank, no stage), in rectangles:
+each rank says where in the whole tensor those lie that it has (pieces.py), and torch.distributed.checkpoint reads
+whatever another layout asks for. Of each parameter the weight (the fp32 master in 16-bit training) and the optimizer's
+moments, two of AdamW's.
+
+**Each rank its share.** What several ranks hold is dealt out over them; each copies and writes its share alone. Of a
+bucket a replica saves the part that it owns in ZeRO-1 (without ZeRO-1 too: replicas are equal), and tp ranks that hold
+copies deal out that part. A tied matrix is saved by the first stage. So what a rank keeps in host memory, copies while
+training waits, and writes falls as 1/dp: with AdamW it is 12/dp bytes of each parameter that the rank holds. To go on,
+a rank reads the part that it owns, and the replicas gather the weights, as after each step.
 
 What else must be known to go on is a function of it: the data order, the dropout masks and the learning rate follow
 from (seed, step). So a run that was stopped goes on with the same bits.
@@ -19,8 +23,9 @@ from (seed, step). So a run that was stopped goes on with the same bits.
 folder is renamed, which is one indivisible act of the file system. Whatever is killed, at whatever moment: a folder
 named step-... is whole. One that was damaged later is found out by its checksums, and the one before is taken.
 
-**Behind training.** The weights are copied (that is all that training waits for), and a thread on every rank writes the
-copy, in a process group of its own, so that its talk does not mix with training's.
+**Behind training.** The share is copied to host memory (that is all that training waits for), and a thread on every
+rank writes the copy, in a process group of its own, so that its talk does not mix with training's. The thread asks
+nothing of a GPU: it would wait for training there, and take memory of GPU 0 for every rank of the host.
 
 No pickle of a checkpoint is ever run: tensors are read with weights_only, the index by an unpickler that knows
 torch.distributed.checkpoint's own record types and nothing else.
@@ -44,73 +49,88 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from nanodomino.collectives import all_gather
 from nanodomino.command import run
 from nanodomino.config import DTYPES, Config
 from nanodomino.manifest import (FORMAT, checkpoints_of, discard, file_digests, find_checkpoint, flush_folder,
                                  manifest_text, read_manifest, verify)
 from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
+from nanodomino.pieces import Pieces
 from nanodomino.settings import UserError, require
-from nanodomino.zero import ZeroOptimizer
+from nanodomino.zero import Bucket, ZeroOptimizer
 
 # ---- tensors under global names
 
-def host_memory(optimizer: ZeroOptimizer) -> dict:
-    """{(bucket, part): a flat tensor in host memory, as long as the whole bucket}, unfilled."""
-    return {(bucket, part): torch.empty(bucket.main_grad.shape, dtype=bucket.main_grad.dtype,
-                                        pin_memory=bucket.main_grad.is_cuda)
-            for bucket in optimizer.buckets for part in optimizer.kept}
-
-
-def named_tensors(model: GPT, mesh: Mesh, host: dict) -> dict:
-    """Every parameter's parts, as DTensors over (dp, tp) under '<part>.<global name>'; views of `host`."""
+def named_pieces(model: GPT, mesh: Mesh, ranges) -> dict[str, Pieces]:
+    """{'<part>.<global name>': what is there of it}; ranges: (bucket, part, begin, the numbers of it from there on)."""
     names = {weight: name for name, weight in model.named_parameters()}
-    return {f"{part}.{names[weight]}": as_dtensor(bucket.view(weight, whole), weight, mesh)
-            for (bucket, part), whole in host.items() for weight in bucket.parameters}
+    found = {}
+    for bucket, part, begin, flat in ranges:
+        for weight in bucket.parameters:
+            first = bucket.offsets[weight]
+            here = flat[max(first - begin, 0):max(first - begin + weight.numel(), 0)]
+            if len(here):
+                pieces = found.setdefault(f"{part}.{names[weight]}", Pieces.of(weight, mesh))
+                pieces.add(here, max(begin - first, 0))
+    return found
 
 
-def as_dtensor(local: torch.Tensor, weight, mesh: Mesh) -> DTensor:
-    """A tensor of this rank in host memory that is cut as `weight` is, with the words to say so:
-    (dp, tp) of this stage.
+def to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
+    """Begin and end of what this rank saves of a bucket. It is dealt out over all ranks that hold the same: the
+    replicas, each of which gets what it owns in ZeRO-1, and tp ranks where they are copies. A tied matrix is saved by
+    the first stage."""
+    holders, mine = mesh.dp, mesh.dp_rank
+    if not bucket.kind.sharded:
+        holders, mine = holders * mesh.tp, mine * mesh.tp + mesh.tp_rank
+    size = len(bucket.weights) if mesh.is_first_stage or not bucket.kind.tied else 0
+    return size * mine // holders, size * (mine + 1) // holders
 
-    The grid only says who holds what; nobody talks over it, so it needs no process groups.
+
+def host_memory(optimizer: ZeroOptimizer, mesh: Mesh) -> list[tuple]:
+    """(bucket, part, begin, flat numbers in host memory, unfilled) of all that this rank saves.
+
+    In blocks whose lengths are powers of two: torch rounds pinned memory up to the next one, of a long block up to
+    twice of what was asked for. A range that does not fit goes on in the next block.
     """
-    ranks = torch.tensor([[mesh.rank_of(mesh.pp_rank, dp, tp) for tp in range(mesh.tp)] for dp in range(mesh.dp)])
-    grid = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"), _init_backend=False)
-    return DTensor.from_local(local, grid,
-                              [Replicate(), Replicate() if weight.shard_dim is None else Shard(weight.shard_dim)],
-                              run_check=False)
+    wanted = [(bucket, part, *to_save(bucket, mesh)) for bucket in optimizer.buckets for part in optimizer.kept]
+    total = sum(end - begin for *_, begin, end in wanted)
+    like = optimizer.buckets[0].main_grad
+    blocks = [torch.empty(1 << i, dtype=like.dtype, pin_memory=like.is_cuda)
+              for i in range(total.bit_length()) if total >> i & 1]
+    host, free = [], like[:0]
+    for bucket, part, begin, end in wanted:
+        while begin < end:
+            free = free if len(free) else blocks.pop()
+            flat, free = free[:end - begin], free[end - begin:]
+            host.append((bucket, part, begin, flat))
+            begin += len(flat)
+    return host
 
 
-def snapshot(optimizer: ZeroOptimizer, mesh: Mesh, host: dict):
-    """Copy everything that must be saved of this stage into `host`. All ranks of the stage call it together."""
-    for (bucket, part), whole in host.items():
+def snapshot(optimizer: ZeroOptimizer, host: list[tuple]):
+    """Copy what this rank saves into `host`. It is there when this returns: who writes it asks no GPU any more."""
+    for bucket, part, begin, flat in host:
         own = optimizer.own(bucket, part)
         if own is None:                                  # before the first step there are no moments
-            whole.zero_()
-        elif optimizer.parts == 1:
-            whole.copy_(own)
+            flat.zero_()
         else:
-            gathered = torch.empty_like(bucket.main_grad) if own.is_cuda else whole
-            gathered.chunk(optimizer.parts)[optimizer.part].copy_(own)
-            all_gather(gathered, mesh.dp_group).wait()
-            whole.copy_(gathered)                        # onto itself where there is no GPU
+            flat.copy_(own[begin - bucket.own_begin:][:len(flat)], non_blocking=True)
+    if optimizer.mesh.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
 
 
 def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weights_alone=False) -> int:
-    """Fill the model and the optimizer of any layout from a checkpoint; returns its step.
+    """Fill the model and the optimizer of any layout from a checkpoint; returns its step. Each rank reads what it owns,
+    straight into its place; then the replicas gather the weights. All ranks call it together.
     weights_alone: a new optimizer at step 0, which has seen nothing yet."""
     manifest = read_manifest(folder)
     optimizer.updates = 0 if weights_alone else manifest["adam_steps"]
-    host = {key: whole.zero_() for key, whole in host_memory(optimizer).items()      # padding between parameters too
-            if key[1] == "weight" or optimizer.updates}
-    read(named_tensors(model, mesh, host), folder)
-    for (bucket, part), whole in host.items():
-        optimizer.put_back(bucket, part, whole)
+    parts = optimizer.kept if optimizer.updates else ("weight",)
+    own = [(bucket, part, bucket.own_begin, optimizer.place_of(bucket, part))
+           for bucket in optimizer.buckets for part in parts]
+    read(named_pieces(model, mesh, own), folder)
+    optimizer.gather_weights()
     return 0 if weights_alone else manifest["step"]
 
 
@@ -164,6 +184,12 @@ class CarefulUnpickler(pickle.Unpickler):
 
 # ---- saving, behind training
 
+class PlannerWithoutCopies(dcp.DefaultSavePlanner):
+    def transform_object(self, item, piece):
+        """The same memory as a storage of its own: torch's writer copies a view, and keeps all copies to the end."""
+        return torch.from_numpy(piece.numpy())
+
+
 class Saver:
     """Writes the checkpoints of a run, one at a time, each on a thread of its own on every rank."""
 
@@ -172,17 +198,15 @@ class Saver:
         # The threads talk here, not where training talks.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.thread, self.error = None, None
-        self.host = {}                     # where the copies go; kept, for memory that is new is slow at first touch
+        self.host = []                     # where the copies go; kept, for memory that is new is slow at first touch
 
     def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
         """Copy what must be saved, then write it behind training.
         Waits for the checkpoint before, if that is still under way."""
         self.wait()
-        # a tied matrix is saved by the first stage
-        self.host = self.host or {key: whole for key, whole in host_memory(optimizer).items()
-                                  if not key[0].kind.tied or self.mesh.is_first_stage}
-        snapshot(optimizer, self.mesh, self.host)
-        tensors = named_tensors(model, self.mesh, self.host)
+        self.host = self.host or host_memory(optimizer, self.mesh)
+        snapshot(optimizer, self.host)
+        tensors = named_pieces(model, self.mesh, self.host)
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates, config=dataclasses.asdict(config))
         self.thread = threading.Thread(target=self.write_or_note, args=(step, tensors, manifest),
                                        name=f"checkpoint of step {step}")
@@ -218,7 +242,9 @@ class Saver:
             for left_over in parent.glob(".step-*"):         # they would keep a full disk full
                 shutil.rmtree(left_over, ignore_errors=True)
         dist.barrier(self.group)
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True), process_group=self.group)
+        # Where there is CUDA, torch copies ahead through a stream of this thread's device, GPU 0 on every rank.
+        writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
+        dcp.save(tensors, storage_writer=writer, planner=PlannerWithoutCopies(), process_group=self.group)
         self.together(lambda: self.seal(temporary, final, manifest))
 
     def together(self, act):
@@ -260,12 +286,9 @@ def load_weights(folder: Path, model: GPT, mesh: Mesh):
     """Fill a model of any layout, without an optimizer."""
     tensors = {}
     for name, weight in model.named_parameters():
-        local = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
-        tensors[f"weight.{name}"] = as_dtensor(local, weight, mesh)
+        tensors[f"weight.{name}"] = Pieces.of(weight, mesh)
+        tensors[f"weight.{name}"].add(weight.detach().view(-1))
     read(tensors, folder)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(tensors[f"weight.{name}"].to_local())
 
 
 def export(folder: Path, out: Path):

@@ -86,6 +86,7 @@ class Bucket:
             place.copy_(weight.data)
             weight.data, weight.main_grad = place, self.view(weight, self.main_grad)
         self.own_weights = self.weights.chunk(parts)[part]
+        self.own_begin = part * len(self.own_weights)
         self.own_grad = self.main_grad.chunk(parts)[part]
         self.master = self.own_weights if wide == first.dtype else self.own_weights.to(wide)
         self.master.grad = self.own_grad
@@ -138,17 +139,17 @@ class ZeroOptimizer:
         """This rank's part of what is `kept`: fp32 or wider. None for a moment before the first update."""
         return bucket.master if name == "weight" else self.optimizer.state[bucket.master].get(name)
 
-    def put_back(self, bucket: Bucket, name: str, whole):
-        """The whole of what was kept of a bucket, back where this rank keeps its part; first set `updates`."""
-        own = whole.chunk(self.parts)[self.part]
+    def place_of(self, bucket: Bucket, name: str):
+        """Where this rank's part of what is `kept` lies, made where it is not there yet: to be filled by whoever
+        restores it, who sets `updates` before and calls gather_weights after."""
         if name == "weight":
-            bucket.weights.copy_(whole)
-            bucket.master.copy_(own)
-        else:
-            state = self.optimizer.state[bucket.master]
-            state[name] = own.to(bucket.master.device, copy=True)
-            if self.choice.counts:
-                state["step"] = torch.tensor(float(self.updates), device=bucket.master.device)
+            return bucket.master
+        state = self.optimizer.state[bucket.master]
+        if self.choice.counts:
+            state["step"] = torch.tensor(float(self.updates), device=bucket.master.device)
+        if name not in state:
+            state[name] = torch.zeros_like(bucket.master)
+        return state[name]
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Everything that is kept for the update: master weights, moments, counts."""

@@ -6,6 +6,8 @@ import pickle
 import random
 import shutil
 import tempfile
+import threading
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,15 +17,19 @@ from harness import Outcome, build, difference, reference_for, relative, sizes_o
 from reference import full_shapes
 
 import train
-from nanodomino.checkpoint import CarefulReader, Saver, export, load_weights, restore
+from nanodomino.checkpoint import CarefulReader, Saver, export, host_memory, load_weights, named_pieces, restore
 from nanodomino.generate import generate
 from nanodomino.manifest import (check_settings, checkpoints_of, file_digest, manifest_text, newest_sound,
                                  read_manifest, verify)
+from nanodomino.pieces import rectangles
 from nanodomino.settings import UserError
 
 # tp, pp, dp, slices, zero stage, schedule
 LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "gpipe"), (1, 1, 2, 1, 1, "1f1b"), (1, 1, 2, 1, 0, "1f1b"), (4, 1, 1, 3, 1, "1f1b"),
            (2, 2, 1, 2, 1, "1f1b"), (2, 1, 2, 1, 1, "1f1b"), (1, 4, 1, 1, 1, "1f1b"), (1, 2, 2, 1, 1, "gpipe"), (1, 1, 4, 1, 1, "1f1b"), (2, 2, 2, 2, 1, "1f1b")]
+
+
+UNEVEN = dict(hidden_size=24, ffn_hidden_size=52, bucket_size=700)        # parts begin and end within rows
 
 
 def config_for(tp, pp, dp, slices, zero_stage, schedule, **more):
@@ -53,7 +59,7 @@ def go_on_from_all(config, data, folders):
 def test_any_layout_goes_on_from_any_other(pool, tmp_path):
     """All pairs of twelve: two steps on one, the third on the other, against the plain model, so that neither the data's
     order nor the rate nor Adam's count begins anew."""
-    configs = [config_for(*layout) for layout in LAYOUTS]
+    configs = [config_for(*layout, **UNEVEN) for layout in LAYOUTS]
     weights, data, records, final = reference_for(configs[0], 3)
     folders = []
     for i, config in enumerate(configs):
@@ -80,6 +86,128 @@ def test_the_same_layout_goes_on_with_the_same_bits(pool, tmp_path, dtype, optim
     for one, other in zip(straight, resumed):
         assert one.losses[2:] == other.losses and one.norms[2:] == other.norms
         assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in one.weights)
+
+
+# ---- what a rank copies, writes and reads
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (1, 5), (5, 1), (4, 3), (3, 7)], ids=str)
+def test_rectangles_are_a_range_of_a_flat_tensor_number_by_number(shape):
+    """Every range of it: in order, none left out, none twice, at most three of a matrix and one of a vector."""
+    numbers = torch.arange(torch.Size(shape).numel())
+    for begin, end in product(range(len(numbers) + 1), repeat=2):
+        found = rectangles(begin, end, shape) if begin <= end else []
+        inside = [numbers.view(shape)[tuple(slice(first, first + size) for first, size in zip(*one))] for one in found]
+        assert [piece.shape for piece in inside] == [sizes for _, sizes in found]
+        assert torch.cat([numbers[:0], *(piece.flatten() for piece in inside)]).tolist() == list(range(begin, end))
+        assert len(found) <= (3 if len(shape) == 2 else 1) and all(piece.numel() for piece in inside)
+
+
+def shares(config):
+    """Of this rank: {name: [(where, shape)]} that it saves and that it reads, bytes that it copies, and the blocks of memory they lie in."""
+    mesh, model, optimizer, _ = build(config)
+    host = host_memory(optimizer, mesh)
+    own = [(bucket, "weight", bucket.own_begin, bucket.master) for bucket in optimizer.buckets]
+    saves, reads = ({name: [(where, tuple(piece.shape)) for where, piece in one.pieces.items()] for name, one in named_pieces(model, mesh, ranges).items()}
+                    for ranges in (host, own))
+    blocks = {flat.untyped_storage().data_ptr(): flat.untyped_storage().nbytes() for *_, flat in host}
+    held = sum(len(bucket.weights) for bucket in optimizer.buckets if mesh.is_first_stage or not bucket.kind.tied)
+    return saves, reads, sum(flat.nbytes for *_, flat in host), sorted(blocks.values()), 3 * 8 * held
+
+
+@pytest.mark.parametrize("tp, pp, dp, zero_stage", [(1, 1, 1, 1), (1, 1, 4, 1), (1, 1, 4, 0), (2, 1, 2, 1), (2, 1, 2, 0), (1, 2, 2, 1), (2, 2, 2, 1), (4, 2, 1, 0)])
+def test_what_several_ranks_hold_is_dealt_out_so_that_all_is_saved_once(pool, tp, pp, dp, zero_stage):
+    """Each copies 1/dp of what it holds, and of what tp ranks hold alike 1/tp of that; in blocks that pinning does not round up."""
+    config = config_for(tp, pp, dp, 1, zero_stage, "1f1b", **UNEVEN)
+    found = pool.run(shares, config, world_size=config.world_size)
+    times = {f"{part}.{name}": torch.zeros(shape) for part in ("weight", "exp_avg", "exp_avg_sq") for name, shape in full_shapes(sizes_of(config)).items()}
+    for saves, _, copied, blocks, held in found:
+        for name, pieces in saves.items():
+            for where, shape in pieces:
+                times[name][tuple(slice(first, first + size) for first, size in zip(where, shape))] += 1
+        assert sum(blocks) == copied <= held / dp + 3 * 8 * 50 and copied > 0.5 * held / dp
+        assert all(size & (size - 1) == 0 for size in blocks)
+    assert all((count == 1).all() for count in times.values())
+
+
+def test_parts_of_these_tests_begin_and_end_within_rows(pool):
+    """Or no test of them would see a wrong first, middle or last rectangle."""
+    config = config_for(1, 1, 4, 1, 1, "1f1b", **UNEVEN)
+    columns = {name: shape[-1] for name, shape in full_shapes(sizes_of(config)).items() if len(shape) == 2}
+    found = pool.run(shares, config, world_size=4)
+    for pieces_of in (lambda of_rank: of_rank[0], lambda of_rank: of_rank[1]):
+        kinds = {tuple("rows" if shape[1] == columns[name] else "part" for _, shape in pieces_of(of_rank)[f"weight.{name}"])
+                 for of_rank in found for name in columns if f"weight.{name}" in pieces_of(of_rank)}
+        assert {("part", "rows", "part"), ("part", "rows"), ("rows", "part"), ("rows",)} <= kinds
+
+
+def save_once(config, folder):
+    mesh, model, optimizer, _ = build(config)
+    saver = Saver(Path(folder), mesh, keep_last=1)
+    saver.save(1, model, optimizer, config)
+    saver.wait()
+    return saver.failure()
+
+
+@pytest.mark.parametrize("tp, dp, zero_stage", [(1, 4, 1), (1, 4, 0), (2, 2, 1)])
+def test_each_rank_writes_its_share_of_the_bytes(pool, tmp_path, tp, dp, zero_stage):
+    sizes = {}
+    for name, layout in (("alone", (1, 1, 1, 1, 1)), ("together", (tp, 1, dp, 1, zero_stage))):
+        config = config_for(*layout, "1f1b", hidden_size=128)
+        assert set(pool.run(save_once, config, str(tmp_path / name), world_size=config.world_size)) == {None}
+        sizes[name] = [path.stat().st_size for path in checkpoints_of(tmp_path / name)[0].glob("*.distcp")]
+    assert len(sizes["together"]) == 4 and max(sizes["together"]) < 1.1 / 4 * sizes["alone"][0]
+
+
+def memory_written(config, folder):
+    """[(address, bytes)] of the memory that torch writes from, and of the pieces of the host memory, both in order."""
+    mesh, model, optimizer, _ = build(config)
+    saver, save, written = Saver(Path(folder), mesh, keep_last=1), torch.save, []
+
+    def watched(piece, *others, **more):
+        written.append((piece.untyped_storage().data_ptr(), piece.untyped_storage().nbytes()))
+        return save(piece, *others, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", watched)
+        saver.save(1, model, optimizer, config)
+        saver.wait()
+    pieces = [piece for one in named_pieces(model, mesh, saver.host).values() for piece in one.pieces.values()]
+    return sorted(written), sorted((piece.data_ptr(), piece.nbytes) for piece in pieces)
+
+
+def test_what_is_written_is_not_copied_once_more(pool, tmp_path):
+    """torch's writer would, and keep all the copies until the last one is written."""
+    for written, pieces in pool.run(memory_written, config_for(*LAYOUTS[7]), str(tmp_path), world_size=4):
+        assert written == pieces and pieces
+
+
+def save_with_gpus(config, folder):
+    """A save on a machine that says it has GPUs; what was called of torch.cuda, and by which thread."""
+    mesh, model, optimizer, _ = build(config)
+    saver, training, called = Saver(Path(folder), mesh, keep_last=1), threading.current_thread(), []
+
+    def watched(name, original):
+        def call(*arguments, **more):
+            if threading.current_thread() is not training:
+                called.append(name)
+                raise AssertionError(f"{name} was called by the thread that writes")
+            return original(*arguments, **more)
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        owned = [(owner, name) for owner in (torch.cuda, torch.accelerator) for name in vars(owner) if callable(getattr(owner, name))]
+        for owner, name in [*owned, *((torch.Tensor, name) for name in ("is_pinned", "pin_memory", "cuda"))]:
+            patch.setattr(owner, name, watched(f"{owner.__name__}.{name}", getattr(owner, name)))
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        saver.save(1, model, optimizer, config)
+        saver.wait()
+    return called, saver.failure()
+
+
+def test_the_thread_that_writes_asks_nothing_of_a_gpu(pool, tmp_path):
+    """It would wait for training's work there, and every rank would take memory of GPU 0. (torch's writer asks whether there is one.)"""
+    assert pool.run(save_with_gpus, config_for(*LAYOUTS[7]), str(tmp_path), world_size=4) == [([], None)] * 4
+    verify(checkpoints_of(tmp_path)[0])
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +371,20 @@ def test_what_a_checkpoint_writes_depends_on_neither_layout_nor_cache(pool, save
     texts = [pool.run(written_from, config_for(*layout), folder, [3, 1, 4], cache, world_size=layout[0] * layout[1] * layout[2])[0]
              for layout in (LAYOUTS[0], LAYOUTS[5], LAYOUTS[6]) for cache in (True, False)]
     assert texts == [texts[0]] * 6 and len(texts[0]) == 23 and len(set(texts[0])) > 5
+
+
+def load_in_16_bit(config, folder):
+    mesh, model, _, _ = build(config)
+    load_weights(Path(folder), model, mesh)
+    return {name: (weight.detach().clone(), weight.shard_dim) for name, weight in model.named_parameters()}
+
+
+def test_weights_without_an_optimizer_are_rounded_to_the_models_own_type(pool, saved):
+    config = config_for(*LAYOUTS[1], dtype="bfloat16")
+    shards = pool.run(load_in_16_bit, config, str(checkpoints_of(saved[0])[0]), world_size=2)
+    outcomes = [Outcome((0, 0, rank), [], [], [], of_rank, 0.0) for rank, of_rank in enumerate(shards)]
+    loaded = whole(outcomes, lambda outcome: outcome.weights, 2)
+    assert all(torch.equal(loaded[name], weight.bfloat16()) for name, weight in saved[1].items())
 
 
 def test_the_manifest_says_what_was_saved(saved):

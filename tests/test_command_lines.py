@@ -279,8 +279,10 @@ def test_a_line_on_the_terminal_moves_and_rank_0_alone_writes_it(watched):
 def test_where_nobody_looks_no_line_moves(tmp_path):
     """And in the folder on the disk to be measured nothing stays."""
     code, out, err = end(start(tmp_path, "bench.py", "checkpoint", *SMALL, "--num-attention-heads", 2, "--repeats", 1,
-                               "--folder", tmp_path))
-    assert code == 0 and json.loads(out.splitlines()[-1])["question"] == "checkpoint"
+                               "--dp", 2, "--folder", tmp_path))
+    record = json.loads(out.splitlines()[-1])
+    assert code == 0 and record["question"] == "checkpoint" and record["dp"] == 2
+    assert 12 * record["parameters"] <= 2 * record["copied_bytes"] < 15 * record["parameters"], "half, and padding"
     assert "round" not in err and "starting" not in err, err
     assert f" in {tmp_path}/bench-" in out and not list(tmp_path.iterdir())
 

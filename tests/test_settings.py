@@ -182,14 +182,19 @@ def test_a_run_of_an_older_version_goes_on(tmp_path):
 def restore_rank(config, folder):
     mesh, model, optimizer, stage = build(config)
     step = restore(Path(folder), model, optimizer, mesh)
-    data = random_data(config, 4)
-    return step, optimizer.updates, train.train_step(4, stage, optimizer, data, config, mesh).loss
+    data = random_data(config, 5)
+    return step, optimizer.updates, [train.train_step(number, stage, optimizer, data, config, mesh).loss for number in (4, 5)]
 
 
 def test_an_older_checkpoint_still_holds_the_optimizers_state(pool):
-    config = dataclasses.replace(from_record(newest_record(OLD_RUN), OLD_RUN), train_iters=4)
-    ((step, updates, loss),) = pool.run(restore_rank, config, str(checkpoints_of(OLD_RUN)[0]), world_size=1)
-    assert step == updates == 3 and 0 < loss < 10
+    """In which each tensor is one piece; two replicas read of it what each owns."""
+    alone = dataclasses.replace(from_record(newest_record(OLD_RUN), OLD_RUN), train_iters=5)
+    found = {}
+    for dp in (1, 2):
+        config = dataclasses.replace(alone, data_parallel_size=dp, world_size=dp)
+        (step, updates, found[dp]), *_ = pool.run(restore_rank, config, str(checkpoints_of(OLD_RUN)[0]), world_size=dp)
+        assert step == updates == 3
+    assert all(0 < loss < 10 for loss in found[1]) and found[2] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_a_setting_of_a_later_version_is_named():
