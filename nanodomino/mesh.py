@@ -35,6 +35,7 @@ from nanodomino.config import Config
 from nanodomino.settings import UserError, require
 
 TIMEOUT = 600       # seconds; --timeout's default
+LATER = 60          # seconds by which NCCL's own time-out, which aborts the process, comes after ours (watch.py)
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,11 @@ def check_own_gpu(gpu: str, place: Place, store: dist.Store):
                 "one; start as many processes as there are GPUs, or give each its own CUDA_VISIBLE_DEVICES")
 
 
+def collective_timeout(timeout: int, device: torch.device) -> timedelta:
+    """What a group is given. On CPUs its collectives raise then; on GPUs the process has ended by then (watch.py)."""
+    return timedelta(seconds=timeout + (LATER if device.type == "cuda" else 0))
+
+
 def start_world(place: Place, device: torch.device, timeout: int = TIMEOUT):
     """Bring up the default process group: NCCL between GPUs, gloo between CPUs, a world of one without a launcher.
 
@@ -130,7 +136,8 @@ def start_world(place: Place, device: torch.device, timeout: int = TIMEOUT):
             store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         if device.type == "cuda":
             check_own_gpu(str(torch.cuda.get_device_properties(device).uuid), place, store)
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, store=store, timeout=patience,
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, store=store,
+                                timeout=collective_timeout(timeout, device),
                                 device_id=device if device.type == "cuda" else None)
     except (dist.DistNetworkError, dist.DistStoreError) as error:     # a port in use, a host or rank that is not there
         raise UserError(f"the {place.world_size} processes can't meet at MASTER_ADDR {os.environ.get('MASTER_ADDR')}, "
@@ -209,7 +216,7 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
 
     def groups(rows: torch.Tensor, **about) -> dist.ProcessGroup:
         """A process group for each row of ranks; returns the one that this rank is in."""
-        return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout),
+        return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=collective_timeout(timeout, device),
                                                  **nccl(**about) if device.type == "cuda" else {})[0]
 
     pipelines = box.reshape(pp, -1).t()                                        # a row: the stages' ranks, first to last

@@ -27,7 +27,7 @@ import errno, os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 import train
-from nanodomino import checkpoint
+from nanodomino import checkpoint, watch
 
 fault, rank, now = sys.argv.pop(1), int(os.environ["RANK"]), 0
 train_step, loss_func, on_final, write_data = train.train_step, train.loss_func, train.ZeroOptimizer.on_final, checkpoint.dcp.FileSystemWriter.write_data
@@ -55,6 +55,14 @@ def full_disk(*arguments):
     if fault == "full" and rank == 1 and 9 < now < 20 or fault == "full at the end" and now == 24:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return write_data(*arguments)
+
+if fault == "device":                                    # as on NCCL: a queue with work in it, and collectives that do not raise in time
+    start_world, make_mesh = train.start_world, train.make_mesh
+    train.start_world = lambda place, device, timeout: start_world(place, device, timeout + 600)
+    train.make_mesh = lambda pp, dp, tp, device, timeout: make_mesh(pp, dp, tp, device, timeout + 600)
+    watch.HostQueue.query = lambda queue: False
+    watch.HostQueue.record_event = lambda queue: type("Mark", (), dict(query=lambda mark: True))()
+    watch.GRACE = 4.0
 
 train.train_step, train.loss_func, train.ZeroOptimizer.on_final = step, poisoned_loss, poisoned_gradients
 checkpoint.dcp.FileSystemWriter.write_data = full_disk
@@ -144,6 +152,21 @@ def test_a_second_signal_ends_a_rank_that_waits_for_a_silent_one(job):
     assert "exitcode  : 143" in one.output(), one.output()
 
 
+def test_a_signal_ends_a_rank_whose_device_waits_for_a_dead_one(job):
+    """The step that it should finish first never ends; torchrun's own patience is half a minute, a scheduler's may be hours."""
+    one = job("run", "--train-iters", 100_000, fault="device")
+    one.wait_for(lambda: one.steps() >= 3)
+    one.send(1, signal.SIGSTOP)
+    time.sleep(1)
+    waiting, moment = one.send(0, signal.SIGTERM), time.monotonic()
+    time.sleep(2)
+    assert one.ranks()[0] == waiting, "the step might still end"
+    wait_until(lambda: 0 not in one.ranks(), seconds=8)
+    assert time.monotonic() - moment > 3
+    one.send(1, signal.SIGKILL)
+    assert one.end() != 0 and "exitcode  : 1 " in one.output(), one.output()
+
+
 # Killed
 
 def test_a_rank_killed_during_a_save_costs_the_steps_since_the_last_one(job, alone):
@@ -199,9 +222,11 @@ def test_a_folder_in_use_is_refused_until_its_run_has_ended(job, alone):
 
 # Silent
 
-def test_a_rank_that_hangs_is_named_with_the_step(job):
-    """Every group has --timeout: torch's own is half an hour, and a new group does not inherit that of the world."""
-    one = job("run", "--train-iters", 100_000, "--timeout", 10, "--tp", 2, "--pp", 2, processes=4)
+@pytest.mark.parametrize("fault", [None, "device"], ids=["gloo", "as on a GPU"])
+def test_a_rank_that_hangs_is_named_with_the_step(job, fault):
+    """Every group has --timeout: torch's own is half an hour, and a new group does not inherit that of the world. On a GPU
+    the host sits in a call that does not raise, and a thread sees to it."""
+    one = job("run", "--train-iters", 100_000, "--timeout", 10, "--tp", 2, "--pp", 2, processes=4, fault=fault)
     one.wait_for(lambda: one.steps() >= 3)
     hanging = one.send(2, signal.SIGSTOP)
     moment, steps = time.monotonic(), one.steps()
