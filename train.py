@@ -36,6 +36,7 @@ from nanodomino.generate import generate
 from nanodomino.launch import Run, StopSignal, find_run, start
 from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
 from nanodomino.model import GPT
+from nanodomino.replicas import choose_kernels_by_rule, drifted_copies
 from nanodomino.report import Report
 from nanodomino.settings import UserError, require
 from nanodomino.step_time import estimate
@@ -189,6 +190,8 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
                     and (step % config.eval_interval == 0 or step == config.train_iters)):
                 report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh, watch.mark))
             if step % config.save_interval == 0 or step == config.train_iters or stop:
+                if text := drifted_copies(model, mesh):
+                    report.say(f"warning: {text}")
                 saver.save(step, model, optimizer, config)
                 report.draw_curve()
             if failure := saver.failure():
@@ -258,6 +261,8 @@ def main(arguments: list[str], place: Place) -> int:
 
     if config.deterministic_mode:                              # before anything is computed or summed
         torch.use_deterministic_algorithms(True, warn_only=True)
+    if config.compile and config.tp > 1:                       # each for itself, and all must compute alike
+        choose_kernels_by_rule()
     start_world(place, device, config.timeout)
     mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
     check_agreement(config)
