@@ -54,11 +54,10 @@ class Watch:
 
     def __init__(self, place: Place, mesh: Mesh, timeout: float):
         self.place, self.timeout = place, timeout
-        on_gpu = mesh.device.type == "cuda"
-        self.queue = torch.cuda.current_stream(mesh.device) if on_gpu else HostQueue()
+        self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else HostQueue()
         groups = (dist.group.WORLD, mesh.tp_group, mesh.dp_group, mesh.pp_group, mesh.embedding_group)
-        # gloo's have no such state: they raise
-        self.backends = [group._get_backend(mesh.device) for group in groups if group and on_gpu]
+        backends = [group._get_backend(mesh.device) for group in groups if group]
+        self.backends = [backend for backend in backends if hasattr(backend, "get_error")]       # gloo's raise instead
         self.marks, self.moved = deque(), time.monotonic()
         self.about = {}                                        # for whoever reports the end: step, signals
         self.over = threading.Event()
