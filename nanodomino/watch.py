@@ -57,7 +57,7 @@ class Watch:
         self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else HostQueue()
         groups = (dist.group.WORLD, mesh.tp_group, mesh.dp_group, mesh.pp_group, mesh.embedding_group)
         backends = [group._get_backend(mesh.device) for group in groups if group]
-        self.backends = [backend for backend in backends if hasattr(backend, "get_error")]       # gloo's raise instead
+        self.backends = [backend for backend in backends if backend.name() == "nccl"]            # gloo's raise instead
         self.marks, self.moved = deque(), time.monotonic()
         self.about = {}                                        # for whoever reports the end: step, signals
         self.over = threading.Event()

@@ -9,7 +9,7 @@ import torch
 
 from nanodomino import watch
 from nanodomino.mesh import Place, collective_timeout, mesh_on_paper
-from nanodomino.watch import HostQueue, Watch
+from nanodomino.watch import Watch
 
 
 class Mark:
