@@ -27,7 +27,8 @@ SHOWN = 3                # parameters that are named
 
 def choose_kernels_by_rule():
     """Before anything is compiled. Older versions of torch have no such word; there the comparison alone is left."""
-    from torch._inductor import config as inductor             # as slow to import as the compiler itself
+    # here and not above: as slow to import as the compiler itself
+    from torch._inductor import config as inductor
 
     if hasattr(inductor, "deterministic"):
         inductor.deterministic = True
