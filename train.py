@@ -36,11 +36,13 @@ from nanodomino.generate import generate
 from nanodomino.launch import Run, StopSignal, find_run, start
 from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
 from nanodomino.model import GPT
+from nanodomino.replicas import choose_kernels_by_rule, drifted_copies
 from nanodomino.report import Report
 from nanodomino.settings import UserError, require
 from nanodomino.step_time import estimate
 from nanodomino.timeline import draw_timeline
 from nanodomino.trace import Trace
+from nanodomino.watch import Watch
 from nanodomino.zero import StepResult, ZeroOptimizer
 
 PROMPT_TOKENS = 32       # of the validation text, from which the sample at the end goes on
@@ -99,12 +101,12 @@ def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: Toke
         return optimizer.step(learning_rate(step, config), totals, stop())
 
 
-def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh) -> float:
+def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, on_action=None) -> float:
     """Mean loss over the first eval_iters global batches of a split, every token counted once."""
     actions = schedules.forward_only(mesh.pp_rank, mesh.pp, config.microbatches)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for step in range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size))):
-        totals = run_actions(actions, step, stage, dataset, config, mesh, shuffle=False)
+        totals = run_actions(actions, step, stage, dataset, config, mesh, shuffle=False, on_action=on_action)
         sums += torch.stack([totals.loss_sum, totals.tokens])
     # each token once: tensor-parallel ranks have the same losses
     if not (mesh.is_last_stage and mesh.tp_rank == 0):
@@ -143,8 +145,13 @@ def learning_rate(step: int, config: Config) -> float:
     return config.min_lr + (config.lr - config.min_lr) * LR_DECAY_STYLES[config.lr_decay_style](done)
 
 
-def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], mesh: Mesh, run: Run) -> int:
+def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], mesh: Mesh, run: Run,
+             watch: Watch) -> int:
     """Build or load, train, validate, save, test, and let the model write something. Returns the exit code."""
+    def on_action(done: int, count: int):
+        watch.mark()
+        report.action(done, count)
+
     model = model_builder(config, mesh)
     trace = Trace(mesh.device, recording=False)
     optimizer = ZeroOptimizer(model, config, mesh, trace)
@@ -165,9 +172,10 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     try:
         while done < config.train_iters and not stop:
             step, step_begin = done + 1, time.perf_counter()
+            watch.about.update(step=step, signals=signals)
             trace.recording = step in traced
             result = train_step(step, stage, optimizer, datasets["train"], config, mesh,
-                                stop=lambda: signals.number > 0, on_action=report.action)
+                                stop=lambda: signals.number > 0, on_action=on_action)
             done, skipped, trace.recording = step, skipped + 1 if result.skipped else 0, False
             stop = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
             report.step(step, result, learning_rate(step, config), time.perf_counter() - step_begin)
@@ -181,8 +189,10 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
                                 f"finite; start from an earlier checkpoint with a smaller --lr than {config.lr}")
             if ("valid" in datasets and config.eval_iters
                     and (step % config.eval_interval == 0 or step == config.train_iters)):
-                report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh))
+                report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh, watch.mark))
             if step % config.save_interval == 0 or step == config.train_iters or stop:
+                if text := drifted_copies(model, mesh):
+                    report.say(f"warning: {text}")
                 saver.save(step, model, optimizer, config)
                 report.draw_curve()
             if failure := saver.failure():
@@ -201,7 +211,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
         report.say(f"stopped as told, the checkpoint of step {done} is saved; --run-dir {run.folder} goes on from it")
         return 128 + (signals.number or signal.SIGTERM) if result.stop else 0
     if "test" in datasets and config.eval_iters:
-        report.losses(done, "test", evaluate(stage, datasets["test"], config, mesh))
+        report.losses(done, "test", evaluate(stage, datasets["test"], config, mesh, watch.mark))
     report.end(done, time.perf_counter() - begin)
     if config.sample_tokens:
         write_sample(model, config, corpus, datasets.get("valid", datasets["train"]), mesh)
@@ -252,11 +262,14 @@ def main(arguments: list[str], place: Place) -> int:
 
     if config.deterministic_mode:                              # before anything is computed or summed
         torch.use_deterministic_algorithms(True, warn_only=True)
+    if config.compile and config.tp > 1:                       # each for itself, and all must compute alike
+        choose_kernels_by_rule()
     start_world(place, device, config.timeout)
     mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
     check_agreement(config)
-    code = pretrain(config, corpus, datasets, mesh, run=tell_all(found))
-    dist.barrier()                                             # nobody hangs up while another still talks
+    with Watch(place, mesh, config.timeout) as watch:
+        code = pretrain(config, corpus, datasets, mesh, tell_all(found), watch)
+        dist.barrier()                                         # nobody hangs up while another still talks
     dist.destroy_process_group()
     return code
 

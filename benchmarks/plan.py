@@ -51,7 +51,7 @@ GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9),
         "A10": Gpu(24e9, 0.6e12, "PCIe", 32e9), "L40S": Gpu(48e9, 0.864e12, "PCIe", 32e9),
         "RTX 4090": Gpu(24e9, 1.008e12, "PCIe", 32e9)}
 
-MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "messages", "working")
+MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "messages", "working", "communicators")
 
 
 def add_flags(parser):
@@ -67,8 +67,8 @@ def add_flags(parser):
                         help="part of a link's rate that a ring reaches (default 0.8)")
     parser.add_argument("--latency", type=float, default=15.0,
                         help="microseconds of a collective, beside its bytes (default 15)")
-    parser.add_argument("--reserve", type=float, default=0.06,
-                        help="part of the memory for CUDA, NCCL and the gaps between tensors (default 0.06)")
+    parser.add_argument("--reserve", type=float, default=0.05,
+                        help="part of the memory for CUDA and the gaps between tensors (default 0.05)")
 
 
 def processes(flags) -> int:
@@ -149,9 +149,10 @@ def more_columns(config: Config, machine: Machine, seconds: float) -> list[str]:
 
 
 def memory_terms(config: Config, at) -> dict[str, int]:
-    """Bytes of a rank, by MEMORY_TERMS; their sum is formulas.peak_bytes."""
+    """Bytes of a rank, by MEMORY_TERMS; without NCCL's communicators their sum is formulas.peak_bytes."""
     return {**formulas.state_bytes(config, at), "activations": formulas.activation_bytes(config, at),
-            "messages": formulas.message_bytes(config, at), "working": formulas.working_bytes(config, at)}
+            "messages": formulas.message_bytes(config, at), "working": formulas.working_bytes(config, at),
+            "communicators": formulas.communicator_bytes(config, at)}
 
 
 def communication_rows(config: Config, machine: Machine) -> list[list]:
@@ -183,7 +184,10 @@ def assumptions(flags, gpu: Gpu) -> list[str]:
             f"collective takes {flags.latency:g} us besides (--latency)",
             "  sums travel behind other slices and weight gradients without slowing them; gradients travel behind the "
             "last microbatch's backward",
-            "  activations as without torch.compile; messages and working memory are estimates, the rest is exact"]
+            f"  a ring of NCCL keeps {bytes_text(formulas.CHANNELS * formulas.CONNECTION)}: {formulas.CHANNELS} "
+            f"channels of {bytes_text(formulas.CONNECTION)}; trees and switches that sum would add to it",
+            "  activations as without torch.compile; messages, working memory and communicators are estimates, the "
+            "rest is exact"]
 
 
 # ---- what does not fit

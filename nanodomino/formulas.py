@@ -31,7 +31,7 @@ from functools import lru_cache
 
 from nanodomino.config import Config
 from nanodomino.functions import NORMALIZATIONS
-from nanodomino.mesh import Mesh, mesh_on_paper
+from nanodomino.mesh import MESSAGE_BLOCKS, Mesh, mesh_on_paper
 from nanodomino.model import GPT, on_paper
 from nanodomino.optimizers import OPTIMIZERS
 from nanodomino.parallel import CHUNK_BYTES
@@ -228,6 +228,25 @@ def peak_bytes(config: Config, at) -> int:
     backward has used these up, received gradients. An estimate within a few percent."""
     return (sum(state_bytes(config, at).values()) + message_bytes(config, at)
             + max(activation_bytes(config, at) + working_bytes(config, at), received_bytes(config, at)))
+
+
+# What NCCL keeps of a GPU for each connection of a channel, in and out: 10 MiB to receive into (buffers of its three
+# protocols, of 4 MiB for large messages: NCCL_BUFFSIZE) and 2 MiB to send from, as NCCL_DEBUG_SUBSYS=ALLOC lists it in
+# github.com/NVIDIA/nccl/issues/1685. The quicker the links, the more channels: taken are 24, for NVLink.
+CONNECTION, CHANNELS = 12 * 2**20, 24
+
+
+def communicator_bytes(config: Config, at: Mesh) -> int:
+    """Of NCCL's own buffers on a GPU, about: outside of torch's allocator, so no part of peak_bytes. A ring has one
+    connection in and one out, of however many ranks it is; messages have one with each neighbour, on fewer channels.
+    What NCCL adds for trees, and for switches that sum, is left out."""
+    if config.device != "cuda":
+        return 0
+    tied = config.tied and config.pp > 1 and (at.is_first_stage or at.is_last_stage)
+    rings = CHANNELS * sum((config.world_size > 1, config.tp > 1, config.dp > 1, tied))
+    neighbours = (not at.is_first_stage) + (not at.is_last_stage)
+    messages = MESSAGE_BLOCKS * (1 + neighbours) if config.pp > 1 else 0           # stages meet in a ring, once
+    return CONNECTION * (rings + messages)
 
 
 # ---- communication

@@ -7,6 +7,8 @@ End: a run may be told to stop (SIGTERM, Ctrl-C), lose a rank (kill -9, out of m
 Nobody waits for ever: a rank whose neighbour is gone gets an error from its next collective at once, one whose
 neighbour is silent after --timeout seconds. torchrun ends all ranks as soon as one has ended, so the one that has
 something to tell must speak first, and those that only lost a neighbour keep still for a moment.
+
+That is what gloo does. What NCCL does instead, and who sees to it that the same holds there: watch.py.
 """
 
 import fcntl
@@ -32,8 +34,13 @@ from nanodomino.manifest import (check_settings, find_checkpoint, newest_record,
 from nanodomino.mesh import Place, find_place
 from nanodomino.settings import UserError, require
 
-# words of errors that follow from another's end
-LONELY = ("peer", "remote", "Broken pipe", "Timed out", "timed out", "timeout", "NCCL")
+# Words of errors that follow from another's end, in gloo's, the store's and NCCL's messages. None is shorter than it
+# must be: "peer access is not supported", "the launch timed out" and NCCL's "invalid usage" are errors of one's own.
+LONELY = ("closed by peer", "reset by peer", "by remote peer", "broken pipe", "pair closure", "connection refused",
+          "connection was likely closed", "remote process exited", "communicator was aborted", "timed out waiting",
+          "timed out after", "timed out connecting", "connection timed out", "operation timed out", "operation timeout",
+          "wait timeout", "socket timeout", "timeout waiting")
+SPEAKING = threading.Lock()        # of the thread that ends the process; never given back
 
 
 # ---- the run's folder
@@ -189,7 +196,9 @@ def start(main, arguments: list[str]):
 
 def fail(place: Place, error: Exception):
     """End this process after an error; see the module's docstring for who speaks when."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)              # there is no step left to finish first
+    SPEAKING.acquire()                                         # the main thread, and the one of watch.py, may come
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)          # there is no step left to finish first
     sys.stdout.flush()
     if isinstance(error, UserError):
         if place.local_rank > 0:                               # the others have most likely found the same:
@@ -198,7 +207,7 @@ def fail(place: Place, error: Exception):
         tell_torchrun(str(error))
         os._exit(2)
     where = f" in step {error.step}" if hasattr(error, "step") else ""
-    if isinstance(error, RuntimeError) and any(word in str(error) for word in LONELY):
+    if is_lonely(error):
         time.sleep(0.2)
         # torchrun is ending all: it knows who was the first
         if hasattr(error, "signals") and error.signals.number:
@@ -210,6 +219,11 @@ def fail(place: Place, error: Exception):
     print(f"{details}rank {place.rank} {text}", file=sys.stderr, flush=True)
     tell_torchrun(f"rank {place.rank} {text}")
     os._exit(1)
+
+
+def is_lonely(error: Exception) -> bool:
+    """Whether it only says that another rank is gone."""
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in LONELY)
 
 
 def tell_torchrun(text: str):

@@ -35,6 +35,8 @@ from nanodomino.config import Config
 from nanodomino.settings import UserError, require
 
 TIMEOUT = 600       # seconds; --timeout's default
+MESSAGE_BLOCKS = 4  # thread blocks of a GPU that messages between stages may hold
+LATER = 60          # seconds by which NCCL's own time-out, which aborts the process, comes after ours (watch.py)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,11 @@ def check_own_gpu(gpu: str, place: Place, store: dist.Store):
                 "one; start as many processes as there are GPUs, or give each its own CUDA_VISIBLE_DEVICES")
 
 
+def collective_timeout(timeout: int, device: torch.device) -> timedelta:
+    """What a group is given. On CPUs its collectives raise then; on GPUs the process has ended by then (watch.py)."""
+    return timedelta(seconds=timeout + (LATER if device.type == "cuda" else 0))
+
+
 def start_world(place: Place, device: torch.device, timeout: int = TIMEOUT):
     """Bring up the default process group: NCCL between GPUs, gloo between CPUs, a world of one without a launcher.
 
@@ -130,7 +137,8 @@ def start_world(place: Place, device: torch.device, timeout: int = TIMEOUT):
             store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         if device.type == "cuda":
             check_own_gpu(str(torch.cuda.get_device_properties(device).uuid), place, store)
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, store=store, timeout=patience,
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, store=store,
+                                timeout=collective_timeout(timeout, device),
                                 device_id=device if device.type == "cuda" else None)
     except (dist.DistNetworkError, dist.DistStoreError) as error:     # a port in use, a host or rank that is not there
         raise UserError(f"the {place.world_size} processes can't meet at MASTER_ADDR {os.environ.get('MASTER_ADDR')}, "
@@ -151,7 +159,8 @@ class Mesh:
     tp_group: dist.ProcessGroup                   # all None in a mesh on paper
     dp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup                   # the stages of a replica: activations travel down, gradients up
-    embedding_group: dist.ProcessGroup | None     # first and last stage, which both hold a tied embedding
+    embedding_group: dist.ProcessGroup | None     # first and last stage, which both hold a tied embedding; the others
+                                                  # have one without a use; None if there is one stage
 
     def rank_of(self, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
         """Coordinates -> rank in the world."""
@@ -207,15 +216,23 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
         raise UserError(f"world size {world} must equal pp x dp x tp = {pp} x {dp} x {tp}; change one of them")
     box = torch.arange(world).view(pp, dp, tp)                                 # box[pp_rank, dp_rank, tp_rank] = rank
 
-    def groups(rows: torch.Tensor, **about) -> dist.ProcessGroup:
-        """A process group for each row of ranks; returns the one that this rank is in."""
-        return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout),
-                                                 **nccl(**about) if device.type == "cuda" else {})[0]
+    def group(rows: list[list[int]], **about) -> dist.ProcessGroup:
+        """The process group of this rank's row. Every rank of the world is in one row, and makes the group of that.
+
+        NCCL splits a communicator in one act of all of its ranks, in which each says which part it wants. So an axis
+        costs one split, not one for each row; where all rows are of one rank it costs none, and no memory of a GPU.
+        """
+        row = next(row for row in rows if dist.get_rank() in row)
+        on_gpu, alone = device.type == "cuda", max(map(len, rows)) == 1
+        how = {} if not on_gpu else dict(backend="gloo") if alone else nccl(**about)
+        return dist.new_group(row, timeout=collective_timeout(timeout, device), use_local_synchronization=True, **how)
 
     pipelines = box.reshape(pp, -1).t()                                        # a row: the stages' ranks, first to last
     pp_rank, dp_rank, tp_rank = (box == dist.get_rank()).nonzero()[0].tolist()
     return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device,
-                tp_group=groups(box.reshape(-1, tp), urgent=True),
-                dp_group=groups(box.transpose(1, 2).reshape(-1, dp), urgent=True),
-                pp_group=groups(pipelines, most_blocks=4),
-                embedding_group=groups(pipelines[:, [0, -1]]) if pp > 1 else None)
+                tp_group=group(box.reshape(-1, tp).tolist(), urgent=True),
+                dp_group=group(box.transpose(1, 2).reshape(-1, dp).tolist(), urgent=True),
+                pp_group=group(pipelines.tolist(), most_blocks=MESSAGE_BLOCKS),
+                # the stages between are a row too, of no use but to the split
+                embedding_group=group([*pipelines[:, [0, -1]].tolist(), *pipelines[:, 1:-1].tolist()])
+                if pp > 1 else None)

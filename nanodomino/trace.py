@@ -20,9 +20,10 @@ the kinds of moments `send` and `receive` (a message between stages leaves, has 
 watched `all_reduce`, `reduce_scatter` and `all_gather`.
 
 On the CPU the time is the clock's. On CUDA, where calls return before the work is done, a mark is an event in the
-stream that is current there, and becomes a time when all is over; a collective's last mark is set in the stream that
-torch lets follow it. The clocks of several hosts differ: `clock_offset` measures by how much, in the way of the network
-time protocol, from the quickest of a few round trips to rank 0.
+stream that is current there, and becomes a time when all is over; a collective's last mark is set in a stream beside
+training's, one for each group, where nothing else is and so nothing delays it. The clocks of several hosts differ:
+`clock_offset` measures by how much, in the way of the network time protocol, from the quickest of a few round trips to
+rank 0.
 
 With `recording` off, each call costs a comparison. timeline.py draws what was recorded.
 """
@@ -69,6 +70,7 @@ class Trace:
     def __init__(self, device=torch.device("cpu"), recording=True):
         self.device, self.recording = device, recording
         self.events: list[Event] = []
+        self.beside = {}                             # group -> the stream in which its collectives' ends are marked
 
     def mark(self):
         """Now: nanoseconds, or on CUDA an event in the current stream."""
@@ -96,14 +98,25 @@ class Trace:
         if self.recording:
             end = []
             self.events.append(Event(kind, self.mark(), end, about))
-            work.get_future().add_done_callback(self.time_to(end))
+            if self.device.type == "cuda":
+                self.mark_beside(about["group"], work, end)
+            else:
+                work.get_future().add_done_callback(self.time_to(end))
+
+    def mark_beside(self, group: str, work, end: list):
+        """Append an event that comes when `work` is done, without a wait of training's stream. A callback of the future
+        would run in a stream of torch's pool, which may be the one of a message that waits for its sender. Of work and
+        future the future is waited for: it leaves the work's hold on its tensors to whoever waits for the work."""
+        if group not in self.beside:
+            self.beside[group] = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self.beside[group]):
+            work.get_future().wait()
+            end.append(self.mark())
 
     def time_to(self, end: list):
         """A callback that appends the time to `end`. gloo calls it in a thread of its own, where a Python function
         would cost some 60 microseconds, since a stack is mapped for it first. So all of this is C: next() makes map()
         pass the next tick of an endless clock to append()."""
-        if self.device.type == "cuda":
-            return lambda future: end.append(self.mark())
         return partial(next, map(end.append, iter(time.perf_counter_ns, None)))
 
     def take(self, offset=0) -> list[Event]:

@@ -265,7 +265,7 @@ class ZeroOptimizer:
         work = dist.all_reduce(mine, async_op=True)
         self.trace.watch("all_reduce", work, group="world", bytes=mine.nbytes)
         self.wait("world", work)
-        return mine.tolist()
+        return mine.tolist()                             # here the host waits for its device, once a step: watch.py
 
     def gather_weights(self):
         """Phase 3: the new weights of every part to every replica."""

@@ -27,7 +27,7 @@ import errno, os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 import train
-from nanodomino import checkpoint
+from nanodomino import checkpoint, watch
 
 fault, rank, now = sys.argv.pop(1), int(os.environ["RANK"]), 0
 train_step, loss_func, on_final, write_data = train.train_step, train.loss_func, train.ZeroOptimizer.on_final, checkpoint.dcp.FileSystemWriter.write_data
@@ -35,9 +35,12 @@ train_step, loss_func, on_final, write_data = train.train_step, train.loss_func,
 def step(number, *others, **more):
     global now
     now = number
-    if fault == "slow":
+    if "slow" in fault:
         time.sleep(0.1)
-    return train_step(number, *others, **more)
+    result = train_step(number, *others, **more)
+    if (fault, rank, number) == ("drift", 1, 5):            # one bit of one copy, after the step and before the save
+        others[0].model.final_norm.weight.detach().view(torch.int32)[3] += 1
+    return result
 
 def poisoned_loss(mask, losses):
     total, tokens = loss_func(mask, losses)
@@ -55,6 +58,14 @@ def full_disk(*arguments):
     if fault == "full" and rank == 1 and 9 < now < 20 or fault == "full at the end" and now == 24:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return write_data(*arguments)
+
+if "device" in fault:                                    # as on NCCL: a queue with work in it, and collectives that do not raise in time
+    start_world, make_mesh = train.start_world, train.make_mesh
+    train.start_world = lambda place, device, timeout: start_world(place, device, timeout + 600)
+    train.make_mesh = lambda pp, dp, tp, device, timeout: make_mesh(pp, dp, tp, device, timeout + 600)
+    watch.HostQueue.query = lambda queue: False
+    watch.HostQueue.record_event = lambda queue: type("Mark", (), dict(query=lambda mark: True))()
+    watch.GRACE = 4.0
 
 train.train_step, train.loss_func, train.ZeroOptimizer.on_final = step, poisoned_loss, poisoned_gradients
 checkpoint.dcp.FileSystemWriter.write_data = full_disk
@@ -144,6 +155,21 @@ def test_a_second_signal_ends_a_rank_that_waits_for_a_silent_one(job):
     assert "exitcode  : 143" in one.output(), one.output()
 
 
+def test_a_signal_ends_a_rank_whose_device_waits_for_a_dead_one(job):
+    """The step that it should finish first never ends; torchrun's own patience is half a minute, a scheduler's may be hours."""
+    one = job("run", "--train-iters", 100_000, fault="device")
+    one.wait_for(lambda: one.steps() >= 3)
+    one.send(1, signal.SIGSTOP)
+    time.sleep(1)
+    waiting, moment = one.send(0, signal.SIGTERM), time.monotonic()
+    time.sleep(2)
+    assert one.ranks()[0] == waiting, "the step might still end"
+    wait_until(lambda: 0 not in one.ranks(), seconds=20)
+    assert time.monotonic() - moment > 3
+    one.send(1, signal.SIGKILL)
+    assert one.end() != 0 and "exitcode  : 1 " in one.output(), one.output()
+
+
 # Killed
 
 def test_a_rank_killed_during_a_save_costs_the_steps_since_the_last_one(job, alone):
@@ -199,9 +225,11 @@ def test_a_folder_in_use_is_refused_until_its_run_has_ended(job, alone):
 
 # Silent
 
-def test_a_rank_that_hangs_is_named_with_the_step(job):
-    """Every group has --timeout: torch's own is half an hour, and a new group does not inherit that of the world."""
-    one = job("run", "--train-iters", 100_000, "--timeout", 10, "--tp", 2, "--pp", 2, processes=4)
+@pytest.mark.parametrize("fault", [None, "device"], ids=["gloo", "as on a GPU"])
+def test_a_rank_that_hangs_is_named_with_the_step(job, fault):
+    """Every group has --timeout: torch's own is half an hour, and a new group does not inherit that of the world. On a GPU
+    the host sits in a call that does not raise, and a thread sees to it."""
+    one = job("run", "--train-iters", 100_000, "--timeout", 10, "--tp", 2, "--pp", 2, processes=4, fault=fault)
     one.wait_for(lambda: one.steps() >= 3)
     hanging = one.send(2, signal.SIGSTOP)
     moment, steps = time.monotonic(), one.steps()
@@ -211,6 +239,12 @@ def test_a_rank_that_hangs_is_named_with_the_step(job):
     one.send(2, signal.SIGKILL)                     # torchrun would do it, after 30 seconds
     assert one.end() != 0
     assert any(f"lost its neighbours in step {step} (dead or silent: rank 2)" in one.output() for step in (steps + 1, steps + 2)), one.output()
+
+
+def test_a_device_that_is_never_idle_is_not_taken_for_one_that_hangs(job):
+    """Each forward and backward is progress, however long the run."""
+    one = job("run", "--train-iters", 80, "--timeout", 6, "--eval-iters", 0, fault="slow device")
+    assert one.end() == 0 and one.steps() == 80, one.output()
 
 
 # Not finite
@@ -232,6 +266,18 @@ def test_too_many_skipped_steps_end_the_run(job):
     assert one.end() != 0
     assert "error: 3 steps in a row, up to step 10, had a loss or gradient that is not finite; start from" in one.output(), one.output()
     assert "failed in step" not in one.output() and last_checkpoint(one) == "step-00000005"
+
+
+# Drifted apart
+
+@pytest.mark.parametrize("flags", [["--tp", 2], ["--tp", 1, "--pp", 1]], ids=["tp 2", "dp 2"])
+def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(job, flags):
+    """On tp it stays so; over dp its owner sends all of it anew at the next step. Training goes on."""
+    one = job("run", "--train-iters", 8, "--save-interval", 5, *flags, fault="drift")
+    assert one.end() == 0 and last_checkpoint(one) == "step-00000008", one.output()
+    said = [line for line in one.output().splitlines() if "drifted apart" in line]
+    assert all("final_norm.weight is the same on rank 0 but not on rank 1" in line for line in said), one.output()
+    assert len(said) == (2 if flags == ["--tp", 2] else 1), one.output()
 
 
 # No room

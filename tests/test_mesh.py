@@ -1,11 +1,18 @@
-"""What a process does to itself before it joins the others."""
+"""What a process does to itself before it joins the others, and the groups that it makes of them."""
 
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _process_group_color
+
+from nanodomino import mesh
+from nanodomino.mesh import make_mesh
 
 FAULTS = """
 import ctypes, resource, sys, torch
@@ -30,3 +37,77 @@ def test_freed_memory_serves_the_next_step():
                                        capture_output=True, text=True, check=True).stdout) for way in ("kept", "left")}
     assert share["kept"] < 0.01
     assert share["left"] > 0.5, "then there is no need for it any more"
+
+
+# ---- a rank's groups
+
+def made(monkeypatch, pp, dp, tp, device):
+    """[the calls of dist.new_group that make_mesh makes on a rank] for each rank of such a box; a call as (ranks, options)."""
+    calls = [[] for _ in range(pp * dp * tp)]
+    monkeypatch.setattr(mesh, "nccl", lambda **about: dict(backend="nccl", **about))
+    monkeypatch.setattr(dist, "get_world_size", lambda: len(calls))
+    for rank in range(len(calls)):
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, **options: calls[rank].append((ranks, options)) or SimpleNamespace(ranks=ranks))
+        place = make_mesh(pp, dp, tp, device)
+        if pp * dp * tp == 8 and pp == dp == tp:
+            assert [place.tp_group.ranks, place.dp_group.ranks, place.pp_group.ranks, place.embedding_group.ranks] == [
+                [rank & 6, rank & 6 | 1], [rank & 5, rank & 5 | 2], [rank & 3, rank & 3 | 4], [rank & 3, rank & 3 | 4]]
+    return calls
+
+
+BOXES = [(2, 2, 2), (1, 8, 1), (1, 1, 8), (3, 1, 2), (4, 2, 1), (8, 1, 1), (1, 1, 1)]
+
+
+@pytest.mark.parametrize("pp, dp, tp", BOXES)
+def test_an_axis_costs_one_split_in_which_every_rank_takes_part(monkeypatch, pp, dp, tp):
+    """A split of a NCCL communicator ends when all of its ranks have come; an axis of one needs none, and no memory of a GPU."""
+    calls = made(monkeypatch, pp, dp, tp, torch.device("cuda", 0))
+    assert all(options.pop("use_local_synchronization") for of_rank in calls for _, options in of_rank), "others make other groups"
+    axes = [*zip(*calls)]
+    assert len(axes) == (4 if pp > 1 else 3) and all(len(of_rank) == len(axes) for of_rank in calls)
+    for size, axis in zip((tp, dp, pp, pp), axes):
+        rows = {tuple(ranks) for ranks, _ in axis}
+        assert sorted(rank for row in rows for rank in row) == list(range(pp * dp * tp)), "each rank is in one row"
+        assert all(rank in ranks for rank, (ranks, _) in enumerate(axis)), "and makes that"
+        assert {options["backend"] for _, options in axis} == {"gloo" if size == 1 else "nccl"}
+    assert all(options.get("urgent") for axis in axes[:2] for ranks, options in axis if len(ranks) > 1)
+
+
+def test_on_cpus_groups_are_the_worlds_kind(monkeypatch):
+    assert all(options == dict(use_local_synchronization=True)
+               for of_rank in made(monkeypatch, 2, 2, 2, torch.device("cpu")) for _, options in of_rank)
+
+
+def test_no_two_rows_of_a_split_have_the_same_colour():
+    """torch draws a row's colour from its ranks, which could make two rows one."""
+    count = 0
+    for world in (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048):
+        for tp in (one for one in (1, 2, 4, 8, 16) if world % one == 0):
+            for pp in (one for one in (1, 2, 3, 4, 6, 8, 12, 16, 32) if world // tp % one == 0):
+                box = torch.arange(world).view(pp, -1, tp)
+                pipelines = box.reshape(pp, -1).t()
+                for rows in (box.reshape(-1, tp).tolist(), box.transpose(1, 2).reshape(-1, box.size(1)).tolist(), pipelines.tolist(),
+                             [*pipelines[:, [0, -1]].tolist(), *(row for row in pipelines[:, 1:-1].tolist() if row)] if pp > 1 else []):
+                    assert len({_process_group_color(row) for row in rows}) == len(rows), (world, pp, tp)
+                    count += 1
+    assert count > 500
+
+
+def group_rank(pp, dp, tp):
+    """The sum of the ranks' numbers in each group of a real mesh, twice made in one world."""
+    sums = []
+    for _ in range(2):
+        place = make_mesh(pp, dp, tp, torch.device("cpu"))
+        for group in (place.tp_group, place.dp_group, place.pp_group, place.embedding_group):
+            number = torch.tensor(float(2 ** dist.get_rank()))
+            dist.all_reduce(number, group=group)
+            sums.append(int(number))
+    return sums
+
+
+def test_groups_are_made_of_the_right_ranks_also_a_second_time(pool):
+    """Stages in the middle too have a group for a tied matrix, or the others' next would have another name."""
+    for rank, (tp, dp, pp, ends, *again) in enumerate(pool.run(group_rank, 4, 1, 2)):
+        assert (tp, dp, pp) == (3 << (rank & 6), 1 << rank, 0b1010101 << (rank & 1)) and again == [tp, dp, pp, ends]
+        assert ends == (0b1000001 if rank < 2 or rank > 5 else 0b10100) << (rank & 1)

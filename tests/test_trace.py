@@ -10,8 +10,10 @@ import random
 import re
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -46,6 +48,49 @@ def traced(config, data, steps, recording=True):
 def record(pool, world_size, steps=1, **changes) -> Recording:
     config = tiny(world_size, **changes)
     return pool.run(traced, config, random_data(config, steps), steps, world_size=world_size)[0][0]
+
+
+class Streams:
+    """torch.cuda's streams and events, of which one can only see in which stream what was done: log[stream] = [...]."""
+
+    def __init__(self, monkeypatch):
+        self.current, self.made, self.log = "training's", 0, {"training's": []}
+        for name, stands_in in (("Stream", self.make), ("stream", self.enter), ("Event", self.event)):
+            monkeypatch.setattr(torch.cuda, name, stands_in)
+
+    def make(self, device):
+        self.made += 1
+        self.log[f"stream {self.made}"] = []
+        return f"stream {self.made}"
+
+    @contextmanager
+    def enter(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def event(self, enable_timing):
+        return SimpleNamespace(record=lambda: self.log[self.current].append("mark"))
+
+    def work(self, name):
+        """A collective on NCCL: whoever waits for it has it waited for by the stream that is current there."""
+        def wait():
+            self.log[self.current].append(f"wait for {name}")
+        return SimpleNamespace(wait=wait, get_future=lambda: SimpleNamespace(wait=wait))
+
+
+def test_on_a_gpu_a_collectives_end_is_marked_in_a_stream_of_its_group(monkeypatch):
+    """One stream a group and never more; training's own must not wait for what it overlaps."""
+    streams = Streams(monkeypatch)
+    trace = Trace(torch.device("cuda", 0))
+    for name in ("first", "second"):
+        for group in ("tp", "dp", "world"):
+            trace.watch("all_reduce", streams.work(f"{name} of {group}"), group=group, bytes=8)
+    assert streams.made == 3
+    assert [streams.log[f"stream {number}"] for number in (1, 2, 3)] == [
+        [f"wait for first of {group}", "mark", f"wait for second of {group}", "mark"] for group in ("tp", "dp", "world")]
+    assert streams.log["training's"] == 6 * ["mark"], "where each was launched"
+    assert [len(event.end) for event in trace.events] == 6 * [1]
 
 
 def of(events, *kinds):

@@ -1,0 +1,111 @@
+"""A rank whose device waits for ever ends with a sentence, in time, and no other does: with a device that a test makes wait."""
+
+import time
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanodomino import watch
+from nanodomino.mesh import Place, collective_timeout, mesh_on_paper
+from nanodomino.watch import Watch
+
+
+class Mark:
+    """An event that the device comes to at a moment."""
+
+    def __init__(self, moment):
+        self.moment = moment
+
+    def query(self):
+        return time.monotonic() >= self.moment
+
+
+class Device:
+    """A queue with work in it until a moment; marks[i] is when it comes to the i-th mark."""
+
+    def __init__(self, busy_until, marks=()):
+        self.busy_until, self.moments = busy_until, deque(marks)
+
+    def query(self):
+        return time.monotonic() >= self.busy_until
+
+    def record_event(self):
+        return Mark(self.moments.popleft())
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """watched(timeout, device, seconds, ...): a real Watch of that device for so long -> [(seconds until, error)] of its ends."""
+    monkeypatch.setattr(watch, "LOOK", 0.02)
+    monkeypatch.setattr(watch.dist, "group", SimpleNamespace(WORLD=None))
+
+    def watched(timeout, device, seconds=3.0, backends=(), signals=None):
+        ends, begin = [], time.monotonic()
+        one = Watch(Place(), mesh_on_paper(1, 1, 1), timeout)
+        one.queue, one.backends = device or one.queue, backends
+        one.about = dict(step=7, signals=signals)
+
+        def fail(place, error):
+            ends.append((time.monotonic() - begin, error))
+            one.over.set()                                      # the real one does not come back
+
+        monkeypatch.setattr(watch, "fail", fail)
+        with one:
+            for _ in range(len(device.moments) if device else 3):
+                one.mark(1, 2)
+            one.thread.join(seconds)
+        one.thread.join()
+        return ends
+
+    return watched
+
+
+NEVER = float("inf")
+
+
+def test_a_device_without_progress_ends_its_rank_at_the_timeout(watched):
+    (seconds, error), = watched(0.4, Device(NEVER))
+    assert 0.4 < seconds < 1.5 and isinstance(error, RuntimeError) and error.step == 7
+    assert str(error) == "timed out waiting for the device, which has made no progress for 0 seconds"
+
+
+def test_a_long_step_makes_progress_mark_by_mark(watched):
+    """The host has put all of it into the queue at once. What counts is the time after the last mark that was come to."""
+    begin = time.monotonic()
+    (seconds, _), = watched(0.5, Device(NEVER, [begin + 0.3 * number for number in range(1, 6)]))
+    assert 2.0 <= seconds < 3.0, "the last mark is at 1.5"
+
+
+def test_a_device_that_waits_for_its_own_host_is_not_waiting_for_another(watched):
+    """Reading, compiling, saving: the neighbours will see who is silent. And on a CPU there is no device to wait for."""
+    assert watched(0.3, Device(0.0), seconds=1.0) == []
+    assert watched(0.3, None, seconds=1.0) == []
+    (seconds, _), = watched(0.3, Device(NEVER), signals=SimpleNamespace(number=0, moment=0.0))
+    assert seconds < 1.3, "or this could not fail"
+
+
+def test_once_told_to_stop_its_patience_is_short(watched, monkeypatch):
+    """torchrun tells so when a rank has died; but a step that goes on may end in peace."""
+    monkeypatch.setattr(watch, "GRACE", 0.4)
+    begin = time.monotonic()
+    told = SimpleNamespace(number=15, moment=begin + 0.2)
+    (seconds, error), = watched(600, Device(NEVER), signals=told)
+    assert 0.6 <= seconds < 1.6 and error.signals is told, "from the signal on"
+    begin = time.monotonic()
+    told = SimpleNamespace(number=15, moment=begin)
+    assert watched(600, Device(begin + 1.0, [begin + 0.2 * number for number in range(1, 6)]), seconds=1.2, signals=told) == []
+
+
+def test_an_error_that_nccl_knows_of_ends_at_once(watched):
+    sound, broken = (SimpleNamespace(get_error=lambda name=name: SimpleNamespace(name=name)) for name in ("SUCCESS", "COMM_ERROR"))
+    assert watched(600, Device(NEVER), seconds=0.5, backends=[sound]) == []
+    (seconds, error), = watched(600, Device(NEVER), backends=[sound, broken])
+    assert seconds < 1.0 and "NCCL reports COMM_ERROR" in str(error)
+
+
+def test_nccl_waits_longer_than_we_do_and_gloo_as_long():
+    """Its time-out aborts the process without a word."""
+    assert collective_timeout(600, torch.device("cuda", 0)).total_seconds() >= 630
+    assert collective_timeout(600, torch.device("cpu")).total_seconds() == 600
