@@ -4,7 +4,7 @@ A GPU computes what it is told to and waits where it is told too late: a layer o
 millisecond of work. Sizes here are so small that nearly nothing but the host's time is left, and the wires are torch's
 "fake" process group, which does nothing. A microbatch goes forward and backward in slices:
 
-    autograd                the definition of the model (model.py), as any torch program runs it, a slice after the other
+    autograd                the definition of the model (model.py), as any torch program runs it, slice after slice
     nanodomino              Domino: generators, a tape, gradients by hand (domino.py)
     nanodomino, compiled    the same with its pieces compiled; with --compile
 
