@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness import tiny
 
-from nanodomino.functions import NORMALIZATIONS
+from nanodomino.functions import NORMALIZATIONS, gelu, gelu_backward
 from nanodomino.mesh import mesh_on_paper
 from nanodomino.model import on_paper
 
@@ -25,6 +25,29 @@ def test_a_normalization_and_its_gradients_are_torchs_own(name):
     mine = torch.autograd.grad(ours, [x, *parameters], gradient)
     for one, other in zip(mine, torch.autograd.grad(expected, [x, *theirs.parameters()], gradient), strict=True):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("name", [*NORMALIZATIONS, "gelu"])
+def test_what_training_runs_is_what_the_definition_says(name, dtype, tolerance):
+    """Forward and backward by hand, against the definition under autograd."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight, bias, gradient = (torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+                                 for shape in ((2, 3, 16), (16,), (16,), (2, 3, 16)))
+    if name == "gelu":
+        inputs, expected, ours = [x], gelu(x), [gelu(x.detach())]
+        mine = [gelu_backward(gradient.detach(), x.detach())]
+    else:
+        kind = NORMALIZATIONS[name]
+        inputs, expected = [x, weight, bias] if kind.has_bias else [x, weight], kind.function(x, weight, bias, 1e-3)
+        bias = bias if kind.has_bias else None
+        with torch.no_grad():
+            ours = kind.forward(x, weight, bias, 1e-3)
+            mine = kind.backward(gradient, x, ours[1:], weight, bias)
+    assert ours[0].dtype == dtype and torch.allclose(ours[0], expected, rtol=tolerance, atol=tolerance)
+    theirs = torch.autograd.grad(expected, inputs, gradient)
+    for one, other in zip([one for one in mine if one is not None], theirs, strict=True):
+        assert one.dtype == dtype and torch.allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", NORMALIZATIONS)

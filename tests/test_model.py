@@ -110,6 +110,39 @@ def test_vocab_parallel_cross_entropy_in_float32(pool, scale):
         assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
+class OneRank:
+    """All of a vocabulary of 19 words, rounded up to 24."""
+    valid, width = 19, 24
+
+    class group:
+        size = staticmethod(lambda: 1)
+
+    @staticmethod
+    def locate(labels):
+        return labels, torch.ones_like(labels, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 1000])
+def test_cross_entropy_in_chunks_rounds_each_gradient_by_itself(monkeypatch, dtype, rows):
+    """However many rows a chunk has; and where the model is sure of the label, whose probability rounds to 1 in 16 bit."""
+    from nanodomino import parallel
+    monkeypatch.setitem(parallel.CHUNK_BYTES, "cpu", rows * 4 * OneRank.width)
+    logits = torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(6)) * 4
+    labels = torch.tensor([[3, 18, 0, 7, 7]])
+    logits[0, 4, 7] = logits[0, 4].max() + 9.0                      # p = 0.9995
+    logits = logits.to(dtype).requires_grad_()
+    loss = parallel.vocab_parallel_cross_entropy(logits, labels, OneRank)
+    loss.sum().backward()
+    exact = logits.detach()[..., :19].double().requires_grad_()
+    expected = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="none")
+    expected.sum().backward()
+    assert loss.dtype == torch.float32 and torch.allclose(loss.double().flatten(), expected, rtol=1e-5, atol=1e-6)
+    assert not logits.grad[..., 19:].any()
+    allowed = 1e-4 if dtype == torch.float32 else 2**-8
+    assert ((logits.grad[..., :19].double() - exact.grad).abs() <= allowed * exact.grad.abs() + 1e-7).all()
+
+
 class Place:
     def __init__(self, tp, tp_rank):
         self.tp, self.tp_rank = tp, tp_rank

@@ -12,13 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Outcome, build, random_data, reference_for, tiny, whole
-from torch.autograd.graph import get_gradient_edge
 
 from nanodomino import parallel
 from nanodomino.config import Config
 from nanodomino.domino import Domino
 from nanodomino.parallel import ReduceFromTensorParallel
-from nanodomino.tape import Source
 from nanodomino.trace import Trace
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -217,18 +215,6 @@ def test_a_sublayers_gradients_are_all_there_when_it_is_called_final(pool):
     for changed, final in pool.run(final_rank, config, weights, data, world_size=2):
         assert not changed
         assert "layers.0.attention.dense.bias" in final and final == sorted(weights)
-
-
-# ---- tape.py
-
-def test_the_node_where_a_segment_begins_is_never_run():
-    """It has no backward, and autograd.grad needs none where it stops; whoever went on would be told."""
-    x = Source.apply(torch.empty(0, requires_grad=True), torch.ones(3))
-    loss = (2 * x).sum()
-    (gradient,) = torch.autograd.grad(loss, [get_gradient_edge(x)], retain_graph=True)
-    assert gradient.tolist() == [2.0, 2.0, 2.0]
-    with pytest.raises(NotImplementedError):
-        loss.backward()
 
 
 # ---- names and links
