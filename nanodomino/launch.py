@@ -40,7 +40,7 @@ LONELY = ("closed by peer", "reset by peer", "by remote peer", "broken pipe", "p
           "connection was likely closed", "remote process exited", "communicator was aborted", "timed out waiting",
           "timed out after", "timed out connecting", "connection timed out", "operation timed out", "operation timeout",
           "wait timeout", "socket timeout", "timeout waiting")
-SPEAKING = threading.Lock()        # of the thread that ends the process; never given back
+SPEAKING = threading.RLock()       # of the thread that ends the process; never given back
 
 
 # ---- the run's folder
