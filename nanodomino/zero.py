@@ -253,7 +253,7 @@ class ZeroOptimizer:
         and how many ranks wish to stop. So all decide alike: to skip a step that is not finite on one of them, to stop
         after it."""
         mine = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
-        mine[3] = stop
+        mine[3].fill_(stop)                                    # mine[3] = stop would copy it, and wait for the GPU
         if self.mesh.is_last_stage and self.mesh.tp_rank == 0:
             mine[0], mine[1] = totals.loss_sum, totals.tokens
         else:

@@ -1,0 +1,42 @@
+"""One rank of a world in which nobody else is, for tests that look at operations and not at numbers.
+
+torch's "fake" backend says at once that a collective is done, and moves nothing. So any rank of any layout runs in one
+process; and a TorchDispatchMode sees each operation on the way to the device, backward's too.
+"""
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int):
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def tensors(tree) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def only_views(function) -> bool:
+    """Whether an operation gives another view of its operand, and touches no element."""
+    views = [one.alias_info is not None and not one.alias_info.is_write for one in function._schema.returns]
+    return any(views) or function is torch.ops.aten._unsafe_view.default
+
+
+def operands(function, args, kwargs) -> list[tuple]:
+    """(tensor, the schema's words on it) of each operand: alias_info tells whether it is written to, and is_out whether
+    that is all."""
+    given = {**dict(zip([one.name for one in function._schema.arguments], args)), **kwargs}
+    return [(tensor, one) for one in function._schema.arguments for tensor in tensors(given.get(one.name))]
+
+
+def writes(argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write

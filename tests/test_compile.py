@@ -1,0 +1,60 @@
+"""Compiled graphs are few and final: every layer runs the same ones, and after the warm-up none is made any more.
+
+A graph that a step makes anew stops a GPU, and all ranks that wait for this one, for seconds; a graph for each layer
+makes the start of a deep model take minutes. Counted is what torch.compile captures, whichever backend compiles it.
+"""
+
+import pytest
+import torch
+from fake_world import fake_world
+from harness import build, random_data, tiny
+from torch._dynamo.utils import counters
+
+import train
+from nanodomino.domino import Domino
+
+# bridge: opens the stage, or closes a sublayer; its backward: out of the head, of a sublayer, into the stage; cross
+# entropy: forward, backward
+GRAPHS = 7
+
+
+def graphs(layers, micro_batch_size=4, one_differs=False):
+    """Captured by each of: the warm-up, a step, an evaluation, another step. one_differs: one norm's weight is of another
+    type than the others'."""
+    torch._dynamo.reset()
+    counters.clear()
+    config = tiny(2, tensor_model_parallel_size=2, num_layers=layers, slices=2, micro_batch_size=micro_batch_size,
+                  global_batch_size=2 * micro_batch_size, dtype="bfloat16")
+    data, found = random_data(config, 2), []
+    with fake_world(0, 2):
+        mesh, model, optimizer, _ = build(config)
+        stage = Domino(model, config.slices, config.columns, compile_backend="eager")
+        if one_differs:
+            weight, bias = stage.steps[1].norm
+            stage.steps[1].norm = weight.detach(), bias
+            stage.steps[1].norm[0].main_grad = weight.main_grad
+        for act in (lambda: train.warm_up(stage, optimizer, config, mesh),
+                    lambda: train.train_step(1, stage, optimizer, data, config, mesh),
+                    lambda: train.evaluate(stage, data, config, mesh),
+                    lambda: train.train_step(2, stage, optimizer, data, config, mesh)):
+            before = counters["stats"]["unique_graphs"]
+            act()
+            found.append(counters["stats"]["unique_graphs"] - before)
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_a_model_of_any_depth_has_the_same_few_graphs(layers):
+    assert graphs(layers) == [GRAPHS, 0, 0, 0]
+
+
+def test_a_smaller_last_slice_adds_a_set_for_any_size():
+    """5 samples are slices of 3 and 2; a graph that meets a second size is made again, for all sizes."""
+    made, *later = graphs(2, micro_batch_size=5)
+    assert GRAPHS < made <= 2 * GRAPHS and later == [0, 0, 0]
+
+
+def test_what_differs_between_layers_is_counted():
+    """Else the tests above could not fail."""
+    assert graphs(2, one_differs=True)[0] > GRAPHS
