@@ -61,7 +61,8 @@ class Counts(TorchDispatchMode):
         self.parts = ["rest"]                                            # the last one is at work
         self.operations, self.traffic = Counter(), Counter()             # by part; traffic in bytes
         self.names, self.waits, self.copies, self.mixed = Counter(), Counter(), Counter(), Counter()
-        self.alive, self.pinned = alive or WeakIdKeyDictionary(), WeakIdKeyDictionary()      # storage: its bytes; storage
+        self.alive = alive or WeakIdKeyDictionary()                      # storage: its bytes
+        self.pinned = WeakIdKeyDictionary()                              # storage: True
         self.peak = self.at_entry = self.cross_entropy_peak = 0          # bytes
         self.weight_shapes, self.narrow_weight_gradients = weight_shapes, 0
 
@@ -89,7 +90,8 @@ class Counts(TorchDispatchMode):
         if kwargs.get("pin_memory"):
             self.pinned[result.untyped_storage()] = True
         touched = operands(function, args, kwargs)
-        if function.namespace != "prim" and not only_views(function) and any(one.is_cuda for one in tensors((args, kwargs, result))):
+        on_gpu = any(one.is_cuda for one in tensors((args, kwargs, result)))
+        if on_gpu and function.namespace != "prim" and not only_views(function):
             self.names[str(function)] += 1
             if function.namespace == "aten":
                 self.look_at_devices(str(function), name, touched, args, kwargs, result)
@@ -112,8 +114,9 @@ class Counts(TorchDispatchMode):
     def count(self, name, touched, results):
         for storage in (one.untyped_storage() for one in results if one.is_cuda):
             self.alive[storage] = storage.nbytes()
-        read = [one for one, argument in touched if not argument.is_out and not (name in OVERWRITES and writes(argument))]
         written = [one for one, argument in touched if writes(argument)]
+        read = [one for one, argument in touched
+                if not argument.is_out and not (name in OVERWRITES and writes(argument))]
         moved = [*read, *(written or results)]
         part, alive = self.parts[-1], sum(self.alive.values())
         self.operations[part] += 1
@@ -164,7 +167,7 @@ def count_step(config: Config, dataset: TokenDataset, mesh) -> dict:
         with counts:
             result = train.train_step(1, stage, optimizer, dataset, config, mesh)
     return {name: getattr(counts, name) for name in Counts.told} | dict(
-        microbatches=config.microbatches, skipped=result.skipped, weights=len(stage.steps) * 2 + model.post_process)
+        microbatches=config.microbatches, skipped=result.skipped, matrices=2 * len(stage.steps) + model.post_process)
 
 
 def run(rank: int, settings: dict) -> dict:

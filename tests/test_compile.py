@@ -19,8 +19,8 @@ GRAPHS = 7
 
 
 def graphs(layers, micro_batch_size=4, one_differs=False):
-    """Captured by each of: the warm-up, a step, an evaluation, another step. one_differs: one norm's weight is of another
-    type than the others'."""
+    """Captured by each of: the warm-up, a step, an evaluation, another step. one_differs: one norm's weight is of
+    another type than the others'."""
     torch._dynamo.reset()
     counters.clear()
     config = tiny(2, tensor_model_parallel_size=2, num_layers=layers, slices=2, micro_batch_size=micro_batch_size,

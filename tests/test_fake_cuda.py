@@ -1,7 +1,7 @@
 """What a training step asks of a GPU, counted without one: fake_cuda.py's numbers against budgets.
 
-A budget is some 3 % above what was counted when it was written; beside it stands what was counted before logits stayed
-16 bit and gradients went to main_grad by themselves. Lower it with what you save.
+A budget is some 3 % above what was counted when it was written. Beside it stands what it was when the softmax was kept
+in fp32, and 16-bit gradients of weights were stored before they were added. Lower it with what you save.
 """
 
 import json
@@ -21,21 +21,24 @@ GPT2 = dict(model="gpt2", dtype="bfloat16", micro_batch_size=16, global_batch_si
             pipeline_model_parallel_size=1, data_parallel_size=1)          # 16 x 1024 tokens, one microbatch
 EIGHT = dict(model="nano", dtype="bfloat16", tensor_model_parallel_size=2, pipeline_model_parallel_size=2,
              data_parallel_size=2, micro_batch_size=4, slices=2)           # 2 microbatches a replica
-CASES = {"gpt2": (0, GPT2), "first stage": (0, EIGHT), "last stage": (7, EIGHT), "uneven slices": (7, EIGHT | dict(slices=3, columns=2))}
+CASES = {"gpt2": (0, GPT2), "first stage": (0, EIGHT), "last stage": (7, EIGHT),
+         "uneven slices": (7, EIGHT | dict(slices=3, columns=2))}
 
 GB = 1e9
-TRAFFIC = dict(forward=15.3 * GB, backward=29.7 * GB, update=8.5 * GB, rest=0.52 * GB)       # backward: 35.1 before
-TRAFFIC["cross entropy"] = 18.7 * GB                                       # 46.1 before
-PEAK = 8.63 * GB                                                           # 14.4 before
-OPERATIONS = dict(forward=168, backward=300, update=144, rest=24)
-OPERATIONS["cross entropy"] = 178                                          # 31 before, each on all rows at once
-PAGEABLE_COPIES, PINNED_COPIES = 4, 0                                      # of a microbatch, from the host
+TRAFFIC = {"forward": 15.3 * GB, "cross entropy": 18.7 * GB, "backward": 29.7 * GB, "update": 8.5 * GB,
+           "rest": 0.52 * GB}                                              # 14.8, 46.1, 36.0, 8.2, 0.5
+OPERATIONS = {"forward": 168, "cross entropy": 178, "backward": 300, "update": 144, "rest": 24}    # 156, 31, 269, 140, 23
+PEAK = 8.63 * GB                                                           # 14.4
 LOGITS = 16 * 1024 * 50264 * 2                                             # bytes
+CROSS_ENTROPY_PEAK = 0.34 * LOGITS                                         # 4
+COPIES = {"pageable": 4, "pinned": 1}                                      # from the host, of a microbatch
 
 
 @pytest.fixture(scope="module")
 def counted(request):
     """counted(case): what fake_cuda.py counted there. All cases run in one process, which has no other torch in it."""
+    if torch.backends.cuda.is_built():
+        pytest.skip("this torch has CUDA devices of its own, and takes no other's; install a build for CPUs")
     if not COMPILER:
         pytest.skip("a device that is not there must be compiled, and there is no C++ compiler; install g++ or set CXX")
     library = request.config.cache.mkdir("fake_cuda") / f"torch-{torch.__version__}.so"
@@ -65,8 +68,8 @@ def test_nothing_mixes_devices_and_the_host_waits_once_a_step(counted, case):
 @pytest.mark.parametrize("case", CASES)
 def test_what_comes_from_the_host_comes_with_the_microbatch(counted, case):
     counts = counted(case)
-    assert counts["copies"].get("pageable", 0) <= PAGEABLE_COPIES * counts["microbatches"]
-    assert counts["copies"].get("pinned", 0) <= PINNED_COPIES * counts["microbatches"]
+    for memory, copies in counts["copies"].items():
+        assert copies <= COPIES[memory] * counts["microbatches"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -74,7 +77,7 @@ def test_16_bit_gradients_of_weights_are_added_where_they_stay(counted, case):
     """One addmm into the fp32 gradient for each matrix and slice; no product of a matrix's shape lies in 16 bit."""
     counts = counted(case)
     slices = CASES[case][1].get("slices", 1)
-    assert counts["names"]["aten.addmm.dtype_out"] == counts["weights"] * slices * counts["microbatches"]
+    assert counts["names"]["aten.addmm.dtype_out"] == counts["matrices"] * slices * counts["microbatches"]
     assert counts["narrow_weight_gradients"] == 0
 
 
@@ -90,7 +93,7 @@ def test_operations_of_gpt2(counted, part):
 
 
 def test_memory_of_gpt2(counted):
-    """Beside the logits cross entropy makes nothing as large as they are; it once made them again, twice as wide."""
+    """Cross entropy takes less beside the logits than they take themselves."""
     assert counted("gpt2")["peak"] <= PEAK
-    assert counted("gpt2")["cross_entropy_peak"] <= 0.34 * LOGITS          # 4 before
+    assert counted("gpt2")["cross_entropy_peak"] <= CROSS_ENTROPY_PEAK
 

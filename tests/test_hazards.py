@@ -28,11 +28,12 @@ STARTS = {"all_reduce": (RECEIVED,), "broadcast": (RECEIVED,), "all_to_all_singl
 
 
 class Wires(TorchDispatchMode):
-    """While it is entered: `touched` counts what an operation did to memory on the wires, `started` what was started."""
+    """While entered: `started` counts what went on the wires, `touched` what operations did to memory that is there."""
 
     def __init__(self):
         super().__init__()
-        self.under_way, self.touched, self.started = {}, Counter(), Counter()      # under_way: work -> (name, storage, how)
+        self.touched, self.started = Counter(), Counter()
+        self.under_way = {}                                   # a Waited -> [(name, storage, SENT or RECEIVED), ...]
 
     def start(self, name, work, *given):
         """given: (tensor, SENT or RECEIVED) ... -> the work, whose wait() takes them off again."""

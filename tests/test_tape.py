@@ -51,7 +51,8 @@ def test_attentions_gradient_is_autograds_with_the_engine_and_without(engine_run
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_in_a_step_the_engine_runs_for_the_loss_alone(engine_runs, rank, dropout):
     """Once a microbatch, on the last stage; and for each slice's attention where its probabilities are dropped."""
-    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, num_layers=4, attention_dropout=dropout)
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, num_layers=4,
+                  attention_dropout=dropout)
     with fake_world(rank, 8):
         mesh, model, optimizer, stage = build(config)
         train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
