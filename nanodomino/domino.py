@@ -60,8 +60,8 @@ import torch.nn.functional as F
 from nanodomino.data import Batch
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.model import GPT, Dropout, Sublayer, close_residual, drop
-from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, gradient_of_rows, in_chunks, label_and_log_sum,
-                                 label_and_log_sum_of_rows, parts_of_loss)
+from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, in_chunks, label_and_log_sum,
+                                 label_and_log_sum_of_rows, parts_of_loss, softmax_of_rows)
 from nanodomino.trace import NO_TRACE
 
 
@@ -165,8 +165,8 @@ class Domino:
         self.bridge = compiled(lambda *inputs: bridge(*inputs, epsilon, kind))
         self.bridge_backward = compiled(lambda *inputs: bridge_backward(*inputs, kind))
         # compiled, no temporary is as large as the logits; else it is cut
-        self.label_and_log_sum_of_rows, self.gradient_of_rows = map(
-            compiled if compile_backend else in_chunks, (label_and_log_sum_of_rows, gradient_of_rows))
+        self.label_and_log_sum_of_rows, self.softmax_of_rows = map(
+            compiled if compile_backend else in_chunks, (label_and_log_sum_of_rows, softmax_of_rows))
 
     # ---- the stage, as the pipeline sees it
 
@@ -312,7 +312,7 @@ class Domino:
         """Generator: gradient of the losses [b, s] -> gradients of x and y before the final norm."""
         model, (vocabulary,) = self.model, self.model.head
         grad_logits = cross_entropy_gradient(piece.logits, piece.batch.labels, piece.output, piece.share, gradient,
-                                             vocabulary, self.gradient_of_rows)
+                                             vocabulary, self.softmax_of_rows)
         grad_h = yield from self.input_gradient(piece, "head", grad_logits, vocabulary.logits_weight(), [
             (vocabulary.weight.main_grad[:vocabulary.width], grad_logits, piece.head_input)])
         grad_x, grad_y = self.close(piece.exit, None, grad_h)

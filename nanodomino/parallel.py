@@ -183,11 +183,9 @@ def label_and_log_sum_of_rows(logits, row):
     return label.squeeze(-1), (at_row - label).squeeze(-1)
 
 
-def gradient_of_rows(logits, row, inside, at_label, factor):
-    """logits [n, width] become softmax * factor [n]; where `inside` [n], the word `row` [n] gets at_label [n]."""
+def softmax_of_rows(logits, factor):
+    """logits [n, width] become softmax * factor [n]."""
     torch.mul(logits.softmax(dim=-1), factor.unsqueeze(-1), out=logits)
-    row, at_label = row.unsqueeze(-1), at_label.to(logits.dtype).unsqueeze(-1)
-    logits.scatter_(-1, row, at_label.where(inside.unsqueeze(-1), logits.gather(-1, row)))
     return ()
 
 
@@ -221,15 +219,16 @@ def wide(tensor) -> torch.dtype:
 
 
 def cross_entropy_gradient(logits, labels, loss, share, gradient, vocabulary: VocabParallelEmbedding,
-                           of_rows=in_chunks(gradient_of_rows)):
+                           of_rows=in_chunks(softmax_of_rows)):
     """d loss / d logits = (softmax - one_hot(label)) * gradient, on this shard, in the place of the logits.
 
     At the label, whose probability is exp(-loss), it is expm1(-loss): p - 1 would have lost what p was rounded to."""
     if vocabulary.valid:
-        row, inside = vocabulary.locate(labels)
+        row, inside = (tensor.unsqueeze(-1) for tensor in vocabulary.locate(labels))
         gradient = gradient.to(loss.dtype)
-        of_rows(logits.flatten(0, 1), *(tensor.flatten() for tensor in (
-            row, inside, torch.expm1(-loss) * gradient, share * gradient)))
+        at_label = (torch.expm1(-loss) * gradient).to(logits.dtype).unsqueeze(-1)
+        of_rows(logits.flatten(0, 1), (share * gradient).flatten())
+        logits.scatter_(-1, row, at_label.where(inside, logits.gather(-1, row)))
     return logits
 
 

@@ -175,7 +175,8 @@ def run(rank: int, settings: dict) -> dict:
     world_size = config.tp * config.pp * config.dp
     config = config.resolve(world_size).with_vocabulary(VOCABULARY)
     with fake_world(rank, world_size), tempfile.TemporaryDirectory() as folder:
-        dataset = TokenDataset(zeros_as_corpus(Path(folder), config), "train", config.seq_length, config.seed)
+        corpus = zeros_as_corpus(Path(folder), config)
+        dataset = TokenDataset(corpus, "train", config.seq_length, config.seed, device=torch.device("cuda", 0))
         mesh = replace(make_mesh(config.pp, config.dp, config.tp, torch.device("cpu")), device=torch.device("cuda", 0))
         with FakeTensorMode(allow_non_fake_inputs=True), \
                 mock.patch.object(F, "scaled_dot_product_attention", attention_of_a_gpu):
