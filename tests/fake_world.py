@@ -14,11 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 @contextmanager
 def fake_world(rank: int, world_size: int):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)                 # of tensors this small, several would wait for each other most of the time
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        torch.set_num_threads(threads)
 
 
 def tensors(tree) -> list[torch.Tensor]:
