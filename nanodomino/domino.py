@@ -60,8 +60,8 @@ import torch.nn.functional as F
 from nanodomino.data import Batch
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.model import GPT, Dropout, Sublayer, close_residual, drop
-from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, in_chunks, label_and_log_sum,
-                                 label_and_log_sum_of_rows, parts_of_loss, softmax_of_rows)
+from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
+                                 maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss)
 from nanodomino.trace import NO_TRACE
 
 
@@ -147,7 +147,8 @@ class Slice:
     exit: Bridge | tuple | None = None                 # into the head; or the last (bias, mask), out of the stage
     head_input: torch.Tensor | None = None             # [b, s, h]
     logits: torch.Tensor | None = None                 # [b, s, width]
-    share: torch.Tensor | None = None                  # [b, s], of this rank's words in the softmax
+    maximum: torch.Tensor | None = None                # [b, s], of them, over all ranks
+    sums: torch.Tensor | None = None                   # [2, b, s], see cross entropy in parallel.py
     output: torch.Tensor | None = None                 # loss [b, s] on the last stage, else hidden [b, s, h]
 
 
@@ -165,8 +166,8 @@ class Domino:
         self.bridge = compiled(lambda *inputs: bridge(*inputs, epsilon, kind))
         self.bridge_backward = compiled(lambda *inputs: bridge_backward(*inputs, kind))
         # compiled, no temporary is as large as the logits; else it is cut
-        self.label_and_log_sum_of_rows, self.softmax_of_rows = map(
-            compiled if compile_backend else in_chunks, (label_and_log_sum_of_rows, softmax_of_rows))
+        self.maximum_and_sum_of_rows, self.exponentials_of_rows = map(
+            compiled if compile_backend else in_chunks, (maximum_and_sum_of_rows, exponentials_of_rows))
 
     # ---- the stage, as the pipeline sees it
 
@@ -264,13 +265,12 @@ class Domino:
         piece.head_input, piece.exit = self.open(x, y, bias, mask, model.final_norm.weights)
         with self.trace.span("matmul", slice=piece.index, site="head"):
             piece.logits = F.linear(piece.head_input, vocabulary.logits_weight())
-        labels = piece.batch.labels
-        label, log_sum = label_and_log_sum(piece.logits, labels, vocabulary, self.label_and_log_sum_of_rows)
-        maximum = log_sum.clone()
-        yield from self.all_reduce(piece, "cross_entropy", maximum, dist.ReduceOp.MAX)
-        share, sums = parts_of_loss(label, log_sum, maximum, vocabulary.locate(labels)[1])
-        yield from self.all_reduce(piece, "cross_entropy", sums)
-        piece.output, piece.share = cross_entropy(share, sums)
+        largest, exponentials = maximum_and_sum(piece.logits, vocabulary, self.maximum_and_sum_of_rows)
+        piece.maximum = largest.clone()
+        yield from self.all_reduce(piece, "cross_entropy", piece.maximum, dist.ReduceOp.MAX)
+        piece.sums = parts_of_loss(piece.logits, piece.batch.labels, largest, exponentials, piece.maximum, vocabulary)
+        yield from self.all_reduce(piece, "cross_entropy", piece.sums)
+        piece.output = cross_entropy(piece.sums)
 
     # ---- backward
 
@@ -311,8 +311,8 @@ class Domino:
     def backward_head(self, piece, gradient, finish):
         """Generator: gradient of the losses [b, s] -> gradients of x and y before the final norm."""
         model, (vocabulary,) = self.model, self.model.head
-        grad_logits = cross_entropy_gradient(piece.logits, piece.batch.labels, piece.output, piece.share, gradient,
-                                             vocabulary, self.softmax_of_rows)
+        grad_logits = cross_entropy_gradient(piece.logits, piece.batch.labels, piece.output, piece.maximum, piece.sums,
+                                             gradient, vocabulary, self.exponentials_of_rows)
         grad_h = yield from self.input_gradient(piece, "head", grad_logits, vocabulary.logits_weight(), [
             (vocabulary.weight.main_grad[:vocabulary.width], grad_logits, piece.head_input)])
         grad_x, grad_y = self.close(piece.exit, None, grad_h)

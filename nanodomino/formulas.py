@@ -164,7 +164,7 @@ def kept_by_ends(config: Config, at) -> dict[str, float]:
     if at.is_last_stage:                                       # the bridge into the head
         kept["head"] = 2 * x + n * norm_statistics(config)
         kept["logits"] = e * n * logits_width(config, at)
-        kept["losses, shares"] = 2 * w * n
+        kept["losses, maxima, sums"] = 4 * w * n
     else:
         kept["output"] = x
     return kept
@@ -205,14 +205,13 @@ def working_bytes(config: Config, at) -> int:
     e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
     cuda, slices = config.device == "cuda", min(config.slices, config.micro_batch_size)
     ffn, h = e * n * config.ffn_hidden_size // t, config.hidden_size
-    narrow = e < w and not cuda                   # on CPUs what is 16 bit and to be wide is made twice
-    widened = e if narrow else 0                  # a weight gradient, before it is added to fp32
+    widened = e if e < w and not cuda else 0      # a 16-bit weight gradient, before it is added to fp32
     head = sum(kept_by_ends(config, at).values()) if at.is_last_stage else 0     # gone when the layers' turn comes
     moments = [2 * x + 2 * ffn + max(0, widened * h * config.ffn_hidden_size // t - ffn) - head]      # of an MLP, back
     if at.is_last_stage:                                                            # forward and backward of the head
         width = logits_width(config, at)
         chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"], w * n * width // slices)
-        moments += [2 * x + chunk * (2 if narrow else 1), 2 * x + max(chunk, widened * h * width)]
+        moments += [2 * x + chunk, 2 * x + max(chunk, widened * h * width)]
     return int(max(moments))
 
 

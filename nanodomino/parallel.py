@@ -152,14 +152,16 @@ class VocabParallelEmbedding(nn.Module):
         return self.weight[:self.width]
 
 
-# Cross entropy of logits [b, s, width] that lie on t ranks. A softmax over all words is the softmax over a rank's own
-# words, times the rank's share; and the shares are a softmax too, of the ranks' log_sums, log(sum_j exp(z_j)). Hence
+# Cross entropy of logits z [b, s, width] that lie on t ranks:
 #
-#     label_and_log_sum        -> log-probability of the label among this rank's words, and log_sum, both [b, s]
-#                                 maximum of the log_sums over ranks [b, s]: without it exp would overflow
-#     parts_of_loss            -> sum over ranks [2, b, s] of exp(log_sum - maximum), and of what the label's rank says
-#     cross_entropy            -> loss [b, s], this rank's share [b, s]
-#     cross_entropy_gradient      softmax - one_hot(label): no wires
+#     loss = log(sum_j exp(z_j - max)) - (z_label - max)      d loss / d z = exp(z - max) / sum - one_hot(label)
+#
+#     maximum_and_sum          -> this rank's largest logit, and sum_j exp(z_j - that), both [b, s]
+#                                 maximum over ranks [b, s]: without it exp would overflow, a local one would differ
+#     parts_of_loss            -> sums over ranks [2, b, s]: of exp(z_j - maximum); of the label's z - maximum, which one
+#                                 rank has. Packed
+#     cross_entropy            -> loss [b, s]
+#     cross_entropy_gradient      in the place of the logits: no wires
 #
 # One tensor of the size of the logits is ever whole: they stay in their own type until the gradient takes their place.
 # Sums are of fp32 or wider, in temporaries of some rows at a time.
@@ -176,41 +178,39 @@ def in_chunks(function):
     return over_chunks
 
 
-def label_and_log_sum_of_rows(logits, row):
-    """logits [n, width], row [n] -> (log-probability of that word, log of the sum of all words' exp), both [n]."""
-    at_row, row = logits.gather(-1, row.unsqueeze(-1)), row.unsqueeze(-1)
-    label = logits.log_softmax(dim=-1, dtype=wide(logits)).gather(-1, row)
-    return label.squeeze(-1), (at_row - label).squeeze(-1)
+def maximum_and_sum_of_rows(logits):
+    """logits [n, width] -> (the largest, sum of exp(z - largest)), both [n], in fp32 or wider."""
+    largest = logits.amax(dim=-1).to(wide(logits))
+    return largest, (logits - largest.unsqueeze(-1)).exp_().sum(dim=-1)
 
 
-def softmax_of_rows(logits, factor):
-    """logits [n, width] become softmax * factor [n]."""
-    torch.mul(logits.softmax(dim=-1), factor.unsqueeze(-1), out=logits)
+def exponentials_of_rows(logits, maximum, factor):
+    """logits [n, width] become exp(logits - maximum [n]) * factor [n]."""
+    torch.mul((logits - maximum.unsqueeze(-1)).exp_(), factor.unsqueeze(-1), out=logits)
     return ()
 
 
-def label_and_log_sum(logits, labels, vocabulary: VocabParallelEmbedding, of_rows=in_chunks(label_and_log_sum_of_rows)):
-    """Both [b, s], of this rank's words alone: log-probability of the label, 0 where another rank has it; log_sum, -inf
-    on a rank that owns nothing but padding. Overwrites the logits of padding."""
+def maximum_and_sum(logits, vocabulary: VocabParallelEmbedding, of_rows=in_chunks(maximum_and_sum_of_rows)):
+    """Both [b, s]; -inf and 0 on a rank that owns nothing but padding. Overwrites the logits of padding."""
     if not vocabulary.valid:
-        nothing = torch.zeros(labels.shape, dtype=wide(logits), device=logits.device)
-        return nothing, nothing - torch.inf
+        nothing = torch.zeros(logits.shape[:-1], dtype=wide(logits), device=logits.device)
+        return nothing - torch.inf, nothing
     logits[..., vocabulary.valid:] = -torch.inf
+    return [one.view(logits.shape[:-1]) for one in of_rows(logits.flatten(0, 1))]
+
+
+def parts_of_loss(logits, labels, largest, exponentials, maximum, vocabulary: VocabParallelEmbedding):
+    """This rank's part of the two sums [2, b, s]. largest, exponentials: what maximum_and_sum found."""
     row, inside = vocabulary.locate(labels)
-    label, log_sum = of_rows(logits.flatten(0, 1), row.flatten())
-    return label.view_as(labels).where(inside, 0), log_sum.view_as(labels)
+    sums = torch.stack([exponentials * (largest - maximum).exp(), torch.zeros_like(maximum)])
+    if vocabulary.valid:
+        sums[1] = (logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) - maximum).where(inside, 0)
+    return sums
 
 
-def parts_of_loss(label, log_sum, maximum, inside):
-    """(exp(log_sum - maximum) [b, s]; this rank's part of the two sums [2, b, s])."""
-    below = log_sum - maximum
-    share = below.exp()
-    return share, torch.stack([share, (label + below).where(inside, 0)])
-
-
-def cross_entropy(share, sums):
-    """(loss [b, s], share of this rank's words in the softmax [b, s]) from the sums over all ranks."""
-    return sums[0].log() - sums[1], share / sums[0]
+def cross_entropy(sums):
+    """Loss [b, s] from the sums over all ranks."""
+    return sums[0].log() - sums[1]
 
 
 def wide(tensor) -> torch.dtype:
@@ -218,8 +218,8 @@ def wide(tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def cross_entropy_gradient(logits, labels, loss, share, gradient, vocabulary: VocabParallelEmbedding,
-                           of_rows=in_chunks(softmax_of_rows)):
+def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabulary: VocabParallelEmbedding,
+                           of_rows=in_chunks(exponentials_of_rows)):
     """d loss / d logits = (softmax - one_hot(label)) * gradient, on this shard, in the place of the logits.
 
     At the label, whose probability is exp(-loss), it is expm1(-loss): p - 1 would have lost what p was rounded to."""
@@ -227,7 +227,7 @@ def cross_entropy_gradient(logits, labels, loss, share, gradient, vocabulary: Vo
         row, inside = (tensor.unsqueeze(-1) for tensor in vocabulary.locate(labels))
         gradient = gradient.to(loss.dtype)
         at_label = (torch.expm1(-loss) * gradient).to(logits.dtype).unsqueeze(-1)
-        of_rows(logits.flatten(0, 1), (share * gradient).flatten())
+        of_rows(logits.flatten(0, 1), maximum.flatten(), (gradient / sums[0]).flatten())
         logits.scatter_(-1, row, at_label.where(inside, logits.gather(-1, row)))
     return logits
 
@@ -238,22 +238,22 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, vocabulary):
         logits = logits.clone()
-        label, log_sum = label_and_log_sum(logits, labels, vocabulary)
-        maximum = log_sum.clone()
+        largest, exponentials = maximum_and_sum(logits, vocabulary)
+        maximum = largest.clone()
         if vocabulary.group.size() > 1:
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=vocabulary.group)
-        share, sums = parts_of_loss(label, log_sum, maximum, vocabulary.locate(labels)[1])
+        sums = parts_of_loss(logits, labels, largest, exponentials, maximum, vocabulary)
         if vocabulary.group.size() > 1:
             dist.all_reduce(sums, group=vocabulary.group)
-        loss, share = cross_entropy(share, sums)
-        ctx.save_for_backward(logits, labels, loss, share)
+        loss = cross_entropy(sums)
+        ctx.save_for_backward(logits, labels, loss, maximum, sums)
         ctx.vocabulary = vocabulary
         return loss
 
     @staticmethod
     def backward(ctx, gradient):
-        logits, labels, loss, share = ctx.saved_tensors
-        return cross_entropy_gradient(logits.clone(), labels, loss, share, gradient, ctx.vocabulary), None, None
+        logits, *saved = ctx.saved_tensors
+        return cross_entropy_gradient(logits.clone(), *saved, gradient, ctx.vocabulary), None, None
 
 
 def vocab_parallel_cross_entropy(logits, labels, vocabulary: VocabParallelEmbedding):

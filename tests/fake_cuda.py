@@ -39,7 +39,7 @@ from nanodomino.mesh import make_mesh  # noqa: E402
 from nanodomino.zero import ZeroOptimizer  # noqa: E402
 
 VOCABULARY = 50257
-CROSS_ENTROPY = ("label_and_log_sum", "parts_of_loss", "cross_entropy", "cross_entropy_gradient")
+CROSS_ENTROPY = ("maximum_and_sum", "parts_of_loss", "cross_entropy", "cross_entropy_gradient")
 LOOK_UPS = {"gather", "embedding", "scatter_", "index_add_"}      # touch a few rows of their first operand, not all
 OVERWRITES = {"zero_", "fill_", "copy_"}                          # do not read what they write to
 COPIES = {"_to_copy", "copy_"}
