@@ -55,11 +55,11 @@ def drifted_copies(model: GPT, mesh: Mesh) -> str:
     for rank, (tp_rank, names, sums) in enumerate(everyone):
         for (name, sharded), total in zip(names, sums):
             copies[name, tp_rank if sharded else None][total].append(rank)
-    found = {name: " but not ".join(f"on rank {', '.join(map(str, ranks))}" for ranks in by_sum.values())
+    found = {name: " and ".join(f"rank {', '.join(map(str, ranks))}" for ranks in by_sum.values())
              for (name, _), by_sum in copies.items() if len(by_sum) > 1}
     if not found:
         return ""
     more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    named = "; ".join(f"{name} is the same {where}" for name, where in list(found.items())[:SHOWN])
+    named = "; ".join(f"{name} differs between {where}" for name, where in list(found.items())[:SHOWN])
     return (f"copies of parameters have drifted apart ({named}{more}), so the ranks train slightly different models; "
             "whoever goes on from this checkpoint has them alike again; try --deterministic-mode or --no-compile")

@@ -89,11 +89,19 @@ def test_overlap_compares_four_ways_to_talk_and_two_halves_of_the_work(slow_if_p
     (15, 10, 20, None, None),               # quicker than the wires alone
     (30, 10, 5, None, 3)])                  # slower than both, one after the other: not hidden, but something else
 def test_hidden_is_the_part_of_the_wires_time_for_which_there_is_work(domino, compute, wires, hidden, bound):
-    rounds = {"blocking": 18, "domino": domino, "compute": compute, "wires": wires}
+    rounds = {"blocking": 18, "megatron": 16, "domino": domino, "compute": compute, "wires": wires}
     hideable, figures = figures_of({name: Times((seconds,) * 3) for name, seconds in rounds.items()})
     assert hideable == min(1, compute / wires)
     assert figures["hidden"].value == hidden and figures["bound_ratio"].value == bound
-    assert figures["speedup"].value == 18 / domino
+    assert (figures["speedup"].value, figures["megatron_ratio"].value) == (18 / domino, 16 / domino)
+
+
+def test_host_times_are_of_a_layer_and_slice_beside_autograds():
+    record = ask("host", "--num-layers", "2", "--slices", "3", "--columns", "2", "--normalization", "RMSNorm", "--repeats", "2")
+    assert (record["tp"], record["slices"], record["columns"], record["num_layers"]) == (2, 3, 2, 2)
+    for side in ("autograd", "nanodomino"):
+        assert 5 < record[f"{side}_forward_us"] and 5 < record[f"{side}_us"] < 1e5
+    assert "nanodomino_compiled_us" not in record and len(record["nanodomino_gain_spread"]) == 2
 
 
 def test_throughput_compares_the_same_training():

@@ -84,7 +84,7 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.mark.parametrize("command, flags, says", [
     ("bench.py", "", QUESTIONS), ("bench.py", "--help", QUESTIONS),
-    *[("bench.py", f"{question} --help", [f"usage: python bench.py {question} [flags]", "--hidden-size INT"])
+    *[("bench.py", f"{question} --help", [f"usage: python bench.py {question} [flags]", "--num-layers INT"])
       for question in QUESTIONS],
     ("nanodomino.checkpoint", "--help", ["usage: python -m nanodomino.checkpoint", "verify", "export", "every byte"]),
     ("nanodomino.checkpoint", "verify --help", ["verify [-h] DIR", "folder of a run"]),

@@ -272,11 +272,11 @@ def test_too_many_skipped_steps_end_the_run(job):
 
 @pytest.mark.parametrize("flags", [["--tp", 2], ["--tp", 1, "--pp", 1]], ids=["tp 2", "dp 2"])
 def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(job, flags):
-    """On tp it stays so; over dp its owner sends all of it anew at the next step. Training goes on."""
+    """On tp others follow it; over dp its owner sends all of it anew at the next step. Training goes on."""
     one = job("run", "--train-iters", 8, "--save-interval", 5, *flags, fault="drift")
     assert one.end() == 0 and last_checkpoint(one) == "step-00000008", one.output()
     said = [line for line in one.output().splitlines() if "drifted apart" in line]
-    assert all("final_norm.weight is the same on rank 0 but not on rank 1" in line for line in said), one.output()
+    assert "(final_norm.weight differs between rank 0 and rank 1)" in said[0], one.output()
     assert len(said) == (2 if flags == ["--tp", 2] else 1), one.output()
 
 

@@ -27,11 +27,11 @@ def nudged_rank(config, data, nudges):
 
 @pytest.mark.parametrize("nudges, said", [
     ([], []),
-    ([(1, "layers.0.attention.norm.weight", 0)], ["layers.0.attention.norm.weight is the same on rank 0, 2, 3 but not on rank 1)"]),
-    ([(2, "layers.0.mlp.dense_h_to_4h.weight", 5)], ["layers.0.mlp.dense_h_to_4h.weight is the same on rank 0 but not on rank 2)"]),
-    ([(7, "embedding.word_embeddings.weight", 9)], ["embedding.word_embeddings.weight is the same on rank 1, 3, 5 but not on rank 7)"]),
+    ([(1, "layers.0.attention.norm.weight", 0)], ["layers.0.attention.norm.weight differs between rank 0, 2, 3 and rank 1)"]),
+    ([(2, "layers.0.mlp.dense_h_to_4h.weight", 5)], ["layers.0.mlp.dense_h_to_4h.weight differs between rank 0 and rank 2)"]),
+    ([(7, "embedding.word_embeddings.weight", 9)], ["embedding.word_embeddings.weight differs between rank 1, 3, 5 and rank 7)"]),
     ([(4, f"layers.2.{name}", 1) for name in ("attention.norm.weight", "attention.norm.bias", "mlp.norm.weight", "mlp.norm.bias")],
-     ["layers.2.attention.norm.weight is the same on rank 4 but not on rank 5, 6, 7", ", and 1 more)"])],
+     ["layers.2.attention.norm.weight differs between rank 4 and rank 5, 6, 7", ", and 1 more)"])],
     ids=["sound", "tp", "dp", "tied", "many"])
 def test_what_differs_is_named_with_its_ranks(pool, nudges, said):
     """Over tp what is not cut, over dp everything, on first and last stage the tied matrix: each against its own copies alone."""
