@@ -65,7 +65,7 @@ def dataset_builder(config: Config, corpus: Corpus, device) -> dict[str, TokenDa
 
 
 def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuffle: bool, microbatch: int):
-    """A microbatch of this replica: the same on all its tensor- and pipeline-parallel ranks."""
+    """A microbatch of this replica: the same on all its tensor-parallel ranks, and on its first and last stage."""
     place = (step, microbatch, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
     if mesh.is_first_stage or mesh.is_last_stage:
         return dataset.batch(*place, shuffle=shuffle)
@@ -123,7 +123,9 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
     shape = (config.micro_batch_size, config.seq_length, config.hidden_size)
     hidden = None if mesh.is_first_stage else torch.zeros(shape, dtype=config.params_dtype, device=mesh.device)
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=mesh.device)
-    output, tape = stage.forward(Batch.of_rows(rows, [0] * len(rows), counted=0), hidden)
+    nothing = Batch.of_rows(rows, [0] * len(rows), counted=0)
+    stage.forward(nothing, hidden, training=False)
+    output, tape = stage.forward(nothing, hidden)
     stage.backward(tape, torch.zeros_like(output))
     optimizer.warm_up()
 
@@ -191,7 +193,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
                     and (step % config.eval_interval == 0 or step == config.train_iters)):
                 report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh, watch.mark))
             if step % config.save_interval == 0 or step == config.train_iters or stop:
-                if text := drifted_copies(model, mesh):
+                if text := drifted_copies(model, optimizer, mesh):
                     report.say(f"warning: {text}")
                 saver.save(step, model, optimizer, config)
                 report.draw_curve()
@@ -213,6 +215,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     if "test" in datasets and config.eval_iters:
         report.losses(done, "test", evaluate(stage, datasets["test"], config, mesh, watch.mark))
     report.end(done, time.perf_counter() - begin)
+    watch.over.set()                                           # the others may wait long for whoever writes the sample
     if config.sample_tokens:
         write_sample(model, config, corpus, datasets.get("valid", datasets["train"]), mesh)
     return 0

@@ -13,6 +13,7 @@ millisecond of work. Sizes here are so small that nearly nothing but the host's 
 """
 
 from argparse import BooleanOptionalAction
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def answer(flags, place):
     device = find_device(config, place)
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=config.tp, store=FakeStore())
-    mesh = make_mesh(1, 1, config.tp, device)
+    mesh = replace(make_mesh(1, 1, config.tp, torch.device("cpu")), device=device)     # fake groups, no NCCL
     model = GPT(config, mesh)
     ZeroOptimizer(model, config, mesh)                   # gives each parameter its main_grad
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=device)

@@ -186,8 +186,7 @@ def assumptions(flags, gpu: Gpu) -> list[str]:
             "last microbatch's backward",
             f"  a ring of NCCL keeps {bytes_text(formulas.CHANNELS * formulas.CONNECTION)}: {formulas.CHANNELS} "
             f"channels of {bytes_text(formulas.CONNECTION)}; trees and switches that sum would add to it",
-            "  activations as without torch.compile; messages, working memory and communicators are estimates, the "
-            "rest is exact"]
+            "  messages, working memory and communicators are estimates, the rest of the memory is exact"]
 
 
 # ---- what does not fit

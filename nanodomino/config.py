@@ -146,7 +146,7 @@ class Config:
 
     device: str = of_machine("auto", "where to compute; auto takes CUDA where it is found",
                              choices=("auto", "cpu", "cuda"))
-    compile: bool = of_machine(None, "torch.compile the compute between the wires (default: on CUDA)", kind=bool,
+    compile: bool = of_machine(None, "torch.compile pieces between the wires (default: on CUDA)", kind=bool,
                                follows=True)
     compile_backend: str = of_machine("inductor", "torch.compile's backend",
                                       choices=("inductor", "aot_eager"))

@@ -19,8 +19,8 @@ not show: the places of a global batch are dealt out in contiguous runs, to repl
                replica 0  |  replica 1
                m0    m1   |  m0    m1
 
-The tensor- and pipeline-parallel ranks of a replica ask with the same numbers and so read the same tokens: nobody
-broadcasts. Evaluation takes the windows in their stored order; places past the end are rows that count for nothing.
+The ranks of a replica that need tokens, those of its first and last stage, ask with the same numbers and so read the
+same ones: nobody broadcasts. Evaluation takes the windows in their stored order; places past the end are rows that count for nothing.
 """
 
 import hashlib
@@ -51,8 +51,8 @@ class Batch:
 
     @staticmethod
     def of_rows(rows, sample_ids, counted=None, end_of_text=None) -> "Batch":
-        """rows [b, s + 1] int64, a token more than a sample; all else is made where they are. Only the first `counted`
-        of them count, and no position whose label is end_of_text; None: all do."""
+        """rows [b, s + 1] int64, a token more than a sample; all else is made on their device. Only the first `counted`
+        rows count, and no position whose label is end_of_text; None: all do."""
         b, s = len(rows), rows.size(1) - 1
         labels = rows[:, 1:]
         loss_mask = torch.ones(labels.shape, device=rows.device)

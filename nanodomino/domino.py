@@ -165,7 +165,7 @@ class Domino:
         # lambdas: the compiler, which keeps few versions of a function, takes all of functools.partial for one
         self.bridge = compiled(lambda *inputs: bridge(*inputs, epsilon, kind))
         self.bridge_backward = compiled(lambda *inputs: bridge_backward(*inputs, kind))
-        # compiled, no temporary is as large as the logits; else it is cut
+        # fused by a compiler, no temporary is as large as the logits; else it is cut
         self.maximum_and_sum_of_rows, self.exponentials_of_rows = map(
             compiled if compile_backend else in_chunks, (maximum_and_sum_of_rows, exponentials_of_rows))
 
@@ -330,12 +330,13 @@ class Domino:
 
     def backward_embedding(self, piece, gradient):
         """gradient: of words + positions [b, s, h]."""
-        embedding, batch = self.model.embedding, piece.batch
-        row, inside = embedding.word_embeddings.locate(batch.tokens)
-        for weight, rows, gradient in (
-                (embedding.position_embeddings.weight, batch.positions, gradient),
-                (embedding.word_embeddings.weight, row, gradient * inside.unsqueeze(-1))):
-            weight.main_grad.index_add_(0, rows.flatten(), gradient.flatten(0, 1).to(weight.main_grad.dtype))
+        words, positions = self.model.embedding.word_embeddings, self.model.embedding.position_embeddings.weight
+        # not by index_add_, which on GPUs adds in any order: tp ranks have copies of these, and must add alike
+        add_gradients([positions], [torch.ops.aten.embedding_dense_backward(
+            gradient, piece.batch.positions, len(positions), -1, False)])
+        row, inside = words.locate(piece.batch.tokens)
+        gradient = (gradient * inside.unsqueeze(-1)).flatten(0, 1)
+        words.weight.main_grad.index_add_(0, row.flatten(), gradient.to(words.weight.main_grad.dtype))
 
     def input_gradient(self, piece, site, grad_output, weight, deferred):
         """Generator: grad_output W, summed over ranks; the deferred weight gradients run once it is on the wires."""

@@ -158,8 +158,8 @@ class VocabParallelEmbedding(nn.Module):
 #
 #     maximum_and_sum          -> this rank's largest logit, and sum_j exp(z_j - that), both [b, s]
 #                                 maximum over ranks [b, s]: without it exp would overflow, a local one would differ
-#     parts_of_loss            -> sums over ranks [2, b, s]: of exp(z_j - maximum); of the label's z - maximum, which one
-#                                 rank has. Packed
+#     parts_of_loss            -> this rank's part of two sums, packed [2, b, s]: of exp(z_j - maximum); of the label's
+#                                 z - maximum, which one rank has
 #     cross_entropy            -> loss [b, s]
 #     cross_entropy_gradient      in the place of the logits: no wires
 #

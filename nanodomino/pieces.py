@@ -24,7 +24,8 @@ from nanodomino.mesh import Mesh
 
 
 def rectangles(begin: int, end: int, shape) -> list[tuple[tuple, tuple]]:
-    """(where, how large) each piece of the numbers begin .. end of a flat vector or matrix is, in their order."""
+    """The rectangles that the numbers begin .. end of a flattened vector or matrix fill, in order: of each (where it
+    begins, how large it is)."""
     columns = shape[-1]
     cuts = {begin, min(-(-begin // columns) * columns, end), max(end // columns * columns, begin), end}
     return [((first // columns, first % columns)[-len(shape):],

@@ -2,7 +2,7 @@
 
 Stage r of p holds a run of layers. Messages follow from the actions: Forward(i) takes hidden states [b, s, h] from the
 stage before and gives to the next one; Backward(i) takes their gradient from the next stage and gives to the one
-before. What goes down has a process group, and what comes up has another.
+before; both ways on one communicator.
 
 **Why it can't hang.** After each action a stage makes one exchange: the action's output leaves, and the next action's
 input is asked for, as one batch, on one communicator. In the steady state of 1F1B neighbours meet like this:

@@ -4,6 +4,7 @@ A parameter lies on many ranks: what tensor parallelism does not cut (norms, the
 of tp, everything on all of dp, a tied matrix on two stages. What keeps the copies alike:
 
     over dp        each part of a weight is updated by its owner, who sends it to all       alike by construction
+                   (without ZeRO, each replica updates all of it with the same gradients)   (alike if the kernels are)
     two stages     both add the same two gradients, once the replicas have                  alike if a sum is
     over tp        every rank has the same gradient, as it has computed the same numbers    alike if the kernels are
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
+from nanodomino.zero import ZeroOptimizer
 
 CHUNK = 1 << 20          # elements that are widened at once
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
@@ -44,19 +46,32 @@ def checksum(weight) -> torch.Tensor:
     return total
 
 
-def drifted_copies(model: GPT, mesh: Mesh) -> str:
+def held(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh):
+    """(name, which shard of it over tp, which part over dp, the numbers) of all that this rank holds; who says the same
+    of something should have the same numbers. Of 16-bit weights the fp32 masters too, of the own part: a weight rounds
+    their drift away for a while."""
+    for name, weight in model.named_parameters():
+        shard, bucket = None if weight.shard_dim is None else mesh.tp_rank, optimizer.bucket_of[weight]
+        yield name, shard, None, weight
+        begin = bucket.offsets[weight] - bucket.own_begin
+        own = bucket.master[max(begin, 0):max(begin + weight.numel(), 0)]
+        if bucket.master is not bucket.own_weights and len(own):
+            yield f"the master of {name}", shard, optimizer.part, own
+
+
+def drifted_copies(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> str:
     """Which parameters' copies are not the same on all ranks that have one, as a sentence; empty if all are. The same
     on every rank; all ranks call it together."""
-    names = [(name, weight.shard_dim is not None) for name, weight in model.named_parameters()]
-    sums = torch.stack([checksum(weight) for weight in model.parameters()]).tolist()
+    *keys, tensors = zip(*held(model, optimizer, mesh))
+    sums = torch.stack([checksum(tensor) for tensor in tensors]).tolist()
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mesh.tp_rank, names, sums))
+    dist.all_gather_object(everyone, (list(zip(*keys)), sums))
     copies = defaultdict(lambda: defaultdict(list))            # what should be the same -> checksum -> its ranks
-    for rank, (tp_rank, names, sums) in enumerate(everyone):
-        for (name, sharded), total in zip(names, sums):
-            copies[name, tp_rank if sharded else None][total].append(rank)
+    for rank, (keys, sums) in enumerate(everyone):
+        for key, total in zip(keys, sums):
+            copies[key][total].append(rank)
     found = {name: " and ".join(f"rank {', '.join(map(str, ranks))}" for ranks in by_sum.values())
-             for (name, _), by_sum in copies.items() if len(by_sum) > 1}
+             for (name, *_), by_sum in copies.items() if len(by_sum) > 1}
     if not found:
         return ""
     more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""

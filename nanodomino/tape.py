@@ -26,8 +26,9 @@ class Segment:
     def backward(self, gradient):
         """Gradient of the output -> gradients of the inputs."""
         count, before = len(self.inputs), [node for node, _ in self.end.node.next_functions]
-        alone = all(getattr(node, "variable", None) is x for node, x in zip(before, self.inputs))
-        if alone and not any(before[count:]):                  # the fused kernels' masks, say, have no gradient
+        alone = [getattr(node, "variable", None) for node in before[:count]]
+        if (len(alone) == count and all(one is x for one, x in zip(alone, self.inputs))
+                and not any(before[count:])):                  # the fused kernels' masks, say, have no gradient
             return self.end.node(gradient)[:count]
         return torch.autograd.grad(self.end, self.inputs, gradient)
 

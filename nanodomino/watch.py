@@ -7,21 +7,20 @@ are the device's. The host only puts them into its queue, and goes on until it n
     device    [ work ][ all-reduce, whose neighbour is dead .............
 
 A dead GPU says nothing to another of its host; where a connection to another host was closed, NCCL notices, and torch's
-own watchdog then aborts the process without a word of ours. So a thread looks at the device from outside. It sees four
-ways to an end:
+own watchdog then aborts the process without a word of ours. So a thread looks at the device from outside:
 
-    a second signal                 ends at once              launch.StopSignal, on any device
     NCCL reports an error           ends at once
     told to stop, and no progress   ends in GRACE seconds     torchrun tells the others so when a rank has died; a
                                                               moment later it would kill them
     no progress                     ends in --timeout         somebody hangs, or a whole host is gone
 
-All of them come before torch's watchdog does: having found an error it waits for a minute, and its time-out is a minute
+(A second signal ends at once on any device: launch.StopSignal.) All come before torch's watchdog does: having found an error it waits for a minute, and its time-out is a minute
 longer than ours (mesh.py). It stays as it is: it is the end of whoever is not watched, and of us should we fail.
 
 Progress is a mark that the device comes to. Training puts one into its queue after each forward and backward, since a
 step may be of many microbatches, all of them in the queue. A device with an empty queue waits for its own host, and for
-nobody else: a rank that reads slowly is what the others wait for, and must not call them silent.
+nobody else, once the first messages have been exchanged (pipeline.py): a rank that reads slowly is what the others wait
+for, and must not call them silent.
 """
 
 import threading

@@ -21,13 +21,13 @@ from nanodomino.parallel import exponentials_of_rows, maximum_and_sum_of_rows
 GRAPHS = 7
 
 
-def graphs(layers, micro_batch_size=4, one_differs=False):
+def graphs(layers, micro_batch_size=4, one_differs=False, dropout=0.0):
     """Captured by each of: the warm-up, a step, an evaluation, another step. one_differs: one norm's weight is of
     another type than the others'."""
     torch._dynamo.reset()
     counters.clear()
     config = tiny(2, tensor_model_parallel_size=2, num_layers=layers, slices=2, micro_batch_size=micro_batch_size,
-                  global_batch_size=2 * micro_batch_size, dtype="bfloat16")
+                  global_batch_size=2 * micro_batch_size, dtype="bfloat16", hidden_dropout=dropout)
     data, found = random_data(config, 2), []
     with fake_world(0, 2):
         mesh, model, optimizer, _ = build(config)
@@ -71,6 +71,11 @@ def test_compiled_cross_entropy_reads_the_logits_twice_and_writes_them_once(monk
 @pytest.mark.parametrize("layers", [2, 6])
 def test_a_model_of_any_depth_has_the_same_few_graphs(layers):
     assert graphs(layers) == [GRAPHS, 0, 0, 0]
+
+
+def test_an_evaluation_which_drops_nothing_has_its_graph_from_the_warm_up():
+    made, *later = graphs(2, dropout=0.1)
+    assert made == GRAPHS + 1 and later == [0, 0, 0]
 
 
 def test_a_smaller_last_slice_adds_a_set_for_any_size():

@@ -81,6 +81,14 @@ def test_16_bit_gradients_of_weights_are_added_where_they_stay(counted, case):
     assert counts["narrow_weight_gradients"] == 0
 
 
+@pytest.mark.parametrize("case", ["gpt2", "first stage", "last stage"])
+def test_copies_of_a_parameter_are_added_to_in_one_order_on_every_rank(counted, case):
+    """index_add_ adds in whatever order threads come; so it is for the words alone, of which each rank has its own."""
+    counts = counted(case)
+    slices = CASES[case][1].get("slices", 1) if case != "last stage" else 0
+    assert counts["names"].get("aten.index_add_.default", 0) == slices * counts["microbatches"]
+
+
 @pytest.mark.parametrize("part", TRAFFIC)
 def test_memory_traffic_of_gpt2(counted, part):
     assert counted("gpt2")["traffic"][part] <= TRAFFIC[part]

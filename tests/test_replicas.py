@@ -17,22 +17,28 @@ def nudged_rank(config, data, nudges):
     """What is said after a step, once rank `rank` has changed the last bit of element `place` of `name`, for each nudge."""
     mesh, model, optimizer, stage = build(config)
     train.train_step(1, stage, optimizer, data, config, mesh)
-    before = drifted_copies(model, mesh)
+    before = drifted_copies(model, optimizer, mesh)
     for rank, name, place in nudges:
         if rank == torch.distributed.get_rank():
-            weight = dict(model.named_parameters())[name]
-            weight.detach().view(-1).view({8: torch.int64, 2: torch.int16}[weight.element_size()])[place] ^= 1
-    return before, drifted_copies(model, mesh)
+            weight = dict(model.named_parameters())[name.removeprefix("the master of ")]
+            numbers = weight.detach()
+            if name.startswith("the master of "):              # of the own part, which begins with it
+                numbers = optimizer.bucket_of[weight].master
+                place += optimizer.bucket_of[weight].offsets[weight]
+            numbers.view(-1).view({4: torch.int32, 2: torch.int16}[numbers.element_size()])[place] ^= 1
+    return before, drifted_copies(model, optimizer, mesh)
 
 
 @pytest.mark.parametrize("nudges, said", [
     ([], []),
     ([(1, "layers.0.attention.norm.weight", 0)], ["layers.0.attention.norm.weight differs between rank 0, 2, 3 and rank 1)"]),
     ([(2, "layers.0.mlp.dense_h_to_4h.weight", 5)], ["layers.0.mlp.dense_h_to_4h.weight differs between rank 0 and rank 2)"]),
+    ([(5, "the master of final_norm.weight", 3)],
+     ["(the master of final_norm.weight differs between rank 4 and rank 5)"]),
     ([(7, "embedding.word_embeddings.weight", 9)], ["embedding.word_embeddings.weight differs between rank 1, 3, 5 and rank 7)"]),
     ([(4, f"layers.2.{name}", 1) for name in ("attention.norm.weight", "attention.norm.bias", "mlp.norm.weight", "mlp.norm.bias")],
      ["layers.2.attention.norm.weight differs between rank 4 and rank 5, 6, 7", ", and 1 more)"])],
-    ids=["sound", "tp", "dp", "tied", "many"])
+    ids=["sound", "tp", "dp", "master", "tied", "many"])
 def test_what_differs_is_named_with_its_ranks(pool, nudges, said):
     """Over tp what is not cut, over dp everything, on first and last stage the tied matrix: each against its own copies alone."""
     config = tiny(8, **BOX, dtype="bfloat16")
@@ -60,12 +66,11 @@ def test_a_checksum_sees_every_bit_and_its_place(monkeypatch):
 
 
 def test_the_compiler_is_asked_to_choose_by_rule_where_it_knows_the_word(monkeypatch):
-    import torch._inductor.config as inductor
-    known = hasattr(inductor, "deterministic")
-    if known:
-        monkeypatch.setattr(inductor, "deterministic", False)
-    choose_kernels_by_rule()
-    assert getattr(inductor, "deterministic", True) is True
+    from torch._inductor import config as inductor
+    if hasattr(inductor, "deterministic"):
+        with inductor.patch(deterministic=False):
+            choose_kernels_by_rule()
+            assert inductor.deterministic is True
     older = type(sys)("config")
     monkeypatch.setattr("torch._inductor.config", older)
     choose_kernels_by_rule()
