@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.config import Config
+from nanodomino.network import choose_interface
 from nanodomino.settings import UserError, require
 
 TIMEOUT = 600       # seconds; --timeout's default
@@ -127,6 +128,8 @@ def start_world(place: Place, device: torch.device, timeout: int = TIMEOUT):
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
+    if place.world_size > place.local_world_size:              # on several hosts
+        choose_interface(os.environ.get("MASTER_ADDR", ""))
     # checkpoints talk on the CPU, behind training
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, patience = dist.HashStore(), timedelta(seconds=timeout)

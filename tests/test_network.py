@@ -1,0 +1,57 @@
+"""Hosts find each other without being told through which interface."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.wire import INTERFACE, address, slow_wire
+from nanodomino import network
+from nanodomino.settings import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_way_to_oneself_is_the_loopback():
+    assert network.interface_of(network.address_towards("127.0.0.1")) in ("lo", "lo0")
+    assert network.interface_of("192.0.2.77") is None
+
+
+@pytest.mark.parametrize("master, before, after", [
+    ("10.0.0.7", None, "eth1"), ("10.0.0.7", "ib0", "ib0"), ("localhost", None, "eth0"), ("nobody.invalid", None, None)],
+    ids=["towards-the-master", "the-users-wins", "the-masters-own-name", "no-such-host"])
+def test_the_interface_towards_the_master_is_chosen_unless_somebody_has(monkeypatch, master, before, after):
+    def towards(host):
+        if host == "nobody.invalid":
+            raise socket.gaierror("no such name")
+        return {"10.0.0.7": "10.0.0.9", "localhost": "127.0.1.1", network.ELSEWHERE: "172.16.0.3"}[host]
+
+    monkeypatch.setattr(network, "address_towards", towards)
+    monkeypatch.setattr(network, "interface_of", {"10.0.0.9": "eth1", "172.16.0.3": "eth0"}.get)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "unset")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME") if before is None else monkeypatch.setenv("GLOO_SOCKET_IFNAME", before)
+    network.choose_interface(master)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == after
+
+
+def test_two_hosts_train_together_without_a_word_about_interfaces(tmp_path):
+    """Each in a network namespace of its own, where its name stands for 127.0.0.1."""
+    flags = ["--tp", "2", "--pp", "1", "--train-iters", "2", "--num-layers", "2", "--eval-iters", "0", "--sample-tokens", "0",
+             "--timeout", "15", "--run-dir", str(tmp_path / "run")]
+    try:
+        with slow_wire("1gbit", 2) as places:
+            processes = []
+            for rank, (prefix, _) in enumerate(places):
+                environment = {name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")}
+                environment |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
+                                "MASTER_ADDR": address(0), "MASTER_PORT": "29511", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+                processes.append(subprocess.Popen([*prefix, sys.executable, str(ROOT / "train.py"), *flags], env=environment, text=True,
+                                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT))
+            ended = [(process.communicate(timeout=90)[0], process.returncode) for process in processes]
+    except UserError as error:
+        pytest.skip(str(error))
+    assert [code for _, code in ended] == [0, 0], ended
+    assert "2 of 2 steps done" in ended[0][0] and INTERFACE == "wire"
