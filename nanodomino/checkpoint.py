@@ -53,7 +53,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from nanodomino.command import run
 from nanodomino.config import DTYPES, Config
 from nanodomino.manifest import (FORMAT, checkpoints_of, discard, file_digests, find_checkpoint, flush_folder,
-                                 manifest_text, read_manifest, verify)
+                                 manifest_text, read_manifest, require_plain_file, verify)
 from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
 from nanodomino.pieces import Pieces
@@ -142,7 +142,12 @@ def read(tensors: dict, folder: Path):
     for name, tensor in tensors.items():
         require(name in known and known[name].size == tensor.size(),
                 f"{folder} lacks {name} of shape {tuple(tensor.size())}; use another checkpoint")
-    dcp.load(tensors, storage_reader=CarefulReader(folder))
+    try:
+        dcp.load(tensors, storage_reader=CarefulReader(folder))
+    except dcp.CheckpointException as error:                   # of any rank, told to all: files that fit their
+        rank, (first, _) = next(iter(error.failures.items()))  # checksums, and not the index
+        raise UserError(f"{folder} holds other tensors than its index says (rank {rank}: {type(first).__name__}: "
+                        f"{str(first).splitlines()[0] if str(first) else ''}); use another checkpoint") from None
 
 
 class CarefulReader(dcp.FileSystemReader):
@@ -152,6 +157,7 @@ class CarefulReader(dcp.FileSystemReader):
     def read_metadata(self, *args, **kwargs):
         path = Path(self.path) / ".metadata"
         try:
+            require_plain_file(path)
             with open(path, "rb") as file:
                 metadata = CarefulUnpickler(file).load()
             metadata.storage_meta = metadata.storage_meta or StorageMeta()
@@ -164,8 +170,9 @@ class CarefulReader(dcp.FileSystemReader):
                             "checkpoint") from None
 
 
-class CarefulUnpickler(pickle.Unpickler):
+class CarefulUnpickler(pickle._Unpickler):                     # in Python, whose operations can be looked at
     """Knows the record types that an index of tensors is made of; anything else is refused."""
+    dispatch = dict(pickle._Unpickler.dispatch)
 
     records = {"torch.distributed.checkpoint.metadata": ("ChunkStorageMetadata", "Metadata", "MetadataIndex",
                                                          "StorageMeta", "TensorProperties",
@@ -180,6 +187,14 @@ class CarefulUnpickler(pickle.Unpickler):
                 f"the checkpoint's index refers to {module}.{name}, which no index of nanodomino's "
                 "does; do not use this checkpoint")
         return super().find_class(module, name)
+
+    def load_build(self):
+        """Fill a record. A type is none: filled, it would be another one for this whole process."""
+        require(not isinstance(self.stack[-2], type) and not callable(self.stack[-2]),
+                "the checkpoint's index changes one of torch's own types; do not use this checkpoint")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 # ---- saving, behind training

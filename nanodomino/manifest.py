@@ -18,6 +18,7 @@ from nanodomino.config import Config, from_record
 from nanodomino.settings import UserError, names, require
 
 FORMAT = "nanodomino-checkpoint-1"
+LARGEST_STEP = 10**12
 
 def file_digest(path: Path) -> dict:
     """Size and SHA-256 of a file."""
@@ -45,6 +46,7 @@ def read_manifest(folder: Path) -> dict:
     """The manifest of a checkpoint, whole and of a known format, or UserError."""
     path = folder / "manifest.json"
     try:
+        require_plain_file(path)
         text = path.read_text()
         content = json.loads(text)
         sound = isinstance(content, dict) and text == manifest_text(content)
@@ -58,7 +60,23 @@ def read_manifest(folder: Path) -> dict:
     wrong = [name for name, kind in (("step", int), ("adam_steps", int), ("config", dict), ("files", dict))
              if not isinstance(content.get(name), kind)]
     require(not wrong, f"{path} does not say {', '.join(wrong)}; use another checkpoint")
+    steps = content["step"], content["adam_steps"]
+    require(0 <= min(steps) and max(steps) <= LARGEST_STEP and bool not in map(type, steps),
+            f"{path} says step {steps[0]} and adam_steps {steps[1]}, which must be from 0 to {LARGEST_STEP}; use another "
+            "checkpoint")
+    for name, about in content["files"].items():               # a stranger's manifest may name any file of this machine
+        require(name == Path(name).name and name not in ("", ".", "..", path.name) and isinstance(about, dict)
+                and type(about.get("size")) is int and isinstance(about.get("sha256"), str),
+                f"{path} must give size and SHA-256 of files beside it, but has '{name[:80]}': {str(about)[:80]}; use "
+                "another checkpoint")
+    require(".metadata" in content["files"], f"{path} names no .metadata, without which no tensor is found; use another "
+            "checkpoint")
     return content
+
+
+def require_plain_file(path: Path):
+    """A pipe, or a device, would be waited for or never end. Raises UserError; what is not there, whoever opens it."""
+    require(path.is_file() or not path.exists(), f"{path} is no file to read but something else; use another checkpoint")
 
 
 def verify(folder: Path) -> dict:

@@ -181,6 +181,18 @@ class Program:
         return os.mkdir, ("it-ran",)
 
 
+# an index that gives one of torch's record types an attribute
+CHANGED_TYPE = b"ctorch.distributed.checkpoint.metadata\nMetadata\n}S'__init__'\nS'x'\nsb."
+
+
+def pipe(name):
+    """A named pipe in the place of a file: whoever opens it waits for ever."""
+    def change(folder):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+    return change
+
+
 DAMAGES = {what: (says, spoil) for what, spoil, *says in [
     ("without a manifest", remove(f"{STEP}/manifest.json"), "is not a whole checkpoint", ANOTHER),
     ("with an empty manifest", write(f"{STEP}/manifest.json", b""), "is not a whole checkpoint", ANOTHER),
@@ -194,7 +206,19 @@ DAMAGES = {what: (says, spoil) for what, spoil, *says in [
     ("with a flipped bit in its index", flip(f"{STEP}/.metadata"), ".metadata is damaged", ANOTHER),
     ("with half an index", forge(cut(f"{STEP}/.metadata", -40)), ".metadata is no index of tensors", ANOTHER),
     ("with a program for an index", forge(write(f"{STEP}/.metadata", pickle.dumps(Program()))),
-     "index refers to posix.mkdir", "do not use this checkpoint")]}
+     "index refers to posix.mkdir", "do not use this checkpoint"),
+    ("whose index changes a type", forge(write(f"{STEP}/.metadata", CHANGED_TYPE)),
+     "index changes one of torch's own types", "do not use this checkpoint"),
+    ("whose files are a list", forge(files=["a"]), "manifest.json does not say files", ANOTHER),
+    ("of no files", forge(files={}), "names no .metadata", ANOTHER),
+    ("of a file elsewhere", forge(files={"../../data/meta.json": {"size": 1, "sha256": ""}}), "files beside it", ANOTHER),
+    ("of an absolute file", forge(files={"/etc/passwd": {"size": 1, "sha256": ""}}), "files beside it", ANOTHER),
+    ("of a file without a size", forge(files={".metadata": 7}), "must give size and SHA-256", ANOTHER),
+    ("of a step below 0", forge(step=-5), "must be from 0 to", ANOTHER),
+    ("of an endless step", forge(adam_steps=10**30), "must be from 0 to", ANOTHER),
+    ("whose manifest is a pipe", pipe(f"{STEP}/manifest.json"), "is no file to read but something else", ANOTHER),
+    ("whose file holds other things than tensors", forge(write(f"{STEP}/__0_0.distcp", b"x" * 100_000)),
+     "holds other tensors than its index says", ANOTHER)]}
 
 CHECKPOINTS = [Bad(f"--load a checkpoint {what}", "train.py", f"--load {STEP}", *damage)
                for what, damage in DAMAGES.items()]
