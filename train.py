@@ -39,7 +39,7 @@ from nanodomino.model import GPT
 from nanodomino.replicas import choose_kernels_by_rule, drifted_copies
 from nanodomino.report import Report
 from nanodomino.settings import UserError, require
-from nanodomino.step_time import estimate
+from nanodomino.step_time import estimate, require_room
 from nanodomino.timeline import draw_timeline
 from nanodomino.trace import Trace
 from nanodomino.watch import Watch
@@ -261,6 +261,7 @@ def main(arguments: list[str], place: Place) -> int:
     datasets = dataset_builder(config, corpus, device)
     if config.sample_tokens:
         corpus.tokenizer()                                     # the sample at the end needs it: if it fails, then now
+    require_room(config, device, place.local_world_size)
     found = find_run(config, place) if place.rank == 0 else None
 
     if config.deterministic_mode:                              # before anything is computed or summed

@@ -26,13 +26,13 @@ has at hand. Times, which are a model and no count, are in step_time.py.
 On the wires of n ranks in a ring, each sends 2 (n-1)/n of what is summed, (n-1)/n of what is scattered or gathered.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nanodomino.config import Config
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.mesh import MESSAGE_BLOCKS, Mesh, mesh_on_paper
-from nanodomino.model import GPT, on_paper
+from nanodomino.model import GPT, on_paper, parameter_count
 from nanodomino.optimizers import OPTIMIZERS
 from nanodomino.parallel import CHUNK_BYTES
 from nanodomino.schedules import SCHEDULES, most_alive
@@ -125,6 +125,13 @@ def kept(config: Config) -> int:
 def state_per_parameter(config: Config) -> float:
     """Bytes, without padding; with AdamW 6 + 12/d or 8 + 8/d."""
     return element(config) + wide(config) + kept(config) * wide(config) / parts(config)
+
+
+def least_bytes(config: Config) -> int:
+    """Of the model state on the average rank: a lower bound, found at once however many layers there are."""
+    one, two = (parameter_count(replace(config, num_layers=layers)) for layers in (1, 2))
+    parameters = one + (config.num_layers - 1) * (two - one)
+    return int(parameters * state_per_parameter(config) / (config.tp * config.pp))
 
 
 # ---- activations

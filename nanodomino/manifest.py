@@ -112,7 +112,12 @@ def newest_sound(run_dir: Path, report=print) -> Path | None:
 
 def require_folder(folder: Path):
     """What --load names must be there. Raises UserError."""
-    require(folder.is_dir(), f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
+    try:
+        there = folder.is_dir()
+    except OSError as error:                                   # a name that no disk can hold
+        raise UserError(f"--load {str(folder)[:80]}... can't be looked for ({error.strerror}); give a checkpoint or the "
+                        "folder of a run") from None
+    require(there, f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
 
 
 def find_checkpoint(folder: Path) -> Path:

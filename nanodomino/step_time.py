@@ -17,6 +17,7 @@ products.
 """
 
 import dataclasses
+import os
 import statistics
 import sys
 import time
@@ -32,6 +33,7 @@ from nanodomino.formulas import Traffic
 from nanodomino.model import flops_per_token
 from nanodomino.optimizers import OPTIMIZERS
 from nanodomino.schedules import Forward
+from nanodomino.settings import require
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,22 @@ def measure_machine(config: Config, mesh, most_rows=None) -> Machine:
                                               lambda: dist.all_reduce(sent, group=group), device)
     return Machine(products=rate(3 * 2 * 2 * rows * h * ffn, mlp, device), near=wires, far=wires, latency=0.0,
                    per_host=config.world_size, memory=memory)
+
+
+def require_room(config: Config, device, local_world_size: int):
+    """Raises UserError, before anything is allocated, where the run can't fit into this process's memory."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
+    config, most = dataclasses.replace(config, device=device.type), "--num-layers or --hidden-size"
+    needed = formulas.least_bytes(config)
+    if needed <= memory:                                       # half of it: right within a factor of two
+        needed = max(formulas.peak_bytes(config, formulas.place(config, stage)) for stage in range(config.pp)) // 2
+        most = "--micro-batch-size or --num-layers"
+    require(needed <= memory,
+            f"the fullest of {config.world_size} processes would need at least {needed / 1e9:,.0f} GB of memory, and each "
+            f"has {memory / 1e9:,.0f} GB here; lower {most}, or give the model more processes (--tp, --pp)")
 
 
 def estimate(config: Config, mesh) -> tuple[float, int]:

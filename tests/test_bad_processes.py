@@ -51,7 +51,7 @@ class Bad:
 
 # ---- flags
 
-FLAGS = [Bad(f"train.py {flags}", "train.py", flags, says) for flags, *says in [
+FLAGS = [Bad(f"train.py {flags[:60]}", "train.py", flags, says) for flags, *says in [
     ("--tp 3", "world size {n} must equal", "data parallel = 3 x 1 x 1 = 3", "start 3 processes with torchrun"),
     ("--tp 1 --dp 3", "world size {n} must equal", "= 1 x 1 x 3 = 3", "or change --tp, --pp, --dp"),
     ("--num-attention-heads 7", "hidden-size 16 must be divisible by num-attention-heads 7", "try 14"),
@@ -71,7 +71,11 @@ FLAGS = [Bad(f"train.py {flags}", "train.py", flags, says) for flags, *says in [
     ("--micro-batch 4", "unrecognized arguments: --micro-batch 4", "--help lists every flag"),
     ("--seq-length", "--seq-length: expected one argument", "--help lists every flag"),
     ("--device cuda", "--device cuda needs a GPU that torch can see, and there is none", "try --device cpu"),
-    ("--data-path ''", "--data-path must not be empty", "leave the flag out")]]
+    ("--data-path ''", "--data-path must not be empty", "leave the flag out"),
+    ("--num-layers 2000000000", "the fullest of {n} processes would need at least", "GB here; lower --num-layers"),
+    ("--hidden-size 4000000 --num-attention-heads 4", "processes would need at least", "more processes (--tp, --pp)"),
+    ("--micro-batch-size 40000000 --global-batch-size 160000000", "GB of memory, and each has", "lower --micro-batch-size"),
+    ("--load " + "a" * 5000, "can't be looked for (File name too long)", "give a checkpoint or the folder of a run")]]
 
 FLAGS += [Bad(f"generate {flags}", "nanodomino.generate", flags, says) for flags, *says in [
     ("--load run --tp 3", "--tp 3 needs 3 processes, but there are {n}", "start torchrun --nproc_per_node 3"),
