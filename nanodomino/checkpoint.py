@@ -53,7 +53,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from nanodomino.command import run
 from nanodomino.config import DTYPES, Config
 from nanodomino.manifest import (FORMAT, checkpoints_of, discard, file_digests, find_checkpoint, flush_folder,
-                                 manifest_text, read_manifest, verify)
+                                 manifest_text, read_manifest, step_of, verify)
 from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
 from nanodomino.pieces import Pieces
@@ -276,7 +276,7 @@ class Saver:
         temporary.rename(final)
         flush_folder(final.parent)
         # Later steps than this one are damaged ones that the run was set back behind: they don't count as kept.
-        for old in [folder for folder in checkpoints_of(self.run_dir) if folder.name <= final.name][self.keep_last:]:
+        for old in [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)][self.keep_last:]:
             discard(old)
 
 

@@ -4,12 +4,14 @@
                                     "files": {name: {"size", "sha256"}}}
 
 A folder named step-... was complete when it got its name (see checkpoint.py). What happens to it afterwards, a flipped
-byte, a truncated or a missing file, its manifest finds out, and the checkpoint before is taken.
+byte, a truncated or a missing file, its manifest finds out, and the checkpoint before is taken. A folder of any other
+name, such as a copy that somebody has made, is neither looked for nor ever deleted.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +20,7 @@ from nanodomino.config import Config, from_record
 from nanodomino.settings import UserError, names, require
 
 FORMAT = "nanodomino-checkpoint-1"
+NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")       # f"step-{step:08d}", and nothing else
 
 def file_digest(path: Path) -> dict:
     """Size and SHA-256 of a file."""
@@ -65,6 +68,9 @@ def verify(folder: Path) -> dict:
     """Check every byte of a checkpoint; returns its manifest.
     Raises UserError that names the file and what is wrong with it."""
     content = read_manifest(folder)
+    require(step_of(folder) in (None, content["step"]),
+            f"{folder} holds a checkpoint of step {content['step']}, which is not what its name says; give it a name "
+            "of your own or its old one")
     paths = [folder / name for name in content["files"]]
     for path in paths:
         require(path.is_file(), f"{path} is missing; use another checkpoint")
@@ -76,9 +82,17 @@ def verify(folder: Path) -> dict:
     return content
 
 
+def step_of(folder: Path) -> int | None:
+    """The step that the name of a checkpoint says; None if that is not a name that we give."""
+    found = NAME.fullmatch(folder.name)
+    return int(found[1]) if found else None
+
+
 def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The checkpoints in a run's folder, newest first."""
-    return sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
+    """The checkpoints in a run's folder, newest first. OSError if it can't be looked into."""
+    parent = run_dir / "checkpoints"
+    found = [path for path in parent.iterdir() if step_of(path) is not None] if parent.is_dir() else []
+    return sorted(found, key=step_of, reverse=True)
 
 
 def newest_sound(run_dir: Path, report=print) -> Path | None:

@@ -19,7 +19,7 @@ from reference import full_shapes
 import train
 from nanodomino.checkpoint import CarefulReader, Saver, export, host_memory, load_weights, named_pieces, restore
 from nanodomino.generate import generate
-from nanodomino.manifest import (check_settings, checkpoints_of, file_digest, manifest_text, newest_sound,
+from nanodomino.manifest import (FORMAT, check_settings, checkpoints_of, file_digest, manifest_text, newest_sound,
                                  read_manifest, verify)
 from nanodomino.pieces import rectangles
 from nanodomino.settings import UserError
@@ -341,6 +341,39 @@ def test_old_checkpoints_go_only_when_the_new_one_is_whole_and_a_full_disk_is_re
         assert of_rank[:4] == [None] * 4 and "rank 1" in of_rank[4] and "No space left on device" in of_rank[4]
     for folder in checkpoints_of(tmp_path):
         verify(folder)
+
+
+def forged(folder, step):
+    """A sound checkpoint without a tensor, which says that it is of this step."""
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(manifest_text(dict(format=FORMAT, step=step, adam_steps=step, config={}, files={})))
+    return folder
+
+
+def test_only_the_names_that_we_give_are_looked_for(tmp_path):
+    """Newest is the largest number, of however many digits; a copy under another name is its owner's."""
+    names = ["step-00000007", "step-99999999", "step-100000000"]
+    for step, name in [(7, names[0]), (99_999_999, names[1]), (100_000_000, names[2]), (7, "step-best"), (7, "step-00000007-best"), (7, "step-00000007.bak"),
+                       (7, "step-0000000007"), (7, "step-7"), (7, "step-00000007\n"), (7, "step-0000000\u0667")]:
+        forged(tmp_path / "checkpoints" / name, step)
+    assert [folder.name for folder in checkpoints_of(tmp_path)] == names[::-1]
+    assert newest_sound(tmp_path).name == "step-100000000"
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path):
+    """Its weights would be taken for those of a later step; under a name of its owner's it may be loaded."""
+    forged(tmp_path / "checkpoints" / "step-00000009", 5)
+    before, said = forged(tmp_path / "checkpoints" / "step-00000004", 4), []
+    assert newest_sound(tmp_path, said.append) == before and "holds a checkpoint of step 5, which is not what its name says" in said[0]
+    assert verify(forged(tmp_path / "step-00000009-mine", 5))["step"] == 5
+
+
+def test_what_a_user_has_put_beside_the_checkpoints_is_never_deleted(pool, tmp_path):
+    for name in ("step-00000001-best", "step-00000000.bak", "step-best"):
+        forged(tmp_path / "checkpoints" / name, 1)
+    pool.run(save_often, config_for(*LAYOUTS[0]), str(tmp_path), 0, world_size=1)
+    assert {folder.name for folder in (tmp_path / "checkpoints").iterdir()} == {
+        "step-00000001-best", "step-00000000.bak", "step-best", "step-00000004", "step-00000005"}
 
 
 def save_twice(config, folder):
