@@ -52,7 +52,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from nanodomino.command import run
 from nanodomino.config import DTYPES, Config
-from nanodomino.manifest import (FORMAT, checkpoints_of, discard, file_digests, find_checkpoint, flush_folder,
+from nanodomino.manifest import (FORMAT, SAVED, checkpoints_of, discard, file_digests, find_checkpoint, flush_folder,
                                  manifest_text, read_manifest, step_of, verify)
 from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
@@ -275,6 +275,7 @@ class Saver:
             discard(final)
         temporary.rename(final)
         flush_folder(final.parent)
+        (self.run_dir / SAVED).touch()
         # Later steps than this one are damaged ones that the run was set back behind: they don't count as kept.
         for old in [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)][self.keep_last:]:
             discard(old)

@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from nanodomino.command import outlive_readers
 from nanodomino.config import Config
-from nanodomino.manifest import (check_settings, find_checkpoint, newest_record, newest_sound, read_manifest,
-                                 require_folder)
+from nanodomino.manifest import (SAVED, check_settings, checkpoints_of, find_checkpoint, newest_record, newest_sound,
+                                 read_manifest, require_folder)
 from nanodomino.mesh import Place, find_place
 from nanodomino.settings import UserError, require
 
@@ -81,6 +81,11 @@ def find_run(config: Config, place: Place) -> Run:
         return Run(run_dir, checkpoint)
     if known:                                                  # killed before its first checkpoint, it may begin again
         check_same_run(run_dir, config)
+    left = checkpoints_of(run_dir)
+    require(not left and not (run_dir / SAVED).exists(),
+            f"--run-dir {run_dir} has been saved before, but of the {len(left)} checkpoints that are in it now none is "
+            "sound, and a new beginning would cut its metrics.jsonl; bring a sound one back to its folder checkpoints, "
+            "or move all of the run away to begin anew")
     if not config.load:
         return Run(run_dir, None)
     checkpoint = find_checkpoint(Path(config.load))

@@ -21,6 +21,7 @@ from nanodomino.settings import UserError, names, require
 
 FORMAT = "nanodomino-checkpoint-1"
 NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")       # f"step-{step:08d}", and nothing else
+SAVED = "saved"                # a file in the folder of a run that has had a checkpoint; it must not begin anew unasked
 
 def file_digest(path: Path) -> dict:
     """Size and SHA-256 of a file."""
@@ -89,10 +90,13 @@ def step_of(folder: Path) -> int | None:
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The checkpoints in a run's folder, newest first. OSError if it can't be looked into."""
+    """The checkpoints in a run's folder, newest first. Raises UserError if it can't be looked into."""
     parent = run_dir / "checkpoints"
-    found = [path for path in parent.iterdir() if step_of(path) is not None] if parent.is_dir() else []
-    return sorted(found, key=step_of, reverse=True)
+    try:
+        found = list(parent.iterdir()) if parent.is_dir() else []
+    except OSError as error:                                 # it may hold any: not the same as none
+        raise UserError(f"{parent} can't be read ({error.strerror}); mend that, or choose another folder") from None
+    return sorted((path for path in found if step_of(path) is not None), key=step_of, reverse=True)
 
 
 def newest_sound(run_dir: Path, report=print) -> Path | None:

@@ -368,6 +368,18 @@ def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path):
     assert verify(forged(tmp_path / "step-00000009-mine", 5))["step"] == 5
 
 
+def test_a_folder_that_cannot_be_looked_into_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    """Its run would begin anew. (Root may look into any, so the test says no itself.)"""
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    forged(tmp_path / "checkpoints" / "step-00000009", 9)
+    monkeypatch.setattr(Path, "iterdir", refused)
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(UserError, match="checkpoints can't be read .Permission denied.; mend that"):
+        newest_sound(tmp_path)
+
+
 def test_what_a_user_has_put_beside_the_checkpoints_is_never_deleted(pool, tmp_path):
     for name in ("step-00000001-best", "step-00000000.bak", "step-best"):
         forged(tmp_path / "checkpoints" / name, 1)
