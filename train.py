@@ -157,7 +157,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     stage = Domino(model, config.slices, config.columns, config.compile_backend if config.compile else None, trace)
     done = restore(run.checkpoint, model, optimizer, mesh, run.weights_alone) if run.checkpoint else 0
-    saver = Saver(run.folder, mesh, config.keep_last, config.timeout)
+    saver = Saver(run.folder, mesh, config.keep_last, config.timeout, after=done)
     report = Report(config, corpus, mesh, run.folder, done, speaks=dist.get_rank() == 0)
     if run.weights_alone:
         report.say(f"from the weights of {run.checkpoint}, and nothing else of it")
@@ -193,7 +193,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             if step % config.save_interval == 0 or step == config.train_iters or stop:
                 if text := drifted_copies(model, mesh):
                     report.say(f"warning: {text}")
-                saver.save(step, model, optimizer, config)
+                saver.save(step, model, optimizer, config, skipped)
                 report.draw_curve()
             if failure := saver.failure():
                 report.say(f"warning: {failure}; training goes on")

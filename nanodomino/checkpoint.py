@@ -36,6 +36,7 @@ torch.distributed.checkpoint's own record types and nothing else.
 
 import argparse
 import dataclasses
+import math
 import os
 import pickle
 import shutil
@@ -191,24 +192,29 @@ class PlannerWithoutCopies(dcp.DefaultSavePlanner):
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time, each on a thread of its own on every rank."""
+    """Writes the checkpoints of a run, one at a time, each on a thread of its own on every rank.
 
-    def __init__(self, run_dir: Path, mesh: Mesh, keep_last: int, timeout: int = TIMEOUT):
+    after: the step that the run goes on from. What it has of later ones is damaged, or it would have gone on from those.
+    """
+
+    def __init__(self, run_dir: Path, mesh: Mesh, keep_last: int, timeout: int = TIMEOUT, after: float = math.inf):
         self.run_dir, self.mesh, self.keep_last = run_dir, mesh, keep_last
         # The threads talk here, not where training talks.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.thread, self.error = None, None
+        self.damaged = {folder for folder in checkpoints_of(run_dir) if step_of(folder) > after}
         self.host = []                     # where the copies go; kept, for memory that is new is slow at first touch
 
-    def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
+    def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config, skipped: int = 0):
         """Copy what must be saved, then write it behind training.
-        Waits for the checkpoint before, if that is still under way."""
+        Waits for the checkpoint before, if that is still under way. skipped: the steps in a row up to this one that
+        were; such a state takes no other's place, for it may be the one that they are to be repeated from."""
         self.wait()
         self.host = self.host or host_memory(optimizer, self.mesh)
         snapshot(optimizer, self.host)
         tensors = named_pieces(model, self.mesh, self.host)
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates, config=dataclasses.asdict(config))
-        self.thread = threading.Thread(target=self.write_or_note, args=(step, tensors, manifest),
+        self.thread = threading.Thread(target=self.write_or_note, args=(step, tensors, manifest, skipped),
                                        name=f"checkpoint of step {step}")
         self.thread.start()
 
@@ -223,10 +229,10 @@ class Saver:
         error, self.error = self.error, None
         return error
 
-    def write_or_note(self, step, tensors, manifest):
+    def write_or_note(self, step, tensors, manifest, skipped):
         """On the thread: an error must not vanish with it."""
         try:
-            self.write(step, tensors, manifest)
+            self.write(step, tensors, manifest, skipped)
         except BaseException as error:
             reason = getattr(error, "failures", None) or {dist.get_rank(): error}
             rank, first = next(iter(reason.items()))
@@ -234,7 +240,7 @@ class Saver:
             self.error = (f"the checkpoint of step {step} could not be written: rank {rank}: "
                           f"{type(first).__name__}: {first}")
 
-    def write(self, step, tensors, manifest):
+    def write(self, step, tensors, manifest, skipped):
         """All ranks: their tensors, flushed. Rank 0: the manifest, flushed, then the name that says it is whole."""
         parent = self.run_dir / "checkpoints"
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
@@ -245,7 +251,7 @@ class Saver:
         # Where there is CUDA, torch copies ahead through a stream of this thread's device, GPU 0 on every rank.
         writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer, planner=PlannerWithoutCopies(), process_group=self.group)
-        self.together(lambda: self.seal(temporary, final, manifest))
+        self.together(lambda: self.seal(temporary, final, manifest, skipped))
 
     def together(self, act):
         """Rank 0 acts; if it fails, all do."""
@@ -259,7 +265,7 @@ class Saver:
         if outcome[0] is not None:
             raise outcome[0]
 
-    def seal(self, temporary: Path, final: Path, manifest: dict):
+    def seal(self, temporary: Path, final: Path, manifest: dict, skipped: int):
         """Manifest, rename, and only then away with old ones."""
         manifest["files"] = file_digests(sorted(temporary.iterdir()))
         needed = {place.relative_path for place in CarefulReader(temporary).read_metadata().storage_data.values()}
@@ -276,9 +282,12 @@ class Saver:
         temporary.rename(final)
         flush_folder(final.parent)
         (self.run_dir / SAVED).touch()
-        # Later steps than this one are damaged ones that the run was set back behind: they don't count as kept.
-        for old in [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)][self.keep_last:]:
-            discard(old)
+        self.damaged.discard(final)
+        if not skipped:
+            there = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)]
+            oldest = [folder for folder in there if folder not in self.damaged][:self.keep_last][-1]
+            for old in there[there.index(oldest) + 1:]:
+                discard(old)
 
 
 # ---- using a checkpoint without training

@@ -388,6 +388,36 @@ def test_what_a_user_has_put_beside_the_checkpoints_is_never_deleted(pool, tmp_p
         "step-00000001-best", "step-00000000.bak", "step-best", "step-00000004", "step-00000005"}
 
 
+def save_after(config, folder, after, steps, keep_last):
+    """Checkpoints of these (step, how many were skipped) by a run that goes on after step `after`."""
+    mesh, model, optimizer, _ = build(config)
+    saver = Saver(Path(folder), mesh, keep_last, after=after)
+    for step, skipped in steps:
+        saver.save(step, model, optimizer, config, skipped)
+        saver.wait()
+        assert saver.failure() is None
+
+
+@pytest.mark.parametrize("after, steps, keep_last, kept", [
+    (10, [(25, 0)], 2, [25, 20, 15, 10]), (10, [(25, 0), (30, 0)], 2, [30, 25]), (10, [(12, 0)], 1, [20, 15, 12]), (10, [(12, 0)], 3, [20, 15, 12, 10, 5]),
+    (5, [(10, 0), (15, 0), (20, 0)], 2, [20, 15]), (10, [(15, 0), (25, 0)], 3, [25, 20, 15, 10])], ids=str)
+def test_a_damaged_checkpoint_does_not_count_as_kept(pool, tmp_path, after, steps, keep_last, kept):
+    """5 to 20 are there, and the run has gone back behind the damaged ones of them: a second damage must not cost all."""
+    for step in (5, 10, 15, 20):
+        forged(tmp_path / "checkpoints" / f"step-{step:08d}", step)
+    pool.run(save_after, config_for(*LAYOUTS[0]), str(tmp_path), after, steps, keep_last, world_size=1)
+    assert [int(folder.name[5:]) for folder in checkpoints_of(tmp_path)] == kept
+
+
+def test_what_is_saved_after_skipped_steps_pushes_nothing_out(pool, tmp_path):
+    """A run that has diverged skips step after step; the last good state is what it is to be repeated from."""
+    diverged = [(1, 0), (2, 0), (3, 1), (4, 2), (5, 3)]
+    for steps, kept in (diverged, [5, 4, 3, 2, 1]), ([*diverged, (6, 0)], [6, 5]):
+        folder = tmp_path / str(len(steps))
+        pool.run(save_after, config_for(*LAYOUTS[0]), str(folder), 0, steps, 2, world_size=1)
+        assert [int(one.name[5:]) for one in checkpoints_of(folder)] == kept
+
+
 def save_twice(config, folder):
     mesh, model, optimizer, _ = build(config)
     saver = Saver(Path(folder), mesh, keep_last=2)

@@ -268,6 +268,12 @@ def test_too_many_skipped_steps_end_the_run(job):
     assert "failed in step" not in one.output() and last_checkpoint(one) == "step-00000005"
 
 
+def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(job):
+    one = job("run", "--train-iters", 100, "--save-interval", 1, "--keep-last", 1, "--max-skipped-steps", 4, "--tp", 2, "--pp", 2, fault="losses", processes=4)
+    assert one.end() != 0 and "error: 4 steps in a row, up to step 11, had a loss" in one.output(), one.output()
+    assert [folder.name for folder in checkpoints_of(one.run_dir)][-1] == "step-00000007"
+
+
 # Drifted apart
 
 @pytest.mark.parametrize("flags", [["--tp", 2], ["--tp", 1, "--pp", 1]], ids=["tp 2", "dp 2"])
