@@ -33,7 +33,7 @@ from nanodomino.data import Batch, Corpus, TokenDataset, load_corpus, sample_ids
 from nanodomino.domino import Domino
 from nanodomino.flags import from_command_line
 from nanodomino.generate import generate
-from nanodomino.launch import Run, StopSignal, find_run, start
+from nanodomino.launch import Run, StopSignal, check_shared, find_run, start
 from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
 from nanodomino.model import GPT
 from nanodomino.replicas import choose_kernels_by_rule, drifted_copies
@@ -267,8 +267,10 @@ def main(arguments: list[str], place: Place) -> int:
     start_world(place, device, config.timeout)
     mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
     check_agreement(config)
+    found = tell_all(found)
+    check_shared(found.folder)
     with Watch(place, mesh, config.timeout) as watch:
-        code = pretrain(config, corpus, datasets, mesh, tell_all(found), watch)
+        code = pretrain(config, corpus, datasets, mesh, found, watch)
         dist.barrier()                                         # nobody hangs up while another still talks
     dist.destroy_process_group()
     return code

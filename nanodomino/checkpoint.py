@@ -39,7 +39,6 @@ import dataclasses
 import math
 import os
 import pickle
-import shutil
 import sys
 import threading
 import warnings
@@ -53,8 +52,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from nanodomino.command import run
 from nanodomino.config import DTYPES, Config
-from nanodomino.manifest import (FORMAT, SAVED, checkpoints_of, discard, file_digests, find_checkpoint, flush_folder,
-                                 manifest_text, read_manifest, step_of, verify)
+from nanodomino.manifest import (FORMAT, SAVED, checkpoints_of, clear_leftovers, discard, file_digests, find_checkpoint,
+                                 flush_folder, manifest_text, read_manifest, step_of, verify)
 from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
 from nanodomino.pieces import Pieces
@@ -245,8 +244,7 @@ class Saver:
         parent = self.run_dir / "checkpoints"
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
         if dist.get_rank() == 0:
-            for left_over in parent.glob(".step-*"):         # they would keep a full disk full
-                shutil.rmtree(left_over, ignore_errors=True)
+            clear_leftovers(self.run_dir)
         dist.barrier(self.group)
         # Where there is CUDA, torch copies ahead through a stream of this thread's device, GPU 0 on every rank.
         writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)

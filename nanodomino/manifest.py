@@ -110,14 +110,9 @@ def newest_sound(run_dir: Path, report=print) -> Path | None:
     return None
 
 
-def require_folder(folder: Path):
-    """What --load names must be there. Raises UserError."""
-    require(folder.is_dir(), f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
-
-
 def find_checkpoint(folder: Path) -> Path:
     """What --load names: a checkpoint, or a run whose newest sound checkpoint is meant. Raises UserError."""
-    require_folder(folder)
+    require(folder.is_dir(), f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
     if (folder / "checkpoints").is_dir():
         checkpoint = newest_sound(folder)
         require(checkpoint, f"{folder / 'checkpoints'} holds no sound checkpoint; give another one")
@@ -161,6 +156,15 @@ def discard(folder: Path):
     hidden = folder.with_name(f".{folder.name}.discarded")
     folder.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
+
+
+def clear_leftovers(run_dir: Path):
+    """What a kill has left behind of a save or of a start: it would keep a full disk full."""
+    for name in ("unfinished", "discarded"):
+        for folder in (run_dir / "checkpoints").glob(f".step-*.{name}"):
+            shutil.rmtree(folder, ignore_errors=True)
+    for file in run_dir.glob(".shared-*"):
+        file.unlink(missing_ok=True)
 
 
 def flush_folder(folder: Path):
