@@ -302,6 +302,8 @@ def load_weights(folder: Path, model: GPT, mesh: Mesh):
 def export(folder: Path, out: Path):
     """Write one plain torch file of whole tensors, {global name: tensor};
     torch.load(OUT, weights_only=True) reads it."""
+    require(not (out.parent / "manifest.json").exists(),
+            f"{out} would lie in a checkpoint, among the files that it is made of; choose another folder")
     verify(folder)
     records = CarefulReader(folder).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(record.size, dtype=record.properties.dtype)

@@ -93,6 +93,8 @@ FLAGS += [Bad(f"checkpoint {flags}", "nanodomino.checkpoint", flags, says, proce
     ("verify", "usage: python -m nanodomino.checkpoint verify DIR, or: "),
     ("verify nowhere", "nowhere is not a whole checkpoint", ANOTHER),
     ("export nowhere out.pt", "nowhere is not a whole checkpoint", ANOTHER),
+    (f"export {STEP} {STEP}/manifest.json", "would lie in a checkpoint", "choose another folder"),
+    (f"export {STEP} {STEP}/out.pt", "would lie in a checkpoint", "choose another folder"),
     (f"export {STEP} data", "data can't be written (Is a directory)", "choose another"),
     (f"export {STEP} /proc/out.pt", "/proc/out.pt can't be written (No such file or directory)", "choose another")]]
 
@@ -102,6 +104,7 @@ FLAGS += [Bad(f"prepare.py {flags}", "data/prepare.py", flags, says, processes=(
     ("--input data --output /proc/out", "cannot prepare /proc/out", "choose another --input or --output"),
     ("--input data --output out --split 1,2", "--split must be three numbers", "but is 1,2", "try 949,50,1"),
     ("--input data --output out --tokenizer word", "unknown tokenizer 'word'", "try one of byte, gpt2"),
+    ("--input data/meta.json --output data --overwrite", "the input", "lies in the output", "choose another --output"),
     ("--outputs out", "unrecognized arguments: --outputs out", "--help lists every flag"),
     ("--verify run", "run is not a folder made by data/prepare.py", "prepare another folder")]]
 
