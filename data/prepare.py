@@ -151,8 +151,8 @@ def check_output(output: Path, overwrite: bool):
         raise UserError(f"the output {output} holds other files, which are never replaced; choose another "
                         "--output") from None
     foreign = sorted({path.name for path in output.iterdir()} - OWN)
-    require(not foreign, f"the output {output} holds other files too, such as {', '.join(foreign[:1])}, which are never "
-            "replaced; move them away, or choose another --output")
+    require(not foreign, f"the output {output} holds other files too, such as {', '.join(foreign[:1])}, which are "
+            "never replaced; move them away, or choose another --output")
     require(overwrite,
             f"the output {output} already holds a prepared corpus; choose another --output, or add --overwrite")
 

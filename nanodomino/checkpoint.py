@@ -193,7 +193,7 @@ class PlannerWithoutCopies(dcp.DefaultSavePlanner):
 class Saver:
     """Writes the checkpoints of a run, one at a time, each on a thread of its own on every rank.
 
-    after: the step that the run goes on from. What it has of later ones is damaged, or it would have gone on from those.
+    after: the step that the run goes on from. Checkpoints of later ones are damaged, or it would go on from those.
     """
 
     def __init__(self, run_dir: Path, mesh: Mesh, keep_last: int, timeout: int = TIMEOUT, after: float = math.inf):

@@ -71,6 +71,8 @@ def find_run(config: Config, place: Place) -> Run:
         require(known or checkpoints_of(run_dir) or not (run_dir / "metrics.jsonl").exists(),
                 f"--run-dir {run_dir} holds a metrics.jsonl but no config.json, so it is no run to go on with; "
                 "choose another folder")
+        # what a person sees must never end a run
+        outlive_readers(OSError, f"training goes on, and {run_dir / 'metrics.jsonl'} tells of it")
         claim(run_dir)
         clear_leftovers(run_dir)
         check_room(run_dir)
