@@ -68,9 +68,8 @@ def find_run(config: Config, place: Place) -> Run:
             run_dir = next_folder(run_dir, config.model, again=place.restarted,
                                   launch=os.environ.get("TORCHELASTIC_RUN_ID", ""))
         known = (run_dir / "config.json").exists()
-        require(known or checkpoints_of(run_dir) or not (run_dir / "metrics.jsonl").exists(),
-                f"--run-dir {run_dir} holds a metrics.jsonl but no config.json, so it is no run to go on with; "
-                "choose another folder")
+        require(known or checkpoints_of(run_dir) or not (run_dir / "metrics.jsonl").exists(), f"--run-dir {run_dir} "
+                "holds a metrics.jsonl but no config.json, so it is no run to go on with; choose another folder")
         # what a person sees must never end a run
         outlive_readers(OSError, f"training goes on, and {run_dir / 'metrics.jsonl'} tells of it")
         claim(run_dir)
@@ -88,8 +87,7 @@ def find_run(config: Config, place: Place) -> Run:
     left = checkpoints_of(run_dir)
     require(not left and not (run_dir / SAVED).exists(),
             f"--run-dir {run_dir} has been saved before, but of the {len(left)} checkpoints that are in it now none is "
-            "sound, and a new beginning would cut its metrics.jsonl; bring a sound one back to its folder checkpoints, "
-            "or move all of the run away to begin anew")
+            "sound, and to begin again would cut its metrics.jsonl; bring one back, or move it all away to begin anew")
     return Run(run_dir, find_loaded(config) if begun else loaded, weights_alone=config.finetune)
 
 
@@ -110,8 +108,7 @@ def check_room(folder: Path):
 
 
 def check_shared(run_dir: Path):
-    """Every rank writes its part of a checkpoint there, so each looks for a file that rank 0 has just made. All ranks
-    call it together. Raises UserError on all alike."""
+    """All ranks will write there, so each looks for a file that rank 0 has just made. Raises UserError on all alike."""
     made = tempfile.NamedTemporaryFile(dir=run_dir, prefix=".shared-") if dist.get_rank() == 0 else None
     name, everyone = [made and os.path.basename(made.name)], [False] * dist.get_world_size()
     dist.broadcast_object_list(name, src=0)

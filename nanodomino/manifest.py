@@ -24,12 +24,15 @@ NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")       # f"step-{step:08d}",
 SAVED = "saved"                # a file in the folder of a run that has had a checkpoint; it must not begin anew unasked
 
 def file_digest(path: Path) -> dict:
-    """Size and SHA-256 of a file."""
+    """Size and SHA-256 of a file. Raises UserError."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return dict(size=path.stat().st_size, sha256=digest.hexdigest())
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return dict(size=path.stat().st_size, sha256=digest.hexdigest())
+    except OSError as error:
+        raise UserError(f"{path} can't be read ({error.strerror}); mend that, or use another checkpoint") from None
 
 
 def file_digests(paths: list[Path]) -> dict[str, dict]:
@@ -74,7 +77,8 @@ def verify(folder: Path) -> dict:
             "of your own or its old one")
     paths = [folder / name for name in content["files"]]
     for path in paths:
-        require(path.is_file(), f"{path} is missing; use another checkpoint")
+        instead = "no file but a folder, a device or a link to nowhere" if os.path.lexists(path) else "missing"
+        require(path.is_file(), f"{path} is {instead}; use another checkpoint")
         size, expected = path.stat().st_size, content["files"][path.name]["size"]
         require(size == expected, f"{path} should have {expected} bytes, but has {size}; use another checkpoint")
     for name, found in file_digests(paths).items():

@@ -1,5 +1,6 @@
 """Checkpoints: any layout goes on from any other, the same layout with the same bits, and damage is always found."""
 
+import io
 import json
 import os
 import pickle
@@ -274,6 +275,39 @@ def test_the_checkpoint_before_a_damaged_one_is_used_and_the_damage_named(saved,
     said = []
     assert newest_sound(run_dir, said.append) == before
     assert len(said) == 1 and newest.name in said[0]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("instead, reason", [("folder", "Is a directory"), ("link", "No such file or directory"), ("secret", "Permission denied"), ("bad disk", "Input/output error")])
+def test_a_file_that_cannot_be_read_is_named_with_the_reason_and_the_checkpoint_before_used(saved, tmp_path, monkeypatch, name, instead, reason):
+    """(Root may read any file, and its disk is in order, so the last two are played.)"""
+    run_dir = Path(shutil.copytree(saved[0], tmp_path / "run"))
+    newest, before = checkpoints_of(run_dir)
+    path, real = newest / name, open
+
+    def play(file, *others, **more):
+        if file != path:
+            return real(file, *others, **more)
+        if instead == "secret":
+            raise PermissionError(13, "Permission denied", str(path))
+        return BadDisk(path, "r")
+
+    class BadDisk(io.FileIO):
+        def read(self, *_):
+            raise OSError(5, "Input/output error")
+
+    if instead in ("folder", "link"):
+        path.unlink()
+        path.mkdir() if instead == "folder" else path.symlink_to("nowhere")
+    else:
+        monkeypatch.setattr("builtins.open", play)
+        monkeypatch.setattr(io, "open", play)
+    said = []
+    assert newest_sound(run_dir, said.append) == before
+    if path.is_file() or name == "manifest.json":
+        assert len(said) == 1 and name in said[0] and "can't be read" in said[0] and reason in said[0], said
+    else:
+        assert said == [f"warning: {path} is no file but a folder, a device or a link to nowhere; use another checkpoint; going back to the one before"]
 
 
 def test_a_folder_that_was_being_written_is_no_checkpoint(saved, tmp_path):
