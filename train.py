@@ -33,7 +33,7 @@ from nanodomino.data import Batch, Corpus, TokenDataset, load_corpus, sample_ids
 from nanodomino.domino import Domino
 from nanodomino.flags import from_command_line
 from nanodomino.generate import generate
-from nanodomino.launch import Run, StopSignal, find_run, start
+from nanodomino.launch import Run, StopSignal, check_shared, find_run, start
 from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
 from nanodomino.model import GPT
 from nanodomino.replicas import choose_kernels_by_rule, drifted_copies
@@ -159,7 +159,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     stage = Domino(model, config.slices, config.columns, config.compile_backend if config.compile else None, trace)
     done = restore(run.checkpoint, model, optimizer, mesh, run.weights_alone) if run.checkpoint else 0
-    saver = Saver(run.folder, mesh, config.keep_last, config.timeout)
+    saver = Saver(run.folder, mesh, config.keep_last, config.timeout, after=done)
     report = Report(config, corpus, mesh, run.folder, done, speaks=dist.get_rank() == 0)
     if run.weights_alone:
         report.say(f"from the weights of {run.checkpoint}, and nothing else of it")
@@ -195,7 +195,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             if step % config.save_interval == 0 or step == config.train_iters or stop:
                 if text := drifted_copies(model, optimizer, mesh):
                     report.say(f"warning: {text}")
-                saver.save(step, model, optimizer, config)
+                saver.save(step, model, optimizer, config, skipped)
                 report.draw_curve()
             if failure := saver.failure():
                 report.say(f"warning: {failure}; training goes on")
@@ -271,8 +271,10 @@ def main(arguments: list[str], place: Place) -> int:
     start_world(place, device, config.timeout)
     mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
     check_agreement(config)
+    found = tell_all(found)
+    check_shared(found.folder)
     with Watch(place, mesh, config.timeout) as watch:
-        code = pretrain(config, corpus, datasets, mesh, tell_all(found), watch)
+        code = pretrain(config, corpus, datasets, mesh, found, watch)
         dist.barrier()                                         # nobody hangs up while another still talks
     dist.destroy_process_group()
     return code

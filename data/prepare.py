@@ -19,6 +19,7 @@ is complete.
 """
 
 import argparse
+import fcntl
 import glob
 import hashlib
 import json
@@ -48,6 +49,7 @@ from nanodomino.tokenizer import build_tokenizer  # noqa: E402
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
+OWN = {"meta.json", "encoder.json", "vocab.bpe", *(f"{split}.bin" for split in SPLITS)}    # all that is ever written
 CHUNK = 1 << 20                 # characters tokenized at once
 DENSE_VOCABULARY = 1024         # up to here, pairs of tokens are counted in a full table
 PAIRS_COUNTED = 1 << 24         # beyond it, they are counted in this many tokens, by sorting
@@ -75,8 +77,12 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
     encoding = build_tokenizer(tokenizer, vocab_file, merge_file)
     dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
     try:
+        clear_leftovers(output)
         check_output(output, overwrite)
         files, skipped = find_files(inputs, output)
+        for path in files:
+            require(Path(path).parent != output,
+                    f"the input {path} lies in the output, which would be replaced; choose another --output")
         with temporary_sibling(output) as folder:
             tokens, documents = write_splits(folder, files, encoding, dtype, weights, skipped, progress)
             cut_off = fill_empty_splits(folder, tokens, dtype, weights)
@@ -144,6 +150,9 @@ def check_output(output: Path, overwrite: bool):
     except UserError:
         raise UserError(f"the output {output} holds other files, which are never replaced; choose another "
                         "--output") from None
+    foreign = sorted({path.name for path in output.iterdir()} - OWN)
+    require(not foreign, f"the output {output} holds other files too, such as {', '.join(foreign[:1])}, which are "
+            "never replaced; move them away, or choose another --output")
     require(overwrite,
             f"the output {output} already holds a prepared corpus; choose another --output, or add --overwrite")
 
@@ -352,10 +361,39 @@ def temporary_sibling(output: Path) -> Iterator[Path]:
     output.parent.mkdir(parents=True, exist_ok=True)
     folder = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
+        claim(descriptor)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)   # renamed by now, unless something failed
+        os.close(descriptor)
+
+
+def claim(descriptor: int) -> bool:
+    """Whether no other process has this folder; the system lets go of it when this one ends, however it ends."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:                                 # another has it, or the file system knows no claims
+        return False
+
+
+def clear_leftovers(output: Path):
+    """Take away what killed preparations of this output have left beside it, not what others are working on."""
+    hidden = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{32}}(\.replaced)?")
+    found = [path for path in output.parent.iterdir() if hidden.fullmatch(path.name)] if output.parent.is_dir() else []
+    for folder in sorted(found):
+        if folder.suffix == ".replaced":            # of one that was killed between its two renames
+            if not output.exists() and not folder.with_suffix("").exists():
+                folder.rename(output)
+            elif output.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+            continue
+        descriptor = os.open(folder, os.O_RDONLY)
+        if claim(descriptor):
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
 
 
 def publish(folder: Path, output: Path, meta: dict, overwrite: bool) -> dict:
@@ -364,10 +402,14 @@ def publish(folder: Path, output: Path, meta: dict, overwrite: bool) -> dict:
     replaced = folder.with_name(folder.name + ".replaced")
     try:
         if overwrite and output.exists():
+            check_output(output, overwrite)         # this has taken a while
             output.rename(replaced)
         folder.rename(output)
         return meta
     except OSError:
+        if replaced.exists() and not output.exists():
+            replaced.rename(output)
+            raise
         if not output.is_dir():
             raise
     finally:

@@ -36,9 +36,9 @@ torch.distributed.checkpoint's own record types and nothing else.
 
 import argparse
 import dataclasses
+import math
 import os
 import pickle
-import shutil
 import sys
 import threading
 import warnings
@@ -52,8 +52,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from nanodomino.command import run
 from nanodomino.config import DTYPES, Config
-from nanodomino.manifest import (FORMAT, checkpoints_of, discard, file_digests, find_checkpoint, flush_folder,
-                                 manifest_text, read_manifest, require_plain_file, verify)
+from nanodomino.manifest import (FORMAT, SAVED, checkpoints_of, clear_leftovers, discard, file_digests, find_checkpoint,
+                                 flush_folder, manifest_text, read_manifest, require_plain_file, step_of, verify)
 from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
 from nanodomino.pieces import Pieces
@@ -206,24 +206,29 @@ class PlannerWithoutCopies(dcp.DefaultSavePlanner):
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time, each on a thread of its own on every rank."""
+    """Writes the checkpoints of a run, one at a time, each on a thread of its own on every rank.
 
-    def __init__(self, run_dir: Path, mesh: Mesh, keep_last: int, timeout: int = TIMEOUT):
+    after: the step that the run goes on from. Checkpoints of later ones are damaged, or it would go on from those.
+    """
+
+    def __init__(self, run_dir: Path, mesh: Mesh, keep_last: int, timeout: int = TIMEOUT, after: float = math.inf):
         self.run_dir, self.mesh, self.keep_last = run_dir, mesh, keep_last
         # The threads talk here, not where training talks.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.thread, self.error = None, None
+        self.damaged = {folder for folder in checkpoints_of(run_dir) if step_of(folder) > after}
         self.host = []                     # where the copies go; kept, for memory that is new is slow at first touch
 
-    def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
+    def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config, skipped: int = 0):
         """Copy what must be saved, then write it behind training.
-        Waits for the checkpoint before, if that is still under way."""
+        Waits for the checkpoint before, if that is still under way. skipped: the steps in a row up to this one that
+        were; such a state takes no other's place, for it may be the one that they are to be repeated from."""
         self.wait()
         self.host = self.host or host_memory(optimizer, self.mesh)
         snapshot(optimizer, self.host)
         tensors = named_pieces(model, self.mesh, self.host)
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates, config=dataclasses.asdict(config))
-        self.thread = threading.Thread(target=self.write_or_note, args=(step, tensors, manifest),
+        self.thread = threading.Thread(target=self.write_or_note, args=(step, tensors, manifest, skipped),
                                        name=f"checkpoint of step {step}")
         self.thread.start()
 
@@ -238,10 +243,10 @@ class Saver:
         error, self.error = self.error, None
         return error
 
-    def write_or_note(self, step, tensors, manifest):
+    def write_or_note(self, step, tensors, manifest, skipped):
         """On the thread: an error must not vanish with it."""
         try:
-            self.write(step, tensors, manifest)
+            self.write(step, tensors, manifest, skipped)
         except BaseException as error:
             reason = getattr(error, "failures", None) or {dist.get_rank(): error}
             rank, first = next(iter(reason.items()))
@@ -249,18 +254,17 @@ class Saver:
             self.error = (f"the checkpoint of step {step} could not be written: rank {rank}: "
                           f"{type(first).__name__}: {first}")
 
-    def write(self, step, tensors, manifest):
+    def write(self, step, tensors, manifest, skipped):
         """All ranks: their tensors, flushed. Rank 0: the manifest, flushed, then the name that says it is whole."""
         parent = self.run_dir / "checkpoints"
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
         if dist.get_rank() == 0:
-            for left_over in parent.glob(".step-*"):         # they would keep a full disk full
-                shutil.rmtree(left_over, ignore_errors=True)
+            clear_leftovers(self.run_dir)
         dist.barrier(self.group)
         # Where there is CUDA, torch copies ahead through a stream of this thread's device, GPU 0 on every rank.
         writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer, planner=PlannerWithoutCopies(), process_group=self.group)
-        self.together(lambda: self.seal(temporary, final, manifest))
+        self.together(lambda: self.seal(temporary, final, manifest, skipped))
 
     def together(self, act):
         """Rank 0 acts; if it fails, all do."""
@@ -274,7 +278,7 @@ class Saver:
         if outcome[0] is not None:
             raise outcome[0]
 
-    def seal(self, temporary: Path, final: Path, manifest: dict):
+    def seal(self, temporary: Path, final: Path, manifest: dict, skipped: int):
         """Manifest, rename, and only then away with old ones."""
         manifest["files"] = file_digests(sorted(temporary.iterdir()))
         needed = {place.relative_path for place in CarefulReader(temporary).read_metadata().storage_data.values()}
@@ -290,9 +294,13 @@ class Saver:
             discard(final)
         temporary.rename(final)
         flush_folder(final.parent)
-        # Later steps than this one are damaged ones that the run was set back behind: they don't count as kept.
-        for old in [folder for folder in checkpoints_of(self.run_dir) if folder.name <= final.name][self.keep_last:]:
-            discard(old)
+        (self.run_dir / SAVED).touch()
+        self.damaged.discard(final)
+        if not skipped:
+            there = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)]
+            oldest = [folder for folder in there if folder not in self.damaged][:self.keep_last][-1]
+            for old in there[there.index(oldest) + 1:]:
+                discard(old)
 
 
 # ---- using a checkpoint without training
@@ -309,6 +317,8 @@ def load_weights(folder: Path, model: GPT, mesh: Mesh):
 def export(folder: Path, out: Path):
     """Write one plain torch file of whole tensors, {global name: tensor};
     torch.load(OUT, weights_only=True) reads it."""
+    require(not (out.parent / "manifest.json").exists(),
+            f"{out} would lie in a checkpoint, among the files that it is made of; choose another folder")
     verify(folder)
     records = CarefulReader(folder).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(record.size, dtype=record.properties.dtype)

@@ -50,24 +50,34 @@ class Screen(io.FileIO):
             return len(data)
 
 
+def leads_to(stream):
+    """Where the bytes of a stream go: a Screen, if it has one."""
+    buffer = getattr(stream, "buffer", None)
+    return getattr(buffer, "raw", buffer)
+
+
 def somebody_reads() -> bool:
     """Whether standard output still leads somewhere, as far as writing has shown."""
-    buffer = getattr(sys.stdout, "buffer", None)
-    return not getattr(getattr(buffer, "raw", buffer), "gone", False)
+    return not getattr(leads_to(sys.stdout), "gone", False)
 
 
 def outlive_readers(harmless: type[OSError] = BrokenPipeError, farewell=""):
-    """From here on, errors of that kind in writing to stdout or stderr are nobody's; see Screen for `farewell`."""
-    for name, words in (("stderr", ""), ("stdout", farewell)):
+    """From here on, errors of that kind in writing to stdout, and any in writing to stderr, are nobody's; see Screen
+    for `farewell`. Letters that the screen does not know are spelled out. A later call takes an earlier one's place."""
+    for name, errors, words in (("stderr", OSError, ""), ("stdout", harmless, farewell)):
         stream = getattr(sys, name)
         if stream is None:                                     # the shell has closed it: >&-
             setattr(sys, name, open(os.devnull, "w"))
             continue
+        if isinstance(screen := leads_to(stream), Screen):
+            screen.harmless, screen.farewell, screen.gone = errors, words, False
+            continue
         try:
             stream.flush()
-            screen = Screen(stream.fileno(), harmless, words)
+            screen = Screen(stream.fileno(), errors, words)
         except io.UnsupportedOperation:                        # a notebook's, which is no file
             continue
         setattr(sys, name, io.TextIOWrapper(screen if stream.write_through else io.BufferedWriter(screen),
-                                            stream.encoding, stream.errors, line_buffering=stream.line_buffering,
-                                            write_through=stream.write_through))
+                                            stream.encoding,
+                                            stream.errors if stream.errors != "strict" else "backslashreplace",
+                                            line_buffering=stream.line_buffering, write_through=stream.write_through))

@@ -4,12 +4,14 @@
                                     "files": {name: {"size", "sha256"}}}
 
 A folder named step-... was complete when it got its name (see checkpoint.py). What happens to it afterwards, a flipped
-byte, a truncated or a missing file, its manifest finds out, and the checkpoint before is taken.
+byte, a truncated or a missing file, its manifest finds out, and the checkpoint before is taken. A folder of any other
+name, such as a copy that somebody has made, is neither looked for nor ever deleted.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,14 +21,19 @@ from nanodomino.settings import UserError, names, require
 
 FORMAT = "nanodomino-checkpoint-1"
 LARGEST_STEP = 10**12
+NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")       # f"step-{step:08d}", and nothing else
+SAVED = "saved"                # a file in the folder of a run that has had a checkpoint; it must not begin anew unasked
 
 def file_digest(path: Path) -> dict:
-    """Size and SHA-256 of a file."""
+    """Size and SHA-256 of a file. Raises UserError."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return dict(size=path.stat().st_size, sha256=digest.hexdigest())
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return dict(size=path.stat().st_size, sha256=digest.hexdigest())
+    except OSError as error:
+        raise UserError(f"{path} can't be read ({error.strerror}); mend that, or use another checkpoint") from None
 
 
 def file_digests(paths: list[Path]) -> dict[str, dict]:
@@ -83,9 +90,13 @@ def verify(folder: Path) -> dict:
     """Check every byte of a checkpoint; returns its manifest.
     Raises UserError that names the file and what is wrong with it."""
     content = read_manifest(folder)
+    require(step_of(folder) in (None, content["step"]),
+            f"{folder} holds a checkpoint of step {content['step']}, which is not what its name says; give it a name "
+            "of your own or its old one")
     paths = [folder / name for name in content["files"]]
     for path in paths:
-        require(path.is_file(), f"{path} is missing; use another checkpoint")
+        instead = "no file but a folder, a device or a link to nowhere" if os.path.lexists(path) else "missing"
+        require(path.is_file(), f"{path} is {instead}; use another checkpoint")
         size, expected = path.stat().st_size, content["files"][path.name]["size"]
         require(size == expected, f"{path} should have {expected} bytes, but has {size}; use another checkpoint")
     for name, found in file_digests(paths).items():
@@ -94,9 +105,20 @@ def verify(folder: Path) -> dict:
     return content
 
 
+def step_of(folder: Path) -> int | None:
+    """The step that the name of a checkpoint says; None if that is not a name that we give."""
+    found = NAME.fullmatch(folder.name)
+    return int(found[1]) if found else None
+
+
 def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The checkpoints in a run's folder, newest first."""
-    return sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
+    """The checkpoints in a run's folder, newest first. Raises UserError if it can't be looked into."""
+    parent = run_dir / "checkpoints"
+    try:
+        found = list(parent.iterdir()) if parent.is_dir() else []
+    except OSError as error:                                 # it may hold any: not the same as none
+        raise UserError(f"{parent} can't be read ({error.strerror}); mend that, or choose another folder") from None
+    return sorted((path for path in found if step_of(path) is not None), key=step_of, reverse=True)
 
 
 def newest_sound(run_dir: Path, report=print) -> Path | None:
@@ -110,19 +132,14 @@ def newest_sound(run_dir: Path, report=print) -> Path | None:
     return None
 
 
-def require_folder(folder: Path):
-    """What --load names must be there. Raises UserError."""
+def find_checkpoint(folder: Path) -> Path:
+    """What --load names: a checkpoint, or a run whose newest sound checkpoint is meant. Raises UserError."""
     try:
         there = folder.is_dir()
     except OSError as error:                                   # a name that no disk can hold
         raise UserError(f"--load {str(folder)[:80]}... can't be looked for ({error.strerror}); give a checkpoint or the "
                         "folder of a run") from None
     require(there, f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
-
-
-def find_checkpoint(folder: Path) -> Path:
-    """What --load names: a checkpoint, or a run whose newest sound checkpoint is meant. Raises UserError."""
-    require_folder(folder)
     if (folder / "checkpoints").is_dir():
         checkpoint = newest_sound(folder)
         require(checkpoint, f"{folder / 'checkpoints'} holds no sound checkpoint; give another one")
@@ -166,6 +183,15 @@ def discard(folder: Path):
     hidden = folder.with_name(f".{folder.name}.discarded")
     folder.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
+
+
+def clear_leftovers(run_dir: Path):
+    """What a kill has left behind of a save or of a start: it would keep a full disk full."""
+    for name in ("unfinished", "discarded"):
+        for folder in (run_dir / "checkpoints").glob(f".step-*.{name}"):
+            shutil.rmtree(folder, ignore_errors=True)
+    for file in run_dir.glob(".shared-*"):
+        file.unlink(missing_ok=True)
 
 
 def flush_folder(folder: Path):

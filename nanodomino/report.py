@@ -22,7 +22,6 @@ import torch
 from tqdm import tqdm
 
 from nanodomino import schedules
-from nanodomino.command import outlive_readers
 from nanodomino.config import Config
 from nanodomino.data import Corpus
 from nanodomino.manifest import newest_record
@@ -69,8 +68,6 @@ class Report:
         self.metrics, self.unwritten, self.warned = None, b"", False
         self.moved = time.monotonic()                          # when the bar did
         if speaks:
-            # what a person sees must never end a run
-            outlive_readers(OSError, f"training goes on, and {run_dir / 'metrics.jsonl'} tells of it")
             self.changes = changed_settings(run_dir, config) if first_step else []
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
                 write_config(run_dir, config)
@@ -198,19 +195,23 @@ def write_config(run_dir: Path, config: Config):
     beside.rename(run_dir / "config.json")
 
 
-def open_metrics(path: Path, first_step: int):
+def open_metrics(path: Path, first_step: int, say=print):
     """metrics.jsonl to append to, cut back to the steps that count: a run that was killed may have gone on after its
     last checkpoint, and its last line may be half a line. Cut, not written anew: a kill in between would cost the lines
-    that count. Unbuffered."""
-    kept = 0
-    for line in path.read_bytes().splitlines(keepends=True) if first_step and path.exists() else []:
+    that count. A line that can't be read, with lines after it that count, stays and is named. Unbuffered."""
+    lines = path.read_bytes().splitlines(keepends=True) if first_step and path.exists() else []
+    kept, end, unread, bad = 0, 0, [], []
+    for number, line in enumerate(lines, 1):
+        end += len(line)
         try:
             values = json.loads(line)
             if values["step"] > first_step or "test_loss" in values or not line.endswith(b"\n"):
                 break
-        except (ValueError, KeyError, TypeError):
-            break
-        kept += len(line)
+            kept, bad, unread = end, bad + unread, []
+        except (ValueError, KeyError, TypeError, RecursionError):
+            unread.append(str(number))
+    if bad:
+        say(f"warning: {path} can't be read in line {', '.join(bad)}, which is left as it is")
     metrics = open(path, "ab", buffering=0)
     metrics.truncate(kept)
     metrics.seek(kept)

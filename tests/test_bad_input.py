@@ -294,6 +294,53 @@ def test_a_run_folder_that_takes_no_files_is_refused(refusal):
     assert "/proc can't be written to" in refusal(["--run-dir", "/proc"], ranks=[0])
 
 
+def test_a_refused_start_leaves_nothing_behind(refusal, tmp_path):
+    """Neither a folder of its own nor a lock in somebody else's."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text("precious")
+    for flags in (["--run-dir", "old"], ["--load", "nowhere"], ["--load", "old"], ["--load", "old", "--run-dir", "new/run"]):
+        refusal(flags, ranks=[0])
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["old", "old/metrics.jsonl"]
+
+
+@needs_proc
+def test_a_new_run_on_a_full_disk_is_refused_and_leaves_nothing_behind(refusal, tmp_path):
+    """A file can be made there, which is not yet a file that holds anything."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        (tmp_path / "ballast").write_bytes(bytes(60_000))
+        for flags in ([], ["--run-dir", "mine/run"]):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(tmp_path)
+                assert "can't be written to (No space left on device); choose another" in refusal(flags, ranks=[0])
+        assert [path.name for path in tmp_path.iterdir()] == ["ballast"]
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_a_lock_that_is_a_link_is_not_written_through(refusal, tmp_path):
+    """Not even to a file of the same user."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run" / "lock").symlink_to(tmp_path / "precious")
+    assert "--run-dir run can't be written to (Too many levels of symbolic links)" in refusal(["--run-dir", "run"], ranks=[0])
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_what_a_kill_has_left_is_gone_at_the_next_start(attempt, tmp_path):
+    """Of a save and of a start. It may be large, and no save may ever come."""
+    run, left = tmp_path / "run", ("checkpoints/.step-00000005.unfinished", "checkpoints/.step-00000003.discarded")
+    for name in left:
+        (run / name).mkdir(parents=True)
+        (run / name / "__0_0.distcp").write_text("half")
+    (run / ".shared-abc").touch()
+    (run / ".mine").touch()
+    with pytest.raises(ReachedTheGroup):
+        attempt(["--run-dir", "run"], ranks=[0])
+    assert sorted(path.name for path in run.iterdir()) == [".mine", "checkpoints", "lock"] and not list((run / "checkpoints").iterdir())
+
+
 def test_the_next_free_run_folder_is_found_or_refused(attempt, refusal, tmp_path):
     """A link `runs` into nowhere (a disk that is not mounted) once made the search for a free number endless."""
     for _ in range(2):

@@ -97,6 +97,8 @@ FLAGS += [Bad(f"checkpoint {flags}", "nanodomino.checkpoint", flags, says, proce
     ("verify", "usage: python -m nanodomino.checkpoint verify DIR, or: "),
     ("verify nowhere", "nowhere is not a whole checkpoint", ANOTHER),
     ("export nowhere out.pt", "nowhere is not a whole checkpoint", ANOTHER),
+    (f"export {STEP} {STEP}/manifest.json", "would lie in a checkpoint", "choose another folder"),
+    (f"export {STEP} {STEP}/out.pt", "would lie in a checkpoint", "choose another folder"),
     (f"export {STEP} data", "data can't be written (Is a directory)", "choose another"),
     (f"export {STEP} /proc/out.pt", "/proc/out.pt can't be written (No such file or directory)", "choose another")]]
 
@@ -106,6 +108,7 @@ FLAGS += [Bad(f"prepare.py {flags}", "data/prepare.py", flags, says, processes=(
     ("--input data --output /proc/out", "cannot prepare /proc/out", "choose another --input or --output"),
     ("--input data --output out --split 1,2", "--split must be three numbers", "but is 1,2", "try 949,50,1"),
     ("--input data --output out --tokenizer word", "unknown tokenizer 'word'", "try one of byte, gpt2"),
+    ("--input data/meta.json --output data --overwrite", "the input", "lies in the output", "choose another --output"),
     ("--outputs out", "unrecognized arguments: --outputs out", "--help lists every flag"),
     ("--verify run", "run is not a folder made by data/prepare.py", "prepare another folder")]]
 
@@ -131,6 +134,14 @@ def cut(name: str, count: int):
 
 def remove(name: str):
     return lambda folder: shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+
+
+def lose(name: str):
+    """Put a link to nowhere in its place."""
+    def change(folder):
+        remove(name)(folder)
+        (folder / name).symlink_to("not mounted")
+    return change
 
 
 def change_meta(**changes):
@@ -266,6 +277,12 @@ RUNS = [Bad(f"--run-dir {what}", "train.py", flags, says, spoil) for what, flags
      "start another run"),
     ("of another run that has saved nothing yet", "--run-dir run --seed 5", remove("run/checkpoints"),
      "--run-dir run was made with seed 1234, but this run has 5", "start another run"),
+    ("whose checkpoints are all damaged", "--run-dir run", flip(f"{STEP}/__0_0.distcp"),
+     "of the 1 checkpoints that are in it now none is sound", "move it all away to begin anew"),
+    ("whose checkpoints have gone", "--run-dir run", lambda folder: shutil.rmtree(folder / STEP),
+     "run has been saved before, but of the 0 checkpoints", "bring one back"),
+    ("whose checkpoints lie on a disk that is not there", "--run-dir run", lose("run/checkpoints"),
+     "run can't be written to (File exists)", "choose another folder"),
     ("in which checkpoints is a file", "--run-dir run", write("run/checkpoints", b""),
      "run can't be written to (File exists)", "choose another folder"),
     ("of another program", "--run-dir data", write("data/metrics.jsonl", b""),
@@ -334,6 +351,7 @@ def test_it_ends_soon_with_one_sentence(forks, sound, tmp_path, bad, n):
     whole, limit = sound
     folder = Path(shutil.copytree(whole, tmp_path / "folder"))
     bad.spoil(folder)
+    metrics = (folder / "run/metrics.jsonl").read_bytes()
     places = launcher_environments(n) if n > 1 or bad.environment else [{}]
     with socket.create_server(("127.0.0.1", 0)) as in_use:
         numbers = dict(n=n, more=n + 1, port=in_use.getsockname()[1])
@@ -346,3 +364,4 @@ def test_it_ends_soon_with_one_sentence(forks, sound, tmp_path, bad, n):
     (sentence,) = [line for line in ended.output.splitlines() if line.startswith("error: ")]
     assert all(part.format(**numbers) in sentence for part in bad.says), sentence
     assert not (folder / "it-ran").exists()
+    assert (folder / "run/metrics.jsonl").read_bytes() == metrics, "what is refused loses nothing"

@@ -1,5 +1,6 @@
 """Checkpoints: any layout goes on from any other, the same layout with the same bits, and damage is always found."""
 
+import io
 import json
 import os
 import pickle
@@ -19,7 +20,7 @@ from reference import full_shapes
 import train
 from nanodomino.checkpoint import CarefulReader, Saver, export, host_memory, load_weights, named_pieces, restore
 from nanodomino.generate import generate
-from nanodomino.manifest import (check_settings, checkpoints_of, file_digest, manifest_text, newest_sound,
+from nanodomino.manifest import (FORMAT, check_settings, checkpoints_of, file_digest, manifest_text, newest_sound,
                                  read_manifest, verify)
 from nanodomino.pieces import rectangles
 from nanodomino.settings import UserError
@@ -276,6 +277,39 @@ def test_the_checkpoint_before_a_damaged_one_is_used_and_the_damage_named(saved,
     assert len(said) == 1 and newest.name in said[0]
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("instead, reason", [("folder", "Is a directory"), ("link", "No such file or directory"), ("secret", "Permission denied"), ("bad disk", "Input/output error")])
+def test_a_file_that_cannot_be_read_is_named_with_the_reason_and_the_checkpoint_before_used(saved, tmp_path, monkeypatch, name, instead, reason):
+    """(Root may read any file, and its disk is in order, so the last two are played.)"""
+    run_dir = Path(shutil.copytree(saved[0], tmp_path / "run"))
+    newest, before = checkpoints_of(run_dir)
+    path, real = newest / name, open
+
+    def play(file, *others, **more):
+        if file != path:
+            return real(file, *others, **more)
+        if instead == "secret":
+            raise PermissionError(13, "Permission denied", str(path))
+        return BadDisk(path, "r")
+
+    class BadDisk(io.FileIO):
+        def read(self, *_):
+            raise OSError(5, "Input/output error")
+
+    if instead in ("folder", "link"):
+        path.unlink()
+        path.mkdir() if instead == "folder" else path.symlink_to("nowhere")
+    else:
+        monkeypatch.setattr("builtins.open", play)
+        monkeypatch.setattr(io, "open", play)
+    said = []
+    assert newest_sound(run_dir, said.append) == before
+    if path.is_file() or name == "manifest.json":
+        assert len(said) == 1 and name in said[0] and "can't be read" in said[0] and reason in said[0], said
+    else:
+        assert said == [f"warning: {path} is no file but a folder, a device or a link to nowhere; use another checkpoint; going back to the one before"]
+
+
 def test_a_folder_that_was_being_written_is_no_checkpoint(saved, tmp_path):
     """Only the rename makes it one."""
     run_dir = Path(shutil.copytree(saved[0], tmp_path / "run"))
@@ -341,6 +375,81 @@ def test_old_checkpoints_go_only_when_the_new_one_is_whole_and_a_full_disk_is_re
         assert of_rank[:4] == [None] * 4 and "rank 1" in of_rank[4] and "No space left on device" in of_rank[4]
     for folder in checkpoints_of(tmp_path):
         verify(folder)
+
+
+def forged(folder, step):
+    """A sound checkpoint without a tensor, which says that it is of this step."""
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(manifest_text(dict(format=FORMAT, step=step, adam_steps=step, config={}, files={})))
+    return folder
+
+
+def test_only_the_names_that_we_give_are_looked_for(tmp_path):
+    """Newest is the largest number, of however many digits; a copy under another name is its owner's."""
+    names = ["step-00000007", "step-99999999", "step-100000000"]
+    for step, name in [(7, names[0]), (99_999_999, names[1]), (100_000_000, names[2]), (7, "step-best"), (7, "step-00000007-best"), (7, "step-00000007.bak"),
+                       (7, "step-0000000007"), (7, "step-7"), (7, "step-00000007\n"), (7, "step-0000000\u0667")]:
+        forged(tmp_path / "checkpoints" / name, step)
+    assert [folder.name for folder in checkpoints_of(tmp_path)] == names[::-1]
+    assert newest_sound(tmp_path).name == "step-100000000"
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path):
+    """Its weights would be taken for those of a later step; under a name of its owner's it may be loaded."""
+    forged(tmp_path / "checkpoints" / "step-00000009", 5)
+    before, said = forged(tmp_path / "checkpoints" / "step-00000004", 4), []
+    assert newest_sound(tmp_path, said.append) == before and "holds a checkpoint of step 5, which is not what its name says" in said[0]
+    assert verify(forged(tmp_path / "step-00000009-mine", 5))["step"] == 5
+
+
+def test_a_folder_that_cannot_be_looked_into_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    """Its run would begin anew. (Root may look into any, so the test says no itself.)"""
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    forged(tmp_path / "checkpoints" / "step-00000009", 9)
+    monkeypatch.setattr(Path, "iterdir", refused)
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(UserError, match="checkpoints can't be read .Permission denied.; mend that"):
+        newest_sound(tmp_path)
+
+
+def test_what_a_user_has_put_beside_the_checkpoints_is_never_deleted(pool, tmp_path):
+    for name in ("step-00000001-best", "step-00000000.bak", "step-best"):
+        forged(tmp_path / "checkpoints" / name, 1)
+    pool.run(save_often, config_for(*LAYOUTS[0]), str(tmp_path), 0, world_size=1)
+    assert {folder.name for folder in (tmp_path / "checkpoints").iterdir()} == {
+        "step-00000001-best", "step-00000000.bak", "step-best", "step-00000004", "step-00000005"}
+
+
+def save_after(config, folder, after, steps, keep_last):
+    """Checkpoints of these (step, how many were skipped) by a run that goes on after step `after`."""
+    mesh, model, optimizer, _ = build(config)
+    saver = Saver(Path(folder), mesh, keep_last, after=after)
+    for step, skipped in steps:
+        saver.save(step, model, optimizer, config, skipped)
+        saver.wait()
+        assert saver.failure() is None
+
+
+@pytest.mark.parametrize("after, steps, keep_last, kept", [
+    (10, [(25, 0)], 2, [25, 20, 15, 10]), (10, [(25, 0), (30, 0)], 2, [30, 25]), (10, [(12, 0)], 1, [20, 15, 12]), (10, [(12, 0)], 3, [20, 15, 12, 10, 5]),
+    (5, [(10, 0), (15, 0), (20, 0)], 2, [20, 15]), (10, [(15, 0), (25, 0)], 3, [25, 20, 15, 10])], ids=str)
+def test_a_damaged_checkpoint_does_not_count_as_kept(pool, tmp_path, after, steps, keep_last, kept):
+    """5 to 20 are there, and the run has gone back behind the damaged ones of them: a second damage must not cost all."""
+    for step in (5, 10, 15, 20):
+        forged(tmp_path / "checkpoints" / f"step-{step:08d}", step)
+    pool.run(save_after, config_for(*LAYOUTS[0]), str(tmp_path), after, steps, keep_last, world_size=1)
+    assert [int(folder.name[5:]) for folder in checkpoints_of(tmp_path)] == kept
+
+
+def test_what_is_saved_after_skipped_steps_pushes_nothing_out(pool, tmp_path):
+    """A run that has diverged skips step after step; the last good state is what it is to be repeated from."""
+    diverged = [(1, 0), (2, 0), (3, 1), (4, 2), (5, 3)]
+    for steps, kept in (diverged, [5, 4, 3, 2, 1]), ([*diverged, (6, 0)], [6, 5]):
+        folder = tmp_path / str(len(steps))
+        pool.run(save_after, config_for(*LAYOUTS[0]), str(folder), 0, steps, 2, world_size=1)
+        assert [int(one.name[5:]) for one in checkpoints_of(folder)] == kept
 
 
 def save_twice(config, folder):

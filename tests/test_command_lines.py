@@ -70,9 +70,9 @@ def trained(tmp_path_factory):
     return folder
 
 
-def train(folder: Path, run_dir: str, stdout, stderr=subprocess.PIPE) -> subprocess.Popen:
+def train(folder: Path, run_dir: str, stdout, stderr=subprocess.PIPE, **environment) -> subprocess.Popen:
     return start(folder, "train.py", *TINY, "--data-path", "data", "--run-dir", run_dir, "--train-iters", 6,
-                 "--save-interval", 2, "--log-interval", 1, "--sample-tokens", 3, stdout=stdout, stderr=stderr)
+                 "--save-interval", 2, "--log-interval", 1, "--sample-tokens", 3, stdout=stdout, stderr=stderr, environment=environment)
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -144,16 +144,17 @@ def test_a_closed_stream_is_no_error(trained):
         assert (code, out, err) == (0, "", ""), err
 
 
-@pytest.mark.parametrize("screen", ["closed pipe", "both closed", "full disk"])
+@pytest.mark.parametrize("screen", ["closed pipe", "both closed", "full disk", "both full"])
 def test_what_a_person_sees_never_ends_a_run(trained, nobody_reads, screen):
     """It trains, saves, validates and writes its sample to the end, and says once what happened to its screen."""
     stdout, stderr = nobody_reads, subprocess.PIPE
     if screen == "both closed":
         stderr = nobody_reads
-    if screen == "full disk":
+    if "full" in screen:
         if not Path("/dev/full").exists():
             pytest.skip("there is no /dev/full here")
         stdout = os.open("/dev/full", os.O_WRONLY)
+        stderr = stdout if screen == "both full" else stderr
     run_dir = screen.replace(" ", "-")
     code, _, err = end(train(trained, run_dir, stdout, stderr))
     assert code == 0, err
@@ -164,6 +165,25 @@ def test_what_a_person_sees_never_ends_a_run(trained, nobody_reads, screen):
         reason = "No space left on device" if screen == "full disk" else "Broken pipe"
         assert err == f"warning: standard output is gone ({reason}); training goes on, and {run_dir}/metrics.jsonl " \
                       "tells of it\n"
+
+
+def test_a_screen_that_does_not_know_a_letter_never_ends_a_run(trained):
+    """A container without a locale: the text that the model writes, or a folder's name, may hold any letter."""
+    code, out, err = end(train(trained, "läufe", subprocess.PIPE, PYTHONIOENCODING="ascii"))
+    assert code == 0 and "everything in l\\xe4ufe" in out, err
+    assert losses(trained / "läufe") == losses(trained / "run")
+
+
+def test_a_warning_before_the_first_step_is_no_error_either(trained, tmp_path):
+    """Of a damaged checkpoint, into a log on a full disk: not the folder is what can't be written to."""
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    shutil.copytree(trained / "data", tmp_path / "data")
+    run_dir, full = damaged_run(trained, tmp_path), os.open("/dev/full", os.O_WRONLY)
+    code, _, err = end(train(tmp_path, "run", full, PYTHONUNBUFFERED="1"))
+    os.close(full)
+    assert code == 0 and err.startswith("warning: standard output is gone (No space left on device)"), err
+    assert losses(run_dir) == losses(trained / "run")
 
 
 # ---- checkpoints of a run

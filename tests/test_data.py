@@ -1,5 +1,6 @@
 """The data path: text -> tokens -> batches, and every way in which it may not go wrong."""
 
+import fcntl
 import json
 import math
 import os
@@ -395,6 +396,66 @@ def test_only_a_corpus_is_overwritten_and_only_on_demand(tmp_path):
     (tmp_path / "empty").mkdir()
     quietly(tmp_path / "b.txt", tmp_path / "empty")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "empty", "out", "photos"]
+
+
+def test_what_a_user_has_put_beside_a_corpus_is_not_replaced_with_it(tmp_path):
+    """Notes, or the very text; also what comes while the text is prepared."""
+    (tmp_path / "text.txt").write_text("some text")
+    first = quietly(tmp_path / "text.txt", tmp_path / "out")
+    (tmp_path / "out" / "notes.txt").write_text("dear")
+    for text in ("text.txt", "out/notes.txt", "out"):
+        with pytest.raises(UserError, match="out holds other files too, such as notes.txt, which are never replaced; move"):
+            quietly(tmp_path / text, tmp_path / "out", overwrite=True)
+    (tmp_path / "out" / "notes.txt").rename(tmp_path / "notes.txt")
+    for text in ("out", "out/meta.json"):
+        with pytest.raises(UserError, match="meta.json lies in the output|holds no text"):
+            quietly(tmp_path / text, tmp_path / "out", overwrite=True)
+    entropies = prepare_module.entropies
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "entropies", lambda *others: (entropies(*others), (tmp_path / "out" / "late.txt").write_text("dear"))[0])
+        with pytest.raises(UserError, match="late.txt, which are never replaced"):
+            quietly(tmp_path / "text.txt", tmp_path / "out", overwrite=True)
+    (tmp_path / "out" / "late.txt").unlink()
+    assert load_corpus(tmp_path / "out").meta == first
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_corpus_that_could_not_be_replaced_is_still_there(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("some text")
+    first, rename = quietly(tmp_path / "text.txt", tmp_path / "out"), Path.rename
+
+    def fails(path, target):
+        if len(path.suffix) == 33:                  # the finished folder's
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(UserError, match="Input/output error"):
+        quietly(tmp_path / "text.txt", tmp_path / "out", overwrite=True)
+    assert load_corpus(tmp_path / "out").meta == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
+
+
+def test_what_a_killed_preparation_has_left_is_gone_at_the_next(tmp_path):
+    """But not what another is working on; and an old corpus comes back, should the kill have come between two renames."""
+    (tmp_path / "text.txt").write_text("some text")
+    killed, alive = (tmp_path / f".out.{digit * 32}" for digit in "ab")
+    for folder in (killed, alive, tmp_path / ".out.mine", tmp_path / f".other.{32 * 'a'}"):
+        folder.mkdir()
+        (folder / "train.bin").write_bytes(b"half")
+    first = quietly(tmp_path / "text.txt", tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").rename(tmp_path / f".out.{32 * 'a'}.replaced")
+    descriptor = os.open(alive, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(UserError, match="already holds a prepared corpus"):
+            quietly(tmp_path / "text.txt", tmp_path / "out")
+    finally:
+        os.close(descriptor)
+    assert load_corpus(tmp_path / "out").meta == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".other.{32 * 'a'}", alive.name, ".out.mine", "out", "text.txt"]
+    quietly(tmp_path / "text.txt", tmp_path / "out", overwrite=True)
+    assert not alive.exists()
 
 
 def test_two_preparations_at_once_both_end_well(tmp_path):

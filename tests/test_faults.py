@@ -59,6 +59,10 @@ def full_disk(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return write_data(*arguments)
 
+if fault == "unshared":                                  # as on two hosts, each with a disk of its own
+    check_shared = train.check_shared
+    train.check_shared = lambda run_dir: check_shared(run_dir / "of another host" if rank > 1 else run_dir)
+
 if "device" in fault:                                    # as on NCCL: a queue with work in it, and collectives that do not raise in time
     start_world, make_mesh = train.start_world, train.make_mesh
     train.start_world = lambda place, device, timeout: start_world(place, device, timeout + 600)
@@ -268,6 +272,12 @@ def test_too_many_skipped_steps_end_the_run(job):
     assert "failed in step" not in one.output() and last_checkpoint(one) == "step-00000005"
 
 
+def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(job):
+    one = job("run", "--train-iters", 100, "--save-interval", 1, "--keep-last", 1, "--max-skipped-steps", 4, "--tp", 2, "--pp", 2, fault="losses", processes=4)
+    assert one.end() != 0 and "error: 4 steps in a row, up to step 11, had a loss" in one.output(), one.output()
+    assert [folder.name for folder in checkpoints_of(one.run_dir)][-1] == "step-00000007"
+
+
 # Drifted apart
 
 @pytest.mark.parametrize("flags", [["--tp", 2], ["--tp", 1, "--pp", 1]], ids=["tp 2", "dp 2"])
@@ -278,6 +288,17 @@ def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(job, flags):
     said = [line for line in one.output().splitlines() if "drifted apart" in line]
     assert "(final_norm.weight differs between rank 0 and rank 1)" in said[0], one.output()
     assert len(said) == (2 if flags == ["--tp", 2] else 1), one.output()
+
+
+# Not shared
+
+def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(job):
+    """By all ranks alike, in a sentence. The first save would be too late: training would go on to its end for nothing."""
+    one = job("run", *LENGTH, fault="unshared", processes=4)
+    assert one.end() != 0 and not one.metrics(), one.output()
+    said = f"error: --run-dir {one.run_dir} is not the same folder on all hosts: what rank 0 writes there, rank 2, 3 can't see; choose one"
+    assert one.output().count(said) == 1 and "Traceback" not in one.output().split("torch/distributed")[0], one.output()
+    assert not [path.name for path in one.run_dir.iterdir() if "shared" in path.name]
 
 
 # No room

@@ -13,7 +13,7 @@ from nanodomino.config import Config
 from nanodomino.launch import StopSignal
 from nanodomino.mesh import make_mesh
 from nanodomino.model import on_paper
-from nanodomino.report import Report
+from nanodomino.report import Report, open_metrics
 from nanodomino.step_time import estimate
 
 
@@ -101,3 +101,33 @@ def test_any_number_of_processes_up_to_eight_has_a_default_layout(processes):
     config = Config().resolve(processes).with_vocabulary(257)
     assert config.tp * config.pp * config.dp == processes
     assert all(len(on_paper(config, stage).layers) >= 1 for stage in range(config.pp))
+
+
+def lines_of(*steps) -> list[bytes]:
+    return [b'{"step": %d, "loss": 1.0}\n' % step for step in steps]
+
+
+def reopened(tmp_path, first_step, *lines) -> tuple[list[bytes], str]:
+    """(the lines that are left, what was said)"""
+    said, path = [], tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(lines))
+    with open_metrics(path, first_step, said.append) as metrics:
+        metrics.write(b"new\n")
+    *left, new = path.read_bytes().splitlines(keepends=True)
+    assert new == b"new\n"
+    return left, " ".join(said)
+
+
+@pytest.mark.parametrize("bad", [b"\n", b"{\n", b"\xff\xff\n", b"[1]\n", b'{"step": "two"}\n', b"[" * 99999 + b"\n", b"\0" * 4096 + b"\n"], ids=len)
+def test_a_line_that_cannot_be_read_costs_no_line_after_it(tmp_path, bad):
+    """A disk or a hand has damaged it. It is named and stays."""
+    before, after = lines_of(0, 1, 2), lines_of(4, 5)
+    left, said = reopened(tmp_path, 5, *before, bad, bad, *after, *lines_of(6, 7))
+    assert left == [*before, bad, bad, *after] and "metrics.jsonl can't be read in line 4, 5, which is left as it is" in said
+
+
+@pytest.mark.parametrize("last", [b'{"step": 5, "lo', b'{"step": 5, "loss": 1.0}', b"\0\0", b'{"step": 5, "test_loss": 1.0}\n', b"{\n"])
+def test_what_does_not_count_at_the_end_is_cut_without_a_word(tmp_path, last):
+    """Half a line of a killed run, a test loss of what was then the end."""
+    assert reopened(tmp_path, 5, *lines_of(0, 1, 5), last) == (lines_of(0, 1, 5), "")
+    assert reopened(tmp_path, 0, *lines_of(0, 1, 5), last) == ([], "")
