@@ -46,7 +46,7 @@ from reference import ReferenceGPT, masked_loss, random_weights, train_reference
 
 TOLERANCE = 1e-9         # of everything, in float64
 CHECKED = 2              # steps: the second one sees the weights that the first one made
-LONG = 60                # steps of the curve in docs/pitfalls.md
+LONG, END = 40, 10       # steps of the curves in docs/pitfalls.md; the mean loss of the last ones is shown there
 DOCUMENT = ROOT / "docs" / "pitfalls.md"
 MACHINE = "2 shared virtual cores, AMD EPYC, torch 2.13.0 CPU, 2026-11-21"
 
@@ -71,7 +71,7 @@ class Pitfall:
 
     @property
     def config(self):
-        return tiny(self.world_size, **dict(train_iters=LONG, lr_warmup_fraction=0.05) | self.options)
+        return tiny(self.world_size, **dict(train_iters=LONG, lr=2e-2, lr_warmup_fraction=0.05) | self.options)
 
 
 TABLE: list[Pitfall] = []
@@ -250,9 +250,11 @@ def worst(ours: dict, theirs: dict) -> tuple[float, str]:
 def measure(pool, entry: Pitfall, wrong: bool, steps: int) -> tuple[Side, Side]:
     """(what is right, what the ranks come to with or without the bug)."""
     weights, data, right = plain(entry, steps)
-    run = lambda wrong, runner: side_of(Around(pool, entry, wrong).run(  # noqa: E731
-        runner, entry.config, None if entry.drawn else weights, data, steps, world_size=entry.world_size))
-    return run(False, train_rank) if entry.straight else right, run(wrong, entry.runner)
+    arguments = entry.config, None if entry.drawn else weights, data, steps
+    found = side_of(Around(pool, entry, wrong).run(entry.runner, *arguments, world_size=entry.world_size))
+    if entry.straight:
+        right = side_of(Around(pool, entry, False).run(train_rank, *arguments, world_size=entry.world_size))
+    return right, found
 
 
 def judge(right: Side, found: Side):
@@ -380,7 +382,7 @@ def mean_loss(config):
 
 
 @pitfall("The mean of the microbatches' means", "`train.py`, `loss_func`: sums, and how many tokens count; the quotient comes once, in "
-         "`nanodomino/zero.py`", world_size=1, micro_batch_size=1)
+         "`nanodomino/zero.py`", world_size=1, micro_batch_size=6)
 def mean_of_means(config):
     """Where microbatches count different numbers of tokens, their means must not be averaged: a token of a short document
     then counts more than one of a long document. The loss is off by a little, and plausible; one with no token at all drags it down."""
@@ -1041,21 +1043,27 @@ def last_words(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.startswith("AssertionError")), str(error).splitlines()[0])
 
 
-COLUMNS = ("", "what goes wrong", "on", f"loss of step {LONG}: right", "wrong", f"norm of step {CHECKED}: right", "wrong", "largest wrong gradient")
+COLUMNS = ("", "what goes wrong", "on", "loss: right", "wrong", "norm: right", "wrong", "largest wrong gradient")
 
 
-def row_of(entry: Pitfall, short, long) -> str:
-    """A line of the document's table. short, long: (right, found) of CHECKED and of LONG steps."""
-    (right, found), (right_end, found_end) = short, long
-    error, name = worst(found.gradients[-1], right.gradients[-1])
-    gradient = "none" if error < TOLERANCE else f"`{name}` missing" if error == math.inf else f"`{name}` {percent(error)}"
-    cells = [f"[{entry.number}](#{entry.number})", entry.title, applies(entry), f"{right_end.losses[-1]:.4f}", f"{found_end.losses[-1]:.4f}",
-             f"{right.norms[-1]:.4f}", f"{found.norms[-1]:.4f}", gradient]
+def row_of(entry: Pitfall, right: Side, found: Side, ends: tuple[float, float]) -> str:
+    """A line of the document's table: of step CHECKED, and the losses at the end of the curves."""
+    error, name = worst(found.gradients[CHECKED - 1], right.gradients[CHECKED - 1])
+    gradient = "none" if error < TOLERANCE else f"`{name}`, missing" if error == math.inf else f"`{name}`, {percent(error)}"
+    norms = right.norms[CHECKED - 1], found.norms[CHECKED - 1]
+    cells = [f"[{entry.number}](#{entry.number})", entry.title, applies(entry), *(f"{number:.5f}" for number in (*ends, *norms)), gradient]
     return f"| {' | '.join(cells)} |"
 
 
 def percent(error: float) -> str:
+    """Two digits that count."""
     return f"{100 * error:.{max(0, 1 - math.floor(math.log10(100 * error)))}f} %"
+
+
+def measured_row(pool, entry: Pitfall) -> str:
+    curves = measure(pool, entry, True, LONG)
+    start = measure(pool, entry, True, CHECKED) if entry.straight else curves        # where a run stops depends on its length
+    return row_of(entry, *start, tuple(sum(side.losses[-END:]) / END for side in curves))
 
 
 def section(entry: Pitfall) -> str:
@@ -1072,12 +1080,14 @@ at a time, and measured beside the right numbers. `tests/test_pitfalls.py` holds
 turns a check red, that without it the check is green, and that this page says what was measured.
 
 **Read the table by its columns.** Where the two losses are the same to the last digit, no curve will ever tell. Where the norms differ, a
-log of norms would, if one knew the right one. What always tells is a gradient beside that of one plain process, in float64.
+log of norms would, if one knew the right one. What tells is each gradient beside that of one plain process, in float64, or, where even
+those agree, the weights after a step, the evaluation, or what the entry below names.
 
-Each is the training of a tiny model (3 layers of 16, {LONG} steps of 24 samples of 8 tokens, most of which follow from the one before; AdamW;
-clipping at 0.1) on the smallest layout that shows the bug. Right is the plain model of `tests/reference.py`; where a run stops
-and goes on, it is the run that did not stop, and where a number is not finite, the run that skips the step. An error of a gradient is relative to that tensor's largest
-entry, in step {CHECKED}. Each line: `python tests/pitfalls.py NUMBER --steps {LONG}`; all of them: `python tests/pitfalls.py --write`, {MACHINE}.
+Each line is the training of a tiny model (3 layers of 16, 24 samples of 8 tokens a step, most of which follow from the one before; AdamW; clipping at
+0.1) on the smallest layout that shows the bug. Right is the plain model of `tests/reference.py`; where a run stops and goes on, it is the run that
+did not stop, and where a number is not finite, the run that skips the step. loss: the mean of steps {LONG - END + 1} to {LONG}. norm, gradient: of
+step {CHECKED}, an error relative to the largest entry of that tensor; these the tests compare with what they find. Each line is of
+`python tests/pitfalls.py NUMBER --steps {LONG}`, all are of `python tests/pitfalls.py --write`; {MACHINE}.
 """
 
 
@@ -1093,7 +1103,7 @@ def document(rows: list[str]) -> str:
 def write(pool):
     rows = []
     for entry in TABLE:
-        rows.append(row_of(entry, measure(pool, entry, True, CHECKED), measure(pool, entry, True, LONG)))
+        rows.append(measured_row(pool, entry))
         print(rows[-1], flush=True)
     DOCUMENT.write_text(document(rows))
 

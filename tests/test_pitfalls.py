@@ -1,10 +1,12 @@
 """Each bug of pitfalls.py turns its check red, the code as it is turns it green, and docs/pitfalls.md says what was measured."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
-from pitfalls import DOCUMENT, GUARDED, TABLE, check, document, error_of, percent, rows_of_document, worst
+import pitfalls
+from pitfalls import CHECKED, DOCUMENT, GUARDED, ROOT, TABLE, Around, check, document, judge, measure, row_of, rows_of_document, worst
 from pool import WorkerError
 
 TESTS = Path(__file__).resolve().parent
@@ -17,9 +19,95 @@ def test_the_code_as_it_is_passes(pool, entry):
 
 
 @CASES
-def test_put_back_it_is_found(pool, entry):
-    """By an assertion of the check, and not because something broke; and what it does to the gradients is what the page says."""
-    with pytest.raises((AssertionError, WorkerError)) as failure:
-        check(pool, entry, wrong=True)
-    if isinstance(failure.value, WorkerError):
-        assert re.search(r"^(E +)?AssertionError", str(failure.value), re.MULTILINE), str(failure.value)
+def test_put_back_it_is_found_and_does_what_the_page_says(pool, entry):
+    """By an assertion of the check, and not because something broke."""
+    if entry.check:
+        with pytest.raises((AssertionError, WorkerError)) as failure:
+            entry.check(Around(pool, entry, wrong=True))
+        assert isinstance(failure.value, AssertionError) or re.search(r"^AssertionError", str(failure.value), re.MULTILINE), str(failure.value)
+    else:
+        right, found = measure(pool, entry, wrong=True, steps=CHECKED)
+        with pytest.raises(AssertionError):
+            judge(right, found)
+        *_, right_norm, wrong_norm, gradient = cells(rows_of_document()[entry.number])
+        *_, right_now, wrong_now, gradient_now = cells(row_of(entry, right, found, (0.0, 0.0)))
+        assert (float(right_norm), float(wrong_norm)) == pytest.approx((float(right_now), float(wrong_now)), rel=0.01, nan_ok=True)
+        assert error_in(gradient) == pytest.approx(error_in(gradient_now), rel=0.1)
+        if name := re.search("`(.*)`, .* %", gradient):                     # another one may be as far off
+            here = [{name[1]: side.gradients[CHECKED - 1][name[1]]} for side in (found, right)]
+            assert 100 * worst(*here)[0] == pytest.approx(error_in(gradient), rel=0.1)
+
+
+def cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def error_in(gradient: str) -> float:
+    number = re.search(r"([\d.]+) %", gradient)
+    return float(number[1]) if number else dict(none=0.0).get(gradient, -1.0)
+
+
+def test_the_page_is_made_from_the_table():
+    """python tests/pitfalls.py --write makes it anew."""
+    rows = rows_of_document()
+    assert list(rows) == [entry.number for entry in TABLE]
+    for entry in TABLE:
+        assert cells(rows[entry.number])[1:3] == [entry.title, pitfalls.applies(entry)]
+    assert DOCUMENT.read_text() == document(list(rows.values()))
+
+
+def test_what_prevents_a_bug_is_there():
+    """Each file, and in it each name."""
+    for entry in TABLE:
+        text = None
+        for word in re.findall("`([^`]+)`", entry.guard):
+            if word.endswith(".py"):
+                text = (ROOT / word).read_text()
+            else:
+                assert all(re.search(rf"\b{part}\b", text) for part in word.split(".")), f"{entry.number}: {word}"
+        assert text, f"{entry.number} names no file"
+
+
+@pytest.mark.parametrize("title, _, path, name", GUARDED, ids=lambda value: value if value.startswith("test_") else "")
+def test_a_bug_that_is_not_put_back_here_has_a_test_of_its_own(title, _, path, name):
+    assert re.search(rf"^def {name}\(", (TESTS / path).read_text(), re.MULTILINE), f"{title}: {path} has no {name}"
+
+
+def test_a_bug_whose_place_has_gone_is_an_error():
+    """It must not pass for one that does no harm."""
+    with pytest.raises(AttributeError), pitfalls.replaced([(pitfalls.domino, "close_the_residual", None)]):
+        pass
+    kept = pitfalls.domino.close_residual
+    with pitfalls.replaced([(pitfalls.domino, "close_residual", None)]):
+        assert pitfalls.domino.close_residual is None
+    assert pitfalls.domino.close_residual is kept
+
+
+ALONE = ("same_shards", "bias_before_the_sum", "mixed_heads", "own_masks", "same_masks", "labels_everywhere", "copies_counted", "shards_dropped")
+
+
+@pytest.mark.parametrize("entry", [entry for entry in TABLE if entry.bug.__name__ in ALONE], ids=lambda entry: entry.bug.__name__)
+def test_on_one_process_it_is_no_bug(pool, entry, monkeypatch):
+    """So one process, which is where code is written, does not show it: every loss is right."""
+    alone = dataclasses.replace(entry, world_size=1, options={**entry.options, "tensor_model_parallel_size": 1})
+    right, found = pitfalls.plain(alone, CHECKED)[2], None
+    found = pool.run(alone_rank, entry.number, world_size=1)[0]
+    assert found == pytest.approx(right.losses, rel=1e-9)
+
+
+def alone_rank(number):
+    entry = TABLE[number - 1]
+    alone = dataclasses.replace(entry, world_size=1, options={**entry.options, "tensor_model_parallel_size": 1})
+    weights, data, _ = pitfalls.plain(alone, CHECKED)
+    with pitfalls.replaced(entry.bug(alone.config)):
+        return entry.runner(alone.config, None if entry.drawn else weights, data, CHECKED).losses
+
+
+def test_one_is_shown_with_right_and_wrong_side_by_side(pool, capsys):
+    (entry,) = [entry for entry in TABLE if entry.bug.__name__ == "not_divided"]
+    pitfalls.show(pool, entry, steps=2)
+    shown = capsys.readouterr().out
+    right, wrong = (float(number) for number in re.search(r"\n   1 +[\d.]+ +[\d.]+ +([\d.]+) +([\d.]+) ", shown).groups())
+    assert wrong / right == pytest.approx(entry.config.microbatches) and "layers." in shown
+    pitfalls.main(["--list"])
+    assert all(f"{entry.number:3}  {entry.title}" in shown for entry in TABLE for shown in [capsys.readouterr().out] if shown)
