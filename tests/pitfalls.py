@@ -10,8 +10,8 @@ norm and the gradients stands in docs/pitfalls.md.
     python tests/pitfalls.py --write         measure all, and write docs/pitfalls.md
 
 A bug is a function: its docstring is the lesson, and it returns what is to be replaced, as (object, name, replacement).
-Workers of the pool replace it, run, and put it back. What is right is the plain model of reference.py, or, where a run
-stops and goes on, the run that did not stop. test_pitfalls.py holds that every check is green without the bug and red with it.
+Workers of the pool replace it, run, and put it back (side_by_side.py). test_pitfalls.py holds that every check is green
+without the bug and red with it.
 """
 
 import argparse
@@ -22,8 +22,6 @@ import re
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -38,247 +36,17 @@ import harness  # noqa: E402
 import test_domino  # noqa: E402
 import test_zero  # noqa: E402
 import train  # noqa: E402
-from harness import FixedData, Outcome, build, sizes_of, tiny, train_rank, train_steps  # noqa: E402
+from harness import build, tiny, train_rank, train_steps  # noqa: E402
 from nanodomino import checkpoint, domino, formulas, model, pipeline, schedules, zero  # noqa: E402
 from nanodomino.manifest import newest_sound  # noqa: E402
 from pool import Pool  # noqa: E402
-from reference import ReferenceGPT, masked_loss, random_weights, train_reference  # noqa: E402
+from side_by_side import CHECKED, END, LONG, TABLE, TOLERANCE, Pitfall, Side, check, judge, measure, pitfall, worst  # noqa: E402
 
-TOLERANCE = 1e-9         # of everything, in float64
-CHECKED = 2              # steps: the second one sees the weights that the first one made
-LONG, END = 40, 10       # steps of the curves in docs/pitfalls.md; the mean loss of the last ones is shown there
 DOCUMENT = ROOT / "docs" / "pitfalls.md"
 MACHINE = "2 shared virtual cores, AMD EPYC, torch 2.13.0 CPU, 2026-11-21"
 
-
-# ---- the table
-
-@dataclass(frozen=True, eq=False)
-class Pitfall:
-    number: int
-    title: str
-    lesson: str                  # what goes wrong, and why
-    guard: str                   # what in the code prevents it: file, function
-    bug: object                  # bug(config) -> [(object, name, replacement)]
-    world_size: int
-    options: dict                # of tiny()
-    runner: object               # function(config, weights, data, steps) -> Outcome, in a worker
-    drawn: bool                  # start from the weights that the model draws, not from given ones
-    conditions: object           # of the right side too, of the form of a bug: wires that are late, a number that is not finite
-    straight: bool               # what is right is the same run without a stop, not the plain model
-    check: object                # check(pool), where the numbers of the training do not show the bug
-    shown: str                   # ... and how it shows itself then
-
-    @property
-    def config(self):
-        return tiny(self.world_size, **dict(train_iters=LONG, lr=2e-2, lr_warmup_fraction=0.05) | self.options)
-
-
-TABLE: list[Pitfall] = []
-
-
-def nothing(config):
-    return []
-
-
-def pitfall(title, guard, world_size=2, runner=train_rank, drawn=False, conditions=nothing, straight=False, check=None, shown="", **options):
-    """Enters a bug into the table."""
-    def enter(bug):
-        lesson = " ".join(bug.__doc__.split())
-        TABLE.append(Pitfall(len(TABLE) + 1, title, lesson, guard, bug, world_size, options, runner, drawn, conditions, straight, check, shown))
-        return bug
-    return enter
-
-
 TP, PP = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2)
 EVEN = dict(micro_batch_size=4)                      # as many samples in one slice as in the other
-
-
-# ---- to run with a bug
-
-def replaced(patches):
-    """A context in which all of them are replaced. AttributeError, if there is no longer such a thing to replace."""
-    stack = ExitStack()
-    with stack:
-        for owner, name, replacement in patches:
-            stack.enter_context(mock.patch.object(owner, name, replacement))
-        return stack.pop_all()
-
-
-def in_worker(number, wrong, function, *arguments):
-    entry = TABLE[number - 1]
-    with replaced(entry.conditions(entry.config)):
-        with replaced(entry.bug(entry.config) if wrong else []):
-            return function(*arguments)
-
-
-class Around:
-    """A pool whose workers have the bug, or the conditions alone; for tests that ask for a pool."""
-
-    def __init__(self, pool, entry: Pitfall, wrong: bool):
-        self.pool, self.entry, self.wrong = pool, entry, wrong
-
-    def run(self, function, *arguments, **options):
-        return self.pool.run(in_worker, self.entry.number, self.wrong, function, *arguments, **options)
-
-
-# ---- what is right
-
-class Text(FixedData):
-    """Five of each batch's 24 rows count for nothing, and a split ends before them: its last batch is not full."""
-
-    @property
-    def windows(self):
-        return super().windows - 5
-
-
-@lru_cache
-def text(vocabulary, samples, length, steps) -> Text:
-    """Something to learn: mostly the next token follows from the last one. Of the rows that count, unevenly many do."""
-    batches, masks = [], []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(1000 + step)
-        rows = torch.randint(0, vocabulary, (samples, length + 1), generator=generator)
-        follows = torch.rand(samples, length, generator=generator) < 0.9
-        for place in range(length):
-            rows[:, place + 1] = torch.where(follows[:, place], (5 * rows[:, place] + 3) % vocabulary, rows[:, place + 1])
-        share = torch.linspace(-0.2, 1.2, samples)[torch.randperm(samples, generator=generator)]
-        mask = (torch.rand(samples, length, generator=generator) < share[:, None]).float()
-        mask[-5:] = 0
-        batches.append(rows)
-        masks.append(mask)
-    rows = torch.stack(batches)
-    return Text(rows[..., :-1], rows[..., 1:], torch.stack(masks))
-
-
-def masks_of(config, step):
-    """The dropout masks of a step as reference.py asks for them."""
-    if not config.hidden_dropout and not config.attention_dropout:
-        return None
-    ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
-    dropout = model.Dropout(config, SimpleNamespace(tp=1, tp_rank=0), list(ids))
-    core = {"core": config.attention_dropout}
-    return lambda site, shape: dropout.draw(site, shape[1:], core.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
-
-
-@dataclass
-class Side:
-    """What a run came to. gradients: of each step, whole tensors by name; apart: parameters whose copies are not the same."""
-    losses: list
-    norms: list
-    gradients: list
-    weights: dict
-    evaluation: float
-    apart: frozenset = frozenset()
-
-
-@lru_cache
-def plain(entry: Pitfall, steps: int):
-    """(weights to start from, data, the plain model's Side)."""
-    config = entry.config
-    sizes = sizes_of(config)
-    data = text(config.vocab_size, config.global_batch_size, config.seq_length, steps)
-    weights = drawn_weights(config) if entry.drawn else random_weights(sizes, seed=3)
-    rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
-    batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(steps)]
-    records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad, (config.adam_beta1, config.adam_beta2),
-                                     config.adam_eps, masks=[masks_of(config, step) for step in range(steps)])
-    count = min(config.eval_iters, steps)
-    reference = ReferenceGPT(sizes).double().load_full(final)
-    with torch.no_grad():
-        tokens, labels, mask = (tensor[:count].flatten(0, 1) for tensor in (data.tokens, data.labels, data.loss_mask))
-        evaluation = float(masked_loss(reference(tokens, torch.arange(config.seq_length)), labels, mask.double()))
-    side = Side([record.loss for record in records], [record.gradient_norm for record in records],
-                [record.gradients for record in records], final, evaluation)
-    return weights, data, side
-
-
-def drawn_weights(config):
-    """As one process draws them, by name."""
-    whole = dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
-    alone = SimpleNamespace(pp=1, dp=1, tp=1, pp_rank=0, dp_rank=0, tp_rank=0, device=torch.device("cpu"), tp_group=None)
-    return {name: weight.detach() for name, weight in model.GPT(whole, alone).named_parameters()}
-
-
-# ---- what is found
-
-def joined(outcomes: list[Outcome], shards_of):
-    """(whole tensors by name from every rank's shards, names whose copies differ)."""
-    parts, apart = {}, set()
-    for outcome in outcomes:
-        for name, (tensor, shard_dim) in shards_of(outcome).items():
-            here = parts.setdefault(name, (shard_dim, {}))[1].setdefault(outcome.place[2], tensor)
-            if not torch.equal(here, tensor):
-                apart.add(name)
-    whole = {}
-    for name, (shard_dim, by_rank) in parts.items():
-        pieces = [by_rank[rank] for rank in sorted(by_rank)]
-        whole[name] = pieces[0] if shard_dim is None else torch.cat(pieces, dim=shard_dim)
-        if shard_dim is None and not all(torch.equal(pieces[0], piece) for piece in pieces):
-            apart.add(name)
-    return whole, apart
-
-
-def side_of(outcomes: list[Outcome]) -> Side:
-    """Losses and norms are rank 0's; if another rank has others, so is that said."""
-    gradients = [joined(outcomes, lambda outcome: outcome.gradients[step])[0] for step in range(len(outcomes[0].gradients))]
-    weights, apart = joined(outcomes, lambda outcome: outcome.weights)
-    for what in ("losses", "norms", "evaluation"):
-        if len({repr(getattr(outcome, what)) for outcome in outcomes}) > 1:
-            apart.add(what)
-    first = outcomes[0]
-    return Side(first.losses, first.norms, gradients, weights, first.evaluation, frozenset(apart))
-
-
-def error_of(ours: float, theirs: float) -> float:
-    """Relative. Two numbers that are not finite agree."""
-    if not math.isfinite(theirs) or not math.isfinite(ours):
-        return 0.0 if math.isfinite(ours) == math.isfinite(theirs) else math.inf
-    return abs(ours - theirs) / (abs(theirs) or 1.0)
-
-
-def worst(ours: dict, theirs: dict) -> tuple[float, str]:
-    """The largest deviation of a tensor, as a part of its own largest entry, and its name."""
-    if missing := sorted(theirs.keys() - ours.keys()):
-        return math.inf, missing[0]
-    if not all(tensor.isfinite().all() for tensor in theirs.values()):
-        return 0.0, ""                                             # of a step that must be skipped
-    errors = {name: float((ours[name] - theirs[name]).abs().max()) / (float(theirs[name].abs().max()) or 1.0) for name in theirs}
-    return max((math.inf if math.isnan(error) else error, name) for name, error in errors.items())
-
-
-def measure(pool, entry: Pitfall, wrong: bool, steps: int) -> tuple[Side, Side]:
-    """(what is right, what the ranks come to with or without the bug)."""
-    weights, data, right = plain(entry, steps)
-    arguments = entry.config, None if entry.drawn else weights, data, steps
-    found = side_of(Around(pool, entry, wrong).run(entry.runner, *arguments, world_size=entry.world_size))
-    if entry.straight:
-        right = side_of(Around(pool, entry, False).run(train_rank, *arguments, world_size=entry.world_size))
-    return right, found
-
-
-def judge(right: Side, found: Side):
-    """AssertionError, with what differs first."""
-    assert not found.apart, f"ranks that must agree do not: {', '.join(sorted(found.apart))}"
-    for step, (ours, theirs) in enumerate(zip(found.losses, right.losses, strict=True), start=1):
-        assert error_of(ours, theirs) < TOLERANCE, f"loss of step {step}: {ours}, not {theirs}"
-    for step, (ours, theirs) in enumerate(zip(found.norms, right.norms, strict=True), start=1):
-        assert error_of(ours, theirs) < TOLERANCE, f"norm of step {step}: {ours}, not {theirs}"
-    for step, (ours, theirs) in enumerate(zip(found.gradients, right.gradients, strict=True), start=1):
-        error, name = worst(ours, theirs)
-        assert error < TOLERANCE, f"gradient of {name} in step {step} is off by {error:.1e}"
-    error, name = worst(found.weights, right.weights)
-    assert error < TOLERANCE, f"weight {name} is off by {error:.1e}"
-    assert error_of(found.evaluation, right.evaluation) < TOLERANCE, f"evaluation: {found.evaluation}, not {right.evaluation}"
-
-
-def check(pool, entry: Pitfall, wrong: bool):
-    """AssertionError if the code, with or without the bug, is wrong. Returns what was measured, if training was."""
-    if entry.check:
-        return entry.check(Around(pool, entry, wrong))
-    right, found = measure(pool, entry, wrong, CHECKED)
-    judge(right, found)
-    return right, found
 
 
 # ---- conditions
@@ -497,7 +265,8 @@ def own_softmax(config):
          "elsewhere", **TP)
 def labels_everywhere(config):
     """A rank that does not own the label looks up row 0 instead of nothing, and the sum has some other word's logit in it. The
-    loss is wrong, and may fall below zero; the gradient, which does not use that number, does not know."""
+    loss is wrong, and may fall below zero; here the gradient at the label is computed from the loss, and is wrong with it. Where it is not,
+    the training is right and the curve is not."""
     parts = domino.parts_of_loss
 
     def everywhere(logits, labels, largest, exponentials, maximum, vocabulary):
@@ -1043,16 +812,26 @@ def last_words(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.startswith("AssertionError")), str(error).splitlines()[0])
 
 
-COLUMNS = ("", "what goes wrong", "on", "loss: right", "wrong", "norm: right", "wrong", "largest wrong gradient")
+COLUMNS = ("", "what goes wrong", "on", "loss: right", "wrong", "norm: right", "wrong", "largest wrong gradient, or what else differs")
 
 
 def row_of(entry: Pitfall, right: Side, found: Side, ends: tuple[float, float]) -> str:
-    """A line of the document's table: of step CHECKED, and the losses at the end of the curves."""
-    error, name = worst(found.gradients[CHECKED - 1], right.gradients[CHECKED - 1])
-    gradient = "none" if error < TOLERANCE else f"`{name}`, missing" if error == math.inf else f"`{name}`, {percent(error)}"
-    norms = right.norms[CHECKED - 1], found.norms[CHECKED - 1]
-    cells = [f"[{entry.number}](#{entry.number})", entry.title, applies(entry), *(f"{number:.5f}" for number in (*ends, *norms)), gradient]
+    """A line of the document's table: of a run of CHECKED steps, and the losses at the end of the curves."""
+    numbers = *ends, right.norms[-1], found.norms[-1]
+    cells = [f"[{entry.number}](#{entry.number})", entry.title, applies(entry), *(f"{number:.5f}" for number in numbers), telling(right, found)]
     return f"| {' | '.join(cells)} |"
+
+
+def telling(right: Side, found: Side) -> str:
+    """The worst gradient of the last step; if they are right, what judge() says."""
+    error, name = worst(found.gradients[-1], right.gradients[-1])
+    if error > TOLERANCE:
+        return f"`{name}`, missing" if error == math.inf else f"`{name}`, {percent(error)}"
+    try:
+        judge(right, found)
+    except AssertionError as difference:
+        return str(difference)
+    return "nothing"
 
 
 def percent(error: float) -> str:
@@ -1062,8 +841,7 @@ def percent(error: float) -> str:
 
 def measured_row(pool, entry: Pitfall) -> str:
     curves = measure(pool, entry, True, LONG)
-    start = measure(pool, entry, True, CHECKED) if entry.straight else curves        # where a run stops depends on its length
-    return row_of(entry, *start, tuple(sum(side.losses[-END:]) / END for side in curves))
+    return row_of(entry, *measure(pool, entry, True, CHECKED), tuple(sum(side.losses[-END:]) / END for side in curves))
 
 
 def section(entry: Pitfall) -> str:
@@ -1081,7 +859,8 @@ turns a check red, that without it the check is green, and that this page says w
 
 **Read the table by its columns.** Where the two losses are the same to the last digit, no curve will ever tell. Where the norms differ, a
 log of norms would, if one knew the right one. What tells is each gradient beside that of one plain process, in float64, or, where even
-those agree, the weights after a step, the evaluation, or what the entry below names.
+those agree, the weights after a step, the evaluation, or what the entry below names. In {{lower}} of {{count}} lines the wrong
+loss is the *lower* one: which of two curves of so small a model ends lower is luck, and neither looks like a bug.
 
 Each line is the training of a tiny model (3 layers of 16, 24 samples of 8 tokens a step, most of which follow from the one before; AdamW; clipping at
 0.1) on the smallest layout that shows the bug. Right is the plain model of `tests/reference.py`; where a run stops and goes on, it is the run that
@@ -1094,7 +873,9 @@ step {CHECKED}, an error relative to the largest entry of that tensor; these the
 def document(rows: list[str]) -> str:
     """docs/pitfalls.md around the rows of its table."""
     guarded = "\n".join(f"- **{title}.** {lesson} `{name}` in `tests/{path}`" for title, lesson, path, name in GUARDED)
-    return "\n".join([HEAD.format(count=len(TABLE)), f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *rows, "",
+    losses = [[float(cell) for cell in row.split("|")[4:6]] for row in rows]
+    lower = sum(wrong < right for right, wrong in losses)
+    return "\n".join([HEAD.format(count=len(TABLE), lower=lower), f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *rows, "",
                       "## One by one\n", *map(section, TABLE),
                       "## Guarded elsewhere\n\nThese hang, cost memory, or need a corpus or a device of their own; each has a test of its own that fails with the bug.\n",
                       guarded, ""])
