@@ -346,7 +346,7 @@ def waited_too_late(config):
     the wires move nothing until somebody waits, and each wait is one launch late."""
     def late(self, piece, site, works):
         due, self.overdue = getattr(self, "overdue", []), works
-        for work in due:
+        for work in filter(None, due):                   # None on one process, which has no wires
             work.wait()
     return [(domino.Domino, "wait", late)]
 
@@ -773,6 +773,20 @@ GUARDED = [
 ]
 
 
+# ---- those that come with what this code does not have: for whoever adds it
+
+TO_COME = [
+    ("Activations cut along the sequence", "Norms and biases then see a part of the tokens on each rank: their gradients need a sum over tp that they do not need today."),
+    ("Training in fp16", "The scale of the loss must go up and down on all ranks alike: one that has seen an overflow tells all of them."),
+    ("Recomputation", "A second forward that draws new dropout masks differentiates another function; one that repeats a sum over ranks adds it twice."),
+    ("Backward in two halves, for schedules without a bubble", "A weight is final after its last weight gradient, and not after its last input gradient."),
+    ("Gated MLPs, grouped queries", "Gate and up cut as one block pair the wrong halves, as q, k and v do; query heads must stay with their group."),
+    ("Rotary positions", "Interleaved pairs and halves are two conventions, and shapes do not tell which; positions that begin at 0 in every slice, or at every cached "
+     "token, are right for the first one."),
+    ("Weights from elsewhere", "A square matrix that should have been transposed fits as it is."),
+]
+
+
 # ---- what a person sees
 
 def applies(entry: Pitfall) -> str:
@@ -879,7 +893,8 @@ def document(rows: list[str]) -> str:
     return "\n".join([HEAD.format(count=len(TABLE), lower=lower), f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *rows, "",
                       "## One by one\n", *map(section, TABLE),
                       "## Guarded elsewhere\n\nThese hang, cost memory, or need a corpus or a device of their own; each has a test of its own that fails with the bug.\n",
-                      guarded, ""])
+                      guarded, "\n## For whoever adds something\n\nThis code has none of these. What brings them brings their bugs.\n",
+                      "\n".join(f"- **{title}.** {lesson}" for title, lesson in TO_COME), ""])
 
 
 def write(pool):

@@ -91,24 +91,26 @@ def test_a_bug_whose_place_has_gone_is_an_error():
     assert pitfalls.domino.close_residual is kept
 
 
-ALONE = ("same_shards", "bias_before_the_sum", "mixed_heads", "own_masks", "same_masks", "labels_everywhere", "copies_counted", "shards_dropped")
+ALSO_ALONE = ("mean_of_replicas", "padding_counts")               # microbatches, and lengths that are no multiple of 16, are enough
+ALONE = [entry for entry in TABLE if entry.world_size > 1 and not entry.check and not entry.straight and entry.bug.__name__ not in ALSO_ALONE]
 
 
-@pytest.mark.parametrize("entry", [entry for entry in TABLE if entry.bug.__name__ in ALONE], ids=lambda entry: entry.bug.__name__)
-def test_on_one_process_it_is_no_bug(pool, entry):
-    """So one process, which is where code is written, does not show it: every loss is right."""
-    alone = dataclasses.replace(entry, world_size=1, options={**entry.options, "tensor_model_parallel_size": 1})
-    right = plain(alone, CHECKED)[2]
-    found = pool.run(alone_rank, entry.number, world_size=1)[0]
-    assert found == pytest.approx(right.losses, rel=1e-9)
+def alone(entry):
+    return dataclasses.replace(entry, world_size=1, options={name: value for name, value in entry.options.items() if "parallel" not in name})
 
 
 def alone_rank(number):
-    entry = TABLE[number - 1]
-    alone = dataclasses.replace(entry, world_size=1, options={**entry.options, "tensor_model_parallel_size": 1})
-    weights, data, _ = plain(alone, CHECKED)
-    with replaced(entry.bug(alone.config)):
-        return entry.runner(alone.config, None if entry.drawn else weights, data, CHECKED).losses
+    entry = alone(TABLE[number - 1])
+    weights, data, _ = plain(entry, CHECKED)
+    with replaced(entry.conditions(entry.config)), replaced(entry.bug(entry.config)):
+        return entry.runner(entry.config, None if entry.drawn else weights, data, CHECKED).losses
+
+
+@pytest.mark.parametrize("entry", ALONE, ids=lambda entry: f"{entry.number}-{entry.bug.__name__}")
+def test_on_one_process_it_does_no_harm(pool, entry):
+    """Which is where code is written. And so nothing but what it is said to be makes it wrong elsewhere."""
+    (losses,) = pool.run(alone_rank, entry.number, world_size=1)
+    assert losses == pytest.approx(plain(alone(entry), CHECKED)[2].losses, rel=1e-9)
 
 
 def test_one_is_shown_with_right_and_wrong_side_by_side(pool, capsys):
