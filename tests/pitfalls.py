@@ -21,6 +21,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,8 +102,8 @@ def stopped_and_gone_on(config, weights, data, steps):
 @pitfall("Every tensor-parallel rank draws the same shard", "`nanodomino/model.py`, `GPT.initialize`: a weight is drawn whole, then cut",
          drawn=True, **TP)
 def same_shards(config):
-    """The ranks seed alike and each draws the shard that it holds, so the shards of a matrix are one shard, t times. Their
-    gradients are alike too: they never part, and a t-th of each matrix is all that is ever trained."""
+    """The ranks seed alike and each draws the shard that it holds, so the shards of a matrix are one shard, t times. In the
+    layers their gradients are alike too, so they never part: a t-th of each matrix is all that is ever trained."""
     @torch.no_grad()
     def initialize(self):
         for name, weight in self.named_parameters():
@@ -135,7 +136,7 @@ def other_replicas(config):
          "number of tokens in the global batch", **PP)
 def not_divided(config):
     """The loss that is shown is a mean, the gradient is m times that of the mean (with replicas instead of microbatches: dp
-    times). AdamW divides a gradient by its own size, and clipping makes one norm of both: not one digit of the curve differs. The norm
+    times). AdamW divides a gradient by its own size, and clipping makes one norm of both: no digit of the curve differs. The norm
     that is shown is m times too large, the clipping threshold m times too low, and a change of the batch size changes the training."""
     backward = domino.Domino.backward
 
@@ -356,10 +357,10 @@ def every_window_is_filled(pool):
 
 
 @pitfall("A sum is waited for too early", "`nanodomino/domino.py`, `Domino.input_gradient`: the wait comes after the yield",
-         check=every_window_is_filled, shown="In the trace alone: between launch and wait no other slice computes.", slices=2, **TP, **EVEN)
+         check=every_window_is_filled, shown="Only a clock or a trace shows it: between launch and wait no other slice computes.", slices=2, **TP, **EVEN)
 def waited_too_early(config):
     """In autograd's own order, or in a caller's that wants the result at once, the wait follows the launch. Every number is
-    right, and nothing is hidden: only a clock, or a trace, can tell."""
+    right, and nothing is hidden."""
     launch, wait = domino.Domino.launch, domino.Domino.wait
 
     def at_once(self, piece, site, *arguments):
@@ -513,7 +514,7 @@ def bfloat16_accumulates(pool):
 
 
 @pitfall("Gradients are added up in 16 bit", "`nanodomino/zero.py`, `Bucket`: `main_grad` is fp32", world_size=1, micro_batch_size=1,
-         check=bfloat16_accumulates, shown="In 300 equal gradients, whose sum in bfloat16 is not 300 of them.")
+         check=bfloat16_accumulates, shown="It is plainest in 300 equal gradients, whose sum in bfloat16 is not 300 of them.")
 def added_in_16_bit(config):
     """bfloat16 has 8 bits: of many microbatches, the later ones are each too small beside the sum to change it, and from 256
     equal ones on it stands still. The more microbatches, the worse; with one, all is well."""
@@ -705,7 +706,7 @@ def power_cut(config):
 
 @pitfall("A checkpoint that was being written is taken for whole", "`nanodomino/checkpoint.py`, `Saver.write` and `seal`: data, manifest, and the "
          "name last", world_size=1, check=nothing_is_taken_for_whole, conditions=power_cut,
-         shown="After a restart: the newest checkpoint lacks its tensors.")
+         shown="No number of a training shows it, but the next start does: the newest checkpoint lacks its tensors.")
 def named_too_early(config):
     """The folder has its name, and a word that says what is in it, before the data is. Whoever is killed in between
     leaves something that the next start takes for the newest checkpoint."""
@@ -734,7 +735,7 @@ def plan_of_a_third_schedule():
 
 
 @pitfall("A schedule's cost is asked by its name", "`nanodomino/schedules.py`, `most_alive` and `play`: costs are read off the actions", world_size=1,
-         check=plans_know_every_schedule, shown="In a plan's memory, for a schedule that was added later.")
+         check=plans_know_every_schedule, shown="It shows in a plan's memory, for a schedule that was added later.")
 def cost_by_name(config):
     """GPipe holds all microbatches, and whatever is not GPipe is taken for 1F1B. It is right for both, and silently wrong for
     the third."""
@@ -815,7 +816,7 @@ def show(pool, entry: Pitfall, steps: int):
     print(f"{entry.number}. {entry.title} ({applies(entry)})\n\n   {entry.lesson}\n   Prevented by {entry.guard}.\n")
     print("\n".join(lines(entry, *measure(pool, entry, True, steps))))
     if entry.check:
-        print(f"It shows itself elsewhere. {entry.shown}")
+        print(entry.shown)
         try:
             check(pool, entry, wrong=True)
         except Exception as error:
@@ -860,9 +861,14 @@ def measured_row(pool, entry: Pitfall) -> str:
 
 
 def section(entry: Pitfall) -> str:
-    shown = f" The numbers of a training do not show it. {entry.shown}" if entry.check else ""
-    return (f"<a id=\"{entry.number}\"></a>\n### {entry.number}. {entry.title}\n\n{entry.lesson}{shown}\n\n"
-            f"Prevented by {entry.guard}. See it: `python tests/pitfalls.py {entry.number}`\n")
+    return (f"<a id=\"{entry.number}\"></a>\n### {entry.number}. {entry.title}\n\n{wrapped(f'{entry.lesson} {entry.shown}')}\n\n"
+            + wrapped(f"Prevented by {entry.guard}. See it: `python tests/pitfalls.py {entry.number}`"))
+
+
+def wrapped(paragraph: str, **options) -> str:
+    """To lines of 120; a command stays in one."""
+    kept = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), paragraph.strip())
+    return textwrap.fill(kept, 120, break_long_words=False, break_on_hyphens=False, **options).replace("\0", " ")
 
 
 HEAD = f"""# How a training goes wrong without a word
@@ -887,14 +893,16 @@ step {CHECKED}, an error relative to the largest entry of that tensor; these the
 
 def document(rows: list[str]) -> str:
     """docs/pitfalls.md around the rows of its table."""
-    guarded = "\n".join(f"- **{title}.** {lesson} `{name}` in `tests/{path}`" for title, lesson, path, name in GUARDED)
     losses = [[float(cell) for cell in row.split("|")[4:6]] for row in rows]
-    lower = sum(wrong < right for right, wrong in losses)
-    return "\n".join([HEAD.format(count=len(TABLE), lower=lower), f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *rows, "",
-                      "## One by one\n", *map(section, TABLE),
-                      "## Guarded elsewhere\n\nThese hang, cost memory, or need a corpus or a device of their own; each has a test of its own that fails with the bug.\n",
-                      guarded, "\n## For whoever adds something\n\nThis code has none of these. What brings them brings their bugs.\n",
-                      "\n".join(f"- **{title}.** {lesson}" for title, lesson in TO_COME), ""])
+    head = HEAD.format(count=len(TABLE), lower=sum(wrong < right for right, wrong in losses))
+    guarded = [f"{title}.** {lesson} `{name}` in `tests/{path}`" for title, lesson, path, name in GUARDED]
+    to_come = [f"{title}.** {lesson}" for title, lesson in TO_COME]
+    bullets = ["\n".join(wrapped(f"- **{item}", subsequent_indent="  ") for item in items) for items in (guarded, to_come)]
+    return "\n\n".join([
+        *map(wrapped, head.split("\n\n")), "\n".join([f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *rows]),
+        "## One by one", *map(section, TABLE),
+        "## Guarded elsewhere", wrapped("These hang, cost memory, or need a corpus or a device; each has a test of its own."), bullets[0],
+        "## For whoever adds something", "This code has none of these. What brings them brings their bugs.", bullets[1]]) + "\n"
 
 
 def write(pool):
