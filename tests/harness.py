@@ -94,7 +94,12 @@ def build(config: Config, weights=None, trace=NO_TRACE):
 
 def train_rank(config: Config, weights, data: FixedData, steps: int) -> Outcome:
     """Runs in a worker: `steps` steps of train.py's train_step, then an evaluation on the same data."""
-    mesh, model, optimizer, stage = build(config, weights)
+    return train_steps(build(config, weights), config, data, range(1, steps + 1))
+
+
+def train_steps(built, config: Config, data: FixedData, steps: range) -> Outcome:
+    """The same for some steps of a run, of what build() gave."""
+    mesh, model, optimizer, stage = built
     gradients, losses, norms = [], [], []
     sum_over_world = optimizer.sum_over_world
 
@@ -104,7 +109,7 @@ def train_rank(config: Config, weights, data: FixedData, steps: int) -> Outcome:
         return sums
 
     optimizer.sum_over_world = look
-    for step in range(1, steps + 1):
+    for step in steps:
         result = train.train_step(step, stage, optimizer, data, config, mesh)
         losses.append(result.loss)
         norms.append(result.grad_norm)
