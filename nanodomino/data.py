@@ -20,7 +20,8 @@ not show: the places of a global batch are dealt out in contiguous runs, to repl
                m0    m1   |  m0    m1
 
 The ranks of a replica that need tokens, those of its first and last stage, ask with the same numbers and so read the
-same ones: nobody broadcasts. Evaluation takes the windows in their stored order; places past the end are rows that count for nothing.
+same ones: nobody broadcasts. Evaluation takes the windows in their stored order; places past the end are rows that
+count for nothing.
 """
 
 import hashlib

@@ -69,21 +69,22 @@ def read_manifest(folder: Path) -> dict:
     require(not wrong, f"{path} does not say {', '.join(wrong)}; use another checkpoint")
     steps = content["step"], content["adam_steps"]
     require(0 <= min(steps) and max(steps) <= LARGEST_STEP and bool not in map(type, steps),
-            f"{path} says step {steps[0]} and adam_steps {steps[1]}, which must be from 0 to {LARGEST_STEP}; use another "
-            "checkpoint")
+            f"{path} says step {steps[0]} and adam_steps {steps[1]}, which must be from 0 to {LARGEST_STEP}; use "
+            "another checkpoint")
     for name, about in content["files"].items():               # a stranger's manifest may name any file of this machine
         require(name == Path(name).name and name not in ("", ".", "..", path.name) and isinstance(about, dict)
                 and type(about.get("size")) is int and isinstance(about.get("sha256"), str),
                 f"{path} must give size and SHA-256 of files beside it, but has '{name[:80]}': {str(about)[:80]}; use "
                 "another checkpoint")
-    require(".metadata" in content["files"], f"{path} names no .metadata, without which no tensor is found; use another "
-            "checkpoint")
+    require(".metadata" in content["files"], f"{path} names no .metadata, without which no tensor is found; use "
+            "another checkpoint")
     return content
 
 
 def require_plain_file(path: Path):
     """A pipe, or a device, would be waited for or never end. Raises UserError; what is not there, whoever opens it."""
-    require(path.is_file() or not path.exists(), f"{path} is no file to read but something else; use another checkpoint")
+    require(path.is_file() or not path.exists(),
+            f"{path} is no file to read but something else; use another checkpoint")
 
 
 def verify(folder: Path) -> dict:
@@ -137,8 +138,8 @@ def find_checkpoint(folder: Path) -> Path:
     try:
         there = folder.is_dir()
     except OSError as error:                                   # a name that no disk can hold
-        raise UserError(f"--load {str(folder)[:80]}... can't be looked for ({error.strerror}); give a checkpoint or the "
-                        "folder of a run") from None
+        raise UserError(f"--load {str(folder)[:80]}... can't be looked for ({error.strerror}); give a checkpoint or "
+                        "the folder of a run") from None
     require(there, f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
     if (folder / "checkpoints").is_dir():
         checkpoint = newest_sound(folder)

@@ -175,8 +175,8 @@ def require_room(config: Config, device, local_world_size: int):
         needed = max(formulas.peak_bytes(config, formulas.place(config, stage)) for stage in range(config.pp)) // 2
         most = "--micro-batch-size or --num-layers"
     require(needed <= memory,
-            f"the fullest of {config.world_size} processes would need at least {needed / 1e9:,.0f} GB of memory, and each "
-            f"has {memory / 1e9:,.0f} GB here; lower {most}, or give the model more processes (--tp, --pp)")
+            f"the fullest of {config.world_size} processes would need at least {needed / 1e9:,.0f} GB of memory, and "
+            f"each has {memory / 1e9:,.0f} GB here; lower {most}, or give the model more processes (--tp, --pp)")
 
 
 def estimate(config: Config, mesh) -> tuple[float, int]:

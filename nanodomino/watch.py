@@ -14,8 +14,9 @@ own watchdog then aborts the process without a word of ours. So a thread looks a
                                                               moment later it would kill them
     no progress                     ends in --timeout         somebody hangs, or a whole host is gone
 
-(A second signal ends at once on any device: launch.StopSignal.) All come before torch's watchdog does: having found an error it waits for a minute, and its time-out is a minute
-longer than ours (mesh.py). It stays as it is: it is the end of whoever is not watched, and of us should we fail.
+(A second signal ends at once on any device: launch.StopSignal.) All come before torch's watchdog does: having found an
+error it waits for a minute, and its time-out is a minute longer than ours (mesh.py). It stays as it is: it is the end
+of whoever is not watched, and of us should we fail.
 
 Progress is a mark that the device comes to. Training puts one into its queue after each forward and backward, since a
 step may be of many microbatches, all of them in the queue. A device with an empty queue waits for its own host, and for
