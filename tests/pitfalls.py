@@ -920,7 +920,7 @@ def rows_of_document() -> dict[int, str]:
 def main(arguments: list[str]):
     parser = argparse.ArgumentParser("python tests/pitfalls.py", description="Put a bug back, and see what it does to a training.")
     parser.add_argument("number", nargs="?", type=int, choices=range(1, len(TABLE) + 1), metavar="NUMBER", help=f"of a bug, 1 to {len(TABLE)}")
-    parser.add_argument("--steps", type=int, default=5, help="how many (default 5)")
+    parser.add_argument("--steps", type=lambda text: max(1, int(text)), default=5, help="how many (default 5)")
     parser.add_argument("--list", action="store_true", help="list all of them")
     parser.add_argument("--write", action="store_true", help=f"measure all, and write {DOCUMENT.relative_to(ROOT)}")
     flags = parser.parse_args(arguments)
