@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> dict:
 
 def require_plain_file(path: Path):
     """A pipe, or a device, would be waited for or never end. Raises UserError; what is not there, whoever opens it."""
-    require(path.is_file() or not path.exists(),
+    require(path.is_file() or path.is_dir() or not path.exists(),
             f"{path} is no file to read but something else; use another checkpoint")
 
 
@@ -159,7 +159,7 @@ def newest_record(folder: Path) -> dict | None:
         pass                                                 # no run, or one that was killed while it wrote this
     try:
         found = [folder, *checkpoints_of(folder)]
-    except OSError:                                          # a name that no disk can hold
+    except UserError:                                        # a name that no disk can hold
         return None
     for checkpoint in found:
         try:

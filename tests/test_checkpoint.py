@@ -380,7 +380,9 @@ def test_old_checkpoints_go_only_when_the_new_one_is_whole_and_a_full_disk_is_re
 def forged(folder, step):
     """A sound checkpoint without a tensor, which says that it is of this step."""
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(manifest_text(dict(format=FORMAT, step=step, adam_steps=step, config={}, files={})))
+    (folder / ".metadata").touch()
+    files = {".metadata": file_digest(folder / ".metadata")}
+    (folder / "manifest.json").write_text(manifest_text(dict(format=FORMAT, step=step, adam_steps=step, config={}, files=files)))
     return folder
 
 
