@@ -221,7 +221,7 @@ def documents_of(files: dict[str, bool], any_bytes: bool) -> Iterator[Document]:
 
 def text_of_line(line: bytes, place: str) -> str:
     try:
-        document = json.loads(line)
+        document = json.loads(line, parse_int=float)           # of numbers nothing is wanted, however long they are
     except (ValueError, RecursionError):
         raise UserError(f"{place} is not JSON; each line of a .jsonl file must be an object with a "
                         "text field") from None

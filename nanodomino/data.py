@@ -26,6 +26,7 @@ count for nothing.
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +139,14 @@ def load_corpus(folder) -> Corpus:
     require(corpus.tokenizer_name in TOKENIZERS,
             f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version knows "
             f"{', '.join(TOKENIZERS)}; prepare the text again")
+    for name in ("vocab_file", "merge_file"):
+        value = meta.get(name)
+        require(value is None or isinstance(value, str) and value == Path(value).name and value not in ("", ".."),
+                f"{path} gives '{str(value)[:80]}' as {name}, which must be the name of a file beside it; prepare the "
+                "text again")
+    require(math.isfinite(corpus.unigram_entropy) and math.isfinite(corpus.bigram_entropy),
+            f"{path} gives entropies of {corpus.unigram_entropy} and {corpus.bigram_entropy}, which must be finite; "
+            "prepare the text again")
     largest = 256 ** corpus.dtype.itemsize
     require(0 <= corpus.end_of_text < corpus.vocab_size <= largest,
             f"{path} must have 0 <= end_of_text < vocab_size <= {largest}, but has "

@@ -659,6 +659,13 @@ def test_a_batch_has_the_shapes_and_labels_that_it_promises(corpus):
     assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
 
 
+def test_a_number_of_any_length_beside_a_text_is_no_error():
+    from data.prepare import text_of_line
+    assert text_of_line(b'{"text": "a", "n": ' + 6000 * b"9" + b"}", "line 1") == "a"
+    with pytest.raises(UserError, match="line 1"):
+        text_of_line(b'{"text": 7}', "line 1")
+
+
 def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, monkeypatch):
     copies = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: copies.append(("pinned", tuple(rows.shape))) or rows)
