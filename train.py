@@ -157,7 +157,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     model = model_builder(config, mesh)
     trace = Trace(mesh.device, recording=False)
     optimizer = ZeroOptimizer(model, config, mesh, trace)
-    stage = Domino(model, config.slices, config.columns, config.compile_backend if config.compile else None, trace)
+    stage = Domino(model, config.slices, config.columns, config.active_compile_backend, trace)
     done = restore(run.checkpoint, model, optimizer, mesh, run.weights_alone) if run.checkpoint else 0
     saver = Saver(run.folder, mesh, config.keep_last, config.timeout, after=done)
     report = Report(config, corpus, mesh, run.folder, done, speaks=dist.get_rank() == 0)
@@ -255,9 +255,8 @@ def main(arguments: list[str], place: Place) -> int:
     config = from_command_line(arguments).resolve(place.world_size)
     device = find_device(config, place)
     corpus = find_corpus(config, place)
-    config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size), data_path=str(corpus.path.resolve()),
-                                 data_sha256=corpus.sha256["train"],
-                                 compile=device.type == "cuda" if config.compile is None else config.compile)
+    config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size).with_device(device),
+                                 data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"])
     datasets = dataset_builder(config, corpus, device)
     if config.sample_tokens:
         corpus.tokenizer()                                     # the sample at the end needs it: if it fails, then now

@@ -84,7 +84,7 @@ def settle(flags):
 def answer(flags, place):
     config = settle(flags)
     device = find_device(config, place)
-    config = dataclasses.replace(config, compile=device.type == "cuda" if flags.compile is None else flags.compile)
+    config = dataclasses.replace(config, compile=flags.compile).with_device(device)
     bind_to_one_core(device)
     require(flags.wire is None or device.type == "cpu",
             "--wire joins CPU processes, since NCCL would find the GPUs' own way round it; add --device cpu")
@@ -110,7 +110,7 @@ def prepare(config, mesh, batch):
     """
     model = GPT(config, mesh)
     ZeroOptimizer(model, config, mesh)                         # gives each parameter the main_grad that Domino adds to
-    backend = config.compile_backend if config.compile else None
+    backend = config.active_compile_backend
     megatron, domino = Domino(model, 1, 1, backend), Domino(model, config.slices, config.columns, backend)
     listening = Listening(model, config.slices, config.columns)
     silent = Silent(model, config.slices, config.columns, backend)

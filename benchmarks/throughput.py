@@ -52,7 +52,7 @@ def answer(flags, place):
     flags.vocab_size = flags.vocab_size or (BYTES if flags.model == "nano" else GPT2)
     config = config_of(flags, place.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0)
     device = find_device(config, place)
-    config = dataclasses.replace(config, compile=device.type == "cuda" if flags.compile is None else flags.compile)
+    config = dataclasses.replace(config, compile=flags.compile).with_device(device)
     start_world(place, device)
     mesh = make_mesh(1, 1, 1, device)
     tokens = RandomTokens(config, device)
@@ -72,8 +72,7 @@ class OurTraining:
         self.config, self.mesh, self.tokens, self.losses = config, mesh, tokens, []
         self.model = train.model_builder(config, mesh)
         self.optimizer = ZeroOptimizer(self.model, config, mesh)
-        self.stage = Domino(self.model, config.slices, config.columns,
-                            config.compile_backend if config.compile else None)
+        self.stage = Domino(self.model, config.slices, config.columns, config.active_compile_backend)
 
     def step(self):
         result = train.train_step(len(self.losses) + 1, self.stage, self.optimizer, self.tokens, self.config, self.mesh)

@@ -177,6 +177,11 @@ class Config:
         return DTYPES[self.dtype]
 
     @property
+    def active_compile_backend(self) -> str | None:
+        """torch.compile's backend where it is on; else None."""
+        return self.compile_backend if self.compile else None
+
+    @property
     def microbatches(self) -> int:
         """Microbatches that each replica runs in a step."""
         return self.global_batch_size // (self.micro_batch_size * self.dp)
@@ -232,6 +237,10 @@ class Config:
             min_lr=config.lr / 10 if config.min_lr is None else config.min_lr)
         check_sizes(config)
         return config
+
+    def with_device(self, device: torch.device) -> "Config":
+        """The same with what follows from the device: compiled on CUDA, if nothing else is said."""
+        return dataclasses.replace(self, compile=device.type == "cuda" if self.compile is None else self.compile)
 
     def with_vocabulary(self, data_vocab_size: int) -> "Config":
         """The same with the vocabulary of the data. Raises UserError if the model's own is smaller."""

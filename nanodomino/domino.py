@@ -58,7 +58,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.data import Batch
-from nanodomino.functions import NORMALIZATIONS
 from nanodomino.model import GPT, Dropout, Sublayer, close_residual, drop
 from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
                                  maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss)
@@ -80,7 +79,8 @@ def bridge(x, y, bias, mask, weight, norm_bias, epsilon, kind):
     """Close the sublayer before (y is its sum over ranks; None at a stage's start), open the next with a norm of this
     kind: x', h, both [b, s, h], and the norm's statistics.
 
-    So it straddles two: x, y, bias and mask belong to the sublayer before, the norm to the one that follows.
+    So it straddles two: x, y, bias and mask belong to the sublayer before, the norm to the one that follows. A
+    sublayer's row.bias gets its gradient from the bridge behind it, whose backward has run by finish(sublayer).
     """
     if y is not None:
         x = close_residual(x, y, bias, mask)
@@ -161,7 +161,7 @@ class Domino:
         self.slices, self.columns = slices, columns
         self.steps = [Step(sublayer) for sublayer in model.sublayers]
         compiled = partial(torch.compile, backend=compile_backend) if compile_backend else lambda function: function
-        kind, epsilon = NORMALIZATIONS[model.config.normalization], model.config.layernorm_epsilon
+        kind, epsilon = model.sublayers[0].norm.kind, model.sublayers[0].norm.epsilon              # all are alike
         # lambdas: the compiler, which keeps few versions of a function, takes all of functools.partial for one
         self.bridge = compiled(lambda *inputs: bridge(*inputs, epsilon, kind))
         self.bridge_backward = compiled(lambda *inputs: bridge_backward(*inputs, kind))
@@ -226,7 +226,7 @@ class Domino:
             yield from self.forward_head(piece, x, y, bias, mask)
         else:
             piece.exit = bias, mask
-            piece.output = x if y is None else close_residual(x, y, bias, mask)
+            piece.output = close_residual(x, y, bias, mask)
         if not piece.training:
             piece.entrance = piece.exit = piece.head_input = piece.logits = None
 

@@ -236,6 +236,11 @@ def peak_bytes(config: Config, at) -> int:
             + max(activation_bytes(config, at) + working_bytes(config, at), received_bytes(config, at)))
 
 
+def most_bytes(config: Config) -> int:
+    """The peak of the fullest rank."""
+    return max(peak_bytes(config, place(config, stage)) for stage in range(config.pp))
+
+
 # What NCCL keeps of a GPU for each connection of a channel, in and out: 10 MiB to receive into (buffers of its three
 # protocols, of 4 MiB for large messages: NCCL_BUFFSIZE) and 2 MiB to send from, as NCCL_DEBUG_SUBSYS=ALLOC lists it in
 # github.com/NVIDIA/nccl/issues/1685. The quicker the links, the more channels: taken are 24, for NVLink.

@@ -172,7 +172,7 @@ def require_room(config: Config, device, local_world_size: int):
     config, most = dataclasses.replace(config, device=device.type), "--num-layers or --hidden-size"
     needed = formulas.least_bytes(config)
     if needed <= memory:                                       # half of it: right within a factor of two
-        needed = max(formulas.peak_bytes(config, formulas.place(config, stage)) for stage in range(config.pp)) // 2
+        needed = formulas.most_bytes(config) // 2
         most = "--micro-batch-size or --num-layers"
     require(needed <= memory,
             f"the fullest of {config.world_size} processes would need at least {needed / 1e9:,.0f} GB of memory, and "
@@ -184,8 +184,7 @@ def estimate(config: Config, mesh) -> tuple[float, int]:
     it together, and each gets the same. Right within a factor of two or so."""
     config = dataclasses.replace(config, device=mesh.device.type)
     seconds = sum(step_seconds(config, measure_machine(config, mesh, most_rows=128)).values())
-    stages = (formulas.place(config, stage) for stage in range(config.pp))
-    return slowest(seconds), max(formulas.peak_bytes(config, at) for at in stages)
+    return slowest(seconds), formulas.most_bytes(config)
 
 
 def rate(amount: float, work, device, times=5) -> float:

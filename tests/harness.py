@@ -89,7 +89,7 @@ def build(config: Config, weights=None, trace=NO_TRACE):
             if weights is not None:
                 weight.copy_(model.local_part(weights[name], weight))
     optimizer = ZeroOptimizer(model, config, mesh, trace)
-    return mesh, model, optimizer, Domino(model, config.slices, config.columns, config.compile_backend if config.compile else None, trace)
+    return mesh, model, optimizer, Domino(model, config.slices, config.columns, config.active_compile_backend, trace)
 
 
 def train_rank(config: Config, weights, data: FixedData, steps: int) -> Outcome:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from fake_world import fake_world
 from harness import tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
 from benchmarks import comm, memory, plan
@@ -234,14 +233,11 @@ def test_plan_against_reality(pool, world_size, tp, pp, dtype):
 @contextmanager
 def rank_of_a_cluster(rank, config):
     """(mesh, model, optimizer) of one rank: torch's fake process group stands in for the others."""
-    dist.init_process_group("fake", rank=rank, world_size=config.world_size, store=FakeStore())
-    try:
+    with fake_world(rank, config.world_size):
         mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
         with FakeTensorMode():
             model = train.model_builder(config, mesh)
             yield mesh, model, ZeroOptimizer(model, config, mesh)
-    finally:
-        dist.destroy_process_group()
 
 
 GPT3_13B = dict(**TP8, pipeline_model_parallel_size=4, global_batch_size=8, device="cpu")
