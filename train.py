@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
-from nanodomino import pipeline, schedules
+from nanodomino import pipeline
 from nanodomino.checkpoint import Saver, restore
 from nanodomino.config import LR_DECAY_STYLES, Config
 from nanodomino.data import Batch, Corpus, TokenDataset, load_corpus, sample_ids_of
-from nanodomino.domino import Domino
+from nanodomino.domino import Domino, run_alone
 from nanodomino.flags import from_command_line
 from nanodomino.generate import generate
 from nanodomino.launch import Run, StopSignal, check_shared, find_run, start
@@ -38,6 +38,7 @@ from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
 from nanodomino.model import GPT
 from nanodomino.replicas import choose_kernels_by_rule, drifted_copies
 from nanodomino.report import Report
+from nanodomino.schedules import Timetable
 from nanodomino.settings import UserError, require
 from nanodomino.step_time import estimate, require_room
 from nanodomino.timeline import draw_timeline
@@ -52,7 +53,7 @@ PROMPT_TOKENS = 32       # of the validation text, from which the sample at the 
 
 def model_builder(config: Config, mesh: Mesh) -> GPT:
     """This process's stage of the model, and of it this process's shards."""
-    return GPT(config, mesh, pre_process=mesh.is_first_stage, post_process=mesh.is_last_stage)
+    return GPT(config, mesh)
 
 
 def dataset_builder(config: Config, corpus: Corpus, device) -> dict[str, TokenDataset]:
@@ -64,17 +65,17 @@ def dataset_builder(config: Config, corpus: Corpus, device) -> dict[str, TokenDa
             for split in splits}
 
 
-def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuffle: bool, microbatch: int):
-    """A microbatch of this replica: the same on all its tensor-parallel ranks, and on its first and last stage."""
+def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuffle: bool, microbatch: int, chunk: int):
+    """A microbatch of this replica: the same on all its tensor-parallel ranks, and at both ends of the model."""
     place = (step, microbatch, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
-    if mesh.is_first_stage or mesh.is_last_stage:
+    if config.placement.virtual_stage(mesh.pp_rank, chunk) in (0, config.placement.last):
         return dataset.batch(*place, shuffle=shuffle)
     return Batch(None, None, None, None, sample_ids_of(*place))
 
 
-def forward_step(batch, stage: Domino, hidden, training: bool):
-    """One microbatch through this stage -> (output, tape, loss function of the output)."""
-    output, tape = stage.forward(batch, hidden, training)
+def forward_step(batch, stage: Domino, hidden, chunk: int, training: bool):
+    """Generator: one microbatch through a chunk of this stage -> (output, tape, loss function of the output)."""
+    output, tape = yield from stage.forward(batch, hidden, training, chunk)
     return output, tape, partial(loss_func, batch.loss_mask)
 
 
@@ -95,21 +96,19 @@ def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: Toke
     asked at its end; on_action: see pipeline.run."""
     with stage.trace.span("step", step=step):
         optimizer.zero_grad()
-        actions = schedules.SCHEDULES[config.schedule](mesh.pp_rank, mesh.pp, config.microbatches)
-        totals = run_actions(actions, step - 1, stage, dataset, config, mesh, on_final=optimizer.on_final,
+        totals = run_schedule(config.timetable, step - 1, stage, dataset, config, mesh, on_final=optimizer.on_final,
                              on_action=on_action)
         return optimizer.step(learning_rate(step, config), totals, stop())
 
 
 def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, on_action=None) -> float:
     """Mean loss over the first eval_iters global batches of a split, every token counted once."""
-    actions = schedules.forward_only(mesh.pp_rank, mesh.pp, config.microbatches)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for step in range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size))):
-        totals = run_actions(actions, step, stage, dataset, config, mesh, shuffle=False, on_action=on_action)
+        totals = run_schedule(config.timetable.forwards, step, stage, dataset, config, mesh, shuffle=False, on_action=on_action)
         sums += torch.stack([totals.loss_sum, totals.tokens])
     # each token once: tensor-parallel ranks have the same losses
-    if not (mesh.is_last_stage and mesh.tp_rank == 0):
+    if not (stage.model.post_process and mesh.tp_rank == 0):
         sums.zero_()
     dist.all_reduce(sums)
     return (sums[0] / sums[1].clamp(min=1)).item()
@@ -119,21 +118,22 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
     """Before the first real message: the stages meet, a microbatch of nothing goes forward and backward through each of
     them, every sum of a step is made once. Then kernels are compiled and loaded, memory is sized and communicators
     stand: on a GPU each of these waits for the whole device, so also for a message whose sender may wait for us."""
-    pipeline.connect(mesh)
+    pipeline.connect(mesh, config.placement)
     shape = (config.micro_batch_size, config.seq_length, config.hidden_size)
-    hidden = None if mesh.is_first_stage else torch.zeros(shape, dtype=config.params_dtype, device=mesh.device)
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=mesh.device)
     nothing = Batch.of_rows(rows, [0] * len(rows), counted=0)
-    stage.forward(nothing, hidden, training=False)
-    output, tape = stage.forward(nothing, hidden)
-    stage.backward(tape, torch.zeros_like(output))
+    for number, chunk in enumerate(stage.model.chunks):
+        hidden = None if chunk.pre_process else torch.zeros(shape, dtype=config.params_dtype, device=mesh.device)
+        run_alone(stage.forward(nothing, hidden, training=False, chunk=number))
+        output, tape = run_alone(stage.forward(nothing, hidden, chunk=number))
+        run_alone(stage.backward(tape, torch.zeros_like(output)))
     optimizer.warm_up()
 
 
-def run_actions(actions, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, shuffle=True,
+def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, shuffle=True,
                 on_final=None, on_action=None):
     """Run a schedule over the microbatches of global batch number `step`."""
-    return pipeline.run(actions, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
+    return pipeline.run(table, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
                         (config.micro_batch_size, config.seq_length, config.hidden_size),
                         config.params_dtype, on_final, stage.trace, on_action)
 

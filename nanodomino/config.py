@@ -31,7 +31,7 @@ import torch
 
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.optimizers import OPTIMIZERS
-from nanodomino.schedules import SCHEDULES
+from nanodomino.schedules import SCHEDULES, Placement, Timetable, timetable
 from nanodomino.settings import check_values, require, setting
 
 # GPT-2's sizes (the "gpt2" family) and GPT-3's (2005.14165, table 2.1, with its learning rates);
@@ -96,7 +96,10 @@ class Config:
                                   "travels (default 2 where there are wires to hide)", kind=int, follows=True)
     columns: int = of_layout(1, "Domino's column split: chunks of a row-parallel matmul, each reduced while the next "
                                 "is computed")
-    schedule: str = of_layout("1f1b", "pipeline schedule", choices=SCHEDULES)
+    schedule: str = of_layout(None, "pipeline schedule (default 1f1b; with virtual stages interleaved)", kind=str,
+                              choices=SCHEDULES, follows=True)
+    virtual_stages: int = of_layout(None, "runs of layers, chunks, that each stage holds (default as few as the schedule "
+                                    "can do with)", short="--num-virtual-stages-per-pipeline-rank", kind=int, follows=True)
     zero_stage: int = of_layout(1, "1: each replica keeps 1/dp of the optimizer; 0: all of it", choices=(0, 1), least=0)
     bucket_size: int = of_layout(10_000_000, "parameters in a gradient bucket, reduced while backward goes on")
 
@@ -187,6 +190,16 @@ class Config:
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     @property
+    def placement(self) -> Placement:
+        """Which layers each stage holds."""
+        return Placement(self.pp, self.virtual_stages, SCHEDULES[self.schedule].folded)
+
+    @property
+    def timetable(self) -> Timetable:
+        """What each stage does in a step."""
+        return timetable(self.schedule, self.pp, self.microbatches, self.virtual_stages)
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding: the vocabulary rounded up to a multiple that does not depend on tp."""
         multiple = self.make_vocab_size_divisible_by
@@ -228,10 +241,12 @@ class Config:
         tp, pp = self.tp or default_tp, self.pp or default_pp
         dp = self.dp or max(world_size // (tp * pp), 1)
         micro_batch_size = self.micro_batch_size or min(config.micro_batch_size, max(config.global_batch_size // dp, 1))
+        schedule = self.schedule or ("1f1b" if (self.virtual_stages or 1) == 1 else "interleaved")
         config = dataclasses.replace(
             config, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp,
             micro_batch_size=micro_batch_size,
             slices=config.slices or (min(2, micro_batch_size) if tp > 1 else 1),
+            schedule=schedule, virtual_stages=self.virtual_stages or SCHEDULES[schedule].chunks[0],
             ffn_hidden_size=config.ffn_hidden_size or 4 * config.hidden_size,
             max_position_embeddings=config.max_position_embeddings or config.seq_length,
             min_lr=config.lr / 10 if config.min_lr is None else config.min_lr)
@@ -298,6 +313,11 @@ def divisors(number: int, limit: int = 64) -> str:
     return ", ".join(str(d) for d in range(1, min(number, limit) + 1) if number % d == 0)
 
 
+def chunk_counts(schedule: str) -> str:
+    counts = SCHEDULES[schedule].chunks
+    return str(counts[0]) if len(counts) == 1 else f"from {counts[0]} to {counts[-1]}"
+
+
 def check_sizes(c: Config):
     """The rules that tie the sizes together; each message names the rule, the numbers and a fix. Raises UserError."""
     tp, pp, dp = c.tp, c.pp, c.dp
@@ -314,8 +334,13 @@ def check_sizes(c: Config):
     require(c.ffn_hidden_size % tp == 0,
             f"ffn-hidden-size {c.ffn_hidden_size} must be divisible by tensor-model-parallel-size {tp}; "
             f"try --tp {divisors(c.ffn_hidden_size)}")
-    require(c.num_layers >= pp, f"num-layers {c.num_layers} must be at least pipeline-model-parallel-size {pp}, "
-            f"since a stage holds a layer or more; try --pp {c.num_layers} or fewer")
+    require(c.virtual_stages in SCHEDULES[c.schedule].chunks,
+            f"virtual-stages must be {chunk_counts(c.schedule)} with schedule {c.schedule}, but is {c.virtual_stages}; "
+            "leave it out, or try --schedule interleaved, which takes any from 2 on")
+    require(c.num_layers >= pp * c.virtual_stages,
+            f"num-layers {c.num_layers} must be at least pipeline-model-parallel-size {pp}"
+            + (f" x virtual-stages {c.virtual_stages} = {pp * c.virtual_stages}" if c.virtual_stages > 1 else "")
+            + f", since each holds a layer or more; try --pp {max(c.num_layers // c.virtual_stages, 1)} or fewer")
     require(c.global_batch_size % (c.micro_batch_size * dp) == 0,
             f"global-batch-size {c.global_batch_size} must be divisible by micro-batch-size x data parallel = "
             f"{c.micro_batch_size} x {dp} = {c.micro_batch_size * dp}; try --global-batch-size "

@@ -58,14 +58,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.data import Batch
-from nanodomino.model import GPT, Dropout, Sublayer, close_residual, drop
+from nanodomino.model import GPT, Chunk, Dropout, Sublayer, close_residual, drop
 from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
                                  maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss)
 from nanodomino.trace import NO_TRACE
 
 
 def interleave(generators, trace):
-    """Resume each generator in turn until all have ended."""
+    """Generator: resumes each in turn until all have ended, and yields while there is more to do."""
     waiting = deque(enumerate(generators))
     while waiting:
         index, generator = waiting.popleft()
@@ -73,6 +73,18 @@ def interleave(generators, trace):
             ended = next(generator, "ended") == "ended"
         if not ended:
             waiting.append((index, generator))
+        if waiting:
+            yield
+
+
+@torch.no_grad()
+def run_alone(generator):
+    """Resume it until it has ended; what it returns."""
+    while True:
+        try:
+            next(generator)
+        except StopIteration as end:
+            return end.value
 
 
 def bridge(x, y, bias, mask, weight, norm_bias, epsilon, kind):
@@ -136,8 +148,9 @@ class Link:
 
 @dataclass
 class Slice:
-    """Some samples of a microbatch on their way through the stage: inputs, tape, output."""
+    """Some samples of a microbatch on their way through a chunk of the stage: inputs, tape, output."""
     index: int
+    chunk: Chunk
     batch: Batch
     hidden: torch.Tensor | None                        # [b, s, h] from the stage before
     masks: Dropout
@@ -149,19 +162,37 @@ class Slice:
     logits: torch.Tensor | None = None                 # [b, s, width]
     maximum: torch.Tensor | None = None                # [b, s], of them, over all ranks
     sums: torch.Tensor | None = None                   # [2, b, s], see cross entropy in parallel.py
-    output: torch.Tensor | None = None                 # loss [b, s] on the last stage, else hidden [b, s, h]
+    output: torch.Tensor | None = None                 # loss [b, s] at the model's end, else hidden [b, s, h]
+    later: list | None = None                          # (site, products, modules) that weight_backward is to do
+
+
+class Tally:
+    """Tells on_final, where there is one, of modules that all slices are through with."""
+
+    def __init__(self, slices: int, on_final):
+        self.slices, self.on_final, self.left = slices, on_final, {}
+
+    def __call__(self, *modules):
+        self.left[modules] = self.left.get(modules, self.slices) - 1
+        if self.on_final and self.left[modules] == 0:
+            self.on_final(modules)
 
 
 class Domino:
-    """Runs a GPT stage forward and backward, slice beside slice. Gradients are added to each parameter's main_grad."""
+    """Runs a GPT stage forward and backward, slice beside slice. Gradients are added to each parameter's main_grad.
+
+    forward, backward and weight_backward are generators as the slices are: pipeline.run resumes those of one microbatch
+    or of two; run_alone() drives one to its end.
+    """
 
     def __init__(self, model: GPT, slices=1, columns=1, compile_backend=None, trace=NO_TRACE):
         self.model, self.mesh, self.trace = model, model.mesh, trace
         self.group = model.mesh.tp_group
         self.slices, self.columns = slices, columns
-        self.steps = [Step(sublayer) for sublayer in model.sublayers]
+        self.steps = {chunk: [Step(sublayer) for sublayer in chunk.sublayers] for chunk in model.chunks}
         compiled = partial(torch.compile, backend=compile_backend) if compile_backend else lambda function: function
-        kind, epsilon = model.sublayers[0].norm.kind, model.sublayers[0].norm.epsilon              # all are alike
+        norm = model.chunks[0].sublayers[0].norm                                                   # all are alike
+        kind, epsilon = norm.kind, norm.epsilon
         # lambdas: the compiler, which keeps few versions of a function, takes all of functools.partial for one
         self.bridge = compiled(lambda *inputs: bridge(*inputs, epsilon, kind))
         self.bridge_backward = compiled(lambda *inputs: bridge_backward(*inputs, kind))
@@ -171,58 +202,61 @@ class Domino:
 
     # ---- the stage, as the pipeline sees it
 
-    def forward(self, batch: Batch, hidden=None, training=True):
-        """One microbatch. hidden: [b, s, h] from the stage before, None on the first.
+    def forward(self, batch: Batch, hidden=None, training=True, chunk=0):
+        """Generator: one microbatch through a chunk. hidden: [b, s, h] from the layers before, None on the first.
 
-        Returns (output, tape): hidden states [b, s, h], or on the last stage the loss of each token [b, s]; and what
+        Returns (output, tape): hidden states [b, s, h], or at the model's end the loss of each token [b, s]; and what
         backward() takes. With training=False no tape is kept and nothing is dropped.
         """
         count = min(self.slices, len(batch.sample_ids))
         hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
-        pieces = [Slice(index, part, hiddens[index],
+        pieces = [Slice(index, self.model.chunks[chunk], part, hiddens[index],
                         Dropout(self.model.config, self.mesh, part.sample_ids if training else None), training)
                   for index, part in enumerate(batch.split(count))]
-        with torch.no_grad():
-            interleave([self.forward_slice(piece) for piece in pieces], self.trace)
+        yield from interleave([self.forward_slice(piece) for piece in pieces], self.trace)
         output = pieces[0].output if count == 1 else torch.cat([piece.output for piece in pieces])
         return output, pieces
 
-    def backward(self, pieces, gradient, on_final=None):
-        """gradient: of forward's output. Returns the gradient of `hidden` (None on the first stage).
+    def backward(self, pieces, gradient, on_final=None, later=False):
+        """Generator. gradient: of forward's output. Returns the gradient of `hidden` (None at the model's beginning).
 
         on_final(modules) is called when no slice will add to the gradients of these modules any more: pass it for the
         last microbatch, and their reduce over replicas can start behind the rest of backward.
+        later: weight gradients are left to weight_backward(), but the head's, which would keep the logits.
         """
-        slices_left = {}
-
-        def finish(*modules):
-            """A slice is through with these modules; after the last slice, on_final hears of it."""
-            slices_left[modules] = slices_left.get(modules, len(pieces)) - 1
-            if on_final and slices_left[modules] == 0:
-                on_final(modules)
-
-        results = [None] * len(pieces)
+        for piece in pieces:
+            piece.later = [] if later else None
+        results, tally = [None] * len(pieces), Tally(len(pieces), on_final)
         gradients = gradient.tensor_split(len(pieces))
-        with torch.no_grad():
-            interleave([self.backward_slice(piece, gradients[piece.index], results, finish) for piece in pieces],
-                       self.trace)
-        if self.model.pre_process:
+        yield from interleave([self.backward_slice(piece, gradients[piece.index], results, tally) for piece in pieces],
+                              self.trace)
+        if pieces[0].chunk.pre_process:
             return None
         return results[0] if len(results) == 1 else torch.cat(results)
+
+    def weight_backward(self, pieces, on_final=None):
+        """Generator, since all that the pipeline resumes are; nothing goes on the wires. on_final: as in backward()."""
+        tally = Tally(len(pieces), on_final)
+        for entries in zip(*(piece.later for piece in pieces)):
+            for piece, (site, products, modules) in zip(pieces, entries):
+                self.weight_gradients(piece, site, products)
+                tally(*modules)
+        return
+        yield
 
     # ---- forward
 
     def forward_slice(self, piece: Slice):
-        """Generator: one slice through the stage; yields when it has put something on the wires."""
-        model, x, y, bias, mask = self.model, piece.hidden, None, None, None
-        if model.pre_process:
+        """Generator: one slice through its chunk; yields when it has put something on the wires."""
+        model, chunk, x, y, bias, mask = self.model, piece.chunk, piece.hidden, None, None, None
+        if chunk.pre_process:
             words = model.embedding.word_embeddings.partial(piece.batch.tokens)
             yield from self.all_reduce(piece, "embedding", words)
             piece.entrance = piece.masks.hidden("embedding", words)
             x = model.embedding.add_positions(words, piece.batch.positions, piece.entrance)
-        for step in self.steps:
+        for step in self.steps[chunk]:
             x, y, bias, mask = yield from self.forward_sublayer(piece, step, x, y, bias, mask)
-        if model.post_process:
+        if chunk.post_process:
             yield from self.forward_head(piece, x, y, bias, mask)
         else:
             piece.exit = bias, mask
@@ -274,23 +308,23 @@ class Domino:
 
     # ---- backward
 
-    def backward_slice(self, piece: Slice, gradient, results, finish):
+    def backward_slice(self, piece: Slice, gradient, results, tally):
         """Generator: the tape in reverse. Each link is dropped as soon as it is done with."""
         model = self.model
-        if model.post_process:
-            grad_x, grad_y = yield from self.backward_head(piece, gradient, finish)
+        if piece.chunk.post_process:
+            grad_x, grad_y = yield from self.backward_head(piece, gradient, tally)
         else:
             (bias, mask), piece.exit = piece.exit, None
             grad_x, grad_y, grad_bias = close_residual_backward(gradient, mask)
             add_gradients([bias], [grad_bias])
         while piece.links:
-            grad_x, grad_y = yield from self.backward_sublayer(piece, piece.links.pop(), grad_x, grad_y, finish)
-        if model.pre_process:
+            grad_x, grad_y = yield from self.backward_sublayer(piece, piece.links.pop(), grad_x, grad_y, tally)
+        if piece.chunk.pre_process:
             self.backward_embedding(piece, drop(grad_x, piece.entrance))
-            finish(model.embedding)
+            self.through(piece, tally, "embedding", [], model.embedding)
         results[piece.index] = grad_x
 
-    def backward_sublayer(self, piece, link, grad_x, grad_y, finish):
+    def backward_sublayer(self, piece, link, grad_x, grad_y, tally):
         """Generator: gradients of x' and of y, the sum -> gradients of the sublayer's own x and y.
 
         y is a sum over ranks, and the gradient of a sum is the gradient of each part: no wires there. h was copied to
@@ -300,15 +334,22 @@ class Domino:
         with self.trace.span("matmul", slice=piece.index, site=step.site):
             grad_activation = grad_y @ step.row
         grad_columns = step.core_backward(grad_activation, link.kept)
-        grad_h = yield from self.input_gradient(piece, step.site, grad_columns, step.column, [
-            (step.row.main_grad, grad_y, link.activation),
-            (step.column.main_grad, grad_columns, link.h),
-            (step.column_bias.main_grad, grad_columns, None)])
+        products = [(step.row.main_grad, grad_y, link.activation), (step.column.main_grad, grad_columns, link.h),
+                    (step.column_bias.main_grad, grad_columns, None)]
+        cover, later = (products, []) if piece.later is None else ([], products)
+        grad_h = yield from self.input_gradient(piece, step.site, grad_columns, step.column, cover)
         grad_x, grad_y = self.close(link.bridge, grad_x, grad_h)
-        finish(step.sublayer)
+        self.through(piece, tally, step.site, later, step.sublayer)
         return grad_x, grad_y
 
-    def backward_head(self, piece, gradient, finish):
+    def through(self, piece, tally, site, later, *modules):
+        """A slice is through with these modules, but for the products that are left for later."""
+        if piece.later is None:
+            tally(*modules)
+        else:
+            piece.later.append((site, later, modules))
+
+    def backward_head(self, piece, gradient, tally):
         """Generator: gradient of the losses [b, s] -> gradients of x and y before the final norm."""
         model, (vocabulary,) = self.model, self.model.head
         grad_logits = cross_entropy_gradient(piece.logits, piece.batch.labels, piece.output, piece.maximum, piece.sums,
@@ -318,7 +359,7 @@ class Domino:
         grad_x, grad_y = self.close(piece.exit, None, grad_h)
         piece.exit = piece.head_input = piece.logits = None
         shared = model.config.tied and model.pre_process         # then the embedding will add to it, at the other end
-        finish(model.final_norm, *([] if shared else [vocabulary]))
+        self.through(piece, tally, "head", [], model.final_norm, *([] if shared else [vocabulary]))
         return grad_x, grad_y
 
     def close(self, opened: Bridge, grad_x, grad_h):
@@ -338,19 +379,22 @@ class Domino:
         gradient = (gradient * inside.unsqueeze(-1)).flatten(0, 1)
         words.weight.main_grad.index_add_(0, row.flatten(), gradient.to(words.weight.main_grad.dtype))
 
-    def input_gradient(self, piece, site, grad_output, weight, deferred):
-        """Generator: grad_output W, summed over ranks; the deferred weight gradients run once it is on the wires."""
+    def input_gradient(self, piece, site, grad_output, weight, cover):
+        """Generator: grad_output W, summed over ranks; the `cover`, weight gradients, once it is on the wires."""
         chunks, works = [], []
         for part in self.cut(weight, 1):                       # W1's input features
             with self.trace.span("matmul", slice=piece.index, site=site):
                 chunks.append(grad_output @ part)
             works.append(self.launch(piece, site, chunks[-1]))
-        with self.trace.span("weight_gradient", slice=piece.index, site=site):
-            for main_grad, grad, activation in deferred:
-                add_weight_gradient(main_grad, grad, activation)
+        self.weight_gradients(piece, site, cover)
         yield
         self.wait(piece, site, works)
         return join(chunks)
+
+    def weight_gradients(self, piece, site, products):
+        with self.trace.span("weight_gradient", slice=piece.index, site=site):
+            for main_grad, gradient, activation in products:
+                add_weight_gradient(main_grad, gradient, activation)
 
     # ---- the wires
 

@@ -42,7 +42,7 @@ from nanodomino.data import Corpus, load_corpus
 from nanodomino.launch import start
 from nanodomino.manifest import find_checkpoint, read_manifest
 from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
-from nanodomino.model import GPT, Attention, close_residual, seeded_generator
+from nanodomino.model import GPT, Attention, Chunk, close_residual, seeded_generator
 from nanodomino.parallel import gather_logits
 from nanodomino.settings import UserError, flags_of, require, spelling
 
@@ -69,7 +69,7 @@ class Cache:
                  model.config.head_dim)
         self.kept = {sublayer.site: torch.zeros(2, *shape, device=model.mesh.device,
                                                 dtype=model.config.params_dtype)
-                     for sublayer in model.sublayers if isinstance(sublayer, Attention)}
+                     for chunk in model.chunks for sublayer in chunk.sublayers if isinstance(sublayer, Attention)}
 
     def attend(self, attention: Attention, qkv):
         """qkv [1, m, 3h/t] of the m positions after `length` -> [1, m, h/t]; m > 1 only on an empty cache."""
@@ -80,20 +80,19 @@ class Cache:
         context = F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end], is_causal=self.length == 0)
         return context.transpose(1, 2).flatten(2)
 
-    def stage(self, tokens, hidden):
-        """The stage on m new tokens [1, m] (hidden [1, m, h] from the stage before) -> hidden,
+    def run(self, chunk: Chunk, tokens, hidden):
+        """A chunk on m new tokens [1, m] (hidden [1, m, h] from the layers before) -> hidden,
         or logits of this rank's words."""
         model, x = self.model, hidden
         positions = torch.arange(self.length, self.length + tokens.size(1), device=tokens.device).unsqueeze(0)
-        if model.pre_process:
+        if chunk.pre_process:
             x = model.embedding.add_positions(model.embedding.word_embeddings(tokens), positions, None)
-        for sublayer in model.sublayers:
+        for sublayer in chunk.sublayers:
             columns = sublayer.column(sublayer.norm(x))
             attends = isinstance(sublayer, Attention)
             core = self.attend(sublayer, columns) if attends else sublayer.core(columns, None)
             x = close_residual(x, sublayer.row(core), sublayer.row.bias, None)
-        self.length += tokens.size(1)
-        if not model.post_process:
+        if not chunk.post_process:
             return x
         (vocabulary,) = model.head
         return F.linear(model.final_norm(x[:, -1:]), vocabulary.logits_weight())[..., :vocabulary.valid]
@@ -136,20 +135,23 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
 
 
 def next_token(cache: Cache, mesh: Mesh, new, vocab_size: int, temperature: float, top_k: int, generator) -> int:
-    """What follows the tokens new [1, m], the ones after those in the cache: drawn on the last stage, told to all."""
-    config, hidden = cache.model.config, None
-    if not mesh.is_first_stage:
-        hidden = torch.empty(1, new.size(1), config.hidden_size, dtype=config.params_dtype, device=mesh.device)
-        dist.recv(hidden, mesh.stage_rank(mesh.pp_rank - 1), group=mesh.pp_group)
-    output = cache.stage(new, hidden)
+    """What follows the tokens new [1, m], the ones after those in the cache: drawn at the model's end, told to all."""
+    config, placement, x = cache.model.config, cache.model.config.placement, None
+    for number, chunk in enumerate(cache.model.chunks):        # each is over before the stage's next one is wanted
+        before, after = (placement.place(placement.virtual_stage(mesh.pp_rank, number) + step) for step in (-1, 1))
+        if before and before[0] != mesh.pp_rank:
+            x = torch.empty(1, new.size(1), config.hidden_size, dtype=config.params_dtype, device=mesh.device)
+            dist.recv(x, mesh.stage_rank(before[0]), group=mesh.pp_group)
+        x = cache.run(chunk, new, x)
+        if after and after[0] != mesh.pp_rank:
+            dist.send(x, mesh.stage_rank(after[0]), group=mesh.pp_group)
+    cache.length += new.size(1)
     following = torch.zeros(1, dtype=torch.int64, device=mesh.device)
-    if mesh.is_last_stage:
-        logits = gather_logits(output, *cache.model.head, vocab_size)
+    if cache.model.post_process:
+        logits = gather_logits(x, *cache.model.head, vocab_size)
         following[0] = choose(logits[0, 0], temperature, top_k, generator)
-    else:
-        dist.send(output, mesh.stage_rank(mesh.pp_rank + 1), group=mesh.pp_group)
     if mesh.pp > 1:
-        dist.broadcast(following, mesh.stage_rank(mesh.pp - 1), group=mesh.pp_group)
+        dist.broadcast(following, mesh.stage_rank(placement.place(placement.last)[0]), group=mesh.pp_group)
     return int(following)
 
 

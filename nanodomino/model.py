@@ -12,8 +12,7 @@ of them. Written around the wires (reduce), every sublayer is the same three ste
 
 Here the pieces are called in a row, with the blocking f and g of parallel.py and plain autograd: that is the
 *definition* of the model, and what every faster schedule is tested against. domino.py calls the very same pieces in
-another order. A pipeline stage is a run of layers; `pre_process` says that it owns the embedding, `post_process` the
-head.
+another order. A pipeline stage is a run of layers, or several: its chunks.
 
 Shapes: b samples, s tokens, h hidden, n heads, d = h/n, t tensor-parallel ranks. The fused qkv matrix is stored head by
 head, [n, (q, k, v), d], so that a contiguous cut of its rows is a set of whole heads.
@@ -24,6 +23,7 @@ GPT-2.
 
 import dataclasses
 import hashlib
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -250,23 +250,41 @@ def seeded_generator(device, *key) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A run of layers, without a gap. pre_process: it takes tokens, and embeds them; post_process: it gives losses or
+    logits, by final norm and head. Else hidden states [b, s, h]."""
+    layers: list[Layer]
+    pre_process: bool
+    post_process: bool
+
+    @property
+    def sublayers(self) -> list[Sublayer]:
+        """Attention and MLP of each layer in turn."""
+        return [sublayer for layer in self.layers for sublayer in (layer.attention, layer.mlp)]
+
+
 class GPT(nn.Module):
     """One pipeline stage of a GPT; with pp = 1, all of it.
 
-    pre_process: it owns the embedding and takes tokens. post_process: it owns final norm and head and gives losses or
-    logits. Parameters have global names (layers.7.attention.qkv.weight), the same on every layout.
+    Its chunks are usually one; config.placement says which of the model's they are. pre_process: one of them owns the
+    embedding, post_process: one owns final norm and head. Parameters have global names (layers.7.attention.qkv.weight),
+    the same on every layout.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, pre_process=True, post_process=True, parallel_output=True):
+    def __init__(self, config: Config, mesh: Mesh, parallel_output=True):
         super().__init__()
         self.config, self.mesh, self.parallel_output = config, mesh, parallel_output
-        self.pre_process, self.post_process = pre_process, post_process
-        tied = config.tied
-        if pre_process or (post_process and tied):             # a last stage holds a copy of the tied matrix
-            self.embedding = Embedding(config, mesh, with_positions=pre_process)
-        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, f"layers.{i}")
-                                     for i in stage_layers(config.num_layers, mesh.pp_rank, mesh.pp)})
-        if post_process:
+        placement, tied = config.placement, config.tied
+        held = [placement.virtual_stage(mesh.pp_rank, chunk) for chunk in range(placement.chunks)]
+        self.pre_process, self.post_process = 0 in held, placement.last in held
+        if self.pre_process or (self.post_process and tied):   # a last stage holds a copy of the tied matrix
+            self.embedding = Embedding(config, mesh, with_positions=self.pre_process)
+        runs = [stage_layers(config.num_layers, virtual_stage, placement.last + 1) for virtual_stage in held]
+        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, f"layers.{i}") for i in sorted(sum(map(list, runs), []))})
+        self.chunks = [Chunk([self.layers[str(i)] for i in run], virtual_stage == 0, virtual_stage == placement.last)
+                       for run, virtual_stage in zip(runs, held)]
+        if self.post_process:
             self.final_norm = Norm(config, mesh)
             if not tied:
                 self.output_layer = VocabParallelEmbedding(config, mesh)
@@ -295,31 +313,26 @@ class GPT(nn.Module):
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """The word embedding's matrix, where first and last stage each hold a copy of it."""
-        shared = self.config.tied and self.mesh.pp > 1 and (self.pre_process or self.post_process)
+        """The word embedding's matrix, where two stages, the model's first and last, each hold a copy of it."""
+        shared = self.config.tied and self.pre_process != self.post_process
         return self.embedding.word_embeddings.weight if shared else None
 
-    @property
-    def sublayers(self) -> list[Sublayer]:
-        """Attention and MLP of each layer in turn."""
-        return [sublayer for layer in self.layers.values() for sublayer in (layer.attention, layer.mlp)]
+    def forward(self, tokens, positions, labels=None, hidden=None, sample_ids=None, chunk=0):
+        """The plain model, with blocking wires: one of its chunks.
 
-    def forward(self, tokens, positions, labels=None, hidden=None, sample_ids=None):
-        """The plain model, with blocking wires.
-
-        tokens, positions, labels: [b, s]; hidden: [b, s, h] from the stage before (None on the first);
+        tokens, positions, labels: [b, s]; hidden: [b, s, h] from the layers before (None for the first);
         sample_ids: b numbers that seed dropout, None to evaluate.
-        Returns hidden states [b, s, h]; on the last stage the loss of each token [b, s], or without labels the logits:
+        Returns hidden states [b, s, h]; at the model's end the loss of each token [b, s], or without labels the logits:
         [b, s, valid] of this rank's words with parallel_output, else [b, s, v] on every rank.
         """
-        masks = Dropout(self.config, self.mesh, sample_ids)
+        masks, chunk = Dropout(self.config, self.mesh, sample_ids), self.chunks[chunk]
         x = hidden
-        if self.pre_process:
+        if chunk.pre_process:
             words = self.embedding.word_embeddings(tokens)
             x = self.embedding.add_positions(words, positions, masks.hidden("embedding", words))
-        for layer in self.layers.values():
+        for layer in chunk.layers:
             x = layer(x, masks.sublayer(layer.attention, x), masks.sublayer(layer.mlp, x))
-        if not self.post_process:
+        if not chunk.post_process:
             return x
         (vocabulary,) = self.head
         h = copy_to_tensor_parallel(self.final_norm(x), self.mesh.tp_group)
@@ -334,8 +347,7 @@ class GPT(nn.Module):
 def on_paper(config: Config, pp_rank=0, tp_rank=0) -> GPT:
     """A stage of the model as one of its ranks would hold it, without memory: what a formula needs of shapes and kinds
     it asks here, so that what a layer has is said in one place."""
-    mesh = mesh_on_paper(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank)
-    return GPT(config, mesh, pre_process=mesh.is_first_stage, post_process=mesh.is_last_stage)
+    return GPT(config, mesh_on_paper(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank))
 
 
 def parameter_count(config: Config) -> int:

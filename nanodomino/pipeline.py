@@ -1,28 +1,33 @@
 """Pipeline parallelism: one runner executes any schedule (schedules.py), message by message.
 
-Stage r of p holds a run of layers. Messages follow from the actions: Forward(i) takes hidden states [b, s, h] from the
-stage before and gives to the next one; Backward(i) takes their gradient from the next stage and gives to the one
-before; both ways on one communicator.
+Stage r of p holds a run of layers, or several, its chunks. Messages follow from the actions: a forward takes hidden
+states [b, s, h] from wherever the layers before are and gives to where the next ones are; a backward takes their
+gradient from there and gives it back; both ways on one communicator.
 
-**Why it can't hang.** After each action a stage makes one exchange: the action's output leaves, and the next action's
-input is asked for, as one batch, on one communicator. In the steady state of 1F1B neighbours meet like this:
+**Why it can't hang.** After each action a stage makes one exchange: the action's output leaves, and input of later
+actions is asked for, as one batch, on one communicator. In the steady state of 1F1B neighbours meet like this:
 
     stage 0   F1 --F1-->       B0       F2 --F2-->       B1        a batch: send F1, receive B0
     stage 1   F0        <--B0--   B0 F1        <--B1--             a batch: send B0, receive F1
 
 NCCL promises three things about messages: those of one batch travel side by side, batches of one communicator follow
 each other in the order in which they were made, and a batch is done when its partners have made theirs. It does not
-promise that a send returns before its receive is there, nor that two communicators make progress side by side. So:
+promise that a send returns before its receive is there, nor that two communicators make progress side by side. So when
+should a stage ask for a message? Too late, and its sender is held up, on whom this stage may be waiting; too early, and
+this stage's own batch is held up. The schedule, played through with each action's length, gives every message a time at
+which it is sent; *before an action that begins at time T a stage asks for all that has been sent by T.* Then the
+messages can only be done in the order of their times, and none stops. For look at the earliest of those that are not
+done, sent at time t: what its sender did up to t, and its taker before the first action that begins at t or later,
+needed earlier messages, and their batches so far hold no others; so both have made the batch that it is in.
 
-  - a stage never waits for anything but the very next action's input, and has sent by then all that it had to send:
-    whoever owes that input has all that it needs, and is itself never further ahead than one action;
-  - a receive is never posted where its sender could be waiting for us. While it is under way it occupies the device,
-    and whatever waits for the whole device (the first load of a kernel, memory given back) waits for its message too;
-  - the first message of two ranks connects them, on the host, and blocks both until both have come: connect() has them
-    meet at the start, with one element down the stages and one up.
+  - While a receive is under way it occupies the device, and whatever waits for the whole device (the first load of a
+    kernel, memory given back) waits for its message too. By the same reasoning that only takes time.
+  - The first message of two ranks connects them, on the host, and blocks both until both have come: connect() has them
+    meet at the start, with one element around the stages and one back.
 
 A test plays every schedule with messages that block both sides. On CPUs, where gloo lets every message go its own way,
-inputs are asked for two actions ahead, so that the bytes of the next forward's travel while this stage goes backward.
+messages are asked for one action earlier, so that the bytes of the next forward's travel while this stage goes
+backward.
 """
 
 from collections import deque
@@ -32,73 +37,68 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.mesh import Mesh
-from nanodomino.schedules import Backward, Forward
+from nanodomino.schedules import Action, Placement, Timetable, asked, gives, takes
 from nanodomino.trace import NO_TRACE
 
 
-AHEAD = {"cuda": 1, "cpu": 2}        # actions whose input is asked for before it is needed; see above why not more
+AHEAD = {"cuda": 0, "cpu": 1}        # actions by which a message is asked for earlier; see above why not more
 
 
 class Mail:
-    """The messages of one stage and step: hidden states come from above and go below, gradients the other way."""
+    """The messages of one stage and step."""
 
-    def __init__(self, mesh: Mesh, actions, shape, dtype, trace=NO_TRACE):
+    def __init__(self, mesh: Mesh, table: Timetable, shape, dtype, trace=NO_TRACE):
         self.mesh, self.shape, self.dtype, self.trace = mesh, shape, dtype, trace
-        self.actions, self.asked = actions, 0           # the first `asked` of them have asked for their input
-        self.arriving, self.sent = {}, deque()
+        self.placement, self.stage = table.placement, mesh.pp_rank
+        self.asks = [*asked(table, self.stage, AHEAD[mesh.device.type]), []]
+        self.leaving, self.arriving, self.sent = [], {}, deque()
 
-    def source(self, action):
-        """Stage from which this action takes its input; None at the ends."""
-        if isinstance(action, Forward):
-            return None if self.mesh.is_first_stage else self.mesh.pp_rank - 1
-        return None if self.mesh.is_last_stage else self.mesh.pp_rank + 1
-
-    def target(self, action):
-        """Stage to which this action gives its output; None at the ends."""
-        if isinstance(action, Forward):
-            return None if self.mesh.is_last_stage else self.mesh.pp_rank + 1
-        return None if self.mesh.is_first_stage else self.mesh.pp_rank - 1
-
-    def exchange(self, done: int, output=None):
-        """`done` actions are done, and the last of them gave `output`: send it, and ask for what the next ones need.
-
-        The tensor is kept until it is gone; at most `stages` messages of a stage are on their way.
-        """
-        operations, expected = [], []
-        if done and (target := self.target(self.actions[done - 1])) is not None:
-            output, peer = output.contiguous(), self.mesh.stage_rank(target)
-            self.trace.moment("send", message=str(self.actions[done - 1]), peer=peer, bytes=output.nbytes)
-            operations.append(self.operation(dist.isend, output, peer, self.actions[done - 1]))
-        for action in self.actions[self.asked:done + AHEAD[self.mesh.device.type]]:
-            self.asked += 1
-            if (source := self.source(action)) is not None:
-                buffer = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
-                operations.append(self.operation(dist.irecv, buffer, self.mesh.stage_rank(source), action))
-                expected.append(action)
-        if not operations:
-            return
-        works = dist.batch_isend_irecv(operations)
-        works *= len(operations) // len(works)                      # NCCL has one for all of a batch
-        for operation, work in zip(operations, works):
-            if operation.op is dist.isend:
-                self.sent.append((work, output))
+    def give(self, action: Action, output):
+        """This action's output [b, s, h]: to leave with the next exchange, or to stay for another chunk of ours."""
+        if given := gives(self.placement, self.stage, action):
+            taker, message = given
+            if taker == self.stage:
+                self.arriving[message] = (None, output)
             else:
-                self.arriving[expected.pop(0)] = (work, operation.tensor)
-        if len(self.sent) > self.mesh.pp:
+                self.leaving.append((dist.isend, taker, message, output.contiguous()))
+
+    def exchange(self, done: int | None = None):
+        """Send what is to leave, and once `done` actions are done ask for what belongs there, in one batch.
+
+        A tensor is kept until it is gone; at most `stages` messages of a stage are on their way.
+        """
+        wanted = [] if done is None else [
+            (dist.irecv, self.placement.source(self.stage, message)[0], message,
+             torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)) for message in self.asks[done]]
+        batch, self.leaving = self.leaving + wanted, []
+        if not batch:
+            return
+        works = dist.batch_isend_irecv([dist.P2POp(op, tensor, self.mesh.stage_rank(peer), self.mesh.pp_group,
+                                                   tag=self.tag(message)) for op, peer, message, tensor in batch])
+        works *= len(batch) // len(works)                           # NCCL has one for all of a batch
+        for work, (op, peer, message, tensor) in zip(works, batch):
+            if op is dist.isend:
+                self.trace.moment("send", message=str(message), peer=self.mesh.stage_rank(peer), bytes=tensor.nbytes)
+                self.sent.append((work, tensor))
+            else:
+                self.arriving[message] = (work, tensor)
+        while len(self.sent) > self.mesh.pp:
             self.wait(self.sent.popleft()[0])
 
-    def operation(self, op, tensor, peer: int, action) -> dist.P2POp:
-        """tag: gloo tells messages apart by it; NCCL goes by their order."""
-        return dist.P2POp(op, tensor, peer, self.mesh.pp_group, tag=action.microbatch)
+    def tag(self, message) -> int:
+        """gloo tells messages apart by it; NCCL goes by their order."""
+        return 2 * (message.microbatch * self.placement.chunks + message.chunk) + (message.direction < 0)
 
-    def receive(self, action):
+    def receive(self, action: Action):
         """The message for this action [b, s, h], or None at an end."""
-        if self.source(action) is None:
+        source = self.placement.source(self.stage, action)
+        if source is None:
             return None
-        work, buffer = self.arriving.pop(action)
-        self.wait(work, microbatch=action.microbatch)
-        self.trace.moment("receive", message=str(action), peer=self.mesh.stage_rank(self.source(action)))
-        return buffer
+        work, tensor = self.arriving.pop(takes(action))
+        if work:
+            self.wait(work, microbatch=action.microbatch)
+            self.trace.moment("receive", message=str(takes(action)), peer=self.mesh.stage_rank(source[0]))
+        return tensor
 
     def finish(self):
         """Wait until everything that was sent is gone."""
@@ -110,18 +110,18 @@ class Mail:
             work.wait()
 
 
-def connect(mesh: Mesh):
-    """Let the stages meet, before the first real message: one element goes down all of them, and one comes up."""
+def connect(mesh: Mesh, placement: Placement):
+    """Let neighbours meet, before the first real message: one element goes each way."""
     if mesh.pp == 1:
         return
     element = torch.zeros(1, device=mesh.device)
     dist.all_reduce(element, group=mesh.pp_group)        # the first act of a communicator needs all of its ranks
-    for step in (1, -1):
-        before, after = mesh.pp_rank - step, mesh.pp_rank + step
-        for op, peer in ((dist.irecv, before), (dist.isend, after)):
-            if 0 <= peer < mesh.pp:
-                for work in dist.batch_isend_irecv([dist.P2POp(op, element, mesh.stage_rank(peer), mesh.pp_group)]):
-                    work.wait()
+    for pair in placement.neighbours:
+        if mesh.pp_rank in pair:
+            (other,) = (mesh.stage_rank(stage) for stage in pair if stage != mesh.pp_rank)
+            for work in dist.batch_isend_irecv([dist.P2POp(op, element.clone(), other, mesh.pp_group)
+                                                for op in (dist.isend, dist.irecv)]):
+                work.wait()
 
 
 @dataclass
@@ -131,49 +131,74 @@ class Totals:
     tokens: torch.Tensor
 
 
-def run(actions, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype, on_final=None,
+def resume(generator, to_its_end: bool) -> bool:
+    """Once, or until it has ended; whether it has."""
+    while next(generator, "ended") != "ended":
+        if not to_its_end:
+            return False
+    return True
+
+
+def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype, on_final=None,
         trace=NO_TRACE, on_action=None) -> Totals:
     """Execute a schedule on this stage.
 
-    stage: a Domino; get_batch(microbatch) -> Batch; forward_step(batch, stage, hidden, training) -> (output, tape,
-    loss_func), where loss_func(output) -> (sum of the losses that count, number of tokens that count); hidden_shape:
-    [b, s, h] of a message. Gradients of the loss *sum* are added to each main_grad: the division by the global number
-    of tokens comes once, later.
-    on_final: see Domino.backward; it is handed to the stage's last backward, which is the schedule's to know.
+    stage: a Domino; get_batch(microbatch, chunk) -> Batch; forward_step(batch, stage, hidden, chunk, training), a
+    generator as all of Domino's, returns (output, tape, loss_func), where loss_func(output) -> (sum of the losses that
+    count, number of tokens that count); hidden_shape: [b, s, h] of a message. Gradients of the loss *sum* are added to
+    each main_grad: the division by the global number of tokens comes once, later.
+    on_final: see Domino.backward; it is handed to each chunk's last backward, which is the schedule's to know.
     on_action(done, count): told after each action, for whoever shows how far a long step has come.
     """
-    mail = Mail(mesh, actions, hidden_shape, dtype, trace)
+    actions, placement = table.rows[mesh.pp_rank], table.placement
+    mail = Mail(mesh, table, hidden_shape, dtype, trace)
     totals = Totals(*torch.zeros(2, dtype=torch.float64, device=mesh.device))
-    last_backward = next((action for action in reversed(actions) if isinstance(action, Backward)), None)
-    alive = {}                                       # microbatch -> (tape, what the loss is differentiated by)
+    finals = {half.chunk: half for action in actions for half in action.halves
+              if half.kind in ("backward", "weight_backward")}
+    training = bool(finals)
+    alive = {}                           # (microbatch, chunk) -> (tape, what the loss is differentiated by)
 
-    def forward(i, hidden):
-        output, tape, loss_func = forward_step(get_batch(i), stage, hidden, last_backward is not None)
+    def forward(half):
+        batch = get_batch(half.microbatch, half.chunk)
+        output, tape, loss_func = yield from forward_step(batch, stage, mail.receive(half), half.chunk, training)
         loss = None
-        if mesh.is_last_stage:
-            output = output.detach().requires_grad_()
-            loss_sum, tokens = loss_func(output)
+        if placement.virtual_stage(mesh.pp_rank, half.chunk) == placement.last:
+            with torch.enable_grad():
+                output = output.detach().requires_grad_()
+                loss_sum, tokens = loss_func(output)
             totals.loss_sum += loss_sum.detach()
             totals.tokens += tokens
             loss = (loss_sum, output)
-        if last_backward is not None:
-            alive[i] = (tape, loss)
-        return output
+        if training:
+            alive[half.microbatch, half.chunk] = (tape, loss)
+        mail.give(half, output)
 
-    def backward(i, gradient):
-        tape, loss = alive.pop(i)
-        if mesh.is_last_stage:
-            (gradient,) = torch.autograd.grad(*loss)
-        return stage.backward(tape, gradient, on_final if Backward(i) == last_backward else None)
+    def backward(half):
+        tape, loss = alive.pop((half.microbatch, half.chunk))
+        gradient = torch.autograd.grad(*loss)[0] if loss else mail.receive(half)
+        later = half.kind == "input_backward"
+        if later:
+            alive[half.microbatch, half.chunk] = (tape, None)
+        mail.give(half, (yield from stage.backward(tape, gradient, on_final if half == finals[half.chunk] else None,
+                                                   later)))
 
+    def weight_backward(half):
+        tape, _ = alive.pop((half.microbatch, half.chunk))
+        yield from stage.weight_backward(tape, on_final if half == finals[half.chunk] else None)
+
+    work = {"forward": forward, "backward": backward, "input_backward": backward, "weight_backward": weight_backward}
     mail.exchange(0)
     for done, action in enumerate(actions, start=1):
-        message = mail.receive(action)
-        kind, work = ("forward", forward) if isinstance(action, Forward) else ("backward", backward)
-        with trace.span(kind, microbatch=action.microbatch):
-            result = work(action.microbatch, message)
-        mail.exchange(done, result)
-        del message, result                          # or the next microbatch would find them still in memory
+        halves = deque((half, work[half.kind](half)) for half in action.halves)
+        while halves:                                # both of a pair in turn, until one of them is left
+            half, generator = halves.popleft()
+            with torch.no_grad(), trace.span(half.kind, microbatch=half.microbatch, chunk=half.chunk):
+                ended = resume(generator, to_its_end=not halves)
+            if not ended:
+                halves.append((half, generator))
+            elif halves:
+                mail.exchange()                      # its output need not wait for the other half
+        mail.exchange(done)
         if on_action:
             on_action(done, len(actions))
     mail.finish()

@@ -121,6 +121,7 @@ class ZeroOptimizer:
         self.buckets = [Bucket(kind, parameters, self.parts, self.part)
                         for kind, parameters in sort_into_buckets(model)]
         self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
+        self.has_loss = model.post_process
         self.updates = 0                                 # steps that were not skipped: the optimizer's own count
         self.missing = {}                                # bucket -> parameters whose gradient is not final yet
         self.choice = OPTIMIZERS[config.optimizer]
@@ -254,7 +255,7 @@ class ZeroOptimizer:
         after it."""
         mine = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
         mine[3].fill_(stop)                                    # mine[3] = stop would copy it, and wait for the GPU
-        if self.mesh.is_last_stage and self.mesh.tp_rank == 0:
+        if self.has_loss and self.mesh.tp_rank == 0:
             mine[0], mine[1] = totals.loss_sum, totals.tokens
         else:
             mine[0] += 0.0 * totals.loss_sum                   # what does not count here must be finite all the same,

@@ -25,7 +25,7 @@ def case(tp, pp, dp, slices=1, columns=1, zero=1, schedule="1f1b", untied=False,
     name = f"tp{tp}-pp{pp}-dp{dp}-slices{slices}-columns{columns}-zero{zero}-{schedule}-{'untied' if untied else 'tied'}"
     name += "".join(f"-{key}{value}" for key, value in more.items())
     options = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices, columns=columns, zero_stage=zero,
-                   schedule=schedule, untie_embeddings_and_output_weights=untied, num_layers=pp + 1, **more)
+                   schedule=schedule, untie_embeddings_and_output_weights=untied, num_layers=2 * pp + 1, **more)
     return pytest.param(tp * pp * dp, options, id=name)
 
 
