@@ -199,7 +199,7 @@ def mixed_heads(config):
     local = model.GPT.local_part
 
     def by_kind(self, whole, weight):
-        if any(weight is one for sublayer in self.sublayers if isinstance(sublayer, model.Attention) for one in (sublayer.qkv.weight, sublayer.qkv.bias)):
+        if any(weight is one for chunk in self.chunks for sublayer in chunk.sublayers if isinstance(sublayer, model.Attention) for one in (sublayer.qkv.weight, sublayer.qkv.bias)):
             whole = whole.view(config.num_attention_heads, 3, config.head_dim, -1).transpose(0, 1).reshape(whole.shape)
         return local(self, whole, weight)
 
@@ -416,11 +416,11 @@ def reduced_too_soon(config):
     training sees a part of its batch: noisier, and just as plausible."""
     run = pipeline.run
 
-    def first_backward(actions, stage, *arguments):
+    def first_backward(table, stage, *arguments):
         *others, on_final, trace, on_action = arguments
         backward, waiting = stage.backward, [on_final]
-        with mock.patch.object(stage, "backward", lambda tape, gradient, _: backward(tape, gradient, waiting.pop() if waiting else None)):
-            return run(actions, stage, *others, on_final, trace, on_action)
+        with mock.patch.object(stage, "backward", lambda tape, gradient, _, later: backward(tape, gradient, waiting.pop() if waiting else None, later)):
+            return run(table, stage, *others, on_final, trace, on_action)
     return [(pipeline, "run", first_backward)]
 
 
@@ -571,8 +571,8 @@ def other_samples(config):
     together. Parts of different samples are added: one rank looks words up that the other has never seen."""
     get_batch = train.get_batch
 
-    def own(dataset, config, mesh, step, shuffle, microbatch):
-        return get_batch(dataset, config, mesh, step, shuffle, (microbatch + mesh.tp_rank) % config.microbatches)
+    def own(dataset, config, mesh, step, shuffle, microbatch, chunk):
+        return get_batch(dataset, config, mesh, step, shuffle, (microbatch + mesh.tp_rank) % config.microbatches, chunk)
     return [(train, "get_batch", own)]
 
 
@@ -581,9 +581,8 @@ def evaluation_of_means(config):
     """Ranks count different numbers of tokens, above all in the last batch. Training is right, and the validation loss another
     one on each layout."""
     def mean(stage, dataset, config, mesh, on_action=None):
-        actions = schedules.forward_only(mesh.pp_rank, mesh.pp, config.microbatches)
         steps = range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size)))
-        totals = [train.run_actions(actions, step, stage, dataset, config, mesh, shuffle=False) for step in steps]
+        totals = [train.run_schedule(config.timetable.forwards, step, stage, dataset, config, mesh, shuffle=False) for step in steps]
         means = sum(one.loss_sum for one in totals) / sum(one.tokens for one in totals)
         dist.all_reduce(means)
         return (means / dist.get_world_size()).item()
@@ -625,8 +624,8 @@ def from_its_start(change):
 def data_again(config):
     """The loader is new, and begins with the first sample: some text is seen twice, other text never, and each restart does it
     again. The loss falls below where it was, since this text is known."""
-    run = train.run_actions
-    return from_its_start(lambda first: [(train, "run_actions", lambda actions, step, *others, **more: run(actions, step - first, *others, **more))])
+    run = train.run_schedule
+    return from_its_start(lambda first: [(train, "run_schedule", lambda table, step, *others, **more: run(table, step - first, *others, **more))])
 
 
 @pitfall("A run that goes on starts the learning rate's schedule again", "`train.py`, `learning_rate`: a function of the step", **RESUMED)
@@ -726,9 +725,9 @@ def plans_know_every_schedule(pool):
 
 def plan_of_a_third_schedule():
     """One microbatch at a time, forward and backward: one is alive."""
-    def one_by_one(stage, stages, microbatches):
+    def one_by_one(stage, stages, microbatches, chunks):
         return [kind(i) for i in range(microbatches) for kind in (schedules.Forward, schedules.Backward)]
-    with mock.patch.dict(schedules.SCHEDULES, {"one by one": one_by_one}):
+    with mock.patch.dict(schedules.SCHEDULES, {"one by one": schedules.Schedule(one_by_one)}):
         config = dataclasses.replace(tiny(1), schedule="one by one")
         alive = formulas.alive(config, formulas.place(config))
         assert alive == 1, f"the plan says that {alive} microbatches are alive, not 1"

@@ -15,7 +15,7 @@ from harness import Outcome, build, random_data, reference_for, tiny, whole
 
 from nanodomino import parallel
 from nanodomino.config import Config
-from nanodomino.domino import Domino
+from nanodomino.domino import Domino, run_alone
 from nanodomino.parallel import ReduceFromTensorParallel
 from nanodomino.trace import Trace
 
@@ -153,7 +153,7 @@ class OneYieldTooMany(Domino):
 def losses_rank(config, weights, data, kind):
     _, model, _, _ = build(config, weights)
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    return kind(model, config.slices).forward(batch, training=False)[0]
+    return run_alone(kind(model, config.slices).forward(batch, training=False))[0]
 
 
 def test_with_one_yield_too_many_on_one_rank_slices_are_added_to_each_other_and_nobody_says_so(pool):
@@ -172,12 +172,12 @@ def first_stage_rank(config, data):
     if not mesh.is_first_stage:
         return None
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    output, tape = stage.forward(batch)
+    output, tape = run_alone(stage.forward(batch))
     kinds = [event.kind for event in stage.trace.events]
     last_launch = len(kinds) - kinds[::-1].index("all_reduce")
     forward = kinds[last_launch:]
     stage.trace.events.clear()
-    stage.backward(tape, torch.ones_like(output))
+    run_alone(stage.backward(tape, torch.ones_like(output)))
     kinds = [event.kind for event in stage.trace.events]
     return forward, kinds[len(kinds) - kinds[::-1].index("all_reduce"):]
 
@@ -196,13 +196,13 @@ def final_rank(config, weights, data):
     for weight in model.parameters():
         weight.main_grad.zero_()
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    losses, tape = stage.forward(batch)
+    losses, tape = run_alone(stage.forward(batch))
     final = {}
 
     def on_final(modules):
         final.update({weight: weight.main_grad.clone() for module in modules for weight in module.parameters()})
 
-    stage.backward(tape, batch.loss_mask.to(losses.dtype), on_final)
+    run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype), on_final))
     names = {weight: name for name, weight in model.named_parameters()}
     changed = [names[weight] for weight in final if not torch.equal(final[weight], weight.main_grad)]
     return changed, sorted(names[weight] for weight in final)
