@@ -140,8 +140,8 @@ def not_divided(config):
     that is shown is m times too large, the clipping threshold m times too low, and a change of the batch size changes the training."""
     backward = domino.Domino.backward
 
-    def too_large(self, pieces, gradient, on_final=None):
-        return backward(self, pieces, gradient * (config.microbatches if self.model.post_process else 1), on_final)
+    def too_large(self, pieces, gradient, *others):
+        return backward(self, pieces, gradient * (config.microbatches if pieces[0].chunk.post_process else 1), *others)
     return [(domino.Domino, "backward", too_large)]
 
 
@@ -335,7 +335,7 @@ def dropped_in_evaluation(config):
     """A functional dropout asks no module for its mode, so evaluation drops too. Training is right; the validation loss is that of
     another, thinner model: mostly a worse one, here, after two steps, a better one."""
     forward = domino.Domino.forward
-    return [(domino.Domino, "forward", lambda self, batch, hidden=None, training=True: forward(self, batch, hidden, True))]
+    return [(domino.Domino, "forward", lambda self, batch, hidden, training, chunk: forward(self, batch, hidden, True, chunk))]
 
 
 # ---- overlap
@@ -754,6 +754,11 @@ GUARDED = [
     ("A receive that is posted early", "On a GPU it occupies the device: what waits for the whole device waits for the message, which may wait "
      "for that. And a batch's messages go in order: a receive before a send holds the send up, and a circle of them never ends.", "test_nccl.py",
      "test_no_stage_waits_for_ever"),
+    ("A message that is asked for only when it is needed", "Its sender is held up until then. Where stages send each other messages both ways, two of "
+     "them hold each other up for ever; so the schedule says when to ask.", "test_nccl.py",
+     "test_who_asks_only_when_a_message_is_needed_holds_up_its_sender_for_ever"),
+    ("A weight that is called final with its input gradient", "With backward in two halves what comes later stays at home: a weight is final after its last "
+     "weight gradient, which may be microbatches behind.", "test_pipeline.py", "test_gradients_go_to_the_replicas_with_the_last_that_each_chunk_adds"),
     ("More stages than microbatches", "The warm-up is longer than the work, and a stage waits for a microbatch that never comes.", "test_layouts.py",
      "test_training_equals_one_plain_process"),
     ("Shards of replicas that no longer agree", "One kernel here and another there: copies part in the last bit, which no loss shows.",
@@ -779,7 +784,6 @@ TO_COME = [
     ("Activations cut along the sequence", "Norms and biases then see a part of the tokens on each rank: their gradients need a sum over tp that they do not need today."),
     ("Training in fp16", "The scale of the loss must go up and down on all ranks alike: one that has seen an overflow tells all of them."),
     ("Recomputation", "A second forward that draws new dropout masks differentiates another function; one that repeats a sum over ranks adds it twice."),
-    ("Backward in two halves, for schedules without a bubble", "A weight is final after its last weight gradient, and not after its last input gradient."),
     ("Gated MLPs, grouped queries", "Gate and up cut as one block pair the wrong halves, as q, k and v do; query heads must stay with their group."),
     ("Rotary positions", "Interleaved pairs and halves are two conventions, and shapes do not tell which; positions that begin at 0 in every slice, or at every cached "
      "token, are right for the first one."),
