@@ -103,9 +103,9 @@ def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: Toke
 
 def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, on_action=None) -> float:
     """Mean loss over the first eval_iters global batches of a split, every token counted once."""
-    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    sums, table = torch.zeros(2, dtype=torch.float64, device=mesh.device), config.timetable.forwards
     for step in range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size))):
-        totals = run_schedule(config.timetable.forwards, step, stage, dataset, config, mesh, shuffle=False, on_action=on_action)
+        totals = run_schedule(table, step, stage, dataset, config, mesh, shuffle=False, on_action=on_action)
         sums += torch.stack([totals.loss_sum, totals.tokens])
     # each token once: tensor-parallel ranks have the same losses
     if not (stage.model.post_process and mesh.tp_rank == 0):
@@ -130,8 +130,8 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
     optimizer.warm_up()
 
 
-def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, shuffle=True,
-                on_final=None, on_action=None):
+def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh,
+                 shuffle=True, on_final=None, on_action=None):
     """Run a schedule over the microbatches of global batch number `step`."""
     return pipeline.run(table, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
                         (config.micro_batch_size, config.seq_length, config.hidden_size),
