@@ -275,10 +275,10 @@ def report(flags, config, times, sums, device):
         f"{'compiled' if config.compile else 'not compiled'}; "
         f"forward and backward, {len(sums)} sums of {bytes_text(sent)} together",
         table(["", "", "median [least .. most]", "speed-up over blocking"], rows),
-        *(f"{name}    hidden {figures[before + 'hidden']:.0%} of the communication, 1 - ({name} - compute) / wires, of "
-          f"{hideable:.0%} that fit behind the work; bound {figures[before + 'bound_ratio']:.2f} x max(compute, wires); "
-          f"speed-up {figures[before + 'speedup']:.2f} over blocking, {figures[before + 'megatron_ratio']:.2f} over one "
-          "slice" for name, before in (("domino", ""), ("paired", "paired_")) if name in times)])
+        *(f"{name}    hides {figures[before + 'hidden']:.0%} of the communication, 1 - ({name} - compute) / wires, of "
+          f"{hideable:.0%} that fit behind work; bound {figures[before + 'bound_ratio']:.2f} x max(compute, wires); "
+          f"speed-up {figures[before + 'speedup']:.2f} over blocking, {figures[before + 'megatron_ratio']:.2f} over "
+          "one slice" for name, before in (("domino", ""), ("paired", "paired_")) if name in times)])
     names = {"blocking": "blocking_s", "megatron": "megatron_s", "domino": "domino_s", "paired": "paired_s",
              "dtensor": "dtensor_s", "compute": "no_comm_s", "wires": "comm_s"}
     record = {"question": "overlap", **{names[name]: one.median for name, one in times.items()},
