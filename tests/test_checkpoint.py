@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import tempfile
 import threading
@@ -237,6 +238,28 @@ def test_export_writes_the_whole_tensors(saved, tmp_path):
     export(checkpoints_of(run_dir)[0], tmp_path / "out.pt")
     exported = torch.load(tmp_path / "out.pt", weights_only=True)
     assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("large", [0, 100_000])
+def test_an_export_that_the_disk_has_no_room_for_leaves_the_file_that_was_there_or_none(saved, tmp_path, monkeypatch, large):
+    """Half a file would be found out by whoever reads it, on another machine perhaps. (The limit of a file's size stands in for
+    a full disk; at tensors larger than a buffer torch has an error of its own.) Where there is room, a link stays a link."""
+    folder, old, limit = checkpoints_of(saved[0])[0], tmp_path / "old.pt", resource.getrlimit(resource.RLIMIT_FSIZE)
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda tensors, file: save({"large": torch.ones(large)} if large else tensors, file))
+    old.write_text("of the week before")
+    (tmp_path / "link.pt").symlink_to("old.pt")
+    try:
+        for name in ("old.pt", "new.pt", "link.pt"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+            with pytest.raises(UserError, match=rf"{name} can't be written \(File too large\); choose another file"):
+                export(folder, tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert old.read_text() == "of the week before" and sorted(path.name for path in tmp_path.iterdir()) == ["link.pt", "old.pt"]
+    export(folder, tmp_path / "link.pt")
+    assert (tmp_path / "link.pt").is_symlink() and len(torch.load(old, weights_only=True)) == (1 if large else len(saved[1]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.pt", "old.pt"]
 
 
 def test_a_hundred_flipped_bytes_are_found(saved, tmp_path):

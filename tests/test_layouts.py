@@ -4,15 +4,19 @@ The other side is reference.py: torch.nn, nothing of nanodomino. Biases are not 
 clipping bites, layers do not divide by stages, samples not by slices, words not by ranks.
 """
 
+import dataclasses
 import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
-from harness import difference, reference_for, relative, sizes_of, tiny, train_rank, whole
+from harness import build, difference, reference_for, relative, sizes_of, tiny, train_rank, whole
 from reference import ReferenceGPT, masked_loss
 
+import train
+from nanodomino.data import Corpus
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.schedules import SCHEDULES
 
@@ -93,6 +97,41 @@ def test_training_equals_one_plain_process(pool, world_size, options):
         assert difference(gradients, record.gradients) < TOLERANCE, f"gradients of step {step + 1}"
     assert difference(whole(outcomes, lambda outcome: outcome.weights, config.tp), final) < TOLERANCE
     assert relative([outcomes[0].evaluation], [plain_evaluation(config, final, data)]) < TOLERANCE
+
+
+def evaluate_rank(config, weights, corpora):
+    """Validation losses of several corpora, each over one global batch and over all of it."""
+    mesh, _, _, stage = build(config, weights)
+    validation_sets = [train.dataset_builder(config, corpus, mesh.device)["valid"] for corpus in corpora]
+    return [train.evaluate(stage, data, dataclasses.replace(config, eval_iters=count), mesh)
+            for data in validation_sets for count in (1, 9)]
+
+
+@pytest.mark.parametrize("world_size, options", [
+    (1, {}), (4, dict(pipeline_model_parallel_size=2)), (4, dict(tensor_model_parallel_size=2))], ids=["one", "pp2-dp2", "tp2-dp2"])
+def test_validation_is_the_mean_over_the_first_windows_as_they_are_stored(pool, tmp_path, world_size, options):
+    """Every token once, also of 5 windows where a global batch takes 24, and of 40 where the second batch is not full."""
+    config = tiny(world_size, **options)
+    weights, _, _, _ = reference_for(tiny(1), 1)
+    model, generator = ReferenceGPT(sizes_of(config)).double().load_full(weights), np.random.default_rng(0)
+    corpora, expected = [], []
+    for windows in (5, 40):
+        folder = tmp_path / str(windows)
+        folder.mkdir()
+        rows = {split: generator.integers(0, config.vocab_size, windows * config.seq_length + 3).astype("<u2")
+                for split in ("train", "valid")}
+        for split, row in rows.items():
+            row.tofile(folder / f"{split}.bin")
+        sizes = {split: len(row) for split, row in rows.items()} | {"test": 0}
+        corpora.append(Corpus(folder, "byte", config.vocab_size, 0, np.dtype("<u2"), sizes, {}, 0.0, 0.0, {}))
+        stored = torch.from_numpy(rows["valid"].astype("int64"))
+        for used in (min(windows, config.global_batch_size), windows):
+            tokens, labels = (stored[first:first + used * config.seq_length].view(used, -1) for first in (0, 1))
+            with torch.no_grad():
+                logits = model(tokens, torch.arange(config.seq_length))
+            expected.append(float(masked_loss(logits, labels, torch.ones_like(labels).double())))
+    for found in pool.run(evaluate_rank, config, weights, corpora, world_size=world_size):
+        assert relative(found, expected) < TOLERANCE
 
 
 def plain_evaluation(config, weights, data):

@@ -1,6 +1,8 @@
 """train.py as a person runs it: the layout does not show in what it writes, and it writes what it should."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -11,10 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forks import launcher_environments
-from harness import tiny
+from harness import build, sizes_of, tiny
+from reference import random_weights
 
 import train
 from data.prepare import prepare
+from nanodomino.data import load_corpus
+from nanodomino.flags import from_command_line
 from nanodomino.report import changed_settings, find_peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,6 +116,32 @@ def test_the_learning_rate_climbs_then_falls_to_min_lr():
         assert rates[59] == pytest.approx(middle) and rates[-1] == pytest.approx(1.0 if style == "constant" else 0.1)
         assert all(one >= other for one, other in zip(rates[9:], rates[10:]))
     assert train.learning_rate(1, tiny(1, lr_warmup_fraction=0.0, lr_decay_style="constant")) == pytest.approx(1e-2)
+
+
+def drawn_with(seed, folder):
+    """Runs in a worker -> what --seed is to decide: initial weights, a batch, losses under dropout, the sample at the end."""
+    flags = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--dtype", "float64",
+             "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--sample-tokens", "12", "--data-path", folder]
+    corpus = load_corpus(folder)
+    config = from_command_line([*flags, "--seed", str(seed)]).resolve(1).with_vocabulary(corpus.vocab_size)
+    mesh, drawn, _, _ = build(config)
+    _, model, _, stage = build(config, random_weights(sizes_of(config)))           # the same for all seeds from here on
+    data = train.dataset_builder(config, corpus, mesh.device)["train"]
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written), torch.no_grad():
+        train.write_sample(model, config, corpus, data, mesh)
+    still = train.get_batch(data, config, mesh, 0, False, 0)
+    losses, _ = stage.forward(still)
+    return {"weights": torch.cat([weight.flatten() for weight in drawn.parameters()]).tolist(),
+            "data": train.get_batch(data, config, mesh, 0, True, 0).tokens.tolist(),
+            "masks": losses.tolist(), "sample": written.getvalue()}
+
+
+def test_the_seed_draws_the_weights_the_masks_the_order_of_the_data_and_the_sample(pool, corpus):
+    """Each of them: with two seeds two, with one seed twice the same."""
+    one, again, other = (pool.run(drawn_with, seed, str(corpus), world_size=1)[0] for seed in (1, 1, 2))
+    assert one == again and [name for name in one if one[name] == other[name]] == []
+    assert "a sample" in one["sample"]
 
 
 def test_megatrons_names_are_there():
