@@ -315,8 +315,8 @@ def load_weights(folder: Path, model: GPT, mesh: Mesh):
 
 
 def export(folder: Path, out: Path):
-    """Write one plain torch file of whole tensors, {global name: tensor};
-    torch.load(OUT, weights_only=True) reads it."""
+    """Write one plain torch file of whole tensors, {global name: tensor}, beside OUT first, so that OUT is never half a
+    file; torch.load(OUT, weights_only=True) reads it."""
     require(not (out.parent / "manifest.json").exists(),
             f"{out} would lie in a checkpoint, among the files that it is made of; choose another folder")
     verify(folder)
@@ -326,11 +326,20 @@ def export(folder: Path, out: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                      # that there is no process group: none is needed
         dcp.load(tensors, storage_reader=CarefulReader(folder), no_dist=True)
+    target = beside = out                                    # /dev/stdout: nothing to replace
+    if os.path.isfile(out) or not os.path.exists(out):
+        target = Path(os.path.realpath(out))
+        beside = target.with_name(f".{target.name}-{os.getpid()}")
     try:
-        with open(out, "wb") as file:                        # given a name, torch.save says less clearly what is wrong
+        with open(beside, "wb") as file:                     # given a name, torch.save says less clearly what is wrong
             torch.save({name.removeprefix("weight."): tensor for name, tensor in tensors.items()}, file)
-    except OSError as error:
-        raise UserError(f"{out} can't be written ({error.strerror}); choose another file") from None
+        beside.rename(target)
+    except (OSError, RuntimeError) as error:                 # on a full disk torch's error follows the system's
+        said = error if isinstance(error, OSError) else error.__context__
+        raise UserError(f"{out} can't be written ({getattr(said, 'strerror', error)}); choose another file") from None
+    finally:
+        if beside != target and os.path.exists(beside):
+            beside.unlink()
     return tensors
 
 

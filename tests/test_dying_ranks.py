@@ -120,6 +120,7 @@ def test_only_what_follows_from_anothers_end_counts_as_lost_neighbours(text, lon
     assert not is_lonely(ValueError(text)), "only what torch raises"
 
 
+@pytest.mark.exhaustive
 @needs_proc
 def test_torchrun_names_the_rank_that_raised(folder, corpus):
     """The same under the real launcher, whose report is the last thing on the screen."""

@@ -30,6 +30,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.g
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is about glibc")
 def test_freed_memory_serves_the_next_step():
     """Without it, the kernel takes back 160 MB after every step, and clears as many again."""
