@@ -1,6 +1,6 @@
 """A run that is interrupted, killed, starved or damaged says so and ends; started again, it goes on with the same bits.
 
-Black boxes: torchrun with two or four ranks on a tiny corpus. faults.py does the same at random moments, for as long as one likes.
+Most are black boxes: torchrun with two or four ranks on a tiny corpus. faults.py does the same at random moments, for as long as one likes.
 """
 
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from faults import ROOT, Job, differences, make_corpus, wait_until
+from starts import lines, saved, start
 from test_bad_input import needs_proc
 
 from nanodomino.manifest import checkpoints_of, verify
@@ -276,6 +277,22 @@ def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(job):
     one = job("run", "--train-iters", 100, "--save-interval", 1, "--keep-last", 1, "--max-skipped-steps", 4, "--tp", 2, "--pp", 2, fault="losses", processes=4)
     assert one.end() != 0 and "error: 4 steps in a row, up to step 11, had a loss" in one.output(), one.output()
     assert [folder.name for folder in checkpoints_of(one.run_dir)][-1] == "step-00000007"
+
+
+@pytest.mark.parametrize("bad, last", [((1, 3, 5), None), ((2, 4, 5), 5)], ids=["here and there", "in a row"])
+@pytest.mark.parametrize("at_once", [9, 2], ids="{} steps a start".format)
+def test_only_skipped_steps_in_a_row_end_a_run_however_often_it_is_started_again(pool, tmp_path, bad, last, at_once):
+    """Bad numbers here and there are no divergence. But a run that is stopped every few steps, or restarted, must not go on for
+    ever without a good one: the count goes on where the checkpoint was made."""
+    make_corpus(tmp_path)
+    run, ended = tmp_path / "run", None
+    while ended is None or "stopped as told" in ended.output:
+        ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 6, "--max-skipped-steps", 2, "--exit-interval", at_once, bad_steps=bad)
+    assert [step for step, skipped in lines(run, "skipped") if skipped] == list(bad)
+    if last:
+        assert ended.code is None and f"2 steps in a row, up to step {last}, had a loss or gradient that is not finite" in ended.error
+    else:
+        assert ended.code == 0 and saved(run)[0] == 6
 
 
 # Drifted apart
