@@ -395,6 +395,107 @@ def test_old_checkpoints_go_only_when_the_new_one_is_whole_and_a_full_disk_is_re
         verify(folder)
 
 
+class Disk:
+    """One with so many bytes free, for what is opened below a folder: the last write() stores what still fits, as a real disk
+    does, and only the next one is an error."""
+
+    def __init__(self, folder, free):
+        self.folder, self.free, self.open = str(folder), free, io.open
+
+    def open_there(self, path, mode="r", buffering=-1, *others, **more):
+        if not str(path).startswith(self.folder) or "r" in mode:
+            return self.open(path, mode, buffering, *others, **more)
+        disk = self
+
+        class File(io.FileIO):
+            def write(self, data):
+                fits = memoryview(data).cast("B")[:disk.free]
+                if len(data) and not len(fits):
+                    raise OSError(28, "No space left on device")
+                disk.free -= len(fits)
+                return super().write(fits)
+
+        file = File(path, mode.strip("bt"))
+        buffered = file if buffering == 0 else io.BufferedWriter(file)
+        return buffered if "b" in mode else io.TextIOWrapper(buffered)
+
+
+def save_on_full_disks(config, folder):
+    """[(bytes that were free, the failure, the newest sound checkpoint then, all that have a name)] of saves of step 2 beside
+    one of step 1; the last one has room to the byte."""
+    folder = Path(folder)
+    mesh, model, optimizer, _ = build(config)
+    saver, told = Saver(folder, mesh, keep_last=1), []
+
+    def save(step, free):
+        disk = Disk(folder, free)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in ("builtins", "io"):
+                patch.setattr(f"{module}.open", disk.open_there)
+            saver.save(step, model, optimizer, config)
+            saver.wait()
+        return saver.failure()
+
+    assert save(1, 10**9) is None
+    sizes = [(folder / "checkpoints" / "step-00000001" / name).stat().st_size for name in ("__0_0.distcp", ".metadata", "manifest.json")]
+    for free in (0, 1, sizes[0] // 2, sizes[0] - 1, sizes[0], sizes[0] + sizes[1] - 1, sum(sizes[:2]), sum(sizes) - sizes[2] // 2, sum(sizes) - 1, sum(sizes)):
+        failure = save(2, free)
+        told.append((free, failure, newest_sound(folder), checkpoints_of(folder)))
+    return told
+
+
+def test_a_disk_with_room_for_a_part_of_a_checkpoint_keeps_the_one_before_and_no_half_one(pool, tmp_path):
+    """Whether it becomes full in the tensors, the index or the manifest, in the middle or at the last byte."""
+    ((*full, enough),) = pool.run(save_on_full_disks, config_for(*LAYOUTS[0]), str(tmp_path), world_size=1)
+    before, after = (tmp_path / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
+    for free, failure, newest, named in full:
+        assert failure and "No space left on device" in failure, f"{free} bytes free"
+        assert (newest, named) == (before, [before]), f"{free} bytes free"
+    assert enough[1:] == (None, after, [after])
+
+
+def watched_save(config, folder):
+    """Of one save what held when the checkpoint got its name, and after."""
+    mesh, model, optimizer, _ = build(config)
+    saver, flushed, told = Saver(Path(folder), mesh, keep_last=1), {}, {}
+    rename, fsync = os.rename, os.fsync
+
+    def state(path):
+        """(inode, size, time of the last change to what is in it)"""
+        there = os.stat(path)
+        return there.st_ino, there.st_size, there.st_mtime_ns
+
+    def watched_fsync(descriptor):
+        fsync(descriptor)
+        inode, *rest = state(descriptor)
+        flushed[inode] = rest
+
+    def watched_rename(old, new, *others, **more):
+        old, new = Path(old), Path(new)
+        if new.name == "step-00000001":
+            told["step"] = verify(old)["step"]
+            told["files"] = {path.name: state(path) for path in old.iterdir()}
+            told["flushed"] = all(flushed.get(inode) == rest for inode, *rest in map(state, [old, *old.iterdir()]))
+            flushed.clear()
+        rename(old, new, *others, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", watched_fsync)
+        patch.setattr(os, "rename", watched_rename)
+        saver.save(1, model, optimizer, config)
+        saver.wait()
+    final = Path(folder) / "checkpoints" / "step-00000001"
+    told["unchanged"] = final.is_dir() and told.pop("files", None) == {path.name: state(path) for path in final.iterdir()}
+    told["name flushed"] = os.stat(final.parent).st_ino in flushed
+    return told | dict(failure=saver.failure())
+
+
+def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk_and_nothing_is_written_after(pool, tmp_path):
+    """The manifest above all: a kill or a power cut between the two would leave a name without it, or it without its bytes."""
+    (told,) = pool.run(watched_save, config_for(*LAYOUTS[0]), str(tmp_path), world_size=1)
+    assert told == {"step": 1, "flushed": True, "unchanged": True, "name flushed": True, "failure": None}
+
+
 def forged(folder, step):
     """A sound checkpoint without a tensor, which says that it is of this step."""
     folder.mkdir(parents=True)

@@ -20,7 +20,7 @@ from nanodomino.flags import command_line_parser, from_command_line
 from nanodomino.launch import find_run
 from nanodomino.manifest import checkpoints_of, newest_record, verify
 from nanodomino.mesh import Place
-from nanodomino.settings import ROLES, UserError, check_values, flags_of, markdown, names, setting, spelling
+from nanodomino.settings import ROLES, UserError, check_values, flags_of, markdown, setting, spelling
 
 ROOT = Path(__file__).resolve().parent.parent
 OLD_RUN = ROOT / "tests" / "data" / "run-2026-11-20"       # as the version of that day left it: 3 steps of a tiny model
