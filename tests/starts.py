@@ -2,7 +2,7 @@
 
     start(pool, folder, *flags, world_size=2) -> Ended of rank 0
 
-A worker lends its process group. What would change it for the tests after this one is left out: the claim on the run's
+A worker lends its process group, and gives it the run's time-out. What would change it for the tests after this one is left out: the claim on the run's
 folder and the signals, both of which last as long as the process. test_faults.py has those, with processes of their own.
 """
 
@@ -12,12 +12,15 @@ import io
 import json
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import torch.distributed as dist
 from faults import TINY
 from pool import Pool
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import train
 from nanodomino import launch
@@ -52,7 +55,10 @@ def start_rank(flags: list[str], bad_steps) -> Ended:
         bad = shuffle and step + 1 in bad_steps and batch.loss_mask is not None
         return dataclasses.replace(batch, loss_mask=batch.loss_mask * float("nan")) if bad else batch
 
-    with (mock.patch.multiple(train, get_batch=poisoned, start_world=lambda *_: None,
+    def start_world(place, device, timeout):
+        _set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
+
+    with (mock.patch.multiple(train, get_batch=poisoned, start_world=start_world,
                               StopSignal=lambda say: SimpleNamespace(number=0, moment=0.0)),
           mock.patch.multiple(launch, claim=lambda run_dir: None, outlive_readers=lambda *_: None),
           contextlib.redirect_stdout(screen)):

@@ -273,10 +273,14 @@ def test_too_many_skipped_steps_end_the_run(job):
     assert "failed in step" not in one.output() and last_checkpoint(one) == "step-00000005"
 
 
-def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(job):
-    one = job("run", "--train-iters", 100, "--save-interval", 1, "--keep-last", 1, "--max-skipped-steps", 4, "--tp", 2, "--pp", 2, fault="losses", processes=4)
-    assert one.end() != 0 and "error: 4 steps in a row, up to step 11, had a loss" in one.output(), one.output()
-    assert [folder.name for folder in checkpoints_of(one.run_dir)][-1] == "step-00000007"
+def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(pool, tmp_path):
+    """Step 2 is the last good one; what is skipped after it is saved by three starts."""
+    make_corpus(tmp_path)
+    command = ("--run-dir", tmp_path / "run", "--train-iters", 20, "--save-interval", 1, "--keep-last", 1, "--max-skipped-steps", 6)
+    for at_once in (4, 1, 1, 9):
+        ended = start(pool, tmp_path, *command, "--exit-interval", at_once, bad_steps=range(3, 20))
+    assert ended.code is None and "6 steps in a row, up to step 8, had a loss" in ended.error
+    assert saved(tmp_path / "run") == [7, 6, 5, 4, 3, 2]
 
 
 @pytest.mark.parametrize("bad, last", [((1, 3, 5), None), ((2, 4, 5), 5)], ids=["here and there", "in a row"])
@@ -403,3 +407,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(job, alone, tm
     for path, what in zip(data, ("is damaged", "should have", "is missing")):
         assert any(line.startswith(f"warning: {path} {what}") for line in one.output().splitlines()), one.output()
     assert not differences(run_dir, alone("--keep-last", 4))
+
+
+def test_damaged_checkpoints_push_out_no_good_one_when_the_run_goes_on_before_them(pool, tmp_path):
+    """Or a second damage would cost all of the run."""
+    make_corpus(tmp_path)
+    command = ("--run-dir", tmp_path / "run", "--keep-last", 2, "--train-iters")
+    start(pool, tmp_path, *command, 4, "--save-interval", 1, "--keep-last", 3)
+    assert saved(tmp_path / "run") == [4, 3, 2]
+    for step in (4, 3):
+        (tmp_path / "run" / "checkpoints" / f"step-0000000{step}" / "__0_0.distcp").unlink()
+    for last, kept in ((5, [5, 4, 3, 2]), (6, [6, 5])):
+        ended = start(pool, tmp_path, *command, last, "--save-interval", 5)
+        assert ended.code == 0 and saved(tmp_path / "run") == kept, ended.output
