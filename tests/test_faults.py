@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import ROOT, Job, differences, make_corpus, wait_until
-from starts import lines, saved, start
+from faults import ROOT, TINY, Job, differences, make_corpus, wait_until
+from starts import lines, saved, start, start_rank
 from test_bad_input import needs_proc
 
+import train
 from nanodomino.manifest import checkpoints_of, verify
 from nanodomino.launch import next_folder
 
@@ -59,10 +60,6 @@ def full_disk(*arguments):
     if fault == "full" and rank == 1 and 9 < now < 20 or fault == "full at the end" and now == 24:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return write_data(*arguments)
-
-if fault == "unshared":                                  # as on two hosts, each with a disk of its own
-    check_shared = train.check_shared
-    train.check_shared = lambda run_dir: check_shared(run_dir / "of another host" if rank > 1 else run_dir)
 
 if "device" in fault:                                    # as on NCCL: a queue with work in it, and collectives that do not raise in time
     start_world, make_mesh = train.start_world, train.make_mesh
@@ -313,13 +310,21 @@ def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(job, flags):
 
 # Not shared
 
-def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(job):
+def unshared_rank(flags):
+    """As on two hosts, each with a disk of its own."""
+    rank, check_shared = int(os.environ["RANK"]), train.check_shared
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "check_shared", lambda run_dir: check_shared(run_dir / "of another host" if rank > 1 else run_dir))
+        return start_rank(flags, bad_steps=())
+
+
+def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(pool, tmp_path):
     """By all ranks alike, in a sentence. The first save would be too late: training would go on to its end for nothing."""
-    one = job("run", *LENGTH, fault="unshared", processes=4)
-    assert one.end() != 0 and not one.metrics(), one.output()
-    said = f"error: --run-dir {one.run_dir} is not the same folder on all hosts: what rank 0 writes there, rank 2, 3 can't see; choose one"
-    assert one.output().count(said) == 1 and "Traceback" not in one.output().split("torch/distributed")[0], one.output()
-    assert not [path.name for path in one.run_dir.iterdir() if "shared" in path.name]
+    run = tmp_path / "run"
+    flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(run), "--train-iters", "1"]
+    for ended in pool.run(unshared_rank, flags, world_size=4):
+        assert ended.code is None and "is not the same folder on all hosts: what rank 0 writes there, rank 2, 3 can't see; choose one" in ended.error
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints"] and not list((run / "checkpoints").iterdir())
 
 
 # No room
