@@ -505,6 +505,17 @@ def forged(folder, step):
     return folder
 
 
+@pytest.mark.parametrize("name", ["step", "adam_steps", "skipped_in_a_row"])
+def test_a_manifest_says_counts_that_can_be(tmp_path, name):
+    """Older ones know nothing of skipped steps, which then begin at 0."""
+    folder = forged(tmp_path / "step-00000003", 3)
+    assert (verify(folder)["step"], verify(folder)["skipped_in_a_row"]) == (3, 0)
+    for count, words in ((-1, "must be from 0 to"), (10**30, "must be from 0 to"), (True, "must be from 0 to"), ("two", f"does not say {name}"), (1.5, f"does not say {name}")):
+        (folder / "manifest.json").write_text(manifest_text(read_manifest(forged(tmp_path / f"{count}" / "step-00000003", 3)) | {name: count}))
+        with pytest.raises(UserError, match=words):
+            verify(folder)
+
+
 def test_only_the_names_that_we_give_are_looked_for(tmp_path):
     """Newest is the largest number, of however many digits; a copy under another name is its owner's."""
     names = ["step-00000007", "step-99999999", "step-100000000"]
