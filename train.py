@@ -42,7 +42,7 @@ from nanodomino.settings import UserError, require
 from nanodomino.step_time import estimate, require_room
 from nanodomino.timeline import draw_timeline
 from nanodomino.trace import Trace
-from nanodomino.watch import Watch
+from nanodomino.watch import Watch, connecting
 from nanodomino.zero import StepResult, ZeroOptimizer
 
 PROMPT_TOKENS = 32       # of the validation text, from which the sample at the end goes on
@@ -268,8 +268,9 @@ def main(arguments: list[str], place: Place) -> int:
         torch.use_deterministic_algorithms(True, warn_only=True)
     if config.compile and config.tp > 1:                       # each for itself, and all must compute alike
         choose_kernels_by_rule()
-    start_world(place, device, config.timeout)
-    mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
+    with connecting(place, config.timeout):
+        start_world(place, device, config.timeout)
+        mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
     check_agreement(config)
     found = tell_all(found)
     check_shared(found.folder)
