@@ -1,6 +1,6 @@
 """A run that is interrupted, killed, starved or damaged says so and ends; started again, it goes on with the same bits.
 
-Black boxes: two or four ranks on a tiny corpus, forks that start at once (forks.py); where torchrun itself matters, under torchrun.
+Most are black boxes: two or four ranks on a tiny corpus, forks that start at once (forks.py); where torchrun itself matters, under torchrun.
 faults.py does the same at random moments, for as long as one likes.
 """
 
@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import ROOT, Job, differences, make_corpus, wait_until
+from faults import ROOT, TINY, Job, differences, make_corpus, wait_until
+from starts import lines, saved, start, start_rank
 from test_bad_input import needs_proc
 
+import train
 from nanodomino.manifest import checkpoints_of, verify
 from nanodomino.launch import next_folder
 
@@ -59,10 +61,6 @@ def full_disk(*arguments):
     if fault == "full" and rank == 1 and 9 < now < 20 or fault == "full at the end" and now == 24:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return write_data(*arguments)
-
-if fault == "unshared":                                  # as on two hosts, each with a disk of its own
-    check_shared = train.check_shared
-    train.check_shared = lambda run_dir: check_shared(run_dir / "of another host" if rank > 1 else run_dir)
 
 if "device" in fault:                                    # as on NCCL: a queue with work in it, and collectives that do not raise in time
     start_world, make_mesh = train.start_world, train.make_mesh
@@ -278,11 +276,30 @@ def test_too_many_skipped_steps_end_the_run(job):
     assert "failed in step" not in one.output() and last_checkpoint(one) == "step-00000005"
 
 
-@pytest.mark.exhaustive
-def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(job):
-    one = job("run", "--train-iters", 100, "--save-interval", 1, "--keep-last", 1, "--max-skipped-steps", 4, "--tp", 2, "--pp", 2, fault="losses", processes=4)
-    assert one.end() != 0 and "error: 4 steps in a row, up to step 11, had a loss" in one.output(), one.output()
-    assert [folder.name for folder in checkpoints_of(one.run_dir)][-1] == "step-00000007"
+def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(pool, tmp_path):
+    """Step 2 is the last good one; what is skipped after it is saved by three starts."""
+    make_corpus(tmp_path)
+    command = ("--run-dir", tmp_path / "run", "--train-iters", 20, "--save-interval", 1, "--keep-last", 1, "--max-skipped-steps", 6)
+    for at_once in (4, 1, 1, 9):
+        ended = start(pool, tmp_path, *command, "--exit-interval", at_once, bad_steps=range(3, 20))
+    assert ended.code is None and "6 steps in a row, up to step 8, had a loss" in ended.error
+    assert saved(tmp_path / "run") == [7, 6, 5, 4, 3, 2]
+
+
+@pytest.mark.parametrize("bad, last", [((1, 3, 5), None), ((2, 4, 5), 5)], ids=["here and there", "in a row"])
+@pytest.mark.parametrize("at_once", [9, 2], ids="{} steps a start".format)
+def test_only_skipped_steps_in_a_row_end_a_run_however_often_it_is_started_again(pool, tmp_path, bad, last, at_once):
+    """Bad numbers here and there are no divergence. But a run that is stopped every few steps, or restarted, must not go on for
+    ever without a good one: the count goes on where the checkpoint was made."""
+    make_corpus(tmp_path)
+    run, ended = tmp_path / "run", None
+    while ended is None or "stopped as told" in ended.output:
+        ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 6, "--max-skipped-steps", 2, "--exit-interval", at_once, bad_steps=bad)
+    assert [step for step, skipped in lines(run, "skipped") if skipped] == list(bad)
+    if last:
+        assert ended.code is None and f"2 steps in a row, up to step {last}, had a loss or gradient that is not finite" in ended.error
+    else:
+        assert ended.code == 0 and saved(run)[0] == 6
 
 
 # Drifted apart
@@ -299,13 +316,21 @@ def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(job, flags):
 
 # Not shared
 
-def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(job):
+def unshared_rank(flags):
+    """As on two hosts, each with a disk of its own."""
+    rank, check_shared = int(os.environ["RANK"]), train.check_shared
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "check_shared", lambda run_dir: check_shared(run_dir / "of another host" if rank > 1 else run_dir))
+        return start_rank(flags, bad_steps=())
+
+
+def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(pool, tmp_path):
     """By all ranks alike, in a sentence. The first save would be too late: training would go on to its end for nothing."""
-    one = job("run", *LENGTH, fault="unshared", processes=4)
-    assert one.end() != 0 and not one.metrics(), one.output()
-    said = f"error: --run-dir {one.run_dir} is not the same folder on all hosts: what rank 0 writes there, rank 2, 3 can't see; choose one"
-    assert one.output().count(said) == 1 and "Traceback" not in one.output().split("torch/distributed")[0], one.output()
-    assert not [path.name for path in one.run_dir.iterdir() if "shared" in path.name]
+    run = tmp_path / "run"
+    flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(run), "--train-iters", "1"]
+    for ended in pool.run(unshared_rank, flags, world_size=4):
+        assert ended.code is None and "is not the same folder on all hosts: what rank 0 writes there, rank 2, 3 can't see; choose one" in ended.error
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints"] and not list((run / "checkpoints").iterdir())
 
 
 # No room
@@ -397,3 +422,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(job, alone, tm
     for path, what in zip(data, ("is damaged", "should have", "is missing")):
         assert any(line.startswith(f"warning: {path} {what}") for line in one.output().splitlines()), one.output()
     assert not differences(run_dir, alone("--keep-last", 4))
+
+
+def test_damaged_checkpoints_push_out_no_good_one_when_the_run_goes_on_before_them(pool, tmp_path):
+    """Or a second damage would cost all of the run."""
+    make_corpus(tmp_path)
+    command = ("--run-dir", tmp_path / "run", "--keep-last", 2, "--train-iters")
+    start(pool, tmp_path, *command, 4, "--save-interval", 1, "--keep-last", 3)
+    assert saved(tmp_path / "run") == [4, 3, 2]
+    for step in (4, 3):
+        (tmp_path / "run" / "checkpoints" / f"step-0000000{step}" / "__0_0.distcp").unlink()
+    for last, kept in ((5, [5, 4, 3, 2]), (6, [6, 5])):
+        ended = start(pool, tmp_path, *command, last, "--save-interval", 5)
+        assert ended.code == 0 and saved(tmp_path / "run") == kept, ended.output

@@ -146,3 +146,21 @@ def test_what_does_not_count_at_the_end_is_cut_without_a_word(tmp_path, last):
     """Half a line of a killed run, a test loss of what was then the end."""
     assert reopened(tmp_path, 5, *lines_of(0, 1, 5), last) == (lines_of(0, 1, 5), "")
     assert reopened(tmp_path, 0, *lines_of(0, 1, 5), last) == ([], "")
+
+
+def test_a_line_of_which_the_disk_took_a_part_is_finished_when_there_is_room(report, tmp_path, capsys):
+    """A nearly full disk stores what fits and says how much that was; only the next write is an error."""
+    one = report()
+    write, room = one.metrics.write, [12, 0, 0, 5]
+
+    def nearly_full(data):
+        fits = room.pop(0) if room else len(data)
+        if not fits:
+            raise OSError(28, "No space left on device")
+        return write(data[:fits])
+
+    one.metrics = SimpleNamespace(write=nearly_full)
+    for step in range(1, 7):
+        one.record(step=step, loss=1.0)
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[1:] == lines_of(*range(1, 7))
+    assert capsys.readouterr().out.count("metrics.jsonl can't be written") == 1

@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from faults import make_corpus
 from forks import launcher_environments
 from harness import build, sizes_of, tiny
 from reference import random_weights
+from starts import lines, saved, start
 
 import train
 from data.prepare import prepare
@@ -172,6 +174,38 @@ def test_a_run_with_nothing_left_keeps_its_settings_on_record(run, corpus, tmp_p
     assert json.loads((tmp_path / "one" / "config.json").read_text())["lr"] == 0.01
     printed = run(tmp_path, None, *flags, "--train-iters", 3, "--lr", 0.02)
     assert "going on after step 2 of 3; train_iters 3, before 2; lr 0.02, before 0.01" in printed
+
+
+# ---- started again
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A folder with a corpus for starts in the pool."""
+    return make_corpus(tmp_path_factory.mktemp("small")).parent
+
+
+def test_the_same_command_with_an_exit_interval_goes_on_by_as_many_steps_each_time(pool, small, tmp_path):
+    """As a scheduler gives it, which knows nothing of the starts before. Six steps in three starts, and the fourth finds
+    nothing left."""
+    command = ("--run-dir", tmp_path / "run", "--train-iters", 6, "--exit-interval", 2, "--keep-last", 5)
+    for steps in (2, 4, 6, 6):
+        ended = start(pool, small, *command)
+        assert (ended.code, ended.error) == (0, "")
+        assert [step for step, _ in lines(tmp_path / "run", "loss")] == list(range(1, steps + 1))
+        assert saved(tmp_path / "run") == list(range(steps, 0, -2))
+        assert ("stopped as told" in ended.output) == (steps < 6) and f"{steps} of 6 steps done" in ended.output
+        assert [step for step, _ in lines(tmp_path / "run", "test_loss")] == [6] * (steps == 6)
+    assert "nothing is left" in ended.output
+
+
+def test_the_test_loss_of_what_was_once_the_end_goes_when_the_run_goes_on(pool, small, tmp_path):
+    """Two of them in one metrics.jsonl, and whoever reads it takes the first."""
+    for steps in (2, 4):
+        start(pool, small, "--run-dir", tmp_path / "run", "--train-iters", steps)
+        ((last, loss),) = lines(tmp_path / "run", "test_loss")
+        assert last == steps
+    start(pool, small, "--run-dir", tmp_path / "run", "--train-iters", 4)
+    assert lines(tmp_path / "run", "test_loss") == [(4, loss)], "nor is it there twice after a start with nothing left"
 
 
 @pytest.mark.parametrize("name, peak", [("NVIDIA A10", 125e12), ("NVIDIA A10G", None), ("NVIDIA RTX A4000", None), ("NVIDIA H100 80GB HBM3", 989e12),
