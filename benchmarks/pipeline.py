@@ -80,8 +80,9 @@ def processes(flags) -> int:
             f"--microbatches must be at least --pp {stages}, since torch's Schedule1F1B refuses fewer, but one is "
             f"{least}; try --microbatches {stages} {2 * stages}")
     for m in flags.microbatches:
-        require(m % (m // stages) == 0, f"--microbatches {m} must be divisible by the {m // stages} rounds that torch's "
-                f"interleaved schedules cut it into; try {m // stages * stages}")
+        rounds = m // stages
+        require(m % rounds == 0, f"--microbatches {m} must be divisible by the {rounds} rounds that torch's interleaved "
+                f"schedules cut it into; try {rounds * stages}")
     configs_for(flags, least)
     return stages
 
@@ -378,8 +379,9 @@ def kinds_of_work(rows: list[dict]) -> list[str]:
         parts = [[sum(seconds for name, seconds in stage.items() if name.split()[0] == kind)
                   for kind in ("forward", "input_backward", "weight_backward")] for stage in row["seconds"] or []]
         if parts and all(map(all, parts)):
-            words = (f"{letter} {1000 * statistics.mean(of_stages):.1f} ms" for letter, of_stages in zip("FBW", zip(*parts)))
-            return [f"a microbatch on a stage takes {', '.join(words)}, the mean of the stages, in {row['schedule']} with "
+            words = ", ".join(f"{letter} {1000 * statistics.mean(of_stages):.1f} ms"
+                              for letter, of_stages in zip("FBW", zip(*parts)))
+            return [f"a microbatch on a stage takes {words}, the mean of the stages, in {row['schedule']} with "
                     f"{row['microbatches']} microbatches"]
     return []
 

@@ -262,11 +262,10 @@ def chrome_trace(recording: Recording) -> dict:
 
 
 # What must be told about an event of a kind, and of which type it is wherever it is told.
-NEEDED = {"step": ("step",), "resume": ("slice",), "wait": ("group",), "forward": ("microbatch",),
-          "backward": ("microbatch",), **dict.fromkeys(MOMENTS, ("message", "peer")),
-          **dict.fromkeys(WATCHED, ("group", "bytes", "ready"))}
-TYPES = {"step": int, "slice": int, "microbatch": int, "peer": int, "bytes": int, "ready": int, "group": str,
-         "message": str, "site": str}
+NEEDED = {"step": ("step",), "resume": ("slice",), "wait": ("group",), **dict.fromkeys(PASSES, ("microbatch",)),
+          **dict.fromkeys(MOMENTS, ("message", "peer")), **dict.fromkeys(WATCHED, ("group", "bytes", "ready"))}
+TYPES = {**dict.fromkeys(("step", "slice", "microbatch", "chunk", "peer", "bytes", "ready"), int),
+         **dict.fromkeys(("group", "message", "site"), str)}
 
 
 def is_possible(event: Event) -> bool:
@@ -274,7 +273,8 @@ def is_possible(event: Event) -> bool:
     kind, about = event.kind, event.about
     return (type(kind) is str and type(about) is dict and all(name in about for name in NEEDED.get(kind, ()))
             and all(type(value) is TYPES[name] for name, value in about.items() if name in TYPES)
-            and about.get("slice", 0) >= 0 and (kind not in WATCHED or about["group"] in SHARED)
+            and about.get("slice", 0) >= 0 and 0 <= about.get("chunk", 0) < 1000
+            and (kind not in WATCHED or about["group"] in SHARED)
             and all(0 <= time < 2**63 for time in (event.begin, event.end))
             and (kind != "step" or event.begin < event.end))   # on a GPU a sum may end before the mark at its begin
 

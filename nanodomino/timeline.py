@@ -31,7 +31,7 @@ from nanodomino.mesh import Mesh
 from nanodomino.recording import (MOMENTS, PASSES, WATCHED, Recording, actions, chrome_trace, find_ready,
                                   from_chrome_trace, lanes, letter, messages, minus, number, spans_of, table, title,
                                   union, waits)
-from nanodomino.schedules import Backward, Forward
+from nanodomino.schedules import Backward, Forward, InputBackward, WeightBackward
 from nanodomino.settings import UserError, require
 from nanodomino.svg import LETTER, LINE, WIDTH, box, frame, legend, line, text, tick_step, write, write_output
 from nanodomino.trace import Event, Trace, clock_offset
@@ -43,7 +43,7 @@ LEGIBLE = 12                                             # the width of a box th
 # Apart for eyes that don't tell red from green, and on paper: the lightness differs too.
 WORK = {"forward": "#9bd1f4", "backward": "#4fae8b", "input_backward": "#8cc63f", "weight_backward": "#dfb92f",
         "weight_gradient": "#f3df6b", "optimizer": "#c8a2d8"}
-LETTERS = {kind.kind: kind.letter for kind in (Forward, Backward)}
+LETTERS = {kind.kind: kind.letter for kind in (Forward, Backward, InputBackward, WeightBackward)}
 WAITS = {"exposed": "#d62728", "idle": "#b5b5b5"}
 WIRES = {"tp": "#e69f00", "dp": "#8496e0", "gather": "#63bccb", "embedding": "#bb9468", "world": "#9a9a9a"}
 NAMES = {"exposed": "exposed communication", "idle": "idle", "tp": "sum over tp", "dp": "gradients over dp",
@@ -107,7 +107,8 @@ class Panel:
             self.parts.append(text(self.x((begin + end) / 2), y, words, kind))
 
     def compute_row(self, events, y):
-        """Painted over each other: microbatches, the turns of their slices, weight gradients, waits, frames, numbers."""
+        """Painted over each other: microbatches, the turns of their slices, weight gradients, waits, pairs' frames,
+        numbers."""
         outer = [event for event in events if event.kind in (*PASSES, "optimizer")]
         turns = self.turns(events)
         for event in outer:

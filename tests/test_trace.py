@@ -490,8 +490,10 @@ def test_a_recording_that_somebody_has_changed_is_named_and_never_a_traceback(tm
     do without is drawn; all else is one sentence."""
     file, output, sound = tmp_path / "x.json", tmp_path / "x.svg", chrome_trace(two_stages())
     sound["traceEvents"].append(dict(ph="X", name="", cat="resume", pid=1, tid=0, ts=13e3, dur=1e3, args={"slice": 0}))
+    sound["traceEvents"].append(dict(ph="X", name="", cat="weight_backward", pid=1, tid=0, ts=14e3, dur=1e3,
+                                     args={"microbatch": 1, "chunk": 1}))
     kinds = {row["cat"]: i for i, row in enumerate(sound["traceEvents"]) if row["ph"] == "X"}
-    values, refused = ("gone", "7", [7], -7, 1e300), Counter()
+    values, refused = ("gone", "7", [7], -7, 10**15, 1e300), Counter()
     places = [("traceEvents",), ("traceEvents", 9), ("otherData",), ("otherData", "places"), ("otherData", "places", 0, 1)]
     for kind, i in kinds.items():
         places += [("traceEvents", i, name) for name in ("cat", "ts", "dur", "args")]
