@@ -52,7 +52,7 @@ from nanodomino.config import Config
 from nanodomino.domino import Domino
 from nanodomino.mesh import Mesh, find_device, make_mesh, start_world
 from nanodomino.model import stage_layers
-from nanodomino.recording import PASSES, actions, minus, spans_of, union
+from nanodomino.recording import actions, minus, spans_of, union
 from nanodomino.schedules import SCHEDULES, Placement, Timetable, play, step_time
 from nanodomino.settings import require
 from nanodomino.trace import Trace
@@ -81,8 +81,8 @@ def processes(flags) -> int:
             f"{least}; try --microbatches {stages} {2 * stages}")
     for m in flags.microbatches:
         rounds = m // stages
-        require(m % rounds == 0, f"--microbatches {m} must be divisible by the {rounds} rounds that torch's interleaved "
-                f"schedules cut it into; try {rounds * stages}")
+        require(m % rounds == 0, f"--microbatches {m} must be divisible by the {rounds} rounds that torch's "
+                f"interleaved schedules cut it into; try {rounds * stages}")
     configs_for(flags, least)
     return stages
 

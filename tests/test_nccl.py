@@ -198,7 +198,10 @@ def test_batches_that_block_both_sides_come_to_an_end(name, stages, microbatches
 @pytest.mark.parametrize("stages, microbatches", [(2, 9), (4, 2), (4, 16)])
 def test_whichever_half_of_a_pair_is_over_first(stages, microbatches, turns):
     """Its output leaves then, in a batch of its own."""
-    assert not stopped(timetable("paired", stages, microbatches), turns)
+    table = timetable("paired", stages, microbatches)
+    assert not stopped(table, turns)
+    for stage in range(stages):
+        assert all(sum(sender == stage for sender, *_ in batch) <= 1 for batch in exchanges(table, stage, turns))
 
 
 @pytest.mark.parametrize("chunks, stages, microbatches", [(3, 2, 5), (3, 4, 16), (4, 3, 7), (5, 8, 17)])

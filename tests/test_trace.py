@@ -356,6 +356,15 @@ def test_chunks_and_the_halves_of_a_backward_are_told_apart():
     assert len(set(WORK.values())) == len(WORK)
 
 
+def test_weight_gradients_are_shown_where_they_are_cover():
+    """A weight backward is nothing else, and has its own colour."""
+    events = [Event(kind, begin * 10**6, end * 10**6, about) for kind, begin, end, about in (
+        ("step", 0, 100, dict(step=1)), ("backward", 0, 50, dict(microbatch=0)), ("weight_gradient", 10, 20, dict(slice=0)),
+        ("weight_backward", 50, 90, dict(microbatch=1)), ("weight_gradient", 60, 80, dict(slice=0)))]
+    svg = picture([Recording("by hand", [(0, 0, 0)], [events])])
+    assert svg.count(WORK["weight_gradient"]) == 1 + 1                                               # and the legend
+
+
 def test_half_a_backward_is_work():
     events = [Event("step", 0, 100, dict(step=1)), Event("input_backward", 10, 40, dict(microbatch=0, chunk=0)),
               Event("wait", 20, 25, dict(group="pp")), Event("weight_backward", 50, 80, dict(microbatch=0, chunk=0))]
