@@ -382,12 +382,20 @@ def test_the_legend_explains_arrows_where_there_are_any():
         assert drawn.count("marker-end") == arrows and ("message between stages" in texts(drawn)) == (arrows > 0)
 
 
-def test_the_picture_letters_the_slices(recording):
+def test_the_legend_names_what_travels(recording):
     words = texts(picture([part(recording, 0, recording.end / 1e6)]))
     assert {"stage 1, dp 0, tp 1", "sum over tp", "gradients over dp", "weights over dp", "tied embedding"} <= {*words}
-    first = of(recording.ranks[0], "forward")[0]
-    words = texts(picture([part(recording, first.begin / 1e6, first.end / 1e6)]))
-    assert {"0a", "0b"} <= {*words}
+
+
+def test_the_picture_letters_the_slices():
+    """In the turns of each; of a second chunk with its prime."""
+    events = [Event("step", 0, 80 * 10**6, dict(step=1))]
+    for chunk in (0, 1):
+        events.append(Event("forward", chunk * 40 * 10**6, (chunk * 40 + 40) * 10**6, dict(microbatch=3, chunk=chunk)))
+        events += [Event("resume", (chunk * 40 + turn * 10) * 10**6, (chunk * 40 + turn * 10 + 10) * 10**6,
+                         dict(slice=turn % 2)) for turn in range(4)]
+    words = texts(picture([Recording("by hand", [(0, 0, 0)], [events])]))
+    assert [word for word in words if word and word[0] == "3" and word[-1] in "ab"] == ["3a", "3b", "3a", "3b", "3'a", "3'b", "3'a", "3'b"]
 
 
 def test_two_recordings_share_one_scale_and_keep_their_captions():
