@@ -21,6 +21,7 @@ TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16", "--dev
 
 # ---- pipeline
 
+@pytest.mark.exhaustive
 def test_pipeline_compares_three_sides_with_two_schedules():
     record = ask("pipeline", *TINY, "--microbatches", "2", "3", "--repeats", "2")
     rows = {(row["microbatches"], row["schedule"], row["side"]): row for row in record["rows"]}
