@@ -42,8 +42,9 @@ LOOK = 0.5               # seconds between two looks
 @contextmanager
 def connecting(place: Place, timeout: float):
     """While it lasts, this process ends if the others can't be reached: they may take `timeout` seconds to come, and as
-    many to connect. gloo would wait for a connection five times as long."""
-    timer = threading.Timer(2 * timeout, fail, (place, RuntimeError(
+    many to connect; torch, which tries again and again, some more. gloo would wait for a connection five times as long.
+    """
+    timer = threading.Timer(2 * timeout + GRACE, fail, (place, RuntimeError(
         f"timed out connecting to the others, after {timeout:.0f} seconds; is GLOO_SOCKET_IFNAME the interface between "
         "the hosts, and does a firewall let them through?")))
     timer.daemon = True

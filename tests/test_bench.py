@@ -69,6 +69,7 @@ def slow_if_possible() -> list[str]:
 
 # ---- the questions
 
+@pytest.mark.exhaustive
 def test_overlap_compares_four_ways_to_talk_and_two_halves_of_the_work(slow_if_possible):
     """A sum after each sublayer forward and backward, one at each end, two in the cross entropy; in three slices."""
     record = ask("overlap", *TINY, "--micro-batch-size", "6", "--slices", "3", "--repeats", "2", *slow_if_possible)
@@ -104,6 +105,7 @@ def test_host_times_are_of_a_layer_and_slice_beside_autograds():
     assert "nanodomino_compiled_us" not in record and len(record["nanodomino_gain_spread"]) == 2
 
 
+@pytest.mark.exhaustive
 def test_throughput_compares_the_same_training():
     record = ask("throughput", *TINY, "--global-batch-size", "8", "--repeats", "3")
     assert record["loss_difference"] < 1e-4 and len(record["losses"]) == throughput.COMPARED_STEPS

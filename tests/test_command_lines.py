@@ -111,9 +111,9 @@ def test_only_what_has_rounds_has_repeats(forks, tmp_path, question, has):
 # ---- readers that go away
 
 @pytest.mark.parametrize("command, flags", [
-    ("bench.py", "plan"), ("train.py", "--help"), ("data/prepare.py", "--verify data"),
+    ("train.py", "--help"), ("data/prepare.py", "--verify data"),
     ("-m nanodomino.generate", "--load run --max-tokens 3 --seed 1"), *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
-        ("bench.py", "--help"), ("bench.py", "overlap --help"), ("data/prepare.py", "--help"),
+        ("bench.py", "--help"), ("bench.py", "overlap --help"), ("bench.py", "plan"), ("data/prepare.py", "--help"),
         ("data/prepare.py", "--input data/meta.json --output made --overwrite"), ("-m nanodomino.checkpoint", "--help"),
         ("-m nanodomino.checkpoint", "verify run"), ("-m nanodomino.checkpoint", "export run out.pt"))]])
 def test_a_closed_pipe_is_no_error(trained, nobody_reads, command, flags):
@@ -169,6 +169,7 @@ def test_what_a_person_sees_never_ends_a_run(trained, nobody_reads, screen):
                       "tells of it\n"
 
 
+@pytest.mark.exhaustive
 def test_a_screen_that_does_not_know_a_letter_never_ends_a_run(trained):
     """A container without a locale: the text that the model writes, or a folder's name, may hold any letter."""
     code, out, err = end(train(trained, "läufe", subprocess.PIPE, PYTHONIOENCODING="ascii"))
@@ -217,6 +218,7 @@ def test_verify_says_of_a_run_without_checkpoints_that_there_is_nothing(tmp_path
     assert (code, out) == (2, "") and err == "error: this run has no checkpoint yet; give the folder of another one\n"
 
 
+@pytest.mark.exhaustive
 def test_export_takes_the_newest_sound_checkpoint_of_a_run_and_says_which(trained, tmp_path):
     damaged_run(trained, tmp_path)
     code, out, err = end(start(tmp_path, "-m nanodomino.checkpoint", "export", "run", "run.pt"))
@@ -299,6 +301,7 @@ def test_a_line_on_the_terminal_moves_and_rank_0_alone_writes_it(watched):
     assert record["question"] == "overlap"
 
 
+@pytest.mark.exhaustive
 def test_where_nobody_looks_no_line_moves(tmp_path):
     """And in the folder on the disk to be measured nothing stays."""
     code, out, err = end(start(tmp_path, "bench.py", "checkpoint", *SMALL, "--num-attention-heads", 2, "--repeats", 1,
@@ -330,8 +333,9 @@ def test_ctrl_c_ends_all_of_it_without_a_word(watched, question, flags, moment):
     assert one.process.stdout.read() == ""
 
 
+@pytest.mark.exhaustive
 @needs_proc
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_bench_that_is_killed_or_whose_terminal_is_closed_takes_its_processes_along(watched, name):
     if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
         pytest.skip(f"these tests were started with {name} ignored, as by nohup, and so would be the bench")

@@ -271,7 +271,7 @@ def endless(folder):
         process.communicate()
 
 
-@pytest.mark.parametrize("processes", [None, 2])
+@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_pipe_that_is_closed_ends_it_quietly(endless, processes):
     """`| head`. Rank 0 alone sees it, and the others must not wait for rank 0 in their next sum."""
     process = endless(processes)
