@@ -165,6 +165,10 @@ class Slice:
     output: torch.Tensor | None = None                 # loss [b, s] at the model's end, else hidden [b, s, h]
     later: list | None = None                          # (site, products, modules) that weight_backward is to do
 
+    def keep_what_is_left(self):
+        """After backward: what weight_backward is to do, and nothing else."""
+        self.batch = self.hidden = self.entrance = self.maximum = self.sums = self.output = None
+
 
 class Tally:
     """Tells on_final, where there is one, of modules that all slices are through with."""
@@ -230,6 +234,9 @@ class Domino:
         gradients = gradient.tensor_split(len(pieces))
         yield from interleave([self.backward_slice(piece, gradients[piece.index], results, tally) for piece in pieces],
                               self.trace)
+        if later:
+            for piece in pieces:
+                piece.keep_what_is_left()
         if pieces[0].chunk.pre_process:
             return None
         return results[0] if len(results) == 1 else torch.cat(results)
