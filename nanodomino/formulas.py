@@ -266,16 +266,27 @@ def message_bytes(config: Config, at) -> int:
 def working_bytes(config: Config, at) -> int:
     """Of what comes and goes, where it is most: an estimate, whose terms are the largest tensors of three moments."""
     e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
-    cuda, (*_, last) = config.device == "cuda", stage(config, at).chunks
+    cuda, (first, *_), (*_, last) = config.device == "cuda", stage(config, at).chunks, stage(config, at).chunks
     ffn, h = e * n * config.ffn_hidden_size // t, config.hidden_size
     widened = e if e < w and not cuda else 0      # a 16-bit weight gradient, before it is added to fp32
     head = sum(kept_by_ends(config, at, last).values()) if last.post_process else 0  # gone when the layers' turn comes
-    moments = [2 * x + 2 * ffn + max(0, widened * h * config.ffn_hidden_size // t - ffn) - head]      # of an MLP, back
+    beside = [pair_bytes(config, at, resumed - first.pre_process) for resumed in (0, 1, 1 + last.post_process)]
+    moments = [2 * x + 2 * ffn + max(0, widened * h * config.ffn_hidden_size // t - ffn) - head + beside[2]]  # MLP, back
     if last.post_process:                                                           # forward and backward of the head
         width = logits_width(config, at)
         chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"], w * n * width // slices(config))
-        moments += [2 * x + chunk, 2 * x + max(chunk, widened * h * width)]
+        moments += [2 * x + chunk + beside[0], 2 * x + max(chunk, widened * h * width) + beside[1]]
     return int(max(moments))
+
+
+def pair_bytes(config: Config, at, sublayers: int) -> float:
+    """Of a pair's forward that is through with so many sublayers, none of which its backward has given up in turn, and
+    of what both have at hand besides, about 4 X. (The embedding and the head are a turn each.)"""
+    if all(len(action.halves) == 1 for action in actions(config, at)):
+        return 0
+    x, ffn = activation(config), element(config) * tokens(config) * config.ffn_hidden_size
+    links = [2 * x + 4 * x / config.tp, 2 * x + 2 * ffn / config.tp]
+    return 4 * x + sum(links[:max(sublayers, 0)])
 
 
 def received_bytes(config: Config, at) -> int:
