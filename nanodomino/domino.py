@@ -244,8 +244,9 @@ class Domino:
     def weight_backward(self, pieces, on_final=None):
         """Generator, since all that the pipeline resumes are; nothing goes on the wires. on_final: as in backward()."""
         tally = Tally(len(pieces), on_final)
-        for entries in zip(*(piece.later for piece in pieces)):
-            for piece, (site, products, modules) in zip(pieces, entries):
+        while pieces[0].later:
+            for piece in pieces:
+                site, products, modules = piece.later.pop(0)   # what is done with goes
                 self.weight_gradients(piece, site, products)
                 tally(*modules)
         return

@@ -216,8 +216,13 @@ def alive(config: Config, at: Mesh) -> float:
 
 
 def activation_bytes(config: Config, at) -> int:
-    """Of the tapes that are held at once, at most: counted in the stage's actions. In a pair one tape grows as the
-    other shrinks, a sublayer in turn, so no more is held in it than before or after."""
+    """Of the tapes that are held at once, at most."""
+    return round(max(tape_bytes(config, at)))
+
+
+def tape_bytes(config: Config, at) -> list[float]:
+    """What is held of tapes after each of the stage's actions. In a pair one tape grows as the other shrinks, a
+    sublayer in turn, so no more is held in it than before or after."""
     chunks, by_layer, left = stage(config, at).chunks, kept_by_layer(config), left_by_layer(config)
     kept = [len(chunk.layers) * sum(by_layer.values()) + sum(kept_by_ends(config, at, chunk).values())
             - (activation(config) if shares_input(config, at, number) else 0) for number, chunk in enumerate(chunks)]
@@ -228,7 +233,7 @@ def activation_bytes(config: Config, at) -> int:
         return {"forward": whole, "backward": -whole,
                 "input_backward": part - whole, "weight_backward": -part}[half.kind]
 
-    return round(max(accumulate(sum(map(change, action.halves)) for action in actions(config, at))))
+    return list(accumulate(sum(map(change, action.halves)) for action in actions(config, at)))
 
 
 def shares_input(config: Config, at, chunk: int) -> bool:
@@ -250,9 +255,10 @@ def message_bytes(config: Config, at) -> int:
     for action, wanted in zip(actions(config, at), asks):
         arriving |= dict.fromkeys(wanted, True)
         most = max(most, sum(arriving.values()) + sum(map(own, sent)))
-        del sent[:-config.pp]
         for half in action.halves:
             arriving.pop(takes(half), None)
+        for half in action.halves:                             # the outputs of a pair leave one after the other
+            sent = sent[-config.pp:]
             (tapes.add if half.kind == "forward" else tapes.discard)((half.microbatch, half.chunk))
             if given := gives(table.placement, at.pp_rank, half):
                 taker, message = given
@@ -260,6 +266,7 @@ def message_bytes(config: Config, at) -> int:
                     arriving[message] = own(half)
                 else:
                     sent.append(half)
+                    most = max(most, sum(arriving.values()) + sum(map(own, sent)))
     return activation(config) * most
 
 
@@ -271,7 +278,8 @@ def working_bytes(config: Config, at) -> int:
     widened = e if e < w and not cuda else 0      # a 16-bit weight gradient, before it is added to fp32
     head = sum(kept_by_ends(config, at, last).values()) if last.post_process else 0  # gone when the layers' turn comes
     beside = [pair_bytes(config, at, resumed - first.pre_process) for resumed in (0, 1, 1 + last.post_process)]
-    moments = [2 * x + 2 * ffn + max(0, widened * h * config.ffn_hidden_size // t - ffn) - head + beside[2]]  # MLP, back
+    # backward of an MLP
+    moments = [2 * x + 2 * ffn + max(0, widened * h * config.ffn_hidden_size // t - ffn) - head + beside[2]]
     if last.post_process:                                                           # forward and backward of the head
         width = logits_width(config, at)
         chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"], w * n * width // slices(config))
@@ -289,18 +297,24 @@ def pair_bytes(config: Config, at, sublayers: int) -> float:
     return 4 * x + sum(links[:max(sublayers, 0)])
 
 
-def received_bytes(config: Config, at) -> int:
-    """Of gradients on their way to the sum, at the end of backward: on CPUs a reduce-scatter receives into memory of
-    its own (collectives.py)."""
-    scattered = parts(config) > 1 and config.device != "cuda"
-    return wide(config) * sum(size for _, size in buckets(config, at)) if scattered else 0
+def receiving_bytes(config: Config, at) -> int:
+    """Of gradients on their way to the sum, with what is still held of tapes, at most: on CPUs a reduce-scatter
+    receives into memory of its own (collectives.py), of each chunk after its last action."""
+    if parts(config) == 1 or config.device == "cuda":
+        return 0
+    chunks, row = stage(config, at).chunks, actions(config, at)
+    last = {half.chunk: number for number, action in enumerate(row) for half in action.halves}
+    part = wide(config) * sum(size for _, size in buckets(config, at)) / sum(len(chunk.layers) for chunk in chunks)
+    received = [sum(part * len(chunks[chunk].layers) for chunk in last if last[chunk] <= number)
+                for number in range(len(row))]
+    return round(max(held + here for held, here in zip(tape_bytes(config, at), received) if here))
 
 
 def peak_bytes(config: Config, at) -> int:
     """State, messages, and the larger of two moments: activations with what comes and goes beside them, or, once
     backward has used these up, received gradients. An estimate within a few percent."""
     return (sum(state_bytes(config, at).values()) + message_bytes(config, at)
-            + max(activation_bytes(config, at) + working_bytes(config, at), received_bytes(config, at)))
+            + max(activation_bytes(config, at) + working_bytes(config, at), receiving_bytes(config, at)))
 
 
 def most_bytes(config: Config) -> int:
