@@ -43,7 +43,7 @@ from nanodomino.settings import UserError, require
 from nanodomino.step_time import estimate, require_room
 from nanodomino.timeline import draw_timeline
 from nanodomino.trace import Trace
-from nanodomino.watch import Watch
+from nanodomino.watch import Watch, connecting
 from nanodomino.zero import StepResult, ZeroOptimizer
 
 PROMPT_TOKENS = 32       # of the validation text, from which the sample at the end goes on
@@ -103,9 +103,9 @@ def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: Toke
 
 def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, on_action=None) -> float:
     """Mean loss over the first eval_iters global batches of a split, every token counted once."""
-    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    sums, table = torch.zeros(2, dtype=torch.float64, device=mesh.device), config.timetable.forwards
     for step in range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size))):
-        totals = run_schedule(config.timetable.forwards, step, stage, dataset, config, mesh, shuffle=False, on_action=on_action)
+        totals = run_schedule(table, step, stage, dataset, config, mesh, shuffle=False, on_action=on_action)
         sums += torch.stack([totals.loss_sum, totals.tokens])
     # each token once: tensor-parallel ranks have the same losses
     if not (stage.model.post_process and mesh.tp_rank == 0):
@@ -130,8 +130,8 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
     optimizer.warm_up()
 
 
-def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, shuffle=True,
-                on_final=None, on_action=None):
+def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh,
+                 shuffle=True, on_final=None, on_action=None):
     """Run a schedule over the microbatches of global batch number `step`."""
     return pipeline.run(table, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
                         (config.micro_batch_size, config.seq_length, config.hidden_size),
@@ -166,7 +166,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     if done < config.train_iters:
         report.estimate(*estimate(config, mesh))
         warm_up(stage, optimizer, config, mesh)
-    signals, stop, skipped, begin = StopSignal(report.say), False, 0, time.perf_counter()
+    signals, stop, begin = StopSignal(report.say), False, time.perf_counter()
 
     step, traced = done, config.traced_steps
     if traced and traced[-1] <= done:
@@ -178,24 +178,25 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             trace.recording = step in traced
             result = train_step(step, stage, optimizer, datasets["train"], config, mesh,
                                 stop=lambda: signals.number > 0, on_action=on_action)
-            done, skipped, trace.recording = step, skipped + 1 if result.skipped else 0, False
+            done, trace.recording = step, False
             stop = result.stop or (config.exit_interval is not None and step % config.exit_interval == 0)
             report.step(step, result, learning_rate(step, config), time.perf_counter() - step_begin)
             if step in traced and (step == traced[-1] or stop):
                 report.say(draw_timeline(trace, mesh, run.folder / f"trace-{step:08d}"))
-            if skipped >= config.max_skipped_steps:
+            if optimizer.skipped_in_a_row >= config.max_skipped_steps:
                 # the last good checkpoint, should it still be on its way
                 saver.wait()
                 report.draw_curve()
-                raise UserError(f"{skipped} steps in a row, up to step {step}, had a loss or gradient that is not "
-                                f"finite; start from an earlier checkpoint with a smaller --lr than {config.lr}")
+                raise UserError(f"{optimizer.skipped_in_a_row} steps in a row, up to step {step}, had a loss or "
+                                "gradient that is not finite; start from an earlier checkpoint with a smaller --lr "
+                                f"than {config.lr}")
             if ("valid" in datasets and config.eval_iters
                     and (step % config.eval_interval == 0 or step == config.train_iters)):
                 report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh, watch.mark))
             if step % config.save_interval == 0 or step == config.train_iters or stop:
                 if text := drifted_copies(model, optimizer, mesh):
                     report.say(f"warning: {text}")
-                saver.save(step, model, optimizer, config, skipped)
+                saver.save(step, model, optimizer, config)
                 report.draw_curve()
             if failure := saver.failure():
                 report.say(f"warning: {failure}; training goes on")
@@ -267,8 +268,9 @@ def main(arguments: list[str], place: Place) -> int:
         torch.use_deterministic_algorithms(True, warn_only=True)
     if config.compile and config.tp > 1:                       # each for itself, and all must compute alike
         choose_kernels_by_rule()
-    start_world(place, device, config.timeout)
-    mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
+    with connecting(place, config.timeout):
+        start_world(place, device, config.timeout)
+        mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
     check_agreement(config)
     found = tell_all(found)
     check_shared(found.folder)

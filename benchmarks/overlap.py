@@ -1,24 +1,26 @@
 """How much of tensor parallelism's communication does Domino hide?
 
-One step is the forward and the backward of one microbatch on --tp ranks. In turn, within one run, on the same weights:
+One step is the forward and the backward of --microbatches on --tp ranks. In turn, within one run, on the same weights:
 
     blocking    the definition in model.py: autograd, and every sum is waited for where it stands
     megatron    domino.py with one slice: forward it blocks, backward the weight gradients cover a sum
     domino      domino.py with --slices and --columns
+    paired      the same, a backward and the next forward at once (schedules.py); with two microbatches or more
     compute     the same step as domino, with the collectives left out (its numbers mean nothing)
     wires       the same sums as domino's, of the same sizes, and nothing else
     dtensor     the plain model of plain.py, its layers cut by torch's DTensor: ColwiseParallel, RowwiseParallel
                 (embedding and head are whole on every rank)
 
-With --compile (the default on CUDA) what domino.py does is compiled: megatron, domino, compute. The other two are not,
-so look at megatron / domino then.
+With --compile (the default on CUDA) what domino.py does is compiled: all but blocking and dtensor, so look at
+megatron / domino then. Of domino and of paired, here d:
 
-    hidden      1 - (domino - compute) / wires: the part of the communication that no one waits for, between 0 and 1;
+    hidden      1 - (d - compute) / wires: the part of the communication that no one waits for, between 0 and 1;
                 where the wires take longer than the work, at most compute / wires of it can be hidden
-    bound       domino / max(compute, wires): 1 would be perfect, less can't be
-    speed-up    blocking / domino; and megatron / domino
+    bound       d / max(compute, wires): 1 would be perfect, less can't be
+    speed-up    blocking / d; and megatron / d
 
     python bench.py overlap                         over the loopback, or between GPUs; --timeline draws it
+    sudo python bench.py overlap --wire 700mbit --microbatches 8
     sudo python bench.py overlap --wire 500mbit     a network namespace for each rank, a slow wire between: see wire.py
     python bench.py overlap --tp 8 --model gpt3-13b --num-layers 4 --dtype bfloat16 --micro-batch-size 4   on eight GPUs
 
@@ -37,13 +39,15 @@ from benchmarks.common import (GPT2, SAME, Figure, RandomTokens, Times, add_conf
                                compare, config_of, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, mean_loss
 from benchmarks.wire import INTERFACE
-from nanodomino import timeline
+from nanodomino import pipeline, timeline
 from nanodomino.domino import Domino
 from nanodomino.mesh import find_device, make_mesh, start_world
 from nanodomino.model import GPT
+from nanodomino.schedules import timetable
 from nanodomino.settings import require
 from nanodomino.trace import Trace
 from nanodomino.zero import ZeroOptimizer
+from train import forward_step
 
 FLAGS = ("tensor_model_parallel_size", "slices", "columns", "model", "num_layers", "hidden_size", "ffn_hidden_size",
          "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device")
@@ -56,12 +60,15 @@ def add_flags(parser):
     parser.add_argument("--compile", action=BooleanOptionalAction, help="torch.compile Domino (default: on CUDA)")
     parser.add_argument("--wire", metavar="RATE", help="join the ranks by a wire of this rate, such as 500mbit; needs "
                                                        "root and iproute2 (default: the loopback)")
-    parser.add_argument("--timeline", metavar="PICTURE.svg", help="draw a step of megatron above one of domino")
+    parser.add_argument("--microbatches", type=int, default=1, metavar="M", help="microbatches of a step (default 1)")
+    parser.add_argument("--timeline", metavar="PICTURE.svg", help="draw a step of megatron above one of domino, and of "
+                                                                  "paired")
 
 
 def processes(flags) -> int:
     tp = flags.tensor_model_parallel_size
     require(tp >= 2, f"--tp must be at least 2, but is {tp}: one rank alone has nobody to talk to")
+    require(flags.microbatches >= 1, f"--microbatches must be at least 1, but is {flags.microbatches}; try 8")
     settle(flags)
     require(not flags.timeline or (Path(flags.timeline).parent.is_dir() and not Path(flags.timeline).is_dir()),
             f"--timeline {flags.timeline} must be a file in a folder that is there; make the folder, or choose another "
@@ -70,14 +77,15 @@ def processes(flags) -> int:
 
 
 def settle(flags):
-    """The Config of the one microbatch: a preset's, or where no model is named, small. Raises UserError."""
+    """The Config of a step: a preset's, or where no model is named, small. Raises UserError."""
     if flags.model is None:
         flags.model = "nano"
         for name, size in SMALL.items():
             if getattr(flags, name) is None:
                 setattr(flags, name, size)
     flags.vocab_size = flags.vocab_size or (SMALL["vocab_size"] if flags.model == "nano" else GPT2)
-    return config_of(flags, flags.tensor_model_parallel_size, global_batch_size=flags.micro_batch_size,
+    return config_of(flags, flags.tensor_model_parallel_size,
+                     global_batch_size=flags.micro_batch_size * flags.microbatches,
                      pipeline_model_parallel_size=1, data_parallel_size=1)
 
 
@@ -92,18 +100,20 @@ def answer(flags, place):
             "--wire starts processes of its own, each in its network namespace; start it without torchrun")
     start_world(place, device)
     mesh = make_mesh(1, 1, config.tp, device)
-    batch = RandomTokens(config, device).batch(0, 0, 0, 1, config.micro_batch_size, config.micro_batch_size)
+    tokens = RandomTokens(config, device)
+    batches = [tokens.batch(0, i, 0, 1, config.micro_batch_size, config.global_batch_size)
+               for i in range(config.microbatches)]
 
-    alternatives, sums = prepare(config, mesh, batch)
+    alternatives, sums = prepare(config, mesh, batches)
     times = compare(alternatives, flags.repeats, device)
     if flags.timeline:
-        draw(flags.timeline, config, mesh, batch)
+        draw(flags.timeline, config, mesh, batches)
     return report(flags, config, times, sums, device)
 
 
 # ---- the alternatives
 
-def prepare(config, mesh, batch):
+def prepare(config, mesh, batches):
     """{name: function of no arguments} that compare() can take in turn, and Domino's sums.
 
     Raises UserError if two of them find different losses.
@@ -115,48 +125,54 @@ def prepare(config, mesh, batch):
     listening = Listening(model, config.slices, config.columns)
     silent = Silent(model, config.slices, config.columns, backend)
     plain = dtensor_model(config, mesh)
-    steps = {"blocking": lambda: blocking_step(model, batch),
-             "megatron": lambda: domino_step(megatron, batch),
-             "domino": lambda: domino_step(domino, batch),
-             "dtensor": lambda: dtensor_step(plain, batch)}
+    steps = {"blocking": lambda: blocking_step(model, batches),
+             "megatron": lambda: domino_step(megatron, batches),
+             "domino": lambda: domino_step(domino, batches),
+             "paired": lambda: domino_step(domino, batches, "paired"),
+             "dtensor": lambda: dtensor_step(plain, batches)}
+    if len(batches) == 1:
+        del steps["paired"]                                    # there is no other one to pair it with
     losses = {name: step() for name, step in steps.items()}
     worst = max(abs(loss - losses["blocking"]) for loss in losses.values())
     require(worst <= SAME[config.dtype] * abs(losses["blocking"]),
             f"the alternatives find different losses, {losses}, so their times can't be compared; this is a bug")
-    domino_step(listening, batch)
+    domino_step(listening, batches)
     wires = Wires(listening.sums, max(2, config.slices * config.columns), mesh)
-    return {**steps, "compute": lambda: domino_step(silent, batch), "wires": wires.run}, listening.sums
+    return {**steps, "compute": lambda: domino_step(silent, batches), "wires": wires.run}, listening.sums
 
 
-def blocking_step(model: GPT, batch) -> float:
-    losses = model(batch.tokens, batch.positions, batch.labels)
-    losses.sum().backward()
-    return losses.mean().item()
+def blocking_step(model: GPT, batches) -> float:
+    means = []
+    for batch in batches:
+        losses = model(batch.tokens, batch.positions, batch.labels)
+        losses.sum().backward()
+        means.append(losses.mean())
+    return torch.stack(means).mean().item()
 
 
-def domino_step(stage: Domino, batch) -> float:
-    losses, tape = stage.forward(batch)
-    stage.backward(tape, batch.loss_mask)
-    return losses.mean().item()
+def domino_step(stage: Domino, batches, schedule="1f1b") -> float:
+    """As train.py does it, with one stage."""
+    totals = pipeline.run(timetable(schedule, 1, len(batches)), stage, stage.mesh, lambda i, chunk: batches[i],
+                          forward_step, None, None, trace=stage.trace)
+    return (totals.loss_sum / totals.tokens).item()
 
 
-def draw(path: str, config, mesh, batch):
-    """Record a step of megatron and one of domino, and draw them on one time scale."""
+def draw(path: str, config, mesh, batches):
+    """Record a step of megatron, one of domino and one of paired, and draw them on one time scale."""
     model, recordings = GPT(config, mesh), []
     ZeroOptimizer(model, config, mesh)
-    for slices, columns in ((1, 1), (config.slices, config.columns)):
+    kinds = [(1, 1, "1f1b"), (config.slices, config.columns, "1f1b"), (config.slices, config.columns, "paired")]
+    for slices, columns, schedule in kinds if len(batches) > 1 else kinds[:2]:
         trace = Trace(mesh.device)
         stage = Domino(model, slices, columns, trace=trace)
         for step in range(3):                                  # the last one counts: the others make it warm
             trace.take()
             dist.barrier()
             with trace.span("step", step=step):
-                with trace.span("forward", microbatch=0):
-                    losses, tape = stage.forward(batch)
-                with trace.span("backward", microbatch=0):
-                    stage.backward(tape, batch.loss_mask)
+                domino_step(stage, batches, schedule)
         if recording := timeline.gather(trace, mesh):
-            recordings.append(dataclasses.replace(recording, caption=f"slices {slices}, columns {columns}"))
+            recordings.append(dataclasses.replace(recording, caption=f"slices {slices}, columns {columns}"
+                                                  + (", paired" if schedule == "paired" else "")))
     if recordings:
         Path(path).write_text(timeline.picture(recordings))
 
@@ -174,10 +190,12 @@ def dtensor_model(config, mesh) -> Plain:
     return model
 
 
-def dtensor_step(model: Plain, batch) -> float:
-    loss = mean_loss(model(batch.tokens), batch.labels)
-    loss.backward()
-    return loss.item()
+def dtensor_step(model: Plain, batches) -> float:
+    means = []
+    for batch in batches:
+        means.append(mean_loss(model(batch.tokens), batch.labels))
+        means[-1].backward()
+    return torch.stack(means).mean().item()
 
 
 class Silent(Domino):
@@ -224,14 +242,20 @@ class Wires:
 # ---- what came out
 
 def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
-    """(the part of the communication for which there is work to hide it behind, the three figures)."""
-    domino, compute, wires = times["domino"], times["compute"], times["wires"]
-    hideable = min(1.0, ratios(compute, wires).median)
-    hidden = tuple(1 - (one - alone) / sums for one, alone, sums in zip(domino.seconds, compute.seconds, wires.seconds))
-    return hideable, {
-        "hidden": Figure(hidden, most=hideable, size=1.0),
-        "bound_ratio": ratios(domino, Times(tuple(map(max, compute.seconds, wires.seconds))), least=1.0),
-        "speedup": ratios(times["blocking"], domino), "megatron_ratio": ratios(times["megatron"], domino)}
+    """(the part of the communication for which there is work to hide it behind, the figures of domino, and of paired
+    the same with its name before theirs)."""
+    compute, wires = times["compute"], times["wires"]
+    hideable, figures = min(1.0, ratios(compute, wires).median), {}
+    least = Times(tuple(map(max, compute.seconds, wires.seconds)))
+    for name, before in (("domino", ""), ("paired", "paired_")):
+        if name in times:
+            hidden = tuple(1 - (one - alone) / sums
+                           for one, alone, sums in zip(times[name].seconds, compute.seconds, wires.seconds))
+            figures |= {f"{before}hidden": Figure(hidden, most=hideable, size=1.0),
+                        f"{before}bound_ratio": ratios(times[name], least, least=1.0),
+                        f"{before}speedup": ratios(times["blocking"], times[name]),
+                        f"{before}megatron_ratio": ratios(times["megatron"], times[name])}
+    return hideable, figures
 
 
 def report(flags, config, times, sums, device):
@@ -239,27 +263,29 @@ def report(flags, config, times, sums, device):
     hideable, figures = figures_of(times)
     about = {"blocking": "blocking", "megatron": "one slice", "dtensor": "torch's DTensor",
              "domino": f"slices {config.slices}, columns {config.columns}", "compute": "as domino, nothing sent",
+             "paired": "as domino, forward over backward",
              "wires": "domino's sums alone"}
     rows = [[name, about[name], one, ratio_text(ratios(times["blocking"], one))] for name, one in times.items()]
     sent = sum(count * dtype.itemsize for count, dtype, _ in sums)
     wire = f"a wire of {flags.wire}" if flags.wire else {"cpu": "the loopback", "cuda": "the GPUs' links"}[device.type]
     text = "\n".join([
         f"tp {config.tp} on {device.type}, over {wire}; {os.cpu_count()} cores; hidden {config.hidden_size}, "
-        f"{config.num_layers} layers, batch {config.micro_batch_size} x {config.seq_length}, {config.dtype}, "
+        f"{config.num_layers} layers, {config.microbatches} x batch {config.micro_batch_size} x {config.seq_length}, "
+        f"{config.dtype}, "
         f"{'compiled' if config.compile else 'not compiled'}; "
         f"forward and backward, {len(sums)} sums of {bytes_text(sent)} together",
         table(["", "", "median [least .. most]", "speed-up over blocking"], rows),
-        f"hidden    {figures['hidden']:.0%} of the communication, 1 - (domino - compute) / wires; at most "
-        f"{hideable:.0%} fit behind the work",
-        f"bound     {figures['bound_ratio']:.2f} x max(compute, wires)",
-        f"speed-up  {figures['speedup']:.2f} over blocking, {figures['megatron_ratio']:.2f} over one slice"])
-    names = {"blocking": "blocking_s", "megatron": "megatron_s", "domino": "domino_s", "dtensor": "dtensor_s",
-             "compute": "no_comm_s", "wires": "comm_s"}
+        *(f"{name}    hides {figures[before + 'hidden']:.0%} of the communication, 1 - ({name} - compute) / wires, of "
+          f"{hideable:.0%} that fit behind work; bound {figures[before + 'bound_ratio']:.2f} x max(compute, wires); "
+          f"speed-up {figures[before + 'speedup']:.2f} over blocking, {figures[before + 'megatron_ratio']:.2f} over "
+          "one slice" for name, before in (("domino", ""), ("paired", "paired_")) if name in times)])
+    names = {"blocking": "blocking_s", "megatron": "megatron_s", "domino": "domino_s", "paired": "paired_s",
+             "dtensor": "dtensor_s", "compute": "no_comm_s", "wires": "comm_s"}
     record = {"question": "overlap", **{names[name]: one.median for name, one in times.items()},
               **{name: figure.value for name, figure in figures.items()},
               "spread": {name: figure.spread for name, figure in figures.items()}, "hideable": hideable,
               "wire": flags.wire, "device": device.type, "cores": os.cpu_count(), "tp": config.tp,
               "slices": config.slices, "columns": config.columns, "model": config.model, "compile": config.compile,
-              **shape_of(config), "collectives": len(sums),
+              **shape_of(config), "microbatches": config.microbatches, "collectives": len(sums),
               "bytes": sent, "repeats": flags.repeats}
     return text, record

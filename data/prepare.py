@@ -161,7 +161,7 @@ def find_files(inputs: list, output: Path) -> tuple[dict[str, bool], Counter]:
     """({real path: whether the user named it}, what was skipped). The real path is the key, so none is read twice."""
     files, skipped = {}, Counter()
     for pattern in map(str, inputs):
-        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        matches = [pattern] if os.path.exists(pattern) else sorted(matches_of(pattern))
         require(matches, f"no file or folder matches the input {pattern}; check the path")
         for match in matches:
             if os.path.isdir(match):
@@ -172,6 +172,26 @@ def find_files(inputs: list, output: Path) -> tuple[dict[str, bool], Counter]:
                         f"the input {match} is neither a file nor a folder; write its text to a file first")
                 files[os.path.realpath(match)] = True
     return files, skipped
+
+
+def matches_of(pattern: str) -> list[str]:
+    """What a glob means; `**` is any folder below, or none. glob's own `**` has no end where links lead in a circle."""
+    top, *rest = re.split(r"(?:^|(?<=/))\*\*(?:/+|$)", pattern, maxsplit=1)
+    if not rest:
+        return glob.glob(pattern)
+    return [match for begin in (glob.glob(top) if top else ["."]) for folder in folders_below(begin)
+            for match in matches_of(os.path.join(glob.escape(folder), rest[0] or "*"))]
+
+
+def folders_below(top: str) -> Iterator[str]:
+    """A folder and those in it that are not hidden, behind links too, each once however many links lead to it."""
+    seen = set()
+    for folder, folders, _ in os.walk(top, followlinks=True):
+        real = os.path.realpath(folder)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and real not in seen)
+        if real not in seen:
+            yield folder
+        seen.add(real)
 
 
 def text_files_below(top: str, output: Path, skipped: Counter) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Checkpoints that any layout can go on from, and that are either whole or not there.
 
     runs/nano-001/checkpoints/step-00000100/
-        manifest.json        step, settings, size and SHA-256 of every other file; written last
+        manifest.json        step, counts, settings, size and SHA-256 of every other file; written last
         .metadata            torch.distributed.checkpoint's index: which file holds which part of which tensor
         __0_0.distcp ...     what rank 0 held, ...
 
@@ -125,7 +125,8 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weig
     straight into its place; then the replicas gather the weights. All ranks call it together.
     weights_alone: a new optimizer at step 0, which has seen nothing yet."""
     manifest = read_manifest(folder)
-    optimizer.updates = 0 if weights_alone else manifest["adam_steps"]
+    if not weights_alone:
+        optimizer.updates, optimizer.skipped_in_a_row = manifest["adam_steps"], manifest["skipped_in_a_row"]
     parts = optimizer.kept if optimizer.updates else ("weight",)
     own = [(bucket, part, bucket.own_begin, optimizer.place_of(bucket, part))
            for bucket in optimizer.buckets for part in parts]
@@ -219,16 +220,16 @@ class Saver:
         self.damaged = {folder for folder in checkpoints_of(run_dir) if step_of(folder) > after}
         self.host = []                     # where the copies go; kept, for memory that is new is slow at first touch
 
-    def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config, skipped: int = 0):
+    def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
         """Copy what must be saved, then write it behind training.
-        Waits for the checkpoint before, if that is still under way. skipped: the steps in a row up to this one that
-        were; such a state takes no other's place, for it may be the one that they are to be repeated from."""
+        Waits for the checkpoint before, if that is still under way."""
         self.wait()
         self.host = self.host or host_memory(optimizer, self.mesh)
         snapshot(optimizer, self.host)
         tensors = named_pieces(model, self.mesh, self.host)
-        manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates, config=dataclasses.asdict(config))
-        self.thread = threading.Thread(target=self.write_or_note, args=(step, tensors, manifest, skipped),
+        manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates,
+                        skipped_in_a_row=optimizer.skipped_in_a_row, config=dataclasses.asdict(config))
+        self.thread = threading.Thread(target=self.write_or_note, args=(step, tensors, manifest),
                                        name=f"checkpoint of step {step}")
         self.thread.start()
 
@@ -243,10 +244,10 @@ class Saver:
         error, self.error = self.error, None
         return error
 
-    def write_or_note(self, step, tensors, manifest, skipped):
+    def write_or_note(self, step, tensors, manifest):
         """On the thread: an error must not vanish with it."""
         try:
-            self.write(step, tensors, manifest, skipped)
+            self.write(step, tensors, manifest)
         except BaseException as error:
             reason = getattr(error, "failures", None) or {dist.get_rank(): error}
             rank, first = next(iter(reason.items()))
@@ -254,7 +255,7 @@ class Saver:
             self.error = (f"the checkpoint of step {step} could not be written: rank {rank}: "
                           f"{type(first).__name__}: {first}")
 
-    def write(self, step, tensors, manifest, skipped):
+    def write(self, step, tensors, manifest):
         """All ranks: their tensors, flushed. Rank 0: the manifest, flushed, then the name that says it is whole."""
         parent = self.run_dir / "checkpoints"
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
@@ -264,7 +265,7 @@ class Saver:
         # Where there is CUDA, torch copies ahead through a stream of this thread's device, GPU 0 on every rank.
         writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer, planner=PlannerWithoutCopies(), process_group=self.group)
-        self.together(lambda: self.seal(temporary, final, manifest, skipped))
+        self.together(lambda: self.seal(temporary, final, manifest))
 
     def together(self, act):
         """Rank 0 acts; if it fails, all do."""
@@ -278,8 +279,9 @@ class Saver:
         if outcome[0] is not None:
             raise outcome[0]
 
-    def seal(self, temporary: Path, final: Path, manifest: dict, skipped: int):
-        """Manifest, rename, and only then away with old ones."""
+    def seal(self, temporary: Path, final: Path, manifest: dict):
+        """Manifest, rename, and only then away with old ones. A state after skipped steps takes no other's place, for
+        it may be the other that they are to be repeated from."""
         manifest["files"] = file_digests(sorted(temporary.iterdir()))
         needed = {place.relative_path for place in CarefulReader(temporary).read_metadata().storage_data.values()}
         require(needed <= manifest["files"].keys(),
@@ -296,7 +298,7 @@ class Saver:
         flush_folder(final.parent)
         (self.run_dir / SAVED).touch()
         self.damaged.discard(final)
-        if not skipped:
+        if not manifest["skipped_in_a_row"]:
             there = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)]
             oldest = [folder for folder in there if folder not in self.damaged][:self.keep_last][-1]
             for old in there[there.index(oldest) + 1:]:
@@ -315,8 +317,8 @@ def load_weights(folder: Path, model: GPT, mesh: Mesh):
 
 
 def export(folder: Path, out: Path):
-    """Write one plain torch file of whole tensors, {global name: tensor};
-    torch.load(OUT, weights_only=True) reads it."""
+    """Write one plain torch file of whole tensors, {global name: tensor}, beside OUT first, so that OUT is never half a
+    file; torch.load(OUT, weights_only=True) reads it."""
     require(not (out.parent / "manifest.json").exists(),
             f"{out} would lie in a checkpoint, among the files that it is made of; choose another folder")
     verify(folder)
@@ -326,11 +328,20 @@ def export(folder: Path, out: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                      # that there is no process group: none is needed
         dcp.load(tensors, storage_reader=CarefulReader(folder), no_dist=True)
+    target = beside = out                                    # /dev/stdout: nothing to replace
+    if os.path.isfile(out) or not os.path.exists(out):
+        target = Path(os.path.realpath(out))
+        beside = target.with_name(f".{target.name}-{os.getpid()}")
     try:
-        with open(out, "wb") as file:                        # given a name, torch.save says less clearly what is wrong
+        with open(beside, "wb") as file:                     # given a name, torch.save says less clearly what is wrong
             torch.save({name.removeprefix("weight."): tensor for name, tensor in tensors.items()}, file)
-    except OSError as error:
-        raise UserError(f"{out} can't be written ({error.strerror}); choose another file") from None
+        beside.rename(target)
+    except (OSError, RuntimeError) as error:                 # on a full disk torch's error follows the system's
+        said = error if isinstance(error, OSError) else error.__context__
+        raise UserError(f"{out} can't be written ({getattr(said, 'strerror', error)}); choose another file") from None
+    finally:
+        if beside != target and os.path.exists(beside):
+            beside.unlink()
     return tensors
 
 

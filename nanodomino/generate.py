@@ -44,7 +44,7 @@ from nanodomino.manifest import find_checkpoint, read_manifest
 from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
 from nanodomino.model import GPT, Attention, Chunk, close_residual, seeded_generator
 from nanodomino.parallel import gather_logits
-from nanodomino.settings import UserError, flags_of, require, spelling
+from nanodomino.settings import LARGEST, UserError, flags_of, require, spelling
 
 WORK_OF_A_THREAD = 2**21     # multiplications: 0.05 ms of a core where many positions share the weights, 0.8 ms for one
 SEPARATOR = "---------------\n"
@@ -249,6 +249,7 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
     for name, least in (("num_samples", 1), ("max_tokens", 0), ("top_k", 0), ("seed", 0)):
         value = getattr(flags, name)
         require(value is None or value >= least, f"{spelling(name)} must be at least {least}, but is {value}")
+        require(value is None or value <= LARGEST, f"{spelling(name)} must be at most {LARGEST}, but is {value}")
     require(0.0 <= flags.temperature < float("inf"),
             f"--temperature must be a finite number of at least 0, but is {flags.temperature}")
     flags.prompt = find_prompt(flags.prompt)

@@ -38,7 +38,7 @@ from nanodomino.settings import UserError, require
 # must be: "peer access is not supported", "the launch timed out" and NCCL's "invalid usage" are errors of one's own.
 LONELY = ("closed by peer", "reset by peer", "by remote peer", "broken pipe", "pair closure", "connection refused",
           "connection was likely closed", "remote process exited", "communicator was aborted", "timed out waiting",
-          "timed out after", "timed out connecting", "connection timed out", "operation timed out", "operation timeout",
+          "timed out after", "timed out connecting", "connect timeout", "connection timed out", "operation timed out", "operation timeout",
           "wait timeout", "socket timeout", "timeout waiting")
 SPEAKING = threading.RLock()       # of the thread that ends the process; never given back
 
@@ -108,15 +108,25 @@ def check_room(folder: Path):
 
 
 def check_shared(run_dir: Path):
-    """All ranks will write there, so each looks for a file that rank 0 has just made. Raises UserError on all alike."""
+    """All ranks will write there, so each looks for a file that rank 0 has just made, and makes one of its own. Raises
+    UserError on all alike."""
     made = tempfile.NamedTemporaryFile(dir=run_dir, prefix=".shared-") if dist.get_rank() == 0 else None
-    name, everyone = [made and os.path.basename(made.name)], [False] * dist.get_world_size()
+    name, everyone, failure = [made and os.path.basename(made.name)], [None] * dist.get_world_size(), ""
     dist.broadcast_object_list(name, src=0)
-    dist.all_gather_object(everyone, os.path.exists(run_dir / name[0]))
+    sees = os.path.exists(run_dir / name[0])
+    try:
+        if sees:
+            check_room(run_dir)
+    except OSError as error:
+        failure = error.strerror
+    dist.all_gather_object(everyone, (sees, failure))
     del made                                                   # and the file is gone
-    blind = ", ".join(str(rank) for rank, sees in enumerate(everyone) if not sees)
+    blind = ", ".join(str(rank) for rank, (sees, _) in enumerate(everyone) if not sees)
     require(not blind, f"--run-dir {run_dir} is not the same folder on all hosts: what rank 0 writes there, rank "
             f"{blind} can't see; choose one on a disk that all hosts share")
+    failed = ", ".join(f"{rank} ({failure})" for rank, (_, failure) in enumerate(everyone) if failure)
+    require(not failed, f"--run-dir {run_dir} can't be written to by rank {failed}; choose a folder that all hosts may "
+            "write to")
 
 
 def claim(run_dir: Path, patience=5.0):

@@ -1,7 +1,7 @@
 """What makes a checkpoint whole: a manifest of every byte, and a name that is given last.
 
-    step-00000100/manifest.json    {"sha256": of the rest of this file, "format", "step", "adam_steps", "config",
-                                    "files": {name: {"size", "sha256"}}}
+    step-00000100/manifest.json    {"sha256": of the rest of this file, "format", "step", "adam_steps",
+                                    "skipped_in_a_row", "config", "files": {name: {"size", "sha256"}}}
 
 A folder named step-... was complete when it got its name (see checkpoint.py). What happens to it afterwards, a flipped
 byte, a truncated or a missing file, its manifest finds out, and the checkpoint before is taken. A folder of any other
@@ -64,13 +64,15 @@ def read_manifest(folder: Path) -> dict:
     require(content.get("format") == FORMAT,
             f"{path} is of format {content.get('format')!r}, but this version reads {FORMAT!r}; "
             "use the version that wrote it")
-    wrong = [name for name, kind in (("step", int), ("adam_steps", int), ("config", dict), ("files", dict))
+    content.setdefault("skipped_in_a_row", 0)                  # older versions counted anew after each start
+    counts = ("step", "adam_steps", "skipped_in_a_row")
+    wrong = [name for name, kind in (*((name, int) for name in counts), ("config", dict), ("files", dict))
              if not isinstance(content.get(name), kind)]
     require(not wrong, f"{path} does not say {', '.join(wrong)}; use another checkpoint")
-    steps = content["step"], content["adam_steps"]
+    steps = [content[name] for name in counts]
     require(0 <= min(steps) and max(steps) <= LARGEST_STEP and bool not in map(type, steps),
-            f"{path} says step {steps[0]} and adam_steps {steps[1]}, which must be from 0 to {LARGEST_STEP}; use "
-            "another checkpoint")
+            f"{path} says step {steps[0]}, adam_steps {steps[1]} and skipped_in_a_row {steps[2]}, which must be from 0 "
+            f"to {LARGEST_STEP}; use another checkpoint")
     for name, about in content["files"].items():               # a stranger's manifest may name any file of this machine
         require(name == Path(name).name and name not in ("", ".", "..", path.name) and isinstance(about, dict)
                 and type(about.get("size")) is int and isinstance(about.get("sha256"), str),

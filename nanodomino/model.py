@@ -281,7 +281,8 @@ class GPT(nn.Module):
         if self.pre_process or (self.post_process and tied):   # a last stage holds a copy of the tied matrix
             self.embedding = Embedding(config, mesh, with_positions=self.pre_process)
         runs = [stage_layers(config.num_layers, virtual_stage, placement.last + 1) for virtual_stage in held]
-        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, f"layers.{i}") for i in sorted(sum(map(list, runs), []))})
+        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, f"layers.{i}")
+                                     for i in sorted(layer for run in runs for layer in run)})
         self.chunks = [Chunk([self.layers[str(i)] for i in run], virtual_stage == 0, virtual_stage == placement.last)
                        for run, virtual_stage in zip(runs, held)]
         if self.post_process:

@@ -236,16 +236,38 @@ def chrome_trace(recording: Recording) -> dict:
             "otherData": {"caption": recording.caption, "places": recording.places}}
 
 
+# What must be told about an event of a kind, and of which type it is wherever it is told.
+NEEDED = {"step": ("step",), "resume": ("slice",), "wait": ("group",), "forward": ("microbatch",),
+          "backward": ("microbatch",), **dict.fromkeys(MOMENTS, ("message", "peer")),
+          **dict.fromkeys(WATCHED, ("group", "bytes", "ready"))}
+TYPES = {"step": int, "slice": int, "microbatch": int, "peer": int, "bytes": int, "ready": int, "group": str,
+         "message": str, "site": str}
+
+
+def is_possible(event: Event) -> bool:
+    """Whether it has its place in time, and all is told about it that whoever adds up or draws it asks for."""
+    kind, about = event.kind, event.about
+    return (type(kind) is str and type(about) is dict and all(name in about for name in NEEDED.get(kind, ()))
+            and all(type(value) is TYPES[name] for name, value in about.items() if name in TYPES)
+            and about.get("slice", 0) >= 0 and (kind not in WATCHED or about["group"] in SHARED)
+            and all(0 <= time < 2**63 for time in (event.begin, event.end))
+            and (kind != "step" or event.begin < event.end))   # on a GPU a sum may end before the mark at its begin
+
+
 def from_chrome_trace(trace: dict) -> Recording:
     """The way back. Raises UserError if chrome_trace() did not make it."""
     try:
         recording = Recording(trace["otherData"]["caption"], trace["otherData"]["places"], [])
         recording.ranks = [[] for _ in recording.places]
+        require(all(list(map(type, place)) == [int] * len(AXES) for place in recording.places),
+                f"each place must be {len(AXES)} whole numbers")
         for row in trace["traceEvents"]:
             if row["ph"] == "X":
                 begin = round(row["ts"] * 1e3)
                 end = begin if row["cat"] in MOMENTS else begin + round(row["dur"] * 1e3)
-                recording.ranks[row["pid"]].append(Event(row["cat"], begin, end, row["args"]))
+                event = Event(row["cat"], begin, end, row["args"])
+                require(is_possible(event), f"'{str(row)[:80]}' is no event")
+                recording.ranks[row["pid"]].append(event)
         require(recording.steps, "no step is in it")
         return recording
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:

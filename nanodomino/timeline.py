@@ -307,7 +307,7 @@ def first_and_last(milliseconds: str) -> tuple[float, float]:
         first, last = map(float, milliseconds.split(":"))
     except ValueError:
         first, last = 0.0, 0.0
-    require(0 <= first < last < float("inf"),
+    require(0 <= first < last and last * 1e6 < float("inf"),
             f"--milliseconds must be FIRST:LAST, FIRST below LAST, but is {milliseconds}; try 0:10")
     return first, last
 

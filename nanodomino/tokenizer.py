@@ -52,16 +52,17 @@ def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:
         vocabulary, lines = (json.loads(Path(vocab_file).read_text("utf-8")),
                              Path(merge_file).read_text("utf-8").split("\n"))
         end_of_text = vocabulary.pop(END_OF_TEXT, len(vocabulary))
+        whole = {type(number) for number in (*vocabulary.values(), end_of_text)} == {int}     # 1.0 and true equal 1
         ranks = {bytes(byte_of[character] for character in token): number for token, number in vocabulary.items()}
         merges = [line.split() for line in lines if line.strip() and not line.startswith("#version")]
         merged = [vocabulary[first + second] for first, second in merges]
         # tiktoken takes ids for merge priorities: right only if the merges made the tokens in the order of their ids.
         longer = sorted(number for token, number in ranks.items() if len(token) > 1)
-        fits = merged == longer and sorted([*ranks.values(), end_of_text]) == list(range(257 + len(merged)))
+        fits = whole and merged == longer and sorted([*ranks.values(), end_of_text]) == list(range(257 + len(merged)))
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}; --vocab-file and --merge-file need GPT-2's "
                         "encoder.json and vocab.bpe") from error
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         fits = False
     require(fits, f"{vocab_file} and {merge_file} are not a vocabulary and its merges in GPT-2's format; "
             "give encoder.json as --vocab-file and vocab.bpe as --merge-file")

@@ -27,6 +27,7 @@ for, and must not call them silent.
 import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,21 @@ from nanodomino.mesh import Mesh, Place
 
 GRACE = 20.0             # seconds without progress, once told to stop; torchrun's patience is 30
 LOOK = 0.5               # seconds between two looks
+
+
+@contextmanager
+def connecting(place: Place, timeout: float):
+    """While it lasts, this process ends if the others can't be reached: they may take `timeout` seconds to come, and as
+    many to connect. gloo would wait for a connection five times as long."""
+    timer = threading.Timer(2 * timeout, fail, (place, RuntimeError(
+        f"timed out connecting to the others, after {timeout:.0f} seconds; is GLOO_SOCKET_IFNAME the interface between "
+        "the hosts, and does a firewall let them through?")))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class HostQueue:

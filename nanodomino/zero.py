@@ -123,6 +123,7 @@ class ZeroOptimizer:
         self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
         self.has_loss = model.post_process
         self.updates = 0                                 # steps that were not skipped: the optimizer's own count
+        self.skipped_in_a_row = 0                        # steps up to this one that were
         self.missing = {}                                # bucket -> parameters whose gradient is not final yet
         self.choice = OPTIMIZERS[config.optimizer]
         groups = [dict(params=[bucket.master for bucket in self.buckets if bucket.kind.decay == decay],
@@ -231,6 +232,7 @@ class ZeroOptimizer:
         tokens = max(tokens, 1.0)                        # a batch in which nothing counts has gradients of zero
         grad_norm = squares ** 0.5 / tokens              # main_grad holds gradients of the loss sum
         skipped = not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if not skipped:
             self.update(learning_rate, grad_norm, tokens)
         return StepResult(loss_sum / tokens, grad_norm, skipped, stops > 0)

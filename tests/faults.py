@@ -23,6 +23,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
+from forks import LAUNCHER, Running, launcher_environments  # noqa: E402
+
 from data.prepare import prepare  # noqa: E402
 from nanodomino.checkpoint import export  # noqa: E402
 from nanodomino.manifest import checkpoints_of  # noqa: E402
@@ -30,7 +32,6 @@ from nanodomino.manifest import checkpoints_of  # noqa: E402
 PATIENCE = 90           # seconds until a launch counts as stuck
 TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --hidden-dropout 0.1 --attention-dropout 0.1 "
         "--eval-iters 1 --eval-interval 7 --sample-tokens 0 --device cpu").split()
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def make_corpus(folder: Path) -> Path:
@@ -49,21 +50,29 @@ def wait_until(condition, seconds=PATIENCE, pause=0.02):
 
 
 class Job:
-    """A torchrun of our own. run_dir None: the default one, under `folder`; word: goes before train.py's flags, for a test's script."""
+    """A torchrun of our own, or with `forks` what starts as many ranks sooner. run_dir None: the default one, under
+    `folder`; word: goes before train.py's flags, for a test's script."""
 
-    def __init__(self, folder: Path, corpus: Path, run_dir, *flags, processes=2, restarts=0, script=ROOT / "train.py", word=None):
+    def __init__(self, folder: Path, corpus: Path, run_dir, *flags, processes=2, restarts=0, script=ROOT / "train.py", word=None, forks=None):
         self.run_dir = folder / (run_dir or "runs/nano-001")
         place = ["--run-dir", str(self.run_dir)] if run_dir else []
+        words = [*([word] if word else []), *TINY, "--data-path", str(corpus), *place, *map(str, flags)]
+        self.log = folder / f"output-{time.monotonic_ns()}.txt"
+        if forks:
+            self.log.touch()
+            self.process = forks.start(str(script), [(words, place) for place in launcher_environments(processes)], folder, self.log)
+            return
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
-                   "--max-restarts", str(restarts), "--monitor-interval", "0.1", str(script), *([word] if word else []), *TINY, "--data-path", str(corpus), *place, *map(str, flags)]
+                   "--max-restarts", str(restarts), "--monitor-interval", "0.1", str(script), *words]
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
         environment = {"GLOO_SOCKET_IFNAME": "lo", **environment, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self.log = folder / f"output-{time.monotonic_ns()}.txt"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
 
     def ranks(self) -> dict[int, int]:
-        """{rank: pid} of our torchrun's children that are alive."""
+        """{rank: pid} of our launcher's children that are alive."""
+        if isinstance(self.process, Running):
+            return self.process.ranks()
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:

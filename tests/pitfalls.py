@@ -713,7 +713,9 @@ def named_too_early(config):
     def write(self, step, tensors, manifest):
         final = self.run_dir / "checkpoints" / f"step-{step:08d}"
         final.mkdir(parents=True)
-        (final / "manifest.json").write_text(checkpoint.manifest_text({**manifest, "files": {}}))
+        (final / ".metadata").touch()
+        files = checkpoint.file_digests([final / ".metadata"])
+        (final / "manifest.json").write_text(checkpoint.manifest_text({**manifest, "files": files}))
         checkpoint.dcp.save(tensors, storage_writer=checkpoint.dcp.FileSystemWriter(final), process_group=self.group)
     return [(checkpoint.Saver, "write", write)]
 

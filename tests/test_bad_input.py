@@ -8,6 +8,7 @@ test_bad_processes.py has a table of such inputs for real processes, one and fou
 
 import json
 import os
+import resource
 import shlex
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from faults import make_corpus
 
 import train
@@ -26,7 +28,7 @@ from nanodomino.config import Config
 from nanodomino.settings import UserError, spelling
 from nanodomino.data import TokenDataset, load_corpus
 from nanodomino.functions import NORMALIZATIONS
-from nanodomino.launch import fail
+from nanodomino.launch import check_shared, fail
 from nanodomino.mesh import Place, find_place
 from nanodomino.optimizers import OPTIMIZERS
 from nanodomino.schedules import SCHEDULES
@@ -358,6 +360,29 @@ def test_the_next_free_run_folder_is_found_or_refused(attempt, refusal, tmp_path
     (tmp_path / "runs").unlink()
     (tmp_path / "runs").write_text("a file")
     assert "--run-dir runs is a file" in refusal("", ranks=[0])
+
+
+def look_together(run_dir, full):
+    """Runs in a worker. Ranks in `full` can make a file, and not fill it: the disk's quota of their host is used up."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() in full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        check_shared(Path(run_dir))
+        return ""
+    except UserError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def test_a_run_folder_that_some_host_sees_and_cannot_write_to_is_refused_by_all(pool, tmp_path):
+    """At the start, not at the first checkpoint, hours later; and nothing is left there."""
+    sentence = (f"--run-dir {tmp_path} can't be written to by rank 1 (File too large), 2 (File too large); choose a folder that all "
+                "hosts may write to")
+    for full, said in (((), ""), ((1, 2), sentence)):
+        assert pool.run(look_together, str(tmp_path), full, world_size=3) == [said] * 3
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("output, split, message", [

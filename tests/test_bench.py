@@ -120,6 +120,7 @@ def test_throughput_refuses_to_compare_different_work():
         throughput.report(tiny(dtype="float32"), None, {}, losses)
 
 
+@pytest.mark.exhaustive
 def test_scaling_starts_worlds_and_relates_them_to_one_process():
     record = ask("scaling", *TINY, "--max-processes", "2", "--repeats", "1")
     assert record["processes"] in ([1, 2], [1])                # a single GPU can't be shared

@@ -73,6 +73,7 @@ def test_pipeline_refuses_to_compare_different_work(monkeypatch, other):
 
 # ---- zero
 
+@pytest.mark.exhaustive
 def test_zero_compares_five_ways_to_train_the_same():
     wider = [*TINY, "--hidden-size", "256"]                   # 19 MB of state: resident memory must show it
     record = ask("zero", *wider, "--repeats", "2")

@@ -1,10 +1,13 @@
 """Checkpoints: any layout goes on from any other, the same layout with the same bits, and damage is always found."""
 
+import dataclasses
 import io
 import json
+import math
 import os
 import pickle
 import random
+import resource
 import shutil
 import tempfile
 import threading
@@ -57,9 +60,10 @@ def go_on_from_all(config, data, folders):
     return [train_from(config, None, data, 2, 3, load=folder) for folder in folders]
 
 
-def test_any_layout_goes_on_from_any_other(pool, tmp_path):
-    """All pairs of twelve: two steps on one, the third on the other, against the plain model, so that neither the data's
-    order nor the rate nor Adam's count begins anew."""
+@pytest.mark.parametrize("pairs", ["some", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_any_layout_goes_on_from_any_other(pool, tmp_path, pairs):
+    """Twelve layouts: two steps on one, the third on the other, against the plain model, so that neither the data's order
+    nor the rate nor Adam's count begins anew."""
     configs = [config_for(*layout, **UNEVEN) for layout in LAYOUTS]
     weights, data, records, final = reference_for(configs[0], 3)
     folders = []
@@ -67,9 +71,10 @@ def test_any_layout_goes_on_from_any_other(pool, tmp_path):
         pool.run(train_from, config, weights, data, 0, 2, None, str(tmp_path / str(i)), world_size=config.world_size)
         (folder,) = checkpoints_of(tmp_path / str(i))
         folders.append(str(folder))
-    for config in configs:
-        results = pool.run(go_on_from_all, config, data, folders, world_size=config.world_size)
-        for i in range(len(folders)):
+    for number, config in enumerate(configs):
+        chosen = folders if pairs == "all" else [folders[number - 1], folders[-1]]
+        results = pool.run(go_on_from_all, config, data, chosen, world_size=config.world_size)
+        for i in range(len(chosen)):
             outcomes = [of_rank[i] for of_rank in results]
             assert relative(outcomes[0].losses, [records[2].loss]) < 1e-9
             assert relative(outcomes[0].norms, [records[2].gradient_norm]) < 1e-9
@@ -84,6 +89,22 @@ def test_the_same_layout_goes_on_with_the_same_bits(pool, tmp_path, dtype, optim
     straight = pool.run(train_from, config, weights, data, 0, 4)
     pool.run(train_from, config, weights, data, 0, 2, None, str(tmp_path))
     resumed = pool.run(train_from, config, None, data, 2, 4, str(checkpoints_of(tmp_path)[0]))
+    for one, other in zip(straight, resumed):
+        assert one.losses[2:] == other.losses and one.norms[2:] == other.norms
+        assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in one.weights)
+
+
+def test_a_skipped_step_is_none_of_adams_also_after_a_resume(pool, tmp_path):
+    """It corrects its moments for the number of its updates. Counted by the run's steps instead, the rest is a little other, and
+    nothing breaks."""
+    config = config_for(*LAYOUTS[3])
+    weights, data, _, _ = reference_for(config_for(*LAYOUTS[0]), 4)
+    data = dataclasses.replace(data, loss_mask=data.loss_mask.clone())
+    data.loss_mask[0] = math.nan
+    straight = pool.run(train_from, config, weights, data, 0, 4, world_size=2)
+    pool.run(train_from, config, weights, data, 0, 2, None, str(tmp_path), world_size=2)
+    resumed = pool.run(train_from, config, None, data, 2, 4, str(checkpoints_of(tmp_path)[0]), world_size=2)
+    assert [math.isnan(loss) for loss in straight[0].losses] == [True, False, False, False], "or this shows nothing"
     for one, other in zip(straight, resumed):
         assert one.losses[2:] == other.losses and one.norms[2:] == other.norms
         assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in one.weights)
@@ -237,6 +258,28 @@ def test_export_writes_the_whole_tensors(saved, tmp_path):
     assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
 
 
+@pytest.mark.parametrize("large", [0, 100_000])
+def test_an_export_that_the_disk_has_no_room_for_leaves_the_file_that_was_there_or_none(saved, tmp_path, monkeypatch, large):
+    """Half a file would be found out by whoever reads it, on another machine perhaps. (The limit of a file's size stands in for
+    a full disk; at tensors larger than a buffer torch has an error of its own.) Where there is room, a link stays a link."""
+    folder, old, limit = checkpoints_of(saved[0])[0], tmp_path / "old.pt", resource.getrlimit(resource.RLIMIT_FSIZE)
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda tensors, file: save({"large": torch.ones(large)} if large else tensors, file))
+    old.write_text("of the week before")
+    (tmp_path / "link.pt").symlink_to("old.pt")
+    try:
+        for name in ("old.pt", "new.pt", "link.pt"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+            with pytest.raises(UserError, match=rf"{name} can't be written \(File too large\); choose another file"):
+                export(folder, tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert old.read_text() == "of the week before" and sorted(path.name for path in tmp_path.iterdir()) == ["link.pt", "old.pt"]
+    export(folder, tmp_path / "link.pt")
+    assert (tmp_path / "link.pt").is_symlink() and len(torch.load(old, weights_only=True)) == (1 if large else len(saved[1]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.pt", "old.pt"]
+
+
 def test_a_hundred_flipped_bytes_are_found(saved, tmp_path):
     """Anywhere in any file, the manifest and the index too."""
     run_dir, _, _ = saved
@@ -377,6 +420,107 @@ def test_old_checkpoints_go_only_when_the_new_one_is_whole_and_a_full_disk_is_re
         verify(folder)
 
 
+class Disk:
+    """One with so many bytes free, for what is opened below a folder: the last write() stores what still fits, as a real disk
+    does, and only the next one is an error."""
+
+    def __init__(self, folder, free):
+        self.folder, self.free, self.open = str(folder), free, io.open
+
+    def open_there(self, path, mode="r", buffering=-1, *others, **more):
+        if not str(path).startswith(self.folder) or "r" in mode:
+            return self.open(path, mode, buffering, *others, **more)
+        disk = self
+
+        class File(io.FileIO):
+            def write(self, data):
+                fits = memoryview(data).cast("B")[:disk.free]
+                if len(data) and not len(fits):
+                    raise OSError(28, "No space left on device")
+                disk.free -= len(fits)
+                return super().write(fits)
+
+        file = File(path, mode.strip("bt"))
+        buffered = file if buffering == 0 else io.BufferedWriter(file)
+        return buffered if "b" in mode else io.TextIOWrapper(buffered)
+
+
+def save_on_full_disks(config, folder):
+    """[(bytes that were free, the failure, the newest sound checkpoint then, all that have a name)] of saves of step 2 beside
+    one of step 1; the last one has room to the byte."""
+    folder = Path(folder)
+    mesh, model, optimizer, _ = build(config)
+    saver, told = Saver(folder, mesh, keep_last=1), []
+
+    def save(step, free):
+        disk = Disk(folder, free)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in ("builtins", "io"):
+                patch.setattr(f"{module}.open", disk.open_there)
+            saver.save(step, model, optimizer, config)
+            saver.wait()
+        return saver.failure()
+
+    assert save(1, 10**9) is None
+    sizes = [(folder / "checkpoints" / "step-00000001" / name).stat().st_size for name in ("__0_0.distcp", ".metadata", "manifest.json")]
+    for free in (0, 1, sizes[0] // 2, sizes[0] - 1, sizes[0], sizes[0] + sizes[1] - 1, sum(sizes[:2]), sum(sizes) - sizes[2] // 2, sum(sizes) - 1, sum(sizes)):
+        failure = save(2, free)
+        told.append((free, failure, newest_sound(folder), checkpoints_of(folder)))
+    return told
+
+
+def test_a_disk_with_room_for_a_part_of_a_checkpoint_keeps_the_one_before_and_no_half_one(pool, tmp_path):
+    """Whether it becomes full in the tensors, the index or the manifest, in the middle or at the last byte."""
+    ((*full, enough),) = pool.run(save_on_full_disks, config_for(*LAYOUTS[0]), str(tmp_path), world_size=1)
+    before, after = (tmp_path / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
+    for free, failure, newest, named in full:
+        assert failure and "No space left on device" in failure, f"{free} bytes free"
+        assert (newest, named) == (before, [before]), f"{free} bytes free"
+    assert enough[1:] == (None, after, [after])
+
+
+def watched_save(config, folder):
+    """Of one save what held when the checkpoint got its name, and after."""
+    mesh, model, optimizer, _ = build(config)
+    saver, flushed, told = Saver(Path(folder), mesh, keep_last=1), {}, {}
+    rename, fsync = os.rename, os.fsync
+
+    def state(path):
+        """(inode, size, time of the last change to what is in it)"""
+        there = os.stat(path)
+        return there.st_ino, there.st_size, there.st_mtime_ns
+
+    def watched_fsync(descriptor):
+        fsync(descriptor)
+        inode, *rest = state(descriptor)
+        flushed[inode] = rest
+
+    def watched_rename(old, new, *others, **more):
+        old, new = Path(old), Path(new)
+        if new.name == "step-00000001":
+            told["step"] = verify(old)["step"]
+            told["files"] = {path.name: state(path) for path in old.iterdir()}
+            told["flushed"] = all(flushed.get(inode) == rest for inode, *rest in map(state, [old, *old.iterdir()]))
+            flushed.clear()
+        rename(old, new, *others, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", watched_fsync)
+        patch.setattr(os, "rename", watched_rename)
+        saver.save(1, model, optimizer, config)
+        saver.wait()
+    final = Path(folder) / "checkpoints" / "step-00000001"
+    told["unchanged"] = final.is_dir() and told.pop("files", None) == {path.name: state(path) for path in final.iterdir()}
+    told["name flushed"] = os.stat(final.parent).st_ino in flushed
+    return told | dict(failure=saver.failure())
+
+
+def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk_and_nothing_is_written_after(pool, tmp_path):
+    """The manifest above all: a kill or a power cut between the two would leave a name without it, or it without its bytes."""
+    (told,) = pool.run(watched_save, config_for(*LAYOUTS[0]), str(tmp_path), world_size=1)
+    assert told == {"step": 1, "flushed": True, "unchanged": True, "name flushed": True, "failure": None}
+
+
 def forged(folder, step):
     """A sound checkpoint without a tensor, which says that it is of this step."""
     folder.mkdir(parents=True)
@@ -384,6 +528,17 @@ def forged(folder, step):
     files = {".metadata": file_digest(folder / ".metadata")}
     (folder / "manifest.json").write_text(manifest_text(dict(format=FORMAT, step=step, adam_steps=step, config={}, files=files)))
     return folder
+
+
+@pytest.mark.parametrize("name", ["step", "adam_steps", "skipped_in_a_row"])
+def test_a_manifest_says_counts_that_can_be(tmp_path, name):
+    """Older ones know nothing of skipped steps, which then begin at 0."""
+    folder = forged(tmp_path / "step-00000003", 3)
+    assert (verify(folder)["step"], verify(folder)["skipped_in_a_row"]) == (3, 0)
+    for count, words in ((-1, "must be from 0 to"), (10**30, "must be from 0 to"), (True, "must be from 0 to"), ("two", f"does not say {name}"), (1.5, f"does not say {name}")):
+        (folder / "manifest.json").write_text(manifest_text(read_manifest(forged(tmp_path / f"{count}" / "step-00000003", 3)) | {name: count}))
+        with pytest.raises(UserError, match=words):
+            verify(folder)
 
 
 def test_only_the_names_that_we_give_are_looked_for(tmp_path):
@@ -429,7 +584,8 @@ def save_after(config, folder, after, steps, keep_last):
     mesh, model, optimizer, _ = build(config)
     saver = Saver(Path(folder), mesh, keep_last, after=after)
     for step, skipped in steps:
-        saver.save(step, model, optimizer, config, skipped)
+        optimizer.skipped_in_a_row = skipped
+        saver.save(step, model, optimizer, config)
         saver.wait()
         assert saver.failure() is None
 
@@ -500,4 +656,4 @@ def test_weights_without_an_optimizer_are_rounded_to_the_models_own_type(pool, s
 
 def test_the_manifest_says_what_was_saved(saved):
     manifest = json.loads((checkpoints_of(saved[0])[0] / "manifest.json").read_text())
-    assert manifest["step"] == manifest["adam_steps"] == 3 and manifest["config"]["hidden_size"] == 16
+    assert manifest["step"] == manifest["adam_steps"] == 3 and manifest["skipped_in_a_row"] == 0 and manifest["config"]["hidden_size"] == 16

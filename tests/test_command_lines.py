@@ -111,11 +111,11 @@ def test_only_what_has_rounds_has_repeats(forks, tmp_path, question, has):
 # ---- readers that go away
 
 @pytest.mark.parametrize("command, flags", [
-    ("bench.py", "--help"), ("bench.py", "overlap --help"), ("bench.py", "plan"), ("train.py", "--help"),
-    ("data/prepare.py", "--help"), ("data/prepare.py", "--verify data"),
-    ("data/prepare.py", "--input data/meta.json --output made --overwrite"),
-    ("-m nanodomino.checkpoint", "--help"), ("-m nanodomino.checkpoint", "verify run"),
-    ("-m nanodomino.checkpoint", "export run out.pt"), ("-m nanodomino.generate", "--load run --max-tokens 3 --seed 1")])
+    ("bench.py", "plan"), ("train.py", "--help"), ("data/prepare.py", "--verify data"),
+    ("-m nanodomino.generate", "--load run --max-tokens 3 --seed 1"), *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
+        ("bench.py", "--help"), ("bench.py", "overlap --help"), ("data/prepare.py", "--help"),
+        ("data/prepare.py", "--input data/meta.json --output made --overwrite"), ("-m nanodomino.checkpoint", "--help"),
+        ("-m nanodomino.checkpoint", "verify run"), ("-m nanodomino.checkpoint", "export run out.pt"))]])
 def test_a_closed_pipe_is_no_error(trained, nobody_reads, command, flags):
     """Neither where it prints nor where Python empties its buffers at exit."""
     code, _, err = end(start(trained, command, *flags.split(), stdout=nobody_reads))
@@ -137,6 +137,7 @@ def test_words_go_through_until_the_reader_has_gone(trained):
     assert process.wait(PATIENCE) == 0 and err == "" and "step-00000006 is sound" in first
 
 
+@pytest.mark.exhaustive
 def test_a_closed_stream_is_no_error(trained):
     """`>&-`: there is no stdout at all."""
     for command, flags in (("train.py", "--help"), ("-m nanodomino.checkpoint", "verify run")):
@@ -144,7 +145,8 @@ def test_a_closed_stream_is_no_error(trained):
         assert (code, out, err) == (0, "", ""), err
 
 
-@pytest.mark.parametrize("screen", ["closed pipe", "both closed", "full disk", "both full"])
+@pytest.mark.parametrize("screen", ["closed pipe", "full disk", *[pytest.param(one, marks=pytest.mark.exhaustive)
+                                                                  for one in ("both closed", "both full")]])
 def test_what_a_person_sees_never_ends_a_run(trained, nobody_reads, screen):
     """It trains, saves, validates and writes its sample to the end, and says once what happened to its screen."""
     stdout, stderr = nobody_reads, subprocess.PIPE
@@ -174,6 +176,7 @@ def test_a_screen_that_does_not_know_a_letter_never_ends_a_run(trained):
     assert losses(trained / "läufe") == losses(trained / "run")
 
 
+@pytest.mark.exhaustive
 def test_a_warning_before_the_first_step_is_no_error_either(trained, tmp_path):
     """Of a damaged checkpoint, into a log on a full disk: not the folder is what can't be written to."""
     if not Path("/dev/full").exists():
@@ -309,10 +312,10 @@ def test_where_nobody_looks_no_line_moves(tmp_path):
 
 @needs_proc
 @pytest.mark.parametrize("question, flags, moment", [
-    ("checkpoint", ["--num-attention-heads", 2], "round 2 of 100001: save"),
-    ("scaling", ["--max-processes", 2, "--device", "cpu"], "world of 1, round 2 of 100001"),
-    ("throughput", ["--device", "cpu"], "round 2 of 100001: plain"),
-    ("zero", ["--device", "cpu"], "memory: zero-0")])
+    ("checkpoint", ["--num-attention-heads", 2], "round 2 of 100001: save"), *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
+        ("scaling", ["--max-processes", 2, "--device", "cpu"], "world of 1, round 2 of 100001"),
+        ("throughput", ["--device", "cpu"], "round 2 of 100001: plain"),
+        ("zero", ["--device", "cpu"], "memory: zero-0"))]])
 def test_ctrl_c_ends_all_of_it_without_a_word(watched, question, flags, moment):
     """Whatever it was doing: its processes, and theirs, are gone, and its temporary files too."""
     one = watched(question, *SMALL, *flags, "--repeats", 100_000)
@@ -328,7 +331,7 @@ def test_ctrl_c_ends_all_of_it_without_a_word(watched, question, flags, moment):
 
 
 @needs_proc
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.exhaustive)])
 def test_a_bench_that_is_killed_or_whose_terminal_is_closed_takes_its_processes_along(watched, name):
     if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
         pytest.skip(f"these tests were started with {name} ignored, as by nohup, and so would be the bench")

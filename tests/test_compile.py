@@ -47,6 +47,7 @@ def graphs(layers, micro_batch_size=4, one_differs=False, dropout=0.0):
     return found
 
 
+@pytest.mark.exhaustive
 def test_compiled_cross_entropy_reads_the_logits_twice_and_writes_them_once(monkeypatch):
     """gpt2's, of 16 x 1024 tokens in 16 bit, by the compiler's own count of what its kernels move: 12 GB at most, of 46 that
     fp32 softmaxes once moved. Here the kernels are for a CPU; what is in one kernel the compiler decides alike for all."""

@@ -1,6 +1,7 @@
 """The data path: text -> tokens -> batches, and every way in which it may not go wrong."""
 
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -136,6 +137,10 @@ def test_tokenizer_mistakes_are_told_in_a_sentence(gpt2_files, tmp_path):
     (tmp_path / "swapped.bpe").write_text("\n".join([lines[0], lines[2], lines[1], *lines[3:]]), "utf-8")
     (tmp_path / "short.bpe").write_text("\n".join(lines[:-5]), "utf-8")
     (tmp_path / "binary").write_bytes(bytes(range(256)))
+    vocabulary = json.loads(vocab_file.read_text())
+    (tmp_path / "float.json").write_text(json.dumps(vocabulary | {END_OF_TEXT: 316.0}))
+    (tmp_path / "bool.json").write_text(json.dumps(vocabulary | {token: True for token, i in vocabulary.items() if i == 1}))
+    (tmp_path / "deep.json").write_text(100_000 * "[")
     for arguments, message in [
             (("llama",), "unknown tokenizer 'llama'; try one of byte, gpt2"),
             (("gpt2", vocab_file), "belong together"), (("gpt2", None, merge_file), "belong together"),
@@ -144,6 +149,9 @@ def test_tokenizer_mistakes_are_told_in_a_sentence(gpt2_files, tmp_path):
             (("gpt2", tmp_path / "foreign.json", merge_file), "not a vocabulary and its merges in GPT-2's format"),
             (("gpt2", tmp_path / "list.json", merge_file), "in GPT-2's format"),
             (("gpt2", tmp_path / "binary", merge_file), "in GPT-2's format"),
+            (("gpt2", tmp_path / "float.json", merge_file), "in GPT-2's format"),
+            (("gpt2", tmp_path / "bool.json", merge_file), "in GPT-2's format"),
+            (("gpt2", tmp_path / "deep.json", merge_file), "in GPT-2's format"),
             (("gpt2", vocab_file, tmp_path / "binary"), "in GPT-2's format"),
             (("gpt2", vocab_file, tmp_path / "list.json"), "in GPT-2's format"),
             (("gpt2", vocab_file, tmp_path / "swapped.bpe"), "in GPT-2's format"),
@@ -184,6 +192,27 @@ def test_text_survives_the_round_trip(tmp_path, gpt2_files, tokenizer):
     assert all(len(row(tmp_path / "out", split)) == meta["tokens"][split] > 0 for split in SPLITS)
     assert meta["vocab_size"] == (257 if tokenizer == "byte" else 317) and meta["dtype"] == "uint16"
     load_corpus(tmp_path / "out").verify()
+
+
+@pytest.mark.parametrize("words, dtype, size", [(65_536, "uint16", 2), (65_537, "uint32", 4)])
+def test_token_ids_above_65535_take_32_bits_and_survive_the_round_trip(tmp_path, words, dtype, size):
+    """A vocabulary of pairs of bytes; end-of-text has the highest number, and the pairs of the text those before it."""
+    plain = [byte for byte in range(256) if chr(byte).isprintable() and byte != 32]
+    single = [*map(chr, plain), *map(chr, range(256, 512 - len(plain)))]
+    pairs = sorted(itertools.product(single, repeat=2), key=lambda pair: ("z" in pair) + (pair == ("z", "z")))[257 - words:]
+    vocabulary = {token: i for i, token in enumerate([*single, *map("".join, pairs), END_OF_TEXT])}
+    (tmp_path / "encoder.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "vocab.bpe").write_text("".join(f"{one} {other}\n" for one, other in pairs), "utf-8")
+    (tmp_path / "a.txt").write_text("zzzzaz")
+    meta = quietly(tmp_path / "a.txt", tmp_path / "out", tokenizer="gpt2", split=(1, 0, 0), vocab_file=tmp_path / "encoder.json",
+                   merge_file=tmp_path / "vocab.bpe")
+    stored = [words - 2, words - 2, vocabulary["az"], words - 1]
+    assert (len(vocabulary), meta["vocab_size"], meta["dtype"], meta["end_of_text"]) == (words, words, dtype, words - 1)
+    assert (tmp_path / "out" / "train.bin").stat().st_size == 4 * size
+    loaded = load_corpus(tmp_path / "out")
+    loaded.verify()
+    assert TokenDataset(loaded, "train", 3, seed=0).batch(0, 0, 0, 1, 1, 1).labels.tolist() == [stored[1:]]
+    assert row(tmp_path / "out", "train") == stored and documents_in(tmp_path / "out", "train") == ["zzzzaz"]
 
 
 def test_decoding_works_after_the_vocabulary_files_have_moved(tmp_path, gpt2_files):
@@ -289,6 +318,26 @@ def test_a_glob_is_expanded_in_order(tmp_path):
         (tmp_path / name).write_text(name)
     quietly(tmp_path / "**" / "part-*.txt", tmp_path / "out", split=(1, 0, 0))
     assert documents_in(tmp_path / "out", "train") == ["deep/part-3.txt", "part-1.txt", "part-2.txt"]
+
+
+def test_a_glob_over_links_in_a_circle_ends_and_finds_each_file_once(tmp_path, monkeypatch):
+    """Also what lies behind a link to elsewhere; nothing hidden. With a few links `**` of Python's glob takes years."""
+    for name in ("in/a/b/1.txt", "in/2.txt", "in/.hidden/3.txt", "elsewhere/b/4.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(Path(name).stem)
+    for link, target in (("self", "."), ("a/up", ".."), ("a/b/top", "../.."), ("away", "../elsewhere")):
+        (tmp_path / "in" / link).symlink_to(target)
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGALRM, lambda number, frame: pytest.fail("it is still looking"))
+    signal.alarm(20)
+    try:
+        for i, (pattern, found) in enumerate([("in/**", "124"), ("in/**/*.txt", "124"), ("i*/**/b/*.txt", "14"),
+                                              ("in/**/b/**/*.txt", "124"), (tmp_path / "in/**/2.txt", "2"), ("**/4.txt", "4")]):
+            quietly(pattern, tmp_path / f"out{i}", split=(1, 0, 0))
+            assert "".join(sorted(documents_in(tmp_path / f"out{i}", "train"))) == found, pattern
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_file_name_with_brackets_is_a_name(tmp_path):

@@ -79,6 +79,7 @@ ANOTHERS_END = [
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:459] writev [127.0.0.1]:8871: Broken pipe",
     "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete",
     "Application timeout caused pair closure",
+    "Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.h:311] Connect timeout [none]",
     "Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] timed out connecting: SO_ERROR: "
     "Connection refused, remote=[10.0.0.2]:52011",
     "wait timeout after 300000ms, keys: /default_pg/0//cuda//timeout_dump",
@@ -120,6 +121,7 @@ def test_only_what_follows_from_anothers_end_counts_as_lost_neighbours(text, lon
     assert not is_lonely(ValueError(text)), "only what torch raises"
 
 
+@pytest.mark.exhaustive
 @needs_proc
 def test_torchrun_names_the_rank_that_raised(folder, corpus):
     """The same under the real launcher, whose report is the last thing on the screen."""

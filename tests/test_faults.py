@@ -1,6 +1,7 @@
 """A run that is interrupted, killed, starved or damaged says so and ends; started again, it goes on with the same bits.
 
-Black boxes: torchrun with two or four ranks on a tiny corpus. faults.py does the same at random moments, for as long as one likes.
+Most are black boxes: two or four ranks on a tiny corpus, forks that start at once (forks.py); where torchrun itself matters, under torchrun.
+faults.py does the same at random moments, for as long as one likes.
 """
 
 import os
@@ -11,9 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import ROOT, Job, differences, make_corpus, wait_until
+from faults import ROOT, TINY, Job, differences, make_corpus, wait_until
+from starts import lines, saved, start, start_rank
 from test_bad_input import needs_proc
 
+import train
 from nanodomino.manifest import checkpoints_of, verify
 from nanodomino.launch import next_folder
 
@@ -59,10 +62,6 @@ def full_disk(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return write_data(*arguments)
 
-if fault == "unshared":                                  # as on two hosts, each with a disk of its own
-    check_shared = train.check_shared
-    train.check_shared = lambda run_dir: check_shared(run_dir / "of another host" if rank > 1 else run_dir)
-
 if "device" in fault:                                    # as on NCCL: a queue with work in it, and collectives that do not raise in time
     start_world, make_mesh = train.start_world, train.make_mesh
     train.start_world = lambda place, device, timeout: start_world(place, device, timeout + 600)
@@ -83,14 +82,14 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture
-def job(tmp_path, corpus):
-    """job(run_dir, *flags, ...): a torchrun in tmp_path; whatever is left of it is ended after the test."""
+def job(tmp_path, corpus, forks):
+    """job(run_dir, *flags, ...): a launch in tmp_path; whatever is left of it is ended after the test."""
     jobs = []
     (tmp_path / "driver.py").write_text(DRIVER)
 
-    def job(run_dir, *flags, fault=None, **options):
+    def job(run_dir, *flags, fault=None, torchrun=False, **options):
         script = dict(script=tmp_path / "driver.py") if fault else {}
-        jobs.append(Job(tmp_path, corpus, run_dir, *flags, word=fault, **script, **options))
+        jobs.append(Job(tmp_path, corpus, run_dir, *flags, word=fault, forks=None if torchrun else forks, **script, **options))
         return jobs[-1]
 
     yield job
@@ -99,14 +98,14 @@ def job(tmp_path, corpus):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, corpus):
+def alone(tmp_path_factory, corpus, forks):
     """The folder of the uninterrupted run of LENGTH and more flags, once for each."""
     made = {}
 
     def alone(*flags, **options):
         if flags not in made:
             folder = tmp_path_factory.mktemp("alone")
-            one = Job(folder, corpus, "run", *LENGTH, *flags, **options)
+            one = Job(folder, corpus, "run", *LENGTH, *flags, forks=forks, **options)
             try:
                 assert one.end() == 0, one.output()
             finally:
@@ -126,10 +125,11 @@ def last_checkpoint(one) -> str:
 # Told to stop
 
 @pytest.mark.parametrize("number, whom, flags, processes", [
-    (signal.SIGTERM, "a rank", [], 2), (signal.SIGINT, "torchrun", ["--tp", 2, "--pp", 2], 4)], ids=["a rank", "torchrun, tp 2 pp 2"])
+    (signal.SIGTERM, "a rank", [], 2),
+    pytest.param(signal.SIGINT, "torchrun", ["--tp", 2, "--pp", 2], 4, marks=pytest.mark.exhaustive)], ids=["a rank", "torchrun, tp 2 pp 2"])
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_with_the_same_bits(job, alone, number, whom, flags, processes):
     """The step in which the signal comes is the last, and the checkpoint is of that step, whatever the save interval."""
-    first = job("run", *LENGTH, *flags, processes=processes)
+    first = job("run", *LENGTH, *flags, processes=processes, torchrun=whom == "torchrun", fault="slow")
     first.wait_for(lambda: first.steps() >= 7)
     before, ranks = first.steps(), first.ranks()
     os.kill(ranks[1] if whom == "a rank" else first.process.pid, number)
@@ -159,6 +159,7 @@ def test_a_second_signal_ends_a_rank_that_waits_for_a_silent_one(job):
     assert "exitcode  : 143" in one.output(), one.output()
 
 
+@pytest.mark.exhaustive
 def test_a_signal_ends_a_rank_whose_device_waits_for_a_dead_one(job):
     """The step that it should finish first never ends; torchrun's own patience is half a minute, a scheduler's may be hours."""
     one = job("run", "--train-iters", 100_000, fault="device")
@@ -192,9 +193,10 @@ def test_a_rank_killed_during_a_save_costs_the_steps_since_the_last_one(job, alo
     assert not second.saving(), "what the killed one left is gone"
 
 
+@pytest.mark.exhaustive
 def test_torchrun_restarts_a_killed_run_by_itself_in_the_default_folder(job, alone, tmp_path):
     """The folder that this launch made, not merely the newest one: another run may have begun since."""
-    one = job(None, *LENGTH, "--pp", 2, restarts=3, fault="slow")
+    one = job(None, *LENGTH, "--pp", 2, restarts=3, fault="slow", torchrun=True)
     one.wait_for(lambda: one.steps() >= 7)
     shutil.copytree(one.run_dir, tmp_path / "runs" / "nano-002", ignore=lambda *_: ["launch.txt", "checkpoints"])
     one.send(0, signal.SIGKILL)
@@ -229,7 +231,7 @@ def test_a_folder_in_use_is_refused_until_its_run_has_ended(job, alone):
 
 # Silent
 
-@pytest.mark.parametrize("fault", [None, "device"], ids=["gloo", "as on a GPU"])
+@pytest.mark.parametrize("fault", [None, pytest.param("device", marks=pytest.mark.exhaustive)], ids=["gloo", "as on a GPU"])
 def test_a_rank_that_hangs_is_named_with_the_step(job, fault):
     """Every group has --timeout: torch's own is half an hour, and a new group does not inherit that of the world. On a GPU
     the host sits in a call that does not raise, and a thread sees to it."""
@@ -245,6 +247,7 @@ def test_a_rank_that_hangs_is_named_with_the_step(job, fault):
     assert any(f"lost its neighbours in step {step} (dead or silent: rank 2)" in one.output() for step in (steps + 1, steps + 2)), one.output()
 
 
+@pytest.mark.exhaustive
 def test_a_device_that_is_never_idle_is_not_taken_for_one_that_hangs(job):
     """Each forward and backward is progress, however long the run."""
     one = job("run", "--train-iters", 80, "--timeout", 6, "--eval-iters", 0, fault="slow device")
@@ -253,7 +256,8 @@ def test_a_device_that_is_never_idle_is_not_taken_for_one_that_hangs(job):
 
 # Not finite
 
-@pytest.mark.parametrize("fault, skipped, flags, processes", [("loss", [3, 7], ["--tp", 2, "--pp", 2], 4), ("copy", [3], [], 2)])
+@pytest.mark.parametrize("fault, skipped, flags, processes", [
+    ("loss", [3, 7], ["--tp", 2, "--pp", 2], 4), pytest.param("copy", [3], [], 2, marks=pytest.mark.exhaustive)])
 def test_what_is_not_finite_on_one_rank_is_skipped_by_all(job, fault, skipped, flags, processes):
     """And so they stay in step. Also where the bad number is in a copy that the global norm does not count."""
     one = job("run", "--train-iters", 10, *flags, fault=fault, processes=processes)
@@ -272,15 +276,35 @@ def test_too_many_skipped_steps_end_the_run(job):
     assert "failed in step" not in one.output() and last_checkpoint(one) == "step-00000005"
 
 
-def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(job):
-    one = job("run", "--train-iters", 100, "--save-interval", 1, "--keep-last", 1, "--max-skipped-steps", 4, "--tp", 2, "--pp", 2, fault="losses", processes=4)
-    assert one.end() != 0 and "error: 4 steps in a row, up to step 11, had a loss" in one.output(), one.output()
-    assert [folder.name for folder in checkpoints_of(one.run_dir)][-1] == "step-00000007"
+def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(pool, tmp_path):
+    """Step 2 is the last good one; what is skipped after it is saved by three starts."""
+    make_corpus(tmp_path)
+    command = ("--run-dir", tmp_path / "run", "--train-iters", 20, "--save-interval", 1, "--keep-last", 1, "--max-skipped-steps", 6)
+    for at_once in (4, 1, 1, 9):
+        ended = start(pool, tmp_path, *command, "--exit-interval", at_once, bad_steps=range(3, 20))
+    assert ended.code is None and "6 steps in a row, up to step 8, had a loss" in ended.error
+    assert saved(tmp_path / "run") == [7, 6, 5, 4, 3, 2]
+
+
+@pytest.mark.parametrize("bad, last", [((1, 3, 5), None), ((2, 4, 5), 5)], ids=["here and there", "in a row"])
+@pytest.mark.parametrize("at_once", [9, 2], ids="{} steps a start".format)
+def test_only_skipped_steps_in_a_row_end_a_run_however_often_it_is_started_again(pool, tmp_path, bad, last, at_once):
+    """Bad numbers here and there are no divergence. But a run that is stopped every few steps, or restarted, must not go on for
+    ever without a good one: the count goes on where the checkpoint was made."""
+    make_corpus(tmp_path)
+    run, ended = tmp_path / "run", None
+    while ended is None or "stopped as told" in ended.output:
+        ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 6, "--max-skipped-steps", 2, "--exit-interval", at_once, bad_steps=bad)
+    assert [step for step, skipped in lines(run, "skipped") if skipped] == list(bad)
+    if last:
+        assert ended.code is None and f"2 steps in a row, up to step {last}, had a loss or gradient that is not finite" in ended.error
+    else:
+        assert ended.code == 0 and saved(run)[0] == 6
 
 
 # Drifted apart
 
-@pytest.mark.parametrize("flags", [["--tp", 2], ["--tp", 1, "--pp", 1]], ids=["tp 2", "dp 2"])
+@pytest.mark.parametrize("flags", [["--tp", 2], pytest.param(["--tp", 1, "--pp", 1], marks=pytest.mark.exhaustive)], ids=["tp 2", "dp 2"])
 def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(job, flags):
     """On tp others follow it; over dp its owner sends all of it anew at the next step. Training goes on."""
     one = job("run", "--train-iters", 8, "--save-interval", 5, *flags, fault="drift")
@@ -292,13 +316,21 @@ def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(job, flags):
 
 # Not shared
 
-def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(job):
+def unshared_rank(flags):
+    """As on two hosts, each with a disk of its own."""
+    rank, check_shared = int(os.environ["RANK"]), train.check_shared
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "check_shared", lambda run_dir: check_shared(run_dir / "of another host" if rank > 1 else run_dir))
+        return start_rank(flags, bad_steps=())
+
+
+def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(pool, tmp_path):
     """By all ranks alike, in a sentence. The first save would be too late: training would go on to its end for nothing."""
-    one = job("run", *LENGTH, fault="unshared", processes=4)
-    assert one.end() != 0 and not one.metrics(), one.output()
-    said = f"error: --run-dir {one.run_dir} is not the same folder on all hosts: what rank 0 writes there, rank 2, 3 can't see; choose one"
-    assert one.output().count(said) == 1 and "Traceback" not in one.output().split("torch/distributed")[0], one.output()
-    assert not [path.name for path in one.run_dir.iterdir() if "shared" in path.name]
+    run = tmp_path / "run"
+    flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(run), "--train-iters", "1"]
+    for ended in pool.run(unshared_rank, flags, world_size=4):
+        assert ended.code is None and "is not the same folder on all hosts: what rank 0 writes there, rank 2, 3 can't see; choose one" in ended.error
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints"] and not list((run / "checkpoints").iterdir())
 
 
 # No room
@@ -314,6 +346,7 @@ def test_a_save_that_fails_is_a_warning_and_the_next_one_is_tried(job, alone):
     assert not one.saving(), "an unfinished one would keep a full disk full"
 
 
+@pytest.mark.exhaustive
 def test_the_last_save_must_not_fail(job):
     """There is no later one: the exit code says it, the one before stays."""
     one = job("run", *LENGTH, fault="full at the end")
@@ -321,6 +354,7 @@ def test_the_last_save_must_not_fail(job):
     assert last_checkpoint(one) == "step-00000020"
 
 
+@pytest.mark.exhaustive
 def test_a_read_only_folder_does_not_stop_training(job, alone, tmp_path):
     """The disk with the checkpoints turns read-only, as disks do that fail; later it can be written to again."""
     folder = tmp_path / "run" / "checkpoints"
@@ -339,6 +373,7 @@ def test_a_read_only_folder_does_not_stop_training(job, alone, tmp_path):
     assert not differences(one.run_dir, alone())
 
 
+@pytest.mark.exhaustive
 def test_a_really_full_disk_does_not_stop_training(job, alone, tmp_path):
     """metrics.jsonl lies on it too; its lines are written when there is room again."""
     disk = tmp_path / "disk"
@@ -370,6 +405,7 @@ def fill(path: Path):
 
 # Damage
 
+@pytest.mark.exhaustive
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(job, alone, tmp_path):
     """A flipped byte, a truncated and a missing file: three checkpoints, three warnings, and the fourth is good."""
     run_dir = tmp_path / "run"
@@ -386,3 +422,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(job, alone, tm
     for path, what in zip(data, ("is damaged", "should have", "is missing")):
         assert any(line.startswith(f"warning: {path} {what}") for line in one.output().splitlines()), one.output()
     assert not differences(run_dir, alone("--keep-last", 4))
+
+
+def test_damaged_checkpoints_push_out_no_good_one_when_the_run_goes_on_before_them(pool, tmp_path):
+    """Or a second damage would cost all of the run."""
+    make_corpus(tmp_path)
+    command = ("--run-dir", tmp_path / "run", "--keep-last", 2, "--train-iters")
+    start(pool, tmp_path, *command, 4, "--save-interval", 1, "--keep-last", 3)
+    assert saved(tmp_path / "run") == [4, 3, 2]
+    for step in (4, 3):
+        (tmp_path / "run" / "checkpoints" / f"step-0000000{step}" / "__0_0.distcp").unlink()
+    for last, kept in ((5, [5, 4, 3, 2]), (6, [6, 5])):
+        ended = start(pool, tmp_path, *command, last, "--save-interval", 5)
+        assert ended.code == 0 and saved(tmp_path / "run") == kept, ended.output

@@ -9,6 +9,7 @@ import dataclasses
 import io
 import math
 import os
+import random
 import re
 import shlex
 import signal
@@ -22,10 +23,12 @@ import tiktoken
 import torch
 from faults import LAUNCHER, ROOT, TINY, make_corpus
 from forks import launcher_environments
-from harness import build, reference_for, tiny
+from harness import build, reference_for, sizes_of, tiny
+from reference import ReferenceGPT
 
 from nanodomino.config import Config
 from nanodomino.generate import SEPARATOR, Writer, choose, command_line, generate, useful_threads
+from nanodomino.settings import UserError
 from nanodomino.tokenizer import build_tokenizer
 
 PATIENCE = 90           # seconds until a process counts as stuck; it takes 6, but the machine may have other work
@@ -58,6 +61,32 @@ def test_what_a_model_writes_does_not_depend_on_the_layout(pool):
     assert max(map(max, alone)) < 20, "a model with more words than the tokenizer writes only the tokenizer's"
     several = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert pool.run(generate_rank, several, weights, world_size=4) == [alone] * 4
+
+
+def greedy_rank(config, weights, prompts):
+    mesh, model, _, _ = build(config, weights)
+    return [generate(model, mesh, prompt, 14, 20, temperature=0.0) for prompt in prompts]
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_the_likeliest_tokens_are_those_of_the_plain_model_however_long_the_text_is(pool, world_size):
+    """Of a context of 8 tokens the model sees the last 8 of a longer prompt; where it is full, the last 4 are read anew."""
+    weights = dict(reference_for(tiny(1), 1)[0])
+    weights["embedding.position_embeddings.weight"] = 2 * weights["embedding.position_embeddings.weight"]      # else it stammers
+    plain, draw = ReferenceGPT(sizes_of(tiny(1))).double().load_full(weights), random.Random(0)
+    prompts = [[draw.randrange(20) for _ in range(length)] for length in (1, 5, 7, 8, 9, 12, 30)]
+    expected = []
+    for prompt in prompts:
+        text, window = list(prompt), prompt[-8:]
+        for _ in range(14):
+            window = window if len(window) <= 8 else window[-4:]
+            with torch.no_grad():
+                logits = plain(torch.tensor([window]), torch.arange(len(window)))[0, -1, :20]
+            text, window = text + [int(logits.argmax())], window + [int(logits.argmax())]
+        expected.append(text)
+    config = tiny(world_size, tensor_model_parallel_size=2, pipeline_model_parallel_size=2) if world_size > 1 else tiny(1)
+    assert pool.run(greedy_rank, config, weights, prompts, world_size=world_size) == [expected] * world_size
+    assert all(len(set(text[-14:])) > 2 for text in expected), "a text that repeats itself would show nothing"
 
 
 def show_rank(config, weights):
@@ -254,6 +283,14 @@ def test_control_c_ends_it_without_a_traceback(endless):
     process = endless(None)
     process.send_signal(signal.SIGINT)
     assert (process.wait(PATIENCE), process.stderr.read()) == (-signal.SIGINT, b"")
+
+
+@pytest.mark.parametrize("flag", ["--num-samples", "--max-tokens", "--top-k", "--seed"])
+def test_no_number_is_larger_than_any_machine_can_count_to(flag):
+    """It would be a traceback later, or no end."""
+    assert getattr(command_line(["--load", "run", flag, "2147483647"]), flag[2:].replace("-", "_")) == 2**31 - 1
+    with pytest.raises(UserError, match=f"^{flag} must be at most 2147483647, but is 10+$"):
+        command_line(["--load", "run", flag, "1" + 30 * "0"])
 
 
 def test_help_lists_every_flag_and_its_default(capsys):

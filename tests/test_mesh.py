@@ -3,16 +3,19 @@
 import platform
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _process_group_color
+from faults import TINY, make_corpus
+from starts import start_rank
+from torch.distributed.distributed_c10d import _process_group_color, _world
 
 from nanodomino import mesh
-from nanodomino.mesh import make_mesh
+from nanodomino.mesh import Place, make_mesh, start_world
 
 FAULTS = """
 import ctypes, resource, sys, torch
@@ -30,6 +33,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.g
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is about glibc")
 def test_freed_memory_serves_the_next_step():
     """Without it, the kernel takes back 160 MB after every step, and clears as many again."""
@@ -111,3 +115,33 @@ def test_groups_are_made_of_the_right_ranks_also_a_second_time(pool):
     for rank, (tp, dp, pp, ends, *again) in enumerate(pool.run(group_rank, 4, 1, 2)):
         assert (tp, dp, pp) == (3 << (rank & 6), 1 << rank, 0b1010101 << (rank & 1)) and again == [tp, dp, pp, ends]
         assert ends == (0b1000001 if rank < 2 or rank > 5 else 0b10100) << (rank & 1)
+
+
+def timeouts_rank(flags):
+    """How a run ends, and the seconds that each of this rank's groups waits at its end, the checkpoints' own too."""
+    waits, destroy = [], dist.destroy_process_group
+    with pytest.MonkeyPatch.context() as patch:
+        def look_and_destroy():
+            waits.extend(group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in _world.pg_map)
+            destroy()
+
+        patch.setattr(dist, "destroy_process_group", look_and_destroy)
+        return start_rank(flags, bad_steps=()), waits
+
+
+def test_every_group_of_a_run_has_its_timeout(pool, tmp_path):
+    """A new group does not inherit that of the world, but takes torch's own half an hour; a rank that hangs while it saves would
+    be waited for so long."""
+    flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(tmp_path / "run"), "--tp", "1", "--pp", "2",
+             "--train-iters", "1", "--timeout", "77"]
+    for ended, waits in pool.run(timeouts_rank, flags, world_size=2):
+        assert ended.code == 0 and waits == [77.0] * 6, "the world's, tp, dp, pp, the tied matrix's, the checkpoints'"
+
+
+def test_the_world_has_its_timeout_before_the_first_collective(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(mesh, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, timeout=None: asked.update(meet=timeout) or iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout=None, **more: asked.update(world=timeout))
+    start_world(Place(launched=True), torch.device("cpu"), 77)
+    assert asked == dict(meet=timedelta(seconds=77), world=timedelta(seconds=77))

@@ -11,15 +11,22 @@ from pool import WorkerError
 from side_by_side import CHECKED, TABLE, Around, check, judge, measure, plain, replaced, worst
 
 TESTS = Path(__file__).resolve().parent
-CASES = pytest.mark.parametrize("entry", TABLE, ids=lambda entry: f"{entry.number}-{entry.bug.__name__}")
+EVERY = 4                # by default of these entries only
 
 
-@CASES
+def cases(entries, also_by_default=lambda entry: False):
+    """By default one entry in four."""
+    return pytest.mark.parametrize("entry", [
+        pytest.param(entry, id=f"{entry.number}-{entry.bug.__name__}",
+                     marks=[] if entry.number % EVERY == 0 or also_by_default(entry) else pytest.mark.exhaustive) for entry in entries])
+
+
+@cases(TABLE)
 def test_the_code_as_it_is_passes(pool, entry):
     check(pool, entry, wrong=False)
 
 
-@CASES
+@cases(TABLE, also_by_default=lambda entry: True)
 def test_put_back_it_is_found_and_does_what_the_page_says(pool, entry):
     """By an assertion of the check, and not because something broke."""
     if entry.check:
@@ -106,7 +113,7 @@ def alone_rank(number):
         return entry.runner(entry.config, None if entry.drawn else weights, data, CHECKED).losses
 
 
-@pytest.mark.parametrize("entry", ALONE, ids=lambda entry: f"{entry.number}-{entry.bug.__name__}")
+@cases(ALONE)
 def test_on_one_process_it_does_no_harm(pool, entry):
     """Which is where code is written. And so nothing but what it is said to be makes it wrong elsewhere."""
     (losses,) = pool.run(alone_rank, entry.number, world_size=1)

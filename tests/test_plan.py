@@ -461,6 +461,7 @@ SMALL = ("--num-layers", 2, "--hidden-size", 16, "--num-attention-heads", 2, "--
          "--micro-batch-size", 2, "--global-batch-size", 4, "--tp", 1, "--pp", 1, "--dp", 1)
 
 
+@pytest.mark.exhaustive
 def test_bench_comm_starts_its_processes_and_finds_every_count_exact():
     flags = [*map(str, SMALL), "--tp", "2"]
     command = [sys.executable, str(ROOT / "bench.py"), "comm", *flags]

@@ -1,5 +1,6 @@
 """What a person is told of a run: before the first step, within a step that takes long, when it is told to stop."""
 
+import json
 import signal
 import time
 from types import SimpleNamespace
@@ -12,9 +13,10 @@ import nanodomino.report
 from nanodomino.config import Config
 from nanodomino.launch import StopSignal
 from nanodomino.mesh import make_mesh
-from nanodomino.model import on_paper
+from nanodomino.model import flops_per_token, on_paper
 from nanodomino.report import Report, open_metrics
 from nanodomino.step_time import estimate
+from nanodomino.zero import StepResult
 
 
 @pytest.fixture
@@ -63,6 +65,19 @@ def test_the_bar_moves_within_a_step_that_takes_long(report, monkeypatch):
     silent.bar = one.bar
     silent.action(5, 8)
     assert len(said) == 1, "only rank 0 has a screen"
+
+
+def test_mfu_is_a_part_of_what_all_gpus_of_the_world_could_do(tmp_path, monkeypatch):
+    """Of two hosts with eight each, not of one host's nor of one."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    config = tiny(16, dtype="bfloat16", global_batch_size=48, tensor_model_parallel_size=2)
+    place = SimpleNamespace(device=torch.device("cuda"), pp=1, picture=lambda held: "")
+    corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path, tokens=dict(train=999, valid=999, test=999))
+    one = Report(config, corpus, place, tmp_path, 0, speaks=True)
+    one.step(1, StepResult(loss=1.0, grad_norm=1.0, skipped=False, stop=False), 0.1, seconds=1e-6)
+    mfu = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["mfu"]
+    assert mfu == pytest.approx(48 * 8 * flops_per_token(config) / 1e-6 / (16 * 989e12), rel=1e-12)
 
 
 def estimate_rank(config):
@@ -131,3 +146,21 @@ def test_what_does_not_count_at_the_end_is_cut_without_a_word(tmp_path, last):
     """Half a line of a killed run, a test loss of what was then the end."""
     assert reopened(tmp_path, 5, *lines_of(0, 1, 5), last) == (lines_of(0, 1, 5), "")
     assert reopened(tmp_path, 0, *lines_of(0, 1, 5), last) == ([], "")
+
+
+def test_a_line_of_which_the_disk_took_a_part_is_finished_when_there_is_room(report, tmp_path, capsys):
+    """A nearly full disk stores what fits and says how much that was; only the next write is an error."""
+    one = report()
+    write, room = one.metrics.write, [12, 0, 0, 5]
+
+    def nearly_full(data):
+        fits = room.pop(0) if room else len(data)
+        if not fits:
+            raise OSError(28, "No space left on device")
+        return write(data[:fits])
+
+    one.metrics = SimpleNamespace(write=nearly_full)
+    for step in range(1, 7):
+        one.record(step=step, loss=1.0)
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[1:] == lines_of(*range(1, 7))
+    assert capsys.readouterr().out.count("metrics.jsonl can't be written") == 1

@@ -7,16 +7,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+from faults import make_corpus
 from harness import build, random_data, tiny
+from starts import lines, saved, start
 
 import train
+from data.prepare import prepare
+from nanodomino import launch
 from nanodomino.checkpoint import Saver, restore
 from nanodomino.config import Config, check_record, from_record
 from nanodomino.flags import command_line_parser, from_command_line
 from nanodomino.launch import find_run
 from nanodomino.manifest import checkpoints_of, newest_record, verify
 from nanodomino.mesh import Place
-from nanodomino.settings import ROLES, UserError, check_values, flags_of, markdown, names, setting, spelling
+from nanodomino.settings import ROLES, UserError, check_values, flags_of, markdown, setting, spelling
 
 ROOT = Path(__file__).resolve().parent.parent
 OLD_RUN = ROOT / "tests" / "data" / "run-2026-11-20"       # as the version of that day left it: 3 steps of a tiny model
@@ -109,21 +113,54 @@ def test_the_dataclass_keeps_what_was_given_through_json(begun):
     assert from_record(json.loads((run / "config.json").read_text()), run) == config and "slices" in config.given
 
 
-@pytest.mark.parametrize("name", names(Config, "model", "optimizer", "run"))
-def test_a_change_that_would_make_it_another_run_is_refused(begun, name):
-    """One by one, each setting of these roles."""
-    run, config = begun()
-    other = {bool: lambda value: not value, int: lambda value: value * 2, float: lambda value: value * 2 + 0.125}
-    one = next(one for one in dataclasses.fields(Config) if one.name == name)
-    value, kind = getattr(config, name), one.metadata.get("kind")
-    if one.metadata.get("choices"):
-        changed = next((choice for choice in one.metadata["choices"] if choice != value), None)
-        if changed is None:
-            pytest.skip(f"{name} has one value")
-    else:
-        changed = other[kind](value) if kind else "other data"
-    with pytest.raises(UserError, match=f"{name.replace('_', '-')} .*, but this run has"):
-        find_run(dataclasses.replace(config, **{name: changed}, run_dir=str(run)), Place())
+@pytest.fixture(scope="module")
+def origins(tmp_path_factory):
+    """{what a start goes on from: (its folder, the roles of what must not change, what else is asked for)}"""
+    killed, run, fresh = (tmp_path_factory.mktemp("origins") / name for name in ("killed", "run", "fresh"))
+    shutil.copytree(OLD_RUN, run)
+    killed.mkdir()
+    shutil.copy(run / "config.json", killed)
+    return {"a run": (run, ("model", "optimizer", "run"), dict(run_dir=str(run))),
+            "a run that was killed before its first checkpoint": (killed, ("model", "optimizer", "run"), dict(run_dir=str(killed))),
+            "--load": (run, ("model", "optimizer"), dict(run_dir=str(fresh), load=str(run))),
+            "--load --finetune": (run, ("model",), dict(run_dir=str(fresh), load=str(run), finetune=True))}
+
+
+def changed(one: dataclasses.Field, value):
+    """Another value of a setting."""
+    if choices := one.metadata.get("choices"):
+        return next(choice for choice in choices if choice != value)
+    other = {bool: lambda: not value, int: lambda: 2 * (value or 1), float: lambda: 2 * value + 0.125}
+    return other.get(one.metadata.get("kind"), lambda: "something else")()
+
+
+@pytest.mark.parametrize("one", [one for one in dataclasses.fields(Config) if one.name not in ("run_dir", "load", "finetune")], ids=lambda one: one.name)
+def test_a_change_is_refused_where_it_would_make_it_another_run_and_honoured_elsewhere(origins, monkeypatch, one):
+    """One by one each setting, those to come included, by its role and by what the start goes on from."""
+    monkeypatch.setattr(launch, "claim", lambda run_dir: None)              # which this process would keep
+    for folder, roles, asked in origins.values():
+        config = dataclasses.replace(from_record(newest_record(folder), folder), **asked)
+        other = dataclasses.replace(config, **{one.name: changed(one, getattr(config, one.name))})
+        find_run(config, Place())
+        if one.metadata["role"] in roles:
+            with pytest.raises(UserError, match=f"{one.name.replace('_', '-')} .*, but this run has .*give the same again"):
+                find_run(other, Place())
+        else:
+            find_run(other, Place())
+
+
+def test_other_training_tokens_are_another_run(pool, tmp_path):
+    """Whatever their folder is called, and wherever it lies; only --finetune is there for them."""
+    tokens, run, text = make_corpus(tmp_path), tmp_path / "run", tmp_path / "text.txt"
+    text.write_text(text.read_text().replace("line 7 ", "line 8 "))
+    prepare(text, tmp_path / "other", progress=False)
+    tokens.rename(tmp_path / "moved")
+    assert start(pool, tmp_path, "--run-dir", run, "--train-iters", 1, "--data-path", tmp_path / "moved").code == 0
+    (tmp_path / "moved").rename(tokens)
+    assert start(pool, tmp_path, "--run-dir", run, "--train-iters", 2, "--data-path", tokens).code == 0
+    ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 3, "--data-path", tmp_path / "other")
+    assert ended.code is None and "was made with data-sha256 " in ended.error
+    assert start(pool, tmp_path, "--run-dir", tmp_path / "next", "--load", run, "--finetune", "--train-iters", 1, "--data-path", tmp_path / "other").code == 0
 
 
 def test_a_file_of_settings_counts_less_than_flags(tmp_path):
@@ -222,11 +259,38 @@ def test_finetune_without_load_is_refused():
         settled("--finetune")
 
 
+@pytest.mark.parametrize("again", [["--finetune"], []], ids=["finetune", "load"])
+def test_the_command_that_began_a_run_from_another_goes_on_with_its_own_when_given_again(pool, tmp_path, again):
+    """A scheduler gives it at each start. What the run has done since then must not be thrown away for where it came from,
+    which by then may even be gone."""
+    make_corpus(tmp_path)
+    assert start(pool, tmp_path, "--run-dir", tmp_path / "from", "--train-iters", 3).code == 0
+    command = ["--load", tmp_path / "from", *again, "--run-dir", tmp_path / "run", "--train-iters", 8, "--exit-interval", 2]
+    begin = 0 if again else 3
+    for steps in (2, 4, 6) if again else (4, 6, 8):
+        ended = start(pool, tmp_path, *command)
+        assert (ended.code, ended.error) == (0, "")
+        assert [step for step, _ in lines(tmp_path / "run", "loss")] == list(range(begin + 1, steps + 1))
+        assert saved(tmp_path / "run")[0] == steps
+        assert ("and nothing else of it" in ended.output) == (bool(again) and steps == 2)
+        if steps == 4:
+            shutil.rmtree(tmp_path / "from")
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_from_what_it_loads(begun):
+    """With its own settings, those that it was given at its first start too."""
+    run, config = begun("--load", OLD_RUN, "--finetune", "--lr", 0.5)
+    again = settled("--run-dir", run, "--load", OLD_RUN, "--finetune")
+    found = find_run(again, Place())
+    assert found.checkpoint == checkpoints_of(OLD_RUN)[0] and found.weights_alone
+    assert (again.num_layers, again.lr) == (1, 0.5) and again == config
+
+
 def save_rank(config, folder):
     mesh, model, optimizer, stage = build(config)
     for step in (1, 2):
         train.train_step(step, stage, optimizer, random_data(config, 2), config, mesh)
-    saver = Saver(Path(folder), mesh, keep_last=1)
+    saver, optimizer.skipped_in_a_row = Saver(Path(folder), mesh, keep_last=1), 3
     saver.save(2, model, optimizer, config)
     saver.wait()
     return saver.failure(), {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -238,7 +302,7 @@ def finetune_rank(config, folder, weights):
     for anew in (False, True):
         mesh, model, optimizer, stage = build(config, weights if anew else None)
         step = 0 if anew else restore(checkpoints_of(Path(folder))[0], model, optimizer, mesh, weights_alone=True)
-        assert step == optimizer.updates == 0
+        assert step == optimizer.updates == optimizer.skipped_in_a_row == 0
         losses.append([train.train_step(step, stage, optimizer, random_data(config, 3, seed=1), config, mesh).loss for step in (1, 2, 3)])
     return losses
 

@@ -5,6 +5,7 @@
 """
 
 import ast
+import functools
 import json
 import random
 import re
@@ -286,6 +287,20 @@ def test_totals_to_the_nanosecond():
         hidden=4).items()}
 
 
+def test_the_wait_for_a_late_partner_is_not_communication_that_was_hidden():
+    """Rank 0 asks for a sum at 10 and computes on; rank 1 joins at 30, and until 50 it travels: hidden on rank 0 while that
+    still computes, to 45, and on rank 1, which goes on with its own work at once, up to the end."""
+    def events(joins, computes, waits_until):
+        return [Event("step", 0, 60, {"step": 1}), Event("backward", 0, waits_until, {"microbatch": 0}),
+                Event("all_reduce", joins, 50, {"group": "tp", "bytes": 8}), Event("wait", computes, waits_until, {"group": "tp"})]
+
+    late = Recording("late", [(0, 0, 0), (0, 0, 1)], [events(10, 45, 52), events(30, 51, 52)])
+    find_ready(late)
+    rank_0, rank_1 = map(totals, late.ranks)
+    assert (rank_0.hidden, rank_0.exposed, rank_0.compute) == (45 - 30, 50 - 45, 45)
+    assert (rank_1.hidden, rank_1.exposed, rank_1.compute) == (50 - 30, 0, 51)
+
+
 # ---- what is written
 
 def texts(svg) -> list[str]:
@@ -416,11 +431,41 @@ def test_what_is_no_recording_is_named(tmp_path):
                            (["--milliseconds", "5"], "--milliseconds must be FIRST:LAST"),
                            (["--milliseconds", "9:3"], "--milliseconds must be FIRST:LAST"),
                            (["--milliseconds", "0:inf"], "--milliseconds must be FIRST:LAST"),
+                           (["--milliseconds", "0:1e308"], "--milliseconds must be FIRST:LAST"),
                            (["--milliseconds", "200:300"], "must begin within the recording, which is 100.0 ms long"),
                            (["--step", "3"], "--step 3 is not in it; try one of 7")):
         refused(message, file, "--output", output, *flags)
     with pytest.raises(UserError):
         from_chrome_trace({"traceEvents": []})
+
+
+def test_a_recording_that_somebody_has_changed_is_named_and_never_a_traceback(tmp_path):
+    """Each field of each kind of event in turn: without it, of another type, or as large as a number can be. What a picture can
+    do without is drawn; all else is one sentence."""
+    file, output, sound = tmp_path / "x.json", tmp_path / "x.svg", chrome_trace(two_stages())
+    sound["traceEvents"].append(dict(ph="X", name="", cat="resume", pid=1, tid=0, ts=13e3, dur=1e3, args={"slice": 0}))
+    kinds = {row["cat"]: i for i, row in enumerate(sound["traceEvents"]) if row["ph"] == "X"}
+    values, refused = ("gone", "7", [7], -7, 1e300), Counter()
+    places = [("traceEvents",), ("traceEvents", 9), ("otherData",), ("otherData", "places"), ("otherData", "places", 0, 1)]
+    for kind, i in kinds.items():
+        places += [("traceEvents", i, name) for name in ("cat", "ts", "dur", "args")]
+        places += [("traceEvents", i, "args", name) for name in sound["traceEvents"][i]["args"]]
+    for place in places:
+        for value in values:
+            changed = json.loads(json.dumps(sound))
+            inner = functools.reduce(lambda part, name: part[name], place[:-1], changed)
+            if value == "gone":
+                del inner[place[-1]]
+            else:
+                inner[place[-1]] = value
+            file.write_text(json.dumps(changed))
+            try:
+                main([str(file), "--output", str(output), "--step", "7"])
+            except UserError as error:
+                assert str(error).startswith(f"{file} is no recording (") and "\n" not in str(error) and len(str(error)) < 400
+                refused[place[-1]] += 1
+    assert min(refused[name] for name in ("ts", "step", "microbatch", "peer", "group", "bytes", "ready", "slice", "places")) > 3
+    assert output.exists()
 
 
 def test_what_cannot_be_read_or_written_is_named(tmp_path):

@@ -1,6 +1,8 @@
 """train.py as a person runs it: the layout does not show in what it writes, and it writes what it should."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -10,10 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import tiny
+from faults import make_corpus
+from forks import launcher_environments
+from harness import build, sizes_of, tiny
+from reference import random_weights
+from starts import lines, saved, start
 
 import train
 from data.prepare import prepare
+from nanodomino.data import load_corpus
+from nanodomino.flags import from_command_line
 from nanodomino.report import changed_settings, find_peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,18 +35,22 @@ def corpus(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def run(forks):
+    """run(folder, processes, *flags): train.py in `folder`, which must go well; returns what it printed. processes None: without a launcher."""
+    def run(folder, processes, *flags):
+        places = launcher_environments(processes) if processes else [{}]
+        ended = forks.launch("train.py", [(list(map(str, flags)), place) for place in places], folder, 180)
+        assert ended.code == 0 and not ended.late, ended.output
+        return ended.output
+
+    return run
+
+
 def command(processes, *flags):
     """The command line of a run; without processes, python alone."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes else [sys.executable]
     return launcher + [str(ROOT / "train.py"), *map(str, flags)]
-
-
-def run(folder, processes, *flags):
-    """Run train.py in `folder`, which must go well; returns what it printed."""
-    done = subprocess.run(command(processes, *flags), cwd=folder, capture_output=True, text=True, timeout=180,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def metrics(run_dir):
@@ -47,16 +59,16 @@ def metrics(run_dir):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, corpus):
+def alone(run, tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("alone")
-    printed = run(folder, None, "--dtype", "float64", "--train-iters", 5, "--run-dir", "B", "--data-path", corpus, "--eval-interval", 3)
+    printed = run(folder, None, "--dtype", "float64", "--train-iters", 5, "--run-dir", "B", "--data-path", corpus, "--eval-interval", 3, "--eval-iters", 2, "--sample-tokens", 20)
     return folder / "B", printed
 
 
-@pytest.mark.parametrize("processes", [8, 2])
-def test_the_defaults_give_the_same_numbers_for_any_number_of_processes(tmp_path, corpus, alone, processes):
+@pytest.mark.parametrize("processes", [pytest.param(8, marks=pytest.mark.exhaustive), 2])
+def test_the_defaults_give_the_same_numbers_for_any_number_of_processes(run, tmp_path, corpus, alone, processes):
     """Global batch, data order and initial weights do not depend on how many there are."""
-    run(tmp_path, processes, "--dtype", "float64", "--train-iters", 5, "--run-dir", "A", "--data-path", corpus, "--eval-interval", 3, "--sample-tokens", 4)
+    run(tmp_path, processes, "--dtype", "float64", "--train-iters", 5, "--run-dir", "A", "--data-path", corpus, "--eval-interval", 3, "--eval-iters", 2, "--sample-tokens", 4)
     for ours, theirs in zip(metrics(tmp_path / "A"), metrics(alone[0])):
         assert len(ours) == len(theirs) > 0
         for one, other in zip(ours, theirs):
@@ -77,18 +89,21 @@ def test_a_run_leaves_its_config_and_one_line_of_metrics_a_step(alone, corpus):
         assert text in printed
 
 
-def test_without_run_dir_each_run_gets_a_folder_of_its_own(tmp_path, corpus):
+def test_without_run_dir_each_run_gets_a_folder_of_its_own(run, tmp_path, corpus):
     flags = ("--train-iters", 1, "--num-layers", 1, "--data-path", corpus, "--eval-iters", 0, "--sample-tokens", 0)
     run(tmp_path, None, *flags)
     run(tmp_path, None, *flags)
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["nano-001", "nano-002"]
 
 
-@pytest.mark.parametrize("processes, backend", [(2, "aot_eager"), (None, "inductor")])
+@pytest.mark.parametrize("processes, backend", [(2, "aot_eager"), pytest.param(None, "inductor", marks=pytest.mark.exhaustive)])
 def test_compiled_runs_give_the_same_losses(tmp_path, corpus, alone, processes, backend):
-    """Compute between the wires at tp 2, whole layers at tp 1."""
-    run(tmp_path, processes, "--dtype", "float64", "--train-iters", 5, "--run-dir", "A", "--data-path", corpus, "--eval-interval", 3,
-        "--compile", "--compile-backend", backend, "--exit-interval", 2)
+    """And torchrun starts them as it does a reader's: this is the test that runs a command as the README has it."""
+    flags = ("--dtype", "float64", "--train-iters", 5, "--run-dir", "A", "--data-path", corpus, "--eval-iters", 0,
+             "--compile", "--compile-backend", backend, "--exit-interval", 2)
+    done = subprocess.run(command(processes, *flags), cwd=tmp_path, capture_output=True, text=True, timeout=180,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
     compiled = metrics(tmp_path / "A")[0]
     assert len(compiled) == 2
     for one, other in zip(compiled, metrics(alone[0])[0]):
@@ -103,6 +118,32 @@ def test_the_learning_rate_climbs_then_falls_to_min_lr():
         assert rates[59] == pytest.approx(middle) and rates[-1] == pytest.approx(1.0 if style == "constant" else 0.1)
         assert all(one >= other for one, other in zip(rates[9:], rates[10:]))
     assert train.learning_rate(1, tiny(1, lr_warmup_fraction=0.0, lr_decay_style="constant")) == pytest.approx(1e-2)
+
+
+def drawn_with(seed, folder):
+    """Runs in a worker -> what --seed is to decide: initial weights, a batch, losses under dropout, the sample at the end."""
+    flags = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--dtype", "float64",
+             "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--sample-tokens", "12", "--data-path", folder]
+    corpus = load_corpus(folder)
+    config = from_command_line([*flags, "--seed", str(seed)]).resolve(1).with_vocabulary(corpus.vocab_size)
+    mesh, drawn, _, _ = build(config)
+    _, model, _, stage = build(config, random_weights(sizes_of(config)))           # the same for all seeds from here on
+    data = train.dataset_builder(config, corpus, mesh.device)["train"]
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written), torch.no_grad():
+        train.write_sample(model, config, corpus, data, mesh)
+    still = train.get_batch(data, config, mesh, 0, False, 0)
+    losses, _ = stage.forward(still)
+    return {"weights": torch.cat([weight.flatten() for weight in drawn.parameters()]).tolist(),
+            "data": train.get_batch(data, config, mesh, 0, True, 0).tokens.tolist(),
+            "masks": losses.tolist(), "sample": written.getvalue()}
+
+
+def test_the_seed_draws_the_weights_the_masks_the_order_of_the_data_and_the_sample(pool, corpus):
+    """Each of them: with two seeds two, with one seed twice the same."""
+    one, again, other = (pool.run(drawn_with, seed, str(corpus), world_size=1)[0] for seed in (1, 1, 2))
+    assert one == again and [name for name in one if one[name] == other[name]] == []
+    assert "a sample" in one["sample"]
 
 
 def test_megatrons_names_are_there():
@@ -122,7 +163,7 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path):
     assert changed_settings(tmp_path, changed) == []
 
 
-def test_a_run_with_nothing_left_keeps_its_settings_on_record(corpus, tmp_path):
+def test_a_run_with_nothing_left_keeps_its_settings_on_record(run, corpus, tmp_path):
     """It trains no step with the new ones, so the next start still compares with those that were trained with; and it says
     that steps that are done can't be traced."""
     flags = ["--num-layers", 2, "--hidden-size", 16, "--num-attention-heads", 2, "--seq-length", 16, "--eval-iters", 0,
@@ -133,6 +174,38 @@ def test_a_run_with_nothing_left_keeps_its_settings_on_record(corpus, tmp_path):
     assert json.loads((tmp_path / "one" / "config.json").read_text())["lr"] == 0.01
     printed = run(tmp_path, None, *flags, "--train-iters", 3, "--lr", 0.02)
     assert "going on after step 2 of 3; train_iters 3, before 2; lr 0.02, before 0.01" in printed
+
+
+# ---- started again
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A folder with a corpus for starts in the pool."""
+    return make_corpus(tmp_path_factory.mktemp("small")).parent
+
+
+def test_the_same_command_with_an_exit_interval_goes_on_by_as_many_steps_each_time(pool, small, tmp_path):
+    """As a scheduler gives it, which knows nothing of the starts before. Six steps in three starts, and the fourth finds
+    nothing left."""
+    command = ("--run-dir", tmp_path / "run", "--train-iters", 6, "--exit-interval", 2, "--keep-last", 5)
+    for steps in (2, 4, 6, 6):
+        ended = start(pool, small, *command)
+        assert (ended.code, ended.error) == (0, "")
+        assert [step for step, _ in lines(tmp_path / "run", "loss")] == list(range(1, steps + 1))
+        assert saved(tmp_path / "run") == list(range(steps, 0, -2))
+        assert ("stopped as told" in ended.output) == (steps < 6) and f"{steps} of 6 steps done" in ended.output
+        assert [step for step, _ in lines(tmp_path / "run", "test_loss")] == [6] * (steps == 6)
+    assert "nothing is left" in ended.output
+
+
+def test_the_test_loss_of_what_was_once_the_end_goes_when_the_run_goes_on(pool, small, tmp_path):
+    """Two of them in one metrics.jsonl, and whoever reads it takes the first."""
+    for steps in (2, 4):
+        start(pool, small, "--run-dir", tmp_path / "run", "--train-iters", steps)
+        ((last, loss),) = lines(tmp_path / "run", "test_loss")
+        assert last == steps
+    start(pool, small, "--run-dir", tmp_path / "run", "--train-iters", 4)
+    assert lines(tmp_path / "run", "test_loss") == [(4, loss)], "nor is it there twice after a start with nothing left"
 
 
 @pytest.mark.parametrize("name, peak", [("NVIDIA A10", 125e12), ("NVIDIA A10G", None), ("NVIDIA RTX A4000", None), ("NVIDIA H100 80GB HBM3", 989e12),

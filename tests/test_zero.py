@@ -97,25 +97,36 @@ def test_bfloat16_training_follows_float32(pool):
 
 
 def order_rank(config, data):
-    """The order in which one step computes and reduces."""
+    """The order in which one step computes and reduces; and the names of the gradients that still grew after that."""
     trace = Trace()
     mesh, model, optimizer, stage = build(config, trace=trace)
     name_of = {weight: name for name, weight in model.named_parameters()}
     reduce = optimizer.reduce
 
+    sent, late, finish_reduces = {}, [], optimizer.finish_reduces
+
     def watched(bucket):
         trace.moment("reduce", names=[name_of[weight] for weight in bucket.parameters])
+        sent[bucket] = bucket.main_grad.clone()
         reduce(bucket)
 
-    optimizer.reduce = watched
+    def finish():
+        late.extend(name_of[weight] for bucket in optimizer.buckets for weight in bucket.parameters
+                    if not torch.equal(bucket.view(weight, sent[bucket]), bucket.view(weight, bucket.main_grad)))
+        finish_reduces()
+
+    optimizer.reduce, optimizer.finish_reduces = watched, finish
     train.train_step(1, stage, optimizer, data, config, mesh)
-    return [(event.kind, event.about) for event in trace.events if event.kind in ("reduce", "weight_gradient")]
+    return [(event.kind, event.about) for event in trace.events if event.kind in ("reduce", "weight_gradient")], late
 
 
 def test_a_bucket_is_reduced_behind_the_rest_of_backward_and_never_before_it_is_final(pool):
-    """After the last microbatch's last slice, before the layers below; a tied matrix after both its uses."""
+    """After the last microbatch's last slice, before the layers below; a tied matrix after both its uses. Norms and biases have
+    no product by which to know them: to none of the gradients is anything added once it is on the wires."""
     config = tiny(4, tensor_model_parallel_size=2, slices=3, num_layers=4, micro_batch_size=3, bucket_size=1)
-    events = pool.run(order_rank, config, random_data(config, 1), world_size=4)[0]
+    outcomes = pool.run(order_rank, config, random_data(config, 1), world_size=4)
+    assert [late for _, late in outcomes] == [[]] * 4
+    events = outcomes[0][0]
     reduces = [i for i, (kind, _) in enumerate(events) if kind == "reduce"]
     products = [i for i, (kind, _) in enumerate(events) if kind == "weight_gradient"]
     assert len(products) == config.microbatches * config.slices * (2 * config.num_layers + 1)
