@@ -15,7 +15,7 @@ from harness import Outcome, build, random_data, reference_for, tiny, whole
 
 from nanodomino import parallel
 from nanodomino.config import Config
-from nanodomino.domino import Domino
+from nanodomino.domino import Domino, run_alone
 from nanodomino.parallel import ReduceFromTensorParallel
 from nanodomino.trace import Trace
 
@@ -153,7 +153,7 @@ class OneYieldTooMany(Domino):
 def losses_rank(config, weights, data, kind):
     _, model, _, _ = build(config, weights)
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    return kind(model, config.slices).forward(batch, training=False)[0]
+    return run_alone(kind(model, config.slices).forward(batch, training=False))[0]
 
 
 def test_with_one_yield_too_many_on_one_rank_slices_are_added_to_each_other_and_nobody_says_so(pool):
@@ -168,16 +168,16 @@ def test_with_one_yield_too_many_on_one_rank_slices_are_added_to_each_other_and_
 
 def first_stage_rank(config, data):
     """On the first stage's ranks: forward's events from the last slice's last launch on, and all events of backward."""
-    mesh, _, _, stage = build(config, trace=Trace())
-    if not mesh.is_first_stage:
+    mesh, model, _, stage = build(config, trace=Trace())
+    if not model.pre_process:
         return None
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    output, tape = stage.forward(batch)
+    output, tape = run_alone(stage.forward(batch))
     kinds = [event.kind for event in stage.trace.events]
     last_launch = len(kinds) - kinds[::-1].index("all_reduce")
     forward = kinds[last_launch:]
     stage.trace.events.clear()
-    stage.backward(tape, torch.ones_like(output))
+    run_alone(stage.backward(tape, torch.ones_like(output)))
     kinds = [event.kind for event in stage.trace.events]
     return forward, kinds[len(kinds) - kinds[::-1].index("all_reduce"):]
 
@@ -190,29 +190,33 @@ def test_behind_the_last_slices_last_sum_there_is_no_product_forward_and_its_own
     assert set(backward) == {"resume", "wait", "weight_gradient"} and backward.count("weight_gradient") == 1
 
 
-def final_rank(config, weights, data):
-    """Names of the parameters whose main_grad changed after backward had called it final, and of all that it did."""
+def final_rank(config, weights, data, later):
+    """Names of the parameters whose main_grad changed after backward had called it final, and of all that it did.
+    later: weight gradients are left to weight_backward."""
     _, model, _, stage = build(config, weights)
     for weight in model.parameters():
         weight.main_grad.zero_()
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    losses, tape = stage.forward(batch)
+    losses, tape = run_alone(stage.forward(batch))
     final = {}
 
     def on_final(modules):
         final.update({weight: weight.main_grad.clone() for module in modules for weight in module.parameters()})
 
-    stage.backward(tape, batch.loss_mask.to(losses.dtype), on_final)
+    run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype), None if later else on_final, later))
+    if later:
+        run_alone(stage.weight_backward(tape, on_final))
     names = {weight: name for name, weight in model.named_parameters()}
     changed = [names[weight] for weight in final if not torch.equal(final[weight], weight.main_grad)]
     return changed, sorted(names[weight] for weight in final)
 
 
-def test_a_sublayers_gradients_are_all_there_when_it_is_called_final(pool):
+@pytest.mark.parametrize("later", [False, True], ids=["together", "apart"])
+def test_a_sublayers_gradients_are_all_there_when_it_is_called_final(pool, later):
     """The row bias too, though its gradient comes from another sublayer's bridge."""
     config = tiny(2, tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, slices=2)
     weights, data, _, _ = reference_for(config, 1)
-    for changed, final in pool.run(final_rank, config, weights, data, world_size=2):
+    for changed, final in pool.run(final_rank, config, weights, data, later, world_size=2):
         assert not changed
         assert "layers.0.attention.dense.bias" in final and final == sorted(weights)
 
