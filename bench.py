@@ -3,7 +3,7 @@
     overlap      how much of tensor parallelism's communication does Domino hide?
     throughput   is the model as fast as the same model in plain torch.nn?
     host         how long does the host take before a layer's work is on its way?
-    pipeline     is the bubble what the formula says, and 1F1B as fast as torch's?
+    pipeline     is a stage idle for as long as its schedule says, and a schedule as fast as torch's?
     zero         is ZeRO-1 as fast and as small as torch's sharded optimizers?
     comm         do collectives and bytes of a real step match the formulas?
     checkpoint   what does a save cost, and how long does going on take?

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from benchmarks.common import Times, add_config_flags, compare, config_of, ratio_text, ratios, table
 from nanodomino.config import Config
 from nanodomino.data import Batch
-from nanodomino.domino import Domino
+from nanodomino.domino import Domino, run_alone
 from nanodomino.mesh import find_device, make_mesh
 from nanodomino.model import GPT
 from nanodomino.settings import require
@@ -93,10 +93,10 @@ class Tape:
         self.stage, self.batch = stage, batch
 
     def forward(self):
-        return self.stage.forward(self.batch)[1]
+        return run_alone(self.stage.forward(self.batch))[1]
 
     def both(self):
-        self.stage.backward(self.forward(), self.batch.loss_mask)
+        run_alone(self.stage.backward(self.forward(), self.batch.loss_mask))
 
 
 def report(config: Config, device, times: dict[tuple[str, str], Times]):

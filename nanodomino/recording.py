@@ -2,7 +2,7 @@
 
 trace.py records, rank by rank. A rank's step is the sum of five parts, no moment of which counts twice:
 
-    compute       inside a forward or a backward, and not waiting
+    compute       inside a forward, a backward or a half of one, and not waiting
     optimizer     norm, clipping, update
     exposed       waits for the wires: communication that nothing hid
     idle          waits for another rank, which has not yet sent its message, or not yet joined the sum
@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, fields
 from nanodomino.settings import UserError, require
 from nanodomino.trace import Event
 
+PASSES = ("forward", "backward", "input_backward", "weight_backward")       # of a microbatch through a chunk
 WATCHED = ("all_reduce", "reduce_scatter", "all_gather")
 MOMENTS = ("send", "receive")
 AXES = ("stage", "dp", "tp")
@@ -96,6 +97,23 @@ def common(spans, others) -> list[tuple]:
 
 def spans_of(events, *kinds) -> list[tuple]:
     return union((event.begin, event.end) for event in events if event.kind in kinds)
+
+
+def actions(events) -> list[list[Event]]:
+    """The passes of one rank, action by action. A pair's two are many spans in turn, one for each turn."""
+    step, keys, passes = 0, [], []
+    for event in events:
+        step += event.kind == "step"                           # each has the same microbatches
+        if event.kind in PASSES:
+            passes.append(event)
+            keys.append((step, event.kind, event.about.get("microbatch"), event.about.get("chunk")))
+    last, found, end = {key: place for place, key in enumerate(keys)}, [], -1
+    for place, (event, key) in enumerate(zip(passes, keys)):
+        if place > end:
+            found.append([])
+        end = max(end, last[key])
+        found[-1].append(event)
+    return found
 
 
 # ---- where the time went
@@ -167,7 +185,7 @@ def totals(events: list[Event]) -> Totals:
     """Of all steps in one rank's events, after find_ready()."""
     step = spans_of(events, "step")
     exposed, idle = (common(step, waited) for waited in waits(events))
-    work = common(step, minus(spans_of(events, "forward", "backward", "optimizer"), spans_of(events, "wait")))
+    work = common(step, minus(spans_of(events, *PASSES, "optimizer"), spans_of(events, "wait")))
     optimizer = common(work, spans_of(events, "optimizer"))
     compute = minus(work, optimizer)
     wires = union((max(event.begin, event.about["ready"]), event.end) for event in events if event.kind in WATCHED)
@@ -195,11 +213,18 @@ def letter(index: int) -> str:
     return chr(ord("a") + index) if index < 26 else f"-{index}"
 
 
+def number(event: Event) -> str:
+    """Of a pass's microbatch, in the chunk that schedules.py's primes tell: 3, 3', 3''."""
+    return str(event.about["microbatch"]) + "'" * event.about.get("chunk", 0)
+
+
 def title(event: Event) -> str:
     """What a person reads on an event."""
     about = event.about
     words = [event.kind.replace("_", "-" if event.kind in WATCHED else " ")]
-    words += [str(about[name]) for name in ("group", "step", "microbatch", "message", "site") if name in about]
+    words += [str(about[name]) for name in ("group", "step") if name in about]
+    words += [number(event)] if "microbatch" in about else []
+    words += [str(about[name]) for name in ("message", "site") if name in about]
     return " ".join(words + [letter(about["slice"])] if "slice" in about else words)
 
 
@@ -237,11 +262,10 @@ def chrome_trace(recording: Recording) -> dict:
 
 
 # What must be told about an event of a kind, and of which type it is wherever it is told.
-NEEDED = {"step": ("step",), "resume": ("slice",), "wait": ("group",), "forward": ("microbatch",),
-          "backward": ("microbatch",), **dict.fromkeys(MOMENTS, ("message", "peer")),
-          **dict.fromkeys(WATCHED, ("group", "bytes", "ready"))}
-TYPES = {"step": int, "slice": int, "microbatch": int, "peer": int, "bytes": int, "ready": int, "group": str,
-         "message": str, "site": str}
+NEEDED = {"step": ("step",), "resume": ("slice",), "wait": ("group",), **dict.fromkeys(PASSES, ("microbatch",)),
+          **dict.fromkeys(MOMENTS, ("message", "peer")), **dict.fromkeys(WATCHED, ("group", "bytes", "ready"))}
+TYPES = {**dict.fromkeys(("step", "slice", "microbatch", "chunk", "peer", "bytes", "ready"), int),
+         **dict.fromkeys(("group", "message", "site"), str)}
 
 
 def is_possible(event: Event) -> bool:
@@ -249,7 +273,8 @@ def is_possible(event: Event) -> bool:
     kind, about = event.kind, event.about
     return (type(kind) is str and type(about) is dict and all(name in about for name in NEEDED.get(kind, ()))
             and all(type(value) is TYPES[name] for name, value in about.items() if name in TYPES)
-            and about.get("slice", 0) >= 0 and (kind not in WATCHED or about["group"] in SHARED)
+            and about.get("slice", 0) >= 0 and 0 <= about.get("chunk", 0) < 1000
+            and (kind not in WATCHED or about["group"] in SHARED)
             and all(0 <= time < 2**63 for time in (event.begin, event.end))
             and (kind != "step" or event.begin < event.end))   # on a GPU a sum may end before the mark at its begin
 

@@ -16,7 +16,7 @@ word means nothing else. F, B, W: a forward, a backward's input gradients, its w
     gpipe        (p - 1)(F + B + W)         m                              1811.06965
     1f1b         the same                   p - r                          2006.09503; 2104.04473, section 2.2
     paired       the same                   2 (p - r)                      Megatron-Core's combined 1F1B, DualPipe
-    interleaved  the same / v               p - r + (2 (p - r) - 1)/v ...  2104.04473, section 2.2
+    interleaved  the same / v               p + (p - 2 r - 1)/v            2104.04473, section 2.2
     zb-h1        (p - 1)(F + B - W)         p                              2401.10241, section 2.1
     zb-v         (p - 1) F/2 if F = B = W   p                              2401.10241, section 6
 

@@ -6,6 +6,9 @@ Every rank has two rows, and below the picture are the totals of recording.py:
             wires          ===         \\          ====                   bars: collectives; arrows: messages between
     rank 1  compute        \\[ F0 ][ B0 ]///[ F1 ][  B1  ]                stages
 
+The number in a box is a microbatch's, with a prime for each of the stage's chunks before it. A pair's two halves are
+boxes in turn, in a frame: B0F3.
+
 The same recording is written twice: as an SVG to look at, and as Chrome trace JSON, which https://ui.perfetto.dev opens
 with every matrix product in it, and from which pictures can be drawn anew, several above each other on one time scale:
 
@@ -25,8 +28,10 @@ import torch.distributed as dist
 
 from nanodomino.command import run
 from nanodomino.mesh import Mesh
-from nanodomino.recording import (MOMENTS, WATCHED, Recording, chrome_trace, find_ready, from_chrome_trace, lanes,
-                                  letter, messages, spans_of, table, title, union, waits)
+from nanodomino.recording import (MOMENTS, PASSES, WATCHED, Recording, actions, chrome_trace, find_ready,
+                                  from_chrome_trace, lanes, letter, messages, minus, number, spans_of, table, title,
+                                  union, waits)
+from nanodomino.schedules import Backward, Forward, InputBackward, WeightBackward
 from nanodomino.settings import UserError, require
 from nanodomino.svg import LETTER, LINE, WIDTH, box, frame, legend, line, text, tick_step, write, write_output
 from nanodomino.trace import Event, Trace, clock_offset
@@ -36,7 +41,9 @@ COMPUTE, LANE, WIRES_ROW, SPACE = 26, 14, 80, 12         # heights; lanes get fl
 LEGIBLE = 12                                             # the width of a box that has room for a number
 
 # Apart for eyes that don't tell red from green, and on paper: the lightness differs too.
-WORK = {"forward": "#9bd1f4", "backward": "#4fae8b", "weight gradient": "#f3df6b", "optimizer": "#c8a2d8"}
+WORK = {"forward": "#9bd1f4", "backward": "#4fae8b", "input_backward": "#8cc63f", "weight_backward": "#dfb92f",
+        "weight_gradient": "#f3df6b", "optimizer": "#c8a2d8"}
+LETTERS = {kind.kind: kind.letter for kind in (Forward, Backward, InputBackward, WeightBackward)}
 WAITS = {"exposed": "#d62728", "idle": "#b5b5b5"}
 WIRES = {"tp": "#e69f00", "dp": "#8496e0", "gather": "#63bccb", "embedding": "#bb9468", "world": "#9a9a9a"}
 NAMES = {"exposed": "exposed communication", "idle": "idle", "tp": "sum over tp", "dp": "gradients over dp",
@@ -51,6 +58,12 @@ HATCHED = """<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOn
 
 def arrow(x1, y1, x2, y2) -> str:
     return line(f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}", "#444", 'stroke-width="0.8" marker-end="url(#tip)"')
+
+
+def words_of(spans) -> str:
+    """Of an action: its number, or of a pair B0F3, since it has two colours."""
+    halves = {event.kind: event for event in spans}
+    return "".join((LETTERS[kind] if len(halves) > 1 else "") + number(event) for kind, event in halves.items())
 
 
 def wire(event: Event) -> str:
@@ -94,8 +107,9 @@ class Panel:
             self.parts.append(text(self.x((begin + end) / 2), y, words, kind))
 
     def compute_row(self, events, y):
-        """Painted over each other: microbatches, the turns of their slices, weight gradients, waits, numbers."""
-        outer = [event for event in events if event.kind in ("forward", "backward", "optimizer")]
+        """Painted over each other: microbatches, the turns of their slices, weight gradients, waits, pairs' frames,
+        numbers."""
+        outer = [event for event in events if event.kind in (*PASSES, "optimizer")]
         turns = self.turns(events)
         for event in outer:
             tip = f"{title(event)}: {(event.end - event.begin) / 1e6:.2f} ms"
@@ -104,32 +118,34 @@ class Panel:
             if (end - begin) * self.scale > 2:
                 self.bar(begin, end, y, COMPUTE, WORK[outside.kind], stroke="#fff")
         half_a_pixel = 0.5 / self.scale
-        for begin, end in union(spans_of(events, "weight_gradient"), half_a_pixel):
-            self.bar(begin, end, y + 1, COMPUTE - 2, WORK["weight gradient"])
+        cover = minus(spans_of(events, "weight_gradient"), spans_of(events, "weight_backward"))
+        for begin, end in union(cover, half_a_pixel):
+            self.bar(begin, end, y + 1, COMPUTE - 2, WORK["weight_gradient"])
         for name, spans in zip(reversed(WAITS), reversed(waits(events))):
             for begin, end in union(spans, half_a_pixel):
                 self.bar(begin, end, y, COMPUTE, f"url(#{name})", stroke=WAITS[name])
         numbers = [(begin, end, words) for _, begin, end, words in turns if self.fits(begin, end, words)]
         if 3 * len(numbers) <= len(turns):                             # too few slices have room: one for all of them
-            numbers = [(event.begin, event.end, str(event.about["microbatch"])) for event in outer
-                       if "microbatch" in event.about]
+            numbers = [(spans[0].begin, spans[-1].end, words_of(spans)) for spans in actions(events)]
+        for spans in actions(events):
+            if len(spans) > 1:
+                self.bar(spans[0].begin, spans[-1].end, y, COMPUTE, "none", stroke="#1f1f1f")
         for begin, end, words in numbers:
             self.label(begin, end, y + 17, words, "halo")
             self.label(begin, end, y + 17, words)
 
     @staticmethod
     def turns(events) -> list[tuple]:
-        """(forward or backward, begin, end, "0a") of each slice's turn, without the wait that it begins with; nothing
+        """(pass, begin, end, "0a") of each slice's turn, without the wait that it begins with; nothing
         where there is one slice."""
         found, outside = [], None
         if not any(event.about["slice"] for event in events if event.kind == "resume"):
             return found
         for event in events:
-            if event.kind in ("forward", "backward"):
+            if event.kind in PASSES:
                 outside = event
             elif event.kind == "resume" and outside:
-                number = f"{outside.about['microbatch']}{letter(event.about['slice'])}"
-                found.append((outside, event.begin, event.end, number))
+                found.append((outside, event.begin, event.end, number(outside) + letter(event.about["slice"])))
             elif event.kind == "wait" and found and event.end <= found[-1][2]:
                 found[-1] = (found[-1][0], event.end, *found[-1][2:])
         return found
@@ -187,9 +203,9 @@ class Panel:
 def meanings(recordings) -> list[tuple]:
     """What occurs in them, for the legend."""
     events = [event for recording in recordings for events in recording.ranks for event in events]
-    kinds = {event.kind.replace("_", " ") for event in events} | set(WAITS)
+    kinds = {event.kind for event in events}
     wires = {wire(event) for event in events if event.kind in WATCHED}
-    boxes = [(colour, "", name) for name, colour in WORK.items() if name in kinds]
+    boxes = [(colour, "", kind.replace("_", " ")) for kind, colour in WORK.items() if kind in kinds]
     boxes += [(f"url(#{name})", colour, NAMES[name]) for name, colour in WAITS.items()]
     boxes += [(colour, "", NAMES[name]) for name, colour in WIRES.items() if name in wires]
     if wires & {"tp", "dp", "embedding"}:
@@ -227,8 +243,8 @@ def part(recording: Recording, first: float, last: float) -> Recording:
 
 def legible_width(recordings) -> float:
     """Pixels for the longest of them, at which half of all microbatches have room for their number."""
-    boxes = [event.end - event.begin for recording in recordings for events in recording.ranks for event in events
-             if event.kind in ("forward", "backward")]
+    boxes = [spans[-1].end - spans[0].begin for recording in recordings for events in recording.ranks
+             for spans in actions(events)]
     longest = max(recording.end - recording.begin for recording in recordings)
     return LEFT + RIGHT + longest * LEGIBLE / max(median(boxes or [longest]), 1)
 

@@ -9,7 +9,9 @@ Whoever works says so, whoever puts something on the wires says that too:
 The kinds of spans are
 
     step                one optimizer step, the whole of it
-    forward, backward   a microbatch passes through this stage
+    forward, backward   a microbatch passes through a chunk of this stage; two of them as a pair: a span for each turn
+    input_backward      the same, if weight gradients are left for later: what the stage before waits for
+    weight_backward     and what was left
     resume              within: a slice runs until it has put something on the wires
     matmul              within: a matrix product on the way forward, or of an input gradient
     weight_gradient     within: the deferred products

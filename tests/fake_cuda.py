@@ -77,6 +77,18 @@ class Counts(TorchDispatchMode):
                 self.parts.pop()
         return counted
 
+    def turns(self, name, function):
+        """The same of a function that gives a generator: each of its turns counts."""
+        def counted(*arguments, **options):
+            resume = self.part(name, function(*arguments, **options).send)
+            while True:
+                try:
+                    resume(None)
+                except StopIteration as end:
+                    return end.value
+                yield
+        return counted
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function.__name__.split(".")[0]
         if name == "_local_scalar_dense":                                # .item(), float(), if
@@ -157,7 +169,7 @@ def count_step(config: Config, dataset: TokenDataset, mesh) -> dict:
     if model.post_process:
         shapes.add(model.head[0].logits_weight().shape)
     counts = Counts(counts.alive, shapes)
-    stage.forward, stage.backward = counts.part("forward", stage.forward), counts.part("backward", stage.backward)
+    stage.forward, stage.backward = counts.turns("forward", stage.forward), counts.turns("backward", stage.backward)
     optimizer.step = counts.part("update", optimizer.step)
     with ExitStack() as patches:
         for name in CROSS_ENTROPY:
@@ -167,7 +179,7 @@ def count_step(config: Config, dataset: TokenDataset, mesh) -> dict:
         with counts:
             result = train.train_step(1, stage, optimizer, dataset, config, mesh)
     return {name: getattr(counts, name) for name in Counts.told} | dict(
-        microbatches=config.microbatches, skipped=result.skipped, matrices=2 * len(stage.steps) + model.post_process)
+        microbatches=config.microbatches, skipped=result.skipped, matrices=sum(map(len, stage.steps.values())) * 2 + model.post_process)
 
 
 def run(rank: int, settings: dict) -> dict:

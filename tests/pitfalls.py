@@ -140,8 +140,8 @@ def not_divided(config):
     that is shown is m times too large, the clipping threshold m times too low, and a change of the batch size changes the training."""
     backward = domino.Domino.backward
 
-    def too_large(self, pieces, gradient, on_final=None):
-        return backward(self, pieces, gradient * (config.microbatches if self.model.post_process else 1), on_final)
+    def too_large(self, pieces, gradient, *others):
+        return backward(self, pieces, gradient * (config.microbatches if pieces[0].chunk.post_process else 1), *others)
     return [(domino.Domino, "backward", too_large)]
 
 
@@ -199,7 +199,7 @@ def mixed_heads(config):
     local = model.GPT.local_part
 
     def by_kind(self, whole, weight):
-        if any(weight is one for sublayer in self.sublayers if isinstance(sublayer, model.Attention) for one in (sublayer.qkv.weight, sublayer.qkv.bias)):
+        if any(weight is one for chunk in self.chunks for sublayer in chunk.sublayers if isinstance(sublayer, model.Attention) for one in (sublayer.qkv.weight, sublayer.qkv.bias)):
             whole = whole.view(config.num_attention_heads, 3, config.head_dim, -1).transpose(0, 1).reshape(whole.shape)
         return local(self, whole, weight)
 
@@ -335,7 +335,7 @@ def dropped_in_evaluation(config):
     """A functional dropout asks no module for its mode, so evaluation drops too. Training is right; the validation loss is that of
     another, thinner model: mostly a worse one, here, after two steps, a better one."""
     forward = domino.Domino.forward
-    return [(domino.Domino, "forward", lambda self, batch, hidden=None, training=True: forward(self, batch, hidden, True))]
+    return [(domino.Domino, "forward", lambda self, batch, hidden, training, chunk: forward(self, batch, hidden, True, chunk))]
 
 
 # ---- overlap
@@ -416,11 +416,11 @@ def reduced_too_soon(config):
     training sees a part of its batch: noisier, and just as plausible."""
     run = pipeline.run
 
-    def first_backward(actions, stage, *arguments):
+    def first_backward(table, stage, *arguments):
         *others, on_final, trace, on_action = arguments
         backward, waiting = stage.backward, [on_final]
-        with mock.patch.object(stage, "backward", lambda tape, gradient, _: backward(tape, gradient, waiting.pop() if waiting else None)):
-            return run(actions, stage, *others, on_final, trace, on_action)
+        with mock.patch.object(stage, "backward", lambda tape, gradient, _, later: backward(tape, gradient, waiting.pop() if waiting else None, later)):
+            return run(table, stage, *others, on_final, trace, on_action)
     return [(pipeline, "run", first_backward)]
 
 
@@ -571,8 +571,8 @@ def other_samples(config):
     together. Parts of different samples are added: one rank looks words up that the other has never seen."""
     get_batch = train.get_batch
 
-    def own(dataset, config, mesh, step, shuffle, microbatch):
-        return get_batch(dataset, config, mesh, step, shuffle, (microbatch + mesh.tp_rank) % config.microbatches)
+    def own(dataset, config, mesh, step, shuffle, microbatch, chunk):
+        return get_batch(dataset, config, mesh, step, shuffle, (microbatch + mesh.tp_rank) % config.microbatches, chunk)
     return [(train, "get_batch", own)]
 
 
@@ -581,9 +581,8 @@ def evaluation_of_means(config):
     """Ranks count different numbers of tokens, above all in the last batch. Training is right, and the validation loss another
     one on each layout."""
     def mean(stage, dataset, config, mesh, on_action=None):
-        actions = schedules.forward_only(mesh.pp_rank, mesh.pp, config.microbatches)
         steps = range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size)))
-        totals = [train.run_actions(actions, step, stage, dataset, config, mesh, shuffle=False) for step in steps]
+        totals = [train.run_schedule(config.timetable.forwards, step, stage, dataset, config, mesh, shuffle=False) for step in steps]
         means = sum(one.loss_sum for one in totals) / sum(one.tokens for one in totals)
         dist.all_reduce(means)
         return (means / dist.get_world_size()).item()
@@ -625,8 +624,8 @@ def from_its_start(change):
 def data_again(config):
     """The loader is new, and begins with the first sample: some text is seen twice, other text never, and each restart does it
     again. The loss falls below where it was, since this text is known."""
-    run = train.run_actions
-    return from_its_start(lambda first: [(train, "run_actions", lambda actions, step, *others, **more: run(actions, step - first, *others, **more))])
+    run = train.run_schedule
+    return from_its_start(lambda first: [(train, "run_schedule", lambda table, step, *others, **more: run(table, step - first, *others, **more))])
 
 
 @pitfall("A run that goes on starts the learning rate's schedule again", "`train.py`, `learning_rate`: a function of the step", **RESUMED)
@@ -728,9 +727,9 @@ def plans_know_every_schedule(pool):
 
 def plan_of_a_third_schedule():
     """One microbatch at a time, forward and backward: one is alive."""
-    def one_by_one(stage, stages, microbatches):
+    def one_by_one(stage, stages, microbatches, chunks):
         return [kind(i) for i in range(microbatches) for kind in (schedules.Forward, schedules.Backward)]
-    with mock.patch.dict(schedules.SCHEDULES, {"one by one": one_by_one}):
+    with mock.patch.dict(schedules.SCHEDULES, {"one by one": schedules.Schedule(one_by_one)}):
         config = dataclasses.replace(tiny(1), schedule="one by one")
         alive = formulas.alive(config, formulas.place(config))
         assert alive == 1, f"the plan says that {alive} microbatches are alive, not 1"
@@ -757,6 +756,11 @@ GUARDED = [
     ("A receive that is posted early", "On a GPU it occupies the device: what waits for the whole device waits for the message, which may wait "
      "for that. And a batch's messages go in order: a receive before a send holds the send up, and a circle of them never ends.", "test_nccl.py",
      "test_no_stage_waits_for_ever"),
+    ("A message that is asked for only when it is needed", "Its sender is held up until then. Where stages send each other messages both ways, two of "
+     "them hold each other up for ever; so the schedule says when to ask.", "test_nccl.py",
+     "test_who_asks_only_when_a_message_is_needed_holds_up_its_sender_for_ever"),
+    ("A weight that is called final with its input gradient", "With backward in two halves what comes later stays at home: a weight is final after its last "
+     "weight gradient, which may be microbatches behind.", "test_pipeline.py", "test_gradients_go_to_the_replicas_with_the_last_that_each_chunk_adds"),
     ("More stages than microbatches", "The warm-up is longer than the work, and a stage waits for a microbatch that never comes.", "test_layouts.py",
      "test_training_equals_one_plain_process"),
     ("Shards of replicas that no longer agree", "One kernel here and another there: copies part in the last bit, which no loss shows.",
@@ -782,7 +786,6 @@ TO_COME = [
     ("Activations cut along the sequence", "Norms and biases then see a part of the tokens on each rank: their gradients need a sum over tp that they do not need today."),
     ("Training in fp16", "The scale of the loss must go up and down on all ranks alike: one that has seen an overflow tells all of them."),
     ("Recomputation", "A second forward that draws new dropout masks differentiates another function; one that repeats a sum over ranks adds it twice."),
-    ("Backward in two halves, for schedules without a bubble", "A weight is final after its last weight gradient, and not after its last input gradient."),
     ("Gated MLPs, grouped queries", "Gate and up cut as one block pair the wrong halves, as q, k and v do; query heads must stay with their group."),
     ("Rotary positions", "Interleaved pairs and halves are two conventions, and shapes do not tell which; positions that begin at 0 in every slice, or at every cached "
      "token, are right for the first one."),

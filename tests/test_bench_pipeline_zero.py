@@ -4,6 +4,7 @@ The sizes are tiny: what is tested is the arithmetic around the times, not the t
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,62 +13,92 @@ from test_bench import ask, within
 
 from bench import QUESTIONS
 from benchmarks import pipeline, zero
-from nanodomino import formulas
-from nanodomino.settings import UserError
 from benchmarks.common import main, parse
+from nanodomino import formulas
+from nanodomino.schedules import SCHEDULES, bubble, play, step_time, timetable
+from nanodomino.settings import UserError
+from nanodomino.trace import Event
 
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16", "--device", "cpu"]
 
 
 # ---- pipeline
 
-def test_pipeline_compares_three_sides_with_two_schedules():
-    record = ask("pipeline", *TINY, "--microbatches", "2", "3", "--repeats", "2")
+@pytest.mark.exhaustive
+def test_pipeline_compares_every_schedule_with_torchs():
+    record = ask("pipeline", *TINY, "--num-layers", "4", "--microbatches", "2", "3", "--repeats", "2")
     rows = {(row["microbatches"], row["schedule"], row["side"]): row for row in record["rows"]}
-    assert set(rows) == {(m, schedule, side) for m in (2, 3) for schedule in ("1f1b", "gpipe")
-                         for side in ("domino", "runner", "torch")}
+    runner = {"1f1b", "gpipe", "interleaved"}
+    assert set(rows) == {(m, schedule, side) for m in (2, 3) for schedule in SCHEDULES for side in ("domino", "runner", "torch")
+                         if side == "domino" or schedule in (runner if side == "runner" else pipeline.TORCHS)}
     for (m, schedule, side), row in rows.items():
-        assert row["formula"] == 1 / (m + 1) and row["formula_of_ideal"] == 1 / m
+        assert row["even"] == pytest.approx(1 / (m + 1)) or schedule not in ("1f1b", "gpipe", "paired")
         assert 0 < row["idle_spread"][0] < 1 and within(row["idle"], row["idle_spread"])
         assert len(row["idle_of_stages"]) == 2 and 1 <= row["imbalance"] < 2
-        assert 0 < row["step_s"] < 60 and within(row["speed"], row["speed_spread"])
-        assert side != "torch" or row["speed"] == 1
+        assert 0 < row["step_s"] < 60 and within(row["of_1f1b"], row["of_1f1b_spread"])
+        assert (row["speed"] is None) or within(row["speed"], row["speed_spread"])
+        assert side != "torch" or row["speed"] == 1 and row["simulated"] is None
+        assert side == "torch" or 0 < row["simulated"] < 1 and row["simulated_of_1f1b"] > 0
+        assert schedule != "1f1b" or row["of_1f1b"] == 1 and row["simulated_of_1f1b"] in (1, None)
         assert 5 < row["loss"] < 7, "of 256 words drawn at random"
-    for schedule in ("1f1b", "gpipe"):
-        for side in ("domino", "runner"):
-            least = record[f"speed_{schedule}_{side}"]
-            assert least in [rows[m, schedule, side]["speed"] for m in (2, 3)]
-            assert all(least is None or rows[m, schedule, side]["speed"] in (None, least)
-                       or rows[m, schedule, side]["speed"] > least for m in (2, 3))
+    kinds = {name for stage in rows[3, "paired", "domino"]["seconds"] for name in stage}
+    assert kinds == {"forward 0", "pair 0", "backward 0"}
+    assert len(rows[3, "zb-v", "domino"]["seconds"][0]) == 6, "F, I, W of each chunk"
+    for key in ("1f1b_domino", "1f1b_runner", "gpipe_domino", "interleaved_runner", "zb-h1_domino", "zb-v_domino"):
+        least, (schedule, side) = record[f"speed_{key}"], key.split("_")
+        assert least in [rows[m, schedule, side]["speed"] for m in (2, 3)]
+        assert all(least is None or rows[m, schedule, side]["speed"] in (None, least)
+                   or rows[m, schedule, side]["speed"] > least for m in (2, 3))
+
+
+def worked(row) -> dict:
+    """What a stage would record that needs exactly as long as it was played."""
+    found = {}
+    for action, begin, end in row:
+        found.setdefault((action.kind, action.halves[0].chunk), []).append(end - begin)
+    return found
 
 
 @pytest.mark.parametrize("work", [(1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (1.0, 3.0), (2.0, 1.0, 1.5)])
-def test_idle_time_is_the_formulas_where_stages_work_without_delay(work):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_idle_time_is_the_simulations_where_stages_work_without_delay(schedule, work):
     """Of even stages the bubble's own; of uneven ones the step is as long as the slowest stage makes it."""
     m, p = 6, len(work)
-    config = tiny(p, pipeline_model_parallel_size=p, num_layers=p, global_batch_size=m * 3)
-    step = sum(work) + (m - 1) * max(work)
-    found = pipeline.idle(config, [step, step], [[m * one, m * one] for one in work])
-    assert found["idle"].value == pytest.approx(found["uneven"])
-    assert found["idle_of_stages"] == pytest.approx([1 - m * one / step for one in work])
+    plan = timetable(schedule, p, m, SCHEDULES[schedule].chunks[0])
+    rows = play(plan, lambda stage, action: action.length * work[stage])
+    found = pipeline.idle(plan, [step_time(rows)] * 2, [[worked(row)] * 2 for row in rows])
+    assert found["idle"].value == pytest.approx(found["simulated"]) and found["simulated_step_s"] == step_time(rows)
     assert found["imbalance"] == pytest.approx(max(work) * p / sum(work))
     if len(set(work)) == 1:
-        assert found["idle"].value == pytest.approx(found["formula"]) == (p - 1) / (m + p - 1)
-        assert found["idle_of_ideal"] == pytest.approx(found["formula_of_ideal"]) == (p - 1) / m
+        assert found["even"] == pytest.approx(found["simulated"]) == pytest.approx(bubble(rows) / (1 + bubble(rows)))
+
+
+def test_an_actions_work_is_what_it_did_not_wait():
+    """A pair's turns are one action."""
+    def event(kind, begin, end, microbatch=0):
+        return Event(kind, begin * 10**9, end * 10**9, dict(microbatch=microbatch, chunk=0))
+
+    events = [event("forward", 0, 3), event("wait", 1, 2), event("backward", 4, 5), event("forward", 5, 7, 1),
+              event("backward", 7, 8), event("backward", 9, 11, 1), event("wait", 8, 10)]
+    assert pipeline.work_of(events) == {("forward", 0): [2.0], ("pair", 0): [4.0], ("backward", 0): [1.0]}
 
 
 class Side:
     """Finds this loss and this gradient."""
 
-    def __init__(self, loss, gradient):
-        self.step, self.gradients = lambda: loss, lambda: [torch.tensor([gradient])]
+    def __init__(self, loss, gradient, placement=""):
+        self.step, self.gradients, self.parts = lambda: loss, lambda: [torch.tensor([gradient])], SimpleNamespace(placement=placement)
 
 
 @pytest.mark.parametrize("other", [(5.01, 3.0), (5.0, 3.01), (float("nan"), 3.0), (5.0, float("nan"))])
 def test_pipeline_refuses_to_compare_different_work(monkeypatch, other):
+    """Gradients may differ where a stage holds other layers; the loss never."""
     monkeypatch.setattr(pipeline, "gathered", lambda value: [value])
-    sides = {("1f1b", "domino"): Side(5.0, 3.0), ("1f1b", "torch"): Side(*other)}
-    with pytest.raises(UserError, match="1f1b torch and 1f1b domino do different work"):
+    sides = {("1f1b", "domino"): Side(5.0, 3.0), ("zb-v", "domino"): Side(5.0, 2.0, "folded"), ("1f1b", "torch"): Side(*other)}
+    with pytest.raises(UserError, match="1f1b torch and 1f1b domino or 1f1b domino do different work"):
+        pipeline.check_same_work(tiny(dtype="float32"), sides)
+    sides["zb-v", "domino"].step, _ = lambda: 5.01, sides.pop(("1f1b", "torch"))
+    with pytest.raises(UserError, match="zb-v domino and 1f1b domino or zb-v domino do different work"):
         pipeline.check_same_work(tiny(dtype="float32"), sides)
 
 
@@ -119,6 +150,7 @@ def test_zero_refuses_to_compare_different_work(losses):
 @pytest.mark.parametrize("arguments, rule", [
     (["pipeline", "--pp", "1"], "--pp must be at least 2"),
     (["pipeline", "--microbatches", "8", "1"], "--microbatches must be at least --pp 2"),
+    (["pipeline", "--microbatches", "7"], "--microbatches 7 must be divisible by the 3 rounds"),
     (["pipeline", "--pp", "16", "--microbatches", "16"], "num-layers 8 must be at least"),
     (["pipeline", "--hidden-size", "100"], "hidden-size 100 must be divisible by num-attention-heads 8"),
     (["pipeline", "--schedule", "gpipe"], "unrecognized arguments: --schedule gpipe"),

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from harness import FixedData, build, difference, random_data, reference_for, relative, tiny, train_rank, whole
 
+from nanodomino.domino import run_alone
 from nanodomino.trace import Trace
 
 TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, num_layers=2)
@@ -17,10 +18,10 @@ def one_microbatch(data: FixedData, config, stage, model):
     for weight in model.parameters():
         weight.main_grad.zero_()
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    losses, tape = stage.forward(batch)
+    losses, tape = run_alone(stage.forward(batch))
     forward_events = [(event.kind, event.about) for event in stage.trace.events]
     stage.trace.events.clear()
-    stage.backward(tape, batch.loss_mask.to(losses.dtype))
+    run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
     backward_events = [(event.kind, event.about) for event in stage.trace.events]
     gradients = {name: (weight.main_grad.clone(), weight.shard_dim) for name, weight in model.named_parameters()}
     return forward_events, backward_events, losses, gradients

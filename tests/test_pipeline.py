@@ -2,48 +2,201 @@
 
 import gc
 import weakref
+from collections import Counter
 
 import pytest
 from harness import build, random_data, tiny
 
 import train
 from nanodomino import schedules
-from nanodomino.mesh import mesh_on_paper
 from nanodomino.model import stage_layers
-from nanodomino.pipeline import Mail
-from nanodomino.schedules import SCHEDULES, Backward, Forward, bubble, busy_time, gpipe, most_alive, one_f_one_b, play, step_time
+from nanodomino.schedules import (SCHEDULES, Backward, Forward, Pair, Placement, Timetable, asked, bubble, busy_time, gives,
+                                  most_alive, play, step_time, takes, timetable)
 
-SIZES = [(stages, microbatches) for stages in (1, 2, 3, 4, 8) for microbatches in (1, 2, 3, 4, 7, 16)]
+STAGES, MICROBATCHES = range(1, 9), range(1, 18)
+KINDS = [(name, chunks) for name in SCHEDULES for chunks in (SCHEDULES[name].chunks if len(SCHEDULES[name].chunks) == 1 else (2, 3))]
+EACH = pytest.mark.parametrize("name, chunks", KINDS, ids=lambda value: str(value))
 
 
-@pytest.mark.parametrize("stages, microbatches", SIZES)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_microbatch_goes_forward_once_then_backward_once(name, stages, microbatches):
-    """Also with fewer microbatches than stages."""
+def tables(name, chunks):
+    """(stages, microbatches, Timetable), also with fewer microbatches than stages and with numbers that don't divide."""
+    for stages in STAGES:
+        for microbatches in MICROBATCHES:
+            yield stages, microbatches, timetable(name, stages, microbatches, chunks)
+
+
+def halves_of(row):
+    return [half for action in row for half in action.halves]
+
+
+# ---- what is in them
+
+@EACH
+def test_every_microbatch_goes_through_each_chunk_forward_once_then_backward_once(name, chunks):
+    """F, then B; or F, then I, then W."""
+    for stages, microbatches, table in tables(name, chunks):
+        for row in table.rows:
+            done = {}
+            for half in halves_of(row):
+                done.setdefault((half.microbatch, half.chunk), []).append(half.letter)
+            assert done.keys() == {(i, chunk) for i in range(microbatches) for chunk in range(chunks)}
+            assert all(letters in (["F", "B"], ["F", "I", "W"]) for letters in done.values())
+
+
+@EACH
+def test_a_pair_holds_two_microbatches_and_evaluation_the_forwards_in_their_order(name, chunks):
+    for _, _, table in tables(name, chunks):
+        for row, forwards in zip(table.rows, table.forwards.rows):
+            pairs = [action for action in row if isinstance(action, Pair)]
+            assert all(pair.forward.microbatch > pair.backward.microbatch for pair in pairs) and (not pairs or name == "paired")
+            assert [*forwards] == [half for half in halves_of(row) if isinstance(half, Forward)]
+
+
+@EACH
+def test_every_layer_is_on_one_stage_and_messages_go_to_neighbours_in_the_model(name, chunks):
+    for stages in STAGES:
+        placement = timetable(name, stages, 1, chunks).placement
+        places = [placement.place(virtual_stage) for virtual_stage in range(placement.last + 1)]
+        assert sorted(places) == [(stage, chunk) for stage in range(stages) for chunk in range(chunks)]
+        assert [placement.virtual_stage(*place) for place in places] == list(range(stages * chunks))
+        for place, following in zip([None, *places], [*places, None]):
+            if place:
+                assert placement.target(place[0], Forward(0, place[1])) == following
+            if following:
+                assert placement.target(following[0], Backward(0, following[1])) == place
+
+
+def test_of_a_v_the_first_stage_holds_both_ends_of_the_model():
+    placement = timetable("zb-v", 4, 1, 2).placement
+    assert [placement.place(virtual_stage)[0] for virtual_stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert placement.neighbours == [(0, 1), (1, 2), (2, 3)]
+    assert timetable("interleaved", 4, 1, 2).placement.neighbours == [(0, 1), (0, 3), (1, 2), (2, 3)]
+
+
+@EACH
+def test_sends_pair_with_receives_in_the_same_order(name, chunks):
+    """What one stage sends to another is what that one asks it for, message by message: NCCL goes by their order."""
+    for stages, microbatches in [(1, 3), (2, 1), (2, 5), (3, 4), (4, 3), (4, 9), (8, 5), (8, 17)]:
+        table, sent, received = timetable(name, stages, microbatches, chunks), {}, {}
+        for stage, row in enumerate(table.rows):
+            asks = asked(table, stage)
+            for action, messages in zip(row, asks, strict=True):
+                for message in messages:
+                    received.setdefault((table.placement.source(stage, message)[0], stage), []).append(message)
+                for half in action.halves:
+                    given = gives(table.placement, stage, half)
+                    if given and given[0] != stage:
+                        sent.setdefault((stage, given[0]), []).append(given[1])
+            wanted = [takes(half) for half in halves_of(row) if table.placement.source(stage, half)]
+            by_wire = [one for one in wanted if table.placement.source(stage, one)[0] != stage]
+            assert Counter(sum(asks, [])) == Counter(by_wire)
+        assert sent == received
+
+
+@EACH
+def test_where_both_ends_of_the_model_meet_the_heads_last_gradient_comes_before_the_embeddings(name, chunks):
+    """There the tied matrix is called final with the embedding, to which the head adds no more by then."""
+    for stages, microbatches, table in tables(name, chunks):
+        first, last = table.placement.place(0), table.placement.place(table.placement.last)
+        if first[0] == last[0]:
+            makers = [half.chunk for half in halves_of(table.rows[first[0]]) if half.letter in "BW"]
+            ends = {chunk: place for place, chunk in enumerate(makers)}
+            assert ends[last[1]] <= ends[first[1]]
+
+
+# ---- what they cost
+
+ALIVE = {                                                                # chunks that stage r holds at once
+    "gpipe": lambda p, r, m, v: m,
+    "1f1b": lambda p, r, m, v: min(m, p - r),
+    "paired": lambda p, r, m, v: min(m, 2 * (p - r)),
+    "interleaved": lambda p, r, m, v: min(m * v, v * p + p - 2 * r - 1),
+    "zb-h1": lambda p, r, m, v: min(m, p),
+    "zb-v": lambda p, r, m, v: min(2 * m, m + r + 1, 2 * p)}
+
+
+@EACH
+def test_so_many_chunks_are_alive_as_the_formula_says(name, chunks):
+    for stages, microbatches, table in tables(name, chunks):
+        for stage, row in enumerate(table.rows):
+            alive, formula = most_alive(row), ALIVE[name](stages, stage, microbatches, chunks)
+            if name == "interleaved" and microbatches % stages:              # in its last round stages wait for nobody
+                assert formula - stages < alive <= formula
+            else:
+                assert alive == formula
+            assert most_alive(row, lambda chunk: 10) == 10 * alive
+
+
+def durations(forward, backward, weights):
+    """Of each action of any stage."""
+    by_kind = dict(forward=forward, backward=backward + weights, input_backward=backward, weight_backward=weights,
+                   pair=forward + backward + weights)
+    return lambda stage, action: by_kind[action.kind]
+
+
+def idle(table, *work):
+    rows = play(table, durations(*work))
+    return step_time(rows) - busy_time(rows)
+
+
+IDLE = {                                                                 # in a step, with F, B, W of a chunk
+    "gpipe": lambda p, m, v, F, B, W: (p - 1) * (F + B + W),
+    "1f1b": lambda p, m, v, F, B, W: (p - 1) * (F + B + W),
+    "paired": lambda p, m, v, F, B, W: (p - 1) * (F + B + W),
+    "interleaved": lambda p, m, v, F, B, W: (p - 1) * (F + B + W) if m % p == 0 else None,
+    "zb-h1": lambda p, m, v, F, B, W: (p - 1) * (F + B - W) + max(p - m, 0) * W,
+    "zb-v": lambda p, m, v, F, B, W: max(p - 1, 2 * (2 * p - 1 - m)) * F if F == B == W else None}
+
+
+@pytest.mark.parametrize("work", [(1, 1, 1), (2, 3, 2), (4, 3, 3)], ids=lambda work: "F{}-B{}-W{}".format(*work))
+@EACH
+def test_the_simulated_idle_time_is_the_formulas(name, chunks, work):
+    """Where F = B = W, and where they don't; with interleaved stages a chunk is a v-th of 1F1B's stage, and so is idle time."""
+    for stages in (1, 2, 4, 7):
+        for microbatches in (1, 2, 3, 6, 8, 13, 17):
+            found = idle(timetable(name, stages, microbatches, chunks), *work)
+            formula = IDLE[name](stages, microbatches, chunks, *work)
+            assert found == formula or formula is None
+            assert found <= chunks * IDLE["1f1b"](stages, microbatches, 1, *work), "not worse than 1F1B on the same stages"
+
+
+def test_with_a_last_round_of_fewer_microbatches_an_interleaved_step_is_not_longer_than_with_a_full_one():
+    for stages, microbatches, table in tables("interleaved", 3):
+        full = timetable("interleaved", stages, -(-microbatches // stages) * stages, 3)
+        assert step_time(play(table)) <= step_time(play(full))
+
+
+def test_the_bubble_is_idle_time_as_a_part_of_the_ideal_time():
+    for m in (4, 8, 20):
+        assert bubble(play(timetable("1f1b", 4, m))) == bubble(play(timetable("gpipe", 4, m))) == pytest.approx(3 / m)
+        assert bubble(play(timetable("interleaved", 4, m, 3))) == pytest.approx(3 / (3 * m))
+        assert bubble(play(timetable("zb-h1", 4, m))) == pytest.approx(3 / (3 * m))
+    assert bubble(play(timetable("zb-v", 4, 8, 2))) == pytest.approx(3 / (2 * 3 * 8))
+
+
+def with_warm_up(count, stages, microbatches):
+    """Pairs after so many forwards on each stage."""
+    rows = []
     for stage in range(stages):
-        actions = SCHEDULES[name](stage, stages, microbatches)
-        assert sorted(map(str, actions)) == sorted([f"F{i}" for i in range(microbatches)] + [f"B{i}" for i in range(microbatches)])
-        assert all(actions.index(Forward(i)) < actions.index(Backward(i)) for i in range(microbatches))
+        first = min(count(stages, stage), microbatches)
+        rows.append((*map(Forward, range(first)), *(Pair(Backward(i), Forward(first + i)) for i in range(microbatches - first)),
+                     *map(Backward, range(microbatches - first, microbatches))))
+    return Timetable(Placement(stages), tuple(rows))
 
 
-@pytest.mark.parametrize("stages, microbatches", SIZES)
-def test_1f1b_holds_at_most_p_minus_r_activations_and_gpipe_all(stages, microbatches):
-    for stage in range(stages):
-        assert most_alive(one_f_one_b(stage, stages, microbatches)) == min(microbatches, stages - stage)
-        assert most_alive(gpipe(stage, stages, microbatches)) == microbatches
-
-
-@pytest.mark.parametrize("stages, microbatches", SIZES)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_bubble_is_p_minus_1_over_m(name, stages, microbatches):
-    assert bubble(play(SCHEDULES[name], stages, microbatches)) == pytest.approx((stages - 1) / microbatches)
+def test_pairs_need_two_forwards_of_warm_up_for_each_stage_that_follows():
+    """With 1F1B's p - r a stage's pair waits for one that waits for it: 51 units, not 33, of four stages and 8 microbatches."""
+    assert step_time(play(timetable("paired", 4, 8))) == step_time(play(timetable("1f1b", 4, 8))) == 33
+    assert timetable("paired", 4, 8) == with_warm_up(lambda p, r: 2 * (p - r - 1) + 1, 4, 8)
+    assert step_time(play(with_warm_up(lambda p, r: p - r, 4, 8))) == 51
+    assert step_time(play(with_warm_up(lambda p, r: 2 * (p - r), 4, 8))) == 33, "one more takes memory and gives nothing"
 
 
 def test_in_1f1b_with_equal_stages_messages_delay_every_turn():
     """Two stages: the last forward that stage 0 has sent and the gradient that it waits for are one message each, and
     it holds nothing else to do. With GPipe only the messages that fill and drain the pipeline count."""
     def step(schedule, stages, m, message):
-        return step_time(play(SCHEDULES[schedule], stages, m, message=message))
+        return step_time(play(timetable(schedule, stages, m), message=message))
 
     for m in (1, 2, 4, 64):
         assert step("1f1b", 2, m, 0.5) - step("1f1b", 2, m, 0) == 0.5 * max(2, m)
@@ -52,37 +205,35 @@ def test_in_1f1b_with_equal_stages_messages_delay_every_turn():
 
 
 def test_the_busiest_stage_sets_the_pace():
-    rows = play(SCHEDULES["1f1b"], 3, 8, lambda stage, action: 1 + stage)
+    rows = play(timetable("1f1b", 3, 8), lambda stage, action: 1 + stage)
     assert busy_time(rows) == 2 * 8 * 3 and step_time(rows) > busy_time(rows)
     assert bubble(rows) == step_time(rows) / busy_time(rows) - 1
 
 
-def test_a_schedule_that_cannot_be_executed_is_refused():
-    """Stage 1 wants the gradient of a microbatch before it gives the activation that leads to it."""
+def crossed_pairs():
+    """Stage 0 pairs what it needs of stage 1 with what stage 1 needs first."""
+    return [[Forward(0), Pair(Backward(0), Forward(1))], [Forward(0), Forward(1), Backward(0)]]
+
+
+@pytest.mark.parametrize("rows", [
+    [[Backward(0), Forward(0)]] * 2,                       # the gradient before the activation that leads to it
+    [[Forward(0), Backward(0)], [Backward(0), Forward(0)]],
+    crossed_pairs(), with_warm_up(lambda p, r: p - r - 1, 2, 4).rows,
+    [[Forward(0), schedules.WeightBackward(0), schedules.InputBackward(0)]]], ids=range(5))
+def test_a_schedule_that_cannot_be_executed_is_refused(rows):
     with pytest.raises(ValueError, match="waiting for each other"):
-        play(lambda stage, stages, m: [Backward(0), Forward(0)], 2, 1)
+        play(Timetable(Placement(len(rows)), tuple(map(tuple, rows))))
 
 
-@pytest.mark.parametrize("stages, microbatches", SIZES)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_sends_pair_with_receives_in_the_same_order(name, stages, microbatches):
-    """What one stage sends to another is what that one receives, message by message, in each direction."""
-    sent, received = {}, {}
-    for stage in range(stages):
-        mail = Mail(mesh_on_paper(stages, 1, 1, stage), [], None, None)
-        for action in SCHEDULES[name](stage, stages, microbatches):
-            if mail.target(action) is not None:
-                sent.setdefault((stage, mail.target(action)), []).append(action)
-            if mail.source(action) is not None:
-                received.setdefault((mail.source(action), stage), []).append(action)
-    assert sent == received
-    assert len(sent) == 2 * (stages - 1)
-
-
-def test_the_picture_of_1f1b():
-    assert schedules.picture("1f1b", 2, 3).splitlines()[1:] == [
-        "  stage 0 |F0 F1       B0 B0 F2 B1 B1    B2 B2",
-        "  stage 1 |   F0 B0 B0 F1 B1 B1 F2 B2 B2"]
+@pytest.mark.parametrize("name, microbatches, chunks, lines", [
+    ("1f1b", 3, 1, ["  stage 0 |F0 F1       B0 B0 F2 B1 B1    B2 B2",
+                 "  stage 1 |   F0 B0 B0 F1 B1 B1 F2 B2 B2"]),
+    ("paired", 4, 1, ["  stage 0 |F0 F1 F2       B0 B0 F3 B1 B1    B2 B2 B3 B3",
+                      "  stage 1 |   F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3"]),
+    ("zb-v", 3, 2, ["  stage 0 |F0  F1  F2  F0' I0' W0' F1' I1' W1' I0  W0  F2' I2' W2' I1  W1  I2  W2",
+                    "  stage 1 |    F0  F0' F1  F1' I0' W0' F2  I0  W0  F2' I1' W1' I1  I2' I2  W1  W2' W2"])])
+def test_the_picture(name, microbatches, chunks, lines):
+    assert schedules.picture(name, 2, microbatches, chunks).splitlines()[1:] == lines
 
 
 @pytest.mark.parametrize("layers, stages", [(8, 2), (9, 4), (5, 3), (4, 4), (7, 1)])
@@ -93,44 +244,60 @@ def test_layers_are_spread_evenly_and_none_is_lost(layers, stages):
     assert max(map(len, held)) - min(map(len, held)) <= 1
 
 
+# ---- the runner
+
 def alive_rank(config, data):
-    """Runs one step and counts, after each action, the tapes that still exist; and the messages under way."""
+    """Runs one step and counts, when each forward begins, the tapes that still exist; and notes who was told on_final."""
     mesh, _, optimizer, stage = build(config)
     tapes, most, final_calls = [], 0, []
-    forward, backward = stage.forward, stage.backward
+    forward, backward, weight_backward = stage.forward, stage.backward, stage.weight_backward
 
     def counting_forward(*arguments):
         nonlocal most
-        output, tape = forward(*arguments)
-        tapes.extend(weakref.ref(piece) for piece in tape)
         gc.collect()
-        most = max(most, sum(one() is not None for one in tapes))
+        most = max(most, 1 + sum(one() is not None for one in tapes))
+        output, tape = yield from forward(*arguments)
+        tapes.extend(weakref.ref(piece) for piece in tape)
         return output, tape
 
-    def watching_backward(tape, gradient, on_final):
-        final_calls.append(on_final is not None)
-        return backward(tape, gradient, on_final)
+    def watching_backward(tape, gradient, on_final, later):
+        if on_final or not later:
+            final_calls.append(("B", tape[0].chunk, on_final is not None))
+        return (yield from backward(tape, gradient, on_final, later))
 
-    stage.forward, stage.backward = counting_forward, watching_backward
+    def watching_weight_backward(tape, on_final):
+        final_calls.append(("W", tape[0].chunk, on_final is not None))
+        return (yield from weight_backward(tape, on_final))
+
+    stage.forward, stage.backward, stage.weight_backward = counting_forward, watching_backward, watching_weight_backward
     train.train_step(1, stage, optimizer, data, config, mesh)
     gc.collect()
-    return mesh.pp_rank, most, sum(one() is not None for one in tapes), final_calls
+    left = sum(one() is not None for one in tapes)
+    return mesh.pp_rank, most, left, [(letter, stage.model.chunks.index(chunk), final) for letter, chunk, final in final_calls]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_activations_are_freed_as_soon_as_they_are_done_with(pool, schedule):
-    config = tiny(4, pipeline_model_parallel_size=4, schedule=schedule, num_layers=4)
-    for pp_rank, most, left, _ in pool.run(alive_rank, config, random_data(config, 1), world_size=4):
-        assert most == most_alive(SCHEDULES[schedule](pp_rank, 4, config.microbatches))
+@pytest.fixture(scope="module", params=SCHEDULES)
+def watched(request, pool):
+    """(config, what alive_rank returned of each stage)."""
+    config = tiny(4, pipeline_model_parallel_size=4, schedule=request.param, num_layers=8)
+    return config, pool.run(alive_rank, config, random_data(config, 1), world_size=4)
+
+
+def test_activations_are_freed_as_soon_as_they_are_done_with(watched):
+    config, found = watched
+    for pp_rank, most, left, _ in found:
+        assert most == most_alive(config.timetable.rows[pp_rank])
         assert left == 0
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_go_to_the_replicas_with_the_last_backward_of_each_stage(pool, schedule):
-    """Not with the last forward, and not with a fixed microbatch: which one comes last depends on the schedule."""
-    config = tiny(4, pipeline_model_parallel_size=4, schedule=schedule, num_layers=4)
-    for _, _, _, final_calls in pool.run(alive_rank, config, random_data(config, 1), world_size=4):
-        assert final_calls == [False] * (config.microbatches - 1) + [True]
+def test_gradients_go_to_the_replicas_with_the_last_that_each_chunk_adds(watched):
+    """Not with the last forward, nor with the input gradients, nor with a fixed microbatch: the schedule knows which."""
+    config, found = watched
+    for pp_rank, _, _, final_calls in found:
+        makers = [(half.letter, half.chunk) for half in halves_of(config.timetable.rows[pp_rank]) if half.letter in "BW"]
+        assert [(letter, chunk) for letter, chunk, _ in final_calls] == makers
+        for chunk in range(config.virtual_stages):
+            assert [final for _, one, final in final_calls if one == chunk] == [False] * (config.microbatches - 1) + [True]
 
 
 def big_message_rank(config, data):
@@ -140,6 +307,7 @@ def big_message_rank(config, data):
 
 def test_messages_of_megabytes_do_not_deadlock(pool):
     """Gloo's send returns only once the other side has asked, so a blocking order would hang, at any size."""
-    config = tiny(4, pipeline_model_parallel_size=4, num_layers=4, hidden_size=256, seq_length=512, micro_batch_size=4, dtype="float32")
+    config = tiny(4, pipeline_model_parallel_size=4, num_layers=8, hidden_size=256, ffn_hidden_size=8, seq_length=512, micro_batch_size=4,
+                  global_batch_size=16, dtype="float32", schedule="interleaved")
     losses = pool.run(big_message_rank, config, random_data(config, 1), world_size=4, timeout=60)
     assert len(set(losses)) == 1

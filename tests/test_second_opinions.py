@@ -4,7 +4,8 @@ test_layouts.py compares with a single process. Here the other side is parallel 
 
     nanodomino                torch, around the plain model of reference.py
     Domino, two slices        DTensor: ColwiseParallel and RowwiseParallel
-    pipeline.run              torch.distributed.pipelining: Schedule1F1B and ScheduleGPipe
+    pipeline.run              torch.distributed.pipelining: 1F1B, GPipe, Interleaved1F1B, InterleavedZeroBubble and
+                              ZBVZeroBubble
     ZeroOptimizer, stage 1    DistributedDataParallel with ZeroRedundancyOptimizer; fully_shard (FSDP2)
 
 The two sides share the starting weights, the batches and the learning rates. Where to cut, when to talk and what to divide by
@@ -22,6 +23,7 @@ from reference import ReferenceGPT, build_optimizer, no_dropout, random_weights
 from torch import nn
 
 import train
+from nanodomino.schedules import SCHEDULES
 
 TOLERANCE = 1e-9
 STEPS = 3
@@ -112,30 +114,40 @@ class Part(nn.Module):
         return x
 
 
+TORCHS = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe", "interleaved": "ScheduleInterleaved1F1B",
+          "zb-h1": "ScheduleInterleavedZeroBubble", "zb-v": "ScheduleZBVZeroBubble"}          # with one chunk it is zb-h1
+
+
 def pipelined_step(config, weights, data):
     """In a worker: (each microbatch's loss sum, gradients of these by name) of the first global batch; 0 for what others use.
 
     torch takes each loss for a mean and divides the gradients by the number of microbatches, unless scale_grads says no.
     """
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+    from torch.distributed import pipelining
 
-    part = Part(plain_model(config, weights), dist.get_rank(), config.pp)
-    stage = PipelineStage(part, dist.get_rank(), config.pp, torch.device("cpu"))
-    schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[config.schedule](stage, config.microbatches, loss_sum, scale_grads=False)
-    losses, inputs = [], [data.tokens[0]] if part.first else []
-    schedule.step(*inputs, target=labels_that_count(data, 0) if part.last else None, losses=losses)
-    return [loss.item() for loss in losses], part.model.full_gradients()
+    placement = config.placement
+    held = [placement.virtual_stage(dist.get_rank(), chunk) for chunk in range(placement.chunks)]
+    parts = [Part(plain_model(config, weights), one, placement.last + 1) for one in held]
+    stages = [pipelining.PipelineStage(part, one, placement.last + 1, torch.device("cpu")) for part, one in zip(parts, held)]
+    of_one = config.schedule in ("1f1b", "gpipe")
+    schedule = getattr(pipelining, TORCHS[config.schedule])(stages[0] if of_one else stages, config.microbatches, loss_sum,
+                                                             scale_grads=False)
+    losses, inputs = [], [data.tokens[0]] if parts[0].first else []
+    schedule.step(*inputs, target=labels_that_count(data, 0) if parts[-1].last else None, losses=losses)
+    gradients = [part.model.full_gradients() for part in parts]
+    return [loss.item() for loss in losses], {name: sum(one[name] for one in gradients) for name in gradients[0]}
 
 
-@pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule, pp", [*((schedule, 2) for schedule in TORCHS), *(
+    pytest.param(schedule, 4, marks=pytest.mark.exhaustive) for schedule in TORCHS)])
 def test_the_pipeline_computes_what_torchs_pipelining_computes(pool, schedule, pp):
-    """Torch leaves the tied matrix with a gradient on the first stage and another on the last; they add up."""
-    if schedule == "1f1b" and torch.__version__ < "2.8":
-        pytest.skip("this torch's Schedule1F1B loses messages on gloo (pytorch issue 132644)")
+    """Torch leaves the tied matrix with a gradient on the model's first stage and another on its last; they add up."""
+    if schedule != "gpipe" and torch.__version__ < "2.8":
+        pytest.skip("this torch's pipelines lose messages on gloo (pytorch issue 132644)")
+    chunks = SCHEDULES[schedule].chunks[0]
     config, data, ours, theirs = both_sides(pool, pp, pipelined_step, pipeline_model_parallel_size=pp, schedule=schedule,
-                                            num_layers=pp + 1)
-    losses, tokens = theirs[-1][0], data.loss_mask[0].sum().item()
+                                            num_layers=pp * chunks + 1)
+    (losses,), tokens = [losses for losses, _ in theirs if losses], data.loss_mask[0].sum().item()
     assert len(losses) == config.microbatches
     assert relative(ours[0].losses[:1], [sum(losses) / tokens]) < TOLERANCE
     torchs_gradients = {name: sum(gradients[name] for _, gradients in theirs) / tokens for name in theirs[0][1]}

@@ -31,7 +31,7 @@ def test_attentions_gradient_is_autograds_with_the_engine_and_without(engine_run
     generator = torch.Generator().manual_seed(1)
     with fake_world(0, 2):
         _, model, _, _ = build(config)
-    attention = model.sublayers[0]
+    attention = model.chunks[0].sublayers[0]
     b, s, heads, h = 2, config.seq_length, attention.heads, config.hidden_size // 2
     qkv = torch.randn(b, s, 3 * h, generator=generator, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(b, s, h, generator=generator, dtype=torch.float64)

@@ -24,11 +24,11 @@ from harness import build, random_data, tiny
 
 import nanodomino.trace
 import train
-from nanodomino.schedules import SCHEDULES, Forward
-from nanodomino.recording import (MOMENTS, WATCHED, Recording, chrome_trace, common, find_ready, from_chrome_trace,
-                                  minus, totals, union, waits)
+from nanodomino.schedules import SCHEDULES, gives, takes
+from nanodomino.recording import (MOMENTS, PASSES, WATCHED, Recording, actions, chrome_trace, common, find_ready,
+                                  from_chrome_trace, minus, number, totals, union, waits)
 from nanodomino.settings import UserError
-from nanodomino.timeline import draw_timeline, gather, main, one_step, part, picture
+from nanodomino.timeline import WORK, draw_timeline, gather, main, one_step, part, picture
 from nanodomino.trace import Event, Trace, clock_offset
 
 LATE = 250_000_000       # nanoseconds that a busy machine may take to say that something is done
@@ -100,23 +100,34 @@ def of(events, *kinds):
 
 # ---- what is recorded
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("pp", [2, 3])
-def test_spans_and_messages_are_the_schedules(pool, pp, schedule):
-    """Each stage's boxes in the schedule's order, one after the other; a message for each with a neighbour there."""
-    recording = record(pool, pp, pipeline_model_parallel_size=pp, schedule=schedule, global_batch_size=12)
-    for stage, events in enumerate(recording.ranks):
-        actions = SCHEDULES[schedule](stage, pp, 4)
-        boxes = of(events, "forward", "backward")
-        assert [event.kind[0].upper() + str(event.about["microbatch"]) for event in boxes] == list(map(str, actions))
-        assert all(one.end <= other.begin for one, other in zip(boxes, boxes[1:]))
-        down, up = {"send": stage + 1, "receive": stage - 1}, {"send": stage - 1, "receive": stage + 1}
+@pytest.mark.parametrize("schedule, pp", [("1f1b", 2), *((schedule, 3) for schedule in SCHEDULES)])
+def test_spans_and_messages_are_the_schedules(pool, schedule, pp):
+    """Each stage's actions in the schedule's order, one after the other, pairs in turns; a message for each with another
+    stage at its other end; and totals that add up."""
+    config = tiny(pp, pipeline_model_parallel_size=pp, schedule=schedule, num_layers=2 * pp, global_batch_size=12)
+    recording = pool.run(traced, config, random_data(config, 1), 1, world_size=pp)[0][0]
+    placement = config.placement
+    for stage, (events, row) in enumerate(zip(recording.ranks, config.timetable.rows)):
+        found = actions(events)
+        assert [{(one.kind, number(one)) for one in spans} for spans in found] == [
+            {(half.kind, str(half)[1:]) for half in action.halves} for action in row]
+        assert all((len(spans) > 2) == (action.kind == "pair") for spans, action in zip(found, row))
+        passes = of(events, *PASSES)
+        assert all(one.end <= other.begin for one, other in zip(passes, passes[1:]))
+        halves = [half for action in row for half in action.halves]
+        expected = {"send": [(given[0], str(given[1])) for half in halves if (given := gives(placement, stage, half))],
+                    "receive": [(source[0], str(takes(half))) for half in halves
+                                if (source := placement.source(stage, half))]}
         for kind in MOMENTS:
-            expected = [(str(action), (down if isinstance(action, Forward) else up)[kind]) for action in actions]
-            expected = [(name, peer) for name, peer in expected if 0 <= peer < pp]
-            assert [(event.about["message"], event.about["peer"]) for event in of(events, kind)] == expected
+            told = [(event.about["peer"], event.about["message"]) for event in of(events, kind)]
+            assert told == [one for one in expected[kind] if one[0] != stage]
         waited_for = [event.about["microbatch"] for event in of(events, "wait") if "microbatch" in event.about]
-        assert waited_for == [int(event.about["message"][1:]) for event in of(events, "receive")]
+        assert waited_for == [int(event.about["message"][1:].strip("'")) for event in of(events, "receive")]
+        sums = asdict(totals(events))
+        assert sums["step"] == sum(sums[name] for name in ("compute", "optimizer", "exposed", "idle", "other"))
+        worked = sum(end - begin for begin, end in minus(union((one.begin, one.end) for one in passes),
+                                                         union((one.begin, one.end) for one in of(events, "wait"))))
+        assert sums["compute"] == worked
 
 
 @pytest.mark.parametrize("slices, columns", [(2, 1), (1, 2)])
@@ -317,6 +328,41 @@ def test_the_picture_numbers_every_microbatch_and_shows_the_totals():
     assert {"exposed communication", "world's sum"} <= {*words} and "gradients over dp" not in words
 
 
+def drawn_by_hand(*spans) -> tuple[list[str], str]:
+    """(texts, SVG) of a rank that did this in one step: (kind, milliseconds, microbatch, chunk)."""
+    events, now = [Event("step", 0, 100 * 10**6, dict(step=1))], 0
+    for kind, length, microbatch, chunk in spans:
+        events.append(Event(kind, now, now + length * 10**6, dict(microbatch=microbatch, chunk=chunk)))
+        now += length * 10**6
+    svg = picture([Recording("by hand", [(0, 0, 0)], [events])])
+    return texts(svg), svg
+
+
+def test_a_pair_is_one_box_of_two_colours_with_both_names():
+    """Its turns have no room for numbers; what follows it is not taken for a part of it."""
+    turns = [("backward", 1, 0, 0), ("forward", 1, 3, 0)] * 8 + [("backward", 1, 0, 0)]
+    words, svg = drawn_by_hand(("forward", 20, 2, 0), *turns, ("backward", 20, 1, 0), ("optimizer", 5, 0, 0))
+    assert [word for word in words if word in ("0", "1", "2", "3", "B0F3")] == ["2", "B0F3", "1"]
+    assert svg.count(WORK["forward"]) == 1 + 8 + 1 and svg.count(WORK["backward"]) == 9 + 1 + 1      # and the legend
+    assert svg.count('fill="none" stroke="#1f1f1f"') == 1
+
+
+def test_chunks_and_the_halves_of_a_backward_are_told_apart():
+    words, svg = drawn_by_hand(("forward", 20, 0, 0), ("forward", 20, 0, 1), ("input_backward", 20, 0, 1),
+                               ("weight_backward", 20, 0, 1), ("backward", 20, 0, 0))
+    assert [word for word in words if word and word.strip("'") == "0"] == ["0", "0'", "0'", "0'", "0"]
+    assert {"forward", "input backward", "weight backward", "backward"} <= {*words} and "weight gradient" not in words
+    assert [svg.count(WORK[kind]) for kind in PASSES] == [3, 2, 2, 2]
+    assert len(set(WORK.values())) == len(WORK)
+
+
+def test_half_a_backward_is_work():
+    events = [Event("step", 0, 100, dict(step=1)), Event("input_backward", 10, 40, dict(microbatch=0, chunk=0)),
+              Event("wait", 20, 25, dict(group="pp")), Event("weight_backward", 50, 80, dict(microbatch=0, chunk=0))]
+    find_ready(Recording("", [(0, 0, 0)], [events]))
+    assert asdict(totals(events)) == dict(step=100, compute=25 + 30, optimizer=0, exposed=5, idle=0, other=40, hidden=0)
+
+
 def test_the_legend_explains_arrows_where_there_are_any():
     """Four messages and the legend's own arrow; without a second stage neither."""
     alone = two_stages()
@@ -444,8 +490,10 @@ def test_a_recording_that_somebody_has_changed_is_named_and_never_a_traceback(tm
     do without is drawn; all else is one sentence."""
     file, output, sound = tmp_path / "x.json", tmp_path / "x.svg", chrome_trace(two_stages())
     sound["traceEvents"].append(dict(ph="X", name="", cat="resume", pid=1, tid=0, ts=13e3, dur=1e3, args={"slice": 0}))
+    sound["traceEvents"].append(dict(ph="X", name="", cat="weight_backward", pid=1, tid=0, ts=14e3, dur=1e3,
+                                     args={"microbatch": 1, "chunk": 1}))
     kinds = {row["cat"]: i for i, row in enumerate(sound["traceEvents"]) if row["ph"] == "X"}
-    values, refused = ("gone", "7", [7], -7, 1e300), Counter()
+    values, refused = ("gone", "7", [7], -7, 10**15, 1e300), Counter()
     places = [("traceEvents",), ("traceEvents", 9), ("otherData",), ("otherData", "places"), ("otherData", "places", 0, 1)]
     for kind, i in kinds.items():
         places += [("traceEvents", i, name) for name in ("cat", "ts", "dur", "args")]

@@ -21,6 +21,7 @@ from starts import lines, saved, start
 import train
 from data.prepare import prepare
 from nanodomino.data import load_corpus
+from nanodomino.domino import run_alone
 from nanodomino.flags import from_command_line
 from nanodomino.report import changed_settings, find_peak_flops
 
@@ -132,10 +133,10 @@ def drawn_with(seed, folder):
     written = io.StringIO()
     with contextlib.redirect_stdout(written), torch.no_grad():
         train.write_sample(model, config, corpus, data, mesh)
-    still = train.get_batch(data, config, mesh, 0, False, 0)
-    losses, _ = stage.forward(still)
+    still = train.get_batch(data, config, mesh, 0, False, 0, 0)
+    losses, _ = run_alone(stage.forward(still))
     return {"weights": torch.cat([weight.flatten() for weight in drawn.parameters()]).tolist(),
-            "data": train.get_batch(data, config, mesh, 0, True, 0).tokens.tolist(),
+            "data": train.get_batch(data, config, mesh, 0, True, 0, 0).tokens.tolist(),
             "masks": losses.tolist(), "sample": written.getvalue()}
 
 

@@ -5,6 +5,7 @@ import torch
 from harness import build, random_data, reference_for, relative, tiny, train_rank
 
 import train
+from nanodomino.domino import run_alone
 from nanodomino.trace import Trace
 
 
@@ -68,8 +69,8 @@ def accumulate_rank(config, data, times):
             weight.main_grad.zero_()
         for _ in range(count):
             batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-            losses, tape = stage.forward(batch)
-            stage.backward(tape, batch.loss_mask.to(losses.dtype))
+            losses, tape = run_alone(stage.forward(batch))
+            run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
         grown.append({name: weight.main_grad.clone() for name, weight in model.named_parameters()})
     return grown, str(losses.dtype)
 
