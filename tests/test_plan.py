@@ -217,22 +217,30 @@ def test_weight_gradients_that_are_done_apart_cover_no_wires():
     assert both - together == pytest.approx(min(whole.wires, whole.cover), rel=0.02)
 
 
+def exposed_of(config, one) -> tuple:
+    """(seconds that the only stage's actions take, those of the last of them, by which its sums outlast them)."""
+    at = formulas.place(config)
+    (row,), _ = step_time.played(config, one, [step_time.costs(config, one, at)])
+    gathered = [found for found in formulas.replicas(config, at) if not found.backward]
+    outlast = step_time.exposed(config, one, at, row) - step_time.wire_seconds(config, one, at, gathered)
+    return row[-1][2], row[-1][2] - row[-1][1], outlast
+
+
 def test_gradients_of_a_chunk_travel_while_the_others_go_backward():
-    """Two of equal layers: the upper one's are under way while the lower one's are made."""
-    config = cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, schedule="interleaved", global_batch_size=4)
-    one, at = machine(products=1e13, near=1e11), formulas.place(config)
-    free, _ = step_time.played(config, one, [step_time.costs(config, one, at)])
-    whole = dataclasses.replace(config, schedule="1f1b", virtual_stages=1)
-    plain, _ = step_time.played(whole, one, [step_time.costs(whole, one, at)])
-    begins = [begin for action, begin, _ in free[0] if action.kind == "backward"][-2:]
-    sums = [found for found in formulas.replicas(config, at) if found.backward]
-    behind, after = (step_time.wire_seconds(config, one, at, found) for found in
-                     (sums, [found for found in formulas.replicas(config, at) if not found.backward]))
-    end = free[0][-1][2]
-    assert step_time.exposed(config, one, at, free[0]) == pytest.approx(
-        max(0, max(begins[0] + behind / 2, begins[1]) + behind / 2 - end) + after)
-    last = plain[0][-1]
-    assert step_time.exposed(whole, one, at, plain[0]) == pytest.approx(max(0, behind - (last[2] - last[1])) + after)
+    """Their sums take as long as three backwards of a chunk: of two chunks the upper one's half a backward more than the lower one's
+    backward, and then the lower one's; of a whole stage all, but for its last backward."""
+    chunks = cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, schedule="interleaved", global_batch_size=4,
+                     vocab_size=128)
+    whole, at = dataclasses.replace(chunks, schedule="1f1b", virtual_stages=1), formulas.place(chunks)
+    fast = machine(products=1e13)
+    end, last, outlast = exposed_of(chunks, fast)
+    assert outlast == pytest.approx(0, abs=1e-9 * end)
+    sums = [found for found in formulas.replicas(chunks, at) if found.backward]
+    slow = dataclasses.replace(fast, near=step_time.wire_seconds(chunks, machine(near=1.0), at, sums) / (3 * last))
+    assert exposed_of(chunks, slow)[2] == pytest.approx(last, rel=0.01)
+    assert exposed_of(whole, slow)[1:] == (pytest.approx(2 * last, rel=0.01), pytest.approx(last, rel=0.02))
+    slower = dataclasses.replace(slow, near=slow.near / 2)
+    assert (exposed_of(chunks, slower)[2], exposed_of(whole, slower)[2]) == (pytest.approx(4 * last, rel=0.01),) * 2
 
 
 def test_messages_delay_every_turn_of_1f1b_and_only_the_ends_of_gpipe():
@@ -411,10 +419,12 @@ def test_gpt3_13b_on_64_ranks_has_the_parameters_of_the_formulas(rank):
     assert sizes == formulas.buckets(config, mesh)
 
 
-@pytest.mark.parametrize("rank, schedule", [(0, "1f1b"), (63, "1f1b"), (0, "zb-v"), (63, "zb-v"), (16, "interleaved"),
-                                            (32, "paired"), (48, "zb-h1")])
-def test_a_step_of_gpt3_13b_keeps_and_sends_what_the_formulas_say(rank, schedule):
-    config = cluster(64, **GPT3_13B, schedule=schedule)
+@pytest.mark.parametrize("rank, schedule, tokens", [
+    (0, "1f1b", 2048), (63, "1f1b", 2048), (0, "zb-v", 2048), (63, "zb-v", 2048), (16, "interleaved", 2048), (32, "paired", 2048),
+    (48, "zb-h1", 2048), (0, "zb-v", 1024)])
+def test_a_step_of_gpt3_13b_keeps_and_sends_what_the_formulas_say(rank, schedule, tokens):
+    """Of few tokens, the most is there when one chunk's gradients are received, and the other's tapes are not used up yet."""
+    config = cluster(64, **GPT3_13B, schedule=schedule, seq_length=tokens)
     with rank_of_a_cluster(rank, config) as (mesh, model, optimizer):
         stage = memory.Watched(Domino(model, config.slices, config.columns), memory.state_storages(model, optimizer))
         with comm.Listener(mesh) as listener, memory.Allocations() as allocations:
