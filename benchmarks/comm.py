@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, gathered, layout_of, table
+from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, config_of, gathered, layout_of,
+                               schedule_text, table)
 from nanodomino import formulas
 from nanodomino.config import Config
 from nanodomino.domino import Domino
@@ -111,8 +112,9 @@ def report(config: Config, counted: list[dict]):
     head = ["ranks", "group", "collective", "members", "calls", "formula", "bytes", "formula", "wire", "equal"]
     text = "\n".join([
         f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, columns {config.columns}, ZeRO stage "
-        f"{config.zero_stage}, {config.schedule}, {config.microbatches} microbatches of {config.micro_batch_size} x "
-        f"{config.seq_length} x {config.hidden_size}, {config.num_layers} layers, {config.dtype}; one step, by rank",
+        f"{config.zero_stage}, {schedule_text(config)}, {config.microbatches} microbatches of "
+        f"{config.micro_batch_size} x {config.seq_length} x {config.hidden_size}, {config.num_layers} layers, "
+        f"{config.dtype}; one step, by rank",
         table(head, rows),
         "every count equals its formula" if exact else "some counts do not equal their formulas"])
     return text, {"question": "comm", "exact": exact, "world_size": config.world_size, **layout_of(config),

@@ -119,7 +119,13 @@ def shape_of(config: Config) -> dict:
 
 def layout_of(config: Config) -> dict:
     """The same for its layout."""
-    return {name: getattr(config, name) for name in ("tp", "pp", "dp", "slices", "columns", "zero_stage", "schedule")}
+    return {name: getattr(config, name) for name in ("tp", "pp", "dp", "slices", "columns", "zero_stage", "schedule",
+                                                     "virtual_stages")}
+
+
+def schedule_text(config: Config) -> str:
+    """'interleaved with 2 chunks a stage'."""
+    return config.schedule + (f" with {config.virtual_stages} chunks a stage" if config.virtual_stages > 1 else "")
 
 
 # ---- processes

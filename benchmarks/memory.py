@@ -3,12 +3,14 @@
     parameters, gradients,    bytes of the storages that model, flat buffers, optimizer hold: equal to the byte, padding
     optimizer                 included
     activations               bytes of the storages that can be reached from the tapes of all microbatches that are
-                              alive, saved tensors of autograd included, when they are most
+                              alive, saved tensors of autograd included, when they are most; of what a backward of input
+                              gradients leaves behind too
     peak                      the most that is allocated at once, with what comes and goes within a step: on CUDA by the
                               allocator's own count, on the CPU by that of a mode which sees every tensor made. What
                               formulas.py says of it is an estimate
 
-and a table of what the tape keeps of a layer, in units of X, the bytes of one activation [b, s, h].
+and a table of what the tape keeps of a layer, in units of X, the bytes of one activation [b, s, h], and of what is left
+of it where weight gradients are done later.
 
     python bench.py memory --tp 2 --pp 2 --slices 2
 """
@@ -25,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from benchmarks import comm
-from benchmarks.common import RandomTokens, add_config_flags, bytes_text, config_of, gathered, layout_of, table
+from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, config_of, gathered, layout_of,
+                               schedule_text, table)
 from nanodomino import formulas
 from nanodomino.config import Config
 from nanodomino.data import Batch
@@ -96,23 +99,34 @@ class OwnTokens(RandomTokens):
 # ---- activations: what the tapes hold
 
 class Watched:
-    """A stage, as the pipeline sees it, that weighs all tapes that are alive after each forward."""
+    """A stage, as the pipeline sees it, that weighs all tapes that are alive after whatever adds to one."""
 
     def __init__(self, stage, state: dict[str, dict[int, int]]):
         self.stage, self.trace = stage, stage.trace
         self.held = {key: size for storages in state.values() for key, size in storages.items()}
         self.tapes, self.most = {}, 0
 
-    def forward(self, batch, hidden=None, training=True):
-        output, tape = self.stage.forward(batch, hidden, training)
+    def forward(self, *arguments):
+        output, tape = yield from self.stage.forward(*arguments)
         self.tapes[id(tape)] = tape
-        here = {key: size for key, size in reachable(list(self.tapes.values())).items() if key not in self.held}
-        self.most = max(self.most, sum(here.values()))
+        self.weigh()
         return output, tape
 
-    def backward(self, tape, gradient, on_final=None):
+    def backward(self, tape, gradient, on_final=None, later=False):
+        gradient = yield from self.stage.backward(tape, gradient, on_final, later)
+        if later:
+            self.weigh()
+        else:
+            del self.tapes[id(tape)]
+        return gradient
+
+    def weight_backward(self, tape, on_final=None):
+        yield from self.stage.weight_backward(tape, on_final)
         del self.tapes[id(tape)]
-        return self.stage.backward(tape, gradient, on_final)
+
+    def weigh(self):
+        here = {key: size for key, size in reachable(list(self.tapes.values())).items() if key not in self.held}
+        self.most = max(self.most, sum(here.values()))
 
 
 def reachable(tape) -> dict[int, int]:
@@ -190,8 +204,8 @@ def report(config: Config, measured: list[dict]):
              for name in ("activations", "peak")}
     text = "\n".join([
         f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, ZeRO stage {config.zero_stage}, "
-        f"{config.schedule}, {config.microbatches} microbatches of {config.micro_batch_size} x {config.seq_length} x "
-        f"{config.hidden_size}, {config.num_layers} layers, {config.dtype}; bytes, by rank",
+        f"{schedule_text(config)}, {config.microbatches} microbatches of {config.micro_batch_size} x "
+        f"{config.seq_length} x {config.hidden_size}, {config.num_layers} layers, {config.dtype}; bytes, by rank",
         table(["ranks", "", *measured[0]], rows), "",
         layer_text(config),
         f"the state {'equals' if exact else 'DOES NOT equal'} its formulas to the byte; activations differ by at most "
@@ -202,8 +216,10 @@ def report(config: Config, measured: list[dict]):
 
 
 def layer_text(config: Config) -> str:
-    """What the tape keeps of one layer, in units of X."""
-    x, kept = formulas.activation(config), formulas.kept_by_layer(config, formulas.place(config))
-    rows = [[name, f"{size / x:.3f}", bytes_text(size)] for name, size in kept.items()]
-    return table([f"kept of a layer and microbatch, X = {bytes_text(x)}", "X", "bytes"],
-                 [*rows, ["together", f"{sum(kept.values()) / x:.3f}", bytes_text(sum(kept.values()))]])
+    """What the tape keeps of one layer, in units of X, and what is left where its weight gradients are done later."""
+    x, kept, left = formulas.activation(config), formulas.kept_by_layer(config), formulas.left_by_layer(config)
+    columns = [{**one, "together": sum(one.values())} for one in (kept, left)]
+    return table([f"of a layer and microbatch, X = {bytes_text(x)}", "kept, X", "bytes", "left, X", "bytes"],
+                 [[name, *(cell for one in columns for cell in
+                           ((f"{one[name] / x:.3f}", bytes_text(one[name])) if name in one else ("", "")))]
+                  for name in [*kept, *(name for name in left if name not in kept), "together"]])

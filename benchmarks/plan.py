@@ -5,7 +5,8 @@
     step time        step_time.py, with a GPU's numbers from the tables here and in report.py, and with assumptions,
                      all of which are printed; the numbers among them can be changed by a flag
 
-What does not fit is told with its largest terms, and with the changes that would make it fit.
+What does not fit is told with its largest terms, and with the changes that would make it fit; and a line says which
+schedule that fits would be the fastest, of all that there are, with each number of chunks that deals the layers evenly.
 
     python bench.py plan --model gpt3-13b --gpus 64 --tp 8 --pp 4 --gpu A100
 
@@ -23,8 +24,8 @@ from dataclasses import dataclass
 
 import train
 from benchmarks import comm, memory
-from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, gathered, ratio_text, ratios,
-                               seconds_text, table)
+from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, gathered, layout_of, ratio_text, ratios,
+                               schedule_text, seconds_text, table)
 from nanodomino import formulas, step_time
 from nanodomino.config import Config
 from nanodomino.model import parameter_count
@@ -111,26 +112,24 @@ def plan(config: Config, flags):
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.dtype}, on {config.world_size} x {flags.gpu}",
         f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, columns {config.columns}, ZeRO stage "
-        f"{config.zero_stage}, {config.schedule}; {config.microbatches} microbatches of {config.micro_batch_size} x "
-        f"{config.seq_length} tokens on each replica", "",
+        f"{config.zero_stage}, {schedule_text(config)}; {config.microbatches} microbatches of "
+        f"{config.micro_batch_size} x {config.seq_length} tokens on each replica", "",
         table(["memory of a GPU", *MEMORY_TERMS, "together", ""],
               [[f"stage {stage}", *map(bytes_text, need.values()), bytes_text(sum(need.values())),
                 "fits" if sum(need.values()) <= usable else "TOO MUCH"] for stage, need in enumerate(needs)]),
         f"usable {bytes_text(usable)}; model state {formulas.state_per_parameter(config):.2f} bytes a parameter; "
-        f"microbatches alive on stage 0: {formulas.alive(config, stages[0])}",
+        f"microbatches alive on stage 0: {formulas.alive(config, stages[0]):.3g}",
         *([] if fits else [why_not(config, needs, usable), what_helps(config, flags, usable)]), "",
         table(["communication of a GPU in a step", "collective", "members", "calls", "bytes", "on the wires", "time"],
               communication_rows(config, machine)), "",
         table(["a step", "", ""], [[name, seconds_text(part), f"{part / seconds:.1%}"]
                                    for name, part in [*parts.items(), ("together", seconds)]]),
-        *more_columns(config, machine, seconds),
-        f"bubble {bubble:.1%} of the ideal time (products and tp wires; (p - 1)/m if stages are equal); "
+        *more_columns(config, machine, seconds), *(faster_schedule(config, machine, seconds, usable) if fits else ()),
+        f"bubble {bubble:.1%} of the ideal time (products and tp wires; in 1F1B (p - 1)/m if stages are equal); "
         f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L h s FLOPs a token, of {peak / 1e12:g} TFLOP/s a "
         "GPU)", "", *assumptions(flags, gpu)])
     return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config), "gpu": flags.gpu,
-                  "gpus": config.world_size, "tp": config.tp, "pp": config.pp, "dp": config.dp,
-                  "slices": config.slices, "columns": config.columns, "zero_stage": config.zero_stage,
-                  "schedule": config.schedule, "microbatches": config.microbatches, "fits": fits,
+                  "gpus": config.world_size, **layout_of(config), "microbatches": config.microbatches, "fits": fits,
                   "usable_bytes": usable, "memory": needs,
                   "communication": [[dataclasses.asdict(one) for one in formulas.traffic(config, at)] for at in stages],
                   "bubble": bubble, "parts_s": parts, "step_s": seconds, "mfu": used,
@@ -146,6 +145,32 @@ def more_columns(config: Config, machine: Machine, seconds: float) -> list[str]:
         return []
     return [f"--columns {best} would hide more of the tp wires, which work at micro batch {config.micro_batch_size} "
             f"too: {seconds_text(found[best])} a step"]
+
+
+def faster_schedule(config: Config, machine: Machine, seconds: float, usable: float) -> list[str]:
+    """A line where another schedule that fits would take less time."""
+    times = [(sum(step_time.step_seconds(dataclasses.replace(config, **changes), machine).values()), changes)
+             for changes in itertools.chain(*other_schedules(config))]
+    fitting = (f"{flags_text(changes)} would take {seconds_text(other)} a step"
+               for other, changes in sorted(times, key=lambda one: one[0])
+               if other < 0.99 * seconds and most_needed(config, changes) <= usable)
+    return list(itertools.islice(fitting, 1))
+
+
+def other_schedules(config: Config) -> list[list[dict]]:
+    """For each schedule the changes that lead to it from another: one for each number of chunks that deals the layers
+    evenly over the stages, else one for the smallest."""
+    found = []
+    for name, schedule in SCHEDULES.items():
+        counts = [count for count in schedule.chunks if config.pp * count <= config.num_layers]
+        even = [count for count in counts if config.num_layers % (config.pp * count) == 0]
+        found.append([{key: value for key, value in (("schedule", name), ("virtual_stages", count))
+                       if value != getattr(config, key)} for count in even or counts[:1]])
+    return [[change for change in changes if change] for changes in found]
+
+
+def flags_text(changes: dict) -> str:
+    return " ".join(f"{spelling(name)} {value}" for name, value in changes.items())
 
 
 def memory_terms(config: Config, at) -> dict[str, int]:
@@ -196,7 +221,7 @@ def why_not(config: Config, needs: list[dict], usable: float) -> str:
     worst = max(range(config.pp), key=lambda stage: sum(needs[stage].values()))
     need, alive = needs[worst], formulas.alive(config, formulas.place(config, worst))
     total = sum(need.values())
-    about = {"activations": f" ({alive} alive, {bytes_text(need['activations'] / alive)} each)"}
+    about = {"activations": f" ({alive:.3g} microbatches alive)"}
     largest = [f"{name} {bytes_text(need[name])}{about.get(name, '')}"
                for name in sorted(need, key=need.get, reverse=True)[:2]]
     return (f"does not fit: stage {worst} needs {bytes_text(total)}, {bytes_text(total - usable)} too much; the "
@@ -204,15 +229,13 @@ def why_not(config: Config, needs: list[dict], usable: float) -> str:
 
 
 def what_helps(config: Config, flags, usable: float) -> str:
-    """Changes of one flag, else of two, else more or other GPUs, with which it would fit."""
+    """Changes of one thing, else of two, else more or other GPUs, with which it would fit."""
     found = []
     for count in (1, 2):
         for changes in itertools.combinations(remedies(config), count) if not found else ():
             merged = {name: value for change in changes for name, value in change.items()}
-            most = most_needed(config, merged)
-            if len(merged) == count and most <= usable:
-                found.append(" ".join(f"{spelling(name)} {value}" for name, value in merged.items())
-                             + f" ({bytes_text(most)})")
+            if len(merged) == sum(map(len, changes)) and (most := most_needed(config, merged)) <= usable:
+                found.append(f"{flags_text(merged)} ({bytes_text(most)})")
     for gpus in (config.world_size * factor for factor in (2, 4, 8, 16) if not found):
         if (most := most_needed(config, {}, gpus)) <= usable:
             found.append(f"--gpus {gpus} ({bytes_text(most)})")
@@ -220,14 +243,14 @@ def what_helps(config: Config, flags, usable: float) -> str:
         most = most_needed(config, {})
         found = [f"--gpu '{name}'" for name, gpu in GPUS.items() if gpu.memory * (1 - flags.reserve) >= most]
     return (f"would fit with {', or '.join(found)}" if found
-            else "no change of two flags would make it fit, nor up to 16 times as many GPUs as further replicas, nor "
+            else "no two changes would make it fit, nor up to 16 times as many GPUs as further replicas, nor "
                  "another GPU: take more of them, and give them to --tp and --pp")
 
 
 def remedies(config: Config) -> list[dict]:
-    """Changes of one flag that take memory off a GPU."""
+    """Changes of one thing that take memory off a GPU."""
     found = [{"zero_stage": 1}] if config.zero_stage == 0 and config.dp > 1 else []
-    found += [{"schedule": name} for name in SCHEDULES if name != config.schedule and config.pp > 1]
+    found += [change for changes in other_schedules(config) for change in changes[:1] if config.pp > 1]
     found += [{name: 0.0} for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)]
     found += [{"micro_batch_size": size} for size in sorted({config.micro_batch_size // 2, 1}, reverse=True)
               if 0 < size < config.micro_batch_size]

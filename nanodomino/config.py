@@ -100,7 +100,7 @@ class Config:
                               choices=SCHEDULES, follows=True)
     virtual_stages: int = of_layout(None, "runs of layers, chunks, that each stage holds (default as few as the "
                                           "schedule can do with)", short="--num-virtual-stages-per-pipeline-rank",
-                                    kind=int, follows=True)
+                                    kind=int, follows=True, absent=1)
     zero_stage: int = of_layout(1, "1: each replica keeps 1/dp of the optimizer; 0: all of it", choices=(0, 1), least=0)
     bucket_size: int = of_layout(10_000_000, "parameters in a gradient bucket, reduced while backward goes on")
 

@@ -165,6 +165,10 @@ class Slice:
     output: torch.Tensor | None = None                 # loss [b, s] at the model's end, else hidden [b, s, h]
     later: list | None = None                          # (site, products, modules) that weight_backward is to do
 
+    def keep_what_is_left(self):
+        """After backward: what weight_backward is to do, and nothing else."""
+        self.batch = self.hidden = self.entrance = self.maximum = self.sums = self.output = None
+
 
 class Tally:
     """Tells on_final, where there is one, of modules that all slices are through with."""
@@ -230,6 +234,9 @@ class Domino:
         gradients = gradient.tensor_split(len(pieces))
         yield from interleave([self.backward_slice(piece, gradients[piece.index], results, tally) for piece in pieces],
                               self.trace)
+        if later:
+            for piece in pieces:
+                piece.keep_what_is_left()
         if pieces[0].chunk.pre_process:
             return None
         return results[0] if len(results) == 1 else torch.cat(results)
@@ -237,8 +244,9 @@ class Domino:
     def weight_backward(self, pieces, on_final=None):
         """Generator, since all that the pipeline resumes are; nothing goes on the wires. on_final: as in backward()."""
         tally = Tally(len(pieces), on_final)
-        for entries in zip(*(piece.later for piece in pieces)):
-            for piece, (site, products, modules) in zip(pieces, entries):
+        while pieces[0].later:
+            for piece in pieces:
+                site, products, modules = piece.later.pop(0)   # what is done with goes
                 self.weight_gradients(piece, site, products)
                 tally(*modules)
         return

@@ -5,8 +5,8 @@ memory; the formulas of activations and wires are written out, to be learned fro
 `bench.py memory` hold them against a real step, byte for byte; `bench.py plan` evaluates them for clusters that nobody
 has at hand. Times, which are a model and no count, are in step_time.py.
 
-    b, s, h       samples of a microbatch, tokens of a sample, hidden size; L layers of a stage; V padded vocabulary
-    t, p, d       tensor, pipeline, data parallel sizes; m microbatches
+    b, s, h       samples of a microbatch, tokens of a sample, hidden size; V padded vocabulary
+    t, p, d       tensor, pipeline, data parallel sizes; m microbatches; v chunks of a stage
     e, w          bytes of an element of the weights, and of an fp32 or wider one
     X = e b s h   one activation
 
@@ -14,28 +14,33 @@ has at hand. Times, which are a model and no count, are in step_time.py.
     model state, 16-bit training              6 + 12/d a parameter                    1910.02054, sections 3.1 and 5.1,
     model state, fp32 training                8 + 8/d a parameter                     here with fp32 gradients; padding
     activations of a layer and microbatch     4 X + (4 + 2 ffn/h) X/t + small terms   as in 2205.05198, section 4
-    microbatches alive, 1F1B, stage r         min(m, p - r)                           2104.04473, section 2.2
+    the same after its input gradients        as much, without the small terms        2401.10241, section 2
+    microbatches alive on a stage             counted in its actions; 1F1B: p - r     schedules.py
     tensor parallel, a layer and microbatch   2 sums of X forward, 2 back             1909.08053, section 3
     the same in s slices and k columns        s k times as many calls, same bytes     2409.15241, section 3
     embedding; head                           1 sum of X forward; 1 back              1909.08053, section 3
     cross entropy, a microbatch               a maximum of w b s, a sum of 2 w b s    1909.08053, section 3; packed
-    a boundary between stages, a microbatch   X down, X up                            2104.04473, section 2.2
+    a boundary between stages, a microbatch   X down, X up; p v - 1 of them, of which 2104.04473, section 2.2
+                                              those inside of a stage have no wires
     ZeRO-1, a step                            w a parameter scattered, e gathered     1910.02054, section 7
     tied embedding on two stages, a step      a sum of w V h/t; of the own 1/d of it with ZeRO-1
 
 On the wires of n ranks in a ring, each sends 2 (n-1)/n of what is summed, (n-1)/n of what is scattered or gathered.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from nanodomino.config import Config
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.mesh import MESSAGE_BLOCKS, Mesh, mesh_on_paper
-from nanodomino.model import GPT, on_paper, parameter_count
+from nanodomino.model import GPT, Chunk, on_paper, parameter_count
 from nanodomino.optimizers import OPTIMIZERS
 from nanodomino.parallel import CHUNK_BYTES
-from nanodomino.schedules import SCHEDULES, most_alive
+from nanodomino.pipeline import AHEAD
+from nanodomino.schedules import Forward, asked, gives, most_alive, takes
 from nanodomino.zero import Kind, flat_layout, sort_into_buckets
 
 # ---- the grid
@@ -66,8 +71,14 @@ def stage(config: Config, at: Mesh) -> GPT:
     return on_paper(config, at.pp_rank, at.tp_rank)
 
 
-def layers(config: Config, at: Mesh) -> int:
-    return len(stage(config, at).layers)
+def actions(config: Config, at: Mesh) -> tuple:
+    """What this place's stage does in a step."""
+    return config.timetable.rows[at.pp_rank]
+
+
+def slices(config: Config) -> int:
+    """Into how many a microbatch is cut."""
+    return min(config.slices, config.micro_batch_size)
 
 
 def element(config: Config) -> int:
@@ -136,7 +147,7 @@ def least_bytes(config: Config) -> int:
 
 # ---- activations
 
-def kept_by_layer(config: Config, at) -> dict[str, float]:
+def kept_by_layer(config: Config) -> dict[str, float]:
     """Bytes that Domino's tape keeps of one layer and one microbatch, by what they are. Backward reads each of them."""
     e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
     ffn = e * n * config.ffn_hidden_size
@@ -149,8 +160,8 @@ def kept_by_layer(config: Config, at) -> dict[str, float]:
             "mlp before gelu": ffn / t,                        # gelu's backward
             "mlp after gelu": ffn / t}                         # dense_4h_to_h's weight gradient
     if config.attention_dropout:                               # by hand: probabilities, their mask, their product
-        slices = min(config.slices, config.micro_batch_size)   # each has a mask of the future, and a factor
-        kept["attention dropout"] = (2 * e + w) * scores + slices * (config.seq_length ** 2 + 8)
+        # each slice has a mask of the future, and a factor
+        kept["attention dropout"] = (2 * e + w) * scores + slices(config) * (config.seq_length ** 2 + 8)
     else:                                                      # from which its backward finds the probabilities again
         kept["logsumexp"] = w * n * config.num_attention_heads // t
     if config.hidden_dropout:
@@ -158,17 +169,26 @@ def kept_by_layer(config: Config, at) -> dict[str, float]:
     return kept
 
 
-def kept_by_ends(config: Config, at) -> dict[str, float]:
-    """The same of what is not a layer. The first norm's input is the stage's: the embedding's or the message before."""
+def left_by_layer(config: Config) -> dict[str, float]:
+    """The same once its input gradients are there, for the weight gradients that are done later."""
+    t, x = config.tp, activation(config)
+    ffn = element(config) * tokens(config) * config.ffn_hidden_size
+    return {"product inputs": 2 * x, "context": x / t, "mlp after gelu": ffn / t,
+            "gradients of sums": 2 * x,                        # in place of the norm inputs
+            "gradient of qkv": 3 * x / t, "gradient before gelu": ffn / t}
+
+
+def kept_by_ends(config: Config, at, chunk: Chunk) -> dict[str, float]:
+    """Of what is not a layer. The first norm's input is the chunk's: the embedding's or the message before."""
     e, w, n, x = element(config), wide(config), tokens(config), activation(config)
     mask = w * n * config.hidden_size if config.hidden_dropout else 0
     kept = {}
-    if at.is_first_stage or at.is_last_stage:
+    if chunk.pre_process or chunk.post_process:
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # a row has one more than positions: the last label
         kept["positions, loss mask"] = 8 * config.seq_length + 4 * n
-    if at.is_first_stage and mask:
+    if chunk.pre_process and mask:
         kept["embedding dropout"] = mask
-    if at.is_last_stage:                                       # the bridge into the head
+    if chunk.post_process:                                     # the bridge into the head
         kept["head"] = 2 * x + n * norm_statistics(config)
         kept["logits"] = e * n * logits_width(config, at)
         kept["losses, maxima, sums"] = 4 * w * n
@@ -183,57 +203,118 @@ def norm_statistics(config: Config) -> int:
 
 
 def logits_width(config: Config, at: Mesh) -> int:
-    """Logits of a token on this rank, which is of the last stage: its words, rounded up (VocabParallelEmbedding)."""
+    """Logits of a token on this rank, whose stage has the head: its words, rounded up (VocabParallelEmbedding)."""
     return stage(config, at).head[0].width
 
 
-def alive(config: Config, at: Mesh) -> int:
-    """Microbatches whose activations a stage holds at once: counted in its schedule."""
-    return most_alive(SCHEDULES[config.schedule](at.pp_rank, config.pp, config.microbatches))
+def alive(config: Config, at: Mesh) -> float:
+    """Microbatches that have gone forward on a stage and have something left to do, at most: counted in its actions.
+    One in a chunk counts as the part of the stage's layers that are there."""
+    chunks = stage(config, at).chunks
+    layers = sum(len(chunk.layers) for chunk in chunks)
+    return most_alive(actions(config, at), lambda chunk: len(chunks[chunk].layers) / layers)
 
 
 def activation_bytes(config: Config, at) -> int:
-    """Of the tapes of all microbatches that are alive at once."""
-    each = layers(config, at) * sum(kept_by_layer(config, at).values()) + sum(kept_by_ends(config, at).values())
-    return int(alive(config, at) * each)
+    """Of the tapes that are held at once, at most."""
+    return round(max(tape_bytes(config, at)))
+
+
+def tape_bytes(config: Config, at) -> list[float]:
+    """What is held of tapes after each of the stage's actions. In a pair one tape grows as the other shrinks, a
+    sublayer in turn, so no more is held in it than before or after."""
+    chunks, by_layer, left = stage(config, at).chunks, kept_by_layer(config), left_by_layer(config)
+    kept = [len(chunk.layers) * sum(by_layer.values()) + sum(kept_by_ends(config, at, chunk).values())
+            - (activation(config) if shares_input(config, at, number) else 0) for number, chunk in enumerate(chunks)]
+    left = [len(chunk.layers) * sum(left.values()) for chunk in chunks]
+
+    def change(half):
+        whole, part = kept[half.chunk], left[half.chunk]
+        return {"forward": whole, "backward": -whole,
+                "input_backward": part - whole, "weight_backward": -part}[half.kind]
+
+    return list(accumulate(sum(map(change, action.halves)) for action in actions(config, at)))
+
+
+def shares_input(config: Config, at, chunk: int) -> bool:
+    """Its input is the output on the tape of another chunk of this stage: of several slices it would be a copy."""
+    source = config.placement.source(at.pp_rank, Forward(0, chunk))
+    return source is not None and source[0] == at.pp_rank and slices(config) == 1
 
 
 def message_bytes(config: Config, at) -> int:
-    """Of messages between stages, at most: a stage keeps what it has sent until p later ones are under way (Mail in
-    pipeline.py), and has asked for the next of each direction. One slice's output is on the tape already."""
-    sent = min(config.microbatches, config.pp)
-    on_tape = alive(config, at) if min(config.slices, config.micro_batch_size) == 1 else 0
-    return activation(config) * ((0 if at.is_last_stage else max(sent - on_tape, 0) + 1)
-                                 + (0 if at.is_first_stage else sent + 1))
+    """Of messages between stages, or chunks of one, at most: counted in the stage's actions, as Mail in pipeline.py
+    keeps them. Asked for and not yet taken; sent, until p later ones are under way. One slice's output is on the tape
+    already, as long as that lives."""
+    table, arriving, sent, tapes, most = config.timetable, {}, [], set(), 0
+    asks = asked(table, at.pp_rank, AHEAD["cuda" if config.device == "cuda" else "cpu"])
+
+    def own(half):
+        return slices(config) > 1 or (half.microbatch, half.chunk) not in tapes
+
+    for action, wanted in zip(actions(config, at), asks):
+        arriving |= dict.fromkeys(wanted, True)
+        most = max(most, sum(arriving.values()) + sum(map(own, sent)))
+        for half in action.halves:
+            arriving.pop(takes(half), None)
+        for half in action.halves:                             # the outputs of a pair leave one after the other
+            sent = sent[-config.pp:]
+            (tapes.add if half.kind == "forward" else tapes.discard)((half.microbatch, half.chunk))
+            if given := gives(table.placement, at.pp_rank, half):
+                taker, message = given
+                if taker == at.pp_rank:
+                    arriving[message] = own(half)
+                else:
+                    sent.append(half)
+                    most = max(most, sum(arriving.values()) + sum(map(own, sent)))
+    return activation(config) * most
 
 
 def working_bytes(config: Config, at) -> int:
     """Of what comes and goes, where it is most: an estimate, whose terms are the largest tensors of three moments."""
     e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
-    cuda, slices = config.device == "cuda", min(config.slices, config.micro_batch_size)
+    cuda, (first, *_), (*_, last) = config.device == "cuda", stage(config, at).chunks, stage(config, at).chunks
     ffn, h = e * n * config.ffn_hidden_size // t, config.hidden_size
     widened = e if e < w and not cuda else 0      # a 16-bit weight gradient, before it is added to fp32
-    head = sum(kept_by_ends(config, at).values()) if at.is_last_stage else 0     # gone when the layers' turn comes
-    moments = [2 * x + 2 * ffn + max(0, widened * h * config.ffn_hidden_size // t - ffn) - head]      # of an MLP, back
-    if at.is_last_stage:                                                            # forward and backward of the head
+    head = sum(kept_by_ends(config, at, last).values()) if last.post_process else 0  # gone when the layers' turn comes
+    beside = [pair_bytes(config, at, resumed - first.pre_process) for resumed in (0, 1, 1 + last.post_process)]
+    # backward of an MLP
+    moments = [2 * x + 2 * ffn + max(0, widened * h * config.ffn_hidden_size // t - ffn) - head + beside[2]]
+    if last.post_process:                                                           # forward and backward of the head
         width = logits_width(config, at)
-        chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"], w * n * width // slices)
-        moments += [2 * x + chunk, 2 * x + max(chunk, widened * h * width)]
+        chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"], w * n * width // slices(config))
+        moments += [2 * x + chunk + beside[0], 2 * x + max(chunk, widened * h * width) + beside[1]]
     return int(max(moments))
 
 
-def received_bytes(config: Config, at) -> int:
-    """Of gradients on their way to the sum, at the end of backward: on CPUs a reduce-scatter receives into memory of
-    its own (collectives.py)."""
-    scattered = parts(config) > 1 and config.device != "cuda"
-    return wide(config) * sum(size for _, size in buckets(config, at)) if scattered else 0
+def pair_bytes(config: Config, at, sublayers: int) -> float:
+    """Of a pair's forward that is through with so many sublayers, none of which its backward has given up in turn, and
+    of what both have at hand besides, about 4 X. (The embedding and the head are a turn each.)"""
+    if all(len(action.halves) == 1 for action in actions(config, at)):
+        return 0
+    x, ffn = activation(config), element(config) * tokens(config) * config.ffn_hidden_size
+    links = [2 * x + 4 * x / config.tp, 2 * x + 2 * ffn / config.tp]
+    return 4 * x + sum(links[:max(sublayers, 0)])
+
+
+def receiving_bytes(config: Config, at) -> int:
+    """Of gradients on their way to the sum, with what is still held of tapes, at most: on CPUs a reduce-scatter
+    receives into memory of its own (collectives.py), of each chunk after its last action."""
+    if parts(config) == 1 or config.device == "cuda":
+        return 0
+    chunks, row = stage(config, at).chunks, actions(config, at)
+    last = {half.chunk: number for number, action in enumerate(row) for half in action.halves}
+    part = wide(config) * sum(size for _, size in buckets(config, at)) / sum(len(chunk.layers) for chunk in chunks)
+    received = [sum(part * len(chunks[chunk].layers) for chunk in last if last[chunk] <= number)
+                for number in range(len(row))]
+    return round(max(held + here for held, here in zip(tape_bytes(config, at), received) if here))
 
 
 def peak_bytes(config: Config, at) -> int:
     """State, messages, and the larger of two moments: activations with what comes and goes beside them, or, once
     backward has used these up, received gradients. An estimate within a few percent."""
     return (sum(state_bytes(config, at).values()) + message_bytes(config, at)
-            + max(activation_bytes(config, at) + working_bytes(config, at), received_bytes(config, at)))
+            + max(activation_bytes(config, at) + working_bytes(config, at), receiving_bytes(config, at)))
 
 
 def most_bytes(config: Config) -> int:
@@ -253,9 +334,9 @@ def communicator_bytes(config: Config, at: Mesh) -> int:
     What NCCL adds for trees, and for switches that sum, is left out."""
     if config.device != "cuda":
         return 0
-    tied = config.tied and config.pp > 1 and (at.is_first_stage or at.is_last_stage)
+    tied = stage(config, at).tied_copy is not None
     rings = CHANNELS * sum((config.world_size > 1, config.tp > 1, config.dp > 1, tied))
-    neighbours = (not at.is_first_stage) + (not at.is_last_stage)
+    neighbours = sum(at.pp_rank in pair for pair in config.placement.neighbours)
     messages = MESSAGE_BLOCKS * (1 + neighbours) if config.pp > 1 else 0           # stages meet in a ring, once
     return CONNECTION * (rings + messages)
 
@@ -281,8 +362,8 @@ def wire_bytes(kind: str, payload: float, ranks: int) -> float:
     return around.get(kind, 0.0) * payload                     # of a kind that has no formula nobody knows
 
 
-def chunks(count: int, size: int) -> int:
-    """How many pieces torch.chunk makes of `size`: `count` or fewer."""
+def pieces(count: int, size: int) -> int:
+    """How many torch.chunk makes of `size`: `count` or fewer."""
     return -(-size // -(-size // count))
 
 
@@ -291,34 +372,38 @@ def traffic(config: Config, at) -> list[Traffic]:
     return tensor_parallel(config, at) + pipeline(config, at) + replicas(config, at)
 
 
-def tensor_parallel(config: Config, at) -> list[Traffic]:
-    """Each pair of products costs one sum of X forward (of its outputs) and one backward (of its input's gradient)."""
+def tensor_parallel(config: Config, at, chunks=None) -> list[Traffic]:
+    """Each pair of products costs one sum of X forward (of its outputs) and one backward (of its input's gradient).
+    chunks: some of the stage's; None for all."""
     if config.tp == 1:
         return []
-    w, n, x = wide(config), tokens(config), activation(config)
-    slices = config.microbatches * min(config.slices, config.micro_batch_size)
-    cut = slices * chunks(config.columns, config.hidden_size)
-    sublayers = 2 * layers(config, at)
+    w, n, x, chunks = wide(config), tokens(config), activation(config), chunks or stage(config, at).chunks
+    whole = config.microbatches * slices(config)
+    cut = whole * pieces(config.columns, config.hidden_size)
+    sublayers = sum(len(chunk.sublayers) for chunk in chunks)
 
     def sums(calls, size, why, backward=False):
         return Traffic("tp", "all_reduce", calls, config.microbatches * size, why, backward)
 
     found = [sums(sublayers * cut, sublayers * x, "layers forward"),
              sums(sublayers * cut, sublayers * x, "layers backward", backward=True)]
-    if at.is_first_stage:
-        found += [sums(slices, x, "embedding")]
-    if at.is_last_stage:
-        found += [sums(2 * slices, 3 * w * n, "cross entropy"), sums(cut, x, "head", backward=True)]
+    if any(chunk.pre_process for chunk in chunks):
+        found += [sums(whole, x, "embedding")]
+    if any(chunk.post_process for chunk in chunks):
+        found += [sums(2 * whole, 3 * w * n, "cross entropy"), sums(cut, x, "head", backward=True)]
     return found
 
 
 def pipeline(config: Config, at) -> list[Traffic]:
-    """One X over each boundary forward, one back, for each microbatch."""
-    m, size = config.microbatches, config.microbatches * activation(config)
-    found = [] if at.is_last_stage else [Traffic("pp", "send", m, size, "activations"),
-                             Traffic("pp", "receive", m, size, "gradients", backward=True)]
-    return found + ([] if at.is_first_stage else [Traffic("pp", "receive", m, size, "activations"),
-                                                  Traffic("pp", "send", m, size, "gradients", backward=True)])
+    """One X over each boundary forward, one back, for each microbatch: counted in the stage's actions. A boundary
+    inside of the stage has no wires."""
+    counts, placement = Counter(), config.placement
+    for half in (half for action in actions(config, at) for half in action.halves):
+        for kind, other in (("send", placement.target), ("receive", placement.source)):
+            other = other(at.pp_rank, half)
+            counts[kind, half.direction < 0] += other is not None and other[0] != at.pp_rank
+    return [Traffic("pp", kind, count, count * activation(config), "gradients" if up else "activations", up)
+            for (kind, up), count in counts.items() if count]
 
 
 def replicas(config: Config, at) -> list[Traffic]:

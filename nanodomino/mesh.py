@@ -175,11 +175,8 @@ class Mesh:
 
     @property
     def is_first_stage(self) -> bool:
+        """It holds the model's beginning, whatever the schedule; where the end lies is the placement's to say."""
         return self.pp_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pp_rank == self.pp - 1
 
     def picture(self, stages: list[str]) -> str:
         """The box as text; stages[i] says what stage i holds."""

@@ -93,13 +93,8 @@ class Report:
                 print(f"the {split} split holds {samples} samples of {config.seq_length} tokens: "
                       + ("its loss will say little" if samples else "there will be no loss of it")
                       + "; prepare more text, or give it more with data/prepare.py --split")
-        held = []
-        for stage in range(mesh.pp):
-            layers = stage_layers(config.num_layers, stage, mesh.pp)
-            held.append(("embedding, " if stage == 0 else "") + f"layers {layers[0]} to {layers[-1]}"
-                        + (", head" if stage == mesh.pp - 1 else ""))
-        print(mesh.picture(held))
-        print(schedules.picture(config.schedule, mesh.pp, config.microbatches), flush=True)
+        print(mesh.picture([held_by(config, stage) for stage in range(mesh.pp)]))
+        print(schedules.picture(config.schedule, mesh.pp, config.microbatches, config.virtual_stages), flush=True)
         if first_step >= config.train_iters:
             print(f"this run has done {first_step} steps, and --train-iters is {config.train_iters}: nothing is left; "
                   "raise it to go on, or begin anew from these weights with --load FOLDER --finetune", flush=True)
@@ -178,6 +173,17 @@ class Report:
         self.bar.close()
         self.say(f"{step} of {max(step, self.config.train_iters)} steps done, {seconds:.1f} s, peak memory of rank 0 "
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
+
+
+def held_by(config: Config, stage: int) -> str:
+    """What a stage holds, chunk by chunk, such as 'embedding, layers 0 to 3; layers 8 to 11'."""
+    placement, held = config.placement, []
+    for virtual_stage in (placement.virtual_stage(stage, chunk) for chunk in range(placement.chunks)):
+        layers = stage_layers(config.num_layers, virtual_stage, placement.last + 1)
+        held.append(("embedding, " if virtual_stage == 0 else "")
+                    + (f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
+                    + (", head" if virtual_stage == placement.last else ""))
+    return "; ".join(held)
 
 
 def changed_settings(run_dir: Path, config: Config) -> list[str]:

@@ -33,6 +33,7 @@ by playing it through, with any durations and with messages that take time, its 
 messages too. So a new schedule is one function and one line in SCHEDULES.
 """
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
@@ -347,18 +348,21 @@ def bubble(rows) -> float:
     return step_time(rows) / busy_time(rows) - 1
 
 
-@lru_cache(maxsize=64)
 def asked(table: Timetable, stage: int, ahead=0) -> list[list[Message]]:
     """For each of a stage's actions the messages that it asks for before that action begins: those that others have
     sent by then, when the schedule is played through, or `ahead` actions earlier. pipeline.py says why."""
+    return asked_by_all(table, ahead)[stage]
+
+
+@lru_cache(maxsize=16)
+def asked_by_all(table: Timetable, ahead: int) -> list[list[list[Message]]]:
+    """The same of each stage."""
     rows = play(table)
-    sent = sorted((end, place, given[1]) for place, row in enumerate(rows) for action, _, end in row
-                  for half in action.halves
-                  if (given := gives(table.placement, place, half)) and given[0] == stage != place)
-    asks = [[] for _ in rows[stage]]
-    for moment, _, message in sent:
-        first = next(number for number, (_, begin, _) in enumerate(rows[stage]) if begin >= moment)
-        asks[max(first - ahead, 0)].append(message)
+    sent = sorted((end, place, *given) for place, row in enumerate(rows) for action, _, end in row
+                  for half in action.halves if (given := gives(table.placement, place, half)) and given[0] != place)
+    begins, asks = [[begin for _, begin, _ in row] for row in rows], [[[] for _ in row] for row in rows]
+    for moment, _, taker, message in sent:
+        asks[taker][max(bisect_left(begins[taker], moment) - ahead, 0)].append(message)
     return asks
 
 

@@ -1,14 +1,17 @@
 """How long a training step must take: a model of few numbers, each of which can be looked up or measured.
 
     products     a rank's matrix products, at the rate that it reaches in them
-    tp wires     sums of tensor parallelism that nothing hides: with s slices a stage takes as long as all its work, as
-                 all its wires, or as one slice's work and wires, whichever is longest (2409.15241, section 3)
+    tp wires     sums of tensor parallelism that nothing hides: with s slices an action takes as long as all its work,
+                 as all its wires, or as one slice's work and wires, whichever is longest (2409.15241, section 3). A
+                 pair has the work and the wires of both its halves, and twice as many slices to take turns; where
+                 input and weight gradients are apart, no weight gradient is a cover of wires
     bubble       idle time of the busiest stage when the schedule is played through with each stage's own times
                  (schedules.py); (p - 1)/m of its busy time for 1F1B and equal stages (2104.04473, section 2.2)
     pp wires     by how much longer that takes when each message takes its time. In 1F1B with equal stages every turn
                  waits for one: a stage has nothing else to do between the forward that it has sent on and the backward
                  that this brings back
-    dp wires     gradients beyond what the last backward hides; gathering the weights, which nothing hides
+    dp wires     gradients beyond what a stage still does when they are final, chunk by chunk: with one chunk, beyond
+                 the last backward; gathering the weights, which nothing hides
     optimizer    what is read and written for it, at the rate of the memory
 
 They add up to the step. Left out: Python, the launch of kernels, products that slices make too small to be efficient,
@@ -22,6 +25,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -30,9 +34,8 @@ import torch.nn.functional as F
 from nanodomino import formulas, schedules
 from nanodomino.config import Config
 from nanodomino.formulas import Traffic
-from nanodomino.model import flops_per_token
+from nanodomino.model import Chunk, flops_per_token
 from nanodomino.optimizers import OPTIMIZERS
-from nanodomino.schedules import Forward
 from nanodomino.settings import require
 
 
@@ -60,67 +63,97 @@ def wire_seconds(config: Config, machine: Machine, at, found: list[Traffic]) -> 
     return seconds
 
 
-def flops(config: Config, at) -> tuple[float, float]:
-    """Of one microbatch forward: (products with weights, attention's own). Attention is not halved for causality."""
-    h, n, stage = config.hidden_size, formulas.tokens(config), formulas.stage(config, at)
-    matrices = sum(weight.numel() for weight in stage.layers.parameters() if weight.dim() == 2)
-    head = h * formulas.logits_width(config, at) if at.is_last_stage else 0
-    return 2 * n * (matrices + head), len(stage.layers) * 4 * n * config.seq_length * h / config.tp
+def flops(config: Config, at, chunk: Chunk) -> tuple[float, float, float]:
+    """Of one microbatch forward through a chunk: (products with the layers' weights, with the head's, attention's own).
+    Attention is not halved for causality."""
+    h, n = config.hidden_size, formulas.tokens(config)
+    matrices = sum(weight.numel() for layer in chunk.layers for weight in layer.parameters() if weight.dim() == 2)
+    head = h * formulas.logits_width(config, at) if chunk.post_process else 0
+    return 2 * n * matrices, 2 * n * head, len(chunk.layers) * 4 * n * config.seq_length * h / config.tp
 
 
-def take_turns(config: Config, work: float, wires: float, cover: float = 0.0) -> float:
-    """Seconds of `work`, of sums that take `wires`, and of `cover`, work that waits for no sum.
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of an action, or of a half of a pair."""
+    work: float                  # that waits for sums, or that sums wait for
+    wires: float = 0.0           # the sums
+    cover: float = 0.0           # work that waits for no sum, and for which no sum waits
+
+
+def take_turns(config: Config, *halves: Cost) -> float:
+    """Seconds of an action, both of whose halves are under way if it is a pair.
 
     One slice works, then waits while its cover runs; with more, the others work meanwhile: nothing is faster than all
     the work, than all the wires, or than one slice alone. Of columns, all but the last travel behind the next one's
     product, and about half of the work is such products.
     """
-    slices, columns = min(config.slices, config.micro_batch_size), formulas.chunks(config.columns, config.hidden_size)
-    left = max(wires / columns, wires - (1 - 1 / columns) * work / 2)
-    return max(work + cover, wires, (work + max(left, cover)) / slices)
+    columns = formulas.pieces(config.columns, config.hidden_size)
+
+    def alone(half):
+        left = max(half.wires / columns, half.wires - (1 - 1 / columns) * half.work / 2)
+        return (half.work + max(left, half.cover)) / formulas.slices(config)
+
+    return max(sum(half.work + half.cover for half in halves), sum(half.wires for half in halves), *map(alone, halves))
 
 
-def stage_seconds(config: Config, machine: Machine, at) -> tuple[float, float, float]:
-    """Of one microbatch on a stage: (forward, backward, the part of both that is work)."""
-    dense, attention = (count / machine.products for count in flops(config, at))
-    sums = formulas.tensor_parallel(config, at)
-    up, down = (wire_seconds(config, machine, at, [one for one in sums if one.backward == backward])
-                / config.microbatches for backward in (False, True))
-    forward = take_turns(config, dense + attention, up)
-    backward = take_turns(config, dense + 2 * attention, down, cover=dense)
-    return forward, backward, 3 * (dense + attention)
+def costs(config: Config, machine: Machine, at) -> dict[tuple[str, int], Cost]:
+    """(kind of an action, chunk) -> its cost on a stage. Of split gradients only the head's stay together."""
+    found = {}
+    for number, chunk in enumerate(formulas.stage(config, at).chunks):
+        dense, head, attention = (count / machine.products for count in flops(config, at, chunk))
+        sums = formulas.tensor_parallel(config, at, [chunk])
+        up, down = (wire_seconds(config, machine, at, [one for one in sums if one.backward == backward])
+                    / config.microbatches for backward in (False, True))
+        found |= {("forward", number): Cost(dense + head + attention, up),
+                  ("backward", number): Cost(dense + head + 2 * attention, down, cover=dense + head),
+                  ("input_backward", number): Cost(dense + head + 2 * attention, down, cover=head),
+                  ("weight_backward", number): Cost(dense)}
+    return found
 
 
 def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
     """An optimizer step, in parts that add up to it."""
     stages = [formulas.place(config, stage) for stage in range(config.pp)]
-    times = [stage_seconds(config, machine, at) for at in stages]
-    forward, backward, work = max(times, key=lambda time: time[0] + time[1])         # of the busiest stage
-    ideal, free, real = played(config, machine, times)
-
-    def exposed(at, last_backward):
-        found = formulas.replicas(config, at)
-        behind, after = (wire_seconds(config, machine, at, [one for one in found if one.backward == hidden])
-                         for hidden in (True, False))
-        return max(0.0, behind - last_backward) + after
-
-    return {"products": config.microbatches * work,
-            "tp wires": config.microbatches * max(0.0, forward + backward - work),
-            "bubble": free - ideal,
-            "pp wires": real - free,
-            "dp wires": max(exposed(at, time[1]) for at, time in zip(stages, times)),
+    free, real = played(config, machine, [costs(config, machine, at) for at in stages])
+    ideal = schedules.busy_time(free)
+    work = config.microbatches * max(                                               # the same in any schedule
+        3 * sum(sum(flops(config, at, chunk)) for chunk in formulas.stage(config, at).chunks) for at in stages)
+    return {"products": work / machine.products,
+            "tp wires": max(0.0, ideal - work / machine.products),
+            "bubble": schedules.step_time(free) - ideal,
+            "pp wires": schedules.step_time(real) - schedules.step_time(free),
+            "dp wires": max(exposed(config, machine, at, row) for at, row in zip(stages, real)),
             "optimizer": max(optimizer_bytes(config, at) for at in stages) / machine.memory}
 
 
-def played(config: Config, machine: Machine, times) -> tuple[float, float, float]:
-    """(busy time of the busiest stage, step with free messages, step with messages that take their time), in seconds.
-    times[stage]: as stage_seconds gives them."""
+def played(config: Config, machine: Machine, of_stages: list[dict]) -> tuple[list, list]:
+    """What each stage does when, in seconds: with messages that are free, and with such as take their time.
+    of_stages: of each its costs."""
     message = wire_seconds(config, machine, formulas.place(config),
                            [Traffic("pp", "send", 1, formulas.activation(config))])
-    free, real = (schedules.play(schedules.SCHEDULES[config.schedule], config.pp, config.microbatches,
-                                 lambda stage, action: times[stage][0 if isinstance(action, Forward) else 1], delay)
-                  for delay in (0.0, message))
-    return schedules.busy_time(free), schedules.step_time(free), schedules.step_time(real)
+
+    @lru_cache(maxsize=None)
+    def seconds(stage, *whats):
+        return take_turns(config, *(of_stages[stage][what] for what in whats))
+
+    def duration(stage, action):
+        return seconds(stage, *((half.kind, half.chunk) for half in action.halves))
+
+    return tuple(schedules.play(config.timetable, duration, delay) for delay in (0.0, message))
+
+
+def exposed(config: Config, machine: Machine, at, row) -> float:
+    """Seconds by which the sums over replicas, and what else happens once a step, outlast the actions of a stage, whose
+    times `row` has. The gradients of a chunk can travel from the begin of its last action on."""
+    found, chunks = formulas.replicas(config, at), formulas.stage(config, at).chunks
+    behind, after = (wire_seconds(config, machine, at, [one for one in found if one.backward == hidden])
+                     for hidden in (True, False))
+    final = {half.chunk: begin for action, begin, _ in row for half in action.halves if half.kind != "forward"}
+    travelled = 0.0
+    for chunk, begin in sorted(final.items(), key=lambda item: item[1]):
+        part = len(chunks[chunk].layers) / sum(len(one.layers) for one in chunks)
+        travelled = max(travelled, begin) + part * behind
+    return max(0.0, travelled - row[-1][2]) + after
 
 
 def optimizer_bytes(config: Config, at) -> float:
@@ -145,7 +178,7 @@ def measure_machine(config: Config, mesh, most_rows=None) -> Machine:
     features; wires: sums of a slice's activation; memory: numbers that are read and written.
     """
     dtype, device = config.params_dtype, mesh.device
-    rows = min(formulas.tokens(config) // min(config.slices, config.micro_batch_size), most_rows or sys.maxsize)
+    rows = min(formulas.tokens(config) // formulas.slices(config), most_rows or sys.maxsize)
     h, ffn = config.hidden_size, config.ffn_hidden_size // config.tp
     x, up, down = (torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
                    for shape in ((rows, h), (ffn, h), (h, ffn)))

@@ -50,8 +50,8 @@ def start_rank(flags: list[str], bad_steps) -> Ended:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     get_batch, screen = train.get_batch, io.StringIO()
 
-    def poisoned(dataset, config, mesh, step, shuffle, microbatch):
-        batch = get_batch(dataset, config, mesh, step, shuffle, microbatch)
+    def poisoned(dataset, config, mesh, step, shuffle, microbatch, chunk):
+        batch = get_batch(dataset, config, mesh, step, shuffle, microbatch, chunk)
         bad = shuffle and step + 1 in bad_steps and batch.loss_mask is not None
         return dataclasses.replace(batch, loss_mask=batch.loss_mask * float("nan")) if bad else batch
 

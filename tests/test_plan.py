@@ -1,7 +1,9 @@
 """What bench.py comm, memory and plan say is what happens: formulas against counts, plans against reality."""
 
+import collections
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -16,15 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
 from benchmarks import comm, memory, plan
-from benchmarks.common import main
-from nanodomino import formulas, step_time
+from benchmarks.common import main, seconds_text
+from nanodomino import formulas, pipeline, step_time
 from nanodomino.step_time import Machine
 from nanodomino.config import PRESETS, Config
 from nanodomino.domino import Domino
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.mesh import make_mesh
 from nanodomino.model import flops_per_token, on_paper, parameter_count
-from nanodomino.schedules import SCHEDULES, most_alive
+from nanodomino.schedules import SCHEDULES, Schedule, most_alive
 from nanodomino.zero import ZeroOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,10 +68,52 @@ def test_model_state_is_6_and_12_d_bytes_a_parameter_or_8_and_8_d(dtype, fixed, 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_microbatches_alive_are_those_of_the_schedule(schedule):
-    for pp, m in [(1, 1), (2, 1), (4, 3), (4, 16), (8, 8)]:
+    """40 layers here: where a stage holds two chunks, each is half of it."""
+    for pp, m in [(1, 1), (2, 1), (4, 3), (4, 16), (10, 8)]:
         config = cluster(pp, pipeline_model_parallel_size=pp, schedule=schedule, global_batch_size=m)
-        for stage in range(pp):
-            assert formulas.alive(config, formulas.place(config, stage)) == most_alive(SCHEDULES[schedule](stage, pp, m))
+        for stage, actions in enumerate(config.timetable.rows):
+            alive = formulas.alive(config, formulas.place(config, stage))
+            assert alive == most_alive(actions) / config.virtual_stages
+
+
+def test_of_a_chunk_with_more_layers_more_is_alive():
+    """5 layers in 2 x 2 chunks: the first stage's are of 2 and 1."""
+    config = cluster(2, pipeline_model_parallel_size=2, schedule="interleaved", num_layers=5, global_batch_size=2)
+    first, last = (formulas.alive(config, formulas.place(config, stage)) for stage in range(2))
+    assert first == pytest.approx(2) and last == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("schedule, fits", [("1f1b", 4), ("gpipe", 16), ("paired", 7), ("zb-h1", 4)])
+def test_tapes_are_as_many_as_microbatches_alive_but_a_pair_has_one_that_grows_as_the_other_shrinks(schedule, fits):
+    config = cluster(4, pipeline_model_parallel_size=4, schedule=schedule, global_batch_size=16)
+    at = formulas.place(config)
+    (chunk,) = formulas.stage(config, at).chunks
+    one = (10 * sum(formulas.kept_by_layer(config).values())
+           + sum(formulas.kept_by_ends(config, at, chunk).values()))
+    assert formulas.activation_bytes(config, at) == pytest.approx(fits * one)
+
+
+def test_what_waits_for_its_weight_gradients_holds_as_much_as_before_but_for_small_terms():
+    """What is alive is the same then, however late weight gradients are."""
+    config = cluster(8, **TP8)
+    kept, left = (sum(found.values()) for found in (formulas.kept_by_layer(config), formulas.left_by_layer(config)))
+    small = formulas.kept_by_layer(config)
+    assert kept - left == small["norm statistics"] + small["logsumexp"] < 0.01 * kept
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_every_boundary_between_stages_has_a_message_each_way_for_each_microbatch_and_one_inside_has_none(schedule, pp):
+    config = cluster(pp, pipeline_model_parallel_size=pp, schedule=schedule, global_batch_size=8)
+    sent = collections.Counter()
+    for stage in range(pp):
+        for one in formulas.pipeline(config, formulas.place(config, stage)):
+            sent[one.kind, one.why] += one.calls
+            assert one.bytes == one.calls * formulas.activation(config) and one.backward == (one.why == "gradients")
+    inside = {"zb-v": 1}.get(schedule, 0) if pp > 1 else config.virtual_stages - 1
+    boundaries = (pp * config.virtual_stages - 1 - inside) * 8
+    assert sent == ({(kind, why): boundaries for kind in ("send", "receive") for why in ("activations", "gradients")}
+                    if boundaries else {})
 
 
 def test_a_ring_sums_by_scattering_and_gathering():
@@ -91,7 +135,8 @@ def test_a_layer_costs_four_sums_of_x_however_it_is_cut(slices, columns):
 def test_the_products_of_all_ranks_are_the_models_flops():
     """Within the vocabulary's padding and what is no product: norms and biases count in 6 N."""
     config = cluster(64, tensor_model_parallel_size=8, pipeline_model_parallel_size=4)
-    forward = sum(sum(step_time.flops(config, at)) for at in formulas.grid(config)) * config.microbatches
+    forward = sum(sum(step_time.flops(config, at, chunk)) for at in formulas.grid(config)
+                  for chunk in formulas.stage(config, at).chunks) * config.microbatches
     said = flops_per_token(config) * config.global_batch_size * config.seq_length
     assert 3 * forward == pytest.approx(said, rel=1e-3)
 
@@ -119,8 +164,83 @@ def test_with_free_wires_the_step_is_the_products_and_a_bubble_of_p_minus_1_by_m
     parts = step_time.step_seconds(config, machine(products=1e12))
     assert parts["bubble"] / parts["products"] == pytest.approx(3 / 16, rel=1e-3)
     assert sum(parts.values()) == pytest.approx(parts["products"] + parts["bubble"])
-    alone = sum(step_time.flops(config, formulas.place(config, 3))) * 3 * 16 / 1e12
+    (chunk,) = formulas.stage(config, formulas.place(config, 3)).chunks
+    alone = sum(step_time.flops(config, formulas.place(config, 3), chunk)) * 3 * 16 / 1e12
     assert parts["products"] == pytest.approx(alone)
+    paired = step_time.step_seconds(dataclasses.replace(config, schedule="paired"), machine(products=1e12))
+    assert paired == {name: pytest.approx(part) for name, part in parts.items()}, "without wires there is nothing to hide"
+
+
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_chunks_shorten_the_bubble_by_their_number(chunks):
+    config = cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
+    whole, cut = (step_time.step_seconds(one, machine(products=1e12)) for one in
+                  (config, dataclasses.replace(config, schedule="interleaved", virtual_stages=chunks)))
+    assert cut["products"] == whole["products"] and cut["bubble"] == pytest.approx(whole["bubble"] / chunks, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_where_weight_gradients_fill_the_bubble_only_a_part_of_it_is_left(schedule):
+    """(p - 1)(F + B - W) of (p - 1)(F + B + W), which is a third if all are equal; attention has no W."""
+    config = cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
+    plain, zero = (step_time.step_seconds(one, machine(products=1e12)) for one in
+                   (config, cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16, schedule=schedule)))
+    assert zero["products"] == plain["products"] and zero["bubble"] < 0.45 * plain["bubble"]
+
+
+def pair_of_halves(config, one) -> tuple:
+    """(forward, backward, both as a pair), in seconds, of the only stage."""
+    costs = step_time.costs(config, one, formulas.place(config))
+    forward, backward = costs["forward", 0], costs["backward", 0]
+    return forward, backward, step_time.take_turns(config, forward, backward)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_pair_takes_as_long_as_all_work_or_all_wires_of_both(slices):
+    """At two wires, one of which is faster than the work of both and one slower."""
+    config = cluster(8, **TP8, micro_batch_size=2, slices=slices)
+    for near in (3e10, 2e9):
+        forward, backward, both = pair_of_halves(config, machine(products=1e13, near=near))
+        work = forward.work + backward.work + backward.cover
+        assert both == pytest.approx(max(work, forward.wires + backward.wires))
+        assert (near == 3e10) == (both == pytest.approx(work))
+
+
+def test_weight_gradients_that_are_done_apart_cover_no_wires():
+    config = cluster(8, **TP8, micro_batch_size=2, slices=1, vocab_size=128)
+    costs = step_time.costs(config, machine(products=1e12, near=1e10), formulas.place(config))
+    whole, apart, rest = (costs[kind, 0] for kind in ("backward", "input_backward", "weight_backward"))
+    assert apart.cover < 0.01 * whole.cover and rest.wires == rest.cover == 0
+    assert apart.work + apart.cover + rest.work == pytest.approx(whole.work + whole.cover)
+    together, both = (step_time.take_turns(config, whole),
+                      step_time.take_turns(config, apart) + step_time.take_turns(config, rest))
+    assert both - together == pytest.approx(min(whole.wires, whole.cover), rel=0.02)
+
+
+def exposed_of(config, one) -> tuple:
+    """(seconds that the only stage's actions take, those of the last of them, by which its sums outlast them)."""
+    at = formulas.place(config)
+    (row,), _ = step_time.played(config, one, [step_time.costs(config, one, at)])
+    gathered = [found for found in formulas.replicas(config, at) if not found.backward]
+    outlast = step_time.exposed(config, one, at, row) - step_time.wire_seconds(config, one, at, gathered)
+    return row[-1][2], row[-1][2] - row[-1][1], outlast
+
+
+def test_gradients_of_a_chunk_travel_while_the_others_go_backward():
+    """Their sums take as long as three backwards of a chunk: of two chunks the upper one's half a backward more than the lower one's
+    backward, and then the lower one's; of a whole stage all, but for its last backward."""
+    chunks = cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, schedule="interleaved", global_batch_size=4,
+                     vocab_size=128)
+    whole, at = dataclasses.replace(chunks, schedule="1f1b", virtual_stages=1), formulas.place(chunks)
+    fast = machine(products=1e13)
+    end, last, outlast = exposed_of(chunks, fast)
+    assert outlast == pytest.approx(0, abs=1e-9 * end)
+    sums = [found for found in formulas.replicas(chunks, at) if found.backward]
+    slow = dataclasses.replace(fast, near=step_time.wire_seconds(chunks, machine(near=1.0), at, sums) / (3 * last))
+    assert exposed_of(chunks, slow)[2] == pytest.approx(last, rel=0.01)
+    assert exposed_of(whole, slow)[1:] == (pytest.approx(2 * last, rel=0.01), pytest.approx(last, rel=0.02))
+    slower = dataclasses.replace(slow, near=slow.near / 2)
+    assert (exposed_of(chunks, slower)[2], exposed_of(whole, slower)[2]) == (pytest.approx(4 * last, rel=0.01),) * 2
 
 
 def test_messages_delay_every_turn_of_1f1b_and_only_the_ends_of_gpipe():
@@ -176,9 +296,10 @@ def held_rank(config):
     return (held, memory.predict(config, mesh)), (listener.counts, formulas.by_group(formulas.traffic(config, mesh)))
 
 
-def check_memory(held, said):
+def check_memory(held, said, peak=math.inf):
     assert {name: held[name] for name in memory.STATE} == {name: said[name] for name in memory.STATE}
     assert held["activations"] == pytest.approx(said["activations"], rel=ACTIVATIONS)
+    assert held["peak"] == pytest.approx(said["peak"], rel=peak)
 
 
 @pytest.mark.parametrize("world_size, changes", [
@@ -195,6 +316,50 @@ def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_
     for of_memory, (counted, said) in pool.run(held_rank, config, world_size=world_size):
         check_memory(*of_memory)
         assert counted == said
+
+
+@pytest.mark.parametrize("tp, slices", [(1, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_holds_and_sends_what_its_actions_say(pool, schedule, tp, slices):
+    """5 layers on two stages: chunks are not equal."""
+    config = tiny(2 * tp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2, schedule=schedule, slices=slices,
+                  num_layers=5, global_batch_size=18, hidden_size=32, device="cpu", hidden_dropout=0.1 * (slices == 3))
+    for of_memory, (counted, said) in pool.run(held_rank, config, world_size=2 * tp):
+        check_memory(*of_memory, PEAK)
+        assert counted == said
+
+
+def messages_rank(config):
+    """Bytes of messages that this rank holds at once, beside its tapes: (measured, predicted)."""
+    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
+    model = train.model_builder(config, mesh)
+    stage = memory.Watched(Domino(model, config.slices, config.columns), {})
+    optimizer, most, make, send = ZeroOptimizer(model, config, mesh), 0, pipeline.Mail, torch.distributed.batch_isend_irecv
+    mails = []
+
+    def weighed(ops):
+        nonlocal most
+        tensors = [*(op.tensor for op in ops), *(tensor for _, tensor in (*mails[-1].sent, *mails[-1].arriving.values()))]
+        on_tape = memory.reachable(list(stage.tapes.values()))
+        most = max(most, sum(size for key, size in dict(map(memory.storage, tensors)).items() if key not in on_tape))
+        return send(ops)
+
+    pipeline.Mail = lambda *arguments: mails.append(make(*arguments)) or mails[-1]
+    torch.distributed.batch_isend_irecv = weighed
+    try:
+        train.train_step(1, stage, optimizer, memory.OwnTokens(config), config, mesh)
+    finally:
+        pipeline.Mail, torch.distributed.batch_isend_irecv = make, send
+    return most, formulas.message_bytes(config, mesh)
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_under_way_are_those_that_are_counted_in_the_actions(pool, schedule, slices):
+    config = tiny(2, pipeline_model_parallel_size=2, schedule=schedule, slices=slices, num_layers=4, global_batch_size=18,
+                  device="cpu")
+    for measured, said in pool.run(messages_rank, config, world_size=2):
+        assert measured == said > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -254,15 +419,17 @@ def test_gpt3_13b_on_64_ranks_has_the_parameters_of_the_formulas(rank):
     assert sizes == formulas.buckets(config, mesh)
 
 
-@pytest.mark.parametrize("rank", [0, 63])
-def test_a_step_of_gpt3_13b_keeps_and_sends_what_the_formulas_say(rank):
-    config = cluster(64, **GPT3_13B)
+@pytest.mark.parametrize("rank, schedule, tokens", [
+    (0, "1f1b", 2048), (63, "1f1b", 2048), (0, "zb-v", 2048), (63, "zb-v", 2048), (16, "interleaved", 2048), (32, "paired", 2048),
+    (48, "zb-h1", 2048), (0, "zb-v", 1024)])
+def test_a_step_of_gpt3_13b_keeps_and_sends_what_the_formulas_say(rank, schedule, tokens):
+    """Of few tokens, the most is there when one chunk's gradients are received, and the other's tapes are not used up yet."""
+    config = cluster(64, **GPT3_13B, schedule=schedule, seq_length=tokens)
     with rank_of_a_cluster(rank, config) as (mesh, model, optimizer):
         stage = memory.Watched(Domino(model, config.slices, config.columns), memory.state_storages(model, optimizer))
-        actions = SCHEDULES[config.schedule](mesh.pp_rank, mesh.pp, config.microbatches)
         with comm.Listener(mesh) as listener, memory.Allocations() as allocations:
             optimizer.zero_grad()
-            train.run_actions(actions, 0, stage, memory.OwnTokens(config), config, mesh, True, optimizer.on_final)
+            train.run_schedule(config.timetable, 0, stage, memory.OwnTokens(config), config, mesh, True, optimizer.on_final)
             optimizer.finish_reduces()
             optimizer.gather_weights()
     assert stage.most == pytest.approx(formulas.activation_bytes(config, mesh), rel=ACTIVATIONS)
@@ -328,8 +495,35 @@ def test_bench_plan_of_gpt3_13b_on_64_gpus(capsys):
     assert record["bubble"] == pytest.approx(3 / 512, rel=0.1) and 0.2 < record["mfu"] < 0.6
     assert sum(record["parts_s"].values()) == pytest.approx(record["step_s"])
     assert all(set(need) == set(plan.MEMORY_TERMS) for need in record["memory"]) and len(record["memory"]) == 4
-    for said in ("stage 3", "tp: layers forward", "dp: weights", "(p - 1)/m if stages are equal", "--columns 2 would", "--product-efficiency"):
+    for said in ("stage 3", "tp: layers forward", "dp: weights", "(p - 1)/m if stages are equal", "--columns 2 would", "--product-efficiency",
+                 "--schedule paired would take"):
         assert said in text
+
+
+def test_a_plan_proposes_the_fastest_schedule_that_fits_with_all_its_flags(capsys):
+    """At a wire that is nothing to speak of, few microbatches and many stages, it is one that has no bubble, if two chunks deal the
+    layers evenly; and with it there is nothing better."""
+    flags = ["--gpus", 8, "--tp", 1, "--pp", 8, "--num-layers", 32, "--global-batch-size", 16, "--vocab-size", 128]
+    _, text, before, _ = bench(capsys, "plan", *flags)
+    told = re.search(r"(--schedule \S+(?: --virtual-stages \d+)?) would take ([\d.]+ m?s) a step", text)
+    assert "zb-v" in told[1] and before["schedule"] == "1f1b"
+    _, text, after, _ = bench(capsys, "plan", *flags, *told[1].split())
+    assert after["step_s"] < 0.9 * before["step_s"] and "would take" not in text
+    assert seconds_text(after["step_s"]) == told[2] and after["virtual_stages"] == 2
+    assert "zb-v with 2 chunks a stage" in text
+
+
+def test_a_plan_knows_a_schedule_that_was_added_later(capsys, monkeypatch):
+    """From its line in SCHEDULES: here GPipe, the other way round."""
+    def last_in_first_out(stage, stages, microbatches, chunks=1):
+        actions = SCHEDULES["gpipe"].actions(stage, stages, microbatches)
+        return actions[:microbatches] + actions[:microbatches - 1:-1]
+
+    monkeypatch.setitem(SCHEDULES, "lifo", Schedule(last_in_first_out))
+    config = dataclasses.replace(cluster(4, pipeline_model_parallel_size=4, global_batch_size=6), schedule="lifo")
+    assert formulas.alive(config, formulas.place(config, 3)) == 6
+    assert any({"schedule": "lifo"} in changes for changes in plan.other_schedules(dataclasses.replace(config, schedule="1f1b")))
+    assert step_time.step_seconds(config, machine(products=1e12))["bubble"] > 0
 
 
 @pytest.mark.parametrize("flags, reason, remedy", [

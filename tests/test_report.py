@@ -1,6 +1,8 @@
 """What a person is told of a run: before the first step, within a step that takes long, when it is told to stop."""
 
 import json
+import dataclasses
+import re
 import signal
 import time
 from types import SimpleNamespace
@@ -12,9 +14,10 @@ from harness import tiny
 import nanodomino.report
 from nanodomino.config import Config
 from nanodomino.launch import StopSignal
-from nanodomino.mesh import make_mesh
+from nanodomino.mesh import make_mesh, mesh_on_paper
 from nanodomino.model import flops_per_token, on_paper
-from nanodomino.report import Report, open_metrics
+from nanodomino.report import Report, held_by, open_metrics
+from nanodomino.schedules import picture
 from nanodomino.step_time import estimate
 from nanodomino.zero import StepResult
 
@@ -28,6 +31,32 @@ def report(tmp_path):
                                  tokens={"train": 999, "valid": 999, "test": 999} | tokens)
         return Report(tiny(1), corpus, place, tmp_path, 0, speaks)
     return report
+
+
+@pytest.mark.parametrize("schedule, chunks, layers, held", [
+    ("1f1b", 1, 5, ["embedding, layers 0 to 2", "layers 3 to 4, head"]),
+    ("interleaved", 2, 5, ["embedding, layers 0 to 1; layer 3", "layer 2; layer 4, head"]),
+    ("interleaved", 3, 6, ["embedding, layer 0; layer 2; layer 4", "layer 1; layer 3; layer 5, head"]),
+    ("zb-v", 2, 8, ["embedding, layers 0 to 1; layers 6 to 7, head", "layers 2 to 3; layers 4 to 5"])])
+def test_each_stage_says_which_layers_its_chunks_hold(schedule, chunks, layers, held):
+    """And they are those of the model."""
+    config = tiny(2, pipeline_model_parallel_size=2, schedule=schedule, virtual_stages=chunks, num_layers=layers)
+    assert [held_by(config, stage) for stage in range(2)] == held
+    for stage, words in enumerate(held):
+        model, numbers = on_paper(config, stage), [list(map(int, re.findall(r"\d+", one))) for one in words.split(";")]
+        assert [[chunk.layers[end].mlp.site for end in (0, -1)] for chunk in model.chunks] == [
+            [f"layers.{one[end]}.mlp" for end in (0, -1)] for one in numbers]
+        assert ("embedding" in words, "head" in words) == (model.pre_process, model.post_process)
+
+
+def test_the_picture_at_the_start_has_the_chunks_and_the_schedule(tmp_path, capsys):
+    place = dataclasses.replace(mesh_on_paper(2, 1, 1), device=torch.device("cpu"))
+    corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path, tokens=dict.fromkeys(("train", "valid", "test"), 999))
+    config = tiny(2, pipeline_model_parallel_size=2, schedule="interleaved", num_layers=4)
+    Report(config, corpus, place, tmp_path, 0, True)
+    said = capsys.readouterr().out
+    assert "stage 1   [1]   layer 1; layer 3, head" in said
+    assert picture("interleaved", 2, config.microbatches, 2) in said and "through 2 chunks a stage" in said
 
 
 def test_a_split_of_a_few_samples_says_so(report, capsys):

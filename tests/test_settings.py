@@ -65,7 +65,7 @@ def test_every_setting_has_a_role_a_type_and_a_word_of_help():
     for one in flags_of(Config):
         assert one.metadata["kind"] in (int, float, bool, str) and spelling(one.name) in shown
         assert one.default is None or isinstance(one.default, one.metadata["kind"])
-        assert not one.metadata["choices"] or one.default in one.metadata["choices"]
+        assert not one.metadata["choices"] or one.default in (None, *one.metadata["choices"])
 
 
 def test_the_page_of_settings_is_made_from_them():
@@ -192,9 +192,9 @@ def test_a_file_that_is_no_settings_is_refused_in_a_sentence(tmp_path, text, wor
 
 def test_a_record_that_does_not_know_a_setting_means_what_was_the_only_way_then():
     record = newest_record(OLD_RUN)
-    assert "optimizer" not in record and "normalization" not in record, "else it is no longer an old one"
+    assert not {"optimizer", "normalization", "virtual_stages"} & record.keys(), "else it is no longer an old one"
     config = from_record(record, OLD_RUN)
-    assert (config.optimizer, config.normalization) == ("adamw", "LayerNorm")
+    assert (config.optimizer, config.normalization, config.virtual_stages) == ("adamw", "LayerNorm", 1)
 
 
 def test_what_is_the_default_today_is_not_what_an_older_run_was_made_with(tmp_path, monkeypatch):

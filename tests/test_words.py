@@ -168,8 +168,8 @@ def test_with_one_yield_too_many_on_one_rank_slices_are_added_to_each_other_and_
 
 def first_stage_rank(config, data):
     """On the first stage's ranks: forward's events from the last slice's last launch on, and all events of backward."""
-    mesh, _, _, stage = build(config, trace=Trace())
-    if not mesh.is_first_stage:
+    mesh, model, _, stage = build(config, trace=Trace())
+    if not model.pre_process:
         return None
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
     output, tape = run_alone(stage.forward(batch))
@@ -190,8 +190,9 @@ def test_behind_the_last_slices_last_sum_there_is_no_product_forward_and_its_own
     assert set(backward) == {"resume", "wait", "weight_gradient"} and backward.count("weight_gradient") == 1
 
 
-def final_rank(config, weights, data):
-    """Names of the parameters whose main_grad changed after backward had called it final, and of all that it did."""
+def final_rank(config, weights, data, later):
+    """Names of the parameters whose main_grad changed after backward had called it final, and of all that it did.
+    later: weight gradients are left to weight_backward."""
     _, model, _, stage = build(config, weights)
     for weight in model.parameters():
         weight.main_grad.zero_()
@@ -202,17 +203,20 @@ def final_rank(config, weights, data):
     def on_final(modules):
         final.update({weight: weight.main_grad.clone() for module in modules for weight in module.parameters()})
 
-    run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype), on_final))
+    run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype), None if later else on_final, later))
+    if later:
+        run_alone(stage.weight_backward(tape, on_final))
     names = {weight: name for name, weight in model.named_parameters()}
     changed = [names[weight] for weight in final if not torch.equal(final[weight], weight.main_grad)]
     return changed, sorted(names[weight] for weight in final)
 
 
-def test_a_sublayers_gradients_are_all_there_when_it_is_called_final(pool):
+@pytest.mark.parametrize("later", [False, True], ids=["together", "apart"])
+def test_a_sublayers_gradients_are_all_there_when_it_is_called_final(pool, later):
     """The row bias too, though its gradient comes from another sublayer's bridge."""
     config = tiny(2, tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, slices=2)
     weights, data, _, _ = reference_for(config, 1)
-    for changed, final in pool.run(final_rank, config, weights, data, world_size=2):
+    for changed, final in pool.run(final_rank, config, weights, data, later, world_size=2):
         assert not changed
         assert "layers.0.attention.dense.bias" in final and final == sorted(weights)
 
