@@ -491,6 +491,7 @@ def test_one_process_says_one_sentence_and_ends_with_code_two(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_four_processes_say_one_sentence_under_torchrun(tmp_path, corpus):
     """Rank 0 alone finds the mistake, while the others already wait for it."""
     shutil.copytree(corpus, tmp_path / "copy")

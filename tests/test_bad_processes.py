@@ -345,7 +345,7 @@ def test_the_table_has_forty_rows_for_one_and_for_four_processes():
 
 
 @pytest.mark.parametrize("bad, n", [
-    pytest.param(bad, n, id=f"{bad.what} on {n}", marks=pytest.mark.exhaustive if n > 1 and row % 3 and n != min(bad.processes) else [])
+    pytest.param(bad, n, id=f"{bad.what} on {n}", marks=pytest.mark.exhaustive if n > 1 and row % 6 and n != min(bad.processes) else [])
     for row, bad in enumerate(TABLE) for n in bad.processes])
 def test_it_ends_soon_with_one_sentence(forks, sound, tmp_path, bad, n):
     """Of the rule, the numbers and the fix; whether all ranks find the mistake or one, while the others wait for it."""

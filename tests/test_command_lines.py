@@ -212,6 +212,7 @@ def test_verify_looks_at_every_checkpoint_of_a_run(trained, tmp_path):
     assert err.count("\n") == 1 and err.startswith("error: run/checkpoints/step-00000006/__0_0.distcp should have")
 
 
+@pytest.mark.exhaustive
 def test_verify_says_of_a_run_without_checkpoints_that_there_is_nothing(tmp_path):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     code, out, err = end(start(tmp_path, "-m nanodomino.checkpoint", "verify", "run"))
@@ -287,6 +288,7 @@ def watched(tmp_path):
             one.close()
 
 
+@pytest.mark.exhaustive
 def test_a_line_on_the_terminal_moves_and_rank_0_alone_writes_it(watched):
     one = watched("overlap", *SMALL, "--seq-length", 16, "--repeats", 2, "--device", "cpu")
     while one.read():

@@ -11,11 +11,11 @@ from pool import WorkerError
 from side_by_side import CHECKED, TABLE, Around, check, judge, measure, plain, replaced, worst
 
 TESTS = Path(__file__).resolve().parent
-EVERY = 4                # by default of these entries only
+EVERY = 8                # by default of these entries only
 
 
 def cases(entries, also_by_default=lambda entry: False):
-    """By default one entry in four."""
+    """By default one entry in eight."""
     return pytest.mark.parametrize("entry", [
         pytest.param(entry, id=f"{entry.number}-{entry.bug.__name__}",
                      marks=[] if entry.number % EVERY == 0 or also_by_default(entry) else pytest.mark.exhaustive) for entry in entries])

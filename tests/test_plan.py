@@ -379,7 +379,7 @@ def reality_rank(config):
 
 
 @pytest.mark.parametrize("world_size, tp, pp, dtype", [
-    (1, 1, 1, "float32"), (4, 2, 2, "float32"), (8, 2, 2, "bfloat16")])
+    (1, 1, 1, "float32"), (4, 2, 2, "float32"), pytest.param(8, 2, 2, "bfloat16", marks=pytest.mark.exhaustive)])
 def test_plan_against_reality(pool, world_size, tp, pp, dtype):
     """Three layouts: bytes exact, activations within 0.1 %, the peak within 8 %, a step's time within a factor of 4."""
     config = Config(num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=64, vocab_size=500,
