@@ -18,15 +18,16 @@ word means nothing else. F, B, W: a forward, a backward's input gradients, its w
     paired       the same                   2 (p - r)                      Megatron-Core's combined 1F1B, DualPipe
     interleaved  the same / v               p + (p - 2 r - 1)/v            2104.04473, section 2.2
     zb-h1        (p - 1)(F + B - W)         p                              2401.10241, section 2.1
-    zb-v         (p - 1) F/2 if F = B = W   p                              2401.10241, section 6
+    zb-v         (p - 1) F/2 if F = B = W   p                              2401.10241, section 6; 2405.15362
 
 Three ideas stand behind them. A stage may hold v *chunks*, shorter runs of layers: then the pipeline fills in shorter
 steps. Input gradients are what the stage before waits for, weight gradients nobody waits for: done later, they fill
 idle time. And a forward and a backward of two microbatches, done as a *pair*, hide each other's wires (domino.py).
 
 zb-v's (p - 1) F/2 is no stage's own idle time: each begins so much later than the first, and ends so much later. But
-clipping by the global norm joins all stages at each step's end. The paper's post-validation, which updates before the
-norm is known and takes back what it should not have done, would save it.
+clipping by the global norm joins all stages at each step's end. The paper's post-validation (section 4), which updates
+before the norm is known and takes back what it should not have done, would save it. 2 (p - r) microbatches are alive in
+a pair, but one tape grows as the other shrinks.
 
 What a schedule costs is read off its actions, and never asked by its name: how many microbatches are alive at once, and
 by playing it through, with any durations and with messages that take time, its step and its bubble; the order of the
