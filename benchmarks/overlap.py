@@ -6,6 +6,7 @@ One step is the forward and the backward of --microbatches on --tp ranks. In tur
     megatron    domino.py with one slice: forward it blocks, backward the weight gradients cover a sum
     domino      domino.py with --slices and --columns
     paired      the same, a backward and the next forward at once (schedules.py); with two microbatches or more
+    apart       domino with weight gradients after the sums, not behind them: what a schedule costs that moves them
     compute     the same step as domino, with the collectives left out (its numbers mean nothing)
     wires       the same sums as domino's, of the same sizes, and nothing else
     dtensor     the plain model of plain.py, its layers cut by torch's DTensor: ColwiseParallel, RowwiseParallel
@@ -43,7 +44,7 @@ from nanodomino import pipeline, timeline
 from nanodomino.domino import Domino
 from nanodomino.mesh import find_device, make_mesh, start_world
 from nanodomino.model import GPT
-from nanodomino.schedules import timetable
+from nanodomino.schedules import Forward, InputBackward, Placement, Timetable, WeightBackward, timetable
 from nanodomino.settings import require
 from nanodomino.trace import Trace
 from nanodomino.zero import ZeroOptimizer
@@ -128,7 +129,8 @@ def prepare(config, mesh, batches):
     steps = {"blocking": lambda: blocking_step(model, batches),
              "megatron": lambda: domino_step(megatron, batches),
              "domino": lambda: domino_step(domino, batches),
-             "paired": lambda: domino_step(domino, batches, "paired"),
+             "paired": lambda: domino_step(domino, batches, timetable("paired", 1, len(batches))),
+             "apart": lambda: domino_step(domino, batches, apart(len(batches))),
              "dtensor": lambda: dtensor_step(plain, batches)}
     if len(batches) == 1:
         del steps["paired"]                                    # there is no other one to pair it with
@@ -150,9 +152,15 @@ def blocking_step(model: GPT, batches) -> float:
     return torch.stack(means).mean().item()
 
 
-def domino_step(stage: Domino, batches, schedule="1f1b") -> float:
-    """As train.py does it, with one stage."""
-    totals = pipeline.run(timetable(schedule, 1, len(batches)), stage, stage.mesh, lambda i, chunk: batches[i],
+def apart(microbatches: int) -> Timetable:
+    """1F1B with input and weight gradients apart."""
+    return Timetable(Placement(stages=1), (tuple(action(i) for i in range(microbatches)
+                                                 for action in (Forward, InputBackward, WeightBackward)),))
+
+
+def domino_step(stage: Domino, batches, table=None) -> float:
+    """As train.py does it, with one stage. table: by default 1F1B."""
+    totals = pipeline.run(table or timetable("1f1b", 1, len(batches)), stage, stage.mesh, lambda i, chunk: batches[i],
                           forward_step, None, None, trace=stage.trace)
     return (totals.loss_sum / totals.tokens).item()
 
@@ -169,7 +177,7 @@ def draw(path: str, config, mesh, batches):
             trace.take()
             dist.barrier()
             with trace.span("step", step=step):
-                domino_step(stage, batches, schedule)
+                domino_step(stage, batches, timetable(schedule, 1, len(batches)))
         if recording := timeline.gather(trace, mesh):
             recordings.append(dataclasses.replace(recording, caption=f"slices {slices}, columns {columns}"
                                                   + (", paired" if schedule == "paired" else "")))
@@ -263,7 +271,7 @@ def report(flags, config, times, sums, device):
     hideable, figures = figures_of(times)
     about = {"blocking": "blocking", "megatron": "one slice", "dtensor": "torch's DTensor",
              "domino": f"slices {config.slices}, columns {config.columns}", "compute": "as domino, nothing sent",
-             "paired": "as domino, forward over backward",
+             "paired": "as domino, forward over backward", "apart": "as domino, weight gradients later",
              "wires": "domino's sums alone"}
     rows = [[name, about[name], one, ratio_text(ratios(times["blocking"], one))] for name, one in times.items()]
     sent = sum(count * dtype.itemsize for count, dtype, _ in sums)
@@ -280,7 +288,7 @@ def report(flags, config, times, sums, device):
           f"speed-up {figures[before + 'speedup']:.2f} over blocking, {figures[before + 'megatron_ratio']:.2f} over "
           "one slice" for name, before in (("domino", ""), ("paired", "paired_")) if name in times)])
     names = {"blocking": "blocking_s", "megatron": "megatron_s", "domino": "domino_s", "paired": "paired_s",
-             "dtensor": "dtensor_s", "compute": "no_comm_s", "wires": "comm_s"}
+             "apart": "apart_s", "dtensor": "dtensor_s", "compute": "no_comm_s", "wires": "comm_s"}
     record = {"question": "overlap", **{names[name]: one.median for name, one in times.items()},
               **{name: figure.value for name, figure in figures.items()},
               "spread": {name: figure.spread for name, figure in figures.items()}, "hideable": hideable,

@@ -38,8 +38,8 @@ from nanodomino.settings import UserError, require
 # must be: "peer access is not supported", "the launch timed out" and NCCL's "invalid usage" are errors of one's own.
 LONELY = ("closed by peer", "reset by peer", "by remote peer", "broken pipe", "pair closure", "connection refused",
           "connection was likely closed", "remote process exited", "communicator was aborted", "timed out waiting",
-          "timed out after", "timed out connecting", "connect timeout", "connection timed out", "operation timed out", "operation timeout",
-          "wait timeout", "socket timeout", "timeout waiting")
+          "timed out after", "timed out connecting", "connect timeout", "connection timed out", "operation timed out",
+          "operation timeout", "wait timeout", "socket timeout", "timeout waiting")
 SPEAKING = threading.RLock()       # of the thread that ends the process; never given back
 
 

@@ -295,8 +295,8 @@ def test_a_line_on_the_terminal_moves_and_rank_0_alone_writes_it(watched):
         pass
     assert one.process.wait(PATIENCE) == 0, one.seen
     assert one.seen.startswith("starting 2 processes\r\n")
-    assert "0/18 [" in one.seen and "17/18 [" in one.seen
-    for name in ("blocking", "megatron", "domino", "compute", "wires", "dtensor"):
+    assert "0/21 [" in one.seen and "20/21 [" in one.seen
+    for name in ("blocking", "megatron", "domino", "apart", "compute", "wires", "dtensor"):
         for number in (1, 2, 3):
             assert one.seen.count(f"round {number} of 3: {name} ") in (1, 2), "drawn as it begins, and as it ends"
     record = json.loads(one.process.stdout.read().splitlines()[-1])
