@@ -359,8 +359,9 @@ def asked(table: Timetable, stage: int, ahead=0) -> list[list[Message]]:
 def asked_by_all(table: Timetable, ahead: int) -> list[list[list[Message]]]:
     """The same of each stage."""
     rows = play(table)
-    sent = sorted((end, place, *given) for place, row in enumerate(rows) for action, _, end in row
-                  for half in action.halves if (given := gives(table.placement, place, half)) and given[0] != place)
+    sent = sorted(((end, place, *given) for place, row in enumerate(rows) for action, _, end in row
+                   for half in action.halves if (given := gives(table.placement, place, half)) and given[0] != place),
+                  key=lambda one: one[:3])               # of a pair, whose two may have one taker, in the halves' order
     begins, asks = [[begin for _, begin, _ in row] for row in rows], [[[] for _ in row] for row in rows]
     for moment, _, taker, message in sent:
         asks[taker][max(bisect_left(begins[taker], moment) - ahead, 0)].append(message)
