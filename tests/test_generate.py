@@ -52,14 +52,15 @@ def generate_rank(config, weights):
             for temperature, sample in ((0.0, 0), (1.0, 0), (1.0, 1))]
 
 
-def test_what_a_model_writes_does_not_depend_on_the_layout(pool):
-    """Over stages and shards, and beyond the context length (8 tokens here); each sample is another text."""
-    config = tiny(1)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_what_a_model_writes_does_not_depend_on_the_layout(pool, schedule):
+    """Over stages, chunks and shards, and beyond the context length (8 tokens here); each sample is another text."""
+    config = tiny(1, num_layers=4)
     weights, _, _, _ = reference_for(config, 1)
     (alone,) = pool.run(generate_rank, config, weights, world_size=1)
     assert len(alone[0]) == 14 and len(set(map(tuple, alone))) == 3
     assert max(map(max, alone)) < 20, "a model with more words than the tokenizer writes only the tokenizer's"
-    several = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    several = tiny(4, num_layers=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule=schedule)
     assert pool.run(generate_rank, several, weights, world_size=4) == [alone] * 4
 
 
