@@ -149,11 +149,11 @@ IDLE = {                                                                 # in a 
     "1f1b": lambda p, m, v, F, B, W: (p - 1) * (F + B + W),
     "paired": lambda p, m, v, F, B, W: (p - 1) * (F + B + W),
     "interleaved": lambda p, m, v, F, B, W: (p - 1) * (F + B + W) if m % p == 0 else None,
-    "zb-h1": lambda p, m, v, F, B, W: (p - 1) * (F + B - W) + max(p - m, 0) * W,
+    "zb-h1": lambda p, m, v, F, B, W: (p - 1) * (F + max(B - W, 0)) + max(p - m, 0) * min(B, W),
     "zb-v": lambda p, m, v, F, B, W: max(p - 1, 2 * (2 * p - 1 - m)) * F if F == B == W else None}
 
 
-@pytest.mark.parametrize("work", [(1, 1, 1), (2, 3, 2), (4, 3, 3)], ids=lambda work: "F{}-B{}-W{}".format(*work))
+@pytest.mark.parametrize("work", [(1, 1, 1), (2, 3, 2), (4, 3, 3), (2, 1, 2)], ids=lambda work: "F{}-B{}-W{}".format(*work))
 @each_of(IDLE)
 def test_the_simulated_idle_time_is_the_formulas(name, chunks, work):
     """Where F = B = W, and where they don't; with interleaved stages a chunk is a v-th of 1F1B's stage, and so is idle time."""
