@@ -96,7 +96,7 @@ class Config:
                                   "travels (default 2 where there are wires to hide)", kind=int, follows=True)
     columns: int = of_layout(1, "Domino's column split: chunks of a row-parallel matmul, each reduced while the next "
                                 "is computed")
-    schedule: str = of_layout(None, "pipeline schedule (default 1f1b; with virtual stages interleaved)", kind=str,
+    schedule: str = of_layout(None, "pipeline schedule (default the first that takes --virtual-stages)", kind=str,
                               choices=SCHEDULES, follows=True)
     virtual_stages: int = of_layout(None, "runs of layers, chunks, that each stage holds (default as few as the "
                                           "schedule can do with)", short="--num-virtual-stages-per-pipeline-rank",
@@ -242,7 +242,7 @@ class Config:
         tp, pp = self.tp or default_tp, self.pp or default_pp
         dp = self.dp or max(world_size // (tp * pp), 1)
         micro_batch_size = self.micro_batch_size or min(config.micro_batch_size, max(config.global_batch_size // dp, 1))
-        schedule = self.schedule or ("1f1b" if (self.virtual_stages or 1) == 1 else "interleaved")
+        schedule = self.schedule or default_schedule(self.virtual_stages or 1)
         config = dataclasses.replace(
             config, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp,
             micro_batch_size=micro_batch_size,
@@ -314,6 +314,12 @@ def divisors(number: int, limit: int = 64) -> str:
     return ", ".join(str(d) for d in range(1, min(number, limit) + 1) if number % d == 0)
 
 
+def default_schedule(virtual_stages: int) -> str:
+    """The first that takes so many; else the one that takes most."""
+    return next((name for name, one in SCHEDULES.items() if virtual_stages in one.chunks),
+                max(SCHEDULES, key=lambda name: SCHEDULES[name].chunks[-1]))
+
+
 def chunk_counts(schedule: str) -> str:
     counts = SCHEDULES[schedule].chunks
     return str(counts[0]) if len(counts) == 1 else f"from {counts[0]} to {counts[-1]}"
@@ -337,11 +343,14 @@ def check_sizes(c: Config):
             f"try --tp {divisors(c.ffn_hidden_size)}")
     require(c.virtual_stages in SCHEDULES[c.schedule].chunks,
             f"virtual-stages must be {chunk_counts(c.schedule)} with schedule {c.schedule}, but is {c.virtual_stages}; "
-            "leave it out, or try --schedule interleaved, which takes any from 2 on")
+            f"try --virtual-stages {SCHEDULES[c.schedule].chunks[0]}" + "".join(
+                f" or --schedule {name}" for name, one in SCHEDULES.items() if c.virtual_stages in one.chunks))
     require(c.num_layers >= pp * c.virtual_stages,
             f"num-layers {c.num_layers} must be at least pipeline-model-parallel-size {pp}"
             + (f" x virtual-stages {c.virtual_stages} = {pp * c.virtual_stages}" if c.virtual_stages > 1 else "")
-            + f", since each holds a layer or more; try --pp {max(c.num_layers // c.virtual_stages, 1)} or fewer")
+            + ", since each holds a layer or more; "
+            + (f"try --pp {most} or fewer" if (most := c.num_layers // c.virtual_stages)
+               else f"try --num-layers {pp * c.virtual_stages}"))
     require(c.global_batch_size % (c.micro_batch_size * dp) == 0,
             f"global-batch-size {c.global_batch_size} must be divisible by micro-batch-size x data parallel = "
             f"{c.micro_batch_size} x {dp} = {c.micro_batch_size * dp}; try --global-batch-size "

@@ -19,7 +19,7 @@ not show: the places of a global batch are dealt out in contiguous runs, to repl
                replica 0  |  replica 1
                m0    m1   |  m0    m1
 
-The ranks of a replica that need tokens, those of its first and last stage, ask with the same numbers and so read the
+The ranks of a replica that need tokens, those that hold an end of the model, ask with the same numbers and so read the
 same ones: nobody broadcasts. Evaluation takes the windows in their stored order; places past the end are rows that
 count for nothing.
 """
@@ -44,7 +44,7 @@ FORMAT = "nanodomino-corpus-1"
 
 @dataclass
 class Batch:
-    """A microbatch. A stage between first and last has the sample_ids alone, and None for the tensors."""
+    """A microbatch. A chunk between the model's ends gets the sample_ids alone, and None for the tensors."""
     tokens: torch.Tensor        # [b, s] int64
     labels: torch.Tensor        # [b, s] int64, the next tokens
     loss_mask: torch.Tensor     # [b, s] float32, 0 where a position does not count

@@ -20,10 +20,14 @@ messages can only be done in the order of their times, and none stops. For look 
 done, sent at time t: what its sender did up to t, and its taker before the first action that begins at t or later,
 needed earlier messages, and their batches so far hold no others; so both have made the batch that it is in.
 
+  - One message leaves before its time, in a batch of its own: a pair's gradient, while the pair's forward goes on. It
+    may have to wait for the stage before to be through with such a batch, which waits for the one before that, and so
+    on to the first, which has none. The forward's output stays until the pair is over: if it left early too, two
+    neighbours could wait for each other.
   - While a receive is under way it occupies the device, and whatever waits for the whole device (the first load of a
     kernel, memory given back) waits for its message too. By the same reasoning that only takes time.
   - The first message of two ranks connects them, on the host, and blocks both until both have come: connect() has them
-    meet at the start, with one element around the stages and one back.
+    meet at the start, with one element each way.
 
 A test plays every schedule with messages that block both sides. On CPUs, where gloo lets every message go its own way,
 messages are asked for one action earlier, so that the bytes of the next forward's travel while this stage goes
@@ -126,7 +130,8 @@ def connect(mesh: Mesh, placement: Placement):
 
 @dataclass
 class Totals:
-    """What the last stage summed over its microbatches, as 0-dimensional float64 tensors; zeros on other stages."""
+    """What the stage with the model's end summed over its microbatches, as 0-dimensional float64 tensors; zeros on
+    other stages."""
     loss_sum: torch.Tensor
     tokens: torch.Tensor
 
@@ -196,8 +201,8 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_sha
                 ended = resume(generator, to_its_end=not halves)
             if not ended:
                 halves.append((half, generator))
-            elif halves:
-                mail.exchange()                      # its output need not wait for the other half
+            elif halves and half == action.halves[0]:
+                mail.exchange()                      # the gradient need not wait for the other half; see above
         mail.exchange(done)
         if on_action:
             on_action(done, len(actions))

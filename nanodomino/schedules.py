@@ -24,6 +24,9 @@ Three ideas stand behind them. A stage may hold v *chunks*, shorter runs of laye
 steps. Input gradients are what the stage before waits for, weight gradients nobody waits for: done later, they fill
 idle time. And a forward and a backward of two microbatches, done as a *pair*, hide each other's wires (domino.py).
 
+Of few microbatches more is idle: of fewer than p in zb-h1, than (3 p - 1)/2 in zb-v. (p - 1)(F + B - W) holds where W is
+not longer than B, else it is (p - 1) F; interleaved stages want m divisible by p.
+
 zb-v's (p - 1) F/2 is no stage's own idle time: each begins so much later than the first, and ends so much later. But
 clipping by the global norm joins all stages at each step's end. The paper's post-validation (section 4), which updates
 before the norm is known and takes back what it should not have done, would save it. 2 (p - r) microbatches are alive in
@@ -359,8 +362,9 @@ def asked(table: Timetable, stage: int, ahead=0) -> list[list[Message]]:
 def asked_by_all(table: Timetable, ahead: int) -> list[list[list[Message]]]:
     """The same of each stage."""
     rows = play(table)
-    sent = sorted((end, place, *given) for place, row in enumerate(rows) for action, _, end in row
-                  for half in action.halves if (given := gives(table.placement, place, half)) and given[0] != place)
+    sent = sorted(((end, place, *given) for place, row in enumerate(rows) for action, _, end in row
+                   for half in action.halves if (given := gives(table.placement, place, half)) and given[0] != place),
+                  key=lambda one: one[:3])               # of a pair, whose two may have one taker, in the halves' order
     begins, asks = [[begin for _, begin, _ in row] for row in rows], [[[] for _ in row] for row in rows]
     for moment, _, taker, message in sent:
         asks[taker][max(bisect_left(begins[taker], moment) - ahead, 0)].append(message)

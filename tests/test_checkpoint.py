@@ -29,9 +29,8 @@ from nanodomino.pieces import rectangles
 from nanodomino.settings import UserError
 
 # tp, pp, dp, slices, zero stage, schedule
-LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "gpipe"), (1, 1, 2, 1, 1, "1f1b"), (1, 1, 2, 1, 0, "1f1b"), (4, 1, 1, 3, 1, "1f1b"),
-           (2, 2, 1, 2, 1, "zb-v"), (2, 1, 2, 1, 1, "paired"), (1, 4, 1, 1, 1, "1f1b"), (1, 2, 2, 1, 1, "interleaved"), (1, 1, 4, 1, 1, "1f1b"),
-           (2, 2, 2, 2, 1, "zb-h1")]
+LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "zb-v"), (1, 1, 2, 1, 1, "1f1b"), (1, 1, 2, 1, 0, "1f1b"), (4, 1, 1, 3, 1, "1f1b"),
+           (2, 2, 1, 2, 1, "interleaved"), (2, 1, 2, 1, 1, "1f1b"), (1, 4, 1, 1, 1, "1f1b"), (1, 2, 2, 1, 1, "gpipe"), (1, 1, 4, 1, 1, "1f1b"), (2, 2, 2, 2, 1, "1f1b")]
 
 
 UNEVEN = dict(hidden_size=24, ffn_hidden_size=52, bucket_size=700)        # parts begin and end within rows
@@ -63,7 +62,7 @@ def go_on_from_all(config, data, folders):
 
 @pytest.mark.parametrize("pairs", ["some", pytest.param("all", marks=pytest.mark.exhaustive)])
 def test_any_layout_goes_on_from_any_other(pool, tmp_path, pairs):
-    """Twelve layouts and all schedules, all with all, or six in a ring: two steps on one, the third on the other, against the plain model, so that neither the data's order
+    """Twelve layouts, all with all, or six in a ring: two steps on one, the third on the other, against the plain model, so that neither the data's order
     nor the rate nor Adam's count begins anew."""
     configs = [config_for(*layout, **UNEVEN) for layout in (LAYOUTS if pairs == "all" else LAYOUTS[::2])]
     weights, data, records, final = reference_for(configs[0], 3)

@@ -237,14 +237,16 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
         assert ("all_reduce", "tp") not in blocking, "a tensor-parallel sum that blocks is not inside Domino"
 
 
-def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool):
-    """Masks agree where the stream is replicated, belong to their heads where it is sharded."""
+@pytest.mark.parametrize("schedule", ["1f1b", "paired", "zb-v"])
+def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool, schedule):
+    """Masks agree where the stream is replicated, belong to their heads where it is sharded, to their layers in chunks."""
     from nanodomino.model import Dropout
     from reference import train_reference, random_weights
     from harness import sizes_of
     import train
     options = dict(hidden_dropout=0.2, attention_dropout=0.3)
-    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, **options)
+    layout = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, num_layers=5, schedule=schedule)
+    config = tiny(8, **layout, **options)
     weights, data = random_weights(sizes_of(config), seed=3), random_data(config, 2)
 
     class Alone:
@@ -267,6 +269,6 @@ def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool
     weights_now = whole(outcomes, lambda outcome: outcome.weights, config.tp)
     assert difference(weights_now, final) < 1e-9
 
-    without = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2)
+    without = tiny(8, **layout)
     evaluated = pool.run(train_rank, without, weights_now, data, 0)
     assert evaluated[0].evaluation == pytest.approx(outcomes[0].evaluation, rel=1e-12), "evaluation drops nothing"

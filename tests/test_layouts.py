@@ -33,7 +33,7 @@ def case(tp, pp, dp, slices=1, columns=1, zero=1, schedule="1f1b", untied=False,
     name = f"tp{tp}-pp{pp}-dp{dp}-slices{slices}-columns{columns}-zero{zero}-{schedule}-{'untied' if untied else 'tied'}"
     name += "".join(f"-{key}{value}" for key, value in more.items())
     options = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices, columns=columns, zero_stage=zero,
-                   schedule=schedule, untie_embeddings_and_output_weights=untied, num_layers=2 * pp + 1, **more)
+                   schedule=schedule, untie_embeddings_and_output_weights=untied, **{"num_layers": 2 * pp + 1} | more)
     return pytest.param(tp * pp * dp, options, id=name, marks=pytest.mark.exhaustive if exhaustive else [])
 
 
@@ -66,7 +66,8 @@ CASES += [
     case(1, 1, 1, slices=3, micro_batch_size=6),
     case(2, 2, 2, slices=2, zero=1),                            # train.py's own choice for eight processes
     case(2, 1, 1, slices=2, columns=3, micro_batch_size=8),     # 8 samples in 2 slices, 16 features in 3 columns
-    case(1, 4, 1, micro_batch_size=24, schedule="gpipe"),       # 1 microbatch, 4 stages
+    *(case(1, 4, 1, micro_batch_size=24, schedule=name) for name in SCHEDULES),           # 1 microbatch, 4 stages
+    case(1, 2, 2, schedule="interleaved", virtual_stages=3, micro_batch_size=4, num_layers=7),     # 3 microbatches: a round of 1
     case(2, 1, 2, slices=2, bucket_size=10_000_000),            # everything in one bucket of each kind
     case(2, 1, 2, slices=2, bucket_size=1),                     # every parameter in a bucket of its own
     case(2, 2, 1, slices=2, clip_grad=0.0),                     # no clipping
