@@ -14,6 +14,8 @@ schedule that fits would be the fastest, of all that there are, with each number
 predicts, trains, and prints both:
 
     python bench.py plan --gpu here --gpus 2 --tp 2 --pp 1 --model nano --hidden-size 256 --dtype float32
+
+`--published` plans runs that others have published, and prints what they measured beside it (published.py).
 """
 
 import dataclasses
@@ -21,9 +23,10 @@ import itertools
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import train
-from benchmarks import comm, memory
+from benchmarks import comm, memory, published
 from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, gathered, layout_of, ratio_text, ratios,
                                schedule_text, seconds_text, table)
 from nanodomino import formulas, step_time
@@ -70,6 +73,9 @@ def add_flags(parser):
                         help="microseconds of a collective, beside its bytes (default 15)")
     parser.add_argument("--reserve", type=float, default=0.05,
                         help="part of the memory for CUDA and the gaps between tensors (default 0.05)")
+    parser.add_argument("--published", action="store_true",
+                        help="hold the model of time against published runs, whose sizes, layouts and GPUs are taken; "
+                             "of the flags, the two efficiencies and --latency count")
 
 
 def processes(flags) -> int:
@@ -82,10 +88,12 @@ def processes(flags) -> int:
     require(flags.gpu == "here" or config.dtype == "bfloat16",
             f"--gpu {flags.gpu} needs --dtype bfloat16, since what is known of it is the rate of 16-bit products, but "
             f"--dtype is {config.dtype}")
-    return flags.gpus if flags.gpu == "here" else 1
+    return flags.gpus if flags.gpu == "here" and not flags.published else 1
 
 
 def answer(flags, place):
+    if flags.published:
+        return published.answer(partial(machine_of, flags, per_host=8), flags)
     config = config_of(flags, flags.gpus)
     if flags.gpu != "here":
         return plan(dataclasses.replace(config, device="cuda"), flags)
@@ -96,12 +104,18 @@ def answer(flags, place):
 
 # ---- on paper
 
+def machine_of(flags, name: str, network: float, per_host: int) -> Machine:
+    """A GPU of the table, at the rates that the flags say it reaches. network: Gbit/s to other hosts."""
+    gpu, reached = GPUS[name], flags.wire_efficiency
+    return Machine(products=PEAK_FLOPS[name] * flags.product_efficiency, near=gpu.link_rate * reached,
+                   far=network / 8 * 1e9 * reached, latency=flags.latency * 1e-6, per_host=per_host,
+                   memory=gpu.memory_rate * reached)
+
+
 def plan(config: Config, flags):
     """(text, record) for GPUs of the table."""
     gpu, peak = GPUS[flags.gpu], PEAK_FLOPS[flags.gpu]
-    machine = Machine(products=peak * flags.product_efficiency, near=gpu.link_rate * flags.wire_efficiency,
-                      far=flags.network / 8 * 1e9 * flags.wire_efficiency, latency=flags.latency * 1e-6,
-                      per_host=flags.gpus_per_host, memory=gpu.memory_rate * flags.wire_efficiency)
+    machine = machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host)
     stages = [formulas.place(config, stage) for stage in range(config.pp)]
     needs, usable = [memory_terms(config, at) for at in stages], gpu.memory * (1 - flags.reserve)
     fits = all(sum(need.values()) <= usable for need in needs)

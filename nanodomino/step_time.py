@@ -126,9 +126,9 @@ def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
             "optimizer": max(optimizer_bytes(config, at) for at in stages) / machine.memory}
 
 
-def played(config: Config, machine: Machine, of_stages: list[dict]) -> tuple[list, list]:
+def played(config: Config, machine: Machine, of_stages: list[dict], messages=(False, True)) -> tuple[list, ...]:
     """What each stage does when, in seconds: with messages that are free, and with such as take their time.
-    of_stages: of each its costs."""
+    of_stages: of each its costs; messages: whether they take time, one after the other."""
     message = wire_seconds(config, machine, formulas.place(config),
                            [Traffic("pp", "send", 1, formulas.activation(config))])
 
@@ -139,7 +139,7 @@ def played(config: Config, machine: Machine, of_stages: list[dict]) -> tuple[lis
     def duration(stage, action):
         return seconds(stage, *((half.kind, half.chunk) for half in action.halves))
 
-    return tuple(schedules.play(config.timetable, duration, delay) for delay in (0.0, message))
+    return tuple(schedules.play(config.timetable, duration, message if real else 0.0) for real in messages)
 
 
 def exposed(config: Config, machine: Machine, at, row) -> float:
