@@ -1,8 +1,10 @@
 """Schedules are data: what they promise can be read off the lists. And the runner keeps no activation longer than they say."""
 
 import gc
+import re
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from harness import build, random_data, tiny
@@ -13,6 +15,7 @@ from nanodomino.model import stage_layers
 from nanodomino.schedules import (SCHEDULES, Backward, Forward, Pair, Placement, Timetable, asked, bubble, busy_time, gives,
                                   most_alive, play, step_time, takes, timetable)
 
+ROOT = Path(__file__).resolve().parent.parent
 STAGES, MICROBATCHES = range(1, 9), range(1, 18)
 ALL = [(name, chunks) for name in SCHEDULES for chunks in (SCHEDULES[name].chunks if len(SCHEDULES[name].chunks) == 1 else (2, 3))]
 EACH = pytest.mark.parametrize("name, chunks", ALL, ids=str)
@@ -323,3 +326,18 @@ def test_messages_of_megabytes_do_not_deadlock(pool):
                   global_batch_size=16, dtype="float32", schedule="interleaved")
     losses = pool.run(big_message_rank, config, random_data(config, 1), world_size=4, timeout=60)
     assert len(set(losses)) == 1
+
+
+def test_the_readmes_table_is_what_the_schedules_give():
+    """Bubbles and microbatches alive, of each schedule that is there."""
+    table = re.findall(r"^\| (`[^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = [(re.findall("`([^`]+)`", names), rest) for names, *rest in table if re.match("`[a-z0-9]", names)]
+    assert sorted(name for names, _ in rows for name in names) == sorted(SCHEDULES)
+    for names, (bubbles_of_4, alive_of_4, bubbles_of_8, alive_of_8) in rows:
+        for stages, bubbles, alive in ((4, bubbles_of_4, alive_of_4), (8, bubbles_of_8, alive_of_8)):
+            for name, said in zip(names, alive.split("; "), strict=True):
+                chunks = SCHEDULES[name].chunks[0]
+                found = [100 * bubble(play(timetable(name, stages, m, chunks))) for m in (8, 16, 64)]
+                assert [float(one) for one in bubbles.split(", ")] == pytest.approx(found, rel=0.05), name
+                most = max(most_alive(row) for row in timetable(name, stages, 64, chunks).rows)
+                assert float(said) == most / chunks, name
