@@ -81,8 +81,8 @@ def test_any_layout_goes_on_from_any_other(pool, tmp_path, pairs):
             assert difference(whole(outcomes, lambda outcome: outcome.weights, config.tp), final) < 1e-9
 
 
-@pytest.mark.parametrize("dtype, optimizer", [("float32", "adamw"), ("bfloat16", "lion"), *[
-    pytest.param(*one, marks=pytest.mark.exhaustive) for one in (("bfloat16", "adamw"), ("float64", "adamw"))]])
+@pytest.mark.parametrize("dtype, optimizer", [("bfloat16", "lion"), *[
+    pytest.param(*one, marks=pytest.mark.exhaustive) for one in (("float32", "adamw"), ("bfloat16", "adamw"), ("float64", "adamw"))]])
 def test_the_same_layout_goes_on_with_the_same_bits(pool, tmp_path, dtype, optimizer):
     """Moments, master weights, AdamW's count, dropout: as if never stopped."""
     config = config_for(*LAYOUTS[-1], dtype=dtype, optimizer=optimizer, hidden_dropout=0.1, attention_dropout=0.1)

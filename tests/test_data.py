@@ -584,6 +584,7 @@ def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path):
     assert load_corpus(tmp_path / "out").meta["tokens"]["train"] == 10
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_tells_a_person_what_it_made(tmp_path):
     (tmp_path / "a.txt").write_text("some text to cut\n" * 100)
     done = command("--input", "a.txt", "--output", "out", cwd=tmp_path)
@@ -723,13 +724,15 @@ def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, m
     assert copies == [("pinned", (4, 17)), ("cuda", True)]
 
 
-def test_a_stage_between_first_and_last_reads_no_tokens_and_knows_its_samples(corpus):
+@pytest.mark.parametrize("virtual_stages, places", [(1, [(0, 0), (1, 0)]), (2, [(2, 1), (0, 1)])], ids=["stages", "chunks"])
+def test_what_lies_between_the_models_ends_reads_no_tokens_and_knows_its_samples(corpus, virtual_stages, places):
     import train
     from nanodomino.config import Config
     from nanodomino.mesh import mesh_on_paper
-    config = Config(seq_length=16, micro_batch_size=4, global_batch_size=16, data_parallel_size=2, pipeline_model_parallel_size=3).resolve(6)
+    config = Config(seq_length=16, micro_batch_size=4, global_batch_size=16, data_parallel_size=2, pipeline_model_parallel_size=3,
+                    virtual_stages=virtual_stages).resolve(6)
     dataset = TokenDataset(corpus, "train", 16, seed=1)
-    ends, middle = (train.get_batch(dataset, config, mesh_on_paper(3, 2, 1, stage, 1), 3, True, 1) for stage in (0, 1))
+    ends, middle = (train.get_batch(dataset, config, mesh_on_paper(3, 2, 1, stage, 1), 3, True, 1, chunk) for stage, chunk in places)
     assert middle.tokens is middle.labels is middle.loss_mask is middle.positions is None
     assert middle.sample_ids == ends.sample_ids and ends.tokens.shape == (4, 16)
     assert [part.sample_ids for part in middle.split(3)] == [part.sample_ids for part in ends.split(3)]

@@ -216,6 +216,7 @@ def written(forks, folder):
     return written
 
 
+@pytest.mark.exhaustive
 def test_a_seed_writes_the_same_texts_again_and_on_two_processes(written):
     """A text does not depend on how many others are asked for; and one process of several writes."""
     texts, tokens = written("--prompt 'line 1' --max-tokens 30 --num-samples 3 --seed 7")

@@ -119,6 +119,7 @@ def test_the_wires_part_and_the_gain_are_those_of_sums_that_are_waited_for():
 
 # ---- the answer
 
+@pytest.mark.exhaustive
 def test_every_ratio_is_within_its_bounds_and_is_printed(answer):
     text, record = answer
     assert [(row["paper"], row["name"]) for row in record["rows"]] == [(paper, run.name) for paper, run in EVERY]

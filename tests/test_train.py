@@ -97,7 +97,8 @@ def test_without_run_dir_each_run_gets_a_folder_of_its_own(run, tmp_path, corpus
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["nano-001", "nano-002"]
 
 
-@pytest.mark.parametrize("processes, backend", [(2, "aot_eager"), pytest.param(None, "inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("processes, backend", [(2, "aot_eager"), (None, "inductor")])
 def test_compiled_runs_give_the_same_losses(tmp_path, corpus, alone, processes, backend):
     """And torchrun starts them as it does a reader's: this is the test that runs a command as the README has it."""
     flags = ("--dtype", "float64", "--train-iters", 5, "--run-dir", "A", "--data-path", corpus, "--eval-iters", 0,
