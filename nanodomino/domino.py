@@ -42,6 +42,10 @@ gradient's reduce is under way: nothing waits for them. The last slice's last su
 backward its own weight gradients cover it, forward nothing does. So in a microbatch's forward one slice's sum of a
 sublayer is exposed on every stage but the last, whose last sum is the cross entropy's two numbers a token.
 
+Backward has as many sums as forward, and twice its products: one of them is bound by its work, the other by the wires.
+Resumed in one loop, the backward of one microbatch and the forward of another hide each other's, also where there is
+one slice (a pair: schedules.py, pipeline.py).
+
 The column split (section 3.3) works within a slice, also at batch 1: the output features of the row-parallel product,
 and of the column-parallel input gradient, in chunks, each chunk's reduce under way while the next is computed.
 
@@ -152,7 +156,7 @@ class Slice:
     index: int
     chunk: Chunk
     batch: Batch
-    hidden: torch.Tensor | None                        # [b, s, h] from the stage before
+    hidden: torch.Tensor | None                        # [b, s, h] from the layers before
     masks: Dropout
     training: bool
     entrance: torch.Tensor | None = None               # dropout of words + positions [b, s, h]
