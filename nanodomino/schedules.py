@@ -24,8 +24,8 @@ Three ideas stand behind them. A stage may hold v *chunks*, shorter runs of laye
 steps. Input gradients are what the stage before waits for, weight gradients nobody waits for: done later, they fill
 idle time. And a forward and a backward of two microbatches, done as a *pair*, hide each other's wires (domino.py).
 
-Of few microbatches more is idle: of fewer than p in zb-h1, than (3 p - 1)/2 in zb-v. (p - 1)(F + B - W) holds where W is
-not longer than B, else it is (p - 1) F; interleaved stages want m divisible by p.
+Of few microbatches more is idle: of fewer than p in zb-h1, than (3 p - 1)/2 in zb-v. (p - 1)(F + B - W) holds where W
+is not longer than B, else it is (p - 1) F; interleaved stages want m divisible by p.
 
 zb-v's (p - 1) F/2 is no stage's own idle time: each begins so much later than the first, and ends so much later. But
 clipping by the global norm joins all stages at each step's end. The paper's post-validation (section 4), which updates
