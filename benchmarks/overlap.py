@@ -123,6 +123,7 @@ def prepare(config, mesh, batches):
     ZeroOptimizer(model, config, mesh)                         # gives each parameter the main_grad that Domino adds to
     backend = config.active_compile_backend
     megatron, domino = Domino(model, 1, 1, backend), Domino(model, config.slices, config.columns, backend)
+    later = apart(len(batches))
     listening = Listening(model, config.slices, config.columns)
     silent = Silent(model, config.slices, config.columns, backend)
     plain = dtensor_model(config, mesh)
@@ -130,7 +131,7 @@ def prepare(config, mesh, batches):
              "megatron": lambda: domino_step(megatron, batches),
              "domino": lambda: domino_step(domino, batches),
              "paired": lambda: domino_step(domino, batches, timetable("paired", 1, len(batches))),
-             "apart": lambda: domino_step(domino, batches, apart(len(batches))),
+             "apart": lambda: domino_step(domino, batches, later),
              "dtensor": lambda: dtensor_step(plain, batches)}
     if len(batches) == 1:
         del steps["paired"]                                    # there is no other one to pair it with

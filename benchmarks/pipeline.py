@@ -317,7 +317,7 @@ def idle(timetable: Timetable, steps, works, simulate=True) -> dict:
     figure = Figure(tuple(statistics.mean(of_round) for of_round in zip(*shares)), most=1.0, size=1.0)
     each = [statistics.median(stage) for stage in busy]
     found = dict(idle=figure, idle_of_stages=[statistics.median(stage) for stage in shares],
-                 even=idle_share(play(timetable, even_lengths)), imbalance=max(each) / statistics.mean(each),
+                 even=idle_share(play(timetable)), imbalance=max(each) / statistics.mean(each),
                  simulated=None, simulated_step_s=None, seconds=None)
     if simulate:
         lengths = [{key: statistics.median(statistics.mean(work[key]) for work in stage) for key in stage[0]}
@@ -327,11 +327,6 @@ def idle(timetable: Timetable, steps, works, simulate=True) -> dict:
                       seconds=[{f"{kind} {chunk}": seconds for (kind, chunk), seconds in stage.items()}
                                for stage in lengths])
     return found
-
-
-def even_lengths(stage, action) -> int:
-    """F = B = W."""
-    return action.length
 
 
 def idle_share(rows) -> float:

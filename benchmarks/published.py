@@ -89,35 +89,36 @@ def seconds(config: Config, machine: Machine, costs=step_time.costs) -> float:
             + max(step_time.optimizer_bytes(config, at) for at in stages) / machine.memory)
 
 
-def layers_again(config: Config, machine: Machine, at) -> dict:
-    """The costs of actions where backward begins with a forward of the layers and their sums."""
+def before_backward(config: Config, machine: Machine, at, seconds_of) -> dict:
+    """The costs of actions where the backward of a chunk begins with seconds_of(chunk) of other work."""
     found = step_time.costs(config, machine, at)
     for number, chunk in enumerate(formulas.stage(config, at).chunks):
+        cost = found["backward", number]
+        found["backward", number] = dataclasses.replace(cost, work=cost.work + seconds_of(chunk))
+    return found
+
+
+def layers_again(config: Config, machine: Machine, at) -> dict:
+    """With a forward of the layers, and their sums."""
+    def seconds_of(chunk):
         dense, _, attention = (count / machine.products for count in step_time.flops(config, at, chunk))
         sums = [one for one in formulas.tensor_parallel(config, at, [chunk]) if one.why == "layers forward"]
         wires = step_time.wire_seconds(config, machine, at, sums) / config.microbatches
-        found["backward", number] = longer(found["backward", number],
-                                           take_turns(config, Cost(dense + attention, wires)))
-    return found
+        return take_turns(config, Cost(dense + attention, wires))
+
+    return before_backward(config, machine, at, seconds_of)
 
 
 def attention_again(config: Config, machine: Machine, at) -> dict:
-    """The same with attention's own products, which have no sums."""
-    found = step_time.costs(config, machine, at)
-    for number, chunk in enumerate(formulas.stage(config, at).chunks):
-        _, _, attention = step_time.flops(config, at, chunk)
-        found["backward", number] = longer(found["backward", number], attention / machine.products)
-    return found
+    """With attention's own products, which have no sums."""
+    return before_backward(config, machine, at,
+                           lambda chunk: step_time.flops(config, at, chunk)[2] / machine.products)
 
 
 def blocking(config: Config, machine: Machine, at) -> dict:
     """The costs of actions where every sum is waited for."""
     return {what: Cost(cost.work + cost.cover, cost.wires)
             for what, cost in step_time.costs(config, machine, at).items()}
-
-
-def longer(cost: Cost, before: float) -> Cost:
-    return dataclasses.replace(cost, work=cost.work + before)
 
 
 AGAIN = {"layers": layers_again, "attention": attention_again, "nothing": step_time.costs}

@@ -25,10 +25,11 @@ A recording is kept as Chrome trace JSON; timeline.py draws it.
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, fields
 
+from nanodomino import schedules
 from nanodomino.settings import UserError, require
 from nanodomino.trace import Event
 
-PASSES = ("forward", "backward", "input_backward", "weight_backward")       # of a microbatch through a chunk
+PASSES = tuple(one.kind for one in schedules.PASSES)
 WATCHED = ("all_reduce", "reduce_scatter", "all_gather")
 MOMENTS = ("send", "receive")
 AXES = ("stage", "dp", "tp")

@@ -40,7 +40,7 @@ messages too. So a new schedule is one function and one line in SCHEDULES.
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 
 # ---- actions
@@ -79,6 +79,9 @@ class InputBackward(Action):
 class WeightBackward(Action):
     """What an InputBackward left to do."""
     letter, kind = "W", "weight_backward"
+
+
+PASSES = (Forward, Backward, InputBackward, WeightBackward)      # of a microbatch through a chunk
 
 
 @dataclass(frozen=True)
@@ -258,7 +261,11 @@ class Timetable:
     placement: Placement
     rows: tuple[tuple, ...]
 
-    @property
+    def __hash__(self):
+        """Cheap, since each step looks its messages up by it; that of the rows would go through every action."""
+        return hash((self.placement, *map(len, self.rows)))
+
+    @cached_property
     def forwards(self) -> "Timetable":
         """Evaluation: the same without what comes after."""
         return Timetable(self.placement, tuple(

@@ -26,12 +26,12 @@ from statistics import median
 
 import torch.distributed as dist
 
+from nanodomino import schedules
 from nanodomino.command import run
 from nanodomino.mesh import Mesh
 from nanodomino.recording import (MOMENTS, PASSES, WATCHED, Recording, actions, chrome_trace, find_ready,
                                   from_chrome_trace, lanes, letter, messages, minus, number, spans_of, table, title,
                                   union, waits)
-from nanodomino.schedules import Backward, Forward, InputBackward, WeightBackward
 from nanodomino.settings import UserError, require
 from nanodomino.svg import LETTER, LINE, WIDTH, box, frame, legend, line, text, tick_step, write, write_output
 from nanodomino.trace import Event, Trace, clock_offset
@@ -43,7 +43,7 @@ LEGIBLE = 12                                             # the width of a box th
 # Apart for eyes that don't tell red from green, and on paper: the lightness differs too.
 WORK = {"forward": "#9bd1f4", "backward": "#4fae8b", "input_backward": "#8cc63f", "weight_backward": "#dfb92f",
         "weight_gradient": "#f3df6b", "optimizer": "#c8a2d8"}
-LETTERS = {kind.kind: kind.letter for kind in (Forward, Backward, InputBackward, WeightBackward)}
+LETTERS = {one.kind: one.letter for one in schedules.PASSES}
 WAITS = {"exposed": "#d62728", "idle": "#b5b5b5"}
 WIRES = {"tp": "#e69f00", "dp": "#8496e0", "gather": "#63bccb", "embedding": "#bb9468", "world": "#9a9a9a"}
 NAMES = {"exposed": "exposed communication", "idle": "idle", "tp": "sum over tp", "dp": "gradients over dp",
