@@ -38,9 +38,10 @@ messages too. So a new schedule is one function and one line in SCHEDULES.
 """
 
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import count
 
 
 # ---- actions
@@ -271,6 +272,22 @@ class Timetable:
         return Timetable(self.placement, tuple(
             tuple(half for action in row for half in action.halves if half.kind == "forward") for row in self.rows))
 
+    @cached_property
+    def links(self) -> list[list[tuple]]:
+        """For each stage's actions: (the action, what it needs, what there is at its end, and a message's time later).
+        Numbers stand for messages and for what is done, as a plan plays thousands of actions again and again."""
+        number, placement = defaultdict(count().__next__), self.placement
+        links = [[] for _ in self.rows]
+        for stage, row in enumerate(self.rows):
+            for action in row:
+                given = [one for half in action.halves if (one := gives(placement, stage, half))]
+                links[stage].append((
+                    action,
+                    [number[stage, one] for half in action.halves for one in needs(placement, stage, half)],
+                    [number[stage, half] for half in action.halves] + [number[one] for one in given if one[0] == stage],
+                    [number[one] for one in given if one[0] != stage]))
+        return links
+
 
 @lru_cache(maxsize=256)
 def timetable(name: str, stages: int, microbatches: int, chunks=1) -> Timetable:
@@ -302,35 +319,30 @@ def play(table: Timetable, duration=lambda stage, action: action.length, message
     stage, which nobody spends working. Any unit of time.
     Raises ValueError if the schedule can't be executed (somebody waits for a message that is never sent).
     """
-    placement = table.placement
-    queues, rows = [deque(row) for row in table.rows], [[] for _ in table.rows]
-    there = {}                                       # (stage, message, or half that is done) -> since when
+    queues, rows = [deque(row) for row in table.links], [[] for _ in table.rows]
+    there = {}                                       # number of a message, or of what is done -> since when
     while any(queues):
         before = len(there)
         for stage, queue in enumerate(queues):
-            while queue:
-                needed = [(stage, one) for half in queue[0].halves for one in needs(placement, stage, half)]
-                if not all(one in there for one in needed):
-                    break
-                free = rows[stage][-1][2] if rows[stage] else 0
-                begin = max([free, *(there[one] for one in needed)])
-                action, end = queue[0], begin + duration(stage, queue[0])
-                rows[stage].append((queue.popleft(), begin, end))
-                for half in action.halves:
-                    there[stage, half] = end
-                    if given := gives(placement, stage, half):
-                        there[given] = end + (message if given[0] != stage else 0)
+            free = rows[stage][-1][2] if rows[stage] else 0
+            while queue and all(one in there for one in queue[0][1]):
+                action, needed, done, sent = queue.popleft()
+                begin = max([free, *[there[one] for one in needed]])
+                free = begin + duration(stage, action)
+                rows[stage].append((action, begin, free))
+                there.update(dict.fromkeys(done, free))
+                there.update(dict.fromkeys(sent, free + message))
         if len(there) == before:
-            raise ValueError(f"the schedule stops with {[str(queue[0]) for queue in queues if queue]} waiting for "
+            raise ValueError(f"the schedule stops with {[str(queue[0][0]) for queue in queues if queue]} waiting for "
                              "each other")
     return rows
 
 
 def needs(placement: Placement, stage: int, half: Action) -> list:
     """A message, and what the stage itself must have done before."""
-    before = {"forward": [], "weight_backward": [InputBackward(half.microbatch, half.chunk)]}.get(
-        half.kind, [Forward(half.microbatch, half.chunk)])
-    return before + ([takes(half)] if placement.source(stage, half) else [])
+    before = {"forward": (), "weight_backward": (InputBackward,)}.get(half.kind, (Forward,))
+    message = [takes(half)] if placement.source(stage, half) else []
+    return [kind(half.microbatch, half.chunk) for kind in before] + message
 
 
 def takes(half: Action) -> Message:

@@ -1,5 +1,5 @@
 """What every test finds ready: the repository root on the import path, one pool of workers for the whole session, and
-real processes for each file that asks for them."""
+real processes that start in no time. shares.py divides the files of tests among processes, each with its own of these."""
 
 import sys
 from pathlib import Path
@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `pytest` alon
 
 from forks import Forks  # noqa: E402
 from pool import Pool  # noqa: E402
+
+pytest_plugins = ["shares"]
 
 
 def pytest_addoption(parser):
@@ -33,7 +35,7 @@ def pool():
     workers.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def forks():
     """`forks.launch(command, ranks, folder, limit)`: see forks.py."""
     server = Forks()

@@ -14,6 +14,7 @@ would lend one. `forks.start` does the same without waiting: a launcher of its o
 as torchrun may.
 """
 
+import gc
 import json
 import math
 import os
@@ -128,8 +129,13 @@ def launcher_environments(processes: int) -> list[dict]:
 # ---- the server's end
 
 def serve():
-    import train  # noqa: F401  this is what takes so long
+    """What takes so long comes first: the program, and what torch's first optimizer step and checkpoint would import."""
+    import torch._inductor.config
+    import torch.distributed.checkpoint  # noqa: F401
 
+    import train  # noqa: F401
+
+    gc.freeze()                                             # a fork's collections look at its own objects only
     for line in sys.stdin:
         job = json.loads(line)
         print(json.dumps(launch_alone(**job) if "places" in job else launch_and_wait(**job)), flush=True)

@@ -11,7 +11,7 @@ from nanodomino.optimizers import OPTIMIZERS
 LAYOUTS = [dict(), dict(tensor_model_parallel_size=2, slices=2), dict(pipeline_model_parallel_size=2, data_parallel_size=2),
            dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2, bucket_size=500),
            dict(data_parallel_size=4, zero_stage=0)]
-STEPS = 5
+STEPS = 3
 
 
 def world(layout) -> int:

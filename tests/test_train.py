@@ -62,14 +62,14 @@ def metrics(run_dir):
 @pytest.fixture(scope="module")
 def alone(run, tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("alone")
-    printed = run(folder, None, "--dtype", "float64", "--train-iters", 5, "--run-dir", "B", "--data-path", corpus, "--eval-interval", 3, "--eval-iters", 2, "--sample-tokens", 20)
+    printed = run(folder, None, "--dtype", "float64", "--train-iters", 3, "--run-dir", "B", "--data-path", corpus, "--eval-interval", 2, "--eval-iters", 2, "--sample-tokens", 20)
     return folder / "B", printed
 
 
 @pytest.mark.parametrize("processes", [pytest.param(8, marks=pytest.mark.exhaustive), 2])
 def test_the_defaults_give_the_same_numbers_for_any_number_of_processes(run, tmp_path, corpus, alone, processes):
     """Global batch, data order and initial weights do not depend on how many there are."""
-    run(tmp_path, processes, "--dtype", "float64", "--train-iters", 5, "--run-dir", "A", "--data-path", corpus, "--eval-interval", 3, "--eval-iters", 2, "--sample-tokens", 4)
+    run(tmp_path, processes, "--dtype", "float64", "--train-iters", 3, "--run-dir", "A", "--data-path", corpus, "--eval-interval", 2, "--eval-iters", 2, "--sample-tokens", 4)
     for ours, theirs in zip(metrics(tmp_path / "A"), metrics(alone[0])):
         assert len(ours) == len(theirs) > 0
         for one, other in zip(ours, theirs):
@@ -81,11 +81,11 @@ def test_the_defaults_give_the_same_numbers_for_any_number_of_processes(run, tmp
 def test_a_run_leaves_its_config_and_one_line_of_metrics_a_step(alone, corpus):
     run_dir, printed = alone
     steps, valid, test = metrics(run_dir)
-    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5] and [line["step"] for line in valid] == [3, 5] and len(test) == 1
+    assert [line["step"] for line in steps] == [1, 2, 3] and [line["step"] for line in valid] == [2, 3] and len(test) == 1
     assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "step_ms", "tokens_per_second", "mfu", "skipped"}
-    assert steps[-1]["tokens"] == 5 * 16 * 128 and steps[-1]["mfu"] is None
+    assert steps[-1]["tokens"] == 3 * 16 * 128 and steps[-1]["mfu"] is None
     config = json.loads((run_dir / "config.json").read_text())
-    assert config["train_iters"] == 5 and config["data_path"] == str(corpus) and config["vocab_size"] == 257
+    assert config["train_iters"] == 3 and config["data_path"] == str(corpus) and config["vocab_size"] == 257
     for text in ("rank grid", "schedule 1f1b", "(unigram ", "bigram ", "valid loss", "test loss", "perplexity", "peak memory", "a sample"):
         assert text in printed
 
@@ -101,7 +101,7 @@ def test_without_run_dir_each_run_gets_a_folder_of_its_own(run, tmp_path, corpus
 @pytest.mark.parametrize("processes, backend", [(2, "aot_eager"), (None, "inductor")])
 def test_compiled_runs_give_the_same_losses(tmp_path, corpus, alone, processes, backend):
     """And torchrun starts them as it does a reader's: this is the test that runs a command as the README has it."""
-    flags = ("--dtype", "float64", "--train-iters", 5, "--run-dir", "A", "--data-path", corpus, "--eval-iters", 0,
+    flags = ("--dtype", "float64", "--train-iters", 3, "--run-dir", "A", "--data-path", corpus, "--eval-iters", 0,
              "--compile", "--compile-backend", backend, "--exit-interval", 2)
     done = subprocess.run(command(processes, *flags), cwd=tmp_path, capture_output=True, text=True, timeout=180,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
