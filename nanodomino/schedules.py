@@ -183,7 +183,15 @@ def zb_v(stage: int, stages: int, microbatches: int, chunks=2) -> list:
         do(1, (down, InputBackward), (down, WeightBackward), (up, Forward), (up, InputBackward), (up, WeightBackward))
     do(stage, (down, InputBackward), (up, InputBackward))
     do(stages - stage, (down, InputBackward), (down, WeightBackward))
-    return only_first(microbatches, actions + [*up[WeightBackward], *down[WeightBackward]])
+    actions += [*up[WeightBackward], *down[WeightBackward]]
+    return only_first(microbatches, actions if stage else undivided(actions, chunk=0))
+
+
+def undivided(actions: list, chunk: int) -> list:
+    """With both gradients of a chunk in one action again, so that the wires have their cover: nobody waits for the input
+    gradient of the model's first layers."""
+    return [Backward(action.microbatch, chunk) if isinstance(action, InputBackward) and action.chunk == chunk else action
+            for action in actions if not (isinstance(action, WeightBackward) and action.chunk == chunk)]
 
 
 def only_first(microbatches: int, actions: list) -> list:
