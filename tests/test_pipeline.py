@@ -245,7 +245,7 @@ def test_a_schedule_that_cannot_be_executed_is_refused(rows):
                  "  stage 1 |   F0 B0 B0 F1 B1 B1 F2 B2 B2"]),
     ("paired", 4, 1, ["  stage 0 |F0 F1 F2       B0 B0 F3 B1 B1    B2 B2 B3 B3",
                       "  stage 1 |   F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3"]),
-    ("zb-v", 3, 2, ["  stage 0 |F0  F1  F2  F0' I0' W0' F1' I1' W1' I0  W0  F2' I2' W2' I1  W1  I2  W2",
+    ("zb-v", 3, 2, ["  stage 0 |F0  F1  F2  F0' I0' W0' F1' I1' W1' B0  B0  F2' I2' W2' B1  B1  B2  B2",
                     "  stage 1 |    F0  F0' F1  F1' I0' W0' F2  I0  W0  F2' I1' W1' I1  I2' I2  W1  W2' W2"])])
 def test_the_picture(name, microbatches, chunks, lines):
     assert schedules.picture(name, 2, microbatches, chunks).splitlines()[1:] == lines
