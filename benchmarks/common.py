@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from nanodomino import recompute
 from nanodomino.config import Config
 from nanodomino.data import Batch
 from nanodomino.mesh import Place, find_place
@@ -126,8 +127,7 @@ def layout_of(config: Config) -> dict:
 def schedule_text(config: Config) -> str:
     """'interleaved with 2 chunks a stage, full recomputation from the host's memory'."""
     return (config.schedule + (f" with {config.virtual_stages} chunks a stage" if config.virtual_stages > 1 else "")
-            + (f", {config.recompute_granularity} recomputation" if config.recompute_granularity != "none" else "")
-            + (" from the host's memory" if config.checkpoint_in_cpu else ""))
+            + recompute.in_words(config))
 
 
 # ---- processes

@@ -37,10 +37,11 @@ So the forward keeps a tape, and backward is a second generator that walks it:
       wait                                                wait
                                                           g_x, g_y = bridge_backward(g_x, g_h)
 
-Every step of it is written out, but for attention's core (tape.py). Weight gradients are deferred until the input
-gradient's reduce is under way: nothing waits for them. The last slice's last sum finds the others without products:
-backward its own weight gradients cover it, forward nothing does. So in a microbatch's forward one slice's sum of a
-sublayer is exposed on every stage but the last, whose last sum is the cross entropy's two numbers a token.
+Every step of it is written out, but for attention's core (tape.py) and what was not kept and is computed again first
+(recompute.py). Weight gradients are deferred until the input gradient's reduce is under way: nothing waits for them.
+The last slice's last sum finds the others without products: backward its own weight gradients cover it, forward nothing
+does. So in a microbatch's forward one slice's sum of a sublayer is exposed on every stage but the last, whose last sum
+is the cross entropy's two numbers a token.
 
 Backward has as many sums as forward, and twice its products: one of them is bound by its work, the other by the wires.
 Resumed in one loop, the backward of one microbatch and the forward of another hide each other's, also where there is

@@ -60,6 +60,13 @@ GRANULARITIES = {"none": ("c",),                               # the core keeps 
                  "full": ("h", "c", "kept", "activation")}
 
 
+def in_words(config) -> str:
+    """', full recomputation from the host's memory'; nothing where nothing is computed again."""
+    if config.recompute_granularity == "none":
+        return ""
+    return f", {config.recompute_granularity} recomputation" + " from the host's memory" * config.checkpoint_in_cpu
+
+
 class TapePolicy:
     """What a stage's tapes keep."""
 
@@ -88,8 +95,8 @@ class TapePolicy:
         link = piece.links[-1]
         if self.host:
             link.bridge.x = self.host.take(link.bridge.x)
-            for before in piece.links[-2:-1]:
-                self.host.fetch(before.bridge.x)
+            if len(piece.links) > 1:
+                self.host.fetch(piece.links[-2].bridge.x)
         if link.h is None:
             _, link.h, *_ = stage.bridge(link.bridge.x, None, None, None, *link.step.norm)
         _, link.activation, link.kept = stage.inside(piece, link.step, link.h, link.c)
@@ -98,10 +105,10 @@ class TapePolicy:
 
 @dataclass
 class Away:
-    """An x that is on the host, or on its way."""
+    """An x that has left for the host."""
     host: torch.Tensor                   # pinned
-    done: torch.cuda.Event               # the last copy, to there or back
-    x: torch.Tensor | None               # on the GPU, while it leaves, and again once it comes back
+    x: torch.Tensor | None               # on the GPU: until it has gone, and again once it is on its way back
+    back: torch.cuda.Event | None = None               # when it is there again
 
 
 class HostMemory:
@@ -109,39 +116,40 @@ class HostMemory:
 
     Memory of the GPU is given up where training's stream has waited for the copy, so that whoever is given it next
     comes later. record_stream() would not hold that stream up; but then the memory is free only when the host sees that
-    the copy is over, and a host that runs ahead of its GPU would find no x gone, and take new memory for each.
+    the copy is over, and a host that runs ahead of its GPU would find no x gone, and take new memory for each. Of the
+    host's own, pinned memory torch sees to that itself.
     """
 
     def __init__(self, device, most: int):
         self.device, self.most = device, most                  # x's that may be leaving at once
-        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.there, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.leaving = deque()
 
     def leave(self, x) -> Away:
         """Begin to copy it to the host."""
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        self.out.wait_stream(torch.cuda.current_stream())      # which computes x
-        with torch.cuda.stream(self.out):
-            host.copy_(x, non_blocking=True)
-        self.leaving.append(Away(host, self.out.record_event(), x))
+        away = Away(torch.empty(x.shape, dtype=x.dtype, pin_memory=True), x)
+        self.there.wait_stream(torch.cuda.current_stream())    # which computes x
+        with torch.cuda.stream(self.there):
+            away.host.copy_(x, non_blocking=True)
+        self.leaving.append((away, self.there.record_event()))
         if len(self.leaving) > self.most:
-            gone = self.leaving.popleft()
-            torch.cuda.current_stream().wait_event(gone.done)
+            gone, copied = self.leaving.popleft()
+            torch.cuda.current_stream().wait_event(copied)
             gone.x = None
-        return self.leaving[-1]
+        return away
 
     def fetch(self, away: Away):
-        """Begin to copy it back, unless it has not gone yet."""
+        """Begin to copy it back, if it has gone."""
         if away.x is None:
-            away.x = torch.empty_like(away.host, device=self.device)
+            away.x = torch.empty(away.host.shape, dtype=away.host.dtype, device=self.device)
             self.back.wait_stream(torch.cuda.current_stream())  # which may still use this memory for something else
             with torch.cuda.stream(self.back):
                 away.x.copy_(away.host, non_blocking=True)
-            away.done = self.back.record_event()
+            away.back = self.back.record_event()
 
     def take(self, away: Away):
         """x, for whoever computes in the current stream."""
         self.fetch(away)
-        torch.cuda.current_stream().wait_event(away.done)
-        x, away.x = away.x, None
-        return x
+        if away.back:
+            torch.cuda.current_stream().wait_event(away.back)
+        return away.x
