@@ -8,6 +8,7 @@
     comm         do collectives and bytes of a real step match the formulas?
     checkpoint   what does a save cost, and how long does going on take?
     memory       does the memory of a rank match the formulas?
+    recompute    what does it cost to compute activations again, and what does it save?
     plan         would this model fit on those GPUs, and how fast would it be? (trains nothing)
     scaling      what do 2, 4, 8 processes gain over one?
 
@@ -24,8 +25,8 @@ import sys
 
 from nanodomino.command import run
 
-QUESTIONS = ("overlap", "throughput", "host", "pipeline", "zero", "comm", "checkpoint", "memory", "plan", "scaling")
-
+QUESTIONS = ("overlap", "throughput", "host", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "plan",
+             "scaling")
 
 
 def main(arguments: list[str]) -> int:

@@ -5,6 +5,7 @@
     activations               bytes of the storages that can be reached from the tapes of all microbatches that are
                               alive, saved tensors of autograd included, when they are most; of what a backward of input
                               gradients leaves behind too
+    host                      with --checkpoint-in-cpu on CUDA: the same of what the tapes keep in the host's memory
     peak                      the most that is allocated at once, with what comes and goes within a step: on CUDA by the
                               allocator's own count, on the CPU by that of a mode which sees every tensor made. What
                               formulas.py says of it is an estimate
@@ -66,8 +67,8 @@ def measure(config: Config, mesh, optimizer, stage, dataset) -> dict[str, int]:
     with nullcontext() if cuda else Allocations() as allocations:
         train.train_step(2, watched, optimizer, dataset, config, mesh)
     peak = torch.cuda.max_memory_allocated(mesh.device) if cuda else allocations.most + sum(watched.held.values())
-    return {**{name: sum(storages.values()) for name, storages in state.items()},
-            "activations": watched.most, "peak": peak}
+    return {**{name: sum(storages.values()) for name, storages in state.items()}, "activations": watched.most,
+            **({"host": watched.most_on_host} if formulas.on_host(config) else {}), "peak": peak}
 
 
 def state_storages(model, optimizer) -> dict[str, dict[int, int]]:
@@ -104,7 +105,7 @@ class Watched:
     def __init__(self, stage, state: dict[str, dict[int, int]]):
         self.stage, self.trace = stage, stage.trace
         self.held = {key: size for storages in state.values() for key, size in storages.items()}
-        self.tapes, self.most = {}, 0
+        self.tapes, self.most, self.most_on_host = {}, 0, 0
 
     def forward(self, *arguments):
         output, tape = yield from self.stage.forward(*arguments)
@@ -125,13 +126,16 @@ class Watched:
         del self.tapes[id(tape)]
 
     def weigh(self):
-        here = {key: size for key, size in reachable(list(self.tapes.values())).items() if key not in self.held}
+        tapes, device = list(self.tapes.values()), self.stage.mesh.device
+        here = {key: size for key, size in reachable(tapes, device).items() if key not in self.held}
         self.most = max(self.most, sum(here.values()))
+        if device.type == "cuda":
+            self.most_on_host = max(self.most_on_host, sum(reachable(tapes, torch.device("cpu")).values()))
 
 
-def reachable(tape) -> dict[int, int]:
-    """{storage: bytes} of every tensor that a tape keeps from being freed: in its objects, in what its functions have
-    closed over, and in the graphs behind its tensors. Modules are state, not tape."""
+def reachable(tape, device=torch.device("cpu")) -> dict[int, int]:
+    """{storage: bytes} of every tensor on such a device that a tape keeps from being freed: in its objects, in what its
+    functions have closed over, and in the graphs behind its tensors. Modules are state, not tape."""
     found, seen, todo = {}, {}, [tape]                  # seen by id: kept, lest another object be given the same one
     while todo:
         one = todo.pop()
@@ -139,8 +143,9 @@ def reachable(tape) -> dict[int, int]:
             continue
         seen[id(one)] = one
         if isinstance(one, torch.Tensor):
-            key, size = storage(one)
-            found[key] = size
+            if one.device.type == device.type:
+                key, size = storage(one)
+                found[key] = size
             todo.append(one.grad_fn)
         elif isinstance(one, (list, tuple, set)):
             todo += one
@@ -189,6 +194,7 @@ class Allocations(TorchDispatchMode):
 def predict(config: Config, at) -> dict[str, int]:
     """What measure() should find."""
     return {**formulas.state_bytes(config, at), "activations": formulas.activation_bytes(config, at),
+            **({"host": formulas.host_bytes(config, at)} if formulas.on_host(config) else {}),
             "peak": formulas.peak_bytes(config, at)}
 
 
@@ -201,7 +207,7 @@ def report(config: Config, measured: list[dict]):
         rows += [[comm.text_of(ranks), kind, *one.values()] for kind, one in zip(("predicted", "measured"), both)]
     exact = all(one[name] == said[name] for one, said in zip(measured, predicted) for name in STATE)
     worst = {name: max(abs(one[name] / said[name] - 1) for one, said in zip(measured, predicted))
-             for name in ("activations", "peak")}
+             for name in measured[0] if name not in STATE}
     text = "\n".join([
         f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, ZeRO stage {config.zero_stage}, "
         f"{schedule_text(config)}, {config.microbatches} microbatches of {config.micro_batch_size} x "
@@ -209,7 +215,7 @@ def report(config: Config, measured: list[dict]):
         table(["ranks", "", *measured[0]], rows), "",
         layer_text(config),
         f"the state {'equals' if exact else 'DOES NOT equal'} its formulas to the byte; activations differ by at most "
-        f"{worst['activations']:.2%}, peaks by {worst['peak']:.1%}"])
+        f"{max(worst['activations'], worst.get('host', 0.0)):.2%}, peaks by {worst['peak']:.1%}"])
     return text, {"question": "memory", "exact": exact, "activations_error": worst["activations"],
                   "peak_error": worst["peak"], **layout_of(config), "dtype": config.dtype, "device": config.device,
                   "predicted": predicted, "measured": measured}

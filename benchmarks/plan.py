@@ -32,6 +32,7 @@ from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, g
 from nanodomino import formulas, step_time
 from nanodomino.config import Config
 from nanodomino.model import parameter_count
+from nanodomino.recompute import GRANULARITIES
 from nanodomino.report import PEAK_FLOPS
 from nanodomino.schedules import SCHEDULES
 from nanodomino.settings import UserError, require, spelling
@@ -40,20 +41,22 @@ from nanodomino.step_time import Machine, slowest, synchronize
 
 @dataclass(frozen=True)
 class Gpu:
-    """From the makers' data sheets: bytes; bytes/s of its memory; the link to its neighbours, bytes/s each way."""
+    """From the makers' data sheets: bytes; bytes/s of its memory; the link to its neighbours, and PCIe to its host, in
+    bytes/s each way."""
     memory: float
     memory_rate: float
     link: str
     link_rate: float
+    host_rate: float
 
 
 # NVLink each way: half of what the data sheets print. PCIe x16 each way: 32 GB/s in generation 4, 64 in 5.
 # Only those that have bfloat16.
-GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9),
-        "H100": Gpu(80e9, 3.35e12, "NVLink", 450e9), "H100 PCIe": Gpu(80e9, 2.0e12, "PCIe", 64e9),
-        "H200": Gpu(141e9, 4.8e12, "NVLink", 450e9), "B200": Gpu(180e9, 8e12, "NVLink", 900e9),
-        "A10": Gpu(24e9, 0.6e12, "PCIe", 32e9), "L40S": Gpu(48e9, 0.864e12, "PCIe", 32e9),
-        "RTX 4090": Gpu(24e9, 1.008e12, "PCIe", 32e9)}
+GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9, 32e9),
+        "H100": Gpu(80e9, 3.35e12, "NVLink", 450e9, 64e9), "H100 PCIe": Gpu(80e9, 2.0e12, "PCIe", 64e9, 64e9),
+        "H200": Gpu(141e9, 4.8e12, "NVLink", 450e9, 64e9), "B200": Gpu(180e9, 8e12, "NVLink", 900e9, 64e9),
+        "A10": Gpu(24e9, 0.6e12, "PCIe", 32e9, 32e9), "L40S": Gpu(48e9, 0.864e12, "PCIe", 32e9, 32e9),
+        "RTX 4090": Gpu(24e9, 1.008e12, "PCIe", 32e9, 32e9)}
 
 MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "messages", "working", "communicators")
 
@@ -109,7 +112,7 @@ def machine_of(flags, name: str, network: float, per_host: int) -> Machine:
     gpu, reached = GPUS[name], flags.wire_efficiency
     return Machine(products=PEAK_FLOPS[name] * flags.product_efficiency, near=gpu.link_rate * reached,
                    far=network / 8 * 1e9 * reached, latency=flags.latency * 1e-6, per_host=per_host,
-                   memory=gpu.memory_rate * reached)
+                   memory=gpu.memory_rate * reached, host=gpu.host_rate * reached)
 
 
 def plan(config: Config, flags):
@@ -121,7 +124,8 @@ def plan(config: Config, flags):
     fits = all(sum(need.values()) <= usable for need in needs)
     parts = step_time.step_seconds(config, machine)
     seconds, tokens = sum(parts.values()), config.global_batch_size * config.seq_length
-    used, ideal = step_time.mfu(config, seconds, peak), parts["products"] + parts["tp wires"]
+    used = step_time.mfu(config, seconds, peak)
+    ideal = sum(parts.get(name, 0.0) for name in ("products", "again", "host copies", "tp wires"))
     bubble = parts["bubble"] / ideal
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.dtype}, on {config.world_size} x {flags.gpu}",
@@ -133,18 +137,21 @@ def plan(config: Config, flags):
                 "fits" if sum(need.values()) <= usable else "TOO MUCH"] for stage, need in enumerate(needs)]),
         f"usable {bytes_text(usable)}; model state {formulas.state_per_parameter(config):.2f} bytes a parameter; "
         f"microbatches alive on stage 0: {formulas.alive(config, stages[0]):.3g}",
+        *([f"and in the host's memory, of a GPU of stage 0: {bytes_text(formulas.host_bytes(config, stages[0]))}"]
+          if formulas.on_host(config) else []),
         *([] if fits else [why_not(config, needs, usable), what_helps(config, flags, usable)]), "",
         table(["communication of a GPU in a step", "collective", "members", "calls", "bytes", "on the wires", "time"],
               communication_rows(config, machine)), "",
         table(["a step", "", ""], [[name, seconds_text(part), f"{part / seconds:.1%}"]
                                    for name, part in [*parts.items(), ("together", seconds)]]),
         *more_columns(config, machine, seconds), *(faster_schedule(config, machine, seconds, usable) if fits else ()),
-        f"bubble {bubble:.1%} of the ideal time (products and tp wires; in 1F1B (p - 1)/m if stages are equal); "
+        f"bubble {bubble:.1%} of the ideal time (all lines before it; in 1F1B (p - 1)/m if stages are equal); "
         f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L h s FLOPs a token, of {peak / 1e12:g} TFLOP/s a "
         "GPU)", "", *assumptions(flags, gpu)])
     return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config), "gpu": flags.gpu,
                   "gpus": config.world_size, **layout_of(config), "microbatches": config.microbatches, "fits": fits,
                   "usable_bytes": usable, "memory": needs,
+                  "host_memory": [formulas.host_bytes(config, at) for at in stages],
                   "communication": [[dataclasses.asdict(one) for one in formulas.traffic(config, at)] for at in stages],
                   "bubble": bubble, "parts_s": parts, "step_s": seconds, "mfu": used,
                   "tokens_per_second": tokens / seconds}
@@ -184,7 +191,7 @@ def other_schedules(config: Config) -> list[list[dict]]:
 
 
 def flags_text(changes: dict) -> str:
-    return " ".join(f"{spelling(name)} {value}" for name, value in changes.items())
+    return " ".join(spelling(name) if value is True else f"{spelling(name)} {value}" for name, value in changes.items())
 
 
 def memory_terms(config: Config, at) -> dict[str, int]:
@@ -265,11 +272,20 @@ def remedies(config: Config) -> list[dict]:
     """Changes of one thing that take memory off a GPU."""
     found = [{"zero_stage": 1}] if config.zero_stage == 0 and config.dp > 1 else []
     found += [change for changes in other_schedules(config) for change in changes[:1] if config.pp > 1]
+    found += less_on_tapes(config)
     found += [{name: 0.0} for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)]
     found += [{"micro_batch_size": size} for size in sorted({config.micro_batch_size // 2, 1}, reverse=True)
               if 0 < size < config.micro_batch_size]
     return found + [{name: factor * getattr(config, name)} for factor in (2, 4)
                     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")]
+
+
+def less_on_tapes(config: Config) -> list[dict]:
+    """Changes with which tapes keep less than now, on the GPU: the least at the end."""
+    ways = [{"recompute_granularity": one, "checkpoint_in_cpu": False} for one in GRANULARITIES]
+    ways.append({"recompute_granularity": "full", "checkpoint_in_cpu": True})
+    now = {name: getattr(config, name) for name in ways[0]}
+    return [{name: value for name, value in way.items() if value != now[name]} for way in ways[ways.index(now) + 1:]]
 
 
 def most_needed(config: Config, changes: dict, gpus=None) -> float:

@@ -31,6 +31,7 @@ import torch
 
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.optimizers import OPTIMIZERS
+from nanodomino.recompute import GRANULARITIES
 from nanodomino.schedules import SCHEDULES, Placement, Timetable, timetable
 from nanodomino.settings import check_values, require, setting
 
@@ -101,6 +102,10 @@ class Config:
     virtual_stages: int = of_layout(None, "runs of layers, chunks, that each stage holds (default as few as the "
                                           "schedule can do with)", short="--num-virtual-stages-per-pipeline-rank",
                                     kind=int, follows=True, absent=1)
+    recompute_granularity: str = of_layout("none", "what backward computes again instead of keeping it: attention and "
+                                                   "activation, or all of a layer but its input",
+                                           choices=GRANULARITIES)
+    checkpoint_in_cpu: bool = of_layout(False, "what full recomputation keeps goes to the host's memory")
     zero_stage: int = of_layout(1, "1: each replica keeps 1/dp of the optimizer; 0: all of it", choices=(0, 1), least=0)
     bucket_size: int = of_layout(10_000_000, "parameters in a gradient bucket, reduced while backward goes on")
 
@@ -359,6 +364,9 @@ def check_sizes(c: Config):
             f"slices {c.slices} must be at most micro-batch-size {c.micro_batch_size}, since a slice holds a sample or "
             f"more; try --slices {c.micro_batch_size} or --columns for batches this small")
     require(c.columns <= c.hidden_size, f"columns {c.columns} must be at most hidden-size {c.hidden_size}; try 2 or 4")
+    require(c.recompute_granularity == "full" or not c.checkpoint_in_cpu,
+            "--checkpoint-in-cpu needs --recompute-granularity full, since it moves what that keeps, but "
+            f"recompute-granularity is {c.recompute_granularity}; give both, or neither")
     require(c.seq_length <= c.max_position_embeddings,
             f"seq-length {c.seq_length} must be at most max-position-embeddings {c.max_position_embeddings}; "
             f"try --max-position-embeddings {c.seq_length}")

@@ -37,10 +37,11 @@ So the forward keeps a tape, and backward is a second generator that walks it:
       wait                                                wait
                                                           g_x, g_y = bridge_backward(g_x, g_h)
 
-Every step of it is written out, but for attention's core (tape.py). Weight gradients are deferred until the input
-gradient's reduce is under way: nothing waits for them. The last slice's last sum finds the others without products:
-backward its own weight gradients cover it, forward nothing does. So in a microbatch's forward one slice's sum of a
-sublayer is exposed on every stage but the last, whose last sum is the cross entropy's two numbers a token.
+Every step of it is written out, but for attention's core (tape.py) and what was not kept and is computed again first
+(recompute.py). Weight gradients are deferred until the input gradient's reduce is under way: nothing waits for them.
+The last slice's last sum finds the others without products: backward its own weight gradients cover it, forward nothing
+does. So in a microbatch's forward one slice's sum of a sublayer is exposed on every stage but the last, whose last sum
+is the cross entropy's two numbers a token.
 
 Backward has as many sums as forward, and twice its products: one of them is bound by its work, the other by the wires.
 Resumed in one loop, the backward of one microbatch and the forward of another hide each other's, also where there is
@@ -65,6 +66,7 @@ from nanodomino.data import Batch
 from nanodomino.model import GPT, Chunk, Dropout, Sublayer, close_residual, drop
 from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
                                  maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss)
+from nanodomino.recompute import Bridge, Link, TapePolicy
 from nanodomino.trace import NO_TRACE
 
 
@@ -120,16 +122,6 @@ def close_residual_backward(gradient, mask):
     return gradient, grad_y, grad_y.sum(dim=(0, 1))
 
 
-@dataclass
-class Bridge:
-    """What backward needs of one."""
-    weights: tuple                       # of the norm: weight, bias
-    bias: torch.nn.Parameter | None      # of the sublayer before
-    mask: torch.Tensor | None            # [b, s, h]
-    x: torch.Tensor                      # x' [b, s, h], at which the norm is differentiated
-    statistics: tuple
-
-
 class Step:
     """A sublayer, with what each slice looks up in it: a Module's attributes would take a tenth of the host's time."""
 
@@ -141,16 +133,6 @@ class Step:
 
 
 @dataclass
-class Link:
-    """What backward needs of one sublayer: the bridge into it, its core, and the inputs of its two products."""
-    step: Step
-    bridge: Bridge
-    h: torch.Tensor                      # [b, s, h], into the column-parallel product
-    kept: object                         # of the core
-    activation: torch.Tensor             # [b, s, .../t], into the row-parallel product
-
-
-@dataclass
 class Slice:
     """Some samples of a microbatch on their way through a chunk of the stage: inputs, tape, output."""
     index: int
@@ -159,9 +141,8 @@ class Slice:
     hidden: torch.Tensor | None                        # [b, s, h] from the layers before
     masks: Dropout
     training: bool
-    entrance: torch.Tensor | None = None               # dropout of words + positions [b, s, h]
     links: list[Link] = field(default_factory=list)
-    exit: Bridge | tuple | None = None                 # into the head; or the last (bias, mask), out of the stage
+    exit: Bridge | None = None                         # into the head
     head_input: torch.Tensor | None = None             # [b, s, h]
     logits: torch.Tensor | None = None                 # [b, s, width]
     maximum: torch.Tensor | None = None                # [b, s], of them, over all ranks
@@ -171,7 +152,7 @@ class Slice:
 
     def keep_what_is_left(self):
         """After backward: what weight_backward is to do, and nothing else."""
-        self.batch = self.hidden = self.entrance = self.maximum = self.sums = self.output = None
+        self.batch = self.maximum = self.sums = self.output = None
 
 
 class Tally:
@@ -197,6 +178,7 @@ class Domino:
         self.model, self.mesh, self.trace = model, model.mesh, trace
         self.group = model.mesh.tp_group
         self.slices, self.columns = slices, columns
+        self.tapes = TapePolicy(model.config, self.mesh.device, slices)
         self.steps = {chunk: [Step(sublayer) for sublayer in chunk.sublayers] for chunk in model.chunks}
         compiled = partial(torch.compile, backend=compile_backend) if compile_backend else lambda function: function
         norm = model.chunks[0].sublayers[0].norm                                                   # all are alike
@@ -218,8 +200,9 @@ class Domino:
         """
         count = min(self.slices, len(batch.sample_ids))
         hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
+        masks = partial(Dropout, self.model.config, self.mesh, keep=self.tapes.keeps_masks)
         pieces = [Slice(index, self.model.chunks[chunk], part, hiddens[index],
-                        Dropout(self.model.config, self.mesh, part.sample_ids if training else None), training)
+                        masks(part.sample_ids if training else None), training)
                   for index, part in enumerate(batch.split(count))]
         yield from interleave([self.forward_slice(piece) for piece in pieces], self.trace)
         output = pieces[0].output if count == 1 else torch.cat([piece.output for piece in pieces])
@@ -260,55 +243,62 @@ class Domino:
 
     def forward_slice(self, piece: Slice):
         """Generator: one slice through its chunk; yields when it has put something on the wires."""
-        model, chunk, x, y, bias, mask = self.model, piece.chunk, piece.hidden, None, None, None
+        model, chunk, x, y, before = self.model, piece.chunk, piece.hidden, None, None
+        piece.hidden = None                                    # the tape keeps it, if anybody does
         if chunk.pre_process:
             words = model.embedding.word_embeddings.partial(piece.batch.tokens)
             yield from self.all_reduce(piece, "embedding", words)
-            piece.entrance = piece.masks.hidden("embedding", words)
-            x = model.embedding.add_positions(words, piece.batch.positions, piece.entrance)
+            x = model.embedding.add_positions(words, piece.batch.positions, piece.masks.hidden("embedding", words))
         for step in self.steps[chunk]:
-            x, y, bias, mask = yield from self.forward_sublayer(piece, step, x, y, bias, mask)
+            x, y = yield from self.forward_sublayer(piece, step, x, y, before)
+            before = step
         if chunk.post_process:
-            yield from self.forward_head(piece, x, y, bias, mask)
+            yield from self.forward_head(piece, x, y, before)
         else:
-            piece.exit = bias, mask
-            piece.output = close_residual(x, y, bias, mask)
+            piece.output = close_residual(x, y, *self.closing(piece, before, y))
         if not piece.training:
-            piece.entrance = piece.exit = piece.head_input = piece.logits = None
+            piece.exit = piece.head_input = piece.logits = None
 
-    def open(self, x, y, bias, mask, norm):
+    def closing(self, piece, before, like):
+        """(bias, mask) of the sublayer that a bridge closes: None, None at a stage's start."""
+        return (None, None) if before is None else (before.row_bias, piece.masks.hidden(before.site + ".hidden", like))
+
+    def open(self, piece, x, y, before, norm):
         """The bridge into what opens with a norm of these weights: (h, what backward needs)."""
-        x, h, *statistics = self.bridge(x, y, bias, mask, *norm)
-        return h, Bridge(norm, bias, mask, x, statistics)
+        x, h, *statistics = self.bridge(x, y, *self.closing(piece, before, y), *norm)
+        return h, Bridge(norm, before, x, statistics)
 
-    def forward_sublayer(self, piece, step, x, y, bias, mask):
-        """Generator: bridge, product, core, product, wires. Returns what the next bridge needs: x, y, bias, mask."""
-        core_mask, hidden_mask = piece.masks.sublayer(step.sublayer, x)
-        h, opened = self.open(x, y, bias, mask, step.norm)
-        with self.trace.span("matmul", slice=piece.index, site=step.site):
-            c = F.linear(h, step.column, step.column_bias)
-        activation, kept = step.core_forward(c, core_mask, piece.training)
-        del c                                                  # the core keeps what it needs of it
+    def inside(self, piece, step, h, c=None):
+        """From the bridge to the last product: c, unless it is there; the activation; what the core keeps."""
+        if c is None:
+            with self.trace.span("matmul", slice=piece.index, site=step.site):
+                c = F.linear(h, step.column, step.column_bias)
+        return c, *step.core_forward(c, piece.masks.core(step.sublayer, h), piece.training)
 
+    def forward_sublayer(self, piece, step, x, y, before):
+        """Generator: bridge, product, core, product, wires. Returns what the next bridge needs: x, y."""
+        h, opened = self.open(piece, x, y, before, step.norm)
+        c, activation, kept = self.inside(piece, step, h)
         chunks, works = [], []
         for part in self.cut(step.row, 0):                     # W2's output features
             with self.trace.span("matmul", slice=piece.index, site=step.site):
                 chunks.append(F.linear(activation, part))
             works.append(self.launch(piece, step.site, chunks[-1]))
         if piece.training:
-            piece.links.append(Link(step, opened, h, kept, activation))
+            piece.links.append(self.tapes.keep(Link(step, opened, h, c, kept, activation)))
+        del h, c, kept, activation                             # the tape says what stays
         yield
         self.wait(piece, step.site, works)
-        return opened.x, join(chunks), step.row_bias, hidden_mask
+        return opened.x, join(chunks)
 
     def cut(self, weight, dim):
         """The column split: a matrix in chunks along its dimension on the side of the wires."""
         return [weight] if self.columns == 1 else weight.chunk(self.columns, dim)
 
-    def forward_head(self, piece, x, y, bias, mask):
+    def forward_head(self, piece, x, y, before):
         """Generator: final norm, logits of this rank's words, cross entropy with its two reduces on the wires."""
         model, (vocabulary,) = self.model, self.model.head
-        piece.head_input, piece.exit = self.open(x, y, bias, mask, model.final_norm.weights)
+        piece.head_input, piece.exit = self.open(piece, x, y, before, model.final_norm.weights)
         with self.trace.span("matmul", slice=piece.index, site="head"):
             piece.logits = F.linear(piece.head_input, vocabulary.logits_weight())
         largest, exponentials = maximum_and_sum(piece.logits, vocabulary, self.maximum_and_sum_of_rows)
@@ -326,13 +316,14 @@ class Domino:
         if piece.chunk.post_process:
             grad_x, grad_y = yield from self.backward_head(piece, gradient, tally)
         else:
-            (bias, mask), piece.exit = piece.exit, None
+            bias, mask = self.closing(piece, self.steps[piece.chunk][-1], gradient)
             grad_x, grad_y, grad_bias = close_residual_backward(gradient, mask)
             add_gradients([bias], [grad_bias])
         while piece.links:
-            grad_x, grad_y = yield from self.backward_sublayer(piece, piece.links.pop(), grad_x, grad_y, tally)
+            grad_x, grad_y = yield from self.backward_sublayer(
+                piece, self.tapes.pop(self, piece), grad_x, grad_y, tally)
         if piece.chunk.pre_process:
-            self.backward_embedding(piece, drop(grad_x, piece.entrance))
+            self.backward_embedding(piece, drop(grad_x, piece.masks.hidden("embedding", grad_x)))
             self.through(piece, tally, "embedding", [], model.embedding)
         results[piece.index] = grad_x
 
@@ -342,15 +333,16 @@ class Domino:
         y is a sum over ranks, and the gradient of a sum is the gradient of each part: no wires there. h was copied to
         every rank, so its gradient is the sum of theirs: the wires.
         """
-        step = link.step
+        step, opened = link.step, link.bridge
         with self.trace.span("matmul", slice=piece.index, site=step.site):
-            grad_activation = grad_y @ step.row
-        grad_columns = step.core_backward(grad_activation, link.kept)
-        products = [(step.row.main_grad, grad_y, link.activation), (step.column.main_grad, grad_columns, link.h),
-                    (step.column_bias.main_grad, grad_columns, None)]
+            gradient = grad_y @ step.row
+        gradient = step.core_backward(gradient, link.kept)     # of c
+        products = [(step.row.main_grad, grad_y, link.activation), (step.column.main_grad, gradient, link.h),
+                    (step.column_bias.main_grad, gradient, None)]
+        del link                                               # what is done with goes
         cover, later = (products, []) if piece.later is None else ([], products)
-        grad_h = yield from self.input_gradient(piece, step.site, grad_columns, step.column, cover)
-        grad_x, grad_y = self.close(link.bridge, grad_x, grad_h)
+        grad_h = yield from self.input_gradient(piece, step.site, gradient, step.column, cover)
+        grad_x, grad_y = self.close(piece, opened, grad_x, grad_h)
         self.through(piece, tally, step.site, later, step.sublayer)
         return grad_x, grad_y
 
@@ -368,17 +360,18 @@ class Domino:
                                              gradient, vocabulary, self.exponentials_of_rows)
         grad_h = yield from self.input_gradient(piece, "head", grad_logits, vocabulary.logits_weight(), [
             (vocabulary.weight.main_grad[:vocabulary.width], grad_logits, piece.head_input)])
-        grad_x, grad_y = self.close(piece.exit, None, grad_h)
+        grad_x, grad_y = self.close(piece, piece.exit, None, grad_h)
         piece.exit = piece.head_input = piece.logits = None
         shared = model.config.tied and model.pre_process         # then the embedding will add to it, at the other end
         self.through(piece, tally, "head", [], model.final_norm, *([] if shared else [vocabulary]))
         return grad_x, grad_y
 
-    def close(self, opened: Bridge, grad_x, grad_h):
+    def close(self, piece, opened: Bridge, grad_x, grad_h):
         """A bridge's backward: gradients of its x and y."""
+        bias, mask = self.closing(piece, opened.before, grad_h)
         grad_x, grad_y, *gradients = self.bridge_backward(grad_x, grad_h, opened.x, opened.statistics,
-                                                          *opened.weights, opened.mask, opened.bias is not None)
-        add_gradients((opened.bias, *opened.weights), gradients)
+                                                          *opened.weights, mask, bias is not None)
+        add_gradients((bias, *opened.weights), gradients)
         return grad_x, grad_y
 
     def backward_embedding(self, piece, gradient):
@@ -400,13 +393,14 @@ class Domino:
             works.append(self.launch(piece, site, chunks[-1]))
         self.weight_gradients(piece, site, cover)
         yield
+        self.tapes.restore(self, piece)                       # needs nothing of this sum, and hides it too
         self.wait(piece, site, works)
         return join(chunks)
 
     def weight_gradients(self, piece, site, products):
         with self.trace.span("weight_gradient", slice=piece.index, site=site):
-            for main_grad, gradient, activation in products:
-                add_weight_gradient(main_grad, gradient, activation)
+            while products:
+                add_weight_gradient(*products.pop(0))
 
     # ---- the wires
 

@@ -14,7 +14,9 @@ has at hand. Times, which are a model and no count, are in step_time.py.
     model state, 16-bit training              6 + 12/d a parameter                    1910.02054, sections 3.1 and 5.1,
     model state, fp32 training                8 + 8/d a parameter                     here with fp32 gradients; padding
     activations of a layer and microbatch     4 X + (4 + 2 ffn/h) X/t + small terms   as in 2205.05198, section 4
-    the same after its input gradients        as much, without the small terms        2401.10241, section 2
+      selective recomputation                 4 X + (3 + ffn/h) X/t                   section 5; recompute.py
+      full recomputation                      2 X, on the GPU or in the host's memory
+    the same after its input gradients        4 X + (4 + 2 ffn/h) X/t, in each case   2401.10241, section 2
     microbatches alive on a stage             counted in its actions; 1F1B: p - r     schedules.py
     tensor parallel, a layer and microbatch   2 sums of X forward, 2 back             1909.08053, section 3
     the same in s slices and k columns        s k times as many calls, same bytes     2409.15241, section 3
@@ -148,29 +150,40 @@ def least_bytes(config: Config) -> int:
 # ---- activations
 
 def kept_by_layer(config: Config) -> dict[str, float]:
-    """Bytes that Domino's tape keeps of one layer and one microbatch, by what they are. Backward reads each of them."""
+    """Bytes that Domino's tape keeps of one layer and one microbatch, by what they are. Backward reads each of them,
+    and computes again what it has not (recompute.py)."""
     e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
     ffn = e * n * config.ffn_hidden_size
     scores = n * config.seq_length * config.num_attention_heads // t           # attention probabilities, counted
-    kept = {"norm inputs": 2 * x,                              # x', which the norm differentiates itself at
-            "norm statistics": 2 * n * norm_statistics(config),
-            "product inputs": 2 * x,                           # h: the column-parallel weight gradient
-            "qkv": 3 * x / t,                                  # q, k, v with their bias: attention's backward
-            "context": x / t,                                  # its output: its backward, dense's weight gradient
-            "mlp before gelu": ffn / t,                        # gelu's backward
-            "mlp after gelu": ffn / t}                         # dense_4h_to_h's weight gradient
+    kept = {} if on_host(config) else {"norm inputs": 2 * x}   # x', which the norm differentiates itself at
+    kept["norm statistics"] = 2 * n * norm_statistics(config)
+    if config.recompute_granularity == "full":
+        return kept
+    kept |= {"product inputs": 2 * x,                          # h: the column-parallel weight gradient
+             "qkv": 3 * x / t,                                 # q, k, v with their bias: attention's backward
+             "mlp before gelu": ffn / t}                       # gelu's backward
+    if config.hidden_dropout:
+        kept["hidden dropout"] = 2 * w * n * config.hidden_size
+    if config.recompute_granularity == "selective":
+        return kept
+    kept |= {"context": x / t,                                 # its output: its backward, dense's weight gradient
+             "mlp after gelu": ffn / t}                        # dense_4h_to_h's weight gradient
     if config.attention_dropout:                               # by hand: probabilities, their mask, their product
         # each slice has a mask of the future, and a factor
         kept["attention dropout"] = (2 * e + w) * scores + slices(config) * (config.seq_length ** 2 + 8)
     else:                                                      # from which its backward finds the probabilities again
         kept["logsumexp"] = w * n * config.num_attention_heads // t
-    if config.hidden_dropout:
-        kept["hidden dropout"] = 2 * w * n * config.hidden_size
     return kept
 
 
+def on_host(config: Config) -> bool:
+    """Whether norm inputs leave the memory that the rest is in."""
+    return config.checkpoint_in_cpu and config.device == "cuda"
+
+
 def left_by_layer(config: Config) -> dict[str, float]:
-    """The same once its input gradients are there, for the weight gradients that are done later."""
+    """The same once its input gradients are there, for the weight gradients that are done later. It does not depend on
+    what was computed again for that."""
     t, x = config.tp, activation(config)
     ffn = element(config) * tokens(config) * config.ffn_hidden_size
     return {"product inputs": 2 * x, "context": x / t, "mlp after gelu": ffn / t,
@@ -181,7 +194,7 @@ def left_by_layer(config: Config) -> dict[str, float]:
 def kept_by_ends(config: Config, at, chunk: Chunk) -> dict[str, float]:
     """Of what is not a layer. The first norm's input is the chunk's: the embedding's or the message before."""
     e, w, n, x = element(config), wide(config), tokens(config), activation(config)
-    mask = w * n * config.hidden_size if config.hidden_dropout else 0
+    mask = w * n * config.hidden_size if config.hidden_dropout and config.recompute_granularity != "full" else 0
     kept = {}
     if chunk.pre_process or chunk.post_process:
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # a row has one more than positions: the last label
@@ -226,8 +239,11 @@ def tape_bytes(config: Config, at) -> list[float]:
     chunks, by_layer, left = stage(config, at).chunks, kept_by_layer(config), left_by_layer(config)
     kept = [len(chunk.layers) * sum(by_layer.values()) + sum(kept_by_ends(config, at, chunk).values())
             - (activation(config) if shares_input(config, at, number) else 0) for number, chunk in enumerate(chunks)]
-    left = [len(chunk.layers) * sum(left.values()) for chunk in chunks]
+    return held(config, at, kept, [len(chunk.layers) * sum(left.values()) for chunk in chunks])
 
+
+def held(config: Config, at, kept: list[float], left: list[float]) -> list[float]:
+    """What is held after each action, by the bytes of each chunk: after its forward, and until its weight gradients."""
     def change(half):
         whole, part = kept[half.chunk], left[half.chunk]
         return {"forward": whole, "backward": -whole,
@@ -239,7 +255,14 @@ def tape_bytes(config: Config, at) -> list[float]:
 def shares_input(config: Config, at, chunk: int) -> bool:
     """Its input is the output on the tape of another chunk of this stage: of several slices it would be a copy."""
     source = config.placement.source(at.pp_rank, Forward(0, chunk))
-    return source is not None and source[0] == at.pp_rank and slices(config) == 1
+    return source is not None and source[0] == at.pp_rank and slices(config) == 1 and not on_host(config)
+
+
+def host_bytes(config: Config, at) -> int:
+    """Of what the tapes keep in the host's memory, at most. It is pinned, for which torch takes up to twice as much:
+    each tensor's length is rounded up to a power of two."""
+    kept = [len(chunk.sublayers) * activation(config) * on_host(config) for chunk in stage(config, at).chunks]
+    return max(held(config, at, kept, [0] * len(kept)))
 
 
 def message_bytes(config: Config, at) -> int:
@@ -278,8 +301,10 @@ def working_bytes(config: Config, at) -> int:
     widened = e if e < w and not cuda else 0      # a 16-bit weight gradient, before it is added to fp32
     head = sum(kept_by_ends(config, at, last).values()) if last.post_process else 0  # gone when the layers' turn comes
     beside = [pair_bytes(config, at, resumed - first.pre_process) for resumed in (0, 1, 1 + last.post_process)]
-    # backward of an MLP
-    moments = [2 * x + 2 * ffn + max(0, widened * h * config.ffn_hidden_size // t - ffn) - head + beside[2]]
+    # backward of an MLP, of one slice of which what is computed again is there
+    again = {"none": 0, "selective": ffn, "full": x + 2 * ffn}[config.recompute_granularity] // slices(config)
+    again += 4 * x if on_host(config) else 0      # x of two sublayers that leave, and of two that come back
+    moments = [2 * x + 2 * ffn + max(0, widened * h * config.ffn_hidden_size // t - ffn) - head + beside[2] + again]
     if last.post_process:                                                           # forward and backward of the head
         width = logits_width(config, at)
         chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"], w * n * width // slices(config))
@@ -292,8 +317,9 @@ def pair_bytes(config: Config, at, sublayers: int) -> float:
     of what both have at hand besides, about 4 X. (The embedding and the head are a turn each.)"""
     if all(len(action.halves) == 1 for action in actions(config, at)):
         return 0
-    x, ffn = activation(config), element(config) * tokens(config) * config.ffn_hidden_size
-    links = [2 * x + 4 * x / config.tp, 2 * x + 2 * ffn / config.tp]
+    x, ffn = activation(config), element(config) * tokens(config) * config.ffn_hidden_size // config.tp
+    links = {"none": [2 * x + 4 * x / config.tp, 2 * x + 2 * ffn], "full": [x, x],
+             "selective": [2 * x + 3 * x / config.tp, 2 * x + ffn]}[config.recompute_granularity]
     return 4 * x + sum(links[:max(sublayers, 0)])
 
 

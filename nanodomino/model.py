@@ -211,11 +211,11 @@ class Dropout:
     A mask is drawn for the whole sample and all heads, from a generator seeded by the sample's number in the run (its
     place in the data order) and the name of the site. So tensor-parallel ranks agree where the stream is replicated,
     hold different heads' masks where it is sharded, and any slicing or resuming repeats the same bits.
-    Without sample_ids (evaluation) there are none.
+    Without sample_ids (evaluation) there are none. keep: those of the stream, of which backward asks for each again.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, sample_ids=None):
-        self.config, self.mesh, self.sample_ids = config, mesh, sample_ids
+    def __init__(self, config: Config, mesh: Mesh, sample_ids=None, keep=False):
+        self.config, self.mesh, self.sample_ids, self.keep, self.kept = config, mesh, sample_ids, keep, {}
 
     def draw(self, site, shape, probability, like):
         """Masks [b, *shape], scaled by 1/(1 - probability); None where nothing is dropped."""
@@ -229,19 +229,24 @@ class Dropout:
 
     def hidden(self, site, x):
         """For a residual stream [b, s, h]."""
-        return self.draw(site, x.shape[1:], self.config.hidden_dropout, x)
+        if site in self.kept:
+            return self.kept.pop(site)
+        mask = self.draw(site, x.shape[1:], self.config.hidden_dropout, x)
+        if self.keep:
+            self.kept[site] = mask
+        return mask
+
+    def core(self, sublayer: Sublayer, x):
+        """For the attention probabilities of this rank's heads [b, n/t, s, s]; of an MLP None."""
+        heads, s = self.config.num_attention_heads, x.size(1)
+        whole = (self.draw(sublayer.site + ".core", (heads, s, s), self.config.attention_dropout, x)
+                 if isinstance(sublayer, Attention) else None)
+        # a view would keep all heads' masks in memory
+        return None if whole is None else whole.chunk(self.mesh.tp, dim=1)[self.mesh.tp_rank].clone()
 
     def sublayer(self, sublayer: Sublayer, x):
-        """(core, hidden): for the attention probabilities of this rank's heads [b, n/t, s, s],
-        and for what is added."""
-        core, s = None, x.size(1)
-        if isinstance(sublayer, Attention):
-            core = self.draw(sublayer.site + ".core", (self.config.num_attention_heads, s, s),
-                             self.config.attention_dropout, x)
-        if core is not None:
-            # a view would keep all heads' masks in memory
-            core = core.chunk(self.mesh.tp, dim=1)[self.mesh.tp_rank].clone()
-        return core, self.hidden(sublayer.site + ".hidden", x)
+        """(core, hidden): inside, and for what is added."""
+        return self.core(sublayer, x), self.hidden(sublayer.site + ".hidden", x)
 
 
 def seeded_generator(device, *key) -> torch.Generator:

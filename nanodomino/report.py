@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nanodomino import schedules
+from nanodomino import recompute, schedules
 from nanodomino.config import Config
 from nanodomino.data import Corpus
 from nanodomino.manifest import newest_record
@@ -86,7 +86,7 @@ class Report:
               f"{mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from {self.corpus.path}")
         print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = {config.microbatches} "
               f"microbatches of {config.micro_batch_size} on each of {config.dp} replicas; slices {config.slices}, "
-              f"columns {config.columns}, ZeRO stage {config.zero_stage}")
+              f"columns {config.columns}, ZeRO stage {config.zero_stage}" + recompute.in_words(config))
         for split in ("valid", "test"):
             samples = max(self.corpus.tokens[split] - 1, 0) // config.seq_length
             if config.eval_iters and samples < FEW:

@@ -13,6 +13,8 @@
     dp wires     gradients beyond what a stage still does when they are final, chunk by chunk: with one chunk, beyond
                  the last backward; gathering the weights, which nothing hides
     optimizer    what is read and written for it, at the rate of the memory
+    again        what backward computes again; it covers sums, as weight gradients do
+    host copies  to and from the host's memory, by how much they take longer than the rest of an action
 
 They add up to the step. Left out: Python, the launch of kernels, products that slices make too small to be efficient,
 sums that slow the work beside them, and ranks that wait for a slower one. Element-wise work is in the rate of the
@@ -20,6 +22,7 @@ products.
 """
 
 import dataclasses
+import math
 import os
 import statistics
 import sys
@@ -48,6 +51,7 @@ class Machine:
     latency: float               # seconds that a collective takes, beside its bytes
     per_host: int                # processes of a host
     memory: float                # bytes/s of its memory, for what is not a product
+    host: float = math.inf       # bytes/s that it copies to its host, and from there
 
 
 # ---- the model
@@ -72,12 +76,27 @@ def flops(config: Config, at, chunk: Chunk) -> tuple[float, float, float]:
     return 2 * n * matrices, 2 * n * head, len(chunk.layers) * 4 * n * config.seq_length * h / config.tp
 
 
+def flops_again(config: Config, at, chunk: Chunk) -> float:
+    """What its backward computes again of them: attention's own, and the column-parallel products."""
+    *_, attention = flops(config, at, chunk)
+    columns = 2 * formulas.tokens(config) * sum(sublayer.column.weight.numel() for sublayer in chunk.sublayers)
+    return {"none": 0.0, "selective": attention, "full": attention + columns}[config.recompute_granularity]
+
+
+def work(config: Config, at) -> tuple[float, float]:
+    """FLOPs of a microbatch on a stage, forward and backward, and of what is computed again."""
+    chunks = formulas.stage(config, at).chunks
+    return (3 * sum(sum(flops(config, at, chunk)) for chunk in chunks),
+            sum(flops_again(config, at, chunk) for chunk in chunks))
+
+
 @dataclass(frozen=True)
 class Cost:
     """Seconds of an action, or of a half of a pair."""
     work: float                  # that waits for sums, or that sums wait for
     wires: float = 0.0           # the sums
     cover: float = 0.0           # work that waits for no sum, and for which no sum waits
+    copies: float = 0.0          # to the host, or back
 
 
 def take_turns(config: Config, *halves: Cost) -> float:
@@ -93,20 +112,22 @@ def take_turns(config: Config, *halves: Cost) -> float:
         left = max(half.wires / columns, half.wires - (1 - 1 / columns) * half.work / 2)
         return (half.work + max(left, half.cover)) / formulas.slices(config)
 
-    return max(sum(half.work + half.cover for half in halves), sum(half.wires for half in halves), *map(alone, halves))
+    return max(sum(half.work + half.cover for half in halves), sum(half.wires for half in halves), *map(alone, halves),
+               *(half.copies for half in halves))
 
 
 def costs(config: Config, machine: Machine, at) -> dict[tuple[str, int], Cost]:
     """(kind of an action, chunk) -> its cost on a stage. Of split gradients only the head's stay together."""
-    found = {}
+    found, copied = {}, formulas.activation(config) / machine.host if formulas.on_host(config) else 0.0
     for number, chunk in enumerate(formulas.stage(config, at).chunks):
         dense, head, attention = (count / machine.products for count in flops(config, at, chunk))
         sums = formulas.tensor_parallel(config, at, [chunk])
         up, down = (wire_seconds(config, machine, at, [one for one in sums if one.backward == backward])
                     / config.microbatches for backward in (False, True))
-        found |= {("forward", number): Cost(dense + head + attention, up),
-                  ("backward", number): Cost(dense + head + 2 * attention, down, cover=dense + head),
-                  ("input_backward", number): Cost(dense + head + 2 * attention, down, cover=head),
+        again, copies = flops_again(config, at, chunk) / machine.products, len(chunk.sublayers) * copied
+        found |= {("forward", number): Cost(dense + head + attention, up, copies=copies),
+                  ("backward", number): Cost(dense + head + 2 * attention, down, dense + head + again, copies),
+                  ("input_backward", number): Cost(dense + head + 2 * attention, down, head + again, copies),
                   ("weight_backward", number): Cost(dense)}
     return found
 
@@ -116,10 +137,16 @@ def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
     stages = [formulas.place(config, stage) for stage in range(config.pp)]
     free, real = played(config, machine, [costs(config, machine, at) for at in stages])
     ideal = schedules.busy_time(free)
-    work = config.microbatches * max(                                               # the same in any schedule
-        3 * sum(sum(flops(config, at, chunk)) for chunk in formulas.stage(config, at).chunks) for at in stages)
-    return {"products": work / machine.products,
-            "tp wires": max(0.0, ideal - work / machine.products),
+    products, again = (config.microbatches * count / machine.products                # the same in any schedule
+                       for count in max((work(config, at) for at in stages), key=sum))
+    parts = {"products": products}
+    if config.recompute_granularity != "none":
+        parts["again"] = again
+    if formulas.on_host(config):
+        there = dataclasses.replace(config, checkpoint_in_cpu=False)
+        parts["host copies"] = ideal - schedules.busy_time(
+            *played(there, machine, [costs(there, machine, at) for at in stages], messages=(False,)))
+    return {**parts, "tp wires": max(0.0, ideal - sum(parts.values())),
             "bubble": schedules.step_time(free) - ideal,
             "pp wires": schedules.step_time(real) - schedules.step_time(free),
             "dp wires": max(exposed(config, machine, at, row) for at, row in zip(stages, real)),
@@ -172,10 +199,11 @@ def mfu(config: Config, seconds: float, peak: float) -> float:
 # ---- this machine
 
 def measure_machine(config: Config, mesh, most_rows=None) -> Machine:
-    """The three rates of a process while all others are as busy, each in an instant. All ranks call it together.
+    """The rates of a process while all others are as busy, each in an instant. All ranks call it together.
 
     products: an MLP forward and backward, on a slice (of it `most_rows` tokens at most) and this rank's part of the
-    features; wires: sums of a slice's activation; memory: numbers that are read and written.
+    features; wires: sums of a slice's activation; memory: numbers that are read and written; host: copies of a slice's
+    activation, where there are any.
     """
     dtype, device = config.params_dtype, mesh.device
     rows = min(formulas.tokens(config) // formulas.slices(config), most_rows or sys.maxsize)
@@ -192,8 +220,10 @@ def measure_machine(config: Config, mesh, most_rows=None) -> Machine:
     group = next((group for group in (mesh.tp_group, mesh.dp_group, mesh.pp_group) if group.size() > 1), None)
     wires = memory if group is None else rate(formulas.wire_bytes("all_reduce", sent.nbytes, group.size()),
                                               lambda: dist.all_reduce(sent, group=group), device)
+    pinned = torch.empty_like(sent, device="cpu", pin_memory=True) if formulas.on_host(config) else None
+    host = math.inf if pinned is None else rate(sent.nbytes, lambda: pinned.copy_(sent, non_blocking=True), device)
     return Machine(products=rate(3 * 2 * 2 * rows * h * ffn, mlp, device), near=wires, far=wires, latency=0.0,
-                   per_host=config.world_size, memory=memory)
+                   per_host=config.world_size, memory=memory, host=host)
 
 
 def require_room(config: Config, device, local_world_size: int):

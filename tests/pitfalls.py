@@ -315,18 +315,18 @@ def own_masks(config):
     return [(model.Dropout, "hidden", lambda self, site, x: hidden(self, site + " elsewhere" * self.mesh.tp_rank, x))]
 
 
-@pitfall("All ranks drop the same of their heads", "`nanodomino/model.py`, `Dropout.sublayer`: drawn for all heads, then cut",
+@pitfall("All ranks drop the same of their heads", "`nanodomino/model.py`, `Dropout.core`: drawn for all heads, then cut",
          attention_dropout=0.2, **TP)
 def same_masks(config):
     """Inside a sublayer the ranks hold different heads, and one seed for all drops alike in head 0 and head n/t. Nothing
     diverges; the noise is only less independent than it should be, and another on each layout."""
-    sublayer = model.Dropout.sublayer
+    core = model.Dropout.core
 
     def as_the_first(self, *arguments):
         first = SimpleNamespace(tp=self.mesh.tp, tp_rank=0)
         with mock.patch.object(self, "mesh", first):
-            return sublayer(self, *arguments)
-    return [(model.Dropout, "sublayer", as_the_first)]
+            return core(self, *arguments)
+    return [(model.Dropout, "core", as_the_first)]
 
 
 @pitfall("Dropout in evaluation", "`nanodomino/pipeline.py`, `run`: a schedule without backward does not train; no mode is kept anywhere",
@@ -745,6 +745,22 @@ def cost_by_name(config):
     return [(formulas, "alive", alive)]
 
 
+# ---- what is computed again
+
+@pitfall("What is computed again drops something else", "`nanodomino/model.py`, `Dropout`: a mask is a function of (seed, sample, place in the "
+         "model), also when it is drawn again", world_size=1, hidden_dropout=0.2, attention_dropout=0.2, recompute_granularity="full")
+def new_masks(config):
+    """Backward runs a part of the forward again, and the generator has moved on meanwhile: it differentiates another function than
+    the one whose loss it was given. Losses of a first step are right, gradients are those of nothing, and more noise is all that shows."""
+    draw = model.Dropout.draw
+
+    def moved_on(self, site, *others):
+        before = self.__dict__.setdefault("drawn", [])
+        before.append(site)
+        return draw(self, site + " again" * (before.count(site) > 1), *others)
+    return [(model.Dropout, "draw", moved_on)]
+
+
 # ---- those that are not put back here, and the tests that guard them
 
 GUARDED = [
@@ -771,6 +787,11 @@ GUARDED = [
      "test_evaluation_stops_at_the_end_and_counts_no_token_twice"),
     ("A tensor of the logits' size too many", "A softmax in fp32 that the tape keeps, or a product that is rounded before it is added: memory, "
      "and nothing else.", "test_fake_cuda.py", "test_memory_of_gpt2"),
+    ("A sum that is repeated with what is computed again", "A sublayer that runs again up to its end puts its sum on the wires again, and who adds it "
+     "adds it twice.", "test_recompute.py", "test_no_sum_is_repeated"),
+    ("Memory that is given up while a copy still reads it", "Copies to the host and back run beside training. A tensor is freed, its memory is given to "
+     "another, and the copy takes what it finds; or somebody reads what has not come back yet.", "test_recompute.py",
+     "test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits"),
     ("A new setting that refuses every older checkpoint", "What was not recorded is compared with today's default.", "test_settings.py",
      "test_a_run_of_an_older_version_goes_on"),
     ("A sign of a zero", "An optimizer that takes the sign of a gradient makes a full step of the rounding of a true zero, and the layouts part.",
@@ -785,7 +806,6 @@ GUARDED = [
 TO_COME = [
     ("Activations cut along the sequence", "Norms and biases then see a part of the tokens on each rank: their gradients need a sum over tp that they do not need today."),
     ("Training in fp16", "The scale of the loss must go up and down on all ranks alike: one that has seen an overflow tells all of them."),
-    ("Recomputation", "A second forward that draws new dropout masks differentiates another function; one that repeats a sum over ranks adds it twice."),
     ("Gated MLPs, grouped queries", "Gate and up cut as one block pair the wrong halves, as q, k and v do; query heads must stay with their group."),
     ("Rotary positions", "Interleaved pairs and halves are two conventions, and shapes do not tell which; positions that begin at 0 in every slice, or at every cached "
      "token, are right for the first one."),

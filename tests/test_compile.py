@@ -21,13 +21,14 @@ from nanodomino.parallel import exponentials_of_rows, maximum_and_sum_of_rows
 GRAPHS = 7
 
 
-def graphs(layers, micro_batch_size=4, one_differs=False, dropout=0.0):
+def graphs(layers, micro_batch_size=4, one_differs=False, dropout=0.0, recompute_granularity="none"):
     """Captured by each of: the warm-up, a step, an evaluation, another step. one_differs: one norm's weight is of
     another type than the others'."""
     torch._dynamo.reset()
     counters.clear()
     config = tiny(2, tensor_model_parallel_size=2, num_layers=layers, slices=2, micro_batch_size=micro_batch_size,
-                  global_batch_size=2 * micro_batch_size, dtype="bfloat16", hidden_dropout=dropout)
+                  global_batch_size=2 * micro_batch_size, dtype="bfloat16", hidden_dropout=dropout,
+                  recompute_granularity=recompute_granularity)
     data, found = random_data(config, 2), []
     with fake_world(0, 2):
         mesh, model, optimizer, _ = build(config)
@@ -73,6 +74,10 @@ def test_compiled_cross_entropy_reads_the_logits_twice_and_writes_them_once(monk
 @pytest.mark.parametrize("layers", [2, 6])
 def test_a_model_of_any_depth_has_the_same_few_graphs(layers):
     assert graphs(layers) == [GRAPHS, 0, 0, 0]
+
+
+def test_a_norm_that_is_computed_again_has_the_graph_that_opens_a_stage():
+    assert graphs(2, recompute_granularity="full") == [GRAPHS, 0, 0, 0]
 
 
 def test_an_evaluation_which_drops_nothing_has_its_graph_from_the_warm_up():

@@ -21,6 +21,9 @@ GPT2 = dict(model="gpt2", dtype="bfloat16", micro_batch_size=16, global_batch_si
             pipeline_model_parallel_size=1, data_parallel_size=1)          # 16 x 1024 tokens, one microbatch
 EIGHT = dict(model="nano", dtype="bfloat16", tensor_model_parallel_size=2, pipeline_model_parallel_size=2,
              data_parallel_size=2, micro_batch_size=4, slices=2)           # 2 microbatches a replica
+HOST = dict(model="nano", dtype="bfloat16", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+            data_parallel_size=1, slices=2, micro_batch_size=4, global_batch_size=8, num_layers=4, recompute_granularity="full")
+AGAIN = {"kept": (0, HOST), "on the host": (0, HOST | dict(checkpoint_in_cpu=True))}
 CASES = {"gpt2": (0, GPT2), "first stage": (0, EIGHT), "last stage": (7, EIGHT),
          "uneven slices": (7, EIGHT | dict(slices=3, columns=2))}
 
@@ -50,11 +53,11 @@ def counted(request):
                               capture_output=True, text=True, check=False)
         assert not done.returncode, done.stderr
         made.replace(library)
-    cases = [dict(rank=rank, settings=settings) for rank, settings in CASES.values()]
+    cases = [dict(rank=rank, settings=settings) for rank, settings in (CASES | AGAIN).values()]
     done = subprocess.run([sys.executable, HERE / "fake_cuda.py", library, json.dumps(cases)], capture_output=True,
                           text=True, check=False)
     assert not done.returncode, done.stderr
-    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True)).get
+    return dict(zip(CASES | AGAIN, map(json.loads, done.stdout.splitlines()), strict=True)).get
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -87,6 +90,16 @@ def test_copies_of_a_parameter_are_added_to_in_one_order_on_every_rank(counted, 
     counts = counted(case)
     slices = CASES[case][1].get("slices", 1) if case != "last stage" else 0
     assert counts["names"].get("aten.index_add_.default", 0) == slices * counts["microbatches"]
+
+
+def test_what_leaves_for_the_host_leaves_room_and_nobody_waits_for_it(counted):
+    """Each x of 8 sublayers and two slices, of each microbatch; back come all but the last sublayer's, which are needed
+    before they have gone. Where most is on the GPU these are left, and the residual stream."""
+    kept, away = counted("kept"), counted("on the host")
+    assert away["waits"] == kept["waits"] == {"tolist": 1} and not away["mixed"]
+    assert away["copies"]["copy to the host"] == 8 * 2 * away["microbatches"]
+    assert away["copies"]["pinned"] - kept["copies"]["pinned"] == 7 * 2 * away["microbatches"]
+    assert kept["peak"] - away["peak"] >= 6 * 4 * 128 * 96 * 2
 
 
 @pytest.mark.parametrize("part", TRAFFIC)

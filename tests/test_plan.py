@@ -26,6 +26,7 @@ from nanodomino.domino import Domino
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.mesh import make_mesh
 from nanodomino.model import flops_per_token, on_paper, parameter_count
+from nanodomino.recompute import GRANULARITIES
 from nanodomino.schedules import SCHEDULES, Schedule, most_alive
 from nanodomino.zero import ZeroOptimizer
 
@@ -91,6 +92,35 @@ def test_tapes_are_as_many_as_microbatches_alive_but_a_pair_has_one_that_grows_a
     one = (10 * sum(formulas.kept_by_layer(config).values())
            + sum(formulas.kept_by_ends(config, at, chunk).values()))
     assert formulas.activation_bytes(config, at) == pytest.approx(fits * one)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("granularity, replicated, cut", [("none", 4, 12), ("selective", 4, 7), ("full", 2, 0)])
+def test_a_layer_keeps_so_many_activations(granularity, replicated, cut, tp):
+    """(4 + 12/t) X; without attention's and gelu's inside (4 + 7/t) X; x alone 2 X. Beside them what a token has of each
+    norm and head."""
+    config = cluster(8, tensor_model_parallel_size=tp, recompute_granularity=granularity)
+    kept = formulas.kept_by_layer(config)
+    small = sum(kept.pop(name, 0) for name in ("norm statistics", "logsumexp"))
+    assert sum(kept.values()) == (replicated + cut / tp) * formulas.activation(config) > 100 * small
+
+
+def test_what_full_recomputation_keeps_goes_to_the_host_of_a_gpu_and_stays_where_there_is_none():
+    """2 X a layer of each microbatch that is alive: here four, of ten layers. On the GPU stays what is not a layer's."""
+    config = cluster(4, pipeline_model_parallel_size=4, global_batch_size=16, recompute_granularity="full", device="cuda")
+    at, away = formulas.place(config), dataclasses.replace(config, checkpoint_in_cpu=True)
+    moved = 4 * 10 * 2 * formulas.activation(config)
+    assert formulas.host_bytes(away, at) == moved and formulas.host_bytes(config, at) == 0
+    assert formulas.activation_bytes(config, at) - formulas.activation_bytes(away, at) == moved
+    assert formulas.activation_bytes(config, at) < 1.02 * moved + 5 * formulas.activation(config)
+    on_cpu, kept = (dataclasses.replace(one, device="cpu") for one in (away, config))
+    assert formulas.host_bytes(on_cpu, at) == 0 and formulas.activation_bytes(on_cpu, at) == formulas.activation_bytes(kept, at)
+
+
+def test_what_is_left_for_weight_gradients_is_the_same_however_little_was_kept():
+    """What was computed again stays for them."""
+    left = [formulas.left_by_layer(cluster(8, **TP8, recompute_granularity=one)) for one in GRANULARITIES]
+    assert left[0] == left[1] == left[2]
 
 
 def test_what_waits_for_its_weight_gradients_holds_as_much_as_before_but_for_small_terms():
@@ -217,6 +247,39 @@ def test_weight_gradients_that_are_done_apart_cover_no_wires():
     assert both - together == pytest.approx(min(whole.wires, whole.cover), rel=0.02)
 
 
+@pytest.mark.parametrize("granularity, again", [("selective", lambda dense, attention: attention),
+                                                ("full", lambda dense, attention: 7 / 12 * dense + attention)])
+def test_what_is_computed_again_is_added_to_the_products(granularity, again):
+    """Attention's own; of the matrices q, k, v and the first of the MLP, 3 + 4 of 12 h^2: less than a third of a step."""
+    plain = cluster(32, **TP8, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
+    config, at, one = dataclasses.replace(plain, recompute_granularity=granularity), formulas.place(plain), machine(products=1e12)
+    (chunk,) = formulas.stage(plain, at).chunks
+    dense, _, attention = step_time.flops(plain, at, chunk)
+    before, after = step_time.step_seconds(plain, one), step_time.step_seconds(config, one)
+    assert after["again"] == pytest.approx(16 * again(dense, attention) / 1e12)
+    assert after["products"] == before["products"] and after["bubble"] / before["bubble"] == pytest.approx(1 + after["again"] / after["products"], rel=0.01)
+    assert 0.01 < after["again"] / after["products"] < 0.25
+
+
+def test_what_is_computed_again_covers_sums_as_weight_gradients_do():
+    """With one slice, at sums that take longer than these."""
+    config = cluster(8, **TP8, micro_batch_size=1, slices=1, vocab_size=128)
+    again = dataclasses.replace(config, recompute_granularity="full")
+    at, one = formulas.place(config), machine(products=1e13, near=1e9)
+    plain, longer = (step_time.costs(each, one, at)["backward", 0] for each in (config, again))
+    assert plain.wires > longer.cover > plain.cover
+    assert step_time.take_turns(config, plain) == step_time.take_turns(again, longer)
+
+
+def test_copies_to_the_host_take_time_where_they_are_longer_than_all_else():
+    """Of each rank: they are not shared over tp."""
+    config = cluster(8, **TP8, vocab_size=128, global_batch_size=2, recompute_granularity="full", checkpoint_in_cpu=True, device="cuda")
+    one, copied = machine(products=1e14), 2 * 2 * 2 * 40 * formulas.activation(config)     # 2 microbatches, out and back, of 2 x 40 sublayers
+    fast, slow = (step_time.step_seconds(config, dataclasses.replace(one, host=rate)) for rate in (1e15, 1e9))
+    assert fast["host copies"] == pytest.approx(0.0) and sum(slow.values()) == pytest.approx(copied / 1e9)
+    assert slow["products"] == fast["products"] and slow["host copies"] > 0.5 * copied / 1e9
+
+
 def exposed_of(config, one) -> tuple:
     """(seconds that the only stage's actions take, those of the last of them, by which its sums outlast them)."""
     at = formulas.place(config)
@@ -310,7 +373,10 @@ def check_memory(held, said, peak=math.inf):
     (4, dict(pipeline_model_parallel_size=2, zero_stage=0, micro_batch_size=1, bucket_size=1)),
     (8, dict(**TP8, slices=1, columns=5, global_batch_size=3, dtype="float32", attention_dropout=0.1)),
     (8, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, dtype="bfloat16")),
-], ids=["dropout", "gpipe-untied", "rmsnorm-lion", "tp4-columns", "zero0-buckets", "tp8", "tp2-pp2-dp2"])
+    (2, dict(tensor_model_parallel_size=2, slices=2, columns=2, recompute_granularity="selective", hidden_dropout=0.1, attention_dropout=0.1)),
+    (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, dtype="bfloat16", recompute_granularity="full",
+             hidden_dropout=0.1, attention_dropout=0.1)),
+], ids=["dropout", "gpipe-untied", "rmsnorm-lion", "tp4-columns", "zero0-buckets", "tp8", "tp2-pp2-dp2", "selective", "full"])
 def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_size, changes):
     config = tiny(world_size, **{"global_batch_size": 12, "num_layers": 2, "device": "cpu", **changes})
     for of_memory, (counted, said) in pool.run(held_rank, config, world_size=world_size):
@@ -318,12 +384,15 @@ def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_
         assert counted == said
 
 
-@pytest.mark.parametrize("tp, slices", [(1, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("tp, slices, granularity", [
+    (1, 1, "none"), (1, 3, "none"), (2, 2, "none"), (1, 2, "full"),
+    *(pytest.param(1, slices, granularity, marks=pytest.mark.exhaustive) for slices, granularity in ((1, "full"), (3, "full"), (1, "selective"), (3, "selective")))])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_schedule_holds_and_sends_what_its_actions_say(pool, schedule, tp, slices):
+def test_each_schedule_holds_and_sends_what_its_actions_say(pool, schedule, tp, slices, granularity):
     """5 layers on two stages: chunks are not equal."""
     config = tiny(2 * tp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2, schedule=schedule, slices=slices,
-                  num_layers=5, global_batch_size=18, hidden_size=32, device="cpu", hidden_dropout=0.1 * (slices == 3))
+                  num_layers=5, global_batch_size=18, hidden_size=32, device="cpu", hidden_dropout=0.1 * (slices == 3),
+                  recompute_granularity=granularity)
     for of_memory, (counted, said) in pool.run(held_rank, config, world_size=2 * tp):
         check_memory(*of_memory, PEAK)
         assert counted == said
@@ -528,6 +597,9 @@ def test_a_plan_knows_a_schedule_that_was_added_later(capsys, monkeypatch):
 
 @pytest.mark.parametrize("flags, reason, remedy", [
     (["--tp", 2, "--pp", 1, "--micro-batch-size", 8, "--gpu", "A100"], "activations", "--micro-batch-size 1"),
+    (["--tp", 4, "--pp", 1, "--micro-batch-size", 16, "--gpu", "A100"], "activations", "--recompute-granularity full"),
+    (["--tp", 4, "--pp", 1, "--micro-batch-size", 16, "--gpu", "A100", "--recompute-granularity", "selective"], "activations",
+     "--recompute-granularity full --checkpoint-in-cpu"),
     (["--tp", 8, "--pp", 4, "--schedule", "gpipe"], "activations", "--schedule 1f1b"),
     (["--tp", 8, "--pp", 1, "--zero-stage", 0, "--gpu", "A10"], "optimizer", "--zero-stage 1"),
     (["--tp", 1, "--pp", 1], "gradients", "--pipeline-model-parallel-size 2"),
@@ -548,6 +620,7 @@ def test_a_plan_that_does_not_fit_says_why_and_what_helps(capsys, flags, reason,
     (["plan", "--reserve", 2], "--reserve must be from 0 to 0.9, but is 2.0"),
     (["plan", "--dtype", "float32"], "--gpu H100 needs --dtype bfloat16"),
     (["comm", "--tp", 3], "num-attention-heads 8 must be divisible by tensor-model-parallel-size 3"),
+    (["plan", "--checkpoint-in-cpu"], "--checkpoint-in-cpu needs --recompute-granularity full"),
     (["comm", "--dp", 0], "--data-parallel-size must be at least 1, but is 0"),
     (["memory", "--slices", 9], "slices 9 must be at most micro-batch-size 4")])
 def test_wrong_flags_give_one_sentence(capsys, arguments, words):

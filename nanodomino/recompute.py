@@ -1,0 +1,155 @@
+"""What the tape keeps of a sublayer, and what backward computes again (2205.05198, sections 4 and 5).
+
+Forward computes one thing from the other, and backward needs them all but the last:
+
+    x, h = bridge(x, y)    c = h W1^T + b1    a = core(c)    y = sum over tp of a W2^T
+
+Whatever stands behind one that was kept can be computed again from it. --recompute-granularity says what is kept of a
+sublayer; of a layer, with X bytes an activation [b, s, h]:
+
+    none         x, h, what the core keeps, a     (4 + 12/t) X     nothing is computed again
+    selective    x, h, c                          (4 +  7/t) X     the core: attention, gelu
+    full         x                                       2 X       the norm, the column-parallel product, the core
+
+**No sum is repeated.** x is what it was after the sum before, and a is the last that backward needs, so what is
+computed again stands between two sums, and has none of its own. Nor is the row-parallel product repeated, whose result
+nobody needs: full recomputation costs 7/12 of the layers' products once more, and attention. Dropout masks are no
+state: they are drawn again, from sample and site, and are the same.
+
+Each operation runs again on the same operands, so gradients have the same bits, with one exception: where a compiler
+has fused the bridge, h came from a sum that was not yet rounded to 16 bit, and comes from a rounded one now.
+
+What is computed again waits for no sum, so it is cover: backward computes a sublayer's things again while the sum of
+the sublayer above is still on its way (input_gradient in domino.py), and holds those of one sublayer at a time. Where
+input and weight gradients are apart, what a weight gradient needs stays until that.
+
+--checkpoint-in-cpu (DeepSpeed's name) moves what full recomputation keeps to the host's memory. Each x leaves a GPU
+behind the work that follows, and comes back one sublayer before it is needed. On a CPU it is there already.
+"""
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass
+class Bridge:
+    """What backward needs of one."""
+    weights: tuple                       # of the norm: weight, bias
+    before: object                       # domino.Step of the sublayer that it closes; None at a chunk's start
+    x: torch.Tensor                      # x' [b, s, h], at which the norm is differentiated
+    statistics: tuple
+
+
+@dataclass
+class Link:
+    """What backward needs of one sublayer: the bridge into it, its core, and the inputs of its two products. What the
+    tape does not keep of it is None."""
+    step: object                         # domino.Step
+    bridge: Bridge
+    h: torch.Tensor | None               # [b, s, h], into the column-parallel product
+    c: torch.Tensor | None               # [b, s, .../t], out of it, into the core
+    kept: object                         # of the core
+    activation: torch.Tensor | None      # [b, s, .../t], into the row-parallel product
+
+
+# What the tape forgets of a link as soon as forward is through with it.
+GRANULARITIES = {"none": ("c",),                               # the core keeps what it needs of it
+                 "selective": ("kept", "activation"),
+                 "full": ("h", "c", "kept", "activation")}
+
+
+def in_words(config) -> str:
+    """', full recomputation from the host's memory'; nothing where nothing is computed again."""
+    if config.recompute_granularity == "none":
+        return ""
+    return f", {config.recompute_granularity} recomputation" + " from the host's memory" * config.checkpoint_in_cpu
+
+
+class TapePolicy:
+    """What a stage's tapes keep."""
+
+    def __init__(self, config, device, slices: int):
+        self.forgets = GRANULARITIES[config.recompute_granularity]
+        self.keeps_masks = config.recompute_granularity != "full"
+        self.host = HostMemory(device, slices) if config.checkpoint_in_cpu and device.type == "cuda" else None
+
+    def keep(self, link):
+        """The link, as the tape has it."""
+        for name in self.forgets:
+            setattr(link, name, None)
+        if self.host:
+            link.bridge = replace(link.bridge, x=self.host.leave(link.bridge.x))
+        return link
+
+    def pop(self, stage, piece):
+        """The last link of the tape, whole."""
+        self.restore(stage, piece)
+        return piece.links.pop()
+
+    def restore(self, stage, piece):
+        """Make the last link whole, if there is one. stage: the Domino whose tape it is."""
+        if not piece.links or piece.links[-1].activation is not None:
+            return
+        link = piece.links[-1]
+        if self.host:
+            link.bridge.x = self.host.take(link.bridge.x)
+            if len(piece.links) > 1:
+                self.host.fetch(piece.links[-2].bridge.x)
+        if link.h is None:
+            _, link.h, *_ = stage.bridge(link.bridge.x, None, None, None, *link.step.norm)
+        _, link.activation, link.kept = stage.inside(piece, link.step, link.h, link.c)
+        link.c = None
+
+
+@dataclass
+class Away:
+    """An x that has left for the host."""
+    host: torch.Tensor                   # pinned
+    x: torch.Tensor | None               # on the GPU: until it has gone, and again once it is on its way back
+    back: torch.cuda.Event | None = None               # when it is there again
+
+
+class HostMemory:
+    """The host's memory behind a GPU, with a stream for each way.
+
+    Memory of the GPU is given up where training's stream has waited for the copy, so that whoever is given it next
+    comes later. record_stream() would not hold that stream up; but then the memory is free only when the host sees that
+    the copy is over, and a host that runs ahead of its GPU would find no x gone, and take new memory for each. Of the
+    host's own, pinned memory torch sees to that itself.
+    """
+
+    def __init__(self, device, most: int):
+        self.device, self.most = device, most                  # x's that may be leaving at once
+        self.there, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.leaving = deque()
+
+    def leave(self, x) -> Away:
+        """Begin to copy it to the host."""
+        away = Away(torch.empty(x.shape, dtype=x.dtype, pin_memory=True), x)
+        self.there.wait_stream(torch.cuda.current_stream())    # which computes x
+        with torch.cuda.stream(self.there):
+            away.host.copy_(x, non_blocking=True)
+        self.leaving.append((away, self.there.record_event()))
+        if len(self.leaving) > self.most:
+            gone, copied = self.leaving.popleft()
+            torch.cuda.current_stream().wait_event(copied)
+            gone.x = None
+        return away
+
+    def fetch(self, away: Away):
+        """Begin to copy it back, if it has gone."""
+        if away.x is None:
+            away.x = torch.empty(away.host.shape, dtype=away.host.dtype, device=self.device)
+            self.back.wait_stream(torch.cuda.current_stream())  # which may still use this memory for something else
+            with torch.cuda.stream(self.back):
+                away.x.copy_(away.host, non_blocking=True)
+            away.back = self.back.record_event()
+
+    def take(self, away: Away):
+        """x, for whoever computes in the current stream."""
+        self.fetch(away)
+        if away.back:
+            torch.cuda.current_stream().wait_event(away.back)
+        return away.x
