@@ -50,6 +50,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from nanodomino.buckets import Bucket
 from nanodomino.command import run
 from nanodomino.config import DTYPES, Config
 from nanodomino.manifest import (FORMAT, SAVED, checkpoints_of, clear_leftovers, discard, file_digests, find_checkpoint,
@@ -58,7 +59,7 @@ from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
 from nanodomino.pieces import Pieces
 from nanodomino.settings import UserError, require
-from nanodomino.zero import Bucket, ZeroOptimizer
+from nanodomino.zero import ZeroOptimizer
 
 # ---- tensors under global names
 

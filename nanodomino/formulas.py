@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
+from nanodomino.buckets import Kind, flat_layout, sort_into_buckets
 from nanodomino.config import Config
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.mesh import MESSAGE_BLOCKS, Mesh, mesh_on_paper
@@ -41,7 +42,6 @@ from nanodomino.optimizers import OPTIMIZERS
 from nanodomino.parallel import CHUNK_BYTES
 from nanodomino.pipeline import AHEAD
 from nanodomino.schedules import Forward, asked, gives, most_alive, takes
-from nanodomino.zero import Kind, flat_layout, sort_into_buckets
 
 # ---- the grid
 

@@ -38,7 +38,7 @@ import test_domino  # noqa: E402
 import test_zero  # noqa: E402
 import train  # noqa: E402
 from harness import build, tiny, train_rank, train_steps  # noqa: E402
-from nanodomino import checkpoint, domino, formulas, model, pipeline, schedules, zero  # noqa: E402
+from nanodomino import buckets, checkpoint, domino, formulas, model, pipeline, schedules, zero  # noqa: E402
 from nanodomino.manifest import newest_sound  # noqa: E402
 from pool import Pool  # noqa: E402
 from side_by_side import CHECKED, END, LONG, TABLE, TOLERANCE, Pitfall, Side, check, judge, measure, pitfall, worst  # noqa: E402
@@ -482,12 +482,12 @@ def own_norm(config):
     return [(zero.ZeroOptimizer, "sum_over_world", own)]
 
 
-@pitfall("Biases and norms decay", "`nanodomino/zero.py`, `sort_into_buckets`: a bucket holds parameters of one kind", world_size=1)
+@pitfall("Biases and norms decay", "`nanodomino/buckets.py`, `sort_into_buckets`: a bucket holds parameters of one kind", world_size=1)
 def all_decay(config):
     """A flat buffer forgets whose numbers it holds, and one rate of decay serves all. Norm weights are drawn from 1 towards 0,
     slowly; loss and gradients of the first step are right."""
-    kind = zero.Kind
-    return [(zero, "Kind", lambda decay, **others: kind(decay=True, **others))]
+    kind = buckets.Kind
+    return [(buckets, "Kind", lambda decay, **others: kind(decay=True, **others))]
 
 
 @pitfall("One rank skips a step, the others do not", "`nanodomino/zero.py`, `ZeroOptimizer.sum_over_world`: what does not count must be finite "
@@ -513,7 +513,7 @@ def bfloat16_accumulates(pool):
     test_zero.test_bfloat16_gradients_accumulate_in_fp32(pool)
 
 
-@pitfall("Gradients are added up in 16 bit", "`nanodomino/zero.py`, `Bucket`: `main_grad` is fp32", world_size=1, micro_batch_size=1,
+@pitfall("Gradients are added up in 16 bit", "`nanodomino/buckets.py`, `Bucket`: `main_grad` is fp32", world_size=1, micro_batch_size=1,
          check=bfloat16_accumulates, shown="It is plainest in 300 equal gradients, whose sum in bfloat16 is not 300 of them.")
 def added_in_16_bit(config):
     """bfloat16 has 8 bits: of many microbatches, the later ones are each too small beside the sum to change it, and from 256
@@ -535,12 +535,12 @@ def added_in_16_bit(config):
     return [(domino, "add_weight_gradient", one), (domino, "add_gradients", several)]
 
 
-@pitfall("Padding of a flat buffer counts", "`nanodomino/zero.py`, `Bucket` and `ZeroOptimizer.zero_grad`: all of a buffer is zeroed, not only "
-         "the views of it", hidden_size=17, num_attention_heads=1)
+@pitfall("Padding of a flat buffer counts", "`nanodomino/buckets.py`, `Bucket`; `nanodomino/zero.py`, `ZeroOptimizer.zero_grad`: all of a "
+         "buffer is zeroed, not only the views of it", hidden_size=17, num_attention_heads=1)
 def padding_counts(config):
     """A flat buffer is rounded up to a length that can be cut. Left as the memory was found, the numbers between the parameters
     are gradients to the norm and to the optimizer; on a fresh machine they are zeros, and it works."""
-    make = zero.Bucket.__init__
+    make = buckets.Bucket.__init__
 
     def as_found(self, *arguments):
         make(self, *arguments)
@@ -551,7 +551,7 @@ def padding_counts(config):
             for weight in bucket.parameters:
                 weight.main_grad.zero_()
         self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
-    return [(zero.Bucket, "__init__", as_found), (zero.ZeroOptimizer, "zero_grad", views_alone)]
+    return [(buckets.Bucket, "__init__", as_found), (zero.ZeroOptimizer, "zero_grad", views_alone)]
 
 
 # ---- data and evaluation
