@@ -96,7 +96,7 @@ def host_memory(optimizer: ZeroOptimizer, mesh: Mesh) -> list[tuple]:
     """
     wanted = [(bucket, part, *to_save(bucket, mesh)) for bucket in optimizer.buckets for part in optimizer.kept]
     total = sum(end - begin for *_, begin, end in wanted)
-    like = optimizer.buckets[0].main_grad
+    like = optimizer.buckets[0].own_grad
     blocks = [torch.empty(1 << i, dtype=like.dtype, pin_memory=like.is_cuda)
               for i in range(total.bit_length()) if total >> i & 1]
     host, free = [], like[:0]

@@ -101,7 +101,8 @@ class Config:
     virtual_stages: int = of_layout(None, "runs of layers, chunks, that each stage holds (default as few as the "
                                           "schedule can do with)", short="--num-virtual-stages-per-pipeline-rank",
                                     kind=int, follows=True, absent=1)
-    zero_stage: int = of_layout(1, "1: each replica keeps 1/dp of the optimizer; 0: all of it", choices=(0, 1), least=0)
+    zero_stage: int = of_layout(1, "1: a replica keeps 1/dp of the optimizer; 2: of the gradients too; 0: all of both",
+                                choices=(0, 1, 2), least=0)
     bucket_size: int = of_layout(10_000_000, "parameters in a gradient bucket, reduced while backward goes on")
 
     train_iters: int = of_training(200, "optimizer steps")

@@ -38,7 +38,7 @@ import test_domino  # noqa: E402
 import test_zero  # noqa: E402
 import train  # noqa: E402
 from harness import build, tiny, train_rank, train_steps  # noqa: E402
-from nanodomino import buckets, checkpoint, domino, formulas, model, pipeline, schedules, zero  # noqa: E402
+from nanodomino import buckets, checkpoint, domino, formulas, model, schedules, zero  # noqa: E402
 from nanodomino.manifest import newest_sound  # noqa: E402
 from pool import Pool  # noqa: E402
 from side_by_side import CHECKED, END, LONG, TABLE, TOLERANCE, Pitfall, Side, check, judge, measure, pitfall, worst  # noqa: E402
@@ -409,19 +409,19 @@ def other_order(config):
 
 # ---- the pipeline
 
-@pitfall("The reduce over replicas starts with the first backward", "`nanodomino/pipeline.py`, `run`: `on_final` goes to the schedule's last "
-         "backward", conditions=wires("early"))
+@pitfall("The reduce over replicas starts with the first backward", "`nanodomino/zero.py`, `ZeroOptimizer.on_final`: a bucket waits for each "
+         "microbatch", conditions=wires("early"))
 def reduced_too_soon(config):
     """The gradients of a bucket are sent as soon as one microbatch has been there; what later ones add stays at home. The
     training sees a part of its batch: noisier, and just as plausible."""
-    run = pipeline.run
+    on_final, told = zero.ZeroOptimizer.on_final, set()
 
-    def first_backward(table, stage, *arguments):
-        *others, on_final, trace, on_action = arguments
-        backward, waiting = stage.backward, [on_final]
-        with mock.patch.object(stage, "backward", lambda tape, gradient, _, later: backward(tape, gradient, waiting.pop() if waiting else None, later)):
-            return run(table, stage, *others, on_final, trace, on_action)
-    return [(pipeline, "run", first_backward)]
+    def first_backward(self, modules):
+        if (self.updates, modules) not in told:
+            told.add((self.updates, modules))
+            for _ in range(config.microbatches):
+                on_final(self, modules)
+    return [(zero.ZeroOptimizer, "on_final", first_backward)]
 
 
 @pitfall("Layers that do not divide by the stages are lost", "`nanodomino/model.py`, `stage_layers`: the first stages hold one more", **PP)
@@ -550,7 +550,7 @@ def padding_counts(config):
         for bucket in self.buckets:
             for weight in bucket.parameters:
                 weight.main_grad.zero_()
-        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
+        self.missing = dict(self.reports)
     return [(buckets.Bucket, "__init__", as_found), (zero.ZeroOptimizer, "zero_grad", views_alone)]
 
 
@@ -745,6 +745,22 @@ def cost_by_name(config):
     return [(formulas, "alive", alive)]
 
 
+# ---- ZeRO-2
+
+@pitfall("The owner keeps the last microbatch's gradients", "`nanodomino/zero.py`, `ZeroOptimizer.finish`: what has arrived is added to the own part",
+         zero_stage=2, conditions=wires("early"))
+def kept_and_not_added(config):
+    """Each microbatch's gradients are reduced to their owner, who takes the place of its part for the place where they arrive: what
+    earlier ones brought is gone. With one microbatch a step it is right, and else the training sees a part of its batch."""
+    finish = zero.ZeroOptimizer.finish
+
+    def overwrites(self, left=0):
+        while len(self.under_way) > left:
+            self.under_way[0][0].own_grad.zero_()
+            finish(self, len(self.under_way) - 1)
+    return [(zero.ZeroOptimizer, "finish", overwrites)]
+
+
 # ---- those that are not put back here, and the tests that guard them
 
 GUARDED = [
@@ -760,7 +776,9 @@ GUARDED = [
      "them hold each other up for ever; so the schedule says when to ask.", "test_nccl.py",
      "test_who_asks_only_when_a_message_is_needed_holds_up_its_sender_for_ever"),
     ("A weight that is called final with its input gradient", "With backward in two halves what comes later stays at home: a weight is final after its last "
-     "weight gradient, which may be microbatches behind.", "test_pipeline.py", "test_gradients_go_to_the_replicas_with_the_last_that_each_chunk_adds"),
+     "weight gradient, which may be microbatches behind.", "test_words.py", "test_a_sublayers_gradients_are_all_there_when_it_is_called_final"),
+    ("Memory for gradients that is used again while they travel", "A bucket that hands it on before its reduce is done sums what another one adds, or zeros.",
+     "test_hazards.py", "test_nothing_is_touched_while_it_travels"),
     ("More stages than microbatches", "The warm-up is longer than the work, and a stage waits for a microbatch that never comes.", "test_layouts.py",
      "test_training_equals_one_plain_process"),
     ("Shards of replicas that no longer agree", "One kernel here and another there: copies part in the last bit, which no loss shows.",
