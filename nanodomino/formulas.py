@@ -433,8 +433,8 @@ def pipeline(config: Config, at) -> list[Traffic]:
 
 
 def replicas(config: Config, at) -> list[Traffic]:
-    """Once a step: gradients are summed (in ZeRO-2 once a microbatch), weights gathered; first and last stage agree on a
-    tied matrix, all ranks on the step."""
+    """Once a step gradients are summed (in ZeRO-2 once a microbatch) and weights gathered; first and last stage agree on
+    a tied matrix, all ranks on the step."""
     e, w, flat, times = element(config), wide(config), buckets(config, at), reduces(config)
     padded, count = sum(size for _, size in flat), len(flat)
     tied = [size // parts(config) for kind, size in flat if kind.tied]
