@@ -69,6 +69,8 @@ CASES += [
     case(2, 1, 1, slices=2, columns=3, micro_batch_size=8),     # 8 samples in 2 slices, 16 features in 3 columns
     *(case(1, 4, 1, micro_batch_size=24, schedule=name) for name in SCHEDULES),           # 1 microbatch, 4 stages
     case(1, 2, 2, schedule="interleaved", virtual_stages=3, micro_batch_size=4, num_layers=7),     # 3 microbatches: a round of 1
+    case(1, 2, 2, slices=2, zero=2, schedule="interleaved"),    # chunks share buckets, which microbatches of both then fill in turn
+    case(1, 2, 2, slices=2, zero=2, schedule="zb-v", bucket_size=1),
     case(2, 1, 2, slices=2, bucket_size=10_000_000),            # everything in one bucket of each kind
     case(2, 1, 2, slices=2, bucket_size=1),                     # every parameter in a bucket of its own
     case(2, 2, 1, slices=2, clip_grad=0.0),                     # no clipping

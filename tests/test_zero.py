@@ -65,8 +65,8 @@ def test_with_one_microbatch_stage_2_has_the_bits_of_stage_1(pool):
 
 
 def in_flight_rank(config, data):
-    """Of a step: (bytes of gradients that this rank's buckets have in memory beside their own parts, at most; those that are left
-    after it; reduces under way, at most; how often each bucket was reduced)."""
+    """Of a warm-up and a step: (bytes of gradients that this rank's buckets have in memory beside their own parts, at most; those
+    that are left; reduces under way, at most; how often each bucket was reduced in the step; the formula's bytes)."""
     mesh, _, optimizer, stage = build(config)
     take, reduce, most, under_way, reduced = Bucket.take, optimizer.reduce, 0, 0, Counter()
 
@@ -89,14 +89,16 @@ def in_flight_rank(config, data):
 
     Bucket.take, optimizer.reduce = taking, reducing
     try:
+        train.warm_up(stage, optimizer, config, mesh)
+        reduced.clear()
         train.train_step(1, stage, optimizer, data, config, mesh)
     finally:
         Bucket.take = take
     return most, bytes_now(), under_way, list(reduced.values()), formulas.gradient_buffers(config, mesh)
 
 
-@pytest.mark.parametrize("bucket_size", [1, 2000, 10_000_000])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule, bucket_size", [*((schedule, 1) for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v")), ("1f1b", 2000), *(
+    pytest.param(schedule, size, marks=pytest.mark.exhaustive) for schedule in SCHEDULES for size in (1, 2000, 10_000_000))])
 def test_gradients_in_memory_are_those_that_are_being_added_up_and_two_on_their_way(pool, schedule, bucket_size):
     """No more than the formula says and, of many small buckets, no more than a part of them all. Each is reduced by every microbatch."""
     config = tiny(4, pipeline_model_parallel_size=2, num_layers=8, slices=2, zero_stage=2, schedule=schedule, bucket_size=bucket_size, device="cpu",
