@@ -126,7 +126,7 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
         hidden = None if chunk.pre_process else torch.zeros(shape, dtype=config.params_dtype, device=mesh.device)
         run_alone(stage.forward(nothing, hidden, training=False, chunk=number))
         output, tape = run_alone(stage.forward(nothing, hidden, chunk=number))
-        run_alone(stage.backward(tape, torch.zeros_like(output)))
+        run_alone(stage.backward(tape, torch.zeros_like(output), optimizer.on_final))
     optimizer.warm_up()
 
 

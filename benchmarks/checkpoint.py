@@ -57,7 +57,7 @@ def answer(flags, place):
     model = GPT(config, mesh)
     optimizer = ZeroOptimizer(model, config, mesh)
     for bucket in optimizer.buckets:                          # moments exist after a step
-        bucket.main_grad.normal_()
+        bucket.own_grad.normal_()
     optimizer.optimizer.step()
     optimizer.updates = 1
 

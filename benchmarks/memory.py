@@ -74,7 +74,7 @@ def measure(config: Config, mesh, optimizer, stage, dataset) -> dict[str, int]:
 def state_storages(model, optimizer) -> dict[str, dict[int, int]]:
     """Of each part of the state {storage: bytes}; what two parts share counts in the first."""
     tensors = {"parameters": [*model.parameters(), *(bucket.weights for bucket in optimizer.buckets)],
-               "gradients": [bucket.main_grad for bucket in optimizer.buckets],
+               "gradients": [bucket.own_grad for bucket in optimizer.buckets],
                "optimizer": optimizer.state_tensors()}
     found, before = {}, set()
     for name in STATE:

@@ -5,8 +5,9 @@
     step time        step_time.py, with a GPU's numbers from the tables here and in report.py, and with assumptions,
                      all of which are printed; the numbers among them can be changed by a flag
 
-What does not fit is told with its largest terms, and with the changes that would make it fit; and a line says which
-schedule that fits would be the fastest, of all that there are, with each number of chunks that deals the layers evenly.
+What does not fit is told with its largest terms, and with the changes that would make it fit, and how long a step would
+take then; and a line says which schedule that fits would be the fastest, of all that there are, with each number of
+chunks that deals the layers evenly.
 
     python bench.py plan --model gpt3-13b --gpus 64 --tp 8 --pp 4 --gpu A100
 
@@ -139,7 +140,7 @@ def plan(config: Config, flags):
         f"microbatches alive on stage 0: {formulas.alive(config, stages[0]):.3g}",
         *([f"and in the host's memory, of a GPU of stage 0: {bytes_text(formulas.host_bytes(config, stages[0]))}"]
           if formulas.on_host(config) else []),
-        *([] if fits else [why_not(config, needs, usable), what_helps(config, flags, usable)]), "",
+        *([] if fits else [why_not(config, needs, usable), what_helps(config, machine, flags, usable)]), "",
         table(["communication of a GPU in a step", "collective", "members", "calls", "bytes", "on the wires", "time"],
               communication_rows(config, machine)), "",
         table(["a step", "", ""], [[name, seconds_text(part), f"{part / seconds:.1%}"]
@@ -249,17 +250,22 @@ def why_not(config: Config, needs: list[dict], usable: float) -> str:
             f"largest terms are {' and '.join(largest)}")
 
 
-def what_helps(config: Config, flags, usable: float) -> str:
+def what_helps(config: Config, machine: Machine, flags, usable: float) -> str:
     """Changes of one thing, else of two, else more or other GPUs, with which it would fit."""
     found = []
+
+    def costs(most, *how):
+        seconds = sum(step_time.step_seconds(changed(config, *how), machine).values())
+        return f"({bytes_text(most)}, {seconds_text(seconds)} a step)"
+
     for count in (1, 2):
         for changes in itertools.combinations(remedies(config), count) if not found else ():
             merged = {name: value for change in changes for name, value in change.items()}
             if len(merged) == sum(map(len, changes)) and (most := most_needed(config, merged)) <= usable:
-                found.append(f"{flags_text(merged)} ({bytes_text(most)})")
+                found.append(f"{flags_text(merged)} {costs(most, merged)}")
     for gpus in (config.world_size * factor for factor in (2, 4, 8, 16) if not found):
         if (most := most_needed(config, {}, gpus)) <= usable:
-            found.append(f"--gpus {gpus} ({bytes_text(most)})")
+            found.append(f"--gpus {gpus} {costs(most, {}, gpus)}")
     if not found:
         most = most_needed(config, {})
         found = [f"--gpu '{name}'" for name, gpu in GPUS.items() if gpu.memory * (1 - flags.reserve) >= most]
@@ -270,7 +276,7 @@ def what_helps(config: Config, flags, usable: float) -> str:
 
 def remedies(config: Config) -> list[dict]:
     """Changes of one thing that take memory off a GPU."""
-    found = [{"zero_stage": 1}] if config.zero_stage == 0 and config.dp > 1 else []
+    found = [{"zero_stage": stage} for stage in (1, 2) if stage > config.zero_stage and config.dp > 1]
     found += [change for changes in other_schedules(config) for change in changes[:1] if config.pp > 1]
     found += less_on_tapes(config)
     found += [{name: 0.0} for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)]
@@ -288,15 +294,21 @@ def less_on_tapes(config: Config) -> list[dict]:
     return [{name: value for name, value in way.items() if value != now[name]} for way in ways[ways.index(now) + 1:]]
 
 
-def most_needed(config: Config, changes: dict, gpus=None) -> float:
-    """Bytes of the fullest GPU after the changes, dp being what is left; infinite if they can't be made."""
+def changed(config: Config, changes: dict, gpus=None) -> Config | None:
+    """After the changes, dp being what is left; None if they can't be made."""
     slices = min(config.slices, changes.get("micro_batch_size", config.micro_batch_size))
     try:
-        changed = dataclasses.replace(config, data_parallel_size=None, slices=slices, **changes)
-        changed = changed.resolve(gpus or config.world_size).with_vocabulary(config.vocab_size)
+        other = dataclasses.replace(config, data_parallel_size=None, slices=slices, **changes)
+        return other.resolve(gpus or config.world_size).with_vocabulary(config.vocab_size)
     except UserError:
+        return None
+
+
+def most_needed(config: Config, changes: dict, gpus=None) -> float:
+    """Bytes of the fullest GPU after the changes; infinite if they can't be made."""
+    if (other := changed(config, changes, gpus)) is None:
         return float("inf")
-    return max(sum(memory_terms(changed, formulas.place(changed, stage)).values()) for stage in range(changed.pp))
+    return max(sum(memory_terms(other, formulas.place(other, stage)).values()) for stage in range(other.pp))
 
 
 # ---- here

@@ -50,6 +50,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from nanodomino.buckets import Bucket
 from nanodomino.command import run
 from nanodomino.config import DTYPES, Config
 from nanodomino.manifest import (FORMAT, SAVED, checkpoints_of, clear_leftovers, discard, file_digests, find_checkpoint,
@@ -58,7 +59,7 @@ from nanodomino.mesh import TIMEOUT, Mesh
 from nanodomino.model import GPT
 from nanodomino.pieces import Pieces
 from nanodomino.settings import UserError, require
-from nanodomino.zero import Bucket, ZeroOptimizer
+from nanodomino.zero import ZeroOptimizer
 
 # ---- tensors under global names
 
@@ -95,7 +96,7 @@ def host_memory(optimizer: ZeroOptimizer, mesh: Mesh) -> list[tuple]:
     """
     wanted = [(bucket, part, *to_save(bucket, mesh)) for bucket in optimizer.buckets for part in optimizer.kept]
     total = sum(end - begin for *_, begin, end in wanted)
-    like = optimizer.buckets[0].main_grad
+    like = optimizer.buckets[0].own_grad
     blocks = [torch.empty(1 << i, dtype=like.dtype, pin_memory=like.is_cuda)
               for i in range(total.bit_length()) if total >> i & 1]
     host, free = [], like[:0]

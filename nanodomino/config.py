@@ -106,7 +106,8 @@ class Config:
                                                    "activation, or all of a layer but its input",
                                            choices=GRANULARITIES)
     checkpoint_in_cpu: bool = of_layout(False, "what full recomputation keeps goes to the host's memory")
-    zero_stage: int = of_layout(1, "1: each replica keeps 1/dp of the optimizer; 0: all of it", choices=(0, 1), least=0)
+    zero_stage: int = of_layout(1, "1: a replica keeps 1/dp of the optimizer; 2: of the gradients too; 0: all of both",
+                                choices=(0, 1, 2), least=0)
     bucket_size: int = of_layout(10_000_000, "parameters in a gradient bucket, reduced while backward goes on")
 
     train_iters: int = of_training(200, "optimizer steps")

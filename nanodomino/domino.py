@@ -211,8 +211,8 @@ class Domino:
     def backward(self, pieces, gradient, on_final=None, later=False):
         """Generator. gradient: of forward's output. Returns the gradient of `hidden` (None at the model's beginning).
 
-        on_final(modules) is called when no slice will add to the gradients of these modules any more: pass it for the
-        last microbatch, and their reduce over replicas can start behind the rest of backward.
+        on_final(modules) is called when no slice of this microbatch will add to the gradients of these modules any
+        more; so their reduce over replicas can start behind the rest of backward.
         later: weight gradients are left to weight_backward(), but the head's, which would keep the logits.
         """
         for piece in pieces:
@@ -337,8 +337,8 @@ class Domino:
         with self.trace.span("matmul", slice=piece.index, site=step.site):
             gradient = grad_y @ step.row
         gradient = step.core_backward(gradient, link.kept)     # of c
-        products = [(step.row.main_grad, grad_y, link.activation), (step.column.main_grad, gradient, link.h),
-                    (step.column_bias.main_grad, gradient, None)]
+        products = [(step.row, grad_y, link.activation), (step.column, gradient, link.h),
+                    (step.column_bias, gradient, None)]
         del link                                               # what is done with goes
         cover, later = (products, []) if piece.later is None else ([], products)
         grad_h = yield from self.input_gradient(piece, step.site, gradient, step.column, cover)
@@ -348,10 +348,10 @@ class Domino:
 
     def through(self, piece, tally, site, later, *modules):
         """A slice is through with these modules, but for the products that are left for later."""
-        if piece.later is None:
-            tally(*modules)
-        else:
+        if later:
             piece.later.append((site, later, modules))
+        else:
+            tally(*modules)
 
     def backward_head(self, piece, gradient, tally):
         """Generator: gradient of the losses [b, s] -> gradients of x and y before the final norm."""
@@ -359,7 +359,7 @@ class Domino:
         grad_logits = cross_entropy_gradient(piece.logits, piece.batch.labels, piece.output, piece.maximum, piece.sums,
                                              gradient, vocabulary, self.exponentials_of_rows)
         grad_h = yield from self.input_gradient(piece, "head", grad_logits, vocabulary.logits_weight(), [
-            (vocabulary.weight.main_grad[:vocabulary.width], grad_logits, piece.head_input)])
+            (vocabulary.weight, grad_logits, piece.head_input)])
         grad_x, grad_y = self.close(piece, piece.exit, None, grad_h)
         piece.exit = piece.head_input = piece.logits = None
         shared = model.config.tied and model.pre_process         # then the embedding will add to it, at the other end
@@ -380,9 +380,8 @@ class Domino:
         # not by index_add_, which on GPUs adds in any order: tp ranks have copies of these, and must add alike
         add_gradients([positions], [torch.ops.aten.embedding_dense_backward(
             gradient, piece.batch.positions, len(positions), -1, False)])
-        row, inside = words.locate(piece.batch.tokens)
-        gradient = (gradient * inside.unsqueeze(-1)).flatten(0, 1)
-        words.weight.main_grad.index_add_(0, row.flatten(), gradient.to(words.weight.main_grad.dtype))
+        (row, inside), main_grad = words.locate(piece.batch.tokens), main_grad_of(words.weight)
+        main_grad.index_add_(0, row.flatten(), (gradient * inside.unsqueeze(-1)).flatten(0, 1).to(main_grad.dtype))
 
     def input_gradient(self, piece, site, grad_output, weight, cover):
         """Generator: grad_output W, summed over ranks; the `cover`, weight gradients, once it is on the wires."""
@@ -400,7 +399,8 @@ class Domino:
     def weight_gradients(self, piece, site, products):
         with self.trace.span("weight_gradient", slice=piece.index, site=site):
             while products:
-                add_weight_gradient(*products.pop(0))
+                weight, gradient, activation = products.pop(0)   # a head has no gradient of some rows, the padding
+                add_weight_gradient(main_grad_of(weight)[:gradient.size(-1)], gradient, activation)
 
     # ---- the wires
 
@@ -431,9 +431,16 @@ def join(chunks):
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)
 
 
+def main_grad_of(weight):
+    """Where its gradients are added up. ZeRO-2 takes memory for them only now (buckets.py)."""
+    if weight.main_grad is None:
+        weight.bucket.take()
+    return weight.main_grad
+
+
 def add_gradients(weights, gradients):
     """To their main_grad, in one call for all of them that there are."""
-    torch._foreach_add_([weight.main_grad for weight in weights if weight is not None],
+    torch._foreach_add_([main_grad_of(weight) for weight in weights if weight is not None],
                         [gradient for gradient in gradients if gradient is not None])
 
 

@@ -13,6 +13,7 @@ has at hand. Times, which are a model and no count, are in step_time.py.
     what                                      bytes
     model state, 16-bit training              6 + 12/d a parameter                    1910.02054, sections 3.1 and 5.1,
     model state, fp32 training                8 + 8/d a parameter                     here with fp32 gradients; padding
+    the same in ZeRO-2                        2 + 16/d; 4 + 12/d; and some buckets    1910.02054, section 5.2
     activations of a layer and microbatch     4 X + (4 + 2 ffn/h) X/t + small terms   as in 2205.05198, section 4
       selective recomputation                 4 X + (3 + ffn/h) X/t                   section 5; recompute.py
       full recomputation                      2 X, on the GPU or in the host's memory
@@ -25,7 +26,8 @@ has at hand. Times, which are a model and no count, are in step_time.py.
     a boundary between stages, a microbatch   X down, X up; p v - 1 of them, of which 2104.04473, section 2.2
                                               those inside of a stage have no wires
     ZeRO-1, a step                            w a parameter scattered, e gathered     1910.02054, section 7
-    tied embedding on two stages, a step      a sum of w V h/t; of the own 1/d of it with ZeRO-1
+    ZeRO-2, a step                            m w a parameter scattered, e gathered   with m microbatches
+    tied embedding on two stages, a step      a sum of w V h/t; of the own 1/d of it with ZeRO
 
 On the wires of n ranks in a ring, each sends 2 (n-1)/n of what is summed, (n-1)/n of what is scattered or gathered.
 """
@@ -35,6 +37,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
+from nanodomino.buckets import Kind, flat_layout, sort_into_buckets
 from nanodomino.config import Config
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.mesh import MESSAGE_BLOCKS, Mesh, mesh_on_paper
@@ -43,7 +46,7 @@ from nanodomino.optimizers import OPTIMIZERS
 from nanodomino.parallel import CHUNK_BYTES
 from nanodomino.pipeline import AHEAD
 from nanodomino.schedules import Forward, asked, gives, most_alive, takes
-from nanodomino.zero import Kind, flat_layout, sort_into_buckets
+from nanodomino.zero import UNDER_WAY
 
 # ---- the grid
 
@@ -107,7 +110,17 @@ def activation(config: Config) -> int:
 
 def parts(config: Config) -> int:
     """Into how many parts the optimizer is cut."""
-    return config.dp if config.zero_stage == 1 else 1
+    return config.dp if config.zero_stage else 1
+
+
+def gradient_parts(config: Config) -> int:
+    """Into how many parts the gradients are cut."""
+    return config.dp if config.zero_stage == 2 else 1
+
+
+def reduces(config: Config) -> int:
+    """How often in a step gradients are summed over the replicas."""
+    return config.microbatches if gradient_parts(config) > 1 else 1
 
 
 @lru_cache(maxsize=1024)
@@ -126,7 +139,7 @@ def state_bytes(config: Config, at: Mesh) -> dict[str, int]:
     e, w, flat = element(config), wide(config), buckets(config, at)
     padded = sum(size for _, size in flat)
     counts = 4 * len(flat) if OPTIMIZERS[config.optimizer].counts else 0
-    return {"parameters": e * padded, "gradients": w * padded,
+    return {"parameters": e * padded, "gradients": w * padded // gradient_parts(config),
             "optimizer": kept(config) * w * padded // parts(config) + counts}
 
 
@@ -136,8 +149,8 @@ def kept(config: Config) -> int:
 
 
 def state_per_parameter(config: Config) -> float:
-    """Bytes, without padding; with AdamW 6 + 12/d or 8 + 8/d."""
-    return element(config) + wide(config) + kept(config) * wide(config) / parts(config)
+    """Bytes, without padding; with AdamW 6 + 12/d or 8 + 8/d, in ZeRO-2 2 + 16/d or 4 + 12/d."""
+    return element(config) + wide(config) / gradient_parts(config) + kept(config) * wide(config) / parts(config)
 
 
 def least_bytes(config: Config) -> int:
@@ -309,7 +322,20 @@ def working_bytes(config: Config, at) -> int:
         width = logits_width(config, at)
         chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"], w * n * width // slices(config))
         moments += [2 * x + chunk + beside[0], 2 * x + max(chunk, widened * h * width) + beside[1]]
-    return int(max(moments))
+    return int(max(moments)) + gradient_buffers(config, at)
+
+
+def gradient_buffers(config: Config, at) -> int:
+    """Of gradients that ZeRO-2 adds up, or has on their way, at most: a sublayer's two matrices, and the word
+    embedding's, to which the head adds before, and where chunks meet one more; all buckets that are no matrices; and
+    UNDER_WAY, which CPUs receive into memory of its own (collectives.py)."""
+    if gradient_parts(config) == 1:
+        return 0
+    flat = buckets(config, at)
+    matrices = sorted(size for kind, size in flat if kind.decay)
+    filled = sum(matrices[-2 - config.virtual_stages:]) + sum(size for kind, size in flat if not kind.decay)
+    travelling = UNDER_WAY * max(size for _, size in flat) * (1 if config.device == "cuda" else 2)
+    return wide(config) * (filled + travelling)
 
 
 def pair_bytes(config: Config, at, sublayers: int) -> float:
@@ -326,7 +352,7 @@ def pair_bytes(config: Config, at, sublayers: int) -> float:
 def receiving_bytes(config: Config, at) -> int:
     """Of gradients on their way to the sum, with what is still held of tapes, at most: on CPUs a reduce-scatter
     receives into memory of its own (collectives.py), of each chunk after its last action."""
-    if parts(config) == 1 or config.device == "cuda":
+    if parts(config) == 1 or gradient_parts(config) > 1 or config.device == "cuda":
         return 0
     chunks, row = stage(config, at).chunks, actions(config, at)
     last = {half.chunk: number for number, action in enumerate(row) for half in action.halves}
@@ -433,14 +459,14 @@ def pipeline(config: Config, at) -> list[Traffic]:
 
 
 def replicas(config: Config, at) -> list[Traffic]:
-    """Once a step: gradients are summed, weights gathered; first and last stage agree on a tied matrix, all ranks on
-    the step."""
-    e, w, flat = element(config), wide(config), buckets(config, at)
+    """Once a step gradients are summed (in ZeRO-2 once a microbatch) and weights gathered; first and last stage agree on
+    a tied matrix, all ranks on the step."""
+    e, w, flat, times = element(config), wide(config), buckets(config, at), reduces(config)
     padded, count = sum(size for _, size in flat), len(flat)
     tied = [size // parts(config) for kind, size in flat if kind.tied]
     found = [Traffic("embedding", "all_reduce", len(tied), w * sum(tied), "tied embedding")] if tied else []
-    if config.dp > 1 and config.zero_stage == 1:
-        found += [Traffic("dp", "reduce_scatter", count, w * padded, "gradients", backward=True),
+    if parts(config) > 1:
+        found += [Traffic("dp", "reduce_scatter", times * count, times * w * padded, "gradients", backward=True),
                   Traffic("dp", "all_gather", count * (1 if config.device == "cuda" else config.dp), e * padded,
                           "weights")]                          # on CPUs a broadcast of each replica's part
     elif config.dp > 1:

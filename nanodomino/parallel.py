@@ -46,7 +46,7 @@ def parameter(shape, config, mesh, *, shard_dim=None, std=None, value=0.0) -> nn
         local[shard_dim] //= mesh.tp
     weight = nn.Parameter(torch.empty(local, device=mesh.device, dtype=config.params_dtype))
     weight.full_shape, weight.shard_dim, weight.std, weight.value = tuple(shape), shard_dim, std, value
-    weight.main_grad = None        # where Domino adds weight gradients; zero.py sets it
+    weight.main_grad = weight.bucket = None        # where Domino adds weight gradients, and whose that is: buckets.py
     return weight
 
 

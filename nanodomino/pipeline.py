@@ -152,15 +152,13 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_sha
     generator as all of Domino's, returns (output, tape, loss_func), where loss_func(output) -> (sum of the losses that
     count, number of tokens that count); hidden_shape: [b, s, h] of a message. Gradients of the loss *sum* are added to
     each main_grad: the division by the global number of tokens comes once, later.
-    on_final: see Domino.backward; it is handed to each chunk's last backward, which is the schedule's to know.
+    on_final: see Domino.backward.
     on_action(done, count): told after each action, for whoever shows how far a long step has come.
     """
     actions, placement = table.rows[mesh.pp_rank], table.placement
     mail = Mail(mesh, table, hidden_shape, dtype, trace)
     totals = Totals(*torch.zeros(2, dtype=torch.float64, device=mesh.device))
-    finals = {half.chunk: half for action in actions for half in action.halves
-              if half.kind in ("backward", "weight_backward")}
-    training = bool(finals)
+    training = any(half.kind != "forward" for action in actions for half in action.halves)
     alive = {}                           # (microbatch, chunk) -> (tape, what the loss is differentiated by)
 
     def forward(half):
@@ -184,12 +182,11 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_sha
         later = half.kind == "input_backward"
         if later:
             alive[half.microbatch, half.chunk] = (tape, None)
-        mail.give(half, (yield from stage.backward(tape, gradient, on_final if half == finals[half.chunk] else None,
-                                                   later)))
+        mail.give(half, (yield from stage.backward(tape, gradient, on_final, later)))
 
     def weight_backward(half):
         tape, _ = alive.pop((half.microbatch, half.chunk))
-        yield from stage.weight_backward(tape, on_final if half == finals[half.chunk] else None)
+        yield from stage.weight_backward(tape, on_final)
 
     work = {"forward": forward, "backward": backward, "input_backward": backward, "weight_backward": weight_backward}
     mail.exchange(0)

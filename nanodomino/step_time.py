@@ -11,7 +11,8 @@
                  waits for one: a stage has nothing else to do between the forward that it has sent on and the backward
                  that this brings back
     dp wires     gradients beyond what a stage still does when they are final, chunk by chunk: with one chunk, beyond
-                 the last backward; gathering the weights, which nothing hides
+                 the last backward; gathering the weights, which nothing hides. In ZeRO-2 no backward is shorter than
+                 the wires of its gradients, as few buckets may be on their way: what that makes of the schedule
     optimizer    what is read and written for it, at the rate of the memory
     again        what backward computes again; it covers sums, as weight gradients do
     host copies  to and from the host's memory, by how much they take longer than the rest of an action
@@ -97,6 +98,7 @@ class Cost:
     wires: float = 0.0           # the sums
     cover: float = 0.0           # work that waits for no sum, and for which no sum waits
     copies: float = 0.0          # to the host, or back
+    reduces: float = 0.0         # on other wires: its gradients, whose reduce it must keep up with
 
 
 def take_turns(config: Config, *halves: Cost) -> float:
@@ -113,29 +115,49 @@ def take_turns(config: Config, *halves: Cost) -> float:
         return (half.work + max(left, half.cover)) / formulas.slices(config)
 
     return max(sum(half.work + half.cover for half in halves), sum(half.wires for half in halves), *map(alone, halves),
-               *(half.copies for half in halves))
+               *(max(half.copies, half.reduces) for half in halves))
 
 
-def costs(config: Config, machine: Machine, at) -> dict[tuple[str, int], Cost]:
-    """(kind of an action, chunk) -> its cost on a stage. Of split gradients only the head's stay together."""
+def costs(config: Config, machine: Machine, at, keeps_up=False) -> dict[tuple[str, int], Cost]:
+    """(kind of an action, chunk) -> its cost on a stage. Of split gradients only the head's stay together.
+    keeps_up: with the sums of each microbatch's gradients, where they are summed one by one."""
     found, copied = {}, formulas.activation(config) / machine.host if formulas.on_host(config) else 0.0
+    share, (every, _) = shares(config, at), replica_seconds(config, machine, at)
     for number, chunk in enumerate(formulas.stage(config, at).chunks):
         dense, head, attention = (count / machine.products for count in flops(config, at, chunk))
+        reduces = share[number] * every if keeps_up else 0.0
         sums = formulas.tensor_parallel(config, at, [chunk])
         up, down = (wire_seconds(config, machine, at, [one for one in sums if one.backward == backward])
                     / config.microbatches for backward in (False, True))
         again, copies = flops_again(config, at, chunk) / machine.products, len(chunk.sublayers) * copied
         found |= {("forward", number): Cost(dense + head + attention, up, copies=copies),
-                  ("backward", number): Cost(dense + head + 2 * attention, down, dense + head + again, copies),
+                  ("backward", number): Cost(dense + head + 2 * attention, down, dense + head + again, copies, reduces),
                   ("input_backward", number): Cost(dense + head + 2 * attention, down, head + again, copies),
-                  ("weight_backward", number): Cost(dense)}
+                  ("weight_backward", number): Cost(dense, reduces=reduces)}
     return found
+
+
+def replica_seconds(config: Config, machine: Machine, at) -> tuple[float, float]:
+    """On the wires between replicas: (for each time that gradients are summed, for what else happens once a step)."""
+    found = formulas.replicas(config, at)
+    sums, rest = (wire_seconds(config, machine, at, [one for one in found if one.backward == backward])
+                  for backward in (True, False))
+    return sums / formulas.reduces(config), rest
+
+
+def shares(config: Config, at) -> list[float]:
+    """Of a stage's gradients, about: each chunk's."""
+    layers = [len(chunk.layers) for chunk in formulas.stage(config, at).chunks]
+    return [one / sum(layers) for one in layers]
 
 
 def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
     """An optimizer step, in parts that add up to it."""
     stages = [formulas.place(config, stage) for stage in range(config.pp)]
     free, real = played(config, machine, [costs(config, machine, at) for at in stages])
+    last = real
+    if formulas.reduces(config) > 1:
+        (last,) = played(config, machine, [costs(config, machine, at, keeps_up=True) for at in stages], messages=[True])
     ideal = schedules.busy_time(free)
     products, again = (config.microbatches * count / machine.products                # the same in any schedule
                        for count in max((work(config, at) for at in stages), key=sum))
@@ -149,7 +171,8 @@ def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
     return {**parts, "tp wires": max(0.0, ideal - sum(parts.values())),
             "bubble": schedules.step_time(free) - ideal,
             "pp wires": schedules.step_time(real) - schedules.step_time(free),
-            "dp wires": max(exposed(config, machine, at, row) for at, row in zip(stages, real)),
+            "dp wires": (schedules.step_time(last) - schedules.step_time(real)
+                         + max(exposed(config, machine, at, row) for at, row in zip(stages, last))),
             "optimizer": max(optimizer_bytes(config, at) for at in stages) / machine.memory}
 
 
@@ -172,23 +195,22 @@ def played(config: Config, machine: Machine, of_stages: list[dict], messages=(Fa
 def exposed(config: Config, machine: Machine, at, row) -> float:
     """Seconds by which the sums over replicas, and what else happens once a step, outlast the actions of a stage, whose
     times `row` has. The gradients of a chunk can travel from the begin of its last action on."""
-    found, chunks = formulas.replicas(config, at), formulas.stage(config, at).chunks
-    behind, after = (wire_seconds(config, machine, at, [one for one in found if one.backward == hidden])
-                     for hidden in (True, False))
+    (behind, after), share = replica_seconds(config, machine, at), shares(config, at)
     final = {half.chunk: begin for action, begin, _ in row for half in action.halves if half.kind != "forward"}
     travelled = 0.0
     for chunk, begin in sorted(final.items(), key=lambda item: item[1]):
-        part = len(chunks[chunk].layers) / sum(len(one.layers) for one in chunks)
-        travelled = max(travelled, begin) + part * behind
+        travelled = max(travelled, begin) + share[chunk] * behind
     return max(0.0, travelled - row[-1][2]) + after
 
 
 def optimizer_bytes(config: Config, at) -> float:
     """Read and written in a step: gradients zeroed; of the own part the norm, the scaling, the update (weights and
-    moments read and written, gradients read), and of 16-bit weights the copy."""
-    e, w = formulas.element(config), formulas.wide(config)
+    moments read and written, gradients read), and of 16-bit weights the copy. In ZeRO-2 gradients are zeroed for each
+    microbatch, and the own part of them added to what there is of it."""
+    e, w, times = formulas.element(config), formulas.wide(config), formulas.reduces(config)
     own = (1 + 2 + 3 + 2 * len(OPTIMIZERS[config.optimizer].moments)) * w + (w + e if e < w else 0)
-    return sum(size for _, size in formulas.buckets(config, at)) * (w + own / formulas.parts(config))
+    own += 3 * w * times if formulas.gradient_parts(config) > 1 else 0
+    return sum(size for _, size in formulas.buckets(config, at)) * (w * times + own / formulas.parts(config))
 
 
 def mfu(config: Config, seconds: float, peak: float) -> float:

@@ -1,10 +1,10 @@
-"""ZeRO stage 1: every replica keeps 1/dp of the optimizer (ZeRO, 1910.02054, section 5.1).
+"""ZeRO stages 1 and 2: a replica keeps 1/dp of the optimizer, and of the gradients (1910.02054, sections 5.1 and 5.2).
 
 Data-parallel replicas hold the same weights and sum their gradients. Each could run the whole optimizer and keep all of
 its state; instead each owns 1/dp of it. The step has three phases:
 
     1  reduce-scatter  every gradient bucket is summed over the replicas, each gets the sum of its own part
-                       (started while backward still runs, as soon as a bucket is final)
+                       (started while backward still runs, as soon as it is through with a bucket)
     2  update          norm, clipping, optimizer on the own part: fp32 master weights and moments of that part alone
     3  all-gather      the new weights of all parts to everybody
 
@@ -12,27 +12,30 @@ its state; instead each owns 1/dp of it. The step has three phases:
                           | . . . . . . . . . . . . . . . . . . |     main_grad: fp32 when training in 16 bit
     dp = 4                |   rank 0   |   rank 1  |   2  |   3   |   each rank updates its quarter as one tensor
 
-An all-reduce is a reduce-scatter and an all-gather, so ZeRO-1 sends no more bytes than plain data parallelism, and in
-16-bit training less: (4 + 2)(dp-1)/dp a parameter, since fp32 gradients are scattered and 16-bit weights gathered,
-where an all-reduce of fp32 gradients sends (4 + 4)(dp-1)/dp. Stage 0 is the same code with one part: the reduce is an
-all-reduce, the part is everything, and nothing is gathered.
+Stage 1 adds up the gradients of a step's m microbatches, and reduces their sum. Stage 2 reduces those of each, and adds
+up the own part alone: a bucket has memory for gradients from the first that is added until its reduce is done, then
+another bucket has it. Stage 0 is the same code with one part: the reduce is an all-reduce, which is a reduce-scatter
+and an all-gather, the part is everything, and no weights are gathered. With AdamW a parameter costs
 
-Bytes kept per parameter, with AdamW: 16-bit training 2 + 4 + (4 + 4 + 4)/dp; fp32 training 4 + 4 + (4 + 4)/dp, the
-master being the weight.
+                 bytes, 16-bit training      fp32, where the master is the weight      on the wires, 16 bit, (dp-1)/dp x
+    stage 0      2 + 4 + 4 + 4 + 4           4 + 4 + 4 + 4                             4 + 4
+    stage 1      2 + 4 + (4 + 4 + 4)/dp      4 + 4 + (4 + 4)/dp                        4 + 2
+    stage 2      2 + (4 + 4 + 4 + 4)/dp      4 + (4 + 4 + 4)/dp                        4 m + 2
 
-A bucket holds parameters of one kind, because a flat buffer forgets whose numbers it holds, and three things depend on
-it: decay (matrices only), how often a parameter exists in the world (shards once, replicas on every tp rank, a tied
-matrix on two stages: in the norm each must count once), and whether first and last stage must add up what they have,
-once the replicas have.
+Beside that, stage 2 has some buckets in memory, which should be small beside the whole: those that are being filled,
+and those on their way. Backward, 4 FLOP a token and parameter, hides the wires of a microbatch that has C/R (dp-1)/dp
+tokens or more, at C FLOP/s and R bytes/s: some 1,600 for an H100 among its neighbours, 15,000 on a network of 400
+Gbit/s. What it does not hide is paid m times: stage 2 is for what does not fit otherwise, in few or large microbatches.
 """
 
 import math
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from nanodomino.buckets import Bucket, Kind, sort_into_buckets
 from nanodomino.collectives import all_gather, reduce_scatter
 from nanodomino.config import Config
 from nanodomino.mesh import Mesh
@@ -40,62 +43,7 @@ from nanodomino.model import GPT
 from nanodomino.optimizers import OPTIMIZERS
 from nanodomino.trace import NO_TRACE
 
-ALIGNMENT = 16       # elements; a parameter starts at a multiple, as the matrix units of GPUs like it
-
-
-@dataclass(frozen=True)
-class Kind:
-    decay: bool          # a matrix: weight decay applies
-    sharded: bool        # cut over tp; else every tp rank holds a copy
-    tied: bool           # the word embedding of which first and last stage hold a copy
-
-
-def sort_into_buckets(model: GPT) -> list[tuple[Kind, list[nn.Parameter]]]:
-    """(kind, parameters) of each bucket: in the order of backward, cut at config.bucket_size parameters."""
-    open_buckets, full, tied_copy = {}, [], model.tied_copy
-    for weight in reversed(list(model.parameters())):
-        kind = Kind(decay=weight.dim() >= 2, sharded=weight.shard_dim is not None, tied=weight is tied_copy)
-        bucket = open_buckets.setdefault(kind, [])
-        bucket.append(weight)
-        if sum(one.numel() for one in bucket) >= model.config.bucket_size:
-            full.append((kind, open_buckets.pop(kind)))
-    return full + list(open_buckets.items())
-
-
-def flat_layout(parameters, parts: int) -> tuple[dict, int]:
-    """({parameter: where it begins}, the whole length) of a flat buffer that can be cut into `parts`, in elements."""
-    offsets, size = {}, 0
-    for weight in parameters:
-        offsets[weight] = size
-        size += -(-weight.numel() // ALIGNMENT) * ALIGNMENT
-    return offsets, -(-size // (parts * ALIGNMENT)) * parts * ALIGNMENT
-
-
-class Bucket:
-    """Some parameters of one kind, flat: weights, gradients, and the part of both that this rank owns."""
-
-    def __init__(self, kind: Kind, parameters: list[nn.Parameter], parts: int, part: int):
-        self.kind, self.parameters = kind, parameters
-        first = parameters[0]
-        self.offsets, size = flat_layout(parameters, parts)
-        wide = torch.promote_types(first.dtype, torch.float32)
-        self.weights = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.main_grad = torch.zeros(size, dtype=wide, device=first.device)
-        for weight in parameters:
-            place = self.view(weight, self.weights)
-            place.copy_(weight.data)
-            weight.data, weight.main_grad = place, self.view(weight, self.main_grad)
-        self.own_weights = self.weights.chunk(parts)[part]
-        self.own_begin = part * len(self.own_weights)
-        self.own_grad = self.main_grad.chunk(parts)[part]
-        self.master = self.own_weights if wide == first.dtype else self.own_weights.to(wide)
-        self.master.grad = self.own_grad
-        self.work = self.received = None                 # the reduce over replicas, once it is under way
-
-    def view(self, weight, flat):
-        """A parameter's place in any flat tensor that is laid out as this bucket is."""
-        offset = self.offsets[weight]
-        return flat[offset:offset + weight.numel()].view(weight.shape)
+UNDER_WAY = 2        # reduces that stage 2 has under way at most, each with its memory
 
 
 def sum_of_squares(flat):
@@ -113,22 +61,27 @@ class StepResult:
 
 
 class ZeroOptimizer:
-    """config.optimizer over flat buckets, sharded over the replicas with config.zero_stage 1."""
+    """config.optimizer over flat buckets, sharded over the replicas from config.zero_stage 1 on."""
 
     def __init__(self, model: GPT, config: Config, mesh: Mesh, trace=NO_TRACE):
         self.config, self.mesh, self.trace = config, mesh, trace
-        self.parts, self.part = (mesh.dp, mesh.dp_rank) if config.zero_stage == 1 else (1, 0)
-        self.buckets = [Bucket(kind, parameters, self.parts, self.part)
+        self.parts, self.part = (mesh.dp, mesh.dp_rank) if config.zero_stage else (1, 0)
+        shared = config.zero_stage == 2 and mesh.dp > 1
+        self.buckets = [Bucket(kind, parameters, self.parts, self.part, shared)
                         for kind, parameters in sort_into_buckets(model)]
         self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
+        self.buckets_of = {}                             # modules -> how many of their parameters are in which bucket
+        self.reports = {bucket: len(bucket.parameters) * (1 if shared else config.microbatches)
+                        for bucket in self.buckets}      # that a bucket waits for before its reduce
+        self.under_way = deque()                         # reduces: (bucket, its gradients, work, received)
         self.has_loss = model.post_process
         self.updates = 0                                 # steps that were not skipped: the optimizer's own count
         self.skipped_in_a_row = 0                        # steps up to this one that were
-        self.missing = {}                                # bucket -> parameters whose gradient is not final yet
         self.choice = OPTIMIZERS[config.optimizer]
         groups = [dict(params=[bucket.master for bucket in self.buckets if bucket.kind.decay == decay],
                        weight_decay=config.weight_decay if decay else 0.0) for decay in (True, False)]
         self.optimizer = self.choice.make([group for group in groups if group["params"]], config)
+        self.zero_grad()
 
     # ---- what is kept of each bucket beside its gradient: for whoever saves, counts or restores it
 
@@ -161,13 +114,13 @@ class ZeroOptimizer:
     def zero_grad(self):
         """Before the first backward of a step."""
         for bucket in self.buckets:
-            bucket.main_grad.zero_()
-        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
+            bucket.zero_grad()
+        self.missing = dict(self.reports)
 
     def warm_up(self):
         """Every sum and gather of a step, of zeros: what a communicator does at its first time is then done."""
+        self.finish()                                    # of what a microbatch of nothing has sent
         self.zero_grad()
-        self.missing = {}                                # nobody has gone backward
         for bucket in self.buckets:
             self.reduce(bucket)
         self.finish_reduces()
@@ -177,37 +130,50 @@ class ZeroOptimizer:
     # ---- phase 1
 
     def on_final(self, modules):
-        """These modules' gradients are final on this rank; a bucket that is now complete goes on the wires."""
-        for module in modules:
-            for weight in module.parameters():
-                bucket = self.bucket_of[weight]
-                self.missing[bucket].remove(weight)      # KeyError: it was said to be final before, and was not
-                if not self.missing[bucket]:
-                    self.reduce(bucket)
+        """These modules' gradients of a microbatch are there. A bucket that has heard so of all its parameters, by each
+        microbatch that it waits for, goes on the wires. (Where these take turns, after as many reports: a sum may be
+        sent in any parts, and the last report comes behind all that is added.)"""
+        if modules not in self.buckets_of:
+            self.buckets_of[modules] = Counter(self.bucket_of[weight] for one in modules for weight in one.parameters())
+        for bucket, count in self.buckets_of[modules].items():
+            self.missing[bucket] -= count
+            if self.missing[bucket] <= 0:
+                self.missing[bucket] += self.reports[bucket]
+                self.reduce(bucket)
 
     def reduce(self, bucket):
-        """Start summing a bucket over the replicas, into own_grad."""
+        """Start summing a bucket over the replicas."""
         if self.mesh.dp == 1:
             return
+        if bucket.shared and len(self.under_way) == UNDER_WAY:
+            self.finish(UNDER_WAY - 1)
+        flat, received = bucket.hand_over(), None
         if self.parts == 1:
-            bucket.work = dist.all_reduce(bucket.main_grad, group=self.mesh.dp_group, async_op=True)
+            work = dist.all_reduce(flat, group=self.mesh.dp_group, async_op=True)
         else:
-            bucket.work, bucket.received = reduce_scatter(bucket.main_grad, group=self.mesh.dp_group)
-        self.trace.watch("all_reduce" if self.parts == 1 else "reduce_scatter", bucket.work, group="dp",
-                         bytes=bucket.main_grad.nbytes)
+            work, received = reduce_scatter(flat, group=self.mesh.dp_group)
+        self.under_way.append((bucket, flat, work, received))
+        self.trace.watch("all_reduce" if self.parts == 1 else "reduce_scatter", work, group="dp", bytes=flat.nbytes)
+
+    def finish(self, left=0):
+        """Wait until so few reduces are under way, the oldest first. Whoever was late, the own parts of their sums are
+        added up in the order of the launches: the same run has the same bits."""
+        done = [self.under_way.popleft() for _ in range(len(self.under_way) - left)]
+        for _, _, work, _ in done:
+            self.wait("dp", work)
+        with self.trace.span("optimizer"):
+            for bucket, flat, _, received in done:
+                own = flat.chunk(self.parts)[self.part]
+                if received is not None:
+                    torch.sum(received, dim=0, out=own)
+                if bucket.shared:
+                    bucket.own_grad.add_(own)
 
     def finish_reduces(self):
         """After the last backward: wait for all. Then first and last stage add up what they have of a tied matrix:
         after the sum over replicas, so that both add the same two numbers and their copies never drift apart."""
-        assert not any(self.missing.values()), "a gradient was never reported as final"
-        for bucket in self.buckets:
-            if bucket.work is not None:
-                self.wait("dp", bucket.work)
-        with self.trace.span("optimizer"):
-            for bucket in self.buckets:
-                if bucket.received is not None:
-                    torch.sum(bucket.received, dim=0, out=bucket.own_grad)
-                bucket.work = bucket.received = None
+        assert self.missing == self.reports, "a gradient was never reported as final"
+        self.finish()
         for bucket in self.buckets:
             if bucket.kind.tied:
                 work = dist.all_reduce(bucket.own_grad, group=self.mesh.embedding_group, async_op=True)

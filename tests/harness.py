@@ -122,9 +122,9 @@ def reduced_gradients(model, optimizer, tokens) -> dict:
     """Each parameter's gradient after the reduce over replicas, gathered from the parts that ZeRO left it in."""
     gradients = {}
     for bucket in optimizer.buckets:
-        whole = bucket.main_grad
+        whole = bucket.own_grad
         if optimizer.parts > 1:
-            whole = bucket.main_grad.clone()
+            whole = torch.cat([bucket.own_grad] * optimizer.parts)
             all_gather(whole, optimizer.mesh.dp_group).wait()
         for weight in bucket.parameters:
             gradients[weight] = bucket.view(weight, whole) / tokens

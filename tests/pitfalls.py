@@ -38,7 +38,7 @@ import test_domino  # noqa: E402
 import test_zero  # noqa: E402
 import train  # noqa: E402
 from harness import build, tiny, train_rank, train_steps  # noqa: E402
-from nanodomino import checkpoint, domino, formulas, model, pipeline, schedules, zero  # noqa: E402
+from nanodomino import buckets, checkpoint, domino, formulas, model, schedules, zero  # noqa: E402
 from nanodomino.manifest import newest_sound  # noqa: E402
 from pool import Pool  # noqa: E402
 from side_by_side import CHECKED, END, LONG, TABLE, TOLERANCE, Pitfall, Side, check, judge, measure, pitfall, worst  # noqa: E402
@@ -409,19 +409,19 @@ def other_order(config):
 
 # ---- the pipeline
 
-@pitfall("The reduce over replicas starts with the first backward", "`nanodomino/pipeline.py`, `run`: `on_final` goes to the schedule's last "
-         "backward", conditions=wires("early"))
+@pitfall("The reduce over replicas starts with the first backward", "`nanodomino/zero.py`, `ZeroOptimizer.on_final`: a bucket waits for each "
+         "microbatch", conditions=wires("early"))
 def reduced_too_soon(config):
     """The gradients of a bucket are sent as soon as one microbatch has been there; what later ones add stays at home. The
     training sees a part of its batch: noisier, and just as plausible."""
-    run = pipeline.run
+    on_final, told = zero.ZeroOptimizer.on_final, set()
 
-    def first_backward(table, stage, *arguments):
-        *others, on_final, trace, on_action = arguments
-        backward, waiting = stage.backward, [on_final]
-        with mock.patch.object(stage, "backward", lambda tape, gradient, _, later: backward(tape, gradient, waiting.pop() if waiting else None, later)):
-            return run(table, stage, *others, on_final, trace, on_action)
-    return [(pipeline, "run", first_backward)]
+    def first_backward(self, modules):
+        if (self.updates, modules) not in told:
+            told.add((self.updates, modules))
+            for _ in range(config.microbatches):
+                on_final(self, modules)
+    return [(zero.ZeroOptimizer, "on_final", first_backward)]
 
 
 @pitfall("Layers that do not divide by the stages are lost", "`nanodomino/model.py`, `stage_layers`: the first stages hold one more", **PP)
@@ -482,12 +482,12 @@ def own_norm(config):
     return [(zero.ZeroOptimizer, "sum_over_world", own)]
 
 
-@pitfall("Biases and norms decay", "`nanodomino/zero.py`, `sort_into_buckets`: a bucket holds parameters of one kind", world_size=1)
+@pitfall("Biases and norms decay", "`nanodomino/buckets.py`, `sort_into_buckets`: a bucket holds parameters of one kind", world_size=1)
 def all_decay(config):
     """A flat buffer forgets whose numbers it holds, and one rate of decay serves all. Norm weights are drawn from 1 towards 0,
     slowly; loss and gradients of the first step are right."""
-    kind = zero.Kind
-    return [(zero, "Kind", lambda decay, **others: kind(decay=True, **others))]
+    kind = buckets.Kind
+    return [(buckets, "Kind", lambda decay, **others: kind(decay=True, **others))]
 
 
 @pitfall("One rank skips a step, the others do not", "`nanodomino/zero.py`, `ZeroOptimizer.sum_over_world`: what does not count must be finite "
@@ -513,7 +513,7 @@ def bfloat16_accumulates(pool):
     test_zero.test_bfloat16_gradients_accumulate_in_fp32(pool)
 
 
-@pitfall("Gradients are added up in 16 bit", "`nanodomino/zero.py`, `Bucket`: `main_grad` is fp32", world_size=1, micro_batch_size=1,
+@pitfall("Gradients are added up in 16 bit", "`nanodomino/buckets.py`, `Bucket`: `main_grad` is fp32", world_size=1, micro_batch_size=1,
          check=bfloat16_accumulates, shown="It is plainest in 300 equal gradients, whose sum in bfloat16 is not 300 of them.")
 def added_in_16_bit(config):
     """bfloat16 has 8 bits: of many microbatches, the later ones are each too small beside the sum to change it, and from 256
@@ -535,12 +535,12 @@ def added_in_16_bit(config):
     return [(domino, "add_weight_gradient", one), (domino, "add_gradients", several)]
 
 
-@pitfall("Padding of a flat buffer counts", "`nanodomino/zero.py`, `Bucket` and `ZeroOptimizer.zero_grad`: all of a buffer is zeroed, not only "
-         "the views of it", hidden_size=17, num_attention_heads=1)
+@pitfall("Padding of a flat buffer counts", "`nanodomino/buckets.py`, `Bucket`; `nanodomino/zero.py`, `ZeroOptimizer.zero_grad`: all of a "
+         "buffer is zeroed, not only the views of it", hidden_size=17, num_attention_heads=1)
 def padding_counts(config):
     """A flat buffer is rounded up to a length that can be cut. Left as the memory was found, the numbers between the parameters
     are gradients to the norm and to the optimizer; on a fresh machine they are zeros, and it works."""
-    make = zero.Bucket.__init__
+    make = buckets.Bucket.__init__
 
     def as_found(self, *arguments):
         make(self, *arguments)
@@ -550,8 +550,8 @@ def padding_counts(config):
         for bucket in self.buckets:
             for weight in bucket.parameters:
                 weight.main_grad.zero_()
-        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
-    return [(zero.Bucket, "__init__", as_found), (zero.ZeroOptimizer, "zero_grad", views_alone)]
+        self.missing = dict(self.reports)
+    return [(buckets.Bucket, "__init__", as_found), (zero.ZeroOptimizer, "zero_grad", views_alone)]
 
 
 # ---- data and evaluation
@@ -761,6 +761,22 @@ def new_masks(config):
     return [(model.Dropout, "draw", moved_on)]
 
 
+# ---- ZeRO-2
+
+@pitfall("The owner keeps the last microbatch's gradients", "`nanodomino/zero.py`, `ZeroOptimizer.finish`: what has arrived is added to the own part",
+         zero_stage=2, conditions=wires("early"))
+def kept_and_not_added(config):
+    """Each microbatch's gradients are reduced to their owner, who takes the place of its part for the place where they arrive: what
+    earlier ones brought is gone. With one microbatch a step it is right, and else the training sees a part of its batch."""
+    finish = zero.ZeroOptimizer.finish
+
+    def overwrites(self, left=0):
+        while len(self.under_way) > left:
+            self.under_way[0][0].own_grad.zero_()
+            finish(self, len(self.under_way) - 1)
+    return [(zero.ZeroOptimizer, "finish", overwrites)]
+
+
 # ---- those that are not put back here, and the tests that guard them
 
 GUARDED = [
@@ -776,7 +792,9 @@ GUARDED = [
      "them hold each other up for ever; so the schedule says when to ask.", "test_nccl.py",
      "test_who_asks_only_when_a_message_is_needed_holds_up_its_sender_for_ever"),
     ("A weight that is called final with its input gradient", "With backward in two halves what comes later stays at home: a weight is final after its last "
-     "weight gradient, which may be microbatches behind.", "test_pipeline.py", "test_gradients_go_to_the_replicas_with_the_last_that_each_chunk_adds"),
+     "weight gradient, which may be microbatches behind.", "test_words.py", "test_a_sublayers_gradients_are_all_there_when_it_is_called_final"),
+    ("Memory for gradients that is used again while they travel", "A bucket that hands it on before its reduce is done sums what another one adds, or zeros.",
+     "test_hazards.py", "test_nothing_is_touched_while_it_travels"),
     ("More stages than microbatches", "The warm-up is longer than the work, and a stage waits for a microbatch that never comes.", "test_layouts.py",
      "test_training_equals_one_plain_process"),
     ("Shards of replicas that no longer agree", "One kernel here and another there: copies part in the last bit, which no loss shows.",

@@ -29,8 +29,8 @@ from nanodomino.pieces import rectangles
 from nanodomino.settings import UserError
 
 # tp, pp, dp, slices, zero stage, schedule
-LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "zb-v"), (1, 1, 2, 1, 1, "1f1b"), (1, 1, 2, 1, 0, "1f1b"), (4, 1, 1, 3, 1, "1f1b"),
-           (2, 2, 1, 2, 1, "interleaved"), (2, 1, 2, 1, 1, "1f1b"), (1, 4, 1, 1, 1, "1f1b"), (1, 2, 2, 1, 1, "gpipe"), (1, 1, 4, 1, 1, "1f1b"), (2, 2, 2, 2, 1, "1f1b")]
+LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "zb-v"), (1, 1, 2, 1, 2, "1f1b"), (1, 1, 2, 1, 0, "1f1b"), (4, 1, 1, 3, 1, "1f1b"),
+           (2, 2, 1, 2, 1, "interleaved"), (2, 1, 2, 1, 1, "1f1b"), (1, 4, 1, 1, 1, "1f1b"), (1, 2, 2, 1, 1, "gpipe"), (1, 1, 4, 1, 2, "1f1b"), (2, 2, 2, 2, 1, "1f1b")]
 
 
 UNEVEN = dict(hidden_size=24, ffn_hidden_size=52, bucket_size=700)        # parts begin and end within rows

@@ -25,7 +25,7 @@ TOLERANCE = 1e-9
 STEPS = 3
 LAYOUTS = [(tp, pp, dp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in (1, 2, 4, 8) if tp * pp * dp <= 8]
 SMALL = [layout for layout in LAYOUTS if math.prod(layout) <= 4]
-OPTIONS = dict(slices=(1, 2, 3), columns=(1, 2), zero=(0, 1), schedule=tuple(SCHEDULES), untied=(False, True),
+OPTIONS = dict(slices=(1, 2, 3), columns=(1, 2), zero=(0, 1, 2), schedule=tuple(SCHEDULES), untied=(False, True),
                normalization=tuple(NORMALIZATIONS), recompute_granularity=tuple(GRANULARITIES))
 
 
@@ -70,6 +70,8 @@ CASES += [
     case(2, 1, 1, slices=2, columns=3, micro_batch_size=8),     # 8 samples in 2 slices, 16 features in 3 columns
     *(case(1, 4, 1, micro_batch_size=24, schedule=name) for name in SCHEDULES),           # 1 microbatch, 4 stages
     case(1, 2, 2, schedule="interleaved", virtual_stages=3, micro_batch_size=4, num_layers=7),     # 3 microbatches: a round of 1
+    case(1, 2, 2, slices=2, zero=2, schedule="interleaved"),    # chunks share buckets, which microbatches of both then fill in turn
+    case(1, 2, 2, slices=2, zero=2, schedule="zb-v", bucket_size=1),
     case(2, 1, 2, slices=2, bucket_size=10_000_000),            # everything in one bucket of each kind
     case(2, 1, 2, slices=2, bucket_size=1),                     # every parameter in a bucket of its own
     case(2, 2, 1, slices=2, clip_grad=0.0),                     # no clipping

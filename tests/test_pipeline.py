@@ -262,10 +262,11 @@ def test_layers_are_spread_evenly_and_none_is_lost(layers, stages):
 # ---- the runner
 
 def alive_rank(config, data):
-    """Runs one step and counts, when each forward begins, the tapes that still exist; and notes who was told on_final."""
+    """Runs one step and counts, when each forward begins, the tapes that still exist; and, when each bucket is reduced, how often
+    each of its parameters has been called final."""
     mesh, _, optimizer, stage = build(config)
-    tapes, most, final_calls = [], 0, []
-    forward, backward, weight_backward = stage.forward, stage.backward, stage.weight_backward
+    tapes, most, final, at_reduce = [], 0, Counter(), []
+    forward, on_final = stage.forward, optimizer.on_final
 
     def counting_forward(*arguments):
         nonlocal most
@@ -275,20 +276,16 @@ def alive_rank(config, data):
         tapes.extend(weakref.ref(piece) for piece in tape)
         return output, tape
 
-    def watching_backward(tape, gradient, on_final, later):
-        if on_final or not later:
-            final_calls.append(("B", tape[0].chunk, on_final is not None))
-        return (yield from backward(tape, gradient, on_final, later))
+    def counting_final(modules):
+        final.update(weight for module in modules for weight in module.parameters())
+        on_final(modules)
 
-    def watching_weight_backward(tape, on_final):
-        final_calls.append(("W", tape[0].chunk, on_final is not None))
-        return (yield from weight_backward(tape, on_final))
-
-    stage.forward, stage.backward, stage.weight_backward = counting_forward, watching_backward, watching_weight_backward
+    stage.forward, optimizer.on_final = counting_forward, counting_final
+    optimizer.reduce = lambda bucket: at_reduce.append([final[weight] for weight in bucket.parameters])
     train.train_step(1, stage, optimizer, data, config, mesh)
     gc.collect()
     left = sum(one() is not None for one in tapes)
-    return mesh.pp_rank, most, left, [(letter, stage.model.chunks.index(chunk), final) for letter, chunk, final in final_calls]
+    return mesh.pp_rank, most, left, at_reduce, len(optimizer.buckets), len(final)
 
 
 @pytest.fixture(scope="module", params=SCHEDULES)
@@ -300,19 +297,17 @@ def watched(request, pool):
 
 def test_activations_are_freed_as_soon_as_they_are_done_with(watched):
     config, found = watched
-    for pp_rank, most, left, _ in found:
+    for pp_rank, most, left, *_ in found:
         assert most == most_alive(config.timetable.rows[pp_rank])
         assert left == 0
 
 
-def test_gradients_go_to_the_replicas_with_the_last_that_each_chunk_adds(watched):
-    """Not with the last forward, nor with the input gradients, nor with a fixed microbatch: the schedule knows which."""
+def test_gradients_go_to_the_replicas_when_every_microbatch_has_added_its_own(watched):
+    """Not with the input gradients, nor with a fixed microbatch, whichever comes last."""
     config, found = watched
-    for pp_rank, _, _, final_calls in found:
-        makers = [(half.letter, half.chunk) for half in halves_of(config.timetable.rows[pp_rank]) if half.letter in "BW"]
-        assert [(letter, chunk) for letter, chunk, _ in final_calls] == makers
-        for chunk in range(config.virtual_stages):
-            assert [final for _, one, final in final_calls if one == chunk] == [False] * (config.microbatches - 1) + [True]
+    for *_, at_reduce, buckets, parameters in found:
+        assert len(at_reduce) == buckets and sum(map(len, at_reduce)) == parameters
+        assert {count for counts in at_reduce for count in counts} == {config.microbatches}
 
 
 def big_message_rank(config, data):

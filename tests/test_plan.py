@@ -58,10 +58,11 @@ def test_the_ranks_of_a_replica_hold_every_parameter_once(model, tp, pp, untied)
     assert held - copies == parameter_count(config)
 
 
-@pytest.mark.parametrize("dtype, fixed, shared", [("bfloat16", 6, 12), ("float32", 8, 8)])
+@pytest.mark.parametrize("zero_stage, dtype, fixed, shared", [
+    (1, "bfloat16", 6, 12), (1, "float32", 8, 8), (2, "bfloat16", 2, 16), (2, "float32", 4, 12), (0, "bfloat16", 18, 0)])
 @pytest.mark.parametrize("dp", [1, 4])
-def test_model_state_is_6_and_12_d_bytes_a_parameter_or_8_and_8_d(dtype, fixed, shared, dp):
-    config = cluster(8 * dp, dtype=dtype, tensor_model_parallel_size=8)
+def test_model_state_is_6_and_12_d_bytes_a_parameter_or_8_and_8_d_or_in_zero_2_2_and_16_d(zero_stage, dtype, fixed, shared, dp):
+    config = cluster(8 * dp, dtype=dtype, zero_stage=zero_stage, tensor_model_parallel_size=8)
     assert formulas.state_per_parameter(config) == fixed + shared / dp
     state = formulas.state_bytes(config, formulas.place(config))
     assert sum(state.values()) / sum(weight.numel() for weight in on_paper(config).parameters()) == pytest.approx(fixed + shared / dp, rel=1e-4)
@@ -180,6 +181,16 @@ def test_zero_1_sends_6_bytes_a_parameter_and_a_tied_matrix_4_over_two_stages():
             for group in ("dp", "embedding")}
     assert wire["dp"] == 6 * padded / 2
     assert wire["embedding"] == 4 * config.padded_vocab_size / 8 * config.hidden_size / 2
+
+
+def test_zero_2_scatters_as_often_as_there_are_microbatches():
+    """(4 m + 2)(d-1)/d a parameter; what first and last stage agree on, and the gather, as in ZeRO-1."""
+    one, two = (cluster(32, **TP8, pipeline_model_parallel_size=2, zero_stage=stage) for stage in (1, 2))
+    at, m = formulas.place(two, 1), two.microbatches
+    found = {stage: {(row.group, row.kind): row for row in formulas.replicas(config, at)} for stage, config in ((1, one), (2, two))}
+    scattered = {stage: rows.pop(("dp", "reduce_scatter")) for stage, rows in found.items()}
+    assert found[1] == found[2] and m == 512
+    assert (scattered[2].calls, scattered[2].bytes) == (m * scattered[1].calls, m * scattered[1].bytes)
 
 
 # ---- a step's time on imaginary machines
@@ -306,6 +317,23 @@ def test_gradients_of_a_chunk_travel_while_the_others_go_backward():
     assert (exposed_of(chunks, slower)[2], exposed_of(whole, slower)[2]) == (pytest.approx(4 * last, rel=0.01),) * 2
 
 
+def test_zero_2_costs_nothing_where_backward_hides_its_wires_and_else_m_times_what_it_does_not_hide():
+    """On one stage: 8 microbatches, whose sums take half as long as their backward, or twice as long."""
+    one, two = (cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, zero_stage=stage, global_batch_size=16, vocab_size=128)
+                for stage in (1, 2))
+    at, fast = formulas.place(two), machine(products=1e13)
+    backward = step_time.take_turns(one, step_time.costs(one, fast, at)["backward", 0])
+    sums, _ = step_time.replica_seconds(two, machine(near=1.0), at)
+    for factor, lost in ((0.5, 0.0), (2.0, 8 * backward)):
+        slow = dataclasses.replace(fast, near=sums / (factor * backward))
+        once, often = (step_time.step_seconds(config, slow) for config in (one, two))
+        _, gathered = step_time.replica_seconds(one, slow, at)
+        assert often["dp wires"] == pytest.approx(lost + gathered, rel=0.01, abs=1e-6 * backward)
+        assert once["dp wires"] == pytest.approx(max(0, factor - 1) * backward + gathered, rel=0.01, abs=1e-6 * backward)
+        assert {name: part for name, part in often.items() if name not in ("dp wires", "optimizer")} == {
+            name: part for name, part in once.items() if name not in ("dp wires", "optimizer")}
+
+
 def test_messages_delay_every_turn_of_1f1b_and_only_the_ends_of_gpipe():
     """Two stages on two hosts, 16 microbatches, whose messages take as long as a thousandth of the work."""
     config = cluster(16, **TP8, pipeline_model_parallel_size=2, vocab_size=128, global_batch_size=16)
@@ -371,12 +399,14 @@ def check_memory(held, said, peak=math.inf):
     (2, dict(tensor_model_parallel_size=2, normalization="RMSNorm", dtype="bfloat16", optimizer="lion")),
     (4, dict(tensor_model_parallel_size=4, slices=3, columns=7, global_batch_size=3, hidden_dropout=0.1)),
     (4, dict(pipeline_model_parallel_size=2, zero_stage=0, micro_batch_size=1, bucket_size=1)),
+    (4, dict(pipeline_model_parallel_size=2, zero_stage=2, schedule="zb-h1", micro_batch_size=1, slices=1, untie_embeddings_and_output_weights=True)),
+    (4, dict(tensor_model_parallel_size=2, zero_stage=2, dtype="bfloat16", slices=2)),
     (8, dict(**TP8, slices=1, columns=5, global_batch_size=3, dtype="float32", attention_dropout=0.1)),
     (8, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, dtype="bfloat16")),
     (2, dict(tensor_model_parallel_size=2, slices=2, columns=2, recompute_granularity="selective", hidden_dropout=0.1, attention_dropout=0.1)),
     (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, dtype="bfloat16", recompute_granularity="full",
              hidden_dropout=0.1, attention_dropout=0.1)),
-], ids=["dropout", "gpipe-untied", "rmsnorm-lion", "tp4-columns", "zero0-buckets", "tp8", "tp2-pp2-dp2", "selective", "full"])
+], ids=["dropout", "gpipe-untied", "rmsnorm-lion", "tp4-columns", "zero0-buckets", "zero2-zb-h1", "zero2-tp2", "tp8", "tp2-pp2-dp2", "selective", "full"])
 def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_size, changes):
     config = tiny(world_size, **{"global_batch_size": 12, "num_layers": 2, "device": "cpu", **changes})
     for of_memory, (counted, said) in pool.run(held_rank, config, world_size=world_size):
@@ -602,6 +632,7 @@ def test_a_plan_knows_a_schedule_that_was_added_later(capsys, monkeypatch):
      "--recompute-granularity full --checkpoint-in-cpu"),
     (["--tp", 8, "--pp", 4, "--schedule", "gpipe"], "activations", "--schedule 1f1b"),
     (["--tp", 8, "--pp", 1, "--zero-stage", 0, "--gpu", "A10"], "optimizer", "--zero-stage 1"),
+    (["--tp", 4, "--pp", 1, "--gpu", "A10"], "gradients", "--zero-stage 2"),
     (["--tp", 1, "--pp", 1], "gradients", "--pipeline-model-parallel-size 2"),
     (["--tp", 8, "--pp", 1, "--gpus", 8, "--gpu", "A10"], "optimizer", "--gpus 32")])
 def test_a_plan_that_does_not_fit_says_why_and_what_helps(capsys, flags, reason, remedy):

@@ -7,6 +7,7 @@ test_layouts.py compares with a single process. Here the other side is parallel 
     pipeline.run              torch.distributed.pipelining: 1F1B, GPipe, Interleaved1F1B, InterleavedZeroBubble and
                               ZBVZeroBubble
     ZeroOptimizer, stage 1    DistributedDataParallel with ZeroRedundancyOptimizer; fully_shard (FSDP2)
+    ZeroOptimizer, stage 2    fully_shard with reshard_after_forward=False, a backward for each microbatch
 
 The two sides share the starting weights, the batches and the learning rates. Where to cut, when to talk and what to divide by
 each decides alone; where torch divides by something else than the tokens that count, a comment says how that is undone.
@@ -156,7 +157,7 @@ def test_the_pipeline_computes_what_torchs_pipelining_computes(pool, schedule, p
 
 # ---- data parallel
 
-def train_replica(config, data, model, network, optimizer):
+def train_replica(config, data, model, network, optimizer, microbatches=1):
     """In a worker: STEPS steps on this replica's rows -> (its part of each loss, norms, weights by name).
 
     DDP and FSDP2 divide the sum of the replicas' gradients by dp. Times dp, over the tokens that count on all replicas: then
@@ -166,16 +167,18 @@ def train_replica(config, data, model, network, optimizer):
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
-        logits = network(data.tokens[step, rows], torch.arange(config.seq_length))
-        loss = loss_sum(logits, labels_that_count(data, step)[rows]) / data.loss_mask[step].sum()
-        (loss * config.dp).backward()
+        losses.append(0.0)
+        for some in rows.chunk(microbatches):
+            logits = network(data.tokens[step, some], torch.arange(config.seq_length))
+            loss = loss_sum(logits, labels_that_count(data, step)[some]) / data.loss_mask[step].sum()
+            (loss * config.dp).backward()
+            losses[-1] += loss.item()
         # clip_grad_norm_ in two halves, since on DTensors some versions add its 1e-6 on every rank (pytorch issue 149768).
         norm = full_tensor(nn.utils.get_total_norm([weight.grad for weight in network.parameters()]))
         nn.utils.clip_grads_with_norm_(network.parameters(), config.clip_grad, norm)
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate(step + 1, config)
         optimizer.step()
-        losses.append(loss.item())
         norms.append(norm.item())
     return losses, norms, model.full(full_tensor)
 
@@ -194,23 +197,30 @@ def train_with_ddp(config, weights, data):
     return train_replica(config, data, model, nn.parallel.DistributedDataParallel(model), optimizer)
 
 
-def train_with_fsdp2(config, weights, data):
+def train_with_fsdp2(config, weights, data, reshard=True, microbatches=1):
     """In a worker: weights, gradients and moments cut by rows; each sublayer gathers its own when it runs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model, mesh = plain_model(config, weights), init_device_mesh("cpu", (config.dp,))
     for module in (*model.attentions, *model.mlps, model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
     assert all(weight.to_local().size(0) * config.dp == weight.size(0) for weight in model.parameters())
-    return train_replica(config, data, model, model, adamw(config, model))
+    return train_replica(config, data, model, model, adamw(config, model), microbatches)
 
 
-@pytest.mark.parametrize("dp", [2, 4])
-@pytest.mark.parametrize("torchs_part", [train_with_ddp, train_with_fsdp2])
-def test_zero_trains_what_torchs_data_parallel_trains(pool, torchs_part, dp):
+def train_with_zero_2_of_fsdp2(config, weights, data):
+    """In a worker: weights stay whole from their first forward to their backward; each microbatch's gradients are scattered."""
+    return train_with_fsdp2(config, weights, data, reshard=False, microbatches=config.microbatches)
+
+
+@pytest.mark.parametrize("torchs_part, zero_stage, dp", [
+    *((part, 1, dp) for part in (train_with_ddp, train_with_fsdp2) for dp in (2, 4)), (train_with_zero_2_of_fsdp2, 2, 4),
+    pytest.param(train_with_zero_2_of_fsdp2, 2, 2, marks=pytest.mark.exhaustive)])
+def test_zero_trains_what_torchs_data_parallel_trains(pool, torchs_part, zero_stage, dp):
     """AdamW would not notice a factor on all gradients; the norm before clipping does."""
-    config, _, ours, theirs = both_sides(pool, dp, torchs_part, data_parallel_size=dp, zero_stage=1)
+    config, _, ours, theirs = both_sides(pool, dp, torchs_part, data_parallel_size=dp, zero_stage=zero_stage)
+    assert config.microbatches > 1
     assert relative(ours[0].losses, [sum(parts) for parts in zip(*(losses for losses, _, _ in theirs))]) < TOLERANCE
     weights = whole(ours, lambda outcome: outcome.weights, 1)
     for _, norms, torchs_weights in theirs:

@@ -171,6 +171,18 @@ def test_collectives_of_the_optimizer(pool, zero_stage):
         assert update[0].end <= of_the_world.begin <= of_the_world.end <= update[-1].begin + LATE
 
 
+def test_in_zero_2_each_microbatchs_gradients_are_on_the_wires_while_it_goes_backward(pool):
+    """And are waited for behind others': two may be under way."""
+    recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=2, bucket_size=500)
+    for events in recording.ranks:
+        backwards, reduces = of(events, "backward"), of(events, "reduce_scatter")
+        counts = [sum(one.begin < event.begin < one.end for event in reduces) for one in backwards]
+        assert len(set(counts)) == 1 and counts[0] >= 5 and sum(counts) == len(reduces)
+        turns = [event.kind for event in events if event.kind == "reduce_scatter" or event.kind == "wait" and event.about["group"] == "dp"]
+        gathers = len(of(events, "all_gather"))
+        assert turns == ["reduce_scatter"] * 2 + ["wait", "reduce_scatter"] * (len(reduces) - 2) + ["wait"] * (2 + gathers)
+
+
 EVERYTHING = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, micro_batch_size=2,
                   global_batch_size=8)
 

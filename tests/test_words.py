@@ -203,7 +203,7 @@ def final_rank(config, weights, data, later):
     def on_final(modules):
         final.update({weight: weight.main_grad.clone() for module in modules for weight in module.parameters()})
 
-    run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype), None if later else on_final, later))
+    run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype), on_final, later))
     if later:
         run_alone(stage.weight_backward(tape, on_final))
     names = {weight: name for name, weight in model.named_parameters()}
