@@ -192,8 +192,8 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_sha
     mail.exchange(0)
     for done, action in enumerate(actions, start=1):
         halves = deque((half, work[half.kind](half)) for half in action.halves)
-        # both of a pair in turn, until one of them is left; whatever has arrived, or tp ranks would launch their sums in
-        # different orders
+        # both of a pair in turn, until one of them is left; whatever has arrived, or tp ranks would launch their sums
+        # in different orders
         while halves:
             half, generator = halves.popleft()
             with torch.no_grad(), trace.span(half.kind, microbatch=half.microbatch, chunk=half.chunk):

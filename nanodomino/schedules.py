@@ -188,10 +188,10 @@ def zb_v(stage: int, stages: int, microbatches: int, chunks=2) -> list:
 
 
 def undivided(actions: list, chunk: int) -> list:
-    """With both gradients of a chunk in one action again, so that the wires have their cover: nobody waits for the input
-    gradient of the model's first layers."""
-    return [Backward(action.microbatch, chunk) if isinstance(action, InputBackward) and action.chunk == chunk else action
-            for action in actions if not (isinstance(action, WeightBackward) and action.chunk == chunk)]
+    """With both gradients of a chunk in one action again, so that the wires have their cover: nobody waits for the
+    input gradient of the model's first layers."""
+    return [Backward(one.microbatch, chunk) if isinstance(one, InputBackward) and one.chunk == chunk else one
+            for one in actions if not (isinstance(one, WeightBackward) and one.chunk == chunk)]
 
 
 def only_first(microbatches: int, actions: list) -> list:

@@ -43,7 +43,7 @@ def test_pipeline_compares_every_schedule_with_torchs():
         assert 5 < row["loss"] < 7, "of 256 words drawn at random"
     kinds = {name for stage in rows[3, "paired", "domino"]["seconds"] for name in stage}
     assert kinds == {"forward 0", "pair 0", "backward 0"}
-    assert len(rows[3, "zb-v", "domino"]["seconds"][0]) == 6, "F, I, W of each chunk"
+    assert [len(stage) for stage in rows[3, "zb-v", "domino"]["seconds"]] == [5, 6], "F, I, W of each chunk, or F, B"
     for key in ("1f1b_domino", "1f1b_runner", "gpipe_domino", "interleaved_runner", "zb-h1_domino", "zb-v_domino"):
         least, (schedule, side) = record[f"speed_{key}"], key.split("_")
         assert least in [rows[m, schedule, side]["speed"] for m in (2, 3)]
