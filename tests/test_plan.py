@@ -559,7 +559,7 @@ def test_communicators_cost_a_gpu_memory_by_the_ring_and_a_cpu_none():
 def bench(capsys, *arguments):
     """(exit code, what is printed before the last line, the record, the error) of bench.py, in this process."""
     threads = torch.get_num_threads()
-    code = main(("comm", "memory", "plan"), "", [str(one) for one in arguments])
+    code = main(("comm", "memory", "recompute", "plan"), "", [str(one) for one in arguments])
     torch.set_num_threads(threads)
     printed, error = capsys.readouterr()
     *text, last = printed.splitlines() or [""]
@@ -586,6 +586,14 @@ def test_bench_memory_finds_the_state_exact(capsys):
     code, text, record, _ = bench(capsys, "memory", *SMALL, "--bf16")
     assert code == 0 and record["exact"] is True and record["activations_error"] <= ACTIVATIONS
     assert "norm inputs" in text and "2.000" in text, "what a layer keeps is shown in units of X"
+
+
+def test_bench_recompute_finds_the_same_bits_and_the_formulas_activations(capsys):
+    code, text, record, _ = bench(capsys, "recompute", *SMALL, "--hidden-dropout", 0.1, "--repeats", 2)
+    assert code == 0 and record["none_products"] == 1 < record["selective_products"] < record["full_products"] < 1.34
+    assert all(record[f"{one}_activations_error"] <= ACTIVATIONS for one in GRANULARITIES)
+    assert record["none_activations"] > record["selective_activations"] > record["full_activations"] > 0
+    assert "gradients have the same bits in all three" in text and "recompute_granularity" not in record
 
 
 def test_bench_plan_of_gpt3_13b_on_64_gpus(capsys):

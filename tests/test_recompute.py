@@ -237,9 +237,10 @@ def test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits(monkeypa
     assert len(gpu.windows) > first and sum(products > 0 for products in gpu.windows) >= len(gpu.windows) - first
 
 
-def test_the_gpus_memory_holds_no_x_but_those_that_are_leaving(monkeypatch):
-    """One sublayer's; all others are on the host, as the formulas say. All forwards come first here."""
-    config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=3, schedule="gpipe", recompute_granularity="full", **DROPOUT)
+@pytest.mark.parametrize("slices, schedule", [(3, "gpipe"), (2, "interleaved"), (1, "interleaved")])
+def test_the_gpus_memory_holds_no_x_but_those_that_are_leaving(monkeypatch, slices, schedule):
+    """One sublayer's; all others are on the host, as the formulas say, also what came from the layers before."""
+    config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=slices, schedule=schedule, recompute_granularity="full", **DROPOUT)
     _, _, most = step_on_host(config, monkeypatch)
     config = dataclasses.replace(config, checkpoint_in_cpu=True, device="cuda")
     at = formulas.place(config)
