@@ -404,8 +404,10 @@ class Domino:
 
     def weight_gradients(self, piece, site, products):
         with self.trace.span("weight_gradient", slice=piece.index, site=site):
-            for weight, gradient, activation in products:      # a head has no gradient of some rows, the padding
-                add_weight_gradient(main_grad_of(weight)[:gradient.size(-1)], gradient, activation)
+            for weight, gradient, activation in products:
+                main_grad, rows = main_grad_of(weight), gradient.size(-1)
+                # a head has no gradient of some padding
+                add_weight_gradient(main_grad if len(main_grad) == rows else main_grad[:rows], gradient, activation)
 
     # ---- the wires
 
