@@ -405,9 +405,10 @@ class Domino:
     def weight_gradients(self, piece, site, products):
         with self.trace.span("weight_gradient", slice=piece.index, site=site):
             for weight, gradient, activation in products:
-                main_grad, rows = main_grad_of(weight), gradient.size(-1)
-                # a head has no gradient of some padding
-                add_weight_gradient(main_grad if len(main_grad) == rows else main_grad[:rows], gradient, activation)
+                main_grad = main_grad_of(weight)
+                if main_grad.size(0) > gradient.size(-1):      # a head's, which does not multiply by all of the padding
+                    main_grad = main_grad[:gradient.size(-1)]
+                add_weight_gradient(main_grad, gradient, activation)
 
     # ---- the wires
 
