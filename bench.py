@@ -4,7 +4,7 @@
     throughput   is the model as fast as the same model in plain torch.nn?
     host         how long does the host take before a layer's work is on its way?
     pipeline     is a stage idle for as long as its schedule says, and a schedule as fast as torch's?
-    zero         is ZeRO-1 as fast and as small as torch's sharded optimizers?
+    zero         is ZeRO as fast and as small as torch's sharded optimizers?
     comm         do collectives and bytes of a real step match the formulas?
     checkpoint   what does a save cost, and how long does going on take?
     memory       does the memory of a rank match the formulas?

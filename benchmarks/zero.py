@@ -1,27 +1,33 @@
-"""Is ZeRO-1 as fast and as small as torch's sharded optimizers?
+"""Is ZeRO as fast and as small as torch's sharded optimizers?
 
-One step is forward, backward, clipping and AdamW on --dp replicas, each with one microbatch. In turn, within one run,
+One step is forward, backward, clipping and AdamW on --dp replicas, each with --microbatches. In turn, within one run,
 from the same weights and on the same tokens; the losses of the first steps must agree, or there is no comparison:
 
     zero-1      nanodomino: train.py's own step. The optimizer's state is cut into dp parts
     zero-0      the same, uncut
+    zero-2      the same, and the gradients cut too, which each microbatch sends
     ddp-zero    torch: DistributedDataParallel around plain.py, with ZeroRedundancyOptimizer, which deals out whole
-                parameters
+                parameters; gradients are sent with the last microbatch
     ddp         torch: the same with AdamW, uncut
-    fsdp2       torch: fully_shard of each layer, which cuts weights and gradients too (ZeRO-3), and gathers as it goes
+    fsdp2       torch: fully_shard of each layer, which cuts weights and gradients too (ZeRO-3), and gathers as it goes;
+                each microbatch sends its gradients
+    fsdp2-keep  torch: the same with reshard_after_forward=False: weights are gathered forward and kept for backward,
+                which is how FSDP2 spells ZeRO-2
 
     step    seconds, of the slowest rank
     peak    the most memory that model and steps take on a rank. On a CPU: by how much the resident memory of a process
             of its own has grown at most (getrusage's ru_maxrss), with activations and messages; a tiny model of the
             same kind has run there before, so that libraries are loaded. With CUDA: max_memory_allocated
     state   bytes of parameters, gradients and optimizer on the rank that has most, counted in the storages of its
-            tensors, a parameter; beside it the formula: 8 + 8/d, in 16-bit training 6 + 12/d (1910.02054, section 5.1,
-            here with fp32 gradients); torch's, whose weights are fp32 under autocast: 8 + 8/d, 16 and 16/d
+            tensors, a parameter, when the step is over; beside it the formula: 8 + 8/d, in 16-bit training 6 + 12/d,
+            in ZeRO-2 4 + 12/d and 2 + 16/d (1910.02054, sections 5.1 and 5.2, here with fp32 gradients); torch's, whose
+            weights are fp32 under autocast: 8 + 8/d, 16 and 16/d
 
-On CPUs each rank has one core, which also does the network's work.
+On CPUs each rank has one core, which also does the network's work. ZeRO-2 wants --bucket-size small beside the model.
 
     python bench.py zero
     python bench.py zero --dtype bfloat16 --micro-batch-size 8
+    python bench.py zero --num-layers 12 --bucket-size 1000000 --microbatches 4
 """
 
 import dataclasses
@@ -55,26 +61,28 @@ MEASURED_STEPS = 2           # for the peak: AdamW's moments exist after the fir
 TINY = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8)
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
          "data_parallel_size", "bucket_size", "dtype", "device")
-ABOUT = {"zero-1": "ZeRO-1", "zero-0": "ZeRO-0", "ddp-zero": "DDP, ZeroRedundancyOptimizer", "ddp": "DDP, AdamW",
-         "fsdp2": "FSDP2"}
+ABOUT = {"zero-1": "ZeRO-1", "zero-0": "ZeRO-0", "zero-2": "ZeRO-2", "ddp-zero": "DDP, ZeroRedundancyOptimizer",
+         "ddp": "DDP, AdamW", "fsdp2": "FSDP2", "fsdp2-keep": "FSDP2, weights kept"}
 
 
 def add_flags(parser):
     add_config_flags(parser, FLAGS, data_parallel_size=2, num_layers=4, hidden_size=512, num_attention_heads=8,
                      seq_length=128, vocab_size=256, micro_batch_size=2)
+    parser.add_argument("--microbatches", type=int, default=1, metavar="M", help="of a replica in a step (default 1)")
 
 
 def processes(flags) -> int:
     replicas = flags.data_parallel_size
     require(replicas >= 2, f"--dp must be at least 2, but is {replicas}: one replica alone has nothing to share")
+    require(flags.microbatches >= 1, f"--microbatches must be at least 1, but is {flags.microbatches}; try 4")
     config_for(flags)
     return replicas
 
 
 def config_for(flags, **changes) -> Config:
-    """A step of a replica is one microbatch."""
+    """A step of a replica is --microbatches."""
     return config_of(Namespace(**vars(flags) | changes), flags.data_parallel_size,
-                     global_batch_size=flags.micro_batch_size * flags.data_parallel_size, slices=1,
+                     global_batch_size=flags.micro_batch_size * flags.microbatches * flags.data_parallel_size, slices=1,
                      tensor_model_parallel_size=1, pipeline_model_parallel_size=1, train_iters=10**6,
                      lr_decay_style="constant", lr_warmup_fraction=0.0)
 
@@ -105,7 +113,8 @@ def make(name: str, config: Config, mesh):
     """A fresh model and optimizer, and how they make a step."""
     if name.startswith("zero"):
         return OurReplica(config, mesh, stage=int(name[-1]))
-    return {"ddp-zero": DDP, "ddp": partial(DDP, sharded=False), "fsdp2": FSDP}[name](config, mesh)
+    return {"ddp-zero": DDP, "ddp": partial(DDP, sharded=False), "fsdp2": FSDP,
+            "fsdp2-keep": partial(FSDP, reshard=False)}[name](config, mesh)
 
 
 class OurReplica(OurTraining):
@@ -117,29 +126,35 @@ class OurReplica(OurTraining):
     def tensors(self):
         """Parameters, gradients and the optimizer's state."""
         yield from self.model.parameters()
-        yield from (bucket.main_grad for bucket in self.optimizer.buckets)
+        yield from (bucket.own_grad for bucket in self.optimizer.buckets)
         yield from self.optimizer.state_tensors()
 
 
 class TorchReplica:
-    """nanoGPT's step. What runs the model and what updates it is the subclass's: `network` and `optimizer`."""
+    """nanoGPT's step. What runs the model and what updates it is the subclass's: `network` and `optimizer`; `apart`, a
+    context in which a backward sends nothing, for all microbatches but the last."""
 
     def __init__(self, config, mesh):
-        self.config, self.losses = config, []
-        self.batch = RandomTokens(config, mesh.device).batch(0, 0, mesh.dp_rank, mesh.dp, config.micro_batch_size,
-                                                             config.global_batch_size)
+        self.config, self.losses, self.apart = config, [], nullcontext
+        tokens = RandomTokens(config, mesh.device)
+        self.batches = [tokens.batch(0, i, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
+                        for i in range(config.microbatches)]
         self.model = Plain(config).load(train.model_builder(config, mesh).state_dict()).to(mesh.device)
         self.model.to(torch.promote_types(config.params_dtype, torch.float32))
         self.autocast = nullcontext
 
     def step(self):
         self.optimizer.zero_grad(set_to_none=True)
-        with self.autocast():
-            loss = mean_loss(self.network(self.batch.tokens), self.batch.labels)
-        loss.backward()
+        total = 0.0
+        for batch in self.batches:
+            with nullcontext() if batch is self.batches[-1] else self.apart():
+                with self.autocast():
+                    loss = mean_loss(self.network(batch.tokens), batch.labels) / len(self.batches)
+                loss.backward()
+            total += loss.detach()
         nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip_grad)
         self.optimizer.step()
-        self.losses.append(loss.item())
+        self.losses.append(total.item())
 
     def tensors(self):
         """Parameters, gradients and the optimizer's state; of DTensors this rank's part."""
@@ -161,20 +176,22 @@ class DDP(TorchReplica):
             self.optimizer = ZeroRedundancyOptimizer(self.optimizer.param_groups, torch.optim.AdamW,
                                                      parameters_as_bucket_view=True, fused=True)
         self.network = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self.apart = self.network.no_sync
 
 
 class FSDP(TorchReplica):
-    """Weights gathered for each layer's forward and again for its backward, gradients scattered."""
+    """Weights gathered for each layer's forward and, where they are let go after it, again for its backward; gradients
+    scattered."""
 
-    def __init__(self, config, mesh):
+    def __init__(self, config, mesh, reshard=True):
         super().__init__(config, mesh)
         replicas, inner, outer = init_device_mesh(mesh.device.type, (config.dp,)), {}, {}
         if config.dtype == "bfloat16":
             inner = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             outer = dict(inner, output_dtype=torch.float32)            # logits
         for layer in self.model.layers.values():
-            fully_shard(layer, mesh=replicas, mp_policy=MixedPrecisionPolicy(**inner))
-        fully_shard(self.model, mesh=replicas, mp_policy=MixedPrecisionPolicy(**outer))
+            fully_shard(layer, mesh=replicas, mp_policy=MixedPrecisionPolicy(**inner), reshard_after_forward=reshard)
+        fully_shard(self.model, mesh=replicas, mp_policy=MixedPrecisionPolicy(**outer), reshard_after_forward=reshard)
         self.network, self.optimizer = self.model, adamw(self.model, config)
 
 
@@ -198,7 +215,8 @@ def counted_bytes(tensors) -> int:
 def formula_bytes(name: str, config: Config) -> float:
     """A parameter's, of parameters, gradients and optimizer's state, without padding."""
     whole, d = 4 * max(4, config.params_dtype.itemsize), config.dp
-    return {"ddp": whole, "ddp-zero": whole / 2 + whole / 2 / d, "fsdp2": whole / d}.get(name) or (
+    torchs = {"ddp": whole, "ddp-zero": whole / 2 + whole / 2 / d, "fsdp2": whole / d, "fsdp2-keep": whole / d}
+    return torchs.get(name) or (
         formulas.state_per_parameter(dataclasses.replace(config, zero_stage=int(name[-1]))))
 
 
@@ -268,6 +286,7 @@ def report(flags, config, device, times: dict[str, Times], peaks, states, losses
     """(text, record)."""
     count = parameter_count(config)
     ratio = {name: ratios(one, times["zero-1"]) for name, one in times.items()}
+    speed_of_2 = ratios(times["fsdp2-keep"], times["zero-2"])
     per_parameter = {name: states[name] / count for name in ABOUT}
     expected = {name: formula_bytes(name, config) for name in ABOUT}
     rows = [[ABOUT[name], times[name], ratio_text(ratio[name]), bytes_text(peaks[name]), f"{per_parameter[name]:.2f}",
@@ -275,18 +294,19 @@ def report(flags, config, device, times: dict[str, Times], peaks, states, losses
     how = ("max_memory_allocated" if device.type == "cuda" else "growth of the resident memory of a process of its own")
     text = "\n".join([
         f"dp {config.dp} on {device.type}, {os.cpu_count()} cores; {count:,} parameters, {config.num_layers} layers of "
-        f"{config.hidden_size}, {config.dtype}; a step of a replica is {config.micro_batch_size} x {config.seq_length} "
-        "tokens",
+        f"{config.hidden_size}, {config.dtype}, buckets of {config.bucket_size:,}; a step of a replica is "
+        f"{config.microbatches} x {config.micro_batch_size} x {config.seq_length} tokens",
         table(["", "step: median [least .. most]", "step / ZeRO-1's", "peak", "state/parameter", "formula"], rows),
         f"peak: {how}, of the rank that needs most; state: bytes counted in the storages of parameters, gradients, "
         "optimizer",
-        f"ZeRO-1's speed / ZeroRedundancyOptimizer's: {ratio_text(ratio['ddp-zero'])}; the losses of the first "
-        f"{COMPARED_STEPS} steps agree"])
+        f"ZeRO-1's speed / ZeroRedundancyOptimizer's: {ratio_text(ratio['ddp-zero'])}; ZeRO-2's / that of FSDP2 with "
+        f"weights kept: {ratio_text(speed_of_2)}; the losses of the first {COMPARED_STEPS} steps agree"])
     sides = {name: {"step_s": times[name].median, "step_over_zero_1": ratio[name].value,
                     "spread": ratio[name].spread, "peak_bytes": peaks[name],
                     "state_bytes": states[name], "bytes_per_parameter": per_parameter[name],
                     "formula": expected[name], "losses": losses[name]} for name in ABOUT}
     return text, {"question": "zero", "speed_over_ddp_zero": ratio["ddp-zero"].value,
-                  "speed_over_fsdp2": ratio["fsdp2"].value, "sides": sides, "peak_is": how, "parameters": count,
-                  "dp": config.dp, **shape_of(config), "bucket_size": config.bucket_size, "device": device.type,
+                  "speed_over_fsdp2": ratio["fsdp2"].value, "speed_of_zero_2_over_fsdp2_keep": speed_of_2.value,
+                  "sides": sides, "peak_is": how, "parameters": count, "dp": config.dp, **shape_of(config),
+                  "bucket_size": config.bucket_size, "microbatches": config.microbatches, "device": device.type,
                   "cores": os.cpu_count(), "repeats": len(times["zero-1"].seconds)}

@@ -14,8 +14,9 @@ its state; instead each owns 1/dp of it. The step has three phases:
 
 Stage 1 adds up the gradients of a step's m microbatches, and reduces their sum. Stage 2 reduces those of each, and adds
 up the own part alone: a bucket has memory for gradients from the first that is added until its reduce is done, then
-another bucket has it. Stage 0 is the same code with one part: the reduce is an all-reduce, which is a reduce-scatter
-and an all-gather, the part is everything, and no weights are gathered. With AdamW a parameter costs
+another bucket has it. (All replicas of a stage run the same schedule, so they send the same buckets in the same order.)
+Stage 0 is the same code with one part: the reduce is an all-reduce, which is a reduce-scatter and an all-gather, the
+part is everything, and no weights are gathered. With AdamW a parameter costs
 
                  bytes, 16-bit training      fp32, where the master is the weight      on the wires, 16 bit, (dp-1)/dp x
     stage 0      2 + 4 + 4 + 4 + 4           4 + 4 + 4 + 4                             4 + 4

@@ -105,12 +105,12 @@ def test_pipeline_refuses_to_compare_different_work(monkeypatch, other):
 # ---- zero
 
 @pytest.mark.exhaustive
-def test_zero_compares_five_ways_to_train_the_same():
-    wider = [*TINY, "--hidden-size", "256"]                   # 19 MB of state: resident memory must show it
+def test_zero_compares_seven_ways_to_train_the_same():
+    wider = [*TINY, "--hidden-size", "256", "--microbatches", "2"]       # 19 MB of state: resident memory must show it
     record = ask("zero", *wider, "--repeats", "2")
     sides = record["sides"]
-    assert set(sides) == {"zero-1", "zero-0", "ddp-zero", "ddp", "fsdp2"}
-    assert [sides[name]["formula"] for name in ("zero-1", "zero-0", "ddp-zero", "ddp", "fsdp2")] == [12, 16, 12, 16, 8]
+    assert list(sides) == ["zero-1", "zero-0", "zero-2", "ddp-zero", "ddp", "fsdp2", "fsdp2-keep"]
+    assert [side["formula"] for side in sides.values()] == [12, 16, 10, 12, 16, 8, 8] and record["microbatches"] == 2
     for side in sides.values():
         assert side["losses"] == pytest.approx(sides["ddp"]["losses"], rel=1e-4)
         assert side["losses"][-1] < side["losses"][0] < 7, "the steps must train"
@@ -123,7 +123,7 @@ def test_zero_compares_five_ways_to_train_the_same():
     assert record["speed_over_ddp_zero"] == sides["ddp-zero"]["step_over_zero_1"]
     # Of nanodomino's own sides, to the byte: the padding and AdamW's counts of steps are in the formula.
     config = zero.config_for(parse(zero, ["zero", *wider]))
-    for stage in (0, 1):
+    for stage in (0, 1, 2):
         expected = formulas.state_bytes(replace(config, zero_stage=stage), formulas.place(config))
         assert sides[f"zero-{stage}"]["state_bytes"] == sum(expected.values())
 
@@ -133,7 +133,7 @@ def test_storages_are_counted_once():
     assert zero.counted_bytes([whole, whole[10:20], whole.view(10, 10).t(), torch.zeros(5, dtype=torch.int64)]) == 440
 
 
-@pytest.mark.parametrize("dtype, expected", [("float32", [10, 16, 10, 16, 4]), ("bfloat16", [9, 18, 10, 16, 4])])
+@pytest.mark.parametrize("dtype, expected", [("float32", [10, 16, 7, 10, 16, 4, 4]), ("bfloat16", [9, 18, 6, 10, 16, 4, 4])])
 def test_formulas_of_a_parameters_bytes(dtype, expected):
     config = tiny(4, data_parallel_size=4, dtype=dtype)
     assert [zero.formula_bytes(name, config) for name in zero.ABOUT] == expected
@@ -156,6 +156,7 @@ def test_zero_refuses_to_compare_different_work(losses):
     (["pipeline", "--schedule", "gpipe"], "unrecognized arguments: --schedule gpipe"),
     (["zero", "--dp", "1"], "--dp must be at least 2"),
     (["zero", "--dp", "0"], "--dp must be at least 2"),
+    (["zero", "--microbatches", "0"], "--microbatches must be at least 1"),
     (["zero", "--num-layers", "0"], "--num-layers must be at least 1"),
 ])
 def test_a_mistake_is_one_sentence_and_exit_code_2(capsys, arguments, rule):

@@ -51,7 +51,6 @@ def poisoned_loss(mask, losses):
     return total * (float("nan") if bad else 1.0), tokens
 
 def poisoned_gradients(optimizer, modules):
-    modules = list(modules)
     if (fault, rank, now) == ("copy", 1, 3):             # a vector that both ranks hold, and rank 0 counts: only its copy is bad
         for weight in (weight for module in modules for weight in module.parameters() if weight.shard_dim is None):
             weight.main_grad.view(-1)[0] = float("inf")

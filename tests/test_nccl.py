@@ -116,6 +116,15 @@ def test_no_stage_waits_for_ever(pool, schedule, rule):
     assert len(set(results)) == 1
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nor_where_replicas_wait_for_each_others_gradients_in_the_middle_of_a_step(pool, schedule):
+    """ZeRO-2 does."""
+    config = tiny(8, pipeline_model_parallel_size=4, num_layers=8, zero_stage=2, bucket_size=1, schedule=schedule)
+    results = pool.run(step_rank, config, random_data(config, 1), dict(in_order=True, connects=True), timeout=60)
+    assert len(set(results)) == 1
+
+
 @pytest.mark.parametrize("precaution, rule", [
     (dict(meet=False), dict(connects=True)),           # GPipe: the last forward leaves with the ask for a gradient
     (dict(ahead=3), dict(in_order=True)), (dict(ahead=3), dict(device_waits=True))], ids=["first-message", "in-order", "device"])
