@@ -97,7 +97,7 @@ def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: Toke
     with stage.trace.span("step", step=step):
         optimizer.zero_grad()
         totals = run_schedule(config.timetable, step - 1, stage, dataset, config, mesh, on_final=optimizer.on_final,
-                             on_action=on_action)
+                              on_action=on_action, loss_scale=optimizer.loss_scale.value)
         return optimizer.step(learning_rate(step, config), totals, stop())
 
 
@@ -131,11 +131,11 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
 
 
 def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh,
-                 shuffle=True, on_final=None, on_action=None):
+                 shuffle=True, on_final=None, on_action=None, loss_scale=1.0):
     """Run a schedule over the microbatches of global batch number `step`."""
     return pipeline.run(table, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
                         (config.micro_batch_size, config.seq_length, config.hidden_size),
-                        config.params_dtype, on_final, stage.trace, on_action)
+                        config.params_dtype, on_final, stage.trace, on_action, loss_scale)
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -189,7 +189,8 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
                 report.draw_curve()
                 raise UserError(f"{optimizer.skipped_in_a_row} steps in a row, up to step {step}, had a loss or "
                                 "gradient that is not finite; start from an earlier checkpoint with a smaller --lr "
-                                f"than {config.lr}")
+                                f"than {config.lr}"
+                                + (f", or --loss-scale than {config.loss_scale:g}" if config.loss_scale else ""))
             if ("valid" in datasets and config.eval_iters
                     and (step % config.eval_interval == 0 or step == config.train_iters)):
                 report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh, watch.mark))
@@ -289,9 +290,8 @@ def tell_all(value):
 
 
 def check_agreement(config: Config):
-    """All ranks must mean the same run: on several hosts flags, or the standard library's version, may differ.
-    Raises UserError."""
-    # where files lie may differ
+    """All ranks must mean the same run: on several hosts flags, or the standard library's version, may differ, and
+    where files lie, which is no matter. Raises UserError."""
     mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None))
     theirs = tell_all(mine)
     different = [name for name in mine if mine[name] != theirs[name]]

@@ -31,7 +31,7 @@ from nanodomino.plot import Curve, picture
 from nanodomino.settings import names
 from nanodomino.svg import write
 
-# Dense bfloat16 peak of one device in FLOP/s, from the makers' data sheets; the longest name that fits counts.
+# Dense 16-bit peak of one device in FLOP/s, from the makers' data sheets; the longest name that fits counts.
 PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12,
               "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12,
               "L40": 181e12, "L40S": 362e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
@@ -42,7 +42,7 @@ FEW = 16                 # samples whose mean loss is a guess
 
 def find_peak_flops(config: Config, mesh: Mesh) -> float | None:
     """Of all devices together, in the run's dtype; None where it is not known."""
-    if mesh.device.type != "cuda" or config.dtype != "bfloat16":
+    if mesh.device.type != "cuda" or config.params_dtype.itemsize != 2:
         return None
     name = torch.cuda.get_device_name(mesh.device)
     known = [one for one in PEAK_FLOPS if re.search(rf"\b{one}\b", name)]       # an A10G is no A10
@@ -142,16 +142,18 @@ class Report:
         mfu = speed * flops_per_token(self.config) / self.peak_flops if self.peak_flops else None
         self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate,
                     tokens=step * self.tokens_per_step, step_ms=seconds * 1000, tokens_per_second=speed,
-                    mfu=mfu, skipped=result.skipped)
+                    mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale)
         self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
         self.bar.update()
         self.moved = time.monotonic()
+        scaled = f" | loss scale {result.loss_scale:g}" if self.config.dtype == "float16" else ""
         if result.skipped:
-            self.say(f"step {step:5d} | skipped: loss {result.loss} or gradient norm {result.grad_norm} is not finite")
+            self.say(f"step {step:5d} | skipped: loss {result.loss} or gradient norm {result.grad_norm} is not finite"
+                     f"{scaled}")
         elif step % self.config.log_interval == 0 or step == 1:
             self.say(f"step {step:5d} | loss {result.loss:.4f} {self.yardsticks} | grad norm {result.grad_norm:.3f} | "
                      f"lr {learning_rate:.2e} | {seconds * 1000:.0f} ms | {speed:,.0f} tokens/s | "
-                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}")
+                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{scaled}")
 
     def losses(self, step: int, split: str, loss: float):
         """Of a validation or test."""

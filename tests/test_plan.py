@@ -305,7 +305,7 @@ def check_memory(held, said, peak=math.inf):
 @pytest.mark.parametrize("world_size, changes", [
     (1, dict(slices=2, dtype="bfloat16", hidden_dropout=0.1, attention_dropout=0.1)),
     (2, dict(pipeline_model_parallel_size=2, schedule="gpipe", untie_embeddings_and_output_weights=True)),
-    (2, dict(tensor_model_parallel_size=2, normalization="RMSNorm", dtype="bfloat16", optimizer="lion")),
+    (2, dict(tensor_model_parallel_size=2, normalization="RMSNorm", dtype="float16", optimizer="lion", fp16_lm_cross_entropy=True)),
     (4, dict(tensor_model_parallel_size=4, slices=3, columns=7, global_batch_size=3, hidden_dropout=0.1)),
     (4, dict(pipeline_model_parallel_size=2, zero_stage=0, micro_batch_size=1, bucket_size=1)),
     (8, dict(**TP8, slices=1, columns=5, global_batch_size=3, dtype="float32", attention_dropout=0.1)),
@@ -546,7 +546,7 @@ def test_a_plan_that_does_not_fit_says_why_and_what_helps(capsys, flags, reason,
     (["plan", "--gpus", 63, "--tp", 8, "--pp", 4], "world size 63 must equal tensor x pipeline x data parallel"),
     (["plan", "--gpu", "abacus"], "invalid choice: 'abacus'"),
     (["plan", "--reserve", 2], "--reserve must be from 0 to 0.9, but is 2.0"),
-    (["plan", "--dtype", "float32"], "--gpu H100 needs --dtype bfloat16"),
+    (["plan", "--dtype", "float32"], "--gpu H100 needs --dtype bfloat16 or float16"),
     (["comm", "--tp", 3], "num-attention-heads 8 must be divisible by tensor-model-parallel-size 3"),
     (["comm", "--dp", 0], "--data-parallel-size must be at least 1, but is 0"),
     (["memory", "--slices", 9], "slices 9 must be at most micro-batch-size 4")])

@@ -30,10 +30,10 @@ def state_rank(config, data):
 
 
 @pytest.mark.parametrize("dp, zero_stage", [(1, 1), (2, 1), (4, 1), (4, 0)])
-@pytest.mark.parametrize("dtype, fixed, shared", [("float32", 8, 8), ("bfloat16", 6, 12), ("float64", 16, 16)])
+@pytest.mark.parametrize("dtype, fixed, shared", [("float32", 8, 8), ("bfloat16", 6, 12), ("float16", 6, 12), ("float64", 16, 16)])
 def test_bytes_per_parameter_are_the_formulas(pool, dp, zero_stage, dtype, fixed, shared):
     """16-bit training 6 + 12/dp, fp32 8 + 8/dp; and the padding of a flat buffer, which would count in the norm, stays zero."""
-    config = tiny(dp, dtype=dtype, zero_stage=zero_stage, num_attention_heads=1, hidden_size=17)
+    config = tiny(dp, dtype=dtype, zero_stage=zero_stage, num_attention_heads=1, hidden_size=17, loss_scale=256.0)
     parts = dp if zero_stage else 1
     for bytes_per_parameter, padding, own, padded in pool.run(state_rank, config, random_data(config, 2), world_size=dp):
         assert bytes_per_parameter == pytest.approx(fixed + shared / parts)
