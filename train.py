@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
 from nanodomino import pipeline
+from nanodomino.board import check_package
 from nanodomino.checkpoint import Saver, restore
 from nanodomino.config import LR_DECAY_STYLES, Config
 from nanodomino.data import Batch, Corpus, TokenDataset, load_corpus, sample_ids_of
@@ -263,6 +264,7 @@ def main(arguments: list[str], place: Place) -> int:
     if config.sample_tokens:
         corpus.tokenizer()                                     # the sample at the end needs it: if it fails, then now
     require_room(config, device, place.local_world_size)
+    check_package(config)
     found = find_run(config, place) if place.rank == 0 else None
 
     if config.deterministic_mode:                              # before anything is computed or summed
@@ -292,7 +294,8 @@ def tell_all(value):
 def check_agreement(config: Config):
     """All ranks must mean the same run: on several hosts flags, or the standard library's version, may differ, and
     where files lie, which is no matter. Raises UserError."""
-    mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None))
+    mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None,
+                                                  tensorboard_dir=None))
     theirs = tell_all(mine)
     different = [name for name in mine if mine[name] != theirs[name]]
     everyone = [None] * dist.get_world_size()

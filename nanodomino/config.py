@@ -151,6 +151,8 @@ class Config:
                                 role="launch")
     max_skipped_steps: int = of_run(10, "steps in a row with a loss or gradient that is not finite, which no "
                                         "smaller loss scale may mend, after which the run gives up")
+    tensorboard_dir: str = of_run(None, "folder of this run alone, where TensorBoard finds what metrics.jsonl holds",
+                                  kind=str)
     trace: str = of_run(None, "steps FIRST:LAST whose timeline is drawn into the run's folder", kind=str, role="launch")
     timeout: int = of_run(600, "seconds that a collective may take before the run ends")
     sample_tokens: int = of_run(120, "tokens that the model writes at the end; 0 for none", least=0)

@@ -13,6 +13,7 @@ are not remembered but filled in anew, so that a run may go on with other proces
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from nanodomino.config import SHORT_DTYPES, Config, check_record, completed
@@ -32,6 +33,8 @@ def command_line_parser() -> Parser:
 def from_command_line(arguments: list[str]) -> Config:
     """Flags -> Config, not yet resolved. Raises UserError for a flag, value or file that is none."""
     asked = vars(command_line_parser().parse_args(arguments))
+    if asked.get("tensorboard_dir"):                           # a start from elsewhere will mean the same one
+        asked["tensorboard_dir"] = os.path.abspath(asked["tensorboard_dir"])
     if asked.get("config"):
         asked = remembered(read_settings(Path(asked["config"]))) | asked
     run = newest_record(Path(asked["run_dir"])) if asked.get("run_dir") else None

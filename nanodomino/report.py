@@ -3,6 +3,7 @@
     start     the model, the rank grid, the schedule; config.json
     step      a tqdm bar, a line every log_interval; an object in metrics.jsonl
     losses    of validation and test, beside two yardsticks of the text: its unigram and bigram entropy
+    board     the same as metrics.jsonl for TensorBoard, if it is asked for (board.py)
     curve     loss.svg, of what metrics.jsonl holds by then
 
 MFU is model FLOPs utilisation (PaLM, appendix B): the FLOPs that the model needs for the tokens of a second, as a part
@@ -22,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 from nanodomino import schedules
+from nanodomino.board import Board
 from nanodomino.config import Config
 from nanodomino.data import Corpus
 from nanodomino.manifest import newest_record
@@ -65,7 +67,7 @@ class Report:
         self.peak_flops = find_peak_flops(config, mesh)
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.yardsticks = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
-        self.metrics, self.unwritten, self.warned = None, b"", False
+        self.metrics, self.unwritten, self.warned, self.board = None, b"", False, None
         self.moved = time.monotonic()                          # when the bar did
         if speaks:
             self.changes = changed_settings(run_dir, config) if first_step else []
@@ -73,6 +75,8 @@ class Report:
                 write_config(run_dir, config)
             self.metrics = open_metrics(run_dir / "metrics.jsonl", first_step)
             self.curve = Curve(run_dir / "metrics.jsonl")
+            if config.tensorboard_dir:
+                self.board = Board(Path(config.tensorboard_dir), run_dir / "metrics.jsonl", first_step, self.say)
             self.describe(first_step)
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
                         disable=None if speaks else True)
@@ -128,6 +132,8 @@ class Report:
                 if not self.warned:
                     self.say(f"warning: metrics.jsonl can't be written: {error}; training goes on")
                 self.warned = True
+        if self.board:
+            self.board.read_on()
 
     def action(self, done: int, count: int):
         """A forward or backward of a microbatch is done: the bar moves within a step that takes long."""
