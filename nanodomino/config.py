@@ -54,6 +54,8 @@ SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}   # settings that stand f
 LR_DECAY_STYLES = {"cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)), "linear": lambda done: 1.0 - done,
                    "constant": lambda done: 1.0}         # what is left of the way from min_lr to lr, done from 0 to 1
 
+SCALES_END = 2.0**128    # of loss scales, which multiply fp32
+
 # (tp, pp) when neither is given, by the number of processes that share a model: wires of every kind, as soon as there
 # can be, and no replicas where they would be 3, 5 or 7, by which few batches can be divided.
 DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (1, 5), 6: (2, 3), 7: (1, 7), 8: (4, 2)}
@@ -124,9 +126,10 @@ class Config:
     bf16: bool = of_training(False, "the same as --dtype bfloat16")
     fp16: bool = of_training(False, "the same as --dtype float16; the loss scale goes up and down by itself")
     loss_scale: float = of_training(None, "factor on the gradient of each token's loss, for good (default: found in "
-                                          "fp16, else 1); a power of two rounds nothing", kind=float, above=0.0)
-    initial_loss_scale: float = of_training(2.0**15, "the first one in fp16", above=0.0)
-    min_loss_scale: float = of_training(1.0, "the least one in fp16", above=0.0)
+                                          "fp16, else 1); a power of two rounds nothing", kind=float, above=0.0,
+                                    below=SCALES_END)
+    initial_loss_scale: float = of_training(2.0**15, "the first one in fp16", above=0.0, below=SCALES_END)
+    min_loss_scale: float = of_training(1.0, "the least one in fp16", above=0.0, below=SCALES_END)
     loss_scale_window: int = of_training(1000, "steps without an overflow, after which the scale is doubled")
     hysteresis: int = of_training(2, "overflows after which the scale is halved")
     fp16_lm_cross_entropy: bool = of_training(False, "temporaries of the cross entropy in fp16, not fp32")

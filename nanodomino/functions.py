@@ -41,10 +41,12 @@ def layer_norm_forward(x, weight, bias, epsilon):
 
 
 def layer_norm_backward(gradient, x, statistics, weight, bias):
-    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
-    gradient, inputs, *others = (tensor.to(dtype) for tensor in (gradient, x, *statistics, weight, bias))
-    grad_x, *gradients = torch.ops.aten.native_layer_norm_backward(gradient, inputs, weight.shape, *others, [True] * 3)
-    return grad_x.to(x.dtype), *gradients
+    dtype, inputs = x.dtype, (gradient, x, *statistics, weight, bias)
+    if dtype == torch.float16:
+        inputs = [one.float() for one in inputs]
+    gradient, x, *others = inputs
+    grad_x, *gradients = torch.ops.aten.native_layer_norm_backward(gradient, x, weight.shape, *others, [True] * 3)
+    return grad_x.to(dtype), *gradients
 
 
 def rms_norm(x, weight, bias, epsilon):

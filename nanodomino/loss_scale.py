@@ -1,9 +1,9 @@
-"""Train in fp16: gradients times a factor, or the small ones are rounded to zero (1710.03740, sections 3.2 and 4.1).
+"""Train in fp16: gradients times a factor, or the small ones are rounded to zero (1710.03740, section 3.2).
 
 A number of fp16 has 11 bits. The largest is 65504, from 2^-14 down there are fewer bits, and below 2^-24 is nothing.
-Weights and activations fit in, gradients of activations do not: most lie at the lower end or below it. Backward is
-linear, so the gradient of each token's loss, which is 1, is made `scale` instead, and all that follows from it is as
-many times as large:
+Weights and activations fit in. Gradients of activations do not: those of the mean loss of 2^19 tokens begin at 2^-19,
+and get smaller as the model learns. Backward is linear. So let the gradient of each token's loss be `scale`, and all
+that follows from it is as many times as large:
 
                          2^-24          2^-14                                     2^15
     numbers of fp16        | fewer bits   | . . . . . . 11 bits . . . . . . . . . . | infinity
@@ -14,10 +14,11 @@ The parameters' gradients are added up in fp32 (main_grad) and divided by the sc
 of tokens, before norm and clipping (zero.py). A scale is best a power of two: it changes exponents alone, so no bit of
 a result depends on it, as long as nothing is too large or too small.
 
-**Of what.** The scale is the gradient of *one token's* loss. Megatron-LM scales a mean, so its 2^32 is shared by the
-tokens of a batch: 2^13 for each in GPT-2's 512 x 1024. Here no batch size, microbatch or layout comes into it. The
-gradient of a logit is at most the scale, so more than 2^15 is of little use, and that is the first one. A sum over
-tokens would soon be too large too: all of them are of fp32 (domino.py, functions.py).
+**Of what.** Of *one token's* loss. Megatron-LM scales a mean, so its first 2^32 is shared by the tokens that a replica
+has in a batch: 2^13 for each of 2^19. Here no batch size, microbatch or layout comes into it. With a scale of 1 that is
+the gradient of the loss sum, and not enough: after 60 steps of nano a quarter of what goes backward into its products
+is below 2^-14. Since the gradient of a logit is at most the scale, more than 2^15 is of little use: that is the first
+one. A sum over tokens would soon be too large too; all of those are of fp32 (domino.py, functions.py).
 
 **How large.** Nobody knows, and it changes while training goes on. So it is tried (Megatron-LM's DynamicGradScaler):
 
@@ -33,9 +34,7 @@ A scale that is given (--loss-scale), and the 1 of all other types, is one that 
 
 import math
 
-from nanodomino.config import Config
-
-LARGEST = 2.0**127       # a saved scale beyond it is none
+from nanodomino.config import SCALES_END, Config
 
 
 class LossScale:
@@ -55,7 +54,7 @@ class LossScale:
         it."""
         if not overflow:
             self.good_steps += 1
-            if self.good_steps == self.window:
+            if self.good_steps >= self.window and 2.0 * self.value < SCALES_END:
                 self.value, self.good_steps, self.patience = 2.0 * self.value, 0, self.hysteresis
             return False
         mends = self.value > self.least
@@ -80,5 +79,5 @@ class LossScale:
 def is_state(value) -> bool:
     """Whether a stranger's record can be restored."""
     return value is None or (isinstance(value, dict) and value.keys() == {"value", "good_steps", "patience"}
-                             and all(type(one) in (int, float) and 0 <= one <= LARGEST for one in value.values())
+                             and all(type(one) in (int, float) and 0 <= one < SCALES_END for one in value.values())
                              and value["value"] > 0 and {type(value["good_steps"]), type(value["patience"])} == {int})

@@ -180,9 +180,10 @@ def in_chunks(function):
 
 def maximum_and_sum_of_rows(logits, narrow=False):
     """logits [n, width] -> (the largest, sum of exp(z - largest)), both [n], in fp32 or wider."""
-    largest = logits.amax(dim=-1, keepdim=True)
-    exponentials = (logits - (largest if narrow else largest.to(wide(logits)))).exp_()
-    return largest.squeeze(-1).to(wide(logits)), exponentials.sum(dim=-1, dtype=wide(logits))
+    narrow_largest = logits.amax(dim=-1)
+    largest = narrow_largest.to(wide(logits))
+    exponentials = (logits - (narrow_largest if narrow else largest).unsqueeze(-1)).exp_()
+    return largest, exponentials.sum(dim=-1, dtype=wide(logits))
 
 
 def exponentials_of_rows(logits, maximum, factor, narrow=False):

@@ -424,10 +424,10 @@ def reduced_too_soon(config):
     run = pipeline.run
 
     def first_backward(table, stage, *arguments):
-        *others, on_final, trace, on_action = arguments
+        *others, on_final, trace, on_action, loss_scale = arguments
         backward, waiting = stage.backward, [on_final]
         with mock.patch.object(stage, "backward", lambda tape, gradient, _, later: backward(tape, gradient, waiting.pop() if waiting else None, later)):
-            return run(table, stage, *others, on_final, trace, on_action)
+            return run(table, stage, *others, on_final, trace, on_action, loss_scale)
     return [(pipeline, "run", first_backward)]
 
 

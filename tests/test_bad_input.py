@@ -152,7 +152,7 @@ BAD_FLAGS = [
     (1, "--adam-beta2 1", "--adam-beta2 must be at least 0 and below 1", "1.0"),
     (1, "--hidden-dropout 1", "--hidden-dropout must be at least 0 and below 1", "1.0"),
     (1, "--attention-dropout -0.1", "--attention-dropout must be at least 0 and below 1", "-0.1"),
-    (1, "--loss-scale 0", "--loss-scale must be a finite number above 0", "0.0"),
+    (1, "--loss-scale 0", "--loss-scale must be above 0 and below 3.40282e+38", "0.0"),
     (1, "--fp16 --min-loss-scale 65536", "min-loss-scale 65536 must be at most initial-loss-scale 32768", "lower it"),
     (1, "--fp16-lm-cross-entropy", "--fp16-lm-cross-entropy needs --fp16", "--dtype is float32", "add --fp16"),
     (1, "--lr-warmup-fraction 1", "--lr-warmup-fraction must be at least 0 and below 1", "1.0"),

@@ -22,7 +22,8 @@ GPT2 = dict(model="gpt2", dtype="bfloat16", micro_batch_size=16, global_batch_si
 EIGHT = dict(model="nano", dtype="bfloat16", tensor_model_parallel_size=2, pipeline_model_parallel_size=2,
              data_parallel_size=2, micro_batch_size=4, slices=2)           # 2 microbatches a replica
 CASES = {"gpt2": (0, GPT2), "first stage": (0, EIGHT), "last stage": (7, EIGHT),
-         "uneven slices": (7, EIGHT | dict(slices=3, columns=2))}
+         "uneven slices": (7, EIGHT | dict(slices=3, columns=2)),
+         "fp16": (0, EIGHT | dict(pipeline_model_parallel_size=1, data_parallel_size=4, dtype="float16", fp16_lm_cross_entropy=True))}
 
 GB = 1e9
 TRAFFIC = {"forward": 15.3 * GB, "cross entropy": 33.9 * GB, "backward": 29.7 * GB, "update": 8.5 * GB,

@@ -70,6 +70,11 @@ def test_one_that_is_given_never_moves(settings, value):
     assert LossScale(tiny(1, **settings)).state() is None
 
 
+def test_it_never_leaves_fp32():
+    """With gradients that are zero nothing is ever too large; 0 times infinity is."""
+    assert max(moved(3000 * ".", loss_scale_window=1)) == 2.0**127
+
+
 @pytest.mark.parametrize("hysteresis", [1, 2, 5])
 def test_the_steps_that_a_smaller_scale_may_mend_are_as_many_as_it_says(hysteresis):
     """hysteresis - 1 + log2(scale / least); the next one is a sign of something else."""
@@ -109,7 +114,7 @@ def test_a_training_moves_it_as_torchs_own(pool):
     assert [8 * scale for scale, _ in found] == torchs_own(pattern, window=2)[:-1]
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("layout", [dict(tensor_model_parallel_size=4, micro_batch_size=6), dict(pipeline_model_parallel_size=4), dict(data_parallel_size=4),
                                     dict(data_parallel_size=4, zero_stage=0), BOX | dict(micro_batch_size=6)], ids=["tp", "pp", "dp", "dp-zero0", "tp-pp"])
 def test_an_overflow_on_one_rank_is_skipped_by_all_and_all_have_the_next_scale(pool, layout, rank):
@@ -122,8 +127,8 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_all_have_the_next_scale(p
         assert changed == [False, True, True]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("world_size, layout", [(1, {}), (4, BOX)], ids=["one", "tp2-pp2"])
+@pytest.mark.parametrize("dtype, world_size, layout", [("bfloat16", 1, {}), ("float32", 4, BOX), *[
+    pytest.param(*one, marks=pytest.mark.exhaustive) for one in (("float32", 1, {}), ("bfloat16", 4, BOX), ("float64", 4, BOX))]])
 def test_a_power_of_two_changes_no_bit(pool, dtype, world_size, layout):
     """Where nothing is too large or too small; another number rounds differently, or this would show nothing."""
     weights, data, _, _ = reference_for(tiny(1), 3)
@@ -136,12 +141,12 @@ def test_a_power_of_two_changes_no_bit(pool, dtype, world_size, layout):
             assert all(torch.equal(ours.weights[name][0], theirs.weights[name][0]) for name in ours.weights) is same
 
 
+EIGHT, DROPPING, NARROW = BOX | dict(data_parallel_size=2), dict(hidden_dropout=0.1, attention_dropout=0.1), dict(normalization="RMSNorm", fp16_lm_cross_entropy=True)
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}        # of one operation, of its result
 
 
-@pytest.mark.parametrize("options", [dict(hidden_dropout=0.1, attention_dropout=0.1), dict(normalization="RMSNorm", fp16_lm_cross_entropy=True)],
-                         ids=["dropout", "rmsnorm-narrow"])
-@pytest.mark.parametrize("world_size, layout", [(1, {}), (8, BOX | dict(data_parallel_size=2))], ids=["one", "tp2-pp2-dp2"])
+@pytest.mark.parametrize("world_size, layout, options", [
+    (1, {}, NARROW), (8, EIGHT, DROPPING), *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((1, {}, DROPPING), (8, EIGHT, NARROW))]])
 def test_16_bit_training_follows_float64_as_far_off_as_its_rounding_is_coarser(pool, world_size, layout, options):
     """Small errors add up linearly: rounded at the same places, 2^13 times as coarsely (bfloat16: 2^16), a training is 2^13 times as far off.
     How far float32 is off is measured. Each error is luck, so three times that is allowed; a sum in 16 bit would be far beyond."""
@@ -261,14 +266,15 @@ def test_a_loss_that_is_not_finite_is_not_the_scales_fault(pool, tmp_path):
     assert {scale for _, scale in lines(tmp_path / "run", "loss_scale")} == {64.0}
 
 
-def test_a_run_that_is_stopped_goes_on_with_the_same_scale_and_patience(pool, tmp_path):
-    """Stopped after each step, on the way down and between doublings: the same steps are skipped, with the same scales and losses."""
+@pytest.mark.parametrize("at_once", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_run_that_is_stopped_goes_on_with_the_same_scale_and_patience(pool, tmp_path, at_once):
+    """Stopped on the way down and between doublings: the same steps are skipped, with the same scales, losses and norms."""
     make_corpus(tmp_path)
     flags = ("--fp16", "--train-iters", 14, "--initial-loss-scale", 2.0**19, "--loss-scale-window", 3, "--tp", 2)
     straight = start(pool, tmp_path, "--run-dir", tmp_path / "straight", *flags, world_size=2)
     assert straight.code == 0
-    for _ in range(14):
-        start(pool, tmp_path, "--run-dir", tmp_path / "stopped", *flags, "--exit-interval", 1, world_size=2)
+    for _ in range(math.ceil(14 / at_once)):
+        assert start(pool, tmp_path, "--run-dir", tmp_path / "stopped", *flags, "--exit-interval", at_once, world_size=2).code == 0
     for name in ("loss_scale", "skipped", "loss", "grad_norm"):
         assert lines(tmp_path / "stopped", name) == lines(tmp_path / "straight", name)
     scales, skipped = ([value for _, value in lines(tmp_path / "straight", name)] for name in ("loss_scale", "skipped"))
