@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
 from nanodomino import pipeline
+from nanodomino.board import check_package
 from nanodomino.checkpoint import Saver, restore
 from nanodomino.config import LR_DECAY_STYLES, Config
 from nanodomino.data import Batch, Corpus, TokenDataset, load_corpus, sample_ids_of
@@ -97,7 +98,7 @@ def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: Toke
     with stage.trace.span("step", step=step):
         optimizer.zero_grad()
         totals = run_schedule(config.timetable, step - 1, stage, dataset, config, mesh, on_final=optimizer.on_final,
-                             on_action=on_action)
+                              on_action=on_action, loss_scale=optimizer.loss_scale.value)
         return optimizer.step(learning_rate(step, config), totals, stop())
 
 
@@ -131,11 +132,11 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
 
 
 def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh,
-                 shuffle=True, on_final=None, on_action=None):
+                 shuffle=True, on_final=None, on_action=None, loss_scale=1.0):
     """Run a schedule over the microbatches of global batch number `step`."""
     return pipeline.run(table, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
                         (config.micro_batch_size, config.seq_length, config.hidden_size),
-                        config.params_dtype, on_final, stage.trace, on_action)
+                        config.params_dtype, on_final, stage.trace, on_action, loss_scale)
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -189,7 +190,8 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
                 report.draw_curve()
                 raise UserError(f"{optimizer.skipped_in_a_row} steps in a row, up to step {step}, had a loss or "
                                 "gradient that is not finite; start from an earlier checkpoint with a smaller --lr "
-                                f"than {config.lr}")
+                                f"than {config.lr}"
+                                + (f", or --loss-scale than {config.loss_scale:g}" if config.loss_scale else ""))
             if ("valid" in datasets and config.eval_iters
                     and (step % config.eval_interval == 0 or step == config.train_iters)):
                 report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh, watch.mark))
@@ -262,6 +264,7 @@ def main(arguments: list[str], place: Place) -> int:
     if config.sample_tokens:
         corpus.tokenizer()                                     # the sample at the end needs it: if it fails, then now
     require_room(config, device, place.local_world_size)
+    check_package(config)
     found = find_run(config, place) if place.rank == 0 else None
 
     if config.deterministic_mode:                              # before anything is computed or summed
@@ -289,10 +292,10 @@ def tell_all(value):
 
 
 def check_agreement(config: Config):
-    """All ranks must mean the same run: on several hosts flags, or the standard library's version, may differ.
-    Raises UserError."""
-    # where files lie may differ
-    mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None))
+    """All ranks must mean the same run: on several hosts flags, or the standard library's version, may differ, and
+    where files lie, which is no matter. Raises UserError."""
+    mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None,
+                                                  tensorboard_dir=None))
     theirs = tell_all(mine)
     different = [name for name in mine if mine[name] != theirs[name]]
     everyone = [None] * dist.get_world_size()

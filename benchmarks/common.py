@@ -96,7 +96,7 @@ def parse(question, arguments: list[str]) -> argparse.Namespace:
 
 # What train.py calls by the same names: the model, the layout, the batch, the machine.
 CONFIG_FLAGS = tuple(one.name for one in flags_of(Config, "The model", "The layout")) + (
-    "global_batch_size", "optimizer", "dtype", "bf16", "device")
+    "global_batch_size", "optimizer", "dtype", "bf16", "fp16", "device")
 
 
 def add_config_flags(parser, names=CONFIG_FLAGS, **defaults):
@@ -238,7 +238,7 @@ class RandomTokens:
 
 # Relative: up to here losses, or norms of gradients, are the same, so that the work is. In 16 bit the alternatives
 # round at different places, and plain ones also sum gradients in 16 bit.
-SAME = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
+SAME = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2.5e-3}
 
 
 @dataclass(frozen=True)

@@ -89,9 +89,9 @@ def processes(flags) -> int:
         value = getattr(flags, name)
         require(least <= value <= most, f"{spelling(name)} must be from {least} to {most}, but is {value}")
     config = config_of(flags, flags.gpus)
-    require(flags.gpu == "here" or config.dtype == "bfloat16",
-            f"--gpu {flags.gpu} needs --dtype bfloat16, since what is known of it is the rate of 16-bit products, but "
-            f"--dtype is {config.dtype}")
+    require(flags.gpu == "here" or config.params_dtype.itemsize == 2,
+            f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, since what is known of it is the rate of 16-bit "
+            f"products, but --dtype is {config.dtype}")
     return flags.gpus if flags.gpu == "here" and not flags.published else 1
 
 

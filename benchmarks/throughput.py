@@ -45,6 +45,7 @@ def add_flags(parser):
 
 
 def processes(flags) -> int:
+    require(flags.dtype != "float16", "the plain side scales no loss, so --dtype must not be float16; try bfloat16")
     return 1
 
 

@@ -75,7 +75,8 @@ def processes(flags) -> int:
     replicas = flags.data_parallel_size
     require(replicas >= 2, f"--dp must be at least 2, but is {replicas}: one replica alone has nothing to share")
     require(flags.microbatches >= 1, f"--microbatches must be at least 1, but is {flags.microbatches}; try 4")
-    config_for(flags)
+    require(config_for(flags).dtype != "float16", "torch's sides scale no loss, so --dtype must not be float16; try "
+            "bfloat16")
     return replicas
 
 

@@ -128,6 +128,7 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weig
     manifest = read_manifest(folder)
     if not weights_alone:
         optimizer.updates, optimizer.skipped_in_a_row = manifest["adam_steps"], manifest["skipped_in_a_row"]
+        optimizer.loss_scale.restore(manifest["loss_scale"])
     parts = optimizer.kept if optimizer.updates else ("weight",)
     own = [(bucket, part, bucket.own_begin, optimizer.place_of(bucket, part))
            for bucket in optimizer.buckets for part in parts]
@@ -229,7 +230,8 @@ class Saver:
         snapshot(optimizer, self.host)
         tensors = named_pieces(model, self.mesh, self.host)
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates,
-                        skipped_in_a_row=optimizer.skipped_in_a_row, config=dataclasses.asdict(config))
+                        skipped_in_a_row=optimizer.skipped_in_a_row, loss_scale=optimizer.loss_scale.state(),
+                        config=dataclasses.asdict(config))
         self.thread = threading.Thread(target=self.write_or_note, args=(step, tensors, manifest),
                                        name=f"checkpoint of step {step}")
         self.thread.start()

@@ -49,10 +49,13 @@ PRESETS = {name: dict(zip(PRESET_FIELDS, values)) for name, *values in (
     ("gpt3-6.7b",   32, 4096, 32, 2048, 1.2e-4, 1024,  2, 0.02),
     ("gpt3-13b",    40, 5120, 40, 2048, 1e-4,   1024,  1, 0.02),
 )}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}   # settings that stand for one of them
 
 LR_DECAY_STYLES = {"cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)), "linear": lambda done: 1.0 - done,
                    "constant": lambda done: 1.0}         # what is left of the way from min_lr to lr, done from 0 to 1
+
+SCALES_END = 2.0**128    # of loss scales, which multiply fp32
 
 # (tp, pp) when neither is given, by the number of processes that share a model: wires of every kind, as soon as there
 # can be, and no replicas where they would be 3, 5 or 7, by which few batches can be divided.
@@ -124,9 +127,18 @@ class Config:
     adam_eps: float = of_training(1e-8, "AdamW's addition to the denominator", above=0.0)
     lion_beta1: float = of_training(0.9, "the moment's part in Lion's update", below=1.0)
     lion_beta2: float = of_training(0.99, "Lion's decay of the moment", below=1.0)
-    dtype: str = of_training("float32", "of the weights; bfloat16 keeps fp32 master weights and gradients",
+    dtype: str = of_training("float32", "of the weights; bfloat16 and float16 keep fp32 master weights and gradients",
                              choices=DTYPES)
     bf16: bool = of_training(False, "the same as --dtype bfloat16")
+    fp16: bool = of_training(False, "the same as --dtype float16; the loss scale goes up and down by itself")
+    loss_scale: float = of_training(None, "factor on the gradient of each token's loss, for good (default: found in "
+                                          "fp16, else 1); a power of two rounds nothing", kind=float, above=0.0,
+                                    below=SCALES_END)
+    initial_loss_scale: float = of_training(2.0**15, "the first one in fp16", above=0.0, below=SCALES_END)
+    min_loss_scale: float = of_training(1.0, "the least one in fp16", above=0.0, below=SCALES_END)
+    loss_scale_window: int = of_training(1000, "steps without an overflow, after which the scale is doubled")
+    hysteresis: int = of_training(2, "overflows after which the scale is halved")
+    fp16_lm_cross_entropy: bool = of_training(False, "temporaries of the cross entropy in fp16, not fp32")
     seed: int = of_training(1234, "draws weights, data order and dropout", role="run", least=0)
 
     data_path: str = of_data(None, "folder made by data/prepare.py (default: Python's own standard library)", kind=str,
@@ -146,8 +158,10 @@ class Config:
     keep_last: int = of_run(3, "checkpoints that are kept")
     exit_interval: int = of_run(None, "save and stop after the next step that is divisible by this", kind=int,
                                 role="launch")
-    max_skipped_steps: int = of_run(10, "steps in a row with a loss or gradient that is not finite, after which the "
-                                        "run gives up")
+    max_skipped_steps: int = of_run(10, "steps in a row with a loss or gradient that is not finite, which no "
+                                        "smaller loss scale may mend, after which the run gives up")
+    tensorboard_dir: str = of_run(None, "folder of this run alone, where TensorBoard finds what metrics.jsonl holds",
+                                  kind=str)
     trace: str = of_run(None, "steps FIRST:LAST whose timeline is drawn into the run's folder", kind=str, role="launch")
     timeout: int = of_run(600, "seconds that a collective may take before the run ends")
     sample_tokens: int = of_run(120, "tokens that the model writes at the end; 0 for none", least=0)
@@ -232,13 +246,13 @@ class Config:
         require(self.model in PRESETS, f"unknown model '{self.model}'; try one of {', '.join(PRESETS)}")
         check_values(self)
         check_trace(self)
-        require(not (self.bf16 and self.dtype == "float64"),
-                "--bf16 and --dtype float64 contradict each other; give one")
-
         filled = {name: value for name, value in PRESETS[self.model].items() if getattr(self, name) is None}
         filled["world_size"] = world_size
-        if self.bf16:
-            filled |= {"dtype": "bfloat16", "bf16": False}
+        for name, dtype in SHORT_DTYPES.items():
+            if getattr(self, name):
+                before = filled.get("dtype", self.dtype)
+                require(before in ("float32", dtype), f"--{name} and --dtype {before} contradict each other; give one")
+                filled |= {"dtype": dtype, name: False}
         config = dataclasses.replace(self, **filled)
 
         default_tp, default_pp = 1, 1
@@ -372,4 +386,8 @@ def check_sizes(c: Config):
             f"seq-length {c.seq_length} must be at most max-position-embeddings {c.max_position_embeddings}; "
             f"try --max-position-embeddings {c.seq_length}")
     require(c.load or not c.finetune, "--finetune takes the weights of --load, and there is none; add --load FOLDER")
+    require(c.min_loss_scale <= c.initial_loss_scale, f"min-loss-scale {c.min_loss_scale:g} must be at most "
+            f"initial-loss-scale {c.initial_loss_scale:g}; lower it or leave it out")
+    require(c.dtype == "float16" or not c.fp16_lm_cross_entropy,
+            f"--fp16-lm-cross-entropy needs --fp16, but --dtype is {c.dtype}; add --fp16, or leave it out")
     require(c.min_lr <= c.lr, f"min-lr {c.min_lr} must be at most lr {c.lr}; lower it or leave it out")

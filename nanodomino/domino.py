@@ -65,7 +65,7 @@ import torch.nn.functional as F
 from nanodomino.data import Batch
 from nanodomino.model import GPT, Chunk, Dropout, Sublayer, close_residual, drop
 from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
-                                 maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss)
+                                 maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss, wide)
 from nanodomino.recompute import Bridge, Link, TapePolicy
 from nanodomino.trace import NO_TRACE
 
@@ -119,7 +119,7 @@ def bridge_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, clos
 def close_residual_backward(gradient, mask):
     """Gradients of x, y and bias. Of x and y they may be one tensor: whoever gets them writes to neither."""
     grad_y = drop(gradient, mask)
-    return gradient, grad_y, grad_y.sum(dim=(0, 1))
+    return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide(grad_y))
 
 
 class Step:
@@ -182,13 +182,13 @@ class Domino:
         self.steps = {chunk: [Step(sublayer) for sublayer in chunk.sublayers] for chunk in model.chunks}
         compiled = partial(torch.compile, backend=compile_backend) if compile_backend else lambda function: function
         norm = model.chunks[0].sublayers[0].norm                                                   # all are alike
-        kind, epsilon = norm.kind, norm.epsilon
+        kind, epsilon, narrow = norm.kind, norm.epsilon, model.config.fp16_lm_cross_entropy
         # lambdas: the compiler, which keeps few versions of a function, takes all of functools.partial for one
         self.bridge = compiled(lambda *inputs: bridge(*inputs, epsilon, kind))
         self.bridge_backward = compiled(lambda *inputs: bridge_backward(*inputs, kind))
         # fused by a compiler, no temporary is as large as the logits; else it is cut
-        self.maximum_and_sum_of_rows, self.exponentials_of_rows = map(
-            compiled if compile_backend else in_chunks, (maximum_and_sum_of_rows, exponentials_of_rows))
+        self.maximum_and_sum_of_rows, self.exponentials_of_rows = map(compiled if compile_backend else in_chunks, (
+            lambda *rows: maximum_and_sum_of_rows(*rows, narrow), lambda *rows: exponentials_of_rows(*rows, narrow)))
 
     # ---- the stage, as the pipeline sees it
 
@@ -323,7 +323,7 @@ class Domino:
             grad_x, grad_y = yield from self.backward_sublayer(
                 piece, self.tapes.pop(self, piece), grad_x, grad_y, tally)
         if piece.chunk.pre_process:
-            self.backward_embedding(piece, drop(grad_x, piece.masks.hidden("embedding", grad_x)))
+            self.backward_embedding(piece, drop(grad_x, piece.masks.hidden("embedding", grad_x)).to(wide(grad_x)))
             self.through(piece, tally, "embedding", [], model.embedding)
         results[piece.index] = grad_x
 
@@ -375,13 +375,14 @@ class Domino:
         return grad_x, grad_y
 
     def backward_embedding(self, piece, gradient):
-        """gradient: of words + positions [b, s, h]."""
+        """gradient: of words + positions [b, s, h], in fp32 or wider."""
         words, positions = self.model.embedding.word_embeddings, self.model.embedding.position_embeddings.weight
         # not by index_add_, which on GPUs adds in any order: tp ranks have copies of these, and must add alike
         add_gradients([positions], [torch.ops.aten.embedding_dense_backward(
             gradient, piece.batch.positions, len(positions), -1, False)])
-        (row, inside), main_grad = words.locate(piece.batch.tokens), main_grad_of(words.weight)
-        main_grad.index_add_(0, row.flatten(), (gradient * inside.unsqueeze(-1)).flatten(0, 1).to(main_grad.dtype))
+        row, inside = words.locate(piece.batch.tokens)
+        gradient = (gradient * inside.unsqueeze(-1)).flatten(0, 1)
+        main_grad_of(words.weight).index_add_(0, row.flatten(), gradient)
 
     def input_gradient(self, piece, site, grad_output, weight, cover):
         """Generator: grad_output W, summed over ranks; the `cover`, weight gradients, once it is on the wires."""
@@ -453,10 +454,12 @@ def add_weight_gradient(main_grad, grad_output, activation):
     += the sum of the rows. main_grad may be of a wider type."""
     grad_output = grad_output.flatten(0, 1)
     if activation is None:
-        main_grad.add_(grad_output.sum(dim=0))
+        main_grad.add_(grad_output.sum(dim=0, dtype=main_grad.dtype))
     elif main_grad.dtype == grad_output.dtype:
         main_grad.addmm_(grad_output.t(), activation.flatten(0, 1))
     elif main_grad.is_cuda and WIDENS:
         torch.addmm(main_grad, grad_output.t(), activation.flatten(0, 1), out_dtype=main_grad.dtype, out=main_grad)
+    elif grad_output.dtype == torch.float16:               # in which a sum over tokens may be too large
+        main_grad.addmm_(grad_output.t().to(main_grad.dtype), activation.flatten(0, 1).to(main_grad.dtype))
     else:
         main_grad.add_(grad_output.t() @ activation.flatten(0, 1))

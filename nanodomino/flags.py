@@ -13,9 +13,10 @@ are not remembered but filled in anew, so that a run may go on with other proces
 
 import argparse
 import json
+import os
 from pathlib import Path
 
-from nanodomino.config import Config, check_record, completed
+from nanodomino.config import SHORT_DTYPES, Config, check_record, completed
 from nanodomino.manifest import newest_record
 from nanodomino.settings import ROLES, Parser, UserError, add_flags, flags_of, markdown, names, require
 
@@ -32,10 +33,14 @@ def command_line_parser() -> Parser:
 def from_command_line(arguments: list[str]) -> Config:
     """Flags -> Config, not yet resolved. Raises UserError for a flag, value or file that is none."""
     asked = vars(command_line_parser().parse_args(arguments))
+    if asked.get("tensorboard_dir"):                           # a start from elsewhere will mean the same one
+        asked["tensorboard_dir"] = os.path.abspath(asked["tensorboard_dir"])
     if asked.get("config"):
         asked = remembered(read_settings(Path(asked["config"]))) | asked
     run = newest_record(Path(asked["run_dir"])) if asked.get("run_dir") else None
     before = remembered(completed(run, asked["run_dir"])) if run else {}
+    if "dtype" in before and any(asked.get(name) for name in SHORT_DTYPES):
+        del before["dtype"]                                    # another word for it has been given
     given = {*asked, *(run or {}).get("given", ())}
     if not run and asked.get("load") and (loaded := newest_record(Path(asked["load"]))):
         brought = names(Config, *(("model",) if asked.get("finetune") else ("model", "optimizer"))) + ("seq_length",)

@@ -182,8 +182,8 @@ def kept_by_layer(config: Config) -> dict[str, float]:
     kept |= {"context": x / t,                                 # its output: its backward, dense's weight gradient
              "mlp after gelu": ffn / t}                        # dense_4h_to_h's weight gradient
     if config.attention_dropout:                               # by hand: probabilities, their mask, their product
-        # each slice has a mask of the future, and a factor
-        kept["attention dropout"] = (2 * e + w) * scores + slices(config) * (config.seq_length ** 2 + 8)
+        # each slice has a mask of the future
+        kept["attention dropout"] = (2 * e + w) * scores + slices(config) * config.seq_length ** 2
     else:                                                      # from which its backward finds the probabilities again
         kept["logsumexp"] = w * n * config.num_attention_heads // t
     return kept
@@ -311,17 +311,26 @@ def working_bytes(config: Config, at) -> int:
     e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
     cuda, (first, *_), (*_, last) = config.device == "cuda", stage(config, at).chunks, stage(config, at).chunks
     ffn, h = e * n * config.ffn_hidden_size // t, config.hidden_size
-    widened = e if e < w and not cuda else 0      # a 16-bit weight gradient, before it is added to fp32
+
+    def beside_fp32(inputs, outputs):
+        """What a CPU needs for a 16-bit weight gradient: the product, before it is added to fp32; of fp16 both factors
+        in fp32."""
+        if cuda or e == w:
+            return 0
+        factors = w * n // slices(config) * (inputs + outputs)
+        return factors if config.dtype == "float16" else e * inputs * outputs
+
     head = sum(kept_by_ends(config, at, last).values()) if last.post_process else 0  # gone when the layers' turn comes
     beside = [pair_bytes(config, at, resumed - first.pre_process) for resumed in (0, 1, 1 + last.post_process)]
     # backward of an MLP, of one slice of which what is computed again is there
     again = {"none": 0, "selective": ffn, "full": x + 2 * ffn}[config.recompute_granularity] // slices(config)
     again += 4 * x if on_host(config) else 0      # x of two sublayers that leave, and of two that come back
-    moments = [2 * x + 2 * ffn + max(0, widened * h * config.ffn_hidden_size // t - ffn) - head + beside[2] + again]
+    moments = [2 * x + 2 * ffn + max(0, beside_fp32(h, config.ffn_hidden_size // t) - ffn) - head + beside[2] + again]
     if last.post_process:                                                           # forward and backward of the head
         width = logits_width(config, at)
-        chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"], w * n * width // slices(config))
-        moments += [2 * x + chunk + beside[0], 2 * x + max(chunk, widened * h * width) + beside[1]]
+        chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"] // 4, n * width // slices(config))
+        chunk *= e if config.fp16_lm_cross_entropy else w
+        moments += [2 * x + chunk + beside[0], 2 * x + max(chunk, beside_fp32(h, width)) + beside[1]]
     return int(max(moments)) + gradient_buffers(config, at)
 
 
@@ -459,8 +468,8 @@ def pipeline(config: Config, at) -> list[Traffic]:
 
 
 def replicas(config: Config, at) -> list[Traffic]:
-    """Once a step gradients are summed (in ZeRO-2 once a microbatch) and weights gathered; first and last stage agree on
-    a tied matrix, all ranks on the step."""
+    """Once a step gradients are summed (in ZeRO-2 once a microbatch) and weights gathered; first and last stage agree
+    on a tied matrix, all ranks on the step."""
     e, w, flat, times = element(config), wide(config), buckets(config, at), reduces(config)
     padded, count = sum(size for _, size in flat), len(flat)
     tied = [size // parts(config) for kind, size in flat if kind.tied]

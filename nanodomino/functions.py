@@ -19,7 +19,8 @@ class Normalization:
     """function(x [.., h], weight [h], bias [h] or None, epsilon) -> [.., h]: the definition.
 
     forward(x, weight, bias, epsilon) -> (the same, *statistics);
-    backward(gradient, x, statistics, weight, bias) -> gradients of x, weight, bias (None where there is none).
+    backward(gradient, x, statistics, weight, bias) -> gradients of x, weight, bias (None where there is none). Those
+    of weight and bias are sums over tokens, which fp16 could not hold: they may be of a wider type.
     statistics(element, wide, cuda): bytes of the statistics of a token, by the bytes of a number of x and of one in
     fp32 or wider, and whether it runs on CUDA.
     """
@@ -40,7 +41,12 @@ def layer_norm_forward(x, weight, bias, epsilon):
 
 
 def layer_norm_backward(gradient, x, statistics, weight, bias):
-    return torch.ops.aten.native_layer_norm_backward(gradient, x, weight.shape, *statistics, weight, bias, [True] * 3)
+    dtype, inputs = x.dtype, (gradient, x, *statistics, weight, bias)
+    if dtype == torch.float16:
+        inputs = [one.float() for one in inputs]
+    gradient, x, *others = inputs
+    grad_x, *gradients = torch.ops.aten.native_layer_norm_backward(gradient, x, weight.shape, *others, [True] * 3)
+    return grad_x.to(dtype), *gradients
 
 
 def rms_norm(x, weight, bias, epsilon):
@@ -57,9 +63,10 @@ def rms_norm_forward(x, weight, bias, epsilon):
 def rms_norm_backward(gradient, x, statistics, weight, bias):
     """With n = x r, r = 1 / rms and g the gradient:  dx = r (w g - n mean(n w g)),  dw = sum(n g)."""
     (inverse,) = statistics
+    gradient = gradient.to(inverse.dtype)
     normal, scaled = x * inverse, gradient * weight
     grad_x = inverse * (scaled - normal * (normal * scaled).mean(dim=-1, keepdim=True))
-    return grad_x.to(x.dtype), (normal * gradient).flatten(0, -2).sum(dim=0).to(weight.dtype), None
+    return grad_x.to(x.dtype), (normal * gradient).flatten(0, -2).sum(dim=0), None
 
 
 NORMALIZATIONS = {

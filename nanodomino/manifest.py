@@ -1,7 +1,8 @@
 """What makes a checkpoint whole: a manifest of every byte, and a name that is given last.
 
     step-00000100/manifest.json    {"sha256": of the rest of this file, "format", "step", "adam_steps",
-                                    "skipped_in_a_row", "config", "files": {name: {"size", "sha256"}}}
+                                    "skipped_in_a_row", "loss_scale", "config",
+                                    "files": {name: {"size", "sha256"}}}
 
 A folder named step-... was complete when it got its name (see checkpoint.py). What happens to it afterwards, a flipped
 byte, a truncated or a missing file, its manifest finds out, and the checkpoint before is taken. A folder of any other
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nanodomino.config import Config, from_record
+from nanodomino.loss_scale import is_state
 from nanodomino.settings import UserError, names, require
 
 FORMAT = "nanodomino-checkpoint-1"
@@ -73,6 +75,9 @@ def read_manifest(folder: Path) -> dict:
     require(0 <= min(steps) and max(steps) <= LARGEST_STEP and bool not in map(type, steps),
             f"{path} says step {steps[0]}, adam_steps {steps[1]} and skipped_in_a_row {steps[2]}, which must be from 0 "
             f"to {LARGEST_STEP}; use another checkpoint")
+    scale = content.setdefault("loss_scale", None)             # older versions had none
+    require(is_state(scale), f"{path} must give value, good_steps and patience of a loss scale, but has "
+            f"{str(scale)[:80]}; use another checkpoint")
     for name, about in content["files"].items():               # a stranger's manifest may name any file of this machine
         require(name == Path(name).name and name not in ("", ".", "..", path.name) and isinstance(about, dict)
                 and type(about.get("size")) is int and isinstance(about.get("sha256"), str),

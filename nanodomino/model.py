@@ -127,8 +127,9 @@ class Attention(Sublayer):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         s = q.size(2)                                          # by hand, since SDPA draws its own mask
         future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
-        scores = (q @ k.transpose(-1, -2)) * self.head_dim ** -0.5
-        return drop(scores.masked_fill(future, -torch.inf).softmax(dim=-1), mask) @ v
+        factor = self.head_dim ** -0.5                         # the products alone may be too large for fp16
+        scores = torch.baddbmm(q.new_empty(()), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=factor)
+        return drop(scores.view(mask.shape).masked_fill(future, -torch.inf).softmax(dim=-1), mask) @ v
 
     def core(self, qkv, mask):
         """qkv [b, s, 3h/t] -> [b, s, h/t]."""

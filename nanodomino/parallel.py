@@ -164,7 +164,7 @@ class VocabParallelEmbedding(nn.Module):
 #     cross_entropy_gradient      in the place of the logits: no wires
 #
 # One tensor of the size of the logits is ever whole: they stay in their own type until the gradient takes their place.
-# Sums are of fp32 or wider, in temporaries of some rows at a time.
+# Sums are of fp32 or wider, and so are the temporaries, some rows at a time; `narrow` ones are of the logits' own type.
 
 CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # of a temporary: a CPU's caches hold it; a GPU is kept busy by it
 
@@ -178,15 +178,18 @@ def in_chunks(function):
     return over_chunks
 
 
-def maximum_and_sum_of_rows(logits):
+def maximum_and_sum_of_rows(logits, narrow=False):
     """logits [n, width] -> (the largest, sum of exp(z - largest)), both [n], in fp32 or wider."""
-    largest = logits.amax(dim=-1).to(wide(logits))
-    return largest, (logits - largest.unsqueeze(-1)).exp_().sum(dim=-1)
+    narrow_largest = logits.amax(dim=-1)
+    largest = narrow_largest.to(wide(logits))
+    exponentials = (logits - (narrow_largest if narrow else largest).unsqueeze(-1)).exp_()
+    return largest, exponentials.sum(dim=-1, dtype=wide(logits))
 
 
-def exponentials_of_rows(logits, maximum, factor):
+def exponentials_of_rows(logits, maximum, factor, narrow=False):
     """logits [n, width] become exp(logits - maximum [n]) * factor [n]."""
-    torch.mul((logits - maximum.unsqueeze(-1)).exp_(), factor.unsqueeze(-1), out=logits)
+    maximum, factor = (one.unsqueeze(-1).to(logits.dtype if narrow else one.dtype) for one in (maximum, factor))
+    torch.mul((logits - maximum).exp_(), factor, out=logits)
     return ()
 
 

@@ -145,13 +145,13 @@ def resume(generator, to_its_end: bool) -> bool:
 
 
 def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype, on_final=None,
-        trace=NO_TRACE, on_action=None) -> Totals:
+        trace=NO_TRACE, on_action=None, loss_scale=1.0) -> Totals:
     """Execute a schedule on this stage.
 
     stage: a Domino; get_batch(microbatch, chunk) -> Batch; forward_step(batch, stage, hidden, chunk, training), a
     generator as all of Domino's, returns (output, tape, loss_func), where loss_func(output) -> (sum of the losses that
-    count, number of tokens that count); hidden_shape: [b, s, h] of a message. Gradients of the loss *sum* are added to
-    each main_grad: the division by the global number of tokens comes once, later.
+    count, number of tokens that count); hidden_shape: [b, s, h] of a message. Gradients of loss_scale x the loss *sum*
+    are added to each main_grad: the division by that and by the global number of tokens comes once, later.
     on_final: see Domino.backward.
     on_action(done, count): told after each action, for whoever shows how far a long step has come.
     """
@@ -178,7 +178,7 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_sha
 
     def backward(half):
         tape, loss = alive.pop((half.microbatch, half.chunk))
-        gradient = torch.autograd.grad(*loss)[0] if loss else mail.receive(half)
+        gradient = loss_scale * torch.autograd.grad(*loss)[0] if loss else mail.receive(half)
         later = half.kind == "input_backward"
         if later:
             alive[half.microbatch, half.chunk] = (tape, None)

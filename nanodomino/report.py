@@ -3,6 +3,7 @@
     start     the model, the rank grid, the schedule; config.json
     step      a tqdm bar, a line every log_interval; an object in metrics.jsonl
     losses    of validation and test, beside two yardsticks of the text: its unigram and bigram entropy
+    board     the same as metrics.jsonl for TensorBoard, if it is asked for (board.py)
     curve     loss.svg, of what metrics.jsonl holds by then
 
 MFU is model FLOPs utilisation (PaLM, appendix B): the FLOPs that the model needs for the tokens of a second, as a part
@@ -22,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 from nanodomino import recompute, schedules
+from nanodomino.board import Board
 from nanodomino.config import Config
 from nanodomino.data import Corpus
 from nanodomino.manifest import newest_record
@@ -31,7 +33,7 @@ from nanodomino.plot import Curve, picture
 from nanodomino.settings import names
 from nanodomino.svg import write
 
-# Dense bfloat16 peak of one device in FLOP/s, from the makers' data sheets; the longest name that fits counts.
+# Dense 16-bit peak of one device in FLOP/s, from the makers' data sheets; the longest name that fits counts.
 PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12,
               "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12,
               "L40": 181e12, "L40S": 362e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
@@ -42,7 +44,7 @@ FEW = 16                 # samples whose mean loss is a guess
 
 def find_peak_flops(config: Config, mesh: Mesh) -> float | None:
     """Of all devices together, in the run's dtype; None where it is not known."""
-    if mesh.device.type != "cuda" or config.dtype != "bfloat16":
+    if mesh.device.type != "cuda" or config.params_dtype.itemsize != 2:
         return None
     name = torch.cuda.get_device_name(mesh.device)
     known = [one for one in PEAK_FLOPS if re.search(rf"\b{one}\b", name)]       # an A10G is no A10
@@ -65,7 +67,7 @@ class Report:
         self.peak_flops = find_peak_flops(config, mesh)
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.yardsticks = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
-        self.metrics, self.unwritten, self.warned = None, b"", False
+        self.metrics, self.unwritten, self.warned, self.board = None, b"", False, None
         self.moved = time.monotonic()                          # when the bar did
         if speaks:
             self.changes = changed_settings(run_dir, config) if first_step else []
@@ -73,6 +75,8 @@ class Report:
                 write_config(run_dir, config)
             self.metrics = open_metrics(run_dir / "metrics.jsonl", first_step)
             self.curve = Curve(run_dir / "metrics.jsonl")
+            if config.tensorboard_dir:
+                self.board = Board(Path(config.tensorboard_dir), run_dir / "metrics.jsonl", first_step, self.say)
             self.describe(first_step)
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
                         disable=None if speaks else True)
@@ -128,6 +132,8 @@ class Report:
                 if not self.warned:
                     self.say(f"warning: metrics.jsonl can't be written: {error}; training goes on")
                 self.warned = True
+        if self.board:
+            self.board.read_on()
 
     def action(self, done: int, count: int):
         """A forward or backward of a microbatch is done: the bar moves within a step that takes long."""
@@ -142,16 +148,18 @@ class Report:
         mfu = speed * flops_per_token(self.config) / self.peak_flops if self.peak_flops else None
         self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate,
                     tokens=step * self.tokens_per_step, step_ms=seconds * 1000, tokens_per_second=speed,
-                    mfu=mfu, skipped=result.skipped)
+                    mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale)
         self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
         self.bar.update()
         self.moved = time.monotonic()
+        scaled = f" | loss scale {result.loss_scale:g}" if self.config.dtype == "float16" else ""
         if result.skipped:
-            self.say(f"step {step:5d} | skipped: loss {result.loss} or gradient norm {result.grad_norm} is not finite")
+            self.say(f"step {step:5d} | skipped: loss {result.loss} or gradient norm {result.grad_norm} is not finite"
+                     f"{scaled}")
         elif step % self.config.log_interval == 0 or step == 1:
             self.say(f"step {step:5d} | loss {result.loss:.4f} {self.yardsticks} | grad norm {result.grad_norm:.3f} | "
                      f"lr {learning_rate:.2e} | {seconds * 1000:.0f} ms | {speed:,.0f} tokens/s | "
-                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}")
+                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{scaled}")
 
     def losses(self, step: int, split: str, loss: float):
         """Of a validation or test."""

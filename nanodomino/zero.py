@@ -39,6 +39,7 @@ import torch.distributed as dist
 from nanodomino.buckets import Bucket, Kind, sort_into_buckets
 from nanodomino.collectives import all_gather, reduce_scatter
 from nanodomino.config import Config
+from nanodomino.loss_scale import LossScale
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.optimizers import OPTIMIZERS
@@ -59,6 +60,7 @@ class StepResult:
     grad_norm: float
     skipped: bool        # not finite: no weight has changed
     stop: bool           # some rank wishes to stop
+    loss_scale: float    # of this step
 
 
 class ZeroOptimizer:
@@ -77,7 +79,8 @@ class ZeroOptimizer:
         self.under_way = deque()                         # reduces: (bucket, its gradients, work, received)
         self.has_loss = model.post_process
         self.updates = 0                                 # steps that were not skipped: the optimizer's own count
-        self.skipped_in_a_row = 0                        # steps up to this one that were
+        self.skipped_in_a_row = 0                        # steps up to this one that were, and not by the scale alone
+        self.loss_scale = LossScale(config)
         self.choice = OPTIMIZERS[config.optimizer]
         groups = [dict(params=[bucket.master for bucket in self.buckets if bucket.kind.decay == decay],
                        weight_decay=config.weight_decay if decay else 0.0) for decay in (True, False)]
@@ -190,23 +193,23 @@ class ZeroOptimizer:
                 and (not kind.tied or mesh.is_first_stage))
 
     def step(self, learning_rate: float, totals, stop=False) -> "StepResult":
-        """Divide by the global number of tokens, clip, update, gather; or skip, if a loss or gradient is not finite.
+        """Divide by the global number of tokens and the scale, clip, update, gather; or skip, if a sum is not finite.
 
         totals: what pipeline.run returned; stop: whether this rank wishes to stop after the step.
         """
         self.finish_reduces()
         loss_sum, tokens, squares, stops = self.sum_over_world(totals, stop)
-        tokens = max(tokens, 1.0)                        # a batch in which nothing counts has gradients of zero
-        grad_norm = squares ** 0.5 / tokens              # main_grad holds gradients of the loss sum
+        tokens, scale = max(tokens, 1.0), self.loss_scale.value    # where nothing counts all gradients are zero
+        grad_norm = math.sqrt(squares) / (tokens * scale)          # main_grad holds gradients of scale x the loss sum
         skipped = not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if not (math.isfinite(loss_sum) and self.loss_scale.update(overflow=skipped)):
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if not skipped:
-            self.update(learning_rate, grad_norm, tokens)
-        return StepResult(loss_sum / tokens, grad_norm, skipped, stops > 0)
+            self.update(learning_rate, grad_norm, 1.0 / (tokens * scale))
+        return StepResult(loss_sum / tokens, grad_norm, skipped, stops > 0, scale)
 
-    def update(self, learning_rate: float, grad_norm: float, tokens: float):
-        """Phases 2 and 3."""
-        scale = 1.0 / tokens
+    def update(self, learning_rate: float, grad_norm: float, scale: float):
+        """Phases 2 and 3, with `scale` times the gradients."""
         if self.config.clip_grad > 0.0:
             scale *= min(1.0, self.config.clip_grad / (grad_norm + 1e-6))
         with self.trace.span("optimizer"):

@@ -105,7 +105,7 @@ def train_steps(built, config: Config, data: FixedData, steps: range) -> Outcome
 
     def look(*arguments):                                       # between the reduce over replicas and the clipping
         sums = sum_over_world(*arguments)
-        gradients.append(reduced_gradients(model, optimizer, tokens=sums[1]))
+        gradients.append(reduced_gradients(model, optimizer, divisor=sums[1] * optimizer.loss_scale.value))
         return sums
 
     optimizer.sum_over_world = look
@@ -118,7 +118,7 @@ def train_steps(built, config: Config, data: FixedData, steps: range) -> Outcome
     return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), losses, norms, gradients, shards, evaluation)
 
 
-def reduced_gradients(model, optimizer, tokens) -> dict:
+def reduced_gradients(model, optimizer, divisor) -> dict:
     """Each parameter's gradient after the reduce over replicas, gathered from the parts that ZeRO left it in."""
     gradients = {}
     for bucket in optimizer.buckets:
@@ -127,7 +127,7 @@ def reduced_gradients(model, optimizer, tokens) -> dict:
             whole = torch.cat([bucket.own_grad] * optimizer.parts)
             all_gather(whole, optimizer.mesh.dp_group).wait()
         for weight in bucket.parameters:
-            gradients[weight] = bucket.view(weight, whole) / tokens
+            gradients[weight] = bucket.view(weight, whole) / divisor
     return {name: (gradients[weight], weight.shard_dim) for name, weight in model.named_parameters()}
 
 

@@ -38,7 +38,7 @@ import test_domino  # noqa: E402
 import test_zero  # noqa: E402
 import train  # noqa: E402
 from harness import build, tiny, train_rank, train_steps  # noqa: E402
-from nanodomino import buckets, checkpoint, domino, formulas, model, schedules, zero  # noqa: E402
+from nanodomino import buckets, checkpoint, domino, formulas, loss_scale, model, schedules, zero  # noqa: E402
 from nanodomino.manifest import newest_sound  # noqa: E402
 from pool import Pool  # noqa: E402
 from side_by_side import CHECKED, END, LONG, TABLE, TOLERANCE, Pitfall, Side, check, judge, measure, pitfall, worst  # noqa: E402
@@ -74,6 +74,13 @@ def one_bad_number(config):
         if len(steps) == 1 and optimizer.mesh.tp_rank == config.tp - 1:
             next(bucket for bucket in optimizer.buckets if not bucket.kind.sharded).own_grad[0] = math.inf
     return [(zero.ZeroOptimizer, "finish_reduces", poisoned)]
+
+
+def a_bad_number_and_a_scale_that_moves(config):
+    """The same, and the loss scale goes up and down as it does in fp16."""
+    make = loss_scale.LossScale.__init__
+    return [*one_bad_number(config),
+            (loss_scale.LossScale, "__init__", lambda self, config: make(self, dataclasses.replace(config, dtype="float16")))]
 
 
 # ---- runners
@@ -777,6 +784,32 @@ def kept_and_not_added(config):
     return [(zero.ZeroOptimizer, "finish", overwrites)]
 
 
+# ---- the loss scale
+
+@pitfall("Gradients are clipped before they are unscaled", "`nanodomino/zero.py`, `ZeroOptimizer.step`: the norm is divided by the scale first",
+         world_size=1, loss_scale=1024.0)
+def clipped_before_unscaled(config):
+    """The threshold is for the gradients of the mean loss, and the norm that it is compared with is `scale` times as large. So every step is
+    clipped, to a norm that changes whenever the scale does. AdamW divides a gradient by its own size, and only where it comes near to
+    epsilon does anything show."""
+    update = zero.ZeroOptimizer.update
+    return [(zero.ZeroOptimizer, "update",
+             lambda self, learning_rate, grad_norm, scale: update(self, learning_rate, grad_norm * config.loss_scale, scale))]
+
+
+@pitfall("The loss scale falls on the rank that has overflowed, and on no other", "`nanodomino/zero.py`, `ZeroOptimizer.step`: what the world has found "
+         "moves the scale", conditions=a_bad_number_and_a_scale_that_moves, straight=True, hysteresis=1, **TP)
+def own_scale(config):
+    """All skip the step, but each rank asks its own gradients whether the scale is to fall. From then on one rank's part of every sum is half
+    as large, and its own shards' gradients are divided by half as much: each sublayer's gradient points elsewhere, and the copies part."""
+    sums, update = zero.ZeroOptimizer.sum_over_world, loss_scale.LossScale.update
+
+    def own(self, *arguments):
+        self.loss_scale.own = not all(bool(bucket.own_grad.isfinite().all()) for bucket in self.buckets)
+        return sums(self, *arguments)
+    return [(zero.ZeroOptimizer, "sum_over_world", own), (loss_scale.LossScale, "update", lambda self, overflow: update(self, self.own))]
+
+
 # ---- those that are not put back here, and the tests that guard them
 
 GUARDED = [
@@ -823,7 +856,6 @@ GUARDED = [
 
 TO_COME = [
     ("Activations cut along the sequence", "Norms and biases then see a part of the tokens on each rank: their gradients need a sum over tp that they do not need today."),
-    ("Training in fp16", "The scale of the loss must go up and down on all ranks alike: one that has seen an overflow tells all of them."),
     ("Gated MLPs, grouped queries", "Gate and up cut as one block pair the wrong halves, as q, k and v do; query heads must stay with their group."),
     ("Rotary positions", "Interleaved pairs and halves are two conventions, and shapes do not tell which; positions that begin at 0 in every slice, or at every cached "
      "token, are right for the first one."),

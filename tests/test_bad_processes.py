@@ -68,6 +68,7 @@ FLAGS = [Bad(f"train.py {flags[:60]}", "train.py", flags, says) for flags, *says
     ("--trace 5:2", "--trace must be FIRST:LAST", "but is 5:2;", "try --trace 10:12"),
     ("--model gpt5", "--model: invalid choice: 'gpt5'", "gpt2-xl", "--help lists every flag"),
     ("--bf16 --dtype float64", "--bf16 and --dtype float64 contradict each other", "give one"),
+    ("--bf16 --fp16", "--fp16 and --dtype bfloat16 contradict each other", "give one"),
     ("--micro-batch 4", "unrecognized arguments: --micro-batch 4", "--help lists every flag"),
     ("--seq-length", "--seq-length: expected one argument", "--help lists every flag"),
     ("--device cuda", "--device cuda needs a GPU that torch can see, and there is none", "try --device cpu"),

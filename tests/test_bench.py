@@ -169,6 +169,7 @@ def test_stages_of_the_plain_model_make_the_whole():
     (["overlap", "--hidden-size", "some"], "invalid int value: 'some'"),
     (["throughput", "--model", "huge"], "invalid choice: 'huge'"),
     (["throughput", "--repeats", "0"], "--repeats must be at least 1"),
+    (["throughput", "--dtype", "float16"], "the plain side scales no loss, so --dtype must not be float16"),
     (["scaling", "--max-processes", "0"], "--max-processes must be at least 1"),
     (["scaling", "--global-batch-size", "6", "--micro-batch-size", "2"], "must be divisible by micro-batch-size x"),
 ])

@@ -158,6 +158,7 @@ def test_zero_refuses_to_compare_different_work(losses):
     (["zero", "--dp", "0"], "--dp must be at least 2"),
     (["zero", "--microbatches", "0"], "--microbatches must be at least 1"),
     (["zero", "--num-layers", "0"], "--num-layers must be at least 1"),
+    (["zero", "--dtype", "float16"], "torch's sides scale no loss, so --dtype must not be float16"),
 ])
 def test_a_mistake_is_one_sentence_and_exit_code_2(capsys, arguments, rule):
     assert main(QUESTIONS, "", arguments) == 2

@@ -81,8 +81,8 @@ def test_any_layout_goes_on_from_any_other(pool, tmp_path, pairs):
             assert difference(whole(outcomes, lambda outcome: outcome.weights, config.tp), final) < 1e-9
 
 
-@pytest.mark.parametrize("dtype, optimizer", [("bfloat16", "lion"), *[
-    pytest.param(*one, marks=pytest.mark.exhaustive) for one in (("float32", "adamw"), ("bfloat16", "adamw"), ("float64", "adamw"))]])
+@pytest.mark.parametrize("dtype, optimizer", [("bfloat16", "lion"), *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
+    ("float32", "adamw"), ("bfloat16", "adamw"), ("float16", "adamw"), ("float64", "adamw"))]])
 def test_the_same_layout_goes_on_with_the_same_bits(pool, tmp_path, dtype, optimizer):
     """Moments, master weights, AdamW's count, dropout: as if never stopped."""
     config = config_for(*LAYOUTS[-1], dtype=dtype, optimizer=optimizer, hidden_dropout=0.1, attention_dropout=0.1)
@@ -529,6 +529,20 @@ def forged(folder, step):
     files = {".metadata": file_digest(folder / ".metadata")}
     (folder / "manifest.json").write_text(manifest_text(dict(format=FORMAT, step=step, adam_steps=step, config={}, files=files)))
     return folder
+
+
+@pytest.mark.parametrize("name, value", [("value", 0.0), ("value", -1.0), ("value", math.nan), ("value", math.inf), ("value", 10**400), ("value", "8"),
+                                         ("good_steps", -1), ("good_steps", 1.5), ("good_steps", True), ("patience", None), ("more", 1)])
+def test_a_manifest_says_a_loss_scale_that_can_be(tmp_path, name, value):
+    """Older ones, and those of other types than fp16, say none."""
+    content, right = read_manifest(forged(tmp_path / "step-00000003", 3)), dict(value=8.0, good_steps=3, patience=1)
+    assert content["loss_scale"] is None
+    for scale in (right, right | {name: value}):
+        (tmp_path / "step-00000003" / "manifest.json").write_text(manifest_text(content | dict(loss_scale=scale)))
+        if scale == right:
+            assert verify(tmp_path / "step-00000003")["loss_scale"] == right
+    with pytest.raises(UserError, match="must give value, good_steps and patience of a loss scale, but has .*; use another checkpoint"):
+        verify(tmp_path / "step-00000003")
 
 
 @pytest.mark.parametrize("name", ["step", "adam_steps", "skipped_in_a_row"])

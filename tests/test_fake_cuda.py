@@ -25,7 +25,8 @@ HOST = dict(model="nano", dtype="bfloat16", tensor_model_parallel_size=1, pipeli
             data_parallel_size=1, slices=2, micro_batch_size=4, global_batch_size=8, num_layers=4, recompute_granularity="full")
 AGAIN = {"kept": (0, HOST), "on the host": (0, HOST | dict(checkpoint_in_cpu=True))}
 CASES = {"gpt2": (0, GPT2), "first stage": (0, EIGHT), "last stage": (7, EIGHT),
-         "uneven slices": (7, EIGHT | dict(slices=3, columns=2))}
+         "uneven slices": (7, EIGHT | dict(slices=3, columns=2)),
+         "fp16": (0, EIGHT | dict(pipeline_model_parallel_size=1, data_parallel_size=4, dtype="float16", fp16_lm_cross_entropy=True))}
 
 GB = 1e9
 TRAFFIC = {"forward": 15.3 * GB, "cross entropy": 33.9 * GB, "backward": 29.7 * GB, "update": 8.5 * GB,

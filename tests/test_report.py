@@ -104,7 +104,7 @@ def test_mfu_is_a_part_of_what_all_gpus_of_the_world_could_do(tmp_path, monkeypa
     place = SimpleNamespace(device=torch.device("cuda"), pp=1, picture=lambda held: "")
     corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path, tokens=dict(train=999, valid=999, test=999))
     one = Report(config, corpus, place, tmp_path, 0, speaks=True)
-    one.step(1, StepResult(loss=1.0, grad_norm=1.0, skipped=False, stop=False), 0.1, seconds=1e-6)
+    one.step(1, StepResult(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0), 0.1, seconds=1e-6)
     mfu = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["mfu"]
     assert mfu == pytest.approx(48 * 8 * flops_per_token(config) / 1e-6 / (16 * 989e12), rel=1e-12)
 

@@ -130,7 +130,7 @@ def changed(one: dataclasses.Field, value):
     """Another value of a setting."""
     if choices := one.metadata.get("choices"):
         return next(choice for choice in choices if choice != value)
-    other = {bool: lambda: not value, int: lambda: 2 * (value or 1), float: lambda: 2 * value + 0.125}
+    other = {bool: lambda: not value, int: lambda: 2 * (value or 1), float: lambda: 2 * (value or 0) + 0.125}
     return other.get(one.metadata.get("kind"), lambda: "something else")()
 
 

@@ -82,7 +82,7 @@ def test_a_run_leaves_its_config_and_one_line_of_metrics_a_step(alone, corpus):
     run_dir, printed = alone
     steps, valid, test = metrics(run_dir)
     assert [line["step"] for line in steps] == [1, 2, 3] and [line["step"] for line in valid] == [2, 3] and len(test) == 1
-    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "step_ms", "tokens_per_second", "mfu", "skipped"}
+    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "step_ms", "tokens_per_second", "mfu", "skipped", "loss_scale"}
     assert steps[-1]["tokens"] == 3 * 16 * 128 and steps[-1]["mfu"] is None
     config = json.loads((run_dir / "config.json").read_text())
     assert config["train_iters"] == 3 and config["data_path"] == str(corpus) and config["vocab_size"] == 257

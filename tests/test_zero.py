@@ -37,11 +37,11 @@ def state_rank(config, data):
 
 
 @pytest.mark.parametrize("dp, zero_stage", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (4, 0)])
-@pytest.mark.parametrize("dtype, weights, gradients, optimizer", [("float32", 4, 4, 8), ("bfloat16", 2, 4, 12), ("float64", 8, 8, 16)])
+@pytest.mark.parametrize("dtype, weights, gradients, optimizer", [("float32", 4, 4, 8), ("bfloat16", 2, 4, 12), ("float16", 2, 4, 12), ("float64", 8, 8, 16)])
 def test_bytes_per_parameter_are_the_formulas(pool, dp, zero_stage, dtype, weights, gradients, optimizer):
     """16-bit training 6 + 12/dp, fp32 8 + 8/dp, ZeRO-2 2 + 16/dp, 4 + 12/dp; and the padding of a flat buffer, which would count in
     the norm, stays zero."""
-    config = tiny(dp, dtype=dtype, zero_stage=zero_stage, num_attention_heads=1, hidden_size=17)
+    config = tiny(dp, dtype=dtype, zero_stage=zero_stage, num_attention_heads=1, hidden_size=17, loss_scale=256.0)
     expected = weights + gradients / (dp if zero_stage == 2 else 1) + optimizer / (dp if zero_stage else 1)
     assert expected == formulas.state_per_parameter(config)
     for bytes_per_parameter, padding, own, padded in pool.run(state_rank, config, random_data(config, 2), world_size=dp):
