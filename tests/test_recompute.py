@@ -213,8 +213,9 @@ def step_on_host(config, monkeypatch):
 
         def weighed(*arguments):
             output, tape = yield from forward(*arguments)
-            tapes.append(tape)
-            found = {key: size for key, size in memory.reachable(tapes).items() if key not in state}
+            tapes.extend(map(weakref.ref, tape))
+            alive = [piece() for piece in tapes if piece()]
+            found = {key: size for key, size in memory.reachable(alive).items() if key not in state}
             for host in (False, True):
                 most[host] = max(most[host], sum(size for key, size in found.items() if (key in gpu.pinned) == host))
             return output, tape
