@@ -169,11 +169,11 @@ DATA = [Bad(f"data folder {what}", "train.py", "--sample-tokens 5", says, spoil)
 
 # ---- checkpoints
 
-def flip(name: str):
-    """One bit of the middle byte."""
+def flip(name: str, behind=None):
+    """One bit of the middle byte, or of the one behind these."""
     def change(folder):
         content = bytearray((folder / name).read_bytes())
-        content[len(content) // 2] ^= 1
+        content[content.index(behind) + len(behind) if behind else len(content) // 2] ^= 1
         (folder / name).write_bytes(content)
     return change
 
@@ -212,7 +212,7 @@ def pipe(name):
 DAMAGES = {what: (says, spoil) for what, spoil, *says in [
     ("without a manifest", remove(f"{STEP}/manifest.json"), "is not a whole checkpoint", ANOTHER),
     ("with an empty manifest", write(f"{STEP}/manifest.json", b""), "is not a whole checkpoint", ANOTHER),
-    ("with a flipped bit in its manifest", flip(f"{STEP}/manifest.json"), "manifest.json is damaged", ANOTHER),
+    ("with a flipped bit in its manifest", flip(f"{STEP}/manifest.json", behind=b'"num_layers": '), "manifest.json is damaged", ANOTHER),
     ("whose manifest lists no files", forge(files=None), "manifest.json does not say files", ANOTHER),
     ("of a later version", forge(format="nanodomino-checkpoint-9"), "is of format 'nanodomino-checkpoint-9'",
      "use the version that wrote it"),
