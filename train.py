@@ -120,11 +120,11 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
     them, every sum of a step is made once. Then kernels are compiled and loaded, memory is sized and communicators
     stand: on a GPU each of these waits for the whole device, so also for a message whose sender may wait for us."""
     pipeline.connect(mesh, config.placement)
-    shape = (config.micro_batch_size, config.seq_length, config.hidden_size)
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=mesh.device)
     nothing = Batch.of_rows(rows, [0] * len(rows), counted=0)
     for number, chunk in enumerate(stage.model.chunks):
-        hidden = None if chunk.pre_process else torch.zeros(shape, dtype=config.params_dtype, device=mesh.device)
+        hidden = None if chunk.pre_process else torch.zeros(config.hidden_shape, dtype=config.params_dtype,
+                                                                device=mesh.device)
         run_alone(stage.forward(nothing, hidden, training=False, chunk=number))
         output, tape = run_alone(stage.forward(nothing, hidden, chunk=number))
         run_alone(stage.backward(tape, torch.zeros_like(output), optimizer.on_final))
@@ -135,8 +135,7 @@ def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDatas
                  shuffle=True, on_final=None, on_action=None, loss_scale=1.0):
     """Run a schedule over the microbatches of global batch number `step`."""
     return pipeline.run(table, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
-                        (config.micro_batch_size, config.seq_length, config.hidden_size),
-                        config.params_dtype, on_final, stage.trace, on_action, loss_scale)
+                        config.hidden_shape, config.params_dtype, on_final, stage.trace, on_action, loss_scale)
 
 
 def learning_rate(step: int, config: Config) -> float:

@@ -105,6 +105,7 @@ class Config:
     virtual_stages: int = of_layout(None, "runs of layers, chunks, that each stage holds (default as few as the "
                                           "schedule can do with)", short="--num-virtual-stages-per-pipeline-rank",
                                     kind=int, follows=True, absent=1)
+    sequence_parallel: bool = of_layout(False, "tensor-parallel ranks cut what lies between matrices along its tokens")
     recompute_granularity: str = of_layout("none", "what backward computes again instead of keeping it: attention and "
                                                    "activation, or all of a layer but its input",
                                            choices=GRANULARITIES)
@@ -194,6 +195,16 @@ class Config:
     @property
     def dp(self) -> int:
         return self.data_parallel_size
+
+    @property
+    def stream_parts(self) -> int:
+        """Into how many parts the residual stream is cut along its tokens."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def hidden_shape(self) -> tuple[int, int, int]:
+        """[b, s, h] of what a rank has of a microbatch between two sublayers, or stages."""
+        return self.micro_batch_size, self.seq_length // self.stream_parts, self.hidden_size
 
     @property
     def params_dtype(self) -> torch.dtype:
@@ -379,6 +390,9 @@ def check_sizes(c: Config):
             f"slices {c.slices} must be at most micro-batch-size {c.micro_batch_size}, since a slice holds a sample or "
             f"more; try --slices {c.micro_batch_size} or --columns for batches this small")
     require(c.columns <= c.hidden_size, f"columns {c.columns} must be at most hidden-size {c.hidden_size}; try 2 or 4")
+    require(c.seq_length % c.stream_parts == 0,
+            f"seq-length {c.seq_length} must be divisible by tensor-model-parallel-size {tp} with --sequence-parallel, "
+            f"which cuts the tokens; try --seq-length {-(-c.seq_length // tp) * tp}")
     require(c.recompute_granularity == "full" or not c.checkpoint_in_cpu,
             "--checkpoint-in-cpu needs --recompute-granularity full, since it moves what that keeps, but "
             f"recompute-granularity is {c.recompute_granularity}; give both, or neither")

@@ -67,6 +67,7 @@ from nanodomino.model import GPT, Chunk, Dropout, Sublayer, close_residual, drop
 from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
                                  maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss, wide)
 from nanodomino.recompute import Bridge, Link, TapePolicy
+from nanodomino.stream import Flight, all_reduce, stream_of
 from nanodomino.trace import NO_TRACE
 
 
@@ -176,7 +177,7 @@ class Domino:
 
     def __init__(self, model: GPT, slices=1, columns=1, compile_backend=None, trace=NO_TRACE):
         self.model, self.mesh, self.trace = model, model.mesh, trace
-        self.group = model.mesh.tp_group
+        self.stream = stream_of(model.config, self.mesh)
         self.slices, self.columns = slices, columns
         self.tapes = TapePolicy(model.config, self.mesh.device, slices)
         self.steps = {chunk: [Step(sublayer) for sublayer in chunk.sublayers] for chunk in model.chunks}
@@ -195,16 +196,16 @@ class Domino:
     def forward(self, batch: Batch, hidden=None, training=True, chunk=0):
         """Generator: one microbatch through a chunk. hidden: [b, s, h] from the layers before, None on the first.
 
-        Returns (output, tape): hidden states [b, s, h], or at the model's end the loss of each token [b, s]; and what
+        Returns (output, tape): hidden states [b, s, h] (of a stream that is cut, this rank's part), or at the model's end the loss of each token [b, s]; and what
         backward() takes. With training=False no tape is kept and nothing is dropped.
         """
         count = min(self.slices, len(batch.sample_ids))
         hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
-        masks = partial(Dropout, self.model.config, self.mesh, keep=self.tapes.keeps_masks)
+        masks = partial(Dropout, self.model.config, self.mesh, keep=self.tapes.keeps_masks, stream=self.stream)
         pieces = [Slice(index, self.model.chunks[chunk], part, hiddens[index],
                         masks(part.sample_ids if training else None), training)
                   for index, part in enumerate(batch.split(count))]
-        yield from interleave([self.forward_slice(piece) for piece in pieces], self.trace)
+        yield from interleave([self.in_turn(piece, self.forward_slice(piece)) for piece in pieces], self.trace)
         output = pieces[0].output if count == 1 else torch.cat([piece.output for piece in pieces])
         return output, pieces
 
@@ -219,8 +220,8 @@ class Domino:
             piece.later = [] if later else None
         results, tally = [None] * len(pieces), Tally(len(pieces), on_final)
         gradients = gradient.tensor_split(len(pieces))
-        yield from interleave([self.backward_slice(piece, gradients[piece.index], results, tally) for piece in pieces],
-                              self.trace)
+        yield from interleave([self.in_turn(piece, self.backward_slice(piece, gradients[piece.index], results, tally))
+                               for piece in pieces], self.trace)
         if later:
             for piece in pieces:
                 piece.keep_what_is_left()
@@ -239,6 +240,14 @@ class Domino:
         return
         yield
 
+    def in_turn(self, piece, generator):
+        """Generator: where there are wires before the products and behind them, each slice comes a turn after the one
+        before: while one waits for the first, another has work, and a third's travel behind that."""
+        if self.stream.parts > 1:
+            for _ in range(piece.index):
+                yield
+        yield from generator
+
     # ---- forward
 
     def forward_slice(self, piece: Slice):
@@ -246,9 +255,10 @@ class Domino:
         model, chunk, x, y, before = self.model, piece.chunk, piece.hidden, None, None
         piece.hidden = None                                    # the tape keeps it, if anybody does
         if chunk.pre_process:
-            words = model.embedding.word_embeddings.partial(piece.batch.tokens)
-            yield from self.all_reduce(piece, "embedding", words)
-            x = model.embedding.add_positions(words, piece.batch.positions, piece.masks.hidden("embedding", words))
+            words = yield from self.until_there(piece, "embedding", [self.launch(piece, "embedding", self.stream.join(
+                model.embedding.word_embeddings.partial(piece.batch.tokens)))])
+            x = model.embedding.add_positions(words, self.stream.own(piece.batch.positions),
+                                              piece.masks.hidden("embedding", words))
         for step in self.steps[chunk]:
             x, y = yield from self.forward_sublayer(piece, step, x, y, before)
             before = step
@@ -268,28 +278,27 @@ class Domino:
         x, h, *statistics = self.bridge(x, y, *self.closing(piece, before, y), *norm)
         return h, Bridge(norm, before, x, statistics)
 
-    def inside(self, piece, step, h, c=None):
-        """From the bridge to the last product: c, unless it is there; the activation; what the core keeps."""
-        if c is None:
-            with self.trace.span("matmul", slice=piece.index, site=step.site):
-                c = F.linear(h, step.column, step.column_bias)
-        return c, *step.core_forward(c, piece.masks.core(step.sublayer, h), piece.training)
+    def core(self, piece, step, c):
+        """(the activation, what the core keeps)."""
+        return step.core_forward(c, piece.masks.core(step.sublayer, c), piece.training)
 
     def forward_sublayer(self, piece, step, x, y, before):
         """Generator: bridge, product, core, product, wires. Returns what the next bridge needs: x, y."""
         h, opened = self.open(piece, x, y, before, step.norm)
-        c, activation, kept = self.inside(piece, step, h)
-        chunks, works = [], []
+        flights = self.spread(piece, step.site, h)
+        yield from self.others(flights)
+        c = self.product(piece, step.site, flights, step.column, step.column_bias)
+        activation, kept = self.core(piece, step, c)
+        yield from self.others(flights)
+        flights = []
         for part in self.cut(step.row, 0):                     # W2's output features
             with self.trace.span("matmul", slice=piece.index, site=step.site):
-                chunks.append(F.linear(activation, part))
-            works.append(self.launch(piece, step.site, chunks[-1]))
+                partial_sum = F.linear(activation, part)
+            flights.append(self.launch(piece, step.site, self.stream.join(partial_sum)))
         if piece.training:
             piece.links.append(self.tapes.keep(Link(step, opened, h, c, kept, activation)))
         del h, c, kept, activation                             # the tape says what stays
-        yield
-        self.wait(piece, step.site, works)
-        return opened.x, join(chunks)
+        return opened.x, (yield from self.until_there(piece, step.site, flights))
 
     def cut(self, weight, dim):
         """The column split: a matrix in chunks along its dimension on the side of the wires."""
@@ -299,8 +308,9 @@ class Domino:
         """Generator: final norm, logits of this rank's words, cross entropy with its two reduces on the wires."""
         model, (vocabulary,) = self.model, self.model.head
         piece.head_input, piece.exit = self.open(piece, x, y, before, model.final_norm.weights)
-        with self.trace.span("matmul", slice=piece.index, site="head"):
-            piece.logits = F.linear(piece.head_input, vocabulary.logits_weight())
+        flights = self.spread(piece, "head", piece.head_input)
+        yield from self.others(flights)
+        piece.logits = self.product(piece, "head", flights, vocabulary.logits_weight())
         largest, exponentials = maximum_and_sum(piece.logits, vocabulary, self.maximum_and_sum_of_rows)
         piece.maximum = largest.clone()
         yield from self.all_reduce(piece, "cross_entropy", piece.maximum, dist.ReduceOp.MAX)
@@ -316,28 +326,32 @@ class Domino:
         if piece.chunk.post_process:
             grad_x, grad_y = yield from self.backward_head(piece, gradient, tally)
         else:
+            self.tapes.prepare(self, piece)
             bias, mask = self.closing(piece, self.steps[piece.chunk][-1], gradient)
             grad_x, grad_y, grad_bias = close_residual_backward(gradient, mask)
             add_gradients([bias], [grad_bias])
+            yield from self.others(piece.links[-1].arriving)
+            self.tapes.restore(self, piece)
         while piece.links:
-            grad_x, grad_y = yield from self.backward_sublayer(
-                piece, self.tapes.pop(self, piece), grad_x, grad_y, tally)
+            grad_x, grad_y = yield from self.backward_sublayer(piece, piece.links.pop(), grad_x, grad_y, tally)
         if piece.chunk.pre_process:
-            self.backward_embedding(piece, drop(grad_x, piece.masks.hidden("embedding", grad_x)).to(wide(grad_x)))
+            yield from self.backward_embedding(piece, drop(grad_x, piece.masks.hidden("embedding", grad_x)))
             self.through(piece, tally, "embedding", [], model.embedding)
         results[piece.index] = grad_x
 
     def backward_sublayer(self, piece, link, grad_x, grad_y, tally):
         """Generator: gradients of x' and of y, the sum -> gradients of the sublayer's own x and y.
 
-        y is a sum over ranks, and the gradient of a sum is the gradient of each part: no wires there. h was copied to
-        every rank, so its gradient is the sum of theirs: the wires.
+        y is a sum over ranks, and the gradient of a sum is the gradient of each part: no sum there. h was on every
+        rank, so its gradient is the sum of theirs.
         """
-        step, opened = link.step, link.bridge
-        with self.trace.span("matmul", slice=piece.index, site=step.site):
-            gradient = grad_y @ step.row
+        step, opened, flights = link.step, link.bridge, self.spread(piece, link.step.site, grad_y)
+        yield from self.others(flights)
+        gradient, grad_y = self.product(piece, step.site, flights, step.row.t()), arrived(flights)
         gradient = step.core_backward(gradient, link.kept)     # of c
-        products = [(step.row, grad_y, link.activation), (step.column, gradient, link.h),
+        yield from self.others(flights)
+        products = [(step.row, grad_y, link.activation),
+                    (step.column, gradient, self.wait(piece, step.site, link.arriving)),
                     (step.column_bias, gradient, None)]
         del link                                               # what is done with goes
         cover, later = (products, []) if piece.later is None else ([], products)
@@ -356,10 +370,12 @@ class Domino:
     def backward_head(self, piece, gradient, tally):
         """Generator: gradient of the losses [b, s] -> gradients of x and y before the final norm."""
         model, (vocabulary,) = self.model, self.model.head
+        flights = self.spread(piece, "head", piece.head_input)
         grad_logits = cross_entropy_gradient(piece.logits, piece.batch.labels, piece.output, piece.maximum, piece.sums,
                                              gradient, vocabulary, self.exponentials_of_rows)
+        yield from self.others(flights)
         grad_h = yield from self.input_gradient(piece, "head", grad_logits, vocabulary.logits_weight(), [
-            (vocabulary.weight, grad_logits, piece.head_input)])
+            (vocabulary.weight, grad_logits, self.wait(piece, "head", flights))])
         grad_x, grad_y = self.close(piece, piece.exit, None, grad_h)
         piece.exit = piece.head_input = piece.logits = None
         shared = model.config.tied and model.pre_process         # then the embedding will add to it, at the other end
@@ -375,27 +391,30 @@ class Domino:
         return grad_x, grad_y
 
     def backward_embedding(self, piece, gradient):
-        """gradient: of words + positions [b, s, h], in fp32 or wider."""
+        """Generator. gradient: of words + positions [b, s, h]."""
         words, positions = self.model.embedding.word_embeddings, self.model.embedding.position_embeddings.weight
+        flights = self.spread(piece, "embedding", gradient)
         # not by index_add_, which on GPUs adds in any order: tp ranks have copies of these, and must add alike
         add_gradients([positions], [torch.ops.aten.embedding_dense_backward(
-            gradient, piece.batch.positions, len(positions), -1, False)])
+            gradient.to(wide(gradient)), self.stream.own(piece.batch.positions), len(positions), -1, False)])
+        yield from self.others(flights)
+        gradient = self.wait(piece, "embedding", flights)
         row, inside = words.locate(piece.batch.tokens)
-        gradient = (gradient * inside.unsqueeze(-1)).flatten(0, 1)
+        gradient = (gradient.to(wide(gradient)) * inside.unsqueeze(-1)).flatten(0, 1)
         main_grad_of(words.weight).index_add_(0, row.flatten(), gradient)
 
     def input_gradient(self, piece, site, grad_output, weight, cover):
         """Generator: grad_output W, summed over ranks; the `cover`, weight gradients, once it is on the wires."""
-        chunks, works = [], []
+        flights = []
         for part in self.cut(weight, 1):                       # W1's input features
             with self.trace.span("matmul", slice=piece.index, site=site):
-                chunks.append(grad_output @ part)
-            works.append(self.launch(piece, site, chunks[-1]))
+                partial_sum = grad_output @ part
+            flights.append(self.launch(piece, site, self.stream.join(partial_sum)))
         self.weight_gradients(piece, site, cover)
+        self.tapes.prepare(self, piece)                       # the next link needs nothing of this sum, and hides it
         yield
-        self.tapes.restore(self, piece)                       # needs nothing of this sum, and hides it too
-        self.wait(piece, site, works)
-        return join(chunks)
+        self.tapes.restore(self, piece)
+        return self.wait(piece, site, flights)
 
     def weight_gradients(self, piece, site, products):
         with self.trace.span("weight_gradient", slice=piece.index, site=site):
@@ -405,30 +424,55 @@ class Domino:
 
     # ---- the wires
 
-    def launch(self, piece, site, tensor, op=dist.ReduceOp.SUM):
-        """Start an all-reduce over the tensor-parallel ranks. `tensor` must be left alone until wait()."""
-        if self.mesh.tp == 1:
-            return None
-        work = dist.all_reduce(tensor, op, group=self.group, async_op=True)
-        self.trace.watch("all_reduce", work, group="tp", slice=piece.index, site=site, bytes=tensor.nbytes)
-        return work
+    def launch(self, piece, site, flight: Flight) -> Flight:
+        """It has just begun. Its tensor must be left alone until wait()."""
+        if flight.work:
+            self.trace.watch(flight.kind, flight.work, group="tp", slice=piece.index, site=site, bytes=flight.bytes)
+        return flight
 
-    def wait(self, piece, site, works):
-        """Until these sums are there."""
-        if self.mesh.tp > 1:
+    def spread(self, piece, site, x) -> list[Flight]:
+        """All rows of x, of which this rank has some, start to come here: in chunks of features, if they do."""
+        parts = x.chunk(self.columns, dim=-1) if self.columns > 1 and self.stream.parts > 1 else [x]
+        return [self.launch(piece, site, self.stream.spread(part)) for part in parts]
+
+    def product(self, piece, site, flights, weight, bias=None):
+        """x W^T + bias, of an x that arrives in chunks of its features: each is multiplied as it comes."""
+        total = None
+        for flight, part in zip(flights, weight.chunk(len(flights), dim=1)):
+            x = self.wait(piece, site, [flight])
+            with self.trace.span("matmul", slice=piece.index, site=site):
+                if total is None:
+                    total = F.linear(x, part, bias)
+                else:
+                    total.flatten(0, 1).addmm_(x.flatten(0, 1), part.t())
+        return total
+
+    def others(self, flights):
+        """Generator: let others compute, if something is under way."""
+        if any(flight.work for flight in flights):
+            yield
+
+    def wait(self, piece, site, flights):
+        """Until all is there, in chunks of its features; as one tensor."""
+        if any(flight.work for flight in flights):
             with self.trace.span("wait", group="tp", slice=piece.index, site=site):
-                for work in works:
-                    work.wait()
+                for flight in flights:
+                    flight.work.wait()
+        return arrived(flights)
+
+    def until_there(self, piece, site, flights):
+        """Generator: let others compute, then wait."""
+        yield
+        return self.wait(piece, site, flights)
 
     def all_reduce(self, piece, site, tensor, op=dist.ReduceOp.SUM):
-        """Generator: launch, let the others compute, wait."""
-        work = self.launch(piece, site, tensor, op)
-        yield
-        self.wait(piece, site, [work])
+        """Generator: of a tensor, in place."""
+        yield from self.until_there(piece, site, [self.launch(piece, site, all_reduce(tensor, self.mesh.tp_group, op))])
 
 
-def join(chunks):
-    """Chunks of the last dimension -> one tensor."""
+def arrived(flights):
+    """What has been waited for, in chunks of the last dimension: one tensor."""
+    chunks = [flight.land() for flight in flights]
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)
 
 

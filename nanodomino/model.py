@@ -35,6 +35,7 @@ from nanodomino.functions import NORMALIZATIONS, gelu, gelu_backward
 from nanodomino.mesh import Mesh, mesh_on_paper
 from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding,
                                  copy_to_tensor_parallel, gather_logits, parameter, vocab_parallel_cross_entropy)
+from nanodomino.stream import Whole
 from nanodomino.tape import run_segment
 
 
@@ -213,10 +214,12 @@ class Dropout:
     place in the data order) and the name of the site. So tensor-parallel ranks agree where the stream is replicated,
     hold different heads' masks where it is sharded, and any slicing or resuming repeats the same bits.
     Without sample_ids (evaluation) there are none. keep: those of the stream, of which backward asks for each again.
+    stream: how it lies on the ranks (stream.py); None: whole.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, sample_ids=None, keep=False):
+    def __init__(self, config: Config, mesh: Mesh, sample_ids=None, keep=False, stream=None):
         self.config, self.mesh, self.sample_ids, self.keep, self.kept = config, mesh, sample_ids, keep, {}
+        self.stream = stream or Whole(mesh.tp_group)
 
     def draw(self, site, shape, probability, like):
         """Masks [b, *shape], scaled by 1/(1 - probability); None where nothing is dropped."""
@@ -229,16 +232,17 @@ class Dropout:
         return masks.div_(1.0 - probability)
 
     def hidden(self, site, x):
-        """For a residual stream [b, s, h]."""
+        """For a residual stream, of whose rows this rank has x [b, s, h]."""
         if site in self.kept:
             return self.kept.pop(site)
-        mask = self.draw(site, x.shape[1:], self.config.hidden_dropout, x)
+        mask = self.draw(site, (x.size(1) * self.stream.parts, x.size(2)), self.config.hidden_dropout, x)
+        mask = mask if mask is None else self.stream.own(mask)
         if self.keep:
             self.kept[site] = mask
         return mask
 
     def core(self, sublayer: Sublayer, x):
-        """For the attention probabilities of this rank's heads [b, n/t, s, s]; of an MLP None."""
+        """For the attention probabilities of this rank's heads [b, n/t, s, s]; of an MLP None. x: [b, s, ..]."""
         heads, s = self.config.num_attention_heads, x.size(1)
         whole = (self.draw(sublayer.site + ".core", (heads, s, s), self.config.attention_dropout, x)
                  if isinstance(sublayer, Attention) else None)

@@ -48,10 +48,11 @@ class Link:
     tape does not keep of it is None."""
     step: object                         # domino.Step
     bridge: Bridge
-    h: torch.Tensor | None               # [b, s, h], into the column-parallel product
+    h: torch.Tensor | None               # into the column-parallel product, as it is in the stream
     c: torch.Tensor | None               # [b, s, .../t], out of it, into the core
     kept: object                         # of the core
     activation: torch.Tensor | None      # [b, s, .../t], into the row-parallel product
+    arriving: list | None = None         # for backward: Flights of all of h [b, s, h], in chunks of its features
 
 
 # What the tape forgets of a link as soon as forward is through with it.
@@ -83,14 +84,9 @@ class TapePolicy:
             link.bridge = replace(link.bridge, x=self.host.leave(link.bridge.x))
         return link
 
-    def pop(self, stage, piece):
-        """The last link of the tape, whole."""
-        self.restore(stage, piece)
-        return piece.links.pop()
-
-    def restore(self, stage, piece):
-        """Make the last link whole, if there is one. stage: the Domino whose tape it is."""
-        if not piece.links or piece.links[-1].activation is not None:
+    def prepare(self, stage, piece):
+        """Of the last link, if there is one: what is elsewhere sets out. stage: the Domino whose tape it is."""
+        if not piece.links or piece.links[-1].arriving:
             return
         link = piece.links[-1]
         if self.host:
@@ -99,7 +95,16 @@ class TapePolicy:
                 self.host.fetch(piece.links[-2].bridge.x)
         if link.h is None:
             _, link.h, *_ = stage.bridge(link.bridge.x, None, None, None, *link.step.norm)
-        _, link.activation, link.kept = stage.inside(piece, link.step, link.h, link.c)
+        link.arriving, link.h = stage.spread(piece, link.step.site, link.h), None
+
+    def restore(self, stage, piece):
+        """Make the last link whole, if there is one, which is prepared."""
+        if not piece.links or piece.links[-1].activation is not None:
+            return
+        link = piece.links[-1]
+        if link.c is None:
+            link.c = stage.product(piece, link.step.site, link.arriving, link.step.column, link.step.column_bias)
+        link.activation, link.kept = stage.core(piece, link.step, link.c)
         link.c = None
 
 

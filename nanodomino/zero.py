@@ -174,15 +174,18 @@ class ZeroOptimizer:
                     bucket.own_grad.add_(own)
 
     def finish_reduces(self):
-        """After the last backward: wait for all. Then first and last stage add up what they have of a tied matrix:
-        after the sum over replicas, so that both add the same two numbers and their copies never drift apart."""
+        """After the last backward: wait for all. Then those who have parts of one gradient add them up: first and last
+        stage, of a tied matrix; where tensor-parallel ranks have worked on the rows of one, of what is whole on each.
+        After the sum over replicas, so that all add the same numbers and their copies never drift apart."""
         assert self.missing == self.reports, "a gradient was never reported as final"
         self.finish()
         for bucket in self.buckets:
-            if bucket.kind.tied:
-                work = dist.all_reduce(bucket.own_grad, group=self.mesh.embedding_group, async_op=True)
-                self.trace.watch("all_reduce", work, group="embedding", bytes=bucket.own_grad.nbytes)
-                self.wait("embedding", work)
+            for group, is_a_part in (("tp", self.config.stream_parts > 1 and not bucket.kind.sharded),
+                                     ("embedding", bucket.kind.tied)):
+                if is_a_part:
+                    work = dist.all_reduce(bucket.own_grad, group=getattr(self.mesh, f"{group}_group"), async_op=True)
+                    self.trace.watch("all_reduce", work, group=group, bytes=bucket.own_grad.nbytes)
+                    self.wait(group, work)
 
     # ---- phases 2 and 3
 

@@ -27,7 +27,7 @@ LAYOUTS = [(tp, pp, dp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in 
 SMALL = [layout for layout in LAYOUTS if math.prod(layout) <= 4]
 OPTIONS = dict(slices=(1, 2, 3), columns=(1, 2), zero=(0, 1, 2), schedule=tuple(SCHEDULES), untied=(False, True),
                normalization=tuple(NORMALIZATIONS), recompute_granularity=tuple(GRANULARITIES),
-               loss_scale=(None, 2.0**12))
+               loss_scale=(None, 2.0**12), sequence_parallel=(False, True))
 
 
 def case(tp, pp, dp, slices=1, columns=1, zero=1, schedule="1f1b", untied=False, exhaustive=False, **more):

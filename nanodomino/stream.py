@@ -1,0 +1,108 @@
+"""How the residual stream x lies on the tensor-parallel ranks: whole on each of them, or cut along its tokens
+(sequence parallelism: 2205.05198, section 4.2.2).
+
+Between two pairs of products all is row by row: x' = x + dropout(y + bias), h = norm(x'), of each token for itself.
+Where the stream is whole, t ranks do the same work on the same rows, and keep the same. Cut it, and each does, and
+keeps, its own. But a column-parallel product wants all rows of h, and a row-parallel one leaves on each rank a part of
+every row's sum. So one thing happens on the way into a pair of products, another on the way out:
+
+                   whole on each         cut along its tokens
+      spread       nothing               all-gather                rows of the stream -> all rows, on every rank
+      join         all-reduce            reduce-scatter            parts of sums of all rows -> rows of the stream
+
+and these two are each other's backward. What every rank was given has a gradient on every rank, each a part of a sum;
+the gradient of a sum is that of each of its parts. So f and g of parallel.py are, either way,
+
+      f, before the products     forward spread     backward join
+      g, behind them             forward join       backward spread
+
+An all-reduce is a reduce-scatter and then an all-gather, so the bytes on the wires are the same, but for one: backward
+needs all rows of h again, for the weight gradient of the column-parallel product. The tape keeps h as it is in the
+stream, and spreads it once more, which is how activations come to be all cut by t.
+
+**Whose are which rows.** Of the b x s rows [h] of a slice the first b s / t are rank 0's, and so on: a part is one
+run of memory, and what is gathered is whole without a copy. The part is called [b, s/t, h], which is its size: with
+several samples its rows are not those of s/t places in each. Nobody looks: what is of each token (positions, dropout
+masks) is cut in the same way, `own`, stages pass on parts as they are, and a slice is cut for itself, so that its
+samples can be told from another's.
+
+What is whole on every rank and works on the rows of one (norms, row-parallel biases, positions) gets a part of its
+gradient there. They are summed over the ranks once a step, where they lie side by side (zero.py).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from nanodomino.collectives import all_gather, reduce_scatter
+
+
+@dataclass
+class Flight:
+    """A tensor on its way, or there already: then `work` is None. kind: of the collective; bytes: of the whole tensor,
+    see formulas.Traffic; received: all ranks' parts of a sum, [t, size], which is still to be added up."""
+    tensor: torch.Tensor
+    kind: str = ""
+    work: object = None
+    bytes: int = 0
+    received: torch.Tensor | None = None
+
+    def land(self):
+        """The tensor, once `work` has been waited for."""
+        if self.received is not None:
+            torch.sum(self.received, dim=0, out=self.tensor.view(-1))
+            self.received = None
+        return self.tensor
+
+
+class Whole:
+    """On every rank. The blocking version are f and g of parallel.py."""
+
+    def __init__(self, group):
+        self.group, self.parts = group, 1
+
+    def spread(self, x) -> Flight:
+        return Flight(x)
+
+    def join(self, partial) -> Flight:
+        return all_reduce(partial, self.group)
+
+    def own(self, whole):
+        """This rank's rows."""
+        return whole
+
+
+class Cut:
+    """Along its tokens."""
+
+    def __init__(self, group):
+        self.group, self.parts, self.part = group, group.size(), group.rank()
+
+    def spread(self, x) -> Flight:
+        """[b, s/t, f] -> [b, s, f]."""
+        whole = x.new_empty(self.parts, *x.shape)
+        whole[self.part] = x
+        return Flight(whole.view(len(x), -1, x.size(-1)), "all_gather", all_gather(whole, self.group), whole.nbytes)
+
+    def join(self, partial) -> Flight:
+        """[b, s, f], overwritten -> [b, s/t, f]."""
+        work, received = reduce_scatter(partial.view(-1), self.group)
+        own = partial.view(-1).chunk(self.parts)[self.part].view(len(partial), -1, partial.size(-1))
+        return Flight(own, "reduce_scatter", work, partial.nbytes, received)
+
+    def own(self, whole):
+        """Of [b, s, ..]: this rank's rows, [b, s/t, ..]. A copy: a view would keep the whole in memory."""
+        rows = whole.flatten(0, 1).chunk(self.parts)[self.part]
+        return rows.view(len(whole), -1, *whole.shape[2:]).clone()
+
+
+def all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
+    """Of a tensor that must be left alone meanwhile; one rank has nothing to send."""
+    if group.size() == 1:
+        return Flight(tensor)
+    return Flight(tensor, "all_reduce", dist.all_reduce(tensor, op, group=group, async_op=True), tensor.nbytes)
+
+
+def stream_of(config, mesh):
+    return Cut(mesh.tp_group) if config.stream_parts > 1 else Whole(mesh.tp_group)
