@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from nanodomino import recompute
+from nanodomino import recompute, stream
 from nanodomino.config import Config
 from nanodomino.data import Batch
 from nanodomino.mesh import Place, find_place
@@ -121,13 +121,14 @@ def shape_of(config: Config) -> dict:
 def layout_of(config: Config) -> dict:
     """The same for its layout."""
     return {name: getattr(config, name) for name in ("tp", "pp", "dp", "slices", "columns", "zero_stage", "schedule",
-                                                     "virtual_stages", "recompute_granularity", "checkpoint_in_cpu")}
+                                                     "virtual_stages", "sequence_parallel", "recompute_granularity",
+                                                     "checkpoint_in_cpu")}
 
 
 def schedule_text(config: Config) -> str:
     """'interleaved with 2 chunks a stage, full recomputation from the host's memory'."""
     return (config.schedule + (f" with {config.virtual_stages} chunks a stage" if config.virtual_stages > 1 else "")
-            + recompute.in_words(config))
+            + stream.in_words(config) + recompute.in_words(config))
 
 
 # ---- processes

@@ -15,16 +15,18 @@ has at hand. Times, which are a model and no count, are in step_time.py.
     model state, fp32 training                8 + 8/d a parameter                     here with fp32 gradients; padding
     the same in ZeRO-2                        2 + 16/d; 4 + 12/d; and some buckets    1910.02054, section 5.2
     activations of a layer and microbatch     4 X + (4 + 2 ffn/h) X/t + small terms   as in 2205.05198, section 4
+      sequence parallel                       4 X/t in place of 4 X, here and below   section 4.2.2; stream.py
       selective recomputation                 4 X + (3 + ffn/h) X/t                   section 5; recompute.py
       full recomputation                      2 X, on the GPU or in the host's memory
-    the same after its input gradients        4 X + (4 + 2 ffn/h) X/t, in each case   2401.10241, section 2
+    the same after its input gradients        4 X + (4 + 2 ffn/h) X/t, in any case    2401.10241, section 2
     microbatches alive on a stage             counted in its actions; 1F1B: p - r     schedules.py
     tensor parallel, a layer and microbatch   2 sums of X forward, 2 back             1909.08053, section 3
+      sequence parallel                       2 gathers and 2 scatters; 1 gather more 2205.05198, section 4.2.2
     the same in s slices and k columns        s k times as many calls, same bytes     2409.15241, section 3
     embedding; head                           1 sum of X forward; 1 back              1909.08053, section 3
     cross entropy, a microbatch               a maximum of w b s, a sum of 2 w b s    1909.08053, section 3; packed
-    a boundary between stages, a microbatch   X down, X up; p v - 1 of them, of which 2104.04473, section 2.2
-                                              those inside of a stage have no wires
+    a boundary between stages, a microbatch   X down, X up (or X/t); p v - 1 of them, 2104.04473, section 2.2
+                                              of which those inside of a stage have no wires
     ZeRO-1, a step                            w a parameter scattered, e gathered     1910.02054, section 7
     ZeRO-2, a step                            m w a parameter scattered, e gathered   with m microbatches
     tied embedding on two stages, a step      a sum of w V h/t; of the own 1/d of it with ZeRO
@@ -106,6 +108,11 @@ def activation(config: Config) -> int:
     return element(config) * tokens(config) * config.hidden_size
 
 
+def stream(config: Config) -> float:
+    """Bytes of what a rank has of it between two sublayers: X, or X/t."""
+    return activation(config) / config.stream_parts
+
+
 # ---- model state
 
 def parts(config: Config) -> int:
@@ -166,17 +173,17 @@ def kept_by_layer(config: Config) -> dict[str, float]:
     """Bytes that Domino's tape keeps of one layer and one microbatch, by what they are. Backward reads each of them,
     and computes again what it has not (recompute.py)."""
     e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
-    ffn = e * n * config.ffn_hidden_size
+    ffn, own = e * n * config.ffn_hidden_size, stream(config)
     scores = n * config.seq_length * config.num_attention_heads // t           # attention probabilities, counted
-    kept = {} if on_host(config) else {"norm inputs": 2 * x}   # x', which the norm differentiates itself at
-    kept["norm statistics"] = 2 * n * norm_statistics(config)
+    kept = {} if on_host(config) else {"norm inputs": 2 * own}   # x', which the norm differentiates itself at
+    kept["norm statistics"] = 2 * n * norm_statistics(config) / config.stream_parts
     if config.recompute_granularity == "full":
         return kept
-    kept |= {"product inputs": 2 * x,                          # h: the column-parallel weight gradient
+    kept |= {"product inputs": 2 * own,                        # h: the column-parallel weight gradient
              "qkv": 3 * x / t,                                 # q, k, v with their bias: attention's backward
              "mlp before gelu": ffn / t}                       # gelu's backward
     if config.hidden_dropout:
-        kept["hidden dropout"] = 2 * w * n * config.hidden_size
+        kept["hidden dropout"] = 2 * w * n * config.hidden_size / config.stream_parts
     if config.recompute_granularity == "selective":
         return kept
     kept |= {"context": x / t,                                 # its output: its backward, dense's weight gradient
@@ -196,7 +203,7 @@ def on_host(config: Config) -> bool:
 
 def left_by_layer(config: Config) -> dict[str, float]:
     """The same once its input gradients are there, for the weight gradients that are done later. It does not depend on
-    what was computed again for that."""
+    what was computed again for that, nor on the stream: these products want all rows."""
     t, x = config.tp, activation(config)
     ffn = element(config) * tokens(config) * config.ffn_hidden_size
     return {"product inputs": 2 * x, "context": x / t, "mlp after gelu": ffn / t,
@@ -206,8 +213,8 @@ def left_by_layer(config: Config) -> dict[str, float]:
 
 def kept_by_ends(config: Config, at, chunk: Chunk) -> dict[str, float]:
     """Of what is not a layer. The first norm's input is the chunk's: the embedding's or the message before."""
-    e, w, n, x = element(config), wide(config), tokens(config), activation(config)
-    mask = w * n * config.hidden_size if config.hidden_dropout and config.recompute_granularity != "full" else 0
+    e, w, n, x = element(config), wide(config), tokens(config), stream(config)
+    mask = w * n * config.hidden_size / config.stream_parts if config.hidden_dropout and config.recompute_granularity != "full" else 0
     kept = {}
     if chunk.pre_process or chunk.post_process:
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # a row has one more than positions: the last label
@@ -215,7 +222,7 @@ def kept_by_ends(config: Config, at, chunk: Chunk) -> dict[str, float]:
     if chunk.pre_process and mask:
         kept["embedding dropout"] = mask
     if chunk.post_process:                                     # the bridge into the head
-        kept["head"] = 2 * x + n * norm_statistics(config)
+        kept["head"] = 2 * x + n * norm_statistics(config) / config.stream_parts
         kept["logits"] = e * n * logits_width(config, at)
         kept["losses, maxima, sums"] = 4 * w * n
     else:
@@ -251,7 +258,7 @@ def tape_bytes(config: Config, at) -> list[float]:
     sublayer in turn, so no more is held in it than before or after."""
     chunks, by_layer, left = stage(config, at).chunks, kept_by_layer(config), left_by_layer(config)
     kept = [len(chunk.layers) * sum(by_layer.values()) + sum(kept_by_ends(config, at, chunk).values())
-            - (activation(config) if shares_input(config, at, number) else 0) for number, chunk in enumerate(chunks)]
+            - (stream(config) if shares_input(config, at, number) else 0) for number, chunk in enumerate(chunks)]
     return held(config, at, kept, [len(chunk.layers) * sum(left.values()) for chunk in chunks])
 
 
@@ -274,8 +281,8 @@ def shares_input(config: Config, at, chunk: int) -> bool:
 def host_bytes(config: Config, at) -> int:
     """Of what the tapes keep in the host's memory, at most. It is pinned, for which torch takes up to twice as much:
     each tensor's length is rounded up to a power of two."""
-    kept = [len(chunk.sublayers) * activation(config) * on_host(config) for chunk in stage(config, at).chunks]
-    return max(held(config, at, kept, [0] * len(kept)))
+    kept = [len(chunk.sublayers) * stream(config) * on_host(config) for chunk in stage(config, at).chunks]
+    return round(max(held(config, at, kept, [0] * len(kept))))
 
 
 def message_bytes(config: Config, at) -> int:
@@ -303,7 +310,7 @@ def message_bytes(config: Config, at) -> int:
                 else:
                     sent.append(half)
                     most = max(most, sum(arriving.values()) + sum(map(own, sent)))
-    return activation(config) * most
+    return round(stream(config) * most)
 
 
 def working_bytes(config: Config, at) -> int:
@@ -435,49 +442,73 @@ def traffic(config: Config, at) -> list[Traffic]:
 
 def tensor_parallel(config: Config, at, chunks=None) -> list[Traffic]:
     """Each pair of products costs one sum of X forward (of its outputs) and one backward (of its input's gradient).
+    Where the stream is cut that is a scatter, and a gather comes before; and in backward another, of the input.
     chunks: some of the stage's; None for all."""
     if config.tp == 1:
         return []
     w, n, x, chunks = wide(config), tokens(config), activation(config), chunks or stage(config, at).chunks
     whole = config.microbatches * slices(config)
     cut = whole * pieces(config.columns, config.hidden_size)
-    sublayers = sum(len(chunk.sublayers) for chunk in chunks)
+    is_cut, broadcasts = config.stream_parts > 1, broadcasts_of_gather(config, config.tp)
 
-    def sums(calls, size, why, backward=False):
-        return Traffic("tp", "all_reduce", calls, config.microbatches * size, why, backward)
+    def sums(calls, size, why, backward=False, kind="reduce_scatter" if is_cut else "all_reduce"):
+        return Traffic("tp", kind, calls, config.microbatches * size, why, backward)
 
-    found = [sums(sublayers * cut, sublayers * x, "layers forward"),
-             sums(sublayers * cut, sublayers * x, "layers backward", backward=True)]
+    def gathers(count, why, backward=False):
+        return [sums(broadcasts * cut, x, why, backward, "all_gather")] * count * is_cut
+
+    found = []
+    for _ in (sublayer for chunk in chunks for sublayer in chunk.sublayers):
+        found += gathers(1, "layers forward") + [sums(cut, x, "layers forward")]
+        found += gathers(2, "layers backward", True) + [sums(cut, x, "layers backward", True)]
     if any(chunk.pre_process for chunk in chunks):
-        found += [sums(whole, x, "embedding")]
+        found += [sums(whole, x, "embedding")] + gathers(1, "embedding", True)
     if any(chunk.post_process for chunk in chunks):
-        found += [sums(2 * whole, 3 * w * n, "cross entropy"), sums(cut, x, "head", backward=True)]
-    return found
+        found += gathers(1, "head") + [sums(2 * whole, 3 * w * n, "cross entropy", kind="all_reduce")]
+        found += gathers(1, "head", True) + [sums(cut, x, "head", True)]
+    return merged(found)
+
+
+def broadcasts_of_gather(config: Config, ranks: int) -> int:
+    """Calls of a gather: on CPUs a broadcast of each rank's part (collectives.py)."""
+    return 1 if config.device == "cuda" else ranks
+
+
+def merged(found: list[Traffic]) -> list[Traffic]:
+    """Those that differ in nothing but their calls and bytes, as one."""
+    together = {}
+    for one in found:
+        key = replace(one, calls=0, bytes=0)
+        calls, size = together.get(key, (0, 0))
+        together[key] = (calls + one.calls, size + one.bytes)
+    return [replace(key, calls=calls, bytes=size) for key, (calls, size) in together.items()]
 
 
 def pipeline(config: Config, at) -> list[Traffic]:
-    """One X over each boundary forward, one back, for each microbatch: counted in the stage's actions. A boundary
-    inside of the stage has no wires."""
+    """One X, or a rank's part of it, over each boundary forward, one back, for each microbatch: counted in the stage's
+    actions. A boundary inside of the stage has no wires."""
     counts, placement = Counter(), config.placement
     for half in (half for action in actions(config, at) for half in action.halves):
         for kind, other in (("send", placement.target), ("receive", placement.source)):
             other = other(at.pp_rank, half)
             counts[kind, half.direction < 0] += other is not None and other[0] != at.pp_rank
-    return [Traffic("pp", kind, count, count * activation(config), "gradients" if up else "activations", up)
+    return [Traffic("pp", kind, count, round(count * stream(config)), "gradients" if up else "activations", up)
             for (kind, up), count in counts.items() if count]
 
 
 def replicas(config: Config, at) -> list[Traffic]:
     """Once a step gradients are summed (in ZeRO-2 once a microbatch) and weights gathered; first and last stage agree
-    on a tied matrix, all ranks on the step."""
+    on a tied matrix, tensor-parallel ranks on what is whole on each if they have worked on rows of their own, and all
+    ranks on the step."""
     e, w, flat, times = element(config), wide(config), buckets(config, at), reduces(config)
     padded, count = sum(size for _, size in flat), len(flat)
     tied = [size // parts(config) for kind, size in flat if kind.tied]
+    copies = [size // parts(config) for kind, size in flat if not kind.sharded and config.stream_parts > 1]
     found = [Traffic("embedding", "all_reduce", len(tied), w * sum(tied), "tied embedding")] if tied else []
+    found += [Traffic("tp", "all_reduce", len(copies), w * sum(copies), "norms, biases")] if copies else []
     if parts(config) > 1:
         found += [Traffic("dp", "reduce_scatter", times * count, times * w * padded, "gradients", backward=True),
-                  Traffic("dp", "all_gather", count * (1 if config.device == "cuda" else config.dp), e * padded,
-                          "weights")]                          # on CPUs a broadcast of each replica's part
+                  Traffic("dp", "all_gather", count * broadcasts_of_gather(config, config.dp), e * padded, "weights")]
     elif config.dp > 1:
         found += [Traffic("dp", "all_reduce", count, w * padded, "gradients", backward=True)]
     return found + [Traffic("world", "all_reduce", 1, 4 * 8, "loss, tokens, norm, stop")]

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nanodomino import recompute, schedules
+from nanodomino import recompute, schedules, stream
 from nanodomino.board import Board
 from nanodomino.config import Config
 from nanodomino.data import Corpus
@@ -90,7 +90,8 @@ class Report:
               f"{mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from {self.corpus.path}")
         print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = {config.microbatches} "
               f"microbatches of {config.micro_batch_size} on each of {config.dp} replicas; slices {config.slices}, "
-              f"columns {config.columns}, ZeRO stage {config.zero_stage}" + recompute.in_words(config))
+              f"columns {config.columns}, ZeRO stage {config.zero_stage}" + stream.in_words(config)
+              + recompute.in_words(config))
         for split in ("valid", "test"):
             samples = max(self.corpus.tokens[split] - 1, 0) // config.seq_length
             if config.eval_iters and samples < FEW:

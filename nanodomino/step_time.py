@@ -121,7 +121,7 @@ def take_turns(config: Config, *halves: Cost) -> float:
 def costs(config: Config, machine: Machine, at, keeps_up=False) -> dict[tuple[str, int], Cost]:
     """(kind of an action, chunk) -> its cost on a stage. Of split gradients only the head's stay together.
     keeps_up: with the sums of each microbatch's gradients, where they are summed one by one."""
-    found, copied = {}, formulas.activation(config) / machine.host if formulas.on_host(config) else 0.0
+    found, copied = {}, formulas.stream(config) / machine.host if formulas.on_host(config) else 0.0
     share, (every, _) = shares(config, at), replica_seconds(config, machine, at)
     for number, chunk in enumerate(formulas.stage(config, at).chunks):
         dense, head, attention = (count / machine.products for count in flops(config, at, chunk))
@@ -180,7 +180,7 @@ def played(config: Config, machine: Machine, of_stages: list[dict], messages=(Fa
     """What each stage does when, in seconds: with messages that are free, and with such as take their time.
     of_stages: of each its costs; messages: whether they take time, one after the other."""
     message = wire_seconds(config, machine, formulas.place(config),
-                           [Traffic("pp", "send", 1, formulas.activation(config))])
+                           [Traffic("pp", "send", 1, formulas.stream(config))])
 
     @lru_cache(maxsize=None)
     def seconds(stage, *whats):

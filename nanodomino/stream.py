@@ -104,5 +104,10 @@ def all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
     return Flight(tensor, "all_reduce", dist.all_reduce(tensor, op, group=group, async_op=True), tensor.nbytes)
 
 
+def in_words(config) -> str:
+    """', sequence parallel' where it is."""
+    return ", sequence parallel" * (config.stream_parts > 1)
+
+
 def stream_of(config, mesh):
     return Cut(mesh.tp_group) if config.stream_parts > 1 else Whole(mesh.tp_group)
