@@ -254,7 +254,7 @@ def find_corpus(config: Config, place: Place) -> Corpus:
 def main(arguments: list[str], place: Place) -> int:
     """Everything that can be wrong is found before a process group forms, by every rank alike.
     Returns the exit code."""
-    config = from_command_line(arguments).resolve(place.world_size)
+    config = from_command_line(arguments, place.world_size)
     device = find_device(config, place)
     corpus = find_corpus(config, place)
     config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size).with_device(device),

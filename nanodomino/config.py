@@ -345,6 +345,11 @@ def divisors(number: int, limit: int = 64) -> str:
     return ", ".join(str(d) for d in range(1, min(number, limit) + 1) if number % d == 0)
 
 
+def largest_divisor(number: int, limit: int) -> int | None:
+    """Of `number`, that is at most `limit`; None if there is none."""
+    return next((d for d in range(min(number, limit), 0, -1) if number % d == 0), None)
+
+
 def default_schedule(virtual_stages: int) -> str:
     """The first that takes so many; else the one that takes most."""
     return next((name for name, one in SCHEDULES.items() if virtual_stages in one.chunks),
@@ -374,14 +379,18 @@ def check_sizes(c: Config):
             f"try --tp {divisors(c.ffn_hidden_size)}")
     require(c.virtual_stages in SCHEDULES[c.schedule].chunks,
             f"virtual-stages must be {chunk_counts(c.schedule)} with schedule {c.schedule}, but is {c.virtual_stages}; "
-            f"try --virtual-stages {SCHEDULES[c.schedule].chunks[0]}" + "".join(
+            f"try --virtual-stages {min(SCHEDULES[c.schedule].chunks, key=lambda one: abs(one - c.virtual_stages))}"
+            + "".join(
                 f" or --schedule {name}" for name, one in SCHEDULES.items() if c.virtual_stages in one.chunks))
     require(c.num_layers >= pp * c.virtual_stages,
             f"num-layers {c.num_layers} must be at least pipeline-model-parallel-size {pp}"
             + (f" x virtual-stages {c.virtual_stages} = {pp * c.virtual_stages}" if c.virtual_stages > 1 else "")
             + ", since each holds a layer or more; "
-            + (f"try --pp {most} or fewer" if (most := c.num_layers // c.virtual_stages)
-               else f"try --num-layers {pp * c.virtual_stages}"))
+            + f"try --num-layers {pp * c.virtual_stages}" + "".join(
+                f" or --virtual-stages {one}" for one in [c.num_layers // pp]
+                if one < c.virtual_stages and one in SCHEDULES[c.schedule].chunks) + "".join(
+                f" or --pp {one}" for one in [largest_divisor(c.world_size // tp, c.num_layers // c.virtual_stages)]
+                if one))
     require(c.global_batch_size % (c.micro_batch_size * dp) == 0,
             f"global-batch-size {c.global_batch_size} must be divisible by micro-batch-size x data parallel = "
             f"{c.micro_batch_size} x {dp} = {c.micro_batch_size * dp}; try --global-batch-size "

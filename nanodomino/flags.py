@@ -14,11 +14,12 @@ are not remembered but filled in anew, so that a run may go on with other proces
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 
 from nanodomino.config import SHORT_DTYPES, Config, check_record, completed
 from nanodomino.manifest import newest_record
-from nanodomino.settings import ROLES, Parser, UserError, add_flags, flags_of, markdown, names, require
+from nanodomino.settings import ROLES, Parser, UserError, add_flags, flags_of, markdown, names, require, spelling
 
 
 def command_line_parser() -> Parser:
@@ -30,8 +31,9 @@ def command_line_parser() -> Parser:
     return parser
 
 
-def from_command_line(arguments: list[str]) -> Config:
-    """Flags -> Config, not yet resolved. Raises UserError for a flag, value or file that is none."""
+def from_command_line(arguments: list[str], world_size: int) -> Config:
+    """Flags -> Config, resolved. Raises UserError for a flag, value or file that is none, and for sizes that don't go
+    together, which names those that nobody gave now."""
     asked = vars(command_line_parser().parse_args(arguments))
     if asked.get("tensorboard_dir"):                           # a start from elsewhere will mean the same one
         asked["tensorboard_dir"] = os.path.abspath(asked["tensorboard_dir"])
@@ -46,7 +48,15 @@ def from_command_line(arguments: list[str]) -> Config:
         brought = names(Config, *(("model",) if asked.get("finetune") else ("model", "optimizer"))) + ("seq_length",)
         before = {name: value for name, value in completed(loaded, asked["load"]).items() if name in brought}
         given |= before.keys()
-    return Config(**before | asked, given=tuple(sorted(given - set(names(Config, "launch")))))
+    config = Config(**before | asked, given=tuple(sorted(given - set(names(Config, "launch")))))
+    try:
+        return config.resolve(world_size)
+    except UserError as error:
+        rule = re.findall(r"[\w-]+", str(error).partition(";")[0])
+        not_now = [f"{spelling(name)} {before[name]}" for name in sorted(before.keys() - asked)
+                   if spelling(name)[2:] in rule]
+        note = f" (as remembered from before: {', '.join(not_now)})" if not_now else ""
+        raise UserError(f"{error}{note}") from None
 
 
 def read_settings(path: Path) -> dict:

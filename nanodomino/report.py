@@ -89,9 +89,9 @@ class Report:
         print(f"nanodomino: model {config.model}, {parameter_count(config):,} parameters, {config.dtype} on "
               f"{mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from {self.corpus.path}")
         print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = {config.microbatches} "
-              f"microbatches of {config.micro_batch_size} on each of {config.dp} replicas; slices {config.slices}, "
-              f"columns {config.columns}, ZeRO stage {config.zero_stage}" + stream.in_words(config)
-              + recompute.in_words(config))
+              f"microbatch{'es' * (config.microbatches > 1)} of {config.micro_batch_size} on each of {config.dp} "
+              f"replicas; slices {config.slices}, columns {config.columns}, ZeRO stage {config.zero_stage}"
+              + stream.in_words(config) + recompute.in_words(config))
         for split in ("valid", "test"):
             samples = max(self.corpus.tokens[split] - 1, 0) // config.seq_length
             if config.eval_iters and samples < FEW:

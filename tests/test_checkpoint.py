@@ -85,13 +85,13 @@ def test_any_layout_goes_on_from_any_other(pool, tmp_path, pairs):
     ("float32", "adamw"), ("bfloat16", "adamw"), ("float16", "adamw"), ("float64", "adamw"))]])
 def test_the_same_layout_goes_on_with_the_same_bits(pool, tmp_path, dtype, optimizer):
     """Moments, master weights, AdamW's count, dropout: as if never stopped."""
-    config = config_for(*LAYOUTS[-1], dtype=dtype, optimizer=optimizer, hidden_dropout=0.1, attention_dropout=0.1)
+    config = config_for(*LAYOUTS[-1], dtype=dtype, optimizer=optimizer, initial_loss_scale=256.0, hidden_dropout=0.1, attention_dropout=0.1)
     weights, data, _, _ = reference_for(config_for(*LAYOUTS[0]), 4)
     straight = pool.run(train_from, config, weights, data, 0, 4)
     pool.run(train_from, config, weights, data, 0, 2, None, str(tmp_path))
     resumed = pool.run(train_from, config, None, data, 2, 4, str(checkpoints_of(tmp_path)[0]))
     for one, other in zip(straight, resumed):
-        assert one.losses[2:] == other.losses and one.norms[2:] == other.norms
+        assert one.losses[2:] == other.losses and one.norms[2:] == other.norms and all(map(math.isfinite, one.norms))
         assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in one.weights)
 
 

@@ -28,7 +28,7 @@ OLD_RUN = ROOT / "tests" / "data" / "run-2026-11-20"       # as the version of t
 
 def settled(*flags, world_size=1) -> Config:
     """The Config of a command line, with a vocabulary."""
-    return from_command_line([str(flag) for flag in flags]).resolve(world_size).with_vocabulary(257)
+    return from_command_line([str(flag) for flag in flags], world_size).with_vocabulary(257)
 
 
 @pytest.fixture
@@ -89,6 +89,16 @@ def test_what_is_given_counts_more_than_what_is_remembered(begun):
     again = settled("--run-dir", run, "--train-iters", 80, "--lr", 0.1)
     assert (again.train_iters, again.lr, again.num_layers) == (80, 0.1, 3)
     assert again.min_lr == 0.01, "what follows from the rate follows the new one"
+
+
+def test_a_sentence_says_which_of_its_numbers_nobody_gave_now(begun):
+    run, _ = begun("--schedule", "interleaved", "--virtual-stages", 3, "--num-layers", 6, world_size=2)
+    with pytest.raises(UserError, match=r"virtual-stages must be 2 .* but is 3; .* \(as remembered from before: --virtual-stages 3\)$"):
+        settled("--run-dir", run, "--schedule", "zb-v", world_size=2)
+    with pytest.raises(UserError, match=r"with schedule interleaved, but is 1; [^(]* \(as remembered from before: --schedule interleaved\)$"):
+        settled("--run-dir", run, "--virtual-stages", 1, world_size=2)
+    with pytest.raises(UserError, match=r"with schedule zb-v, but is 3; [^(]*$"):
+        settled("--run-dir", run, "--virtual-stages", 3, "--schedule", "zb-v", world_size=2)
 
 
 def test_what_follows_from_the_number_of_processes_is_filled_in_anew_unless_it_was_once_given(begun):
@@ -184,7 +194,7 @@ def test_a_file_that_is_no_settings_is_refused_in_a_sentence(tmp_path, text, wor
     path = tmp_path / "mine.json"
     path.write_text(text)
     with pytest.raises(UserError) as error:
-        from_command_line(["--config", str(path)])
+        from_command_line(["--config", str(path)], 1)
     assert words in str(error.value)
 
 
@@ -203,7 +213,7 @@ def test_what_is_the_default_today_is_not_what_an_older_run_was_made_with(tmp_pa
     (field,) = [one for one in dataclasses.fields(Config) if one.name == "normalization"]
     monkeypatch.setattr(field, "default", "RMSNorm")
     for flags in (("--run-dir", run), ("--load", run), ("--load", run, "--finetune")):
-        assert from_command_line([str(flag) for flag in flags]).normalization == "LayerNorm"
+        assert from_command_line([str(flag) for flag in flags], 1).normalization == "LayerNorm"
 
 
 def test_a_run_of_an_older_version_goes_on(tmp_path):

@@ -127,7 +127,7 @@ def drawn_with(seed, folder):
     flags = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--dtype", "float64",
              "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--sample-tokens", "12", "--data-path", folder]
     corpus = load_corpus(folder)
-    config = from_command_line([*flags, "--seed", str(seed)]).resolve(1).with_vocabulary(corpus.vocab_size)
+    config = from_command_line([*flags, "--seed", str(seed)], 1).with_vocabulary(corpus.vocab_size)
     mesh, drawn, _, _ = build(config)
     _, model, _, stage = build(config, random_weights(sizes_of(config)))           # the same for all seeds from here on
     data = train.dataset_builder(config, corpus, mesh.device)["train"]
