@@ -5,10 +5,11 @@ One step is the forward and the backward of --microbatches on --tp ranks. In tur
     blocking    the definition in model.py: autograd, and every sum is waited for where it stands
     megatron    domino.py with one slice: forward it blocks, backward the weight gradients cover a sum
     domino      domino.py with --slices and --columns
+    whole       with --sequence-parallel, which is of all that domino.py does: domino without it
     paired      the same, a backward and the next forward at once (schedules.py); with two microbatches or more
     apart       domino with weight gradients after the sums, not behind them: what a schedule costs that moves them
     compute     the same step as domino, with the collectives left out (its numbers mean nothing)
-    wires       the same sums as domino's, of the same sizes, and nothing else
+    wires       the same collectives as domino's, of the same sizes, and nothing else
     dtensor     the plain model of plain.py, its layers cut by torch's DTensor: ColwiseParallel, RowwiseParallel
                 (embedding and head are whole on every rank)
 
@@ -41,16 +42,18 @@ from benchmarks.common import (GPT2, SAME, Figure, RandomTokens, Times, add_conf
 from benchmarks.plain import Plain, mean_loss
 from benchmarks.wire import INTERFACE
 from nanodomino import pipeline, timeline
-from nanodomino.domino import Domino
+from nanodomino.collectives import native_all_gather, reduce_scatter
+from nanodomino.domino import Domino, arrived
 from nanodomino.mesh import find_device, make_mesh, start_world
 from nanodomino.model import GPT
 from nanodomino.schedules import Forward, InputBackward, Placement, Timetable, WeightBackward, timetable
 from nanodomino.settings import require
+from nanodomino.stream import Whole
 from nanodomino.trace import Trace
 from nanodomino.zero import ZeroOptimizer
 from train import forward_step
 
-FLAGS = ("tensor_model_parallel_size", "slices", "columns", "model", "num_layers", "hidden_size", "ffn_hidden_size",
+FLAGS = ("tensor_model_parallel_size", "slices", "columns", "sequence_parallel", "model", "num_layers", "hidden_size", "ffn_hidden_size",
          "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device")
 SMALL = dict(num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=256, micro_batch_size=8, vocab_size=257)
 
@@ -124,17 +127,22 @@ def prepare(config, mesh, batches):
     backend = config.active_compile_backend
     megatron, domino = Domino(model, 1, 1, backend), Domino(model, config.slices, config.columns, backend)
     later = apart(len(batches))
+    whole = Domino(model, config.slices, config.columns, backend)
+    whole.stream = Whole(mesh.tp_group)
     listening = Listening(model, config.slices, config.columns)
     silent = Silent(model, config.slices, config.columns, backend)
     plain = dtensor_model(config, mesh)
     steps = {"blocking": lambda: blocking_step(model, batches),
              "megatron": lambda: domino_step(megatron, batches),
              "domino": lambda: domino_step(domino, batches),
+             "whole": lambda: domino_step(whole, batches),
              "paired": lambda: domino_step(domino, batches, timetable("paired", 1, len(batches))),
              "apart": lambda: domino_step(domino, batches, later),
              "dtensor": lambda: dtensor_step(plain, batches)}
     if len(batches) == 1:
         del steps["paired"]                                    # there is no other one to pair it with
+    if not config.sequence_parallel:
+        del steps["whole"]
     losses = {name: step() for name, step in steps.items()}
     worst = max(abs(loss - losses["blocking"]) for loss in losses.values())
     require(worst <= SAME[config.dtype] * abs(losses["blocking"]),
@@ -210,40 +218,44 @@ def dtensor_step(model: Plain, batches) -> float:
 class Silent(Domino):
     """The same work in the same order, and nothing is sent."""
 
-    def launch(self, piece, site, tensor, op=dist.ReduceOp.SUM):
-        return None
+    def launch(self, piece, site, flight):
+        return flight
 
-    def wait(self, piece, site, works):
-        pass
+    def wait(self, piece, site, flights):
+        return arrived(flights)
 
 
 class Listening(Domino):
-    """Notes what is sent: (elements, dtype, operation) of each sum, in order."""
+    """Notes what is sent: (kind, elements, dtype) of each collective, in order."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.sums = []
 
-    def launch(self, piece, site, tensor, op=dist.ReduceOp.SUM):
-        self.sums.append((tensor.numel(), tensor.dtype, op))
-        return super().launch(piece, site, tensor, op)
+    def launch(self, piece, site, flight):
+        if flight.kind:
+            self.sums.append((flight.kind, flight.sent.numel(), flight.sent.dtype))
+        return super().launch(piece, site, flight)
 
 
 class Wires:
-    """Sends such sums with no work between them, `depth` of them under way at once: the wires are never idle."""
+    """Sends such tensors with no work between them, `depth` of them under way at once: the wires are never idle."""
 
     def __init__(self, sums, depth, mesh):
         self.sums, self.depth, self.group = sums, depth, mesh.tp_group
-        largest = max(count * dtype.itemsize for count, dtype, _ in sums)
+        largest = max(count * dtype.itemsize for _, count, dtype in sums)
         self.buffers = [torch.zeros(largest, dtype=torch.uint8, device=mesh.device) for _ in range(depth)]
 
     def run(self):
         works = []
-        for i, (count, dtype, op) in enumerate(self.sums):
+        send = {"all_reduce": lambda tensor: dist.all_reduce(tensor, group=self.group, async_op=True),
+                "reduce_scatter": lambda tensor: reduce_scatter(tensor, self.group)[0],
+                "all_gather": lambda tensor: native_all_gather(tensor, tensor.chunk(self.group.size())[self.group.rank()],
+                                                               group=self.group, async_op=True)}
+        for i, (kind, count, dtype) in enumerate(self.sums):
             if i >= self.depth:
                 works[i - self.depth].wait()
-            tensor = self.buffers[i % self.depth][:count * dtype.itemsize].view(dtype)
-            works.append(dist.all_reduce(tensor, op, group=self.group, async_op=True))
+            works.append(send[kind](self.buffers[i % self.depth][:count * dtype.itemsize].view(dtype)))
         for work in works[-self.depth:]:
             work.wait()
 
@@ -273,28 +285,33 @@ def report(flags, config, times, sums, device):
     about = {"blocking": "blocking", "megatron": "one slice", "dtensor": "torch's DTensor",
              "domino": f"slices {config.slices}, columns {config.columns}", "compute": "as domino, nothing sent",
              "paired": "as domino, forward over backward", "apart": "as domino, weight gradients later",
-             "wires": "domino's sums alone"}
+             "wires": "domino's collectives alone", "whole": "without --sequence-parallel"}
     rows = [[name, about[name], one, ratio_text(ratios(times["blocking"], one))] for name, one in times.items()]
-    sent = sum(count * dtype.itemsize for count, dtype, _ in sums)
+    sent = sum(count * dtype.itemsize for _, count, dtype in sums)
+    if "whole" in times:
+        figures["whole_ratio"] = ratios(times["domino"], times["whole"])
     wire = f"a wire of {flags.wire}" if flags.wire else {"cpu": "the loopback", "cuda": "the GPUs' links"}[device.type]
     text = "\n".join([
         f"tp {config.tp} on {device.type}, over {wire}; {os.cpu_count()} cores; hidden {config.hidden_size}, "
         f"{config.num_layers} layers, {config.microbatches} x batch {config.micro_batch_size} x {config.seq_length}, "
         f"{config.dtype}, "
         f"{'compiled' if config.compile else 'not compiled'}; "
-        f"forward and backward, {len(sums)} sums of {bytes_text(sent)} together",
+        f"forward and backward, {len(sums)} collectives of {bytes_text(sent)} together",
         table(["", "", "median [least .. most]", "speed-up over blocking"], rows),
         *(f"{name}    hides {figures[before + 'hidden']:.0%} of the communication, 1 - ({name} - compute) / wires, of "
           f"{hideable:.0%} that fit behind work; bound {figures[before + 'bound_ratio']:.2f} x max(compute, wires); "
           f"speed-up {figures[before + 'speedup']:.2f} over blocking, {figures[before + 'megatron_ratio']:.2f} over "
-          "one slice" for name, before in (("domino", ""), ("paired", "paired_")) if name in times)])
+          "one slice" for name, before in (("domino", ""), ("paired", "paired_")) if name in times),
+        *(["sequence parallel: domino takes " + ratio_text(figures["whole_ratio"]) + " the time of whole"]
+          if "whole" in times else [])])
     names = {"blocking": "blocking_s", "megatron": "megatron_s", "domino": "domino_s", "paired": "paired_s",
-             "apart": "apart_s", "dtensor": "dtensor_s", "compute": "no_comm_s", "wires": "comm_s"}
+             "apart": "apart_s", "dtensor": "dtensor_s", "whole": "whole_s", "compute": "no_comm_s", "wires": "comm_s"}
     record = {"question": "overlap", **{names[name]: one.median for name, one in times.items()},
               **{name: figure.value for name, figure in figures.items()},
               "spread": {name: figure.spread for name, figure in figures.items()}, "hideable": hideable,
               "wire": flags.wire, "device": device.type, "cores": os.cpu_count(), "tp": config.tp,
-              "slices": config.slices, "columns": config.columns, "model": config.model, "compile": config.compile,
+              "slices": config.slices, "columns": config.columns,
+              "sequence_parallel": config.sequence_parallel, "model": config.model, "compile": config.compile,
               **shape_of(config), "microbatches": config.microbatches, "collectives": len(sums),
               "bytes": sent, "repeats": flags.repeats}
     return text, record

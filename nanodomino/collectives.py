@@ -11,7 +11,8 @@ all-gather goes through buffers of its own. So on CPUs they are put together fro
 
     reduce_scatter     an all-to-all, in which every part goes straight to its owner, who adds up what has arrived.
                        It arrives in memory of its own, another gradient's worth until it is added up
-    all_gather         a broadcast of each part by its owner
+    all_gather         a broadcast of each part by its owner: of 40 MB 2.8 times as fast between processes of a host.
+                       (Of a few MB, as activations are, neither is; and over a slow wire gloo's own is faster)
 
 Both work in place, and only start: the tensor must be left alone until wait() has come back.
 """

@@ -144,7 +144,7 @@ class Slice:
     training: bool
     links: list[Link] = field(default_factory=list)
     exit: Bridge | None = None                         # into the head
-    head_input: torch.Tensor | None = None             # [b, s, h]
+    head_input: torch.Tensor | None = None             # [b, s, h], all rows: small beside the logits
     logits: torch.Tensor | None = None                 # [b, s, width]
     maximum: torch.Tensor | None = None                # [b, s], of them, over all ranks
     sums: torch.Tensor | None = None                   # [2, b, s], see cross entropy in parallel.py
@@ -307,10 +307,11 @@ class Domino:
     def forward_head(self, piece, x, y, before):
         """Generator: final norm, logits of this rank's words, cross entropy with its two reduces on the wires."""
         model, (vocabulary,) = self.model, self.model.head
-        piece.head_input, piece.exit = self.open(piece, x, y, before, model.final_norm.weights)
-        flights = self.spread(piece, "head", piece.head_input)
+        h, piece.exit = self.open(piece, x, y, before, model.final_norm.weights)
+        flights = self.spread(piece, "head", h)
         yield from self.others(flights)
         piece.logits = self.product(piece, "head", flights, vocabulary.logits_weight())
+        piece.head_input = arrived(flights)
         largest, exponentials = maximum_and_sum(piece.logits, vocabulary, self.maximum_and_sum_of_rows)
         piece.maximum = largest.clone()
         yield from self.all_reduce(piece, "cross_entropy", piece.maximum, dist.ReduceOp.MAX)
@@ -370,12 +371,10 @@ class Domino:
     def backward_head(self, piece, gradient, tally):
         """Generator: gradient of the losses [b, s] -> gradients of x and y before the final norm."""
         model, (vocabulary,) = self.model, self.model.head
-        flights = self.spread(piece, "head", piece.head_input)
         grad_logits = cross_entropy_gradient(piece.logits, piece.batch.labels, piece.output, piece.maximum, piece.sums,
                                              gradient, vocabulary, self.exponentials_of_rows)
-        yield from self.others(flights)
         grad_h = yield from self.input_gradient(piece, "head", grad_logits, vocabulary.logits_weight(), [
-            (vocabulary.weight, grad_logits, self.wait(piece, "head", flights))])
+            (vocabulary.weight, grad_logits, piece.head_input)])
         grad_x, grad_y = self.close(piece, piece.exit, None, grad_h)
         piece.exit = piece.head_input = piece.logits = None
         shared = model.config.tied and model.pre_process         # then the embedding will add to it, at the other end
@@ -425,9 +424,11 @@ class Domino:
     # ---- the wires
 
     def launch(self, piece, site, flight: Flight) -> Flight:
-        """It has just begun. Its tensor must be left alone until wait()."""
-        if flight.work:
-            self.trace.watch(flight.kind, flight.work, group="tp", slice=piece.index, site=site, bytes=flight.bytes)
+        """It begins, if it goes anywhere. Its tensor must be left alone until wait()."""
+        if flight.kind:
+            flight.begin()
+            self.trace.watch(flight.kind, flight.work, group="tp", slice=piece.index, site=site,
+                             bytes=flight.sent.nbytes)
         return flight
 
     def spread(self, piece, site, x) -> list[Flight]:
@@ -449,12 +450,12 @@ class Domino:
 
     def others(self, flights):
         """Generator: let others compute, if something is under way."""
-        if any(flight.work for flight in flights):
+        if any(flight.kind for flight in flights):
             yield
 
     def wait(self, piece, site, flights):
         """Until all is there, in chunks of its features; as one tensor."""
-        if any(flight.work for flight in flights):
+        if any(flight.kind for flight in flights):
             with self.trace.span("wait", group="tp", slice=piece.index, site=site):
                 for flight in flights:
                     flight.work.wait()

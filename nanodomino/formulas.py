@@ -222,7 +222,7 @@ def kept_by_ends(config: Config, at, chunk: Chunk) -> dict[str, float]:
     if chunk.pre_process and mask:
         kept["embedding dropout"] = mask
     if chunk.post_process:                                     # the bridge into the head
-        kept["head"] = 2 * x + n * norm_statistics(config) / config.stream_parts
+        kept["head"] = x + activation(config) + n * norm_statistics(config) / config.stream_parts
         kept["logits"] = e * n * logits_width(config, at)
         kept["losses, maxima, sums"] = 4 * w * n
     else:
@@ -449,13 +449,13 @@ def tensor_parallel(config: Config, at, chunks=None) -> list[Traffic]:
     w, n, x, chunks = wide(config), tokens(config), activation(config), chunks or stage(config, at).chunks
     whole = config.microbatches * slices(config)
     cut = whole * pieces(config.columns, config.hidden_size)
-    is_cut, broadcasts = config.stream_parts > 1, broadcasts_of_gather(config, config.tp)
+    is_cut = config.stream_parts > 1
 
     def sums(calls, size, why, backward=False, kind="reduce_scatter" if is_cut else "all_reduce"):
         return Traffic("tp", kind, calls, config.microbatches * size, why, backward)
 
     def gathers(count, why, backward=False):
-        return [sums(broadcasts * cut, x, why, backward, "all_gather")] * count * is_cut
+        return [sums(cut, x, why, backward, "all_gather")] * count * is_cut
 
     found = []
     for _ in (sublayer for chunk in chunks for sublayer in chunk.sublayers):
@@ -465,13 +465,8 @@ def tensor_parallel(config: Config, at, chunks=None) -> list[Traffic]:
         found += [sums(whole, x, "embedding")] + gathers(1, "embedding", True)
     if any(chunk.post_process for chunk in chunks):
         found += gathers(1, "head") + [sums(2 * whole, 3 * w * n, "cross entropy", kind="all_reduce")]
-        found += gathers(1, "head", True) + [sums(cut, x, "head", True)]
+        found += [sums(cut, x, "head", True)]
     return merged(found)
-
-
-def broadcasts_of_gather(config: Config, ranks: int) -> int:
-    """Calls of a gather: on CPUs a broadcast of each rank's part (collectives.py)."""
-    return 1 if config.device == "cuda" else ranks
 
 
 def merged(found: list[Traffic]) -> list[Traffic]:
@@ -508,7 +503,8 @@ def replicas(config: Config, at) -> list[Traffic]:
     found += [Traffic("tp", "all_reduce", len(copies), w * sum(copies), "norms, biases")] if copies else []
     if parts(config) > 1:
         found += [Traffic("dp", "reduce_scatter", times * count, times * w * padded, "gradients", backward=True),
-                  Traffic("dp", "all_gather", count * broadcasts_of_gather(config, config.dp), e * padded, "weights")]
+                  Traffic("dp", "all_gather", count * (1 if config.device == "cuda" else config.dp), e * padded,
+                          "weights")]                          # on CPUs a broadcast of each replica's part
     elif config.dp > 1:
         found += [Traffic("dp", "all_reduce", count, w * padded, "gradients", backward=True)]
     return found + [Traffic("world", "all_reduce", 1, 4 * 8, "loss, tokens, norm, stop")]

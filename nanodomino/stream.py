@@ -35,18 +35,23 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nanodomino.collectives import all_gather, reduce_scatter
+from nanodomino.collectives import native_all_gather, reduce_scatter
 
 
 @dataclass
 class Flight:
-    """A tensor on its way, or there already: then `work` is None. kind: of the collective; bytes: of the whole tensor,
-    see formulas.Traffic; received: all ranks' parts of a sum, [t, size], which is still to be added up."""
+    """A tensor that is to travel. start() sets it out, and returns (work, all ranks' parts of a sum [t, size] that are
+    still to be added up, or None); kind: of the collective, "" where there is nothing to send; sent: the whole tensor,
+    see formulas.Traffic."""
     tensor: torch.Tensor
     kind: str = ""
+    sent: torch.Tensor | None = None
+    start: object = None
     work: object = None
-    bytes: int = 0
     received: torch.Tensor | None = None
+
+    def begin(self):
+        self.work, self.received = self.start()
 
     def land(self):
         """The tensor, once `work` has been waited for."""
@@ -57,10 +62,11 @@ class Flight:
 
 
 class Whole:
-    """On every rank. The blocking version are f and g of parallel.py."""
+    """On every rank; f and g of parallel.py are its blocking version."""
+    parts = 1
 
     def __init__(self, group):
-        self.group, self.parts = group, 1
+        self.group = group
 
     def spread(self, x) -> Flight:
         return Flight(x)
@@ -77,23 +83,24 @@ class Cut:
     """Along its tokens."""
 
     def __init__(self, group):
-        self.group, self.parts, self.part = group, group.size(), group.rank()
+        self.group, self.parts = group, group.size()
 
     def spread(self, x) -> Flight:
         """[b, s/t, f] -> [b, s, f]."""
-        whole = x.new_empty(self.parts, *x.shape)
-        whole[self.part] = x
-        return Flight(whole.view(len(x), -1, x.size(-1)), "all_gather", all_gather(whole, self.group), whole.nbytes)
+        b, s, f = x.shape
+        x, whole = x.contiguous(), x.new_empty(b, s * self.parts, f)
+        return Flight(whole, "all_gather", whole, lambda: (
+            native_all_gather(whole.view(-1), x.view(-1), group=self.group, async_op=True), None))
 
     def join(self, partial) -> Flight:
         """[b, s, f], overwritten -> [b, s/t, f]."""
-        work, received = reduce_scatter(partial.view(-1), self.group)
-        own = partial.view(-1).chunk(self.parts)[self.part].view(len(partial), -1, partial.size(-1))
-        return Flight(own, "reduce_scatter", work, partial.nbytes, received)
+        flat = partial.view(-1)
+        own = flat.chunk(self.parts)[self.group.rank()].view(len(partial), -1, partial.size(-1))
+        return Flight(own, "reduce_scatter", flat, lambda: reduce_scatter(flat, self.group))
 
     def own(self, whole):
         """Of [b, s, ..]: this rank's rows, [b, s/t, ..]. A copy: a view would keep the whole in memory."""
-        rows = whole.flatten(0, 1).chunk(self.parts)[self.part]
+        rows = whole.flatten(0, 1).chunk(self.parts)[self.group.rank()]
         return rows.view(len(whole), -1, *whole.shape[2:]).clone()
 
 
@@ -101,7 +108,7 @@ def all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
     """Of a tensor that must be left alone meanwhile; one rank has nothing to send."""
     if group.size() == 1:
         return Flight(tensor)
-    return Flight(tensor, "all_reduce", dist.all_reduce(tensor, op, group=group, async_op=True), tensor.nbytes)
+    return Flight(tensor, "all_reduce", tensor, lambda: (dist.all_reduce(tensor, op, group=group, async_op=True), None))
 
 
 def in_words(config) -> str:
