@@ -38,8 +38,9 @@ import test_domino  # noqa: E402
 import test_zero  # noqa: E402
 import train  # noqa: E402
 from harness import build, tiny, train_rank, train_steps  # noqa: E402
-from nanodomino import buckets, checkpoint, domino, formulas, loss_scale, model, schedules, zero  # noqa: E402
+from nanodomino import buckets, checkpoint, domino, formulas, loss_scale, model, schedules, stream, zero  # noqa: E402
 from nanodomino.manifest import newest_sound  # noqa: E402
+from nanodomino.stream import Flight  # noqa: E402
 from pool import Pool  # noqa: E402
 from side_by_side import CHECKED, END, LONG, TABLE, TOLERANCE, Pitfall, Side, check, judge, measure, pitfall, worst  # noqa: E402
 
@@ -231,7 +232,7 @@ def summed_twice(config):
 
     def again(self, piece, link, grad_x, grad_y, finish):
         grad_y = grad_y.clone()
-        dist.all_reduce(grad_y, group=self.group)
+        dist.all_reduce(grad_y, group=self.mesh.tp_group)
         return (yield from backward(self, piece, link, grad_x, grad_y, finish))
     return [(domino.Domino, "backward_sublayer", again)]
 
@@ -243,15 +244,14 @@ def not_summed(config):
     gradient = domino.Domino.input_gradient
 
     def alone(self, *arguments):
-        with mock.patch.object(self, "launch", lambda *others: None), mock.patch.object(self, "wait", lambda *others: None):
+        with mock.patch.object(self.stream, "join", Flight):
             steps = gradient(self, *arguments)
             next(steps)
         yield
-        with mock.patch.object(self, "wait", lambda *others: None):
-            try:
-                next(steps)
-            except StopIteration as end:
-                return end.value
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
     return [(domino.Domino, "input_gradient", alone)]
 
 
@@ -352,10 +352,13 @@ def dropped_in_evaluation(config):
 def waited_too_late(config):
     """Somebody reads a buffer before its sum has arrived. On quick wires it mostly has: a race, which looks like noise. Here
     the wires move nothing until somebody waits, and each wait is one launch late."""
-    def late(self, piece, site, works):
-        due, self.overdue = getattr(self, "overdue", []), works
-        for work in filter(None, due):                   # None on one process, which has no wires
-            work.wait()
+    wait = domino.Domino.wait
+
+    def late(self, piece, site, flights):
+        due, self.overdue = getattr(self, "overdue", []), flights
+        if due:
+            wait(self, piece, site, due)
+        return domino.arrived(flights)
     return [(domino.Domino, "wait", late)]
 
 
@@ -370,11 +373,11 @@ def waited_too_early(config):
     right, and nothing is hidden."""
     launch, wait = domino.Domino.launch, domino.Domino.wait
 
-    def at_once(self, piece, site, *arguments):
-        work = launch(self, piece, site, *arguments)
-        wait(self, piece, site, [work])
-        return work
-    return [(domino.Domino, "launch", at_once), (domino.Domino, "wait", lambda *arguments: None)]
+    def at_once(self, piece, site, flight):
+        launch(self, piece, site, flight)
+        wait(self, piece, site, [flight])
+        return flight
+    return [(domino.Domino, "launch", at_once), (domino.Domino, "wait", lambda self, piece, site, flights: domino.arrived(flights))]
 
 
 class CopiedBack:
@@ -393,11 +396,16 @@ class CopiedBack:
 def shared_buffer(config):
     """To save memory, one buffer of each size serves all sums. It is safe as long as one is under way at a time, that is
     without overlap: the second slice writes its part over the first one's."""
-    def launch(self, piece, site, tensor, op=dist.ReduceOp.SUM):
-        buffers = self.__dict__.setdefault("buffers", {})
-        buffer = buffers.setdefault((tensor.shape, op), torch.empty_like(tensor)).copy_(tensor)
-        return CopiedBack(dist.all_reduce(buffer, op, group=self.group, async_op=True), buffer, tensor)
-    return [(domino.Domino, "launch", launch)]
+    buffers = {}
+
+    def shared(tensor, group, op=dist.ReduceOp.SUM):
+        buffer = buffers.setdefault((tensor.shape, op), torch.empty_like(tensor))
+
+        def start():
+            buffer.copy_(tensor)
+            return CopiedBack(dist.all_reduce(buffer, op, group=group, async_op=True), buffer, tensor), None
+        return Flight(tensor, "all_reduce", tensor, start)
+    return [(owner, "all_reduce", shared) for owner in (stream, domino)]
 
 
 @pitfall("One rank resumes its slices in another order", "`nanodomino/domino.py`, `interleave`: the order follows from the number of slices, "

@@ -250,7 +250,7 @@ def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool
     weights, data = random_weights(sizes_of(config), seed=3), random_data(config, 2)
 
     class Alone:
-        tp, tp_rank = 1, 0
+        tp, tp_rank, tp_group = 1, 0, None
 
     def masks_of(step):
         ids = [step * config.global_batch_size + row for row in range(config.global_batch_size)]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from nanodomino import pipeline
-from nanodomino.domino import Domino
+from nanodomino.domino import Domino, arrived
 from nanodomino.pipeline import Mail
 from nanodomino.schedules import SCHEDULES
 from nanodomino.zero import ZeroOptimizer
@@ -134,7 +134,7 @@ def test_nor_where_inputs_are_asked_for_as_on_a_gpu():
                                          (ZeroOptimizer, "broadcast")])
 def test_whoever_does_not_wait_is_found(owner, name):
     """Else the tests above could not fail."""
-    with mock.patch.object(owner, "wait", lambda *arguments, **options: None):
+    with mock.patch.object(owner, "wait", lambda self, *given, **options: arrived(given[-1]) if owner is Domino else None):
         wires = two_steps(0, tiny(8, **EIGHT, slices=2))
     assert any(f"what {name} has received" in one for one in wires.touched), wires.touched
 

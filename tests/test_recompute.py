@@ -110,11 +110,12 @@ def test_what_was_computed_again_is_gone_before_the_next_sublayers_turn(monkeypa
     again, found, restore = [], [], TapePolicy.restore
 
     def watched(self, stage, piece):
-        before, lacks = [one() for one in again], bool(piece.links) and piece.links[-1].h is None
+        before, lacks = [one() for one in again], bool(piece.links) and piece.links[-1].activation is None
         restore(self, stage, piece)
         if lacks:
             found.append(sum(one is not None for one in before))
-            again.extend(map(weakref.ref, (piece.links[-1].h, piece.links[-1].activation)))
+            (h,) = piece.links[-1].arriving
+            again.extend(map(weakref.ref, (h.tensor, piece.links[-1].activation)))
 
     monkeypatch.setattr(TapePolicy, "restore", watched)
     for schedule, most in (("1f1b", 0), ("zb-v", 2 * 2 * 3 - 2)):              # of three slices all but one, and that one's MLP
