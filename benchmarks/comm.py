@@ -15,6 +15,7 @@ bytes; ranks differ by their stage, and by nothing else.
 """
 
 import dataclasses
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -24,16 +25,16 @@ import train
 from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, config_of, gathered, layout_of,
                                schedule_text, table)
 from nanodomino import formulas
+from nanodomino.collectives import TAGS
 from nanodomino.config import Config
 from nanodomino.domino import Domino
 from nanodomino.mesh import Mesh, find_device, make_mesh, start_world
 from nanodomino.zero import ZeroOptimizer
 
-# c10d's operators -> (the name of the collective, which argument is the whole tensor or a list with it). On CPUs
-# a reduce-scatter travels as an all-to-all, an all-gather as a broadcast of each part: see nanodomino/collectives.py.
+# c10d's operators -> (the name of the collective, which argument is the whole tensor or a list with it).
 COLLECTIVES = {"allreduce_": ("all_reduce", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
-               "alltoall_base_": ("reduce_scatter", 1), "_allgather_base_": ("all_gather", 0),
-               "broadcast_": ("all_gather", 0), "send": ("send", 0), "recv_": ("receive", 0)}
+               "_allgather_base_": ("all_gather", 0), "send": ("send", 0), "recv_": ("receive", 0)}
+PARTS = {tag: kind for kind, tag in TAGS.items()}
 ROUNDS = False               # one step says all
 
 
@@ -71,11 +72,14 @@ def build(config: Config, place):
 
 
 class Listener(TorchDispatchMode):
-    """Counts what its thread hands to process groups: counts[group, kind] = (calls, bytes)."""
+    """Counts what its thread hands to process groups: counts[group, kind] = (calls, bytes).
+
+    On CPUs a reduce-scatter or an all-gather of n ranks travels as n - 1 messages of a part each
+    (nanodomino/collectives.py): so one of them is 1/(n-1) of a call, and of n/(n-1) times its bytes."""
 
     def __init__(self, mesh: Mesh):
         super().__init__()
-        self.counts = {}
+        self.found = {}
         groups = {"world": dist.group.WORLD, "tp": mesh.tp_group, "dp": mesh.dp_group, "pp": mesh.pp_group,
                   "embedding": mesh.embedding_group}
         self.names = {group.group_name: name.split()[0] for name, group in groups.items() if group is not None}
@@ -87,9 +91,19 @@ class Listener(TorchDispatchMode):
             group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             tensors = args[whole] if isinstance(args[whole], (list, tuple)) else [args[whole]]
             size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
-            calls, total = self.counts.get((self.names[group.group_name], kind), (0, 0))
-            self.counts[self.names[group.group_name], kind] = (calls + 1, total + size)
+            name, call = self.names[group.group_name], Fraction(1)
+            if name != "pp" and kind == "send":
+                kind, call = PARTS[args[3]], Fraction(1, group.size() - 1)
+                size *= group.size() * call
+            if name == "pp" or kind != "receive":
+                calls, total = self.found.get((name, kind), (0, 0))
+                self.found[name, kind] = (calls + call, total + size)
         return function(*args, **(kwargs or {}))
+
+    @property
+    def counts(self):
+        return {key: (int(calls), int(size)) for key, (calls, size) in self.found.items()
+                if calls.denominator == 1}               # a part of a collective has no formula: found out
 
 
 def report(config: Config, counted: list[dict]):

@@ -42,7 +42,7 @@ from benchmarks.common import (GPT2, SAME, Figure, RandomTokens, Times, add_conf
 from benchmarks.plain import Plain, mean_loss
 from benchmarks.wire import INTERFACE
 from nanodomino import pipeline, timeline
-from nanodomino.collectives import native_all_gather, reduce_scatter
+from nanodomino.collectives import all_gather, reduce_scatter
 from nanodomino.domino import Domino, arrived
 from nanodomino.mesh import find_device, make_mesh, start_world
 from nanodomino.model import GPT
@@ -250,8 +250,7 @@ class Wires:
         works = []
         send = {"all_reduce": lambda tensor: dist.all_reduce(tensor, group=self.group, async_op=True),
                 "reduce_scatter": lambda tensor: reduce_scatter(tensor, self.group)[0],
-                "all_gather": lambda tensor: native_all_gather(tensor, tensor.chunk(self.group.size())[self.group.rank()],
-                                                               group=self.group, async_op=True)}
+                "all_gather": lambda tensor: all_gather(tensor, self.group)}
         for i, (kind, count, dtype) in enumerate(self.sums):
             if i >= self.depth:
                 works[i - self.depth].wait()

@@ -503,8 +503,7 @@ def replicas(config: Config, at) -> list[Traffic]:
     found += [Traffic("tp", "all_reduce", len(copies), w * sum(copies), "norms, biases")] if copies else []
     if parts(config) > 1:
         found += [Traffic("dp", "reduce_scatter", times * count, times * w * padded, "gradients", backward=True),
-                  Traffic("dp", "all_gather", count * (1 if config.device == "cuda" else config.dp), e * padded,
-                          "weights")]                          # on CPUs a broadcast of each replica's part
+                  Traffic("dp", "all_gather", count, e * padded, "weights")]
     elif config.dp > 1:
         found += [Traffic("dp", "all_reduce", count, w * padded, "gradients", backward=True)]
     return found + [Traffic("world", "all_reduce", 1, 4 * 8, "loss, tokens, norm, stop")]

@@ -74,7 +74,7 @@ class Mail:
         wanted = [] if done is None else [
             (dist.irecv, self.placement.source(self.stage, message)[0], message,
              torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)) for message in self.asks[done]]
-        batch, self.leaving = self.leaving + wanted, []
+        batch, self.leaving = wanted + self.leaving, []            # receives first: collectives.py says why
         if not batch:
             return
         works = dist.batch_isend_irecv([dist.P2POp(op, tensor, self.mesh.stage_rank(peer), self.mesh.pp_group,

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nanodomino.collectives import native_all_gather, reduce_scatter
+from nanodomino.collectives import all_gather, reduce_scatter
 
 
 @dataclass
@@ -88,9 +88,9 @@ class Cut:
     def spread(self, x) -> Flight:
         """[b, s/t, f] -> [b, s, f]."""
         b, s, f = x.shape
-        x, whole = x.contiguous(), x.new_empty(b, s * self.parts, f)
-        return Flight(whole, "all_gather", whole, lambda: (
-            native_all_gather(whole.view(-1), x.view(-1), group=self.group, async_op=True), None))
+        whole = x.new_empty(b, s * self.parts, f)
+        whole.view(self.parts, *x.shape)[self.group.rank()] = x
+        return Flight(whole, "all_gather", whole, lambda: (all_gather(whole.view(-1), self.group), None))
 
     def join(self, partial) -> Flight:
         """[b, s, f], overwritten -> [b, s/t, f]."""
