@@ -55,14 +55,7 @@ EVEN = dict(micro_batch_size=4)                      # as many samples in one sl
 
 def wires(kind):
     """Collectives that only start: carried out when somebody waits (late), or at once (early)."""
-    def collective(original):
-        def start(*arguments, async_op=False, **options):
-            if kind == "early" or not async_op:
-                original(*arguments, **options)
-                return test_domino.EarlyWork()
-            return test_domino.LateWork(lambda: original(*arguments, **options))
-        return start
-    return lambda config: [(dist, name, collective(getattr(dist, name))) for name in ("all_reduce", "all_to_all_single", "broadcast")]
+    return lambda config: test_domino.wires(kind)
 
 
 def one_bad_number(config):

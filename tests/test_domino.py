@@ -1,12 +1,15 @@
 """Domino hides its wires, and hides no error: what runs between a launch and its wait, how much travels, and what comes out."""
 
 from collections import Counter
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import FixedData, build, difference, random_data, reference_for, relative, tiny, train_rank, whole
 
+from nanodomino import collectives
 from nanodomino.domino import run_alone
 from nanodomino.trace import Trace
 
@@ -111,30 +114,37 @@ class EarlyWork:
         pass
 
 
+def wires(kind):
+    """Collectives that are carried out at wait() ('late') or at once ('early'), as [(object, name, replacement)]."""
+    sums, exchanges = dist.all_reduce, collectives.exchange
+
+    def carry_out(collective):
+        if kind == "late":
+            return LateWork(collective)
+        collective()
+        return EarlyWork()
+
+    def all_reduce(*arguments, async_op=False, **options):
+        return carry_out(lambda: sums(*arguments, **options)) if async_op else sums(*arguments, **options)
+
+    def exchange(*arguments):
+        return carry_out(lambda: exchanges(*arguments).wait())
+
+    return [(dist, "all_reduce", all_reduce), (collectives, "exchange", exchange)]
+
+
 def with_wires(kind, *arguments):
-    """train_rank, with collectives that are carried out at wait() ('late') or at once ('early')."""
-    originals = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "broadcast")}
-
-    def wire(original):
-        def collective(*args, async_op=False, **kwargs):
-            if not async_op or kind == "early":
-                original(*args, **kwargs)
-                return EarlyWork()
-            return LateWork(lambda: original(*args, **kwargs))
-        return collective
-
-    try:
-        for name, original in originals.items():
-            setattr(dist, name, wire(original))
+    """train_rank, on such wires."""
+    with ExitStack() as stack:
+        for patch in wires(kind):
+            stack.enter_context(mock.patch.object(*patch))
         return train_rank(*arguments)
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
-def test_slow_and_fast_wires_give_the_same_bits(pool):
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_slow_and_fast_wires_give_the_same_bits(pool, sequence_parallel):
     """Whoever reads a sum before wait(), or writes to a buffer on the wires, computes something else here."""
-    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2)
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2, sequence_parallel=sequence_parallel)
     weights, data, records, _ = reference_for(config, 2)
     early = pool.run(with_wires, "early", config, weights, data, 2)
     late = pool.run(with_wires, "late", config, weights, data, 2)
