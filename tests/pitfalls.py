@@ -811,6 +811,35 @@ def own_scale(config):
     return [(zero.ZeroOptimizer, "sum_over_world", own), (loss_scale.LossScale, "update", lambda self, overflow: update(self, self.own))]
 
 
+# ---- sequence parallelism
+
+@pitfall("Gradients of what sees a part of the tokens are not summed over the tensor-parallel ranks", "`nanodomino/zero.py`, "
+         "`ZeroOptimizer.finish_reduces`: of all that is not cut, once a step, where it lies side by side", sequence_parallel=True, **TP)
+def not_summed_over_the_cut(config):
+    """Where the stream is cut along its tokens, norms, row-parallel biases and positions still lie whole on each rank, and work on its own
+    tokens alone: what was the whole gradient is a part of it. Matrices are right. The norms learn from a half of the text, each rank's copy
+    from another half, and they part at the first step."""
+    finish = zero.ZeroOptimizer.finish_reduces
+
+    def as_before(self):
+        with mock.patch.object(self, "config", dataclasses.replace(config, sequence_parallel=False)):
+            finish(self)
+    return [(zero.ZeroOptimizer, "finish_reduces", as_before)]
+
+
+@pitfall("Masks are drawn for the tokens that a rank has", "`nanodomino/model.py`, `Dropout.hidden`: drawn for the whole sample, then cut as the "
+         "stream is", hidden_dropout=0.2, sequence_parallel=True, **TP)
+def masks_of_a_part(config):
+    """A rank has s/t of a sample's tokens, and draws as many masks, from the seed that all share. The first token of each part then drops what
+    the first token of every other part drops: t times the same noise, and another one on each layout. Nothing diverges."""
+    hidden = model.Dropout.hidden
+
+    def alone(self, *arguments):
+        with mock.patch.object(self, "stream", stream.Whole(None)):
+            return hidden(self, *arguments)
+    return [(model.Dropout, "hidden", alone)]
+
+
 # ---- those that are not put back here, and the tests that guard them
 
 GUARDED = [
@@ -856,7 +885,6 @@ GUARDED = [
 # ---- those that come with what this code does not have: for whoever adds it
 
 TO_COME = [
-    ("Activations cut along the sequence", "Norms and biases then see a part of the tokens on each rank: their gradients need a sum over tp that they do not need today."),
     ("Gated MLPs, grouped queries", "Gate and up cut as one block pair the wrong halves, as q, k and v do; query heads must stay with their group."),
     ("Rotary positions", "Interleaved pairs and halves are two conventions, and shapes do not tell which; positions that begin at 0 in every slice, or at every cached "
      "token, are right for the first one."),
