@@ -64,7 +64,7 @@ def exchange(gives, takes, group, tag):
 
 
 class Messages:
-    """Several under way, as one work."""
+    """Several under way, as one work, which may be waited for again: one message may not."""
 
     def __init__(self, works):
         self.works, self.future = works, None
@@ -76,8 +76,8 @@ class Messages:
             self.finish()
 
     def finish(self):
-        for work in self.works:
-            work.wait()
+        while self.works:
+            self.works.pop(0).wait()
 
     def get_future(self):
         """Done when all of them are. Whoever keeps a record asks for it; messages have none, so a thread waits."""

@@ -68,8 +68,7 @@ def test_where_it_is_whole_rows_are_all_rows_and_join_is_a_sum(pool):
     shape, dtype = (3, 8, 6), torch.float64
     total = numbers(0, shape, dtype) + numbers(1, shape, dtype)
     for own, spread, chunks, joined in pool.run(three_of, Whole, shape, dtype, world_size=2):
-        assert own.data_ptr() == spread.data_ptr() or torch.equal(own, spread)
-        assert torch.equal(own, numbers(99, shape, dtype)) and torch.equal(joined, total)
+        assert torch.equal(own, spread) and torch.equal(own, numbers(99, shape, dtype)) and torch.equal(joined, total)
 
 
 def two_products(kind, shape):
@@ -144,17 +143,14 @@ def stopped_rank(configs, weights, data, folder):
 
 @pytest.mark.parametrize("first", [False, True], ids=["whole-then-cut", "cut-then-whole"])
 def test_a_checkpoint_does_not_say_how_the_stream_lay(pool, tmp_path, first):
-    """So a run goes on either way, on another layout too, as the plain model does."""
+    """So a run goes on either way, on another layout too, as the plain model does: it is a setting that may change."""
+    assert "sequence_parallel" in names(Config, "free")
     boxes = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), dict(tensor_model_parallel_size=4)
     configs = [tiny(4, **box, num_layers=4, slices=2, sequence_parallel=cut, **DROPOUT) for box, cut in zip(boxes, (first, not first))]
     weights, data, records, final = with_masks(configs[0], STEPS)
     outcomes = pool.run(stopped_rank, configs, weights, data, str(tmp_path), world_size=4)
     assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
     assert difference(whole(outcomes, lambda outcome: outcome.weights, 4), final) < 1e-9
-
-
-def test_it_is_a_layout_that_a_run_may_change():
-    assert "sequence_parallel" in names(Config, "layout")
 
 
 def drift_rank(config, weights, data):
