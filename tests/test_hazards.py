@@ -72,9 +72,6 @@ def watched():
         return wires.start("all_reduce", work, (tensor, RECEIVED)) if async_op else None
 
     def exchange(gives, takes, group, tag):
-        for other, tensor in enumerate(takes):
-            if other != group.rank():
-                tensor.zero_()
         return wires.start(KINDS[tag], exchanges(gives, takes, group, tag), (gives[0], SENT), (takes[0], RECEIVED))
 
     def messages(operations):

@@ -99,10 +99,10 @@ def with_masks(config, steps):
 
 
 @pytest.mark.parametrize("tp, pp, options", [
-    (2, 1, dict(columns=3)), (4, 1, dict(recompute_granularity="full")), (2, 2, dict(schedule="zb-v", columns=3, recompute_granularity="selective")),
-    pytest.param(2, 2, dict(schedule="paired", recompute_granularity="full"), marks=pytest.mark.exhaustive),
-    pytest.param(4, 2, dict(schedule="zb-h1", columns=3), marks=pytest.mark.exhaustive)],
-    ids=["tp2-columns3", "tp4-full", "tp2-pp2-zb-v", "tp2-pp2-paired", "tp4-pp2-zb-h1"])
+    (4, 1, dict(columns=3, recompute_granularity="full")), (2, 2, dict(schedule="zb-v", columns=3, recompute_granularity="selective")),
+    *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
+        (2, 1, dict(columns=3)), (2, 2, dict(schedule="paired", recompute_granularity="full")), (4, 2, dict(schedule="zb-h1", columns=3))))],
+    ids=["tp4-full", "tp2-pp2-zb-v", "tp2-columns3", "tp2-pp2-paired", "tp4-pp2-zb-h1"])
 def test_masks_are_the_whole_samples_cut(pool, tp, pp, options):
     """Three samples in two slices, so that a rank's rows begin in the middle of one; four layers, and all of it to 1e-9."""
     config = tiny(tp * pp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, num_layers=4, slices=2, sequence_parallel=True,
@@ -141,7 +141,7 @@ def stopped_rank(configs, weights, data, folder):
     return after
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["whole-then-cut", "cut-then-whole"])
+@pytest.mark.parametrize("first", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["whole-then-cut", "cut-then-whole"])
 def test_a_checkpoint_does_not_say_how_the_stream_lay(pool, tmp_path, first):
     """So a run goes on either way, on another layout too, as the plain model does: it is a setting that may change."""
     assert "sequence_parallel" in names(Config, "free")
