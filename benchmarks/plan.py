@@ -278,7 +278,7 @@ def remedies(config: Config) -> list[dict]:
     """Changes of one thing that take memory off a GPU."""
     found = [{"zero_stage": stage} for stage in (1, 2) if stage > config.zero_stage and config.dp > 1]
     found += [change for changes in other_schedules(config) for change in changes[:1] if config.pp > 1]
-    found += less_on_tapes(config)
+    found += [{"sequence_parallel": True}] * (config.tp > 1 and not config.sequence_parallel) + less_on_tapes(config)
     found += [{name: 0.0} for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)]
     found += [{"micro_batch_size": size} for size in sorted({config.micro_batch_size // 2, 1}, reverse=True)
               if 0 < size < config.micro_batch_size]

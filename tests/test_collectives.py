@@ -23,7 +23,9 @@ def both(size, dtype):
     part = received.sum(dim=0)
     elsewhere = torch.full_like(whole, torch.nan)
     elsewhere.chunk(group.size())[rank].copy_(part)
-    all_gather(elsewhere, group=group).wait()
+    work = all_gather(elsewhere, group=group)
+    work.wait()
+    work.wait()                                                # as of torch's own works
     return part, elsewhere, before
 
 
