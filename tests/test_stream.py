@@ -24,6 +24,7 @@ from nanodomino.trace import Trace
 
 STEPS = 2
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3)
+SIX = dict(global_batch_size=6, num_layers=4)          # two microbatches of three samples
 
 
 # ---- spread, join, own
@@ -105,8 +106,7 @@ def with_masks(config, steps):
     ids=["tp4-full", "tp2-pp2-zb-v", "tp2-columns3", "tp2-pp2-paired", "tp4-pp2-zb-h1"])
 def test_masks_are_the_whole_samples_cut(pool, tp, pp, options):
     """Three samples in two slices, so that a rank's rows begin in the middle of one; four layers, and all of it to 1e-9."""
-    config = tiny(tp * pp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, num_layers=4, slices=2, sequence_parallel=True,
-                  **DROPOUT, **options)
+    config = tiny(tp * pp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **SIX, slices=2, sequence_parallel=True, **DROPOUT, **options)
     weights, data, records, final = with_masks(config, STEPS)
     outcomes = pool.run(train_rank, config, weights, data, STEPS, world_size=tp * pp)
     assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
@@ -146,7 +146,7 @@ def test_a_checkpoint_does_not_say_how_the_stream_lay(pool, tmp_path, first):
     """So a run goes on either way, on another layout too, as the plain model does: it is a setting that may change."""
     assert "sequence_parallel" in names(Config, "free")
     boxes = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), dict(tensor_model_parallel_size=4)
-    configs = [tiny(4, **box, num_layers=4, slices=2, sequence_parallel=cut, **DROPOUT) for box, cut in zip(boxes, (first, not first))]
+    configs = [tiny(4, **box, **SIX, slices=2, sequence_parallel=cut, **DROPOUT) for box, cut in zip(boxes, (first, not first))]
     weights, data, records, final = with_masks(configs[0], STEPS)
     outcomes = pool.run(stopped_rank, configs, weights, data, str(tmp_path), world_size=4)
     assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
@@ -162,7 +162,8 @@ def drift_rank(config, weights, data):
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_copies_over_tp_keep_the_same_bits(pool, zero_stage):
     """Norms, row biases, positions, which each rank has a part of the gradient of; in bfloat16, with their masters."""
-    config = tiny(4, tensor_model_parallel_size=2, data_parallel_size=2, slices=2, sequence_parallel=True, dtype="bfloat16", zero_stage=zero_stage)
+    config = tiny(4, tensor_model_parallel_size=2, data_parallel_size=2, slices=2, sequence_parallel=True, dtype="bfloat16",
+                  global_batch_size=12, zero_stage=zero_stage)
     weights = random_weights(sizes_of(config), seed=3)
     assert pool.run(drift_rank, config, weights, random_data(config, STEPS), world_size=4) == [""] * 4
 
