@@ -141,13 +141,12 @@ def with_wires(kind, *arguments):
         return train_rank(*arguments)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_slow_and_fast_wires_give_the_same_bits(pool, sequence_parallel):
+@pytest.mark.parametrize("world_size, options", [(8, {}), (4, dict(sequence_parallel=True, micro_batch_size=12))], ids=["whole", "cut"])
+def test_slow_and_fast_wires_give_the_same_bits(pool, world_size, options):
     """Whoever reads a sum before wait(), or writes to a buffer on the wires, computes something else here."""
-    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2, sequence_parallel=sequence_parallel)
+    config = tiny(world_size, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2, **options)
     weights, data, records, _ = reference_for(config, 2)
-    early = pool.run(with_wires, "early", config, weights, data, 2)
-    late = pool.run(with_wires, "late", config, weights, data, 2)
+    early, late = (pool.run(with_wires, kind, config, weights, data, 2, world_size=world_size) for kind in ("early", "late"))
     for one, other in zip(early, late):
         assert one.losses == other.losses and one.norms == other.norms
         assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in one.weights)
