@@ -7,6 +7,7 @@ of tp, everything on all of dp, a tied matrix on two stages. What keeps the copi
                    (without ZeRO, each replica updates all of it with the same gradients)   (alike if the kernels are)
     two stages     both add the same two gradients, once the replicas have                  alike if a sum is
     over tp        every rank has the same gradient, as it has computed the same numbers    alike if the kernels are
+                   (of a stream that is cut: all have the same sum of what each computed)   (alike if a sum is)
 
 The last is a wish. A compiler that measures which of two kernels is quicker, on each rank for itself, may choose one
 here and the other there, and their sums differ in the last bit: from then on the ranks train slightly different models,

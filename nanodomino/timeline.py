@@ -68,7 +68,8 @@ def words_of(spans) -> str:
 
 def wire(event: Event) -> str:
     """Which of WIRES."""
-    return "gather" if event.kind == "all_gather" else event.about["group"]
+    gathers_weights = event.kind == "all_gather" and event.about["group"] == "dp"
+    return "gather" if gathers_weights else event.about["group"]
 
 
 class Panel:

@@ -1,15 +1,20 @@
 """One rank of a world in which nobody else is, for tests that look at operations and not at numbers.
 
 torch's "fake" backend says at once that a collective is done, and moves nothing. So any rank of any layout runs in one
-process; and a TorchDispatchMode sees each operation on the way to the device, backward's too.
+process; the parts that others would send for a scatter or a gather are zeros, so that all numbers are finite; and a TorchDispatchMode sees each operation on the way to the device, backward's too.
 """
 
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
+
+from nanodomino import collectives
+
+exchange = collectives.exchange
 
 
 @contextmanager
@@ -18,10 +23,18 @@ def fake_world(rank: int, world_size: int):
     torch.set_num_threads(1)                 # of tensors this small, several would wait for each other most of the time
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        yield
+        with mock.patch.object(collectives, "exchange", zeros_from_others):
+            yield
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(threads)
+
+
+def zeros_from_others(gives, takes, group, tag):
+    for other, tensor in enumerate(takes):
+        if other != group.rank():
+            tensor.zero_()
+    return exchange(gives, takes, group, tag)
 
 
 def tensors(tree) -> list[torch.Tensor]:

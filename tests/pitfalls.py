@@ -38,8 +38,9 @@ import test_domino  # noqa: E402
 import test_zero  # noqa: E402
 import train  # noqa: E402
 from harness import build, tiny, train_rank, train_steps  # noqa: E402
-from nanodomino import buckets, checkpoint, domino, formulas, loss_scale, model, schedules, zero  # noqa: E402
+from nanodomino import buckets, checkpoint, domino, formulas, loss_scale, model, schedules, stream, zero  # noqa: E402
 from nanodomino.manifest import newest_sound  # noqa: E402
+from nanodomino.stream import Flight  # noqa: E402
 from pool import Pool  # noqa: E402
 from side_by_side import CHECKED, END, LONG, TABLE, TOLERANCE, Pitfall, Side, check, judge, measure, pitfall, worst  # noqa: E402
 
@@ -54,14 +55,7 @@ EVEN = dict(micro_batch_size=4)                      # as many samples in one sl
 
 def wires(kind):
     """Collectives that only start: carried out when somebody waits (late), or at once (early)."""
-    def collective(original):
-        def start(*arguments, async_op=False, **options):
-            if kind == "early" or not async_op:
-                original(*arguments, **options)
-                return test_domino.EarlyWork()
-            return test_domino.LateWork(lambda: original(*arguments, **options))
-        return start
-    return lambda config: [(dist, name, collective(getattr(dist, name))) for name in ("all_reduce", "all_to_all_single", "broadcast")]
+    return lambda config: test_domino.wires(kind)
 
 
 def one_bad_number(config):
@@ -231,7 +225,7 @@ def summed_twice(config):
 
     def again(self, piece, link, grad_x, grad_y, finish):
         grad_y = grad_y.clone()
-        dist.all_reduce(grad_y, group=self.group)
+        dist.all_reduce(grad_y, group=self.mesh.tp_group)
         return (yield from backward(self, piece, link, grad_x, grad_y, finish))
     return [(domino.Domino, "backward_sublayer", again)]
 
@@ -243,15 +237,14 @@ def not_summed(config):
     gradient = domino.Domino.input_gradient
 
     def alone(self, *arguments):
-        with mock.patch.object(self, "launch", lambda *others: None), mock.patch.object(self, "wait", lambda *others: None):
+        with mock.patch.object(self.stream, "join", Flight):
             steps = gradient(self, *arguments)
             next(steps)
         yield
-        with mock.patch.object(self, "wait", lambda *others: None):
-            try:
-                next(steps)
-            except StopIteration as end:
-                return end.value
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
     return [(domino.Domino, "input_gradient", alone)]
 
 
@@ -352,10 +345,13 @@ def dropped_in_evaluation(config):
 def waited_too_late(config):
     """Somebody reads a buffer before its sum has arrived. On quick wires it mostly has: a race, which looks like noise. Here
     the wires move nothing until somebody waits, and each wait is one launch late."""
-    def late(self, piece, site, works):
-        due, self.overdue = getattr(self, "overdue", []), works
-        for work in filter(None, due):                   # None on one process, which has no wires
-            work.wait()
+    wait = domino.Domino.wait
+
+    def late(self, piece, site, flights):
+        due, self.overdue = getattr(self, "overdue", []), flights
+        if due:
+            wait(self, piece, site, due)
+        return domino.arrived(flights)
     return [(domino.Domino, "wait", late)]
 
 
@@ -370,11 +366,11 @@ def waited_too_early(config):
     right, and nothing is hidden."""
     launch, wait = domino.Domino.launch, domino.Domino.wait
 
-    def at_once(self, piece, site, *arguments):
-        work = launch(self, piece, site, *arguments)
-        wait(self, piece, site, [work])
-        return work
-    return [(domino.Domino, "launch", at_once), (domino.Domino, "wait", lambda *arguments: None)]
+    def at_once(self, piece, site, flight):
+        launch(self, piece, site, flight)
+        wait(self, piece, site, [flight])
+        return flight
+    return [(domino.Domino, "launch", at_once), (domino.Domino, "wait", lambda self, piece, site, flights: domino.arrived(flights))]
 
 
 class CopiedBack:
@@ -393,11 +389,16 @@ class CopiedBack:
 def shared_buffer(config):
     """To save memory, one buffer of each size serves all sums. It is safe as long as one is under way at a time, that is
     without overlap: the second slice writes its part over the first one's."""
-    def launch(self, piece, site, tensor, op=dist.ReduceOp.SUM):
-        buffers = self.__dict__.setdefault("buffers", {})
-        buffer = buffers.setdefault((tensor.shape, op), torch.empty_like(tensor)).copy_(tensor)
-        return CopiedBack(dist.all_reduce(buffer, op, group=self.group, async_op=True), buffer, tensor)
-    return [(domino.Domino, "launch", launch)]
+    buffers = {}
+
+    def shared(tensor, group, op=dist.ReduceOp.SUM):
+        buffer = buffers.setdefault((tensor.shape, op), torch.empty_like(tensor))
+
+        def start():
+            buffer.copy_(tensor)
+            return CopiedBack(dist.all_reduce(buffer, op, group=group, async_op=True), buffer, tensor), None
+        return Flight(tensor, "all_reduce", tensor, start)
+    return [(owner, "all_reduce", shared) for owner in (stream, domino)]
 
 
 @pitfall("One rank resumes its slices in another order", "`nanodomino/domino.py`, `interleave`: the order follows from the number of slices, "
@@ -810,6 +811,35 @@ def own_scale(config):
     return [(zero.ZeroOptimizer, "sum_over_world", own), (loss_scale.LossScale, "update", lambda self, overflow: update(self, self.own))]
 
 
+# ---- sequence parallelism
+
+@pitfall("Gradients of what sees a part of the tokens are not summed over the tensor-parallel ranks", "`nanodomino/zero.py`, "
+         "`ZeroOptimizer.finish_reduces`: of all that is not cut, once a step, where it lies side by side", sequence_parallel=True, **TP)
+def not_summed_over_the_cut(config):
+    """Where the stream is cut along its tokens, norms, row-parallel biases and positions still lie whole on each rank, and work on its own
+    tokens alone: what was the whole gradient is a part of it. Matrices are right. The norms learn from a half of the text, each rank's copy
+    from another half, and they part at the first step."""
+    finish = zero.ZeroOptimizer.finish_reduces
+
+    def as_before(self):
+        with mock.patch.object(self, "config", dataclasses.replace(config, sequence_parallel=False)):
+            finish(self)
+    return [(zero.ZeroOptimizer, "finish_reduces", as_before)]
+
+
+@pitfall("Masks are drawn for the tokens that a rank has", "`nanodomino/model.py`, `Dropout.hidden`: drawn for the whole sample, then cut as the "
+         "stream is", hidden_dropout=0.2, sequence_parallel=True, **TP)
+def masks_of_a_part(config):
+    """A rank has s/t of a sample's tokens, and draws as many masks, from the seed that all share. The first token of each part then drops what
+    the first token of every other part drops: t times the same noise, and another one on each layout. Nothing diverges."""
+    hidden = model.Dropout.hidden
+
+    def alone(self, *arguments):
+        with mock.patch.object(self, "stream", stream.Whole(None)):
+            return hidden(self, *arguments)
+    return [(model.Dropout, "hidden", alone)]
+
+
 # ---- those that are not put back here, and the tests that guard them
 
 GUARDED = [
@@ -855,7 +885,6 @@ GUARDED = [
 # ---- those that come with what this code does not have: for whoever adds it
 
 TO_COME = [
-    ("Activations cut along the sequence", "Norms and biases then see a part of the tokens on each rank: their gradients need a sum over tp that they do not need today."),
     ("Gated MLPs, grouped queries", "Gate and up cut as one block pair the wrong halves, as q, k and v do; query heads must stay with their group."),
     ("Rotary positions", "Interleaved pairs and halves are two conventions, and shapes do not tell which; positions that begin at 0 in every slice, or at every cached "
      "token, are right for the first one."),

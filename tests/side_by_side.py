@@ -132,7 +132,7 @@ def masks_of(config, step):
     if not config.hidden_dropout and not config.attention_dropout:
         return None
     ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
-    dropout = model.Dropout(config, SimpleNamespace(tp=1, tp_rank=0), list(ids))
+    dropout = model.Dropout(config, SimpleNamespace(tp=1, tp_rank=0, tp_group=None), list(ids))
     core = {"core": config.attention_dropout}
     return lambda site, shape: dropout.draw(site, shape[1:], core.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
 

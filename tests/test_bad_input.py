@@ -140,6 +140,7 @@ BAD_FLAGS = [
     # Sizes
     (1, "--seq-length 0", "--seq-length must be at least 1", "but is 0"),
     (1, "--train-iters 99999999999999999999", "--train-iters", "at most 2147483647", "but is 99999999999999999999"),
+    (4, "--tp 4 --pp 1 --sequence-parallel --seq-length 126", "seq-length 126", "parallel-size 4 with --sequence-parallel", "try --seq-length 128"),
     (1, "--seq-length 64 --max-position-embeddings 63", "seq-length 64", "try --max-position-embeddings 64"),
     (1, "--model gpt2 --max-position-embeddings 512", "seq-length 1024", "512", "try --max-position-embeddings 1024"),
     (4, "--vocab-size 256", "vocabulary of 257 tokens", "--vocab-size 256", "at least 257"),

@@ -1,12 +1,15 @@
 """Domino hides its wires, and hides no error: what runs between a launch and its wait, how much travels, and what comes out."""
 
 from collections import Counter
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import FixedData, build, difference, random_data, reference_for, relative, tiny, train_rank, whole
 
+from nanodomino import collectives
 from nanodomino.domino import run_alone
 from nanodomino.trace import Trace
 
@@ -111,33 +114,39 @@ class EarlyWork:
         pass
 
 
+def wires(kind):
+    """Collectives that are carried out at wait() ('late') or at once ('early'), as [(object, name, replacement)]."""
+    sums, exchanges = dist.all_reduce, collectives.exchange
+
+    def carry_out(collective):
+        if kind == "late":
+            return LateWork(collective)
+        collective()
+        return EarlyWork()
+
+    def all_reduce(*arguments, async_op=False, **options):
+        return carry_out(lambda: sums(*arguments, **options)) if async_op else sums(*arguments, **options)
+
+    def exchange(*arguments):
+        return carry_out(lambda: exchanges(*arguments).wait())
+
+    return [(dist, "all_reduce", all_reduce), (collectives, "exchange", exchange)]
+
+
 def with_wires(kind, *arguments):
-    """train_rank, with collectives that are carried out at wait() ('late') or at once ('early')."""
-    originals = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "broadcast")}
-
-    def wire(original):
-        def collective(*args, async_op=False, **kwargs):
-            if not async_op or kind == "early":
-                original(*args, **kwargs)
-                return EarlyWork()
-            return LateWork(lambda: original(*args, **kwargs))
-        return collective
-
-    try:
-        for name, original in originals.items():
-            setattr(dist, name, wire(original))
+    """train_rank, on such wires."""
+    with ExitStack() as stack:
+        for patch in wires(kind):
+            stack.enter_context(mock.patch.object(*patch))
         return train_rank(*arguments)
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
-def test_slow_and_fast_wires_give_the_same_bits(pool):
+@pytest.mark.parametrize("world_size, options", [(8, {}), (4, dict(sequence_parallel=True, micro_batch_size=12))], ids=["whole", "cut"])
+def test_slow_and_fast_wires_give_the_same_bits(pool, world_size, options):
     """Whoever reads a sum before wait(), or writes to a buffer on the wires, computes something else here."""
-    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2)
+    config = tiny(world_size, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2, **options)
     weights, data, records, _ = reference_for(config, 2)
-    early = pool.run(with_wires, "early", config, weights, data, 2)
-    late = pool.run(with_wires, "late", config, weights, data, 2)
+    early, late = (pool.run(with_wires, kind, config, weights, data, 2, world_size=world_size) for kind in ("early", "late"))
     for one, other in zip(early, late):
         assert one.losses == other.losses and one.norms == other.norms
         assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in one.weights)
@@ -250,7 +259,7 @@ def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool
     weights, data = random_weights(sizes_of(config), seed=3), random_data(config, 2)
 
     class Alone:
-        tp, tp_rank = 1, 0
+        tp, tp_rank, tp_group = 1, 0, None
 
     def masks_of(step):
         ids = [step * config.global_batch_size + row for row in range(config.global_batch_size)]

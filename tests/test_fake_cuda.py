@@ -26,6 +26,7 @@ HOST = dict(model="nano", dtype="bfloat16", tensor_model_parallel_size=1, pipeli
 AGAIN = {"kept": (0, HOST), "on the host": (0, HOST | dict(checkpoint_in_cpu=True))}
 CASES = {"gpt2": (0, GPT2), "first stage": (0, EIGHT), "last stage": (7, EIGHT),
          "uneven slices": (7, EIGHT | dict(slices=3, columns=2)),
+         "sequence parallel": (7, EIGHT | dict(sequence_parallel=True, columns=2)),
          "fp16": (0, EIGHT | dict(pipeline_model_parallel_size=1, data_parallel_size=4, dtype="float16", fp16_lm_cross_entropy=True))}
 
 GB = 1e9
@@ -101,6 +102,16 @@ def test_what_leaves_for_the_host_leaves_room_and_nobody_waits_for_it(counted):
     assert away["copies"]["copy to the host"] == 8 * 2 * away["microbatches"]
     assert away["copies"]["pinned"] - kept["copies"]["pinned"] == 7 * 2 * away["microbatches"]
     assert kept["peak"] - away["peak"] >= 6 * 4 * 128 * 96 * 2
+
+
+def test_a_stream_that_is_cut_travels_by_nccls_own_scatters_and_gathers(counted):
+    """Of the last stage: for each of its sublayers, slices and columns two scatters and three gathers, one of each for the head, and
+    ZeRO's own; no message between ranks of a host, as gloo has."""
+    found = counted("sequence parallel")
+    pieces, sublayers = 2 * 2 * found["microbatches"], found["sublayers"]
+    assert found["names"]["c10d._reduce_scatter_base_.default"] == pieces * (2 * sublayers + 1) + found["buckets"]
+    assert found["names"]["c10d._allgather_base_.default"] == pieces * (3 * sublayers + 1) + found["buckets"]
+    assert not {name for name in found["names"] if name.startswith(("c10d.alltoall", "c10d.broadcast"))}
 
 
 @pytest.mark.parametrize("part", TRAFFIC)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from harness import build, random_data, tiny
 
 import train
+from benchmarks import comm
 from nanodomino.config import Config
 from nanodomino.mesh import Place, check_own_gpu, find_device
 from nanodomino.settings import UserError
@@ -67,41 +68,20 @@ def test_a_warm_up_changes_no_number(pool, dtype, zero_stage):
     assert all(same for _, same in warm) and [loss for loss, _ in warm] == pool.run(cold_rank, config, data)
 
 
-class Watching:
-    """A group's collectives, counted by whoever looks."""
-
-    def __init__(self, names):
-        self.names, self.seen = names, set()
-
-    def __call__(self, name, original):
-        def collective(*arguments, **options):
-            self.seen.add((name, self.names.get(options.get("group"), "world")))
-            return original(*arguments, **options)
-        return collective
-
-
 def first_times_rank(config, data):
-    """(kinds of collectives of the warm-up, those of a step), each with its group."""
+    """(kinds of collectives and messages of the warm-up, those of a step), each with its group."""
     mesh, _, optimizer, stage = build(config)
-    names = {mesh.tp_group: "tp", mesh.dp_group: "dp", mesh.pp_group: "pp", mesh.embedding_group: "embedding"}
-    found, kept = [], {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "broadcast", "batch_isend_irecv")}
-    for act in (lambda: train.warm_up(stage, optimizer, config, mesh),
-                lambda: train.train_step(1, stage, optimizer, data, config, mesh)):
-        watching = Watching(names)
-        for name, original in kept.items():
-            setattr(dist, name, watching(name, original))
-        try:
-            act()
-        finally:
-            for name, original in kept.items():
-                setattr(dist, name, original)
-        found.append(watching.seen)
-    return found
+    with comm.Listener(mesh) as warm:
+        train.warm_up(stage, optimizer, config, mesh)
+    with comm.Listener(mesh) as step:
+        train.train_step(1, stage, optimizer, data, config, mesh)
+    return set(warm.counts), set(step.counts)
 
 
-def test_what_a_step_does_for_the_first_time_the_warm_up_has_done_before(pool):
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_a_step_does_for_the_first_time_the_warm_up_has_done_before(pool, sequence_parallel):
     """A communicator's first act and a kernel's first load wait for the whole device."""
-    config = dataclasses.replace(tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2))
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2, sequence_parallel=sequence_parallel)
     for warm, step in pool.run(first_times_rank, config, random_data(config, 1)):
         assert step <= warm and len(step) > 3, step - warm
 

@@ -17,14 +17,14 @@ from harness import build, random_data, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from nanodomino import pipeline
-from nanodomino.domino import Domino
+from nanodomino import collectives, pipeline
+from nanodomino.domino import Domino, arrived
 from nanodomino.pipeline import Mail
 from nanodomino.schedules import SCHEDULES
 from nanodomino.zero import ZeroOptimizer
 
 SENT, RECEIVED = "sent", "received"          # a sum is both, and is on record as received
-STARTS = {"all_reduce": (RECEIVED,), "broadcast": (RECEIVED,), "all_to_all_single": (RECEIVED, SENT)}    # by argument
+KINDS = {tag: kind for kind, tag in collectives.TAGS.items()}
 
 
 class Wires(TorchDispatchMode):
@@ -65,26 +65,24 @@ class Waited:
 @contextmanager
 def watched():
     """Every collective and message from here on. What would arrive is zeros, so that all numbers are finite."""
-    wires, real = Wires(), {name: getattr(dist, name) for name in (*STARTS, "batch_isend_irecv")}
+    wires, sums, batches, exchanges = Wires(), dist.all_reduce, dist.batch_isend_irecv, collectives.exchange
 
-    def collective(name):
-        def start(*arguments, async_op=False, **options):
-            work = real[name](*arguments, async_op=async_op, **options)
-            if name == "all_to_all_single":
-                arguments[0].zero_()
-            return wires.start(name, work, *zip(arguments, STARTS[name])) if async_op else None
-        return start
+    def all_reduce(tensor, *arguments, async_op=False, **options):
+        work = sums(tensor, *arguments, async_op=async_op, **options)
+        return wires.start("all_reduce", work, (tensor, RECEIVED)) if async_op else None
+
+    def exchange(gives, takes, group, tag):
+        return wires.start(KINDS[tag], exchanges(gives, takes, group, tag), (gives[0], SENT), (takes[0], RECEIVED))
 
     def messages(operations):
         for one in operations:
             if one.op is dist.irecv:
                 one.tensor.zero_()
-        works = real["batch_isend_irecv"](operations)
         return [wires.start(one.op.__name__, work, (one.tensor, SENT if one.op is dist.isend else RECEIVED))
-                for one, work in zip(operations, works, strict=True)]
+                for one, work in zip(operations, batches(operations), strict=True)]
 
-    stand_ins = {name: collective(name) for name in STARTS} | {"batch_isend_irecv": messages}
-    with mock.patch.multiple(dist, **stand_ins), wires:
+    with mock.patch.multiple(dist, all_reduce=all_reduce, batch_isend_irecv=messages), \
+            mock.patch.object(collectives, "exchange", exchange), wires:
         yield wires
 
 
@@ -104,13 +102,15 @@ TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, num_layers=2, dtype
 EIGHT = dict(TP2, num_layers=4, pipeline_model_parallel_size=2, data_parallel_size=2, global_batch_size=24)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("slices, columns", [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
-def test_no_sum_is_touched_while_it_travels(slices, columns):
-    """Four a layer, for each slice and column, in each of two steps' microbatches."""
-    config = tiny(2, **TP2, global_batch_size=8, slices=slices, columns=columns)
+def test_no_sum_is_touched_while_it_travels(slices, columns, sequence_parallel):
+    """Four a layer, for each slice and column, in each of two steps' microbatches; or four scatters and six gathers."""
+    config = tiny(2, **TP2, global_batch_size=8, slices=slices, columns=columns, sequence_parallel=sequence_parallel)
     wires = two_steps(1, config)
     assert not wires.touched and not wires.under_way
-    assert wires.started["all_reduce"] > 2 * config.microbatches * 4 * config.num_layers * slices * columns
+    for kind, count in (("reduce_scatter", 4), ("all_gather", 6)) if sequence_parallel else (("all_reduce", 4),):
+        assert wires.started[kind] > 2 * config.microbatches * count * config.num_layers * slices * columns
 
 
 @pytest.mark.parametrize("schedule, zero_stage, slices, columns", [
@@ -122,7 +122,7 @@ def test_nothing_is_touched_while_it_travels(rank, schedule, zero_stage, slices,
     wires = two_steps(rank, tiny(8, **EIGHT, slices=slices, columns=columns, zero_stage=zero_stage, schedule=schedule))
     assert not wires.touched and not wires.under_way
     assert {"all_reduce", "isend", "irecv"} <= wires.started.keys()
-    assert ({"all_to_all_single", "broadcast"} <= wires.started.keys()) == (zero_stage > 0)
+    assert ({"reduce_scatter", "all_gather"} <= wires.started.keys()) == (zero_stage > 0)
 
 
 def test_nor_where_inputs_are_asked_for_as_on_a_gpu():
@@ -130,12 +130,13 @@ def test_nor_where_inputs_are_asked_for_as_on_a_gpu():
         assert not two_steps(0, tiny(8, **EIGHT, slices=2, schedule="zb-v")).touched
 
 
-@pytest.mark.parametrize("owner, name", [(Domino, "all_reduce"), (Mail, "irecv"), (ZeroOptimizer, "all_to_all_single"),
-                                         (ZeroOptimizer, "broadcast")])
-def test_whoever_does_not_wait_is_found(owner, name):
+@pytest.mark.parametrize("owner, name, sequence_parallel", [
+    (Domino, "all_reduce", False), (Domino, "reduce_scatter", True), (Domino, "all_gather", True), (Mail, "irecv", False),
+    (ZeroOptimizer, "reduce_scatter", False), (ZeroOptimizer, "all_gather", False)])
+def test_whoever_does_not_wait_is_found(owner, name, sequence_parallel):
     """Else the tests above could not fail."""
-    with mock.patch.object(owner, "wait", lambda *arguments, **options: None):
-        wires = two_steps(0, tiny(8, **EIGHT, slices=2))
+    with mock.patch.object(owner, "wait", lambda self, *given, **options: arrived(given[-1]) if owner is Domino else None):
+        wires = two_steps(0, tiny(8, **EIGHT, slices=2, sequence_parallel=sequence_parallel))
     assert any(f"what {name} has received" in one for one in wires.touched), wires.touched
 
 

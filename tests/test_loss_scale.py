@@ -142,11 +142,12 @@ def test_a_power_of_two_changes_no_bit(pool, dtype, world_size, layout):
 
 
 EIGHT, DROPPING, NARROW = BOX | dict(data_parallel_size=2), dict(hidden_dropout=0.1, attention_dropout=0.1), dict(normalization="RMSNorm", fp16_lm_cross_entropy=True)
+CUT = dict(tensor_model_parallel_size=2, slices=2, sequence_parallel=True, micro_batch_size=12)
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}        # of one operation, of its result
 
 
 @pytest.mark.parametrize("world_size, layout, options", [
-    (1, {}, NARROW), (8, EIGHT, DROPPING), *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((1, {}, DROPPING), (8, EIGHT, NARROW))]])
+    (1, {}, NARROW), (8, EIGHT, DROPPING), (2, CUT, DROPPING), *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((1, {}, DROPPING), (8, EIGHT, NARROW))]])
 def test_16_bit_training_follows_float64_as_far_off_as_its_rounding_is_coarser(pool, world_size, layout, options):
     """Small errors add up linearly: rounded at the same places, 2^13 times as coarsely (bfloat16: 2^16), a training is 2^13 times as far off.
     How far float32 is off is measured. Each error is luck, so three times that is allowed; a sum in 16 bit would be far beyond."""

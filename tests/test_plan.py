@@ -96,14 +96,16 @@ def test_tapes_are_as_many_as_microbatches_alive_but_a_pair_has_one_that_grows_a
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
-@pytest.mark.parametrize("granularity, replicated, cut", [("none", 4, 12), ("selective", 4, 7), ("full", 2, 0)])
-def test_a_layer_keeps_so_many_activations(granularity, replicated, cut, tp):
-    """(4 + 12/t) X; without attention's and gelu's inside (4 + 7/t) X; x alone 2 X. Beside them what a token has of each
-    norm and head."""
-    config = cluster(8, tensor_model_parallel_size=tp, recompute_granularity=granularity)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("granularity, stream, cut", [("none", 4, 12), ("selective", 4, 7), ("full", 2, 0)])
+def test_a_layer_keeps_so_many_activations(granularity, stream, cut, tp, sequence_parallel):
+    """(4 + 12/t) X; without attention's and gelu's inside (4 + 7/t) X; x alone 2 X. A stream that is cut has 4 X/t in place of
+    4 X, or 2 X/t. Beside them what a token has of each norm and head."""
+    config = cluster(8, tensor_model_parallel_size=tp, recompute_granularity=granularity, sequence_parallel=sequence_parallel)
     kept = formulas.kept_by_layer(config)
     small = sum(kept.pop(name, 0) for name in ("norm statistics", "logsumexp"))
-    assert sum(kept.values()) == (replicated + cut / tp) * formulas.activation(config) > 100 * small
+    ours = (stream / tp if sequence_parallel else stream) + cut / tp
+    assert sum(kept.values()) == ours * formulas.activation(config) > 100 * small
 
 
 def test_what_full_recomputation_keeps_goes_to_the_host_of_a_gpu_and_stays_where_there_is_none():
@@ -154,13 +156,15 @@ def test_a_ring_sums_by_scattering_and_gathering():
 
 
 @pytest.mark.parametrize("slices, columns", [(1, 1), (2, 1), (2, 4)])
-def test_a_layer_costs_four_sums_of_x_however_it_is_cut(slices, columns):
-    """8 (t-1)/t X on the wires a layer and microbatch (Megatron-LM, 1909.08053, section 3)."""
-    config = cluster(8, **TP8, micro_batch_size=2, slices=slices, columns=columns)
+@pytest.mark.parametrize("sequence_parallel, sums, calls", [(False, 4, 4), (True, 5, 10)])
+def test_a_layer_costs_four_sums_of_x_however_it_is_cut(slices, columns, sequence_parallel, sums, calls):
+    """8 (t-1)/t X on the wires a layer and microbatch (Megatron-LM, 1909.08053, section 3). Along the tokens it is four scatters and six
+    gathers, which is the same and, for the inputs of two products, a gather each more: 10 (t-1)/t X."""
+    config = cluster(8, **TP8, micro_batch_size=2, slices=slices, columns=columns, sequence_parallel=sequence_parallel)
     found = [one for one in formulas.tensor_parallel(config, formulas.place(config)) if one.why.startswith("layers")]
     wire = sum(formulas.wire_bytes(one.kind, one.bytes, 8) for one in found)
-    assert wire / config.num_layers / config.microbatches == 8 * 7 / 8 * formulas.activation(config)
-    assert sum(one.calls for one in found) == 4 * config.num_layers * config.microbatches * slices * columns
+    assert wire / config.num_layers / config.microbatches == 2 * sums * 7 / 8 * formulas.activation(config)
+    assert sum(one.calls for one in found) == calls * config.num_layers * config.microbatches * slices * columns
 
 
 def test_the_products_of_all_ranks_are_the_models_flops():
@@ -406,7 +410,12 @@ def check_memory(held, said, peak=math.inf):
     (2, dict(tensor_model_parallel_size=2, slices=2, columns=2, recompute_granularity="selective", hidden_dropout=0.1, attention_dropout=0.1)),
     (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, dtype="bfloat16", recompute_granularity="full",
              hidden_dropout=0.1, attention_dropout=0.1)),
-], ids=["dropout", "gpipe-untied", "rmsnorm-lion", "tp4-columns", "zero0-buckets", "zero2-zb-h1", "zero2-tp2", "tp8", "tp2-pp2-dp2", "selective", "full"])
+    (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, columns=3, sequence_parallel=True)),
+    (4, dict(tensor_model_parallel_size=4, slices=3, dtype="bfloat16", recompute_granularity="full", sequence_parallel=True,
+             hidden_dropout=0.1, attention_dropout=0.1)),
+    (4, dict(tensor_model_parallel_size=2, zero_stage=2, recompute_granularity="selective", sequence_parallel=True)),
+], ids=["dropout", "gpipe-untied", "rmsnorm-lion", "tp4-columns", "zero0-buckets", "zero2-zb-h1", "zero2-tp2", "tp8", "tp2-pp2-dp2", "selective", "full",
+        "cut-columns", "cut-full", "cut-selective-zero2"])
 def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_size, changes):
     config = tiny(world_size, **{"global_batch_size": 12, "num_layers": 2, "device": "cpu", **changes})
     for of_memory, (counted, said) in pool.run(held_rank, config, world_size=world_size):
@@ -452,12 +461,13 @@ def messages_rank(config):
     return most, formulas.message_bytes(config, mesh)
 
 
-@pytest.mark.parametrize("slices", [1, 3])
+@pytest.mark.parametrize("slices, tp", [(1, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_messages_under_way_are_those_that_are_counted_in_the_actions(pool, schedule, slices):
-    config = tiny(2, pipeline_model_parallel_size=2, schedule=schedule, slices=slices, num_layers=4, global_batch_size=18,
-                  device="cpu")
-    for measured, said in pool.run(messages_rank, config, world_size=2):
+def test_messages_under_way_are_those_that_are_counted_in_the_actions(pool, schedule, slices, tp):
+    """Of a stream that is cut over tp each rank sends its own part."""
+    config = tiny(2 * tp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2, schedule=schedule, slices=slices, num_layers=4,
+                  global_batch_size=18, device="cpu", sequence_parallel=tp > 1)
+    for measured, said in pool.run(messages_rank, config, world_size=2 * tp):
         assert measured == said > 0
 
 

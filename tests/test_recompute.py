@@ -42,8 +42,8 @@ def same_bits(found, expected):
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("changes", [{}, dict(slices=3, columns=2, normalization="RMSNorm"), dict(slices=2, **DROPOUT),
-                                     dict(schedule="zb-v", slices=2, num_layers=3, **DROPOUT)],
-                         ids=["one-slice", "slices-columns", "dropout", "zb-v-dropout"])
+                                     dict(schedule="zb-v", slices=2, num_layers=3, **DROPOUT), dict(slices=2, columns=2, sequence_parallel=True, **DROPOUT)],
+                         ids=["one-slice", "slices-columns", "dropout", "zb-v-dropout", "sequence-parallel"])
 def test_gradients_have_the_same_bits(dtype, changes):
     """No operation changes its operands or its order; masks are the same masks."""
     config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "dtype": dtype, **changes})
@@ -81,10 +81,11 @@ def test_a_mask_is_drawn_once_where_it_is_kept_and_twice_where_it_is_not(monkeyp
 
 # ---- the wires
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_sum_is_repeated(schedule):
-    """As many collectives and bytes as without, by count and by formula."""
-    config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=2, columns=2, schedule=schedule)
+@pytest.mark.parametrize("schedule, sequence_parallel", [*((schedule, False) for schedule in SCHEDULES), ("1f1b", True), ("zb-v", True)])
+def test_no_sum_is_repeated(schedule, sequence_parallel):
+    """As many collectives and bytes as without, by count and by formula. Of a stream that is cut, too: backward gathers a product's input
+    again, whether it was kept or computed again."""
+    config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=2, columns=2, schedule=schedule, sequence_parallel=sequence_parallel)
     counts = [step_of(dataclasses.replace(config, recompute_granularity=one), around=comm.Listener)[1].counts for one in GRANULARITIES]
     assert counts[0] == counts[1] == counts[2] == formulas.by_group(formulas.traffic(config, formulas.place(config)))
 
@@ -110,11 +111,12 @@ def test_what_was_computed_again_is_gone_before_the_next_sublayers_turn(monkeypa
     again, found, restore = [], [], TapePolicy.restore
 
     def watched(self, stage, piece):
-        before, lacks = [one() for one in again], bool(piece.links) and piece.links[-1].h is None
+        before, lacks = [one() for one in again], bool(piece.links) and piece.links[-1].activation is None
         restore(self, stage, piece)
         if lacks:
             found.append(sum(one is not None for one in before))
-            again.extend(map(weakref.ref, (piece.links[-1].h, piece.links[-1].activation)))
+            (h,) = piece.links[-1].arriving
+            again.extend(map(weakref.ref, (h.tensor, piece.links[-1].activation)))
 
     monkeypatch.setattr(TapePolicy, "restore", watched)
     for schedule, most in (("1f1b", 0), ("zb-v", 2 * 2 * 3 - 2)):              # of three slices all but one, and that one's MLP
@@ -227,8 +229,8 @@ def step_on_host(config, monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [{}, dict(slices=3, columns=2), dict(slices=2, schedule="gpipe", **DROPOUT),
-                                     dict(slices=2, schedule="paired"), dict(schedule="zb-v", num_layers=3)],
-                         ids=["one-slice", "slices", "gpipe-dropout", "paired", "zb-v"])
+                                     dict(slices=2, schedule="paired"), dict(schedule="zb-v", num_layers=3), dict(slices=2, sequence_parallel=True)],
+                         ids=["one-slice", "slices", "gpipe-dropout", "paired", "zb-v", "sequence-parallel"])
 def test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits(monkeypatch, changes):
     """However late copies are, nothing is read before it is there, and no memory is given up while a copy needs it."""
     config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "global_batch_size": 16, "recompute_granularity": "full", **changes})

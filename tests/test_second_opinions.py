@@ -3,7 +3,7 @@
 test_layouts.py compares with a single process. Here the other side is parallel too, and written by other people:
 
     nanodomino                torch, around the plain model of reference.py
-    Domino, two slices        DTensor: ColwiseParallel and RowwiseParallel
+    Domino, two slices        DTensor: ColwiseParallel and RowwiseParallel; SequenceParallel around them
     pipeline.run              torch.distributed.pipelining: 1F1B, GPipe, Interleaved1F1B, InterleavedZeroBubble and
                               ZBVZeroBubble
     ZeroOptimizer, stage 1    DistributedDataParallel with ZeroRedundancyOptimizer; fully_shard (FSDP2)
@@ -24,6 +24,7 @@ from reference import ReferenceGPT, build_optimizer, no_dropout, random_weights
 from torch import nn
 
 import train
+from benchmarks.plain import Plain
 from nanodomino.schedules import SCHEDULES
 
 TOLERANCE = 1e-9
@@ -87,6 +88,41 @@ def test_domino_computes_what_dtensor_computes(pool, tp):
     """Cuts, heads, biases and sums, with words on every rank: 16 + 13 of them, or 8 + 8 + 8 + 5."""
     _, _, ours, theirs = both_sides(pool, tp, dtensor_step, tensor_model_parallel_size=tp, slices=2, micro_batch_size=12)
     gradients = whole(ours, lambda outcome: outcome.gradients[0], tp)
+    for loss, torchs_gradients in theirs:
+        assert relative(ours[0].losses[:1], [loss]) < TOLERANCE
+        assert difference(gradients, torchs_gradients) < TOLERANCE
+
+
+def sequence_parallel_step(config, weights, data):
+    """The same with the residual stream cut along its tokens, around benchmarks/plain.py, whose names and qkv are ours."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+
+    model, mesh = Plain(config).double().load(weights), init_device_mesh("cpu", (config.tp,))
+    before, behind = dict(input_layouts=Shard(1)), dict(output_layouts=Shard(1), use_local_output=False)
+    for layer in model.layers.values():
+        parallelize_module(layer, mesh, {
+            "attention.norm": SequenceParallel(), "attention.qkv": ColwiseParallel(**before), "attention.dense": RowwiseParallel(**behind),
+            "mlp.norm": SequenceParallel(), "mlp.dense_h_to_4h": ColwiseParallel(**before), "mlp.dense_4h_to_h": RowwiseParallel(**behind)})
+    parallelize_module(model, mesh, {"layers.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+                                     "final_norm": SequenceParallel()})
+    x = model.embedding(data.tokens[0])
+    for layer in model.layers.values():
+        x = layer(x)
+        assert x.to_local().size(1) * config.tp == config.seq_length
+    logits = F.linear(model.final_norm(x).full_tensor(), model.embedding.word_embeddings.weight)
+    loss = loss_sum(logits, labels_that_count(data, 0)) / data.loss_mask[0].sum()
+    loss.backward()
+    return loss.item(), {name: full_tensor(weight.grad) for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_stream_that_is_cut_computes_what_dtensor_computes_with_one(pool, tp):
+    """There each sample is cut for itself; and who sums the gradients of norms and biases, and when, is torch's own choice."""
+    config, _, ours, theirs = both_sides(pool, tp, sequence_parallel_step, tensor_model_parallel_size=tp, slices=2, micro_batch_size=12, sequence_parallel=True)
+    gradients = whole(ours, lambda outcome: outcome.gradients[0], tp)
+    gradients["embedding.word_embeddings.weight"] = gradients["embedding.word_embeddings.weight"][:config.vocab_size]
     for loss, torchs_gradients in theirs:
         assert relative(ours[0].losses[:1], [loss]) < TOLERANCE
         assert difference(gradients, torchs_gradients) < TOLERANCE

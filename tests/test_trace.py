@@ -26,9 +26,9 @@ import nanodomino.trace
 import train
 from nanodomino.schedules import SCHEDULES, gives, takes
 from nanodomino.recording import (MOMENTS, PASSES, WATCHED, Recording, actions, chrome_trace, common, find_ready,
-                                  from_chrome_trace, minus, number, totals, union, waits)
+                                  from_chrome_trace, minus, number, spans_of, totals, union, waits)
 from nanodomino.settings import UserError
-from nanodomino.timeline import WORK, draw_timeline, gather, main, one_step, part, picture
+from nanodomino.timeline import WORK, draw_timeline, gather, main, one_step, part, picture, wire
 from nanodomino.trace import Event, Trace, clock_offset
 
 LATE = 250_000_000       # nanoseconds that a busy machine may take to say that something is done
@@ -397,6 +397,21 @@ def test_the_legend_explains_arrows_where_there_are_any():
 def test_the_legend_names_what_travels(recording):
     words = texts(picture([part(recording, 0, recording.end / 1e6)]))
     assert {"stage 1, dp 0, tp 1", "sum over tp", "gradients over dp", "weights over dp", "tied embedding"} <= {*words}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_gathers_over_tp_are_drawn_as_sums_and_those_over_dp_as_weights(pool, zero_stage):
+    """A scatter and a gather are a sum in two steps; of the gathers ZeRO's alone bring weights."""
+    recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=zero_stage, slices=2, sequence_parallel=True)
+    gathers = {event.about["group"] for events in recording.ranks for event in of(events, "all_gather")}
+    assert gathers == ({"tp", "dp"} if zero_stage else {"tp"})
+    words = texts(picture([recording]))
+    assert "sum over tp" in words and ("weights over dp" in words) == (zero_stage == 1)
+    for events in recording.ranks:
+        over_tp = [event for event in of(events, *WATCHED) if event.about["group"] == "tp"]
+        assert {wire(event) for event in over_tp} == {"tp"} and {event.kind for event in over_tp} == set(WATCHED)
+        exposed, idle = waits(events)
+        assert union(exposed + idle) == spans_of(events, "wait"), "each wait is for the wires, or for another rank"
 
 
 def test_the_picture_letters_the_slices():
