@@ -53,8 +53,8 @@ from nanodomino.trace import Trace
 from nanodomino.zero import ZeroOptimizer
 from train import forward_step
 
-FLAGS = ("tensor_model_parallel_size", "slices", "columns", "sequence_parallel", "model", "num_layers", "hidden_size", "ffn_hidden_size",
-         "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device")
+FLAGS = ("tensor_model_parallel_size", "slices", "columns", "sequence_parallel", "model", "num_layers", "hidden_size",
+         "ffn_hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device")
 SMALL = dict(num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=256, micro_batch_size=8, vocab_size=257)
 
 

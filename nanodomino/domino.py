@@ -62,11 +62,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from nanodomino.bridge import Bridge, bridge, bridge_backward, close_residual_backward
+from nanodomino.buckets import add_gradients, add_weight_gradient, main_grad_of
 from nanodomino.data import Batch
 from nanodomino.model import GPT, Chunk, Dropout, Sublayer, close_residual, drop
 from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
                                  maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss, wide)
-from nanodomino.recompute import Bridge, Link, TapePolicy
+from nanodomino.recompute import Link, TapePolicy
 from nanodomino.stream import Flight, all_reduce, stream_of
 from nanodomino.trace import NO_TRACE
 
@@ -92,35 +94,6 @@ def run_alone(generator):
             next(generator)
         except StopIteration as end:
             return end.value
-
-
-def bridge(x, y, bias, mask, weight, norm_bias, epsilon, kind):
-    """Close the sublayer before (y is its sum over ranks; None at a stage's start), open the next with a norm of this
-    kind: x', h, both [b, s, h], and the norm's statistics.
-
-    So it straddles two: x, y, bias and mask belong to the sublayer before, the norm to the one that follows. A
-    sublayer's row.bias gets its gradient from the bridge behind it, whose backward has run by finish(sublayer).
-    """
-    if y is not None:
-        x = close_residual(x, y, bias, mask)
-    return x, *kind.forward(x, weight, norm_bias, epsilon)
-
-
-def bridge_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, closes, kind):
-    """Gradients of x, y, bias (None where it `closes` nothing), and of the norm's weight and bias, from those of x'
-    (None if only h is used) and h."""
-    gradient, grad_weight, grad_norm_bias = kind.backward(grad_h, x, statistics, weight, norm_bias)
-    if grad_x is not None:
-        gradient = gradient.add_(grad_x)
-    if not closes:
-        return gradient, None, None, grad_weight, grad_norm_bias
-    return *close_residual_backward(gradient, mask), grad_weight, grad_norm_bias
-
-
-def close_residual_backward(gradient, mask):
-    """Gradients of x, y and bias. Of x and y they may be one tensor: whoever gets them writes to neither."""
-    grad_y = drop(gradient, mask)
-    return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide(grad_y))
 
 
 class Step:
@@ -196,8 +169,9 @@ class Domino:
     def forward(self, batch: Batch, hidden=None, training=True, chunk=0):
         """Generator: one microbatch through a chunk. hidden: [b, s, h] from the layers before, None on the first.
 
-        Returns (output, tape): hidden states [b, s, h] (of a stream that is cut, this rank's part), or at the model's end the loss of each token [b, s]; and what
-        backward() takes. With training=False no tape is kept and nothing is dropped.
+        Returns (output, tape): hidden states [b, s, h] (of a stream that is cut, this rank's part), or at the model's
+        end the loss of each token [b, s]; and what backward() takes. With training=False no tape is kept and nothing is
+        dropped.
         """
         count = min(self.slices, len(batch.sample_ids))
         hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
@@ -468,43 +442,11 @@ class Domino:
 
     def all_reduce(self, piece, site, tensor, op=dist.ReduceOp.SUM):
         """Generator: of a tensor, in place."""
-        yield from self.until_there(piece, site, [self.launch(piece, site, all_reduce(tensor, self.mesh.tp_group, op))])
+        flight = all_reduce(tensor, self.mesh.tp_group, op)
+        yield from self.until_there(piece, site, [self.launch(piece, site, flight)])
 
 
 def arrived(flights):
     """What has been waited for, in chunks of the last dimension: one tensor."""
     chunks = [flight.land() for flight in flights]
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)
-
-
-def main_grad_of(weight):
-    """Where its gradients are added up. ZeRO-2 takes memory for them only now (buckets.py)."""
-    if weight.main_grad is None:
-        weight.bucket.take()
-    return weight.main_grad
-
-
-def add_gradients(weights, gradients):
-    """To their main_grad, in one call for all of them that there are."""
-    torch._foreach_add_([main_grad_of(weight) for weight in weights if weight is not None],
-                        [gradient for gradient in gradients if gradient is not None])
-
-
-# torch from 2.8 on, on CUDA: 16-bit products are added to fp32 without being rounded, or stored, in between
-WIDENS = "dtype_out" in torch.ops.aten.addmm.overloads()
-
-
-def add_weight_gradient(main_grad, grad_output, activation):
-    """main_grad [out, in] += grad_output^T activation, over all b x s rows; of a bias [out], whose activation is None,
-    += the sum of the rows. main_grad may be of a wider type."""
-    grad_output = grad_output.flatten(0, 1)
-    if activation is None:
-        main_grad.add_(grad_output.sum(dim=0, dtype=main_grad.dtype))
-    elif main_grad.dtype == grad_output.dtype:
-        main_grad.addmm_(grad_output.t(), activation.flatten(0, 1))
-    elif main_grad.is_cuda and WIDENS:
-        torch.addmm(main_grad, grad_output.t(), activation.flatten(0, 1), out_dtype=main_grad.dtype, out=main_grad)
-    elif grad_output.dtype == torch.float16:               # in which a sum over tokens may be too large
-        main_grad.addmm_(grad_output.t().to(main_grad.dtype), activation.flatten(0, 1).to(main_grad.dtype))
-    else:
-        main_grad.add_(grad_output.t() @ activation.flatten(0, 1))

@@ -214,7 +214,8 @@ def left_by_layer(config: Config) -> dict[str, float]:
 def kept_by_ends(config: Config, at, chunk: Chunk) -> dict[str, float]:
     """Of what is not a layer. The first norm's input is the chunk's: the embedding's or the message before."""
     e, w, n, x = element(config), wide(config), tokens(config), stream(config)
-    mask = w * n * config.hidden_size / config.stream_parts if config.hidden_dropout and config.recompute_granularity != "full" else 0
+    has_mask = config.hidden_dropout and config.recompute_granularity != "full"
+    mask = w * n * config.hidden_size / config.stream_parts if has_mask else 0
     kept = {}
     if chunk.pre_process or chunk.post_process:
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # a row has one more than positions: the last label

@@ -32,14 +32,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-
-@dataclass
-class Bridge:
-    """What backward needs of one."""
-    weights: tuple                       # of the norm: weight, bias
-    before: object                       # domino.Step of the sublayer that it closes; None at a chunk's start
-    x: torch.Tensor                      # x' [b, s, h], at which the norm is differentiated
-    statistics: tuple
+from nanodomino.bridge import Bridge
 
 
 @dataclass
