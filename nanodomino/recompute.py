@@ -32,15 +32,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanodomino.bridge import Bridge
-
 
 @dataclass
 class Link:
     """What backward needs of one sublayer: the bridge into it, its core, and the inputs of its two products. What the
     tape does not keep of it is None."""
     step: object                         # domino.Step
-    bridge: Bridge
+    bridge: object                       # bridge.Bridge: into it
     h: torch.Tensor | None               # into the column-parallel product, as it is in the stream
     c: torch.Tensor | None               # [b, s, .../t], out of it, into the core
     kept: object                         # of the core

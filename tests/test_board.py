@@ -153,4 +153,4 @@ def test_without_the_package_every_rank_says_the_same_before_any_talks_to_anothe
 
 def test_the_folder_is_remembered_with_its_whole_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert from_command_line(["--tensorboard-dir", "board"]).tensorboard_dir == str(tmp_path / "board")
+    assert from_command_line(["--tensorboard-dir", "board"], 1).tensorboard_dir == str(tmp_path / "board")

@@ -147,7 +147,8 @@ ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}      
 
 
 @pytest.mark.parametrize("world_size, layout, options", [
-    (1, {}, NARROW), (8, EIGHT, DROPPING), (2, CUT, DROPPING), *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((1, {}, DROPPING), (8, EIGHT, NARROW))]])
+    (1, {}, NARROW), (2, CUT, DROPPING),
+    *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((1, {}, DROPPING), (8, EIGHT, DROPPING), (8, EIGHT, NARROW))]])
 def test_16_bit_training_follows_float64_as_far_off_as_its_rounding_is_coarser(pool, world_size, layout, options):
     """Small errors add up linearly: rounded at the same places, 2^13 times as coarsely (bfloat16: 2^16), a training is 2^13 times as far off.
     How far float32 is off is measured. Each error is luck, so three times that is allowed; a sum in 16 bit would be far beyond."""

@@ -145,7 +145,7 @@ def test_cross_entropy_in_chunks_rounds_each_gradient_by_itself(monkeypatch, dty
 
 class Place:
     def __init__(self, tp, tp_rank):
-        self.tp, self.tp_rank = tp, tp_rank
+        self.tp, self.tp_rank, self.tp_group = tp, tp_rank, None
 
 
 class FakeAttention:
