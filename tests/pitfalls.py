@@ -38,7 +38,7 @@ import test_domino  # noqa: E402
 import test_zero  # noqa: E402
 import train  # noqa: E402
 from harness import build, tiny, train_rank, train_steps  # noqa: E402
-from nanodomino import buckets, checkpoint, domino, formulas, loss_scale, model, schedules, stream, zero  # noqa: E402
+from nanodomino import bridge, buckets, checkpoint, domino, formulas, loss_scale, model, schedules, stream, zero  # noqa: E402
 from nanodomino.manifest import newest_sound  # noqa: E402
 from nanodomino.stream import Flight  # noqa: E402
 from pool import Pool  # noqa: E402
@@ -187,8 +187,8 @@ def own_loss(config):
 def bias_before_the_sum(config):
     """Every rank adds it to its part, and the sum has it t times. A fresh model has biases of zero, so nothing shows at first,
     and the optimizer soon learns biases that are t times too small. A checkpoint of it says something else on another layout."""
-    close = domino.close_residual
-    return [(domino, "close_residual", lambda x, y, bias, mask: close(x, y, bias * config.tp, mask))]
+    close = bridge.close_residual
+    return [(bridge, "close_residual", lambda x, y, bias, mask: close(x, y, bias * config.tp, mask))]
 
 
 @pitfall("Fused q, k, v cut as one block each", "`nanodomino/model.py`, `Attention.split_heads`: rows run head by head, [n, (q, k, v), d]",
