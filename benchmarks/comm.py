@@ -53,9 +53,7 @@ def processes(flags) -> int:
 
 
 def answer(flags, place):
-    config = config_of(flags, place.world_size)
-    mesh, optimizer, stage = build(config, place)
-    config = dataclasses.replace(config, device=mesh.device.type)
+    config, mesh, optimizer, stage = build(config_of(flags, place.world_size), place)
     dataset = RandomTokens(config, mesh.device)
     with Listener(mesh) as listener:
         train.train_step(1, stage, optimizer, dataset, config, mesh)
@@ -63,12 +61,14 @@ def answer(flags, place):
 
 
 def build(config: Config, place):
-    """(mesh, optimizer, stage) of this process, as train.py makes them, uncompiled."""
+    """(config with the device that was found, mesh, optimizer, stage) of this process, as train.py makes them,
+    uncompiled."""
     device = find_device(config, place)
+    config = dataclasses.replace(config, device=device.type)
     start_world(place, device)
     mesh = make_mesh(config.pp, config.dp, config.tp, device)
     model = train.model_builder(config, mesh)
-    return mesh, ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
+    return config, mesh, ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
 
 
 class Listener(TorchDispatchMode):

@@ -162,9 +162,8 @@ class RunnerSide(PlainSide):
         config, mesh, plain = self.config, self.parts.mesh, self.parts.plain
         plain.zero_grad(set_to_none=True)
         get_batch = partial(train.get_batch, self.tokens, config, mesh, 0, False)
-        shape = config.micro_batch_size, config.seq_length, config.hidden_size
-        return pipeline.run(config.timetable, self, mesh, get_batch, self.forward_step, shape, config.params_dtype,
-                            trace=self.parts.trace).loss_sum.item()
+        return pipeline.run(config.timetable, self, mesh, get_batch, self.forward_step, config.hidden_shape,
+                            config.params_dtype, trace=self.parts.trace).loss_sum.item()
 
     def forward_step(self, batch, stage, hidden, chunk, training):
         x = batch.tokens if hidden is None else hidden.requires_grad_()

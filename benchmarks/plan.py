@@ -101,9 +101,8 @@ def answer(flags, place):
     config = config_of(flags, flags.gpus)
     if flags.gpu != "here":
         return plan(dataclasses.replace(config, device="cuda"), flags)
-    mesh, optimizer, stage = comm.build(config, place)
-    config = dataclasses.replace(config, device=mesh.device.type)
-    return here_text(config, run_here(config, mesh, optimizer, stage, flags.repeats))
+    config, *parts = comm.build(config, place)
+    return here_text(config, run_here(config, *parts, flags.repeats))
 
 
 # ---- on paper

@@ -19,6 +19,7 @@ import torch
 
 import train
 from benchmarks import comm
+from benchmarks.comm import processes  # noqa: F401, as bench.py asks for it
 from benchmarks.common import (CONFIG_FLAGS, Times, add_config_flags, bytes_text, compare, config_of, gathered,
                                layout_of, ratio_text, ratios, schedule_text, shape_of, table)
 from benchmarks.memory import OwnTokens, Watched, state_storages
@@ -36,14 +37,8 @@ def add_flags(parser):
                      data_parallel_size=1, micro_batch_size=8, global_batch_size=8)
 
 
-def processes(flags) -> int:
-    return comm.processes(flags)
-
-
 def answer(flags, place):
-    config = config_of(flags, place.world_size)
-    mesh, optimizer, stage = comm.build(config, place)
-    config = dataclasses.replace(config, device=mesh.device.type)
+    config, mesh, optimizer, stage = comm.build(config_of(flags, place.world_size), place)
     dataset = OwnTokens(config, mesh.device)
 
     def step(granularity, watched=None):

@@ -29,7 +29,8 @@ def bridge(x, y, bias, mask, weight, norm_bias, epsilon, kind):
     kind: x', h, both [b, s, h], and the norm's statistics.
 
     So it straddles two: x, y, bias and mask belong to the sublayer before, the norm to the one that follows. A
-    sublayer's row.bias gets its gradient from the bridge behind it, whose backward has run by finish(sublayer).
+    sublayer's row.bias gets its gradient from the bridge behind it, whose backward has run when backward is through
+    with that sublayer.
     """
     if y is not None:
         x = close_residual(x, y, bias, mask)

@@ -109,7 +109,7 @@ class Bucket:
 # ---- what Domino adds
 
 def main_grad_of(weight):
-    """Where its gradients are added up. ZeRO-2 takes memory for them only now (buckets.py)."""
+    """Where its gradients are added up. ZeRO-2 takes memory for them only now."""
     if weight.main_grad is None:
         weight.bucket.take()
     return weight.main_grad

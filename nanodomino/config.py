@@ -361,6 +361,16 @@ def chunk_counts(schedule: str) -> str:
     return str(counts[0]) if len(counts) == 1 else f"from {counts[0]} to {counts[-1]}"
 
 
+def enough_layers(c: Config) -> str:
+    """What may be changed where a chunk has no layer."""
+    advice = f"--num-layers {c.pp * c.virtual_stages}"
+    fewer_chunks = c.num_layers // c.pp
+    if fewer_chunks < c.virtual_stages and fewer_chunks in SCHEDULES[c.schedule].chunks:
+        advice += f" or --virtual-stages {fewer_chunks}"
+    fewer_stages = largest_divisor(c.world_size // c.tp, c.num_layers // c.virtual_stages)
+    return advice + (f" or --pp {fewer_stages}" if fewer_stages else "")
+
+
 def check_sizes(c: Config):
     """The rules that tie the sizes together; each message names the rule, the numbers and a fix. Raises UserError."""
     tp, pp, dp = c.tp, c.pp, c.dp
@@ -385,12 +395,7 @@ def check_sizes(c: Config):
     require(c.num_layers >= pp * c.virtual_stages,
             f"num-layers {c.num_layers} must be at least pipeline-model-parallel-size {pp}"
             + (f" x virtual-stages {c.virtual_stages} = {pp * c.virtual_stages}" if c.virtual_stages > 1 else "")
-            + ", since each holds a layer or more; "
-            + f"try --num-layers {pp * c.virtual_stages}" + "".join(
-                f" or --virtual-stages {one}" for one in [c.num_layers // pp]
-                if one < c.virtual_stages and one in SCHEDULES[c.schedule].chunks) + "".join(
-                f" or --pp {one}" for one in [largest_divisor(c.world_size // tp, c.num_layers // c.virtual_stages)]
-                if one))
+            + f", since each holds a layer or more; try {enough_layers(c)}")
     require(c.global_batch_size % (c.micro_batch_size * dp) == 0,
             f"global-batch-size {c.global_batch_size} must be divisible by micro-batch-size x data parallel = "
             f"{c.micro_batch_size} x {dp} = {c.micro_batch_size * dp}; try --global-batch-size "

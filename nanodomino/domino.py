@@ -50,6 +50,9 @@ one slice (a pair: schedules.py, pipeline.py).
 The column split (section 3.3) works within a slice, also at batch 1: the output features of the row-parallel product,
 and of the column-parallel input gradient, in chunks, each chunk's reduce under way while the next is computed.
 
+Where the stream is cut along its tokens (sequence parallelism, stream.py), h is gathered before the first product and
+y scattered behind the second: a yield each, and the slices start a turn apart, so that one computes while another's travel.
+
 With one slice this is Megatron's tensor parallelism: forward it blocks, backward the weight gradients are its cover.
 With tp = 1 there are no wires, and nothing ever waits.
 """
@@ -407,7 +410,7 @@ class Domino:
 
     def spread(self, piece, site, x) -> list[Flight]:
         """All rows of x, of which this rank has some, start to come here: in chunks of features, if they do."""
-        parts = x.chunk(self.columns, dim=-1) if self.columns > 1 and self.stream.parts > 1 else [x]
+        parts = self.cut(x, -1) if self.stream.parts > 1 else [x]
         return [self.launch(piece, site, self.stream.spread(part)) for part in parts]
 
     def product(self, piece, site, flights, weight, bias=None):

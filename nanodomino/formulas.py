@@ -456,28 +456,18 @@ def tensor_parallel(config: Config, at, chunks=None) -> list[Traffic]:
         return Traffic("tp", kind, calls, config.microbatches * size, why, backward)
 
     def gathers(count, why, backward=False):
-        return [sums(cut, x, why, backward, "all_gather")] * count * is_cut
+        return [sums(count * cut, count * x, why, backward, "all_gather")] * is_cut
 
-    found = []
-    for _ in (sublayer for chunk in chunks for sublayer in chunk.sublayers):
-        found += gathers(1, "layers forward") + [sums(cut, x, "layers forward")]
-        found += gathers(2, "layers backward", True) + [sums(cut, x, "layers backward", True)]
+    sublayers = sum(len(chunk.sublayers) for chunk in chunks)
+    found = [sums(sublayers * cut, sublayers * x, "layers forward"), *gathers(sublayers, "layers forward"),
+             sums(sublayers * cut, sublayers * x, "layers backward", True),
+             *gathers(2 * sublayers, "layers backward", True)]
     if any(chunk.pre_process for chunk in chunks):
         found += [sums(whole, x, "embedding")] + gathers(1, "embedding", True)
     if any(chunk.post_process for chunk in chunks):
         found += gathers(1, "head") + [sums(2 * whole, 3 * w * n, "cross entropy", kind="all_reduce")]
         found += [sums(cut, x, "head", True)]
-    return merged(found)
-
-
-def merged(found: list[Traffic]) -> list[Traffic]:
-    """Those that differ in nothing but their calls and bytes, as one."""
-    together = {}
-    for one in found:
-        key = replace(one, calls=0, bytes=0)
-        calls, size = together.get(key, (0, 0))
-        together[key] = (calls + one.calls, size + one.bytes)
-    return [replace(key, calls=calls, bytes=size) for key, (calls, size) in together.items()]
+    return found
 
 
 def pipeline(config: Config, at) -> list[Traffic]:

@@ -18,7 +18,8 @@ a result depends on it, as long as nothing is too large or too small.
 has in a batch: 2^13 for each of 2^19. Here no batch size, microbatch or layout comes into it. With a scale of 1 that is
 the gradient of the loss sum, and not enough: after 60 steps of nano a quarter of what goes backward into its products
 is below 2^-14. Since the gradient of a logit is at most the scale, more than 2^15 is of little use: that is the first
-one. A sum over tokens would soon be too large too; all of those are of fp32 (domino.py, functions.py).
+one. A sum over tokens would soon be too large too; all of those are of fp32 (buckets.py, bridge.py,
+functions.py).
 
 **How large.** Nobody knows, and it changes while training goes on. So it is tried (Megatron-LM's DynamicGradScaler):
 

@@ -11,6 +11,9 @@ sublayer; of a layer, with X bytes an activation [b, s, h]:
     selective    x, h, c                          (4 +  7/t) X     the core: attention, gelu
     full         x                                       2 X       the norm, the column-parallel product, the core
 
+Where the stream is cut along its tokens (stream.py) x and h are parts of 1/t, so each number with no 1/t gets one, and
+h is gathered for c again, which is the gather that its weight gradient needs anyway.
+
 **No sum is repeated.** x is what it was after the sum before, and a is the last that backward needs, so what is
 computed again stands between two sums, and has none of its own. Nor is the row-parallel product repeated, whose result
 nobody needs: full recomputation costs 7/12 of the layers' products once more, and attention. Dropout masks are no

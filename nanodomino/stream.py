@@ -117,4 +117,5 @@ def in_words(config) -> str:
 
 
 def stream_of(config, mesh):
+    """Whole, or Cut where the config says sequence_parallel and there are ranks to cut it over."""
     return Cut(mesh.tp_group) if config.stream_parts > 1 else Whole(mesh.tp_group)
