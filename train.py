@@ -30,7 +30,7 @@ from nanodomino import pipeline
 from nanodomino.board import check_package
 from nanodomino.checkpoint import Saver, restore
 from nanodomino.config import LR_DECAY_STYLES, Config
-from nanodomino.data import Batch, Corpus, TokenDataset, load_corpus, sample_ids_of
+from nanodomino.data import Batch, Corpus, Ends, TokenDataset, load_corpus, sample_ids_of
 from nanodomino.domino import Domino, run_alone
 from nanodomino.flags import from_command_line
 from nanodomino.generate import generate
@@ -62,14 +62,16 @@ def dataset_builder(config: Config, corpus: Corpus, device) -> dict[str, TokenDa
     Raises UserError if there is nothing to train on."""
     splits = [split for split in ("train", "valid", "test")
               if split == "train" or corpus.tokens[split] > config.seq_length]
-    return {split: TokenDataset(corpus, split, config.seq_length, config.seed, config.eod_mask_loss, device)
-            for split in splits}
+    ends = Ends(corpus.end_of_text, config.eod_mask_loss, config.reset_position_ids, config.reset_attention_mask)
+    return {split: TokenDataset(corpus, split, config.seq_length, config.seed, ends, device) for split in splits}
 
 
 def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuffle: bool, microbatch: int, chunk: int):
-    """A microbatch of this replica: the same on all its tensor-parallel ranks, and at both ends of the model."""
+    """A microbatch of this replica: the same on all its tensor-parallel ranks, and at both ends of the model; between
+    them too, where attention asks what the documents are."""
     place = (step, microbatch, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
-    if config.placement.virtual_stage(mesh.pp_rank, chunk) in (0, config.placement.last):
+    at_an_end = config.placement.virtual_stage(mesh.pp_rank, chunk) in (0, config.placement.last)
+    if at_an_end or config.reset_position_ids or config.reset_attention_mask:
         return dataset.batch(*place, shuffle=shuffle)
     return Batch(None, None, None, None, sample_ids_of(*place))
 
@@ -228,7 +230,7 @@ def write_sample(model: GPT, config: Config, corpus: Corpus, dataset: TokenDatas
     if mesh.dp_rank == 0:
         prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()
         tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
-                          config.top_k, config.seed)
+                          config.top_k, config.seed, end_of_text=corpus.end_of_text)
         text = corpus.tokenizer()
         print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}); the first {len(prompt)} "
               f"tokens are the prompt\n"

@@ -37,18 +37,18 @@ def bridge(x, y, bias, mask, weight, norm_bias, epsilon, kind):
     return x, *kind.forward(x, weight, norm_bias, epsilon)
 
 
-def bridge_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, closes, kind):
-    """Gradients of x, y, bias (None where it `closes` nothing), and of the norm's weight and bias, from those of x'
-    (None if only h is used) and h."""
+def bridge_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, closes, has_bias, kind):
+    """Gradients of x, y, bias (None where it `closes` nothing, or that has none), and of the norm's weight and bias,
+    from those of x' (None if only h is used) and h."""
     gradient, grad_weight, grad_norm_bias = kind.backward(grad_h, x, statistics, weight, norm_bias)
     if grad_x is not None:
         gradient = gradient.add_(grad_x)
     if not closes:
         return gradient, None, None, grad_weight, grad_norm_bias
-    return *close_residual_backward(gradient, mask), grad_weight, grad_norm_bias
+    return *close_residual_backward(gradient, mask, has_bias), grad_weight, grad_norm_bias
 
 
-def close_residual_backward(gradient, mask):
+def close_residual_backward(gradient, mask, has_bias):
     """Gradients of x, y and bias. Of x and y they may be one tensor: whoever gets them writes to neither."""
     grad_y = drop(gradient, mask)
-    return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide(grad_y))
+    return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide(grad_y)) if has_bias else None

@@ -7,8 +7,6 @@ What goes over the wires, or into the optimizer, goes there as one tensor. But a
 holds, and three things depend on it: decay (matrices only), how often a parameter exists in the world (shards once,
 replicas on every tp rank, a tied matrix on two stages: in the norm each must count once), and whether first and last
 stage must add up what they have, once the replicas have. So a bucket holds parameters of one kind.
-
-At the end: how gradients are added to what is there of them, 16-bit products without being rounded where that is known.
 """
 
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ ALIGNMENT = 16       # elements; a parameter starts at a multiple, as the matrix
 class Kind:
     decay: bool          # a matrix: weight decay applies
     sharded: bool        # cut over tp; else every tp rank holds a copy
+    of_part: bool        # of which each tp rank has a part of the gradient, of the heads, or tokens, that it has
     tied: bool           # the word embedding of which first and last stage hold a copy
 
 
@@ -32,7 +31,9 @@ def sort_into_buckets(model: GPT) -> list[tuple[Kind, list[nn.Parameter]]]:
     """(kind, parameters) of each bucket: in the order of backward, cut at config.bucket_size parameters."""
     open_buckets, full, tied_copy = {}, [], model.tied_copy
     for weight in reversed(list(model.parameters())):
-        kind = Kind(decay=weight.dim() >= 2, sharded=weight.shard_dim is not None, tied=weight is tied_copy)
+        sharded = weight.shard_dim is not None
+        of_part = not sharded and (weight.of_part or model.config.stream_parts > 1)
+        kind = Kind(decay=weight.dim() >= 2, sharded=sharded, of_part=of_part, tied=weight is tied_copy)
         bucket = open_buckets.setdefault(kind, [])
         bucket.append(weight)
         if sum(one.numel() for one in bucket) >= model.config.bucket_size:
@@ -104,38 +105,3 @@ class Bucket:
         """Before a step."""
         self.give_up()
         (self.own_grad if self.shared else self.main_grad).zero_()
-
-
-# ---- what Domino adds
-
-def main_grad_of(weight):
-    """Where its gradients are added up. ZeRO-2 takes memory for them only now."""
-    if weight.main_grad is None:
-        weight.bucket.take()
-    return weight.main_grad
-
-
-def add_gradients(weights, gradients):
-    """To their main_grad, in one call for all of them that there are."""
-    torch._foreach_add_([main_grad_of(weight) for weight in weights if weight is not None],
-                        [gradient for gradient in gradients if gradient is not None])
-
-
-# torch from 2.8 on, on CUDA: 16-bit products are added to fp32 without being rounded, or stored, in between
-WIDENS = "dtype_out" in torch.ops.aten.addmm.overloads()
-
-
-def add_weight_gradient(main_grad, grad_output, activation):
-    """main_grad [out, in] += grad_output^T activation, over all b x s rows; of a bias [out], whose activation is None,
-    += the sum of the rows. main_grad may be of a wider type."""
-    grad_output = grad_output.flatten(0, 1)
-    if activation is None:
-        main_grad.add_(grad_output.sum(dim=0, dtype=main_grad.dtype))
-    elif main_grad.dtype == grad_output.dtype:
-        main_grad.addmm_(grad_output.t(), activation.flatten(0, 1))
-    elif main_grad.is_cuda and WIDENS:
-        torch.addmm(main_grad, grad_output.t(), activation.flatten(0, 1), out_dtype=main_grad.dtype, out=main_grad)
-    elif grad_output.dtype == torch.float16:               # in which a sum over tokens may be too large
-        main_grad.addmm_(grad_output.t().to(main_grad.dtype), activation.flatten(0, 1).to(main_grad.dtype))
-    else:
-        main_grad.add_(grad_output.t() @ activation.flatten(0, 1))

@@ -31,15 +31,25 @@ import torch
 
 from nanodomino.functions import NORMALIZATIONS
 from nanodomino.optimizers import OPTIMIZERS
+from nanodomino.positions import POSITION_EMBEDDING_TYPES, rotary_size
 from nanodomino.recompute import GRANULARITIES
 from nanodomino.schedules import SCHEDULES, Placement, Timetable, timetable
 from nanodomino.settings import check_values, require, setting
 
-# GPT-2's sizes (the "gpt2" family) and GPT-3's (2005.14165, table 2.1, with its learning rates);
-# nano is made for a laptop.
+# What a family of models has chosen; each preset's sizes come on top.
+GPT2 = dict(normalization="LayerNorm", layernorm_epsilon=1e-5, position_embedding_type="learned_absolute",
+            rotary_base=10_000.0, use_rope_scaling=False, rope_scaling_factor=8.0, swiglu=False,
+            disable_bias_linear=False, add_qkv_bias=False, qk_layernorm=False,
+            untie_embeddings_and_output_weights=False)
+LLAMA = GPT2 | dict(normalization="RMSNorm", position_embedding_type="rope", swiglu=True, disable_bias_linear=True)
+
+# GPT-2's sizes (the "gpt2" family), GPT-3's (2005.14165, table 2.1, with its learning rates), and what the makers of
+# the others publish with their weights (2307.09288, 2407.21783, 2412.15115, 2505.09388, 2502.02737); nano and
+# nano-llama are made for a laptop.
 PRESET_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr", "global_batch_size",
                  "micro_batch_size", "init_method_std")
-PRESETS = {name: dict(zip(PRESET_FIELDS, values)) for name, *values in (
+LLAMA_FIELDS = ("num_query_groups", "ffn_hidden_size")
+PRESETS = {name: GPT2 | dict(zip(PRESET_FIELDS, values)) for name, *values in (
     ("nano",         8,   96,  8,  128, 4e-3,     16,  4, 0.06),
     ("gpt2",        12,  768, 12, 1024, 6e-4,    512, 16, 0.02),
     ("gpt2-medium", 24, 1024, 16, 1024, 3e-4,    512,  8, 0.02),
@@ -48,6 +58,21 @@ PRESETS = {name: dict(zip(PRESET_FIELDS, values)) for name, *values in (
     ("gpt3-2.7b",   32, 2560, 32, 2048, 1.6e-4,  512,  4, 0.02),
     ("gpt3-6.7b",   32, 4096, 32, 2048, 1.2e-4, 1024,  2, 0.02),
     ("gpt3-13b",    40, 5120, 40, 2048, 1e-4,   1024,  1, 0.02),
+)} | {name: LLAMA | dict(zip(PRESET_FIELDS + LLAMA_FIELDS, values)) | more for name, *values, more in (
+    ("nano-llama",    8,   96,  8,  128, 4e-3,    16,  4, 0.06,  4,  None, {}),
+    ("llama2-7b",    32, 4096, 32, 4096, 3e-4,  1024,  1, 0.02, 32, 11008, dict(
+        untie_embeddings_and_output_weights=True)),
+    ("llama2-13b",   40, 5120, 40, 4096, 3e-4,  1024,  1, 0.02, 40, 13824, dict(
+        untie_embeddings_and_output_weights=True)),
+    ("llama3-8b",    32, 4096, 32, 8192, 3e-4,   512,  1, 0.02,  8, 14336, dict(
+        untie_embeddings_and_output_weights=True, rotary_base=500_000.0)),
+    ("llama3.2-1b",  16, 2048, 32, 8192, 3e-4,   512,  1, 0.02,  8,  8192, dict(
+        rotary_base=500_000.0, use_rope_scaling=True, rope_scaling_factor=32.0)),
+    ("qwen2.5-0.5b", 24,  896, 14, 4096, 3e-4,   512,  2, 0.02,  2,  4864, dict(
+        rotary_base=1_000_000.0, layernorm_epsilon=1e-6, add_qkv_bias=True)),
+    ("qwen3-0.6b",   28, 1024, 16, 4096, 3e-4,   512,  2, 0.02,  8,  3072, dict(
+        kv_channels=128, rotary_base=1_000_000.0, layernorm_epsilon=1e-6, qk_layernorm=True)),
+    ("smollm2-135m", 30,  576,  9, 2048, 3e-3,   512,  8, 0.04,  3,  1536, dict(rotary_base=100_000.0)),
 )}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}   # settings that stand for one of them
@@ -62,6 +87,13 @@ SCALES_END = 2.0**128    # of loss scales, which multiply fp32
 DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (1, 5), 6: (2, 3), 7: (1, 7), 8: (4, 2)}
 
 of_model = partial(setting, "The model", role="model")
+
+
+def of_choice(usual, text, **options):
+    """What the preset's family has chosen; `usual` is GPT-2's, and was the only one when the setting was new."""
+    return of_model(None, f"{text} (default the preset's)", kind=type(usual), absent=usual, **options)
+
+
 of_layout = partial(setting, "The layout", role="free")
 of_training = partial(setting, "The training", role="learning")
 of_data = partial(setting, "The data", role="run")
@@ -74,15 +106,36 @@ class Config:
     model: str = of_model("nano", "preset that fills every size not given by its own flag", choices=PRESETS)
     num_layers: int = of_model(None, "transformer layers", kind=int)
     hidden_size: int = of_model(None, "width h of the residual stream", kind=int)
-    ffn_hidden_size: int = of_model(None, "width of the MLP (default 4 h)", kind=int, follows=True)
+    ffn_hidden_size: int = of_model(None, "width of the MLP (default the preset's, else 4 h; with swiglu 8/3 h, in "
+                                          "64s)", kind=int, follows=True)
     num_attention_heads: int = of_model(None, "attention heads", kind=int)
+    group_query_attention: bool = of_model(False, "heads share keys and values, as --num-query-groups says; which "
+                                                  "alone says it too")
+    num_query_groups: int = of_model(None, "groups of heads, each with keys and values of its own (default the "
+                                           "preset's, else one for each head)", kind=int, follows=True,
+                                     absent=lambda record: record["num_attention_heads"])
+    kv_channels: int = of_model(None, "numbers in a head (default the preset's, else h / heads)", kind=int,
+                                follows=True,
+                                absent=lambda record: record["hidden_size"] // record["num_attention_heads"])
     seq_length: int = of_model(None, "tokens in a sample", kind=int, role="run")
-    max_position_embeddings: int = of_model(None, "learned positions (default seq-length)", kind=int, follows=True)
+    max_position_embeddings: int = of_model(None, "positions that there are (default seq-length)", kind=int,
+                                            follows=True)
+    position_embedding_type: str = of_choice("learned_absolute", "how places are told",
+                                             choices=POSITION_EMBEDDING_TYPES)
+    rotary_percent: float = of_model(1.0, "part of a head's numbers that rope turns", above=0.0)
+    rotary_base: float = of_choice(10_000.0, "rope's slowest wave, about, in places", above=0.0)
+    use_rope_scaling: bool = of_choice(False, "Llama 3.1's: rope's slow waves are slowed down")
+    rope_scaling_factor: float = of_choice(8.0, "by this", above=0.0)
+    rotary_seq_len_interpolation_factor: float = of_model(1.0, "rope's places are divided by it", above=0.0)
     vocab_size: int = of_model(None, "vocabulary (default: the data's)", kind=int, follows=True)
     make_vocab_size_divisible_by: int = of_model(128, "the embedding is padded to a multiple of this, whatever tp is")
-    untie_embeddings_and_output_weights: bool = of_model(False, "give the head a matrix of its own")
-    normalization: str = of_model("LayerNorm", "what opens each sublayer", choices=NORMALIZATIONS)
-    layernorm_epsilon: float = of_model(1e-5, "added to the variance in a norm", above=0.0)
+    untie_embeddings_and_output_weights: bool = of_choice(False, "give the head a matrix of its own")
+    normalization: str = of_choice("LayerNorm", "what opens each sublayer", choices=NORMALIZATIONS)
+    layernorm_epsilon: float = of_choice(1e-5, "added to the variance in a norm", above=0.0)
+    swiglu: bool = of_choice(False, "the MLP's silu(gate) x up, two products of the input, in place of gelu")
+    disable_bias_linear: bool = of_choice(False, "linear layers have no bias")
+    add_qkv_bias: bool = of_choice(False, "but the one that makes q, k and v has")
+    qk_layernorm: bool = of_choice(False, "a norm of each head's q and k, before rope")
     hidden_dropout: float = of_model(0.0, "dropout on the embedding and on what each sublayer adds", below=1.0,
                                      role="learning")
     attention_dropout: float = of_model(0.0, "dropout on the attention probabilities", below=1.0, role="learning")
@@ -145,6 +198,8 @@ class Config:
     data_path: str = of_data(None, "folder made by data/prepare.py (default: Python's own standard library)", kind=str,
                              role="free")
     eod_mask_loss: bool = of_data(False, "do not train on predicting end-of-text")
+    reset_position_ids: bool = of_data(False, "positions begin anew behind each end-of-text")
+    reset_attention_mask: bool = of_data(False, "tokens look at their own document alone, which end-of-text ends")
 
     run_dir: str = of_run(None, "everything the run makes (default runs/MODEL-NUMBER); the folder of a run that has "
                                 "begun goes on with it, with its settings", kind=str, role="launch")
@@ -249,8 +304,19 @@ class Config:
         return range(first, last + 1)
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+    def context_length(self) -> int:
+        """Tokens that the model can look at: of learned positions those that were trained."""
+        return self.seq_length if self.position_embedding_type == "learned_absolute" else self.max_position_embeddings
+
+    @property
+    def activation(self) -> str:
+        """Which of functions.ACTIVATIONS the MLP has."""
+        return "swiglu" if self.swiglu else "gelu"
+
+    @property
+    def qkv_size(self) -> int:
+        """Numbers that attention's column-parallel product makes of a token: q of each head, k and v of each group."""
+        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
 
     def resolve(self, world_size: int) -> "Config":
         """Fill in what was left open for this many processes, then check it. Raises UserError."""
@@ -266,11 +332,16 @@ class Config:
                 filled |= {"dtype": dtype, name: False}
         config = dataclasses.replace(self, **filled)
 
+        heads = config.num_attention_heads
+        groups = config.num_query_groups or heads
+        require(groups < heads or not self.group_query_attention,
+                f"--group-query-attention needs --num-query-groups below num-attention-heads {heads}, but there are "
+                f"{groups}; try --num-query-groups {largest_divisor(heads, heads // 2) or 1}")
         default_tp, default_pp = 1, 1
         if self.tp is None and self.pp is None:
             share_a_model = world_size // self.dp if self.dp else 4 if world_size % 4 == 0 else world_size
             default_tp, default_pp = DEFAULT_LAYOUTS.get(share_a_model, (1, 1))
-        tp, pp = self.tp or default_tp, self.pp or default_pp
+        tp, pp = self.tp or math.gcd(default_tp, groups), self.pp or default_pp
         dp = self.dp or max(world_size // (tp * pp), 1)
         micro_batch_size = self.micro_batch_size or min(config.micro_batch_size, max(config.global_batch_size // dp, 1))
         schedule = self.schedule or default_schedule(self.virtual_stages or 1)
@@ -279,7 +350,9 @@ class Config:
             micro_batch_size=micro_batch_size,
             slices=config.slices or (min(2, micro_batch_size) if tp > 1 else 1),
             schedule=schedule, virtual_stages=self.virtual_stages or SCHEDULES[schedule].chunks[0],
-            ffn_hidden_size=config.ffn_hidden_size or 4 * config.hidden_size,
+            ffn_hidden_size=config.ffn_hidden_size or usual_ffn_hidden_size(config),
+            group_query_attention=False, num_query_groups=groups,
+            kv_channels=config.kv_channels or config.hidden_size // heads,
             max_position_embeddings=config.max_position_embeddings or config.seq_length,
             min_lr=config.lr / 10 if config.min_lr is None else config.min_lr)
         check_sizes(config)
@@ -318,8 +391,10 @@ def check_record(record: dict, source) -> dict:
 
 def completed(record: dict, source) -> dict:
     """A whole record; what it does not know has the value that was the only one at that time."""
-    absent = {one.name: one.metadata["absent"] for one in dataclasses.fields(Config) if "absent" in one.metadata}
-    return absent | check_record(record, source)
+    check_record(record, source)
+    absent = {one.name: one.metadata["absent"] for one in dataclasses.fields(Config)
+              if "absent" in one.metadata and one.name not in record}
+    return {name: value(record) if callable(value) else value for name, value in absent.items()} | record
 
 
 def from_record(record: dict, source) -> Config:
@@ -350,6 +425,11 @@ def largest_divisor(number: int, limit: int) -> int | None:
     return next((d for d in range(min(number, limit), 0, -1) if number % d == 0), None)
 
 
+def usual_ffn_hidden_size(config: Config) -> int:
+    """As many parameters with SwiGLU's three matrices as with two; Megatron-LM rounds that down to a multiple of 64."""
+    return max(8 * config.hidden_size // (3 * 64), 1) * 64 if config.swiglu else 4 * config.hidden_size
+
+
 def default_schedule(virtual_stages: int) -> str:
     """The first that takes so many; else the one that takes most."""
     return next((name for name, one in SCHEDULES.items() if virtual_stages in one.chunks),
@@ -378,12 +458,26 @@ def check_sizes(c: Config):
             f"world size {c.world_size} must equal tensor x pipeline x data parallel = "
             f"{tp} x {pp} x {dp} = {tp * pp * dp}; start {tp * pp * dp} processes with torchrun, "
             "or change --tp, --pp, --dp")
-    require(c.hidden_size % c.num_attention_heads == 0,
+    require(c.hidden_size % c.num_attention_heads == 0 or c.kv_channels != c.hidden_size // c.num_attention_heads,
             f"hidden-size {c.hidden_size} must be divisible by num-attention-heads {c.num_attention_heads}; "
             f"try {c.num_attention_heads * max(c.hidden_size // c.num_attention_heads, 1)} or another number of heads")
     require(c.num_attention_heads % tp == 0,
             f"num-attention-heads {c.num_attention_heads} must be divisible by tensor-model-parallel-size {tp}; "
             f"try --tp {divisors(c.num_attention_heads)}")
+    require(c.num_attention_heads % c.num_query_groups == 0,
+            f"num-attention-heads {c.num_attention_heads} must be divisible by num-query-groups {c.num_query_groups}; "
+            f"try --num-query-groups {divisors(c.num_attention_heads)}")
+    require(c.num_query_groups % tp == 0,
+            f"num-query-groups {c.num_query_groups} must be divisible by tensor-model-parallel-size {tp}, since each "
+            f"rank has whole groups; try --tp {divisors(c.num_query_groups)}")
+    require(c.position_embedding_type != "rope" or 0 < rotary_size(c) <= c.kv_channels and rotary_size(c) % 2 == 0,
+            f"rope turns {rotary_size(c)} numbers of a head, rotary-percent {c.rotary_percent:g} x kv-channels "
+            f"{c.kv_channels}, which must be an even number from 2 to {c.kv_channels}; try --rotary-percent 1")
+    require(c.position_embedding_type == "rope" or not (c.use_rope_scaling or c.rotary_percent != 1.0
+                                                        or c.rotary_seq_len_interpolation_factor != 1.0),
+            f"--use-rope-scaling, --rotary-percent and --rotary-seq-len-interpolation-factor belong to rope, but "
+            f"position-embedding-type is {c.position_embedding_type}; add --position-embedding-type rope, or leave "
+            "them out")
     require(c.ffn_hidden_size % tp == 0,
             f"ffn-hidden-size {c.ffn_hidden_size} must be divisible by tensor-model-parallel-size {tp}; "
             f"try --tp {divisors(c.ffn_hidden_size)}")

@@ -35,11 +35,21 @@ import numpy as np
 import tiktoken
 import torch
 
+from nanodomino.positions import documents_of, positions_in
 from nanodomino.settings import UserError, require
 from nanodomino.tokenizer import TOKENIZERS, build_tokenizer
 
 SPLITS = ("train", "valid", "test")
 FORMAT = "nanodomino-corpus-1"
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What it means that a document ends, with this token."""
+    token: int
+    mask_loss: bool = False            # nobody learns to predict it
+    reset_positions: bool = False      # the next one begins at place 0
+    reset_attention: bool = False      # and is not seen from this one, nor this one from there
 
 
 @dataclass
@@ -50,25 +60,32 @@ class Batch:
     loss_mask: torch.Tensor     # [b, s] float32, 0 where a position does not count
     positions: torch.Tensor     # [b, s] int64
     sample_ids: list[int]       # [b], each row's number in the order of consumption; seeds its dropout
+    documents: torch.Tensor | None = None      # [b, s] int64, see positions.py; None: each row is one
 
     @staticmethod
-    def of_rows(rows, sample_ids, counted=None, end_of_text=None) -> "Batch":
+    def of_rows(rows, sample_ids, counted=None, ends: "Ends | None" = None) -> "Batch":
         """rows [b, s + 1] int64, a token more than a sample; all else is made on their device. Only the first `counted`
-        rows count, and no position whose label is end_of_text; None: all do."""
+        rows count; None: all do. ends: what the end of a document means; None: nothing."""
         b, s = len(rows), rows.size(1) - 1
         labels = rows[:, 1:]
         loss_mask = torch.ones(labels.shape, device=rows.device)
         if counted is not None:
             loss_mask[counted:] = 0
-        if end_of_text is not None:
-            loss_mask.masked_fill_(labels == end_of_text, 0)
-        return Batch(rows[:, :-1], labels, loss_mask, torch.arange(s, device=rows.device).expand(b, s), sample_ids)
+        positions, documents = torch.arange(s, device=rows.device).expand(b, s), None
+        if ends and ends.mask_loss:
+            loss_mask.masked_fill_(labels == ends.token, 0)
+        if ends and (ends.reset_positions or ends.reset_attention):
+            documents = documents_of(rows[:, :-1], ends.token)
+            positions = positions_in(documents) if ends.reset_positions else positions
+        return Batch(rows[:, :-1], labels, loss_mask, positions, sample_ids,
+                     documents if ends and ends.reset_attention else None)
 
     def split(self, count: int) -> list["Batch"]:
         """Cut along the samples into `count` parts whose sizes differ by one at most; the longer ones come first."""
         cuts = [tensor.tensor_split(count) if tensor is not None else [None] * count
-                for tensor in (self.tokens, self.labels, self.loss_mask, self.positions)]
-        return [Batch(*part, ids.tolist()) for *part, ids in zip(*cuts, np.array_split(self.sample_ids, count))]
+                for tensor in (self.tokens, self.labels, self.loss_mask, self.positions, self.documents)]
+        return [Batch(*part, ids.tolist(), documents)
+                for *part, documents, ids in zip(*cuts, np.array_split(self.sample_ids, count))]
 
 
 @dataclass
@@ -172,10 +189,10 @@ def sample_ids_of(step: int, microbatch: int, dp_rank: int, dp: int, micro_batch
 class TokenDataset:
     """One split as batches, on `device`, of windows of `seq_length` tokens. Raises UserError if there is no window."""
 
-    def __init__(self, corpus: Corpus, split: str, seq_length: int, seed: int, eod_mask_loss: bool = False,
+    def __init__(self, corpus: Corpus, split: str, seq_length: int, seed: int, ends: Ends | None = None,
                  device=torch.device("cpu")):
         self.corpus, self.split, self.seq_length, self.seed, self.device = corpus, split, seq_length, seed, device
-        self.end_of_text = corpus.end_of_text if eod_mask_loss else None
+        self.ends = ends
         count = corpus.tokens[split]
         self.windows = max(count - 1, 0) // seq_length
         require(self.windows > 0,
@@ -215,4 +232,4 @@ class TokenDataset:
         rows = torch.from_numpy(rows)
         if self.device.type == "cuda":     # from memory that the GPU reads by itself: the host goes on
             rows = rows.pin_memory().to(self.device, non_blocking=True)
-        return Batch.of_rows(rows, sample_ids, counted, self.end_of_text)
+        return Batch.of_rows(rows, sample_ids, counted, self.ends)

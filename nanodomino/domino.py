@@ -51,7 +51,8 @@ The column split (section 3.3) works within a slice, also at batch 1: the output
 and of the column-parallel input gradient, in chunks, each chunk's reduce under way while the next is computed.
 
 Where the stream is cut along its tokens (sequence parallelism, stream.py), h is gathered before the first product and
-y scattered behind the second: a yield each, and the slices start a turn apart, so that one computes while another's travel.
+y scattered behind the second: a yield each, and the slices start a turn apart, so that one computes while another's
+travel.
 
 With one slice this is Megatron's tensor parallelism: forward it blocks, backward the weight gradients are its cover.
 With tp = 1 there are no wires, and nothing ever waits.
@@ -66,9 +67,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.bridge import Bridge, bridge, bridge_backward, close_residual_backward
-from nanodomino.buckets import add_gradients, add_weight_gradient, main_grad_of
 from nanodomino.data import Batch
-from nanodomino.model import GPT, Chunk, Dropout, Sublayer, close_residual, drop
+from nanodomino.gradients import add_gradients, add_weight_gradient, main_grad_of
+from nanodomino.model import GPT, Chunk, Sublayer, Surroundings, close_residual, drop
 from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
                                  maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss, wide)
 from nanodomino.recompute import Link, TapePolicy
@@ -116,7 +117,7 @@ class Slice:
     chunk: Chunk
     batch: Batch
     hidden: torch.Tensor | None                        # [b, s, h] from the layers before
-    masks: Dropout
+    around: Surroundings
     training: bool
     links: list[Link] = field(default_factory=list)
     exit: Bridge | None = None                         # into the head
@@ -178,13 +179,15 @@ class Domino:
         """
         count = min(self.slices, len(batch.sample_ids))
         hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
-        masks = partial(Dropout, self.model.config, self.mesh, keep=self.tapes.keeps_masks, stream=self.stream)
-        pieces = [Slice(index, self.model.chunks[chunk], part, hiddens[index],
-                        masks(part.sample_ids if training else None), training)
+        pieces = [Slice(index, self.model.chunks[chunk], part, hiddens[index], self.around(part, training), training)
                   for index, part in enumerate(batch.split(count))]
         yield from interleave([self.in_turn(piece, self.forward_slice(piece)) for piece in pieces], self.trace)
         output = pieces[0].output if count == 1 else torch.cat([piece.output for piece in pieces])
         return output, pieces
+
+    def around(self, part: Batch, training):
+        return Surroundings(self.model.config, self.mesh, part.sample_ids if training else None, self.tapes.keeps_masks,
+                            self.stream, part.positions, part.documents)
 
     def backward(self, pieces, gradient, on_final=None, later=False):
         """Generator. gradient: of forward's output. Returns the gradient of `hidden` (None at the model's beginning).
@@ -235,7 +238,7 @@ class Domino:
             words = yield from self.until_there(piece, "embedding", [self.launch(piece, "embedding", self.stream.join(
                 model.embedding.word_embeddings.partial(piece.batch.tokens)))])
             x = model.embedding.add_positions(words, self.stream.own(piece.batch.positions),
-                                              piece.masks.hidden("embedding", words))
+                                              piece.around.hidden("embedding", words))
         for step in self.steps[chunk]:
             x, y = yield from self.forward_sublayer(piece, step, x, y, before)
             before = step
@@ -248,7 +251,7 @@ class Domino:
 
     def closing(self, piece, before, like):
         """(bias, mask) of the sublayer that a bridge closes: None, None at a stage's start."""
-        return (None, None) if before is None else (before.row_bias, piece.masks.hidden(before.site + ".hidden", like))
+        return (None, None) if before is None else (before.row_bias, piece.around.hidden(before.site + ".hidden", like))
 
     def open(self, piece, x, y, before, norm):
         """The bridge into what opens with a norm of these weights: (h, what backward needs)."""
@@ -257,7 +260,7 @@ class Domino:
 
     def core(self, piece, step, c):
         """(the activation, what the core keeps)."""
-        return step.core_forward(c, piece.masks.core(step.sublayer, c), piece.training)
+        return step.core_forward(c, piece.around.core(step.sublayer, c), piece.training)
 
     def forward_sublayer(self, piece, step, x, y, before):
         """Generator: bridge, product, core, product, wires. Returns what the next bridge needs: x, y."""
@@ -306,14 +309,14 @@ class Domino:
         else:
             self.tapes.prepare(self, piece)
             bias, mask = self.closing(piece, self.steps[piece.chunk][-1], gradient)
-            grad_x, grad_y, grad_bias = close_residual_backward(gradient, mask)
+            grad_x, grad_y, grad_bias = close_residual_backward(gradient, mask, bias is not None)
             add_gradients([bias], [grad_bias])
             yield from self.others(piece.links[-1].arriving)
             self.tapes.restore(self, piece)
         while piece.links:
             grad_x, grad_y = yield from self.backward_sublayer(piece, piece.links.pop(), grad_x, grad_y, tally)
         if piece.chunk.pre_process:
-            yield from self.backward_embedding(piece, drop(grad_x, piece.masks.hidden("embedding", grad_x)))
+            yield from self.backward_embedding(piece, drop(grad_x, piece.around.hidden("embedding", grad_x)))
             self.through(piece, tally, "embedding", [], model.embedding)
         results[piece.index] = grad_x
 
@@ -362,17 +365,15 @@ class Domino:
         """A bridge's backward: gradients of its x and y."""
         bias, mask = self.closing(piece, opened.before, grad_h)
         grad_x, grad_y, *gradients = self.bridge_backward(grad_x, grad_h, opened.x, opened.statistics,
-                                                          *opened.weights, mask, bias is not None)
+                                                          *opened.weights, mask, opened.before is not None,
+                                                          bias is not None)
         add_gradients((bias, *opened.weights), gradients)
         return grad_x, grad_y
 
     def backward_embedding(self, piece, gradient):
         """Generator. gradient: of words + positions [b, s, h]."""
-        words, positions = self.model.embedding.word_embeddings, self.model.embedding.position_embeddings.weight
-        flights = self.spread(piece, "embedding", gradient)
-        # not by index_add_, which on GPUs adds in any order: tp ranks have copies of these, and must add alike
-        add_gradients([positions], [torch.ops.aten.embedding_dense_backward(
-            gradient.to(wide(gradient)), self.stream.own(piece.batch.positions), len(positions), -1, False)])
+        words, flights = self.model.embedding.word_embeddings, self.spread(piece, "embedding", gradient)
+        self.model.embedding.add_position_gradients(gradient, self.stream.own(piece.batch.positions))
         yield from self.others(flights)
         gradient = self.wait(piece, "embedding", flights)
         row, inside = words.locate(piece.batch.tokens)
@@ -396,7 +397,8 @@ class Domino:
         with self.trace.span("weight_gradient", slice=piece.index, site=site):
             while products:
                 weight, gradient, activation = products.pop(0)   # a head has no gradient of some rows, the padding
-                add_weight_gradient(main_grad_of(weight)[:gradient.size(-1)], gradient, activation)
+                if weight is not None:
+                    add_weight_gradient(main_grad_of(weight)[:gradient.size(-1)], gradient, activation)
 
     # ---- the wires
 

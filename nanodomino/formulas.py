@@ -41,12 +41,13 @@ from itertools import accumulate
 
 from nanodomino.buckets import Kind, flat_layout, sort_into_buckets
 from nanodomino.config import Config
-from nanodomino.functions import NORMALIZATIONS
+from nanodomino.functions import ACTIVATIONS, NORMALIZATIONS
 from nanodomino.mesh import MESSAGE_BLOCKS, Mesh, mesh_on_paper
 from nanodomino.model import GPT, Chunk, on_paper, parameter_count
 from nanodomino.optimizers import OPTIMIZERS
 from nanodomino.parallel import CHUNK_BYTES
 from nanodomino.pipeline import AHEAD
+from nanodomino.positions import rotary_size
 from nanodomino.schedules import Forward, asked, gives, most_alive, takes
 from nanodomino.zero import UNDER_WAY
 
@@ -172,25 +173,31 @@ def least_bytes(config: Config) -> int:
 def kept_by_layer(config: Config) -> dict[str, float]:
     """Bytes that Domino's tape keeps of one layer and one microbatch, by what they are. Backward reads each of them,
     and computes again what it has not (recompute.py)."""
-    e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
-    ffn, own = e * n * config.ffn_hidden_size, stream(config)
+    e, w, t, n = element(config), wide(config), config.tp, tokens(config)
+    own, (q, k, before, after) = stream(config), widths(config)
     scores = n * config.seq_length * config.num_attention_heads // t           # attention probabilities, counted
     kept = {} if on_host(config) else {"norm inputs": 2 * own}   # x', which the norm differentiates itself at
     kept["norm statistics"] = 2 * n * norm_statistics(config) / config.stream_parts
     if config.recompute_granularity == "full":
         return kept
     kept |= {"product inputs": 2 * own,                        # h: the column-parallel weight gradient
-             "qkv": 3 * x / t,                                 # q, k, v with their bias: attention's backward
-             "mlp before gelu": ffn / t}                       # gelu's backward
+             "qkv": (q + 2 * k) / t,                           # with their bias: attention's backward
+             "mlp before activation": before / t}              # the activation's backward
     if config.hidden_dropout:
         kept["hidden dropout"] = 2 * w * n * config.hidden_size / config.stream_parts
     if config.recompute_granularity == "selective":
         return kept
-    kept |= {"context": x / t,                                 # its output: its backward, dense's weight gradient
-             "mlp after gelu": ffn / t}                        # dense_4h_to_h's weight gradient
+    kept |= {"context": q / t,                                 # its output: its backward, dense's weight gradient
+             "mlp after activation": after / t}                # dense_4h_to_h's weight gradient
+    if config.qk_layernorm:                                    # at which the norms differentiate themselves
+        heads = config.num_attention_heads + config.num_query_groups
+        kept["q, k before norms"] = ((q + k) + n * heads * norm_statistics(config)) / t
+    elif k < q and config.position_embedding_type != "rope" and not config.attention_dropout:
+        kept["q by head"] = q / t                              # a copy, since q, k and v lie group by group
     if config.attention_dropout:                               # by hand: probabilities, their mask, their product
-        # each slice has a mask of the future
-        kept["attention dropout"] = (2 * e + w) * scores + slices(config) * config.seq_length ** 2
+        # each slice has a mask of the future, or the documents' in its place
+        future = 0 if config.reset_attention_mask else slices(config) * config.seq_length ** 2
+        kept["attention dropout"] = (2 * e + w) * scores + future + (2 * q / t if k < q else 0)
     else:                                                      # from which its backward finds the probabilities again
         kept["logsumexp"] = w * n * config.num_attention_heads // t
     return kept
@@ -204,11 +211,18 @@ def on_host(config: Config) -> bool:
 def left_by_layer(config: Config) -> dict[str, float]:
     """The same once its input gradients are there, for the weight gradients that are done later. It does not depend on
     what was computed again for that, nor on the stream: these products want all rows."""
-    t, x = config.tp, activation(config)
-    ffn = element(config) * tokens(config) * config.ffn_hidden_size
-    return {"product inputs": 2 * x, "context": x / t, "mlp after gelu": ffn / t,
+    t, x, (q, k, before, after) = config.tp, activation(config), widths(config)
+    return {"product inputs": 2 * x, "context": q / t, "mlp after activation": after / t,
             "gradients of sums": 2 * x,                        # in place of the norm inputs
-            "gradient of qkv": 3 * x / t, "gradient before gelu": ffn / t}
+            "gradient of qkv": (q + 2 * k) / t, "gradient before activation": before / t}
+
+
+def widths(config: Config) -> tuple[int, int, int, int]:
+    """Bytes of a microbatch's q; k, or v; what an MLP's activation takes, and gives. Of all ranks together."""
+    each = element(config) * tokens(config)
+    heads, groups, after = config.num_attention_heads, config.num_query_groups, each * config.ffn_hidden_size
+    return (each * heads * config.kv_channels, each * groups * config.kv_channels,
+            ACTIVATIONS[config.activation].inputs * after, after)
 
 
 def kept_by_ends(config: Config, at, chunk: Chunk) -> dict[str, float]:
@@ -220,6 +234,7 @@ def kept_by_ends(config: Config, at, chunk: Chunk) -> dict[str, float]:
     if chunk.pre_process or chunk.post_process:
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # a row has one more than positions: the last label
         kept["positions, loss mask"] = 8 * config.seq_length + 4 * n
+    kept |= kept_of_documents(config)
     if chunk.pre_process and mask:
         kept["embedding dropout"] = mask
     if chunk.post_process:                                     # the bridge into the head
@@ -228,6 +243,17 @@ def kept_by_ends(config: Config, at, chunk: Chunk) -> dict[str, float]:
         kept["losses, maxima, sums"] = 4 * w * n
     else:
         kept["output"] = x
+    return kept
+
+
+def kept_of_documents(config: Config) -> dict[str, float]:
+    """Of what each slice says of its samples' documents to all of a chunk's attentions."""
+    e, n, s = element(config), tokens(config), config.seq_length
+    kept = {}
+    if config.reset_position_ids and config.position_embedding_type == "rope":
+        kept["cos, sin"] = 4 * n * rotary_size(config)
+    if config.reset_attention_mask:
+        kept["attention bias"] = e * n * s
     return kept
 
 
@@ -318,7 +344,7 @@ def working_bytes(config: Config, at) -> int:
     """Of what comes and goes, where it is most: an estimate, whose terms are the largest tensors of three moments."""
     e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
     cuda, (first, *_), (*_, last) = config.device == "cuda", stage(config, at).chunks, stage(config, at).chunks
-    ffn, h = e * n * config.ffn_hidden_size // t, config.hidden_size
+    h, ffn, before = config.hidden_size, e * n * config.ffn_hidden_size // t, widths(config)[2] // t
 
     def beside_fp32(inputs, outputs):
         """What a CPU needs for a 16-bit weight gradient: the product, before it is added to fp32; of fp16 both factors
@@ -331,9 +357,10 @@ def working_bytes(config: Config, at) -> int:
     head = sum(kept_by_ends(config, at, last).values()) if last.post_process else 0  # gone when the layers' turn comes
     beside = [pair_bytes(config, at, resumed - first.pre_process) for resumed in (0, 1, 1 + last.post_process)]
     # backward of an MLP, of one slice of which what is computed again is there
-    again = {"none": 0, "selective": ffn, "full": x + 2 * ffn}[config.recompute_granularity] // slices(config)
+    again = {"none": 0, "selective": ffn, "full": x + ffn + before}[config.recompute_granularity] // slices(config)
     again += 4 * x if on_host(config) else 0      # x of two sublayers that leave, and of two that come back
-    moments = [2 * x + 2 * ffn + max(0, beside_fp32(h, config.ffn_hidden_size // t) - ffn) - head + beside[2] + again]
+    moments = [2 * x + ffn + before + max(0, beside_fp32(h, config.ffn_hidden_size // t) - ffn) - head + beside[2]
+               + again]
     if last.post_process:                                                           # forward and backward of the head
         width = logits_width(config, at)
         chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"] // 4, n * width // slices(config))
@@ -360,9 +387,9 @@ def pair_bytes(config: Config, at, sublayers: int) -> float:
     of what both have at hand besides, about 4 X. (The embedding and the head are a turn each.)"""
     if all(len(action.halves) == 1 for action in actions(config, at)):
         return 0
-    x, ffn = activation(config), element(config) * tokens(config) * config.ffn_hidden_size // config.tp
-    links = {"none": [2 * x + 4 * x / config.tp, 2 * x + 2 * ffn], "full": [x, x],
-             "selective": [2 * x + 3 * x / config.tp, 2 * x + ffn]}[config.recompute_granularity]
+    x, (q, k, before, after) = activation(config), (one / config.tp for one in widths(config))
+    links = {"none": [2 * x + 2 * q + 2 * k, 2 * x + before + after], "full": [x, x],
+             "selective": [2 * x + q + 2 * k, 2 * x + before]}[config.recompute_granularity]
     return 4 * x + sum(links[:max(sublayers, 0)])
 
 
@@ -489,7 +516,7 @@ def replicas(config: Config, at) -> list[Traffic]:
     e, w, flat, times = element(config), wide(config), buckets(config, at), reduces(config)
     padded, count = sum(size for _, size in flat), len(flat)
     tied = [size // parts(config) for kind, size in flat if kind.tied]
-    copies = [size // parts(config) for kind, size in flat if not kind.sharded and config.stream_parts > 1]
+    copies = [size // parts(config) for kind, size in flat if kind.of_part]
     found = [Traffic("embedding", "all_reduce", len(tied), w * sum(tied), "tied embedding")] if tied else []
     found += [Traffic("tp", "all_reduce", len(copies), w * sum(copies), "norms, biases")] if copies else []
     if parts(config) > 1:

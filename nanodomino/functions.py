@@ -77,6 +77,18 @@ NORMALIZATIONS = {
 }
 
 
+@dataclass(frozen=True)
+class Activation:
+    """What stands between an MLP's two products, number by number.
+
+    function(c [.., inputs x ffn]) -> [.., ffn]; backward(gradient [.., ffn], c) -> gradient of c. inputs: numbers of c
+    for each of the result's; they lie in so many runs, one behind the other.
+    """
+    function: Callable
+    backward: Callable
+    inputs: int
+
+
 def gelu(x):
     """x P(X < x) of a normal X, by its tanh approximation (1606.08415), as GPT-2 has it."""
     return F.gelu(x, approximate="tanh")
@@ -84,3 +96,18 @@ def gelu(x):
 
 def gelu_backward(gradient, x):
     return torch.ops.aten.gelu_backward(gradient, x, approximate="tanh")
+
+
+def swiglu(c):
+    """silu(gate) * up of c = (gate, up); silu(x) = x sigmoid(x) (2002.05202)."""
+    gate, up = c.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def swiglu_backward(gradient, c):
+    gate, up = c.chunk(2, dim=-1)
+    return torch.cat([torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate).mul_(gradient)], dim=-1)
+
+
+ACTIVATIONS = {"gelu": Activation(gelu, gelu_backward, inputs=1),
+               "swiglu": Activation(swiglu, swiglu_backward, inputs=2)}

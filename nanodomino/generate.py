@@ -6,9 +6,10 @@ Each tensor-parallel rank gathers the whole row of logits and draws with a gener
 same token without talking; the last stage then tells it to the stages before.
 
 **Key-value cache.** Attention needs the keys and values of all tokens before, and they do not change when one is added.
-So they are kept, and a new token costs one position of every layer, however long the text is. Positions are learned, so
-a window that is full can't slide by one token (each would move to another position and change everything): its later
-half is kept and read anew.
+So they are kept, those of a group of heads once, and a new token costs one position of every layer, however long the
+text is. A window that is full can't slide by one token: learned positions would all be others, and with rotary ones,
+whose products know distances alone, the keys and values of upper layers would still know of the token that has left.
+So its later half is kept and read anew, from place 0 on.
 
 **Threads.** A token of a small model is a hundred little products. To hand a part of one to another thread and to wait
 for it costs 10 us where a core is idle, and milliseconds where somebody else has the core. So each step takes as many
@@ -28,6 +29,8 @@ import secrets
 import signal
 import sys
 import time
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import tiktoken
@@ -42,8 +45,9 @@ from nanodomino.data import Corpus, load_corpus
 from nanodomino.launch import start
 from nanodomino.manifest import find_checkpoint, read_manifest
 from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
-from nanodomino.model import GPT, Attention, Chunk, close_residual, seeded_generator
+from nanodomino.model import GPT, Attention, Chunk, by_head, close_residual, join_heads, prepare, seeded_generator
 from nanodomino.parallel import gather_logits
+from nanodomino.positions import attention_bias, documents_of, positions_in, rotation
 from nanodomino.settings import LARGEST, UserError, flags_of, require, spelling
 
 WORK_OF_A_THREAD = 2**21     # multiplications: 0.05 ms of a core where many positions share the weights, 0.8 ms for one
@@ -61,32 +65,57 @@ def choose(logits, temperature: float, top_k: int, generator) -> int:
 
 
 class Cache:
-    """Keys and values [1, n/t, positions, d] of each attention of this stage, for the first `length` positions."""
+    """Keys and values [1, groups/t, positions, d] of each attention of this stage, for the first `length` tokens of a
+    window of at most `room`; keys are turned already. begin: where the document begins that the next token belongs to,
+    which end_of_text ends, if its end means anything.
+    """
 
-    def __init__(self, model: GPT):
-        self.model, self.length = model, 0
-        shape = (1, model.config.num_attention_heads // model.mesh.tp, model.config.max_position_embeddings,
-                 model.config.head_dim)
-        self.kept = {sublayer.site: torch.zeros(2, *shape, device=model.mesh.device,
-                                                dtype=model.config.params_dtype)
+    def __init__(self, model: GPT, room: int, end_of_text: int | None = None):
+        config = model.config
+        self.model, self.length, self.begin = model, 0, 0
+        self.end_of_text = end_of_text if config.reset_position_ids or config.reset_attention_mask else None
+        shape = (1, config.num_query_groups // model.mesh.tp, room, config.kv_channels)
+        self.kept = {sublayer.site: torch.zeros(2, *shape, device=model.mesh.device, dtype=config.params_dtype)
                      for chunk in model.chunks for sublayer in chunk.sublayers if isinstance(sublayer, Attention)}
 
+    def meet(self, tokens):
+        """Before the new tokens [1, m] go through: where they stand, and what they may look at. m > 1 only on an empty
+        cache."""
+        config, m = self.model.config, tokens.size(1)
+        self.positions = torch.arange(self.length, self.length + m, device=tokens.device).unsqueeze(0)
+        self.seen, self.bias = 0, None
+        if self.end_of_text is not None and self.length == 0:
+            documents = documents_of(tokens, self.end_of_text)
+            self.positions = positions_in(documents) if config.reset_position_ids else self.positions
+            self.bias = attention_bias(documents, config.params_dtype) if config.reset_attention_mask else None
+        elif self.end_of_text is not None:
+            self.positions = self.positions - self.begin * config.reset_position_ids
+            self.seen = self.begin * config.reset_attention_mask
+        self.turn = rotation(config, self.positions, m, tokens.device)
+
+    def pass_on(self, tokens):
+        """After they went through."""
+        ends = [place for place, token in enumerate(tokens[0].tolist(), self.length) if token == self.end_of_text]
+        self.length, self.begin = self.length + tokens.size(1), ends[-1] + 1 if ends else self.begin
+
     def attend(self, attention: Attention, qkv):
-        """qkv [1, m, 3h/t] of the m positions after `length` -> [1, m, h/t]; m > 1 only on an empty cache."""
-        q, k, v = attention.split_heads(qkv)
+        """qkv [1, m, ..] of the new tokens -> [1, m, heads d]."""
+        q, k, v = attention.split(qkv)
+        q, _ = prepare(q, attention.q_layernorm, self.turn)
+        k, _ = prepare(k, attention.k_layernorm, self.turn)
         keys, values = self.kept[attention.site]
         end = self.length + qkv.size(1)
-        keys[:, :, self.length:end], values[:, :, self.length:end] = k, v
-        context = F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end], is_causal=self.length == 0)
-        return context.transpose(1, 2).flatten(2)
+        keys[:, :, self.length:end], values[:, :, self.length:end] = by_head(k), by_head(v)
+        return join_heads(F.scaled_dot_product_attention(
+            by_head(q), keys[:, :, self.seen:end], values[:, :, self.seen:end], self.bias,
+            is_causal=self.length == 0 and self.bias is None, enable_gqa=attention.group_size > 1))
 
     def run(self, chunk: Chunk, tokens, hidden):
         """A chunk on m new tokens [1, m] (hidden [1, m, h] from the layers before) -> hidden,
         or logits of this rank's words."""
         model, x = self.model, hidden
-        positions = torch.arange(self.length, self.length + tokens.size(1), device=tokens.device).unsqueeze(0)
         if chunk.pre_process:
-            x = model.embedding.add_positions(model.embedding.word_embeddings(tokens), positions, None)
+            x = model.embedding.add_positions(model.embedding.word_embeddings(tokens), self.positions, None)
         for sublayer in chunk.sublayers:
             columns = sublayer.column(sublayer.norm(x))
             attends = isinstance(sublayer, Attention)
@@ -106,8 +135,9 @@ def useful_threads(config: Config, positions: int) -> int:
 
 @torch.no_grad()
 def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0,
-             seed=0, use_cache=True, sample=0, show=lambda token: True) -> list[int]:
-    """tokens (at least one) plus max_tokens more. Called by every rank of a replica with the same arguments.
+             seed=0, use_cache=True, sample=0, show=lambda token: True, end_of_text=None) -> list[int]:
+    """tokens (at least one) plus max_tokens more, or as many as come before an end_of_text. Called by every rank of a
+    replica with the same arguments.
 
     vocab_size: of the tokenizer, which may be smaller than the model's; nothing beyond it is written.
     use_cache=False computes the whole window for each token: the same text, slower.
@@ -115,19 +145,24 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
     show(token) is called on every rank as soon as a token is there, and says whether to go on: the same on all of them.
     """
     config, device, threads = model.config, mesh.device, torch.get_num_threads()
-    generator = seeded_generator("cpu", seed, "generate", sample)
-    tokens, window, cache = list(tokens), tokens[-config.seq_length:], Cache(model)
+    generator, longest = seeded_generator("cpu", seed, "generate", sample), config.context_length
+    tokens, window = list(tokens), tokens[-longest:]
+    new_cache = partial(Cache, model, min(longest, len(window) + max_tokens), end_of_text)
+    cache = new_cache()
     try:
         for _ in range(max_tokens):
-            if len(window) > config.seq_length:
-                window, cache = window[-(config.seq_length // 2 or 1):], Cache(model)
+            if len(window) > longest:
+                window, cache = window[-(longest // 2 or 1):], new_cache()
             if not use_cache:
-                cache = Cache(model)
+                cache = new_cache()
             new = torch.tensor([window[cache.length:]], device=device)
             torch.set_num_threads(min(threads, useful_threads(config, new.size(1))))
-            tokens.append(next_token(cache, mesh, new, vocab_size, temperature, top_k, generator))
-            window.append(tokens[-1])
-            if not show(tokens[-1]):
+            token = next_token(cache, mesh, new, vocab_size, temperature, top_k, generator)
+            if token == end_of_text:
+                break
+            tokens.append(token)
+            window.append(token)
+            if not show(token):
                 break
     finally:
         torch.set_num_threads(threads)
@@ -137,6 +172,7 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
 def next_token(cache: Cache, mesh: Mesh, new, vocab_size: int, temperature: float, top_k: int, generator) -> int:
     """What follows the tokens new [1, m], the ones after those in the cache: drawn at the model's end, told to all."""
     config, placement, x = cache.model.config, cache.model.config.placement, None
+    cache.meet(new)
     for number, chunk in enumerate(cache.model.chunks):        # each is over before the stage's next one is wanted
         before, after = (placement.place(placement.virtual_stage(mesh.pp_rank, number) + step) for step in (-1, 1))
         if before and before[0] != mesh.pp_rank:
@@ -145,7 +181,7 @@ def next_token(cache: Cache, mesh: Mesh, new, vocab_size: int, temperature: floa
         x = cache.run(chunk, new, x)
         if after and after[0] != mesh.pp_rank:
             dist.send(x, mesh.stage_rank(after[0]), group=mesh.pp_group)
-    cache.length += new.size(1)
+    cache.pass_on(new)
     following = torch.zeros(1, dtype=torch.int64, device=mesh.device)
     if cache.model.post_process:
         logits = gather_logits(x, *cache.model.head, vocab_size)
@@ -191,18 +227,20 @@ def tell(number: int, mesh: Mesh) -> int:
 
 
 def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, corpus: Corpus, seed: int):
-    """--num-samples texts, each shown as it is written; then, on stderr, how fast that was."""
+    """--num-samples texts for each prompt, each shown as it is written; then, on stderr, how fast that was."""
+    config = model.config
+    context_name = "seq-length" if config.context_length == config.seq_length else "max-position-embeddings"
     tokenizer, speaks = corpus.tokenizer(), dist.get_rank() == 0
     writer, written, begin = Writer(tokenizer, mesh), 0, time.perf_counter()
-    prompt = tokenizer.encode(flags.prompt, allowed_special="all") or [corpus.end_of_text]
-    context = model.config.seq_length
-    if speaks and len(prompt) > context:
-        print(f"the prompt has {len(prompt)} tokens, of which the model sees the last {context}, its seq-length",
-              file=sys.stderr)
-    for sample in range(flags.num_samples):
-        writer.write((SEPARATOR if sample else "") + flags.prompt)
+    longest = config.context_length
+    for number, (text, sample) in enumerate(product(flags.prompts, range(flags.num_samples))):
+        prompt = tokenizer.encode(text, allowed_special="all") or [corpus.end_of_text]
+        if speaks and len(prompt) > longest and sample == 0:
+            print(f"the prompt has {len(prompt)} tokens, of which the model sees the last {longest}, its "
+                  f"{context_name}", file=sys.stderr)
+        writer.write((SEPARATOR if number else "") + text)
         tokens = generate(model, mesh, prompt, flags.max_tokens, corpus.vocab_size, flags.temperature, flags.top_k,
-                          seed, flags.cache, sample, writer.write_token)
+                          seed, flags.cache, number, writer.write_token, corpus.end_of_text)
         written += len(tokens) - len(prompt)
         if not writer.end_text():
             return
@@ -222,10 +260,12 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
                         help="a checkpoint, or the folder of a run (its newest one)")
     parser.add_argument("--prompt", default="", metavar="TEXT",
                         help="the text to go on with; FILE:NAME reads it from a file (default: begin a new one)")
+    parser.add_argument("--prompts", default=None, metavar="FILE",
+                        help="a file with a prompt in each line, in place of --prompt (default: none)")
     parser.add_argument("--num-samples", type=int, default=1, metavar="INT",
-                        help="texts to write, each from other random numbers (default 1)")
+                        help="texts to write for each prompt, each from other random numbers (default 1)")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="INT",
-                        help="tokens to write in each (default 200)")
+                        help="tokens to write in each, if no end-of-text comes before (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="FLOAT",
                         help="below 1 likely tokens are drawn more often than the model says, above 1 less often; "
                         "0 takes the likeliest (default 0.8)")
@@ -252,22 +292,39 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
         require(value is None or value <= LARGEST, f"{spelling(name)} must be at most {LARGEST}, but is {value}")
     require(0.0 <= flags.temperature < float("inf"),
             f"--temperature must be a finite number of at least 0, but is {flags.temperature}")
-    flags.prompt = find_prompt(flags.prompt)
+    require(not (flags.prompt and flags.prompts), "--prompt and --prompts contradict each other; give one")
+    flags.prompts = find_prompts(flags)
     return flags
+
+
+def find_prompts(flags: argparse.Namespace) -> list[str]:
+    """--prompt's text, or each line that --prompts names. Raises UserError."""
+    if flags.prompts is None:
+        return [find_prompt(flags.prompt)]
+    lines = [line.rstrip("\r") for line in read_text(flags.prompts, "--prompts").split("\n")]
+    require(any(lines), f"--prompts {flags.prompts} holds no prompt; write one into each of its lines")
+    return [line for line in lines if line]
 
 
 def find_prompt(text: str) -> str:
     """--prompt's text, or that of the file which it names (nanoGPT's FILE:NAME). Raises UserError."""
+    if text.startswith("FILE:"):
+        return read_text(text.removeprefix("FILE:"), "--prompt")
     try:
-        if text.startswith("FILE:"):
-            return Path(text.removeprefix("FILE:")).read_text("utf-8")
         text.encode("utf-8")
         return text
-    except OSError as error:
-        raise UserError(f"--prompt {text} can't be read ({error.strerror}); give a file that is there, or the text "
-                        "itself") from None
     except UnicodeError:
         raise UserError("--prompt must be UTF-8 text, but holds other bytes; convert it") from None
+
+
+def read_text(path: str, flag: str) -> str:
+    """Of the file that a flag names. Raises UserError."""
+    try:
+        return Path(path).read_text("utf-8")
+    except OSError as error:
+        raise UserError(f"{flag} {path} can't be read ({error.strerror}); give a file that is there") from None
+    except UnicodeError:
+        raise UserError(f"{flag} {path} must be UTF-8 text, but holds other bytes; convert it") from None
 
 
 def main(arguments: list[str], place: Place) -> int:

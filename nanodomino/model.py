@@ -31,10 +31,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanodomino.config import Config
-from nanodomino.functions import NORMALIZATIONS, gelu, gelu_backward
+from nanodomino.functions import ACTIVATIONS, NORMALIZATIONS
+from nanodomino.gradients import add_gradients
 from nanodomino.mesh import Mesh, mesh_on_paper
 from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding,
-                                 copy_to_tensor_parallel, gather_logits, parameter, vocab_parallel_cross_entropy)
+                                 copy_to_tensor_parallel, gather_logits, local_part, parameter,
+                                 vocab_parallel_cross_entropy, wide)
+from nanodomino.positions import attention_bias, rotate, rotation, turn_back
 from nanodomino.stream import Whole
 from nanodomino.tape import run_segment
 
@@ -53,18 +56,19 @@ def drop(x, mask):
 
 def close_residual(x, y, bias, mask):
     """x + dropout(y + bias): what a sublayer adds, once the sum over ranks is there.
-    All [b, s, h]; mask may be None."""
-    return drop(y + bias, mask).add_(x)
+    All [b, s, h]; bias and mask may be None."""
+    branch = drop(y if bias is None else y + bias, mask)
+    return x + branch if branch is y else branch.add_(x)
 
 
 class Norm(nn.Module):
-    """What opens a sublayer, of config.normalization's kind; its parameters are whole on every rank."""
+    """Of config.normalization's kind, over `size` numbers; its parameters are whole on every rank."""
 
-    def __init__(self, config: Config, mesh: Mesh):
+    def __init__(self, config: Config, mesh: Mesh, size: int):
         super().__init__()
         self.kind = NORMALIZATIONS[config.normalization]
-        self.weight = parameter((config.hidden_size,), config, mesh, value=1.0)
-        self.bias = parameter((config.hidden_size,), config, mesh) if self.kind.has_bias else None
+        self.weight = parameter((size,), config, mesh, value=1.0)
+        self.bias = parameter((size,), config, mesh) if self.kind.has_bias else None
         self.epsilon = config.layernorm_epsilon
 
     @property
@@ -79,31 +83,40 @@ class Norm(nn.Module):
 class Sublayer(nn.Module):
     """norm, column-parallel linear, core, row-parallel linear, add. The subclass has `column`, `row` and the core:
 
-    core(c, mask) -> activation                                       the definition
-    core_forward(c, mask, training) -> (activation, kept)             what training runs; kept: what backward needs
-    core_backward(gradient, kept) -> gradient of c
+    core(c, around) -> activation                                     the definition
+    core_forward(c, around, training) -> (activation, kept)           what training runs; kept: what backward needs
+    core_backward(gradient, kept) -> gradient of c; those of parameters of its own are added
+
+    around: what Surroundings.core() says of it.
     """
 
     def __init__(self, config: Config, mesh: Mesh, site: str):
         super().__init__()
-        self.norm = Norm(config, mesh)
+        self.norm = Norm(config, mesh, config.hidden_size)
         self.site = site                                       # names this sublayer's dropout masks
 
-    def forward(self, x, masks):
-        """x [b, s, h] -> [b, s, h]: the definition. masks: of the core and of the residual, see Dropout.sublayer."""
-        core_mask, hidden_mask = masks
-        y = self.row(self.core(self.column(self.norm(x)), core_mask))
-        return close_residual(x, y, self.row.bias, hidden_mask)
+    def forward(self, x, surroundings):
+        """x [b, s, h] -> [b, s, h]: the definition."""
+        y = self.row(self.core(self.column(self.norm(x)), surroundings.core(self, x)))
+        return close_residual(x, y, self.row.bias, surroundings.hidden(self.site + ".hidden", x))
 
 
 class Attention(Sublayer):
-    """Causal multi-head attention on this rank's n/t heads."""
+    """Causal attention of this rank's heads, a group of which shares keys and values (2305.13245)."""
 
     def __init__(self, config: Config, mesh: Mesh, site: str):
         super().__init__(config, mesh, site)
-        self.qkv = ColumnParallelLinear(config.hidden_size, 3 * config.hidden_size, config, mesh)
-        self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, config, mesh)
-        self.heads, self.head_dim = config.num_attention_heads // mesh.tp, config.head_dim
+        has_bias, width = not config.disable_bias_linear, config.num_attention_heads * config.kv_channels
+        self.qkv = ColumnParallelLinear(config.hidden_size, config.qkv_size, config, mesh,
+                                        has_bias or config.add_qkv_bias)
+        self.dense = RowParallelLinear(width, config.hidden_size, config, mesh, has_bias)
+        self.groups, self.head_dim = config.num_query_groups // mesh.tp, config.kv_channels
+        self.group_size = config.num_attention_heads // config.num_query_groups
+        self.q_layernorm, self.k_layernorm = (Norm(config, mesh, self.head_dim) if config.qk_layernorm else None
+                                              for _ in range(2))
+        for norm in (self.q_layernorm, self.k_layernorm):
+            for weight in norm.parameters() if norm else ():
+                weight.of_part = mesh.tp > 1                   # it sees this rank's heads
 
     @property
     def column(self):
@@ -113,51 +126,99 @@ class Attention(Sublayer):
     def row(self):
         return self.dense
 
-    def split_heads(self, qkv):
-        """qkv [b, s, 3h/t] -> q, k, v, each [b, n/t, s, d]."""
+    def split(self, qkv):
+        """qkv [b, s, ..] -> q [b, s, groups, heads of each, d], and k and v, which have one: [b, s, groups, 1, d]."""
         b, s, _ = qkv.shape
-        return qkv.view(b, s, self.heads, 3, self.head_dim).permute(3, 0, 2, 1, 4)
+        return qkv.view(b, s, self.groups, -1, self.head_dim).split([self.group_size, 1, 1], dim=3)
 
-    def join_heads(self, context):
-        """[b, n/t, s, d] -> [b, s, h/t]."""
-        return context.transpose(1, 2).flatten(2)
-
-    def attend(self, q, k, v, mask):
-        """All [b, n/t, s, d]. mask: dropout of the probabilities [b, n/t, s, s] or None."""
-        if mask is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def attend(self, q, k, v, around):
+        """q [b, heads, s, d], k and v [b, groups, s, d] -> [b, heads, s, d]."""
+        shared = self.group_size > 1
+        if around.mask is None:
+            return F.scaled_dot_product_attention(q, k, v, around.bias, is_causal=around.bias is None,
+                                                  enable_gqa=shared)
         s = q.size(2)                                          # by hand, since SDPA draws its own mask
-        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+        k, v = (one.repeat_interleave(self.group_size, dim=1) if shared else one for one in (k, v))
         factor = self.head_dim ** -0.5                         # the products alone may be too large for fp16
         scores = torch.baddbmm(q.new_empty(()), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=factor)
-        return drop(scores.view(mask.shape).masked_fill(future, -torch.inf).softmax(dim=-1), mask) @ v
+        scores = scores.view(around.mask.shape)
+        if around.bias is None:
+            scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+        else:
+            scores = scores + around.bias
+        return drop(scores.softmax(dim=-1), around.mask) @ v
 
-    def core(self, qkv, mask):
-        """qkv [b, s, 3h/t] -> [b, s, h/t]."""
-        return self.join_heads(self.attend(*self.split_heads(qkv), mask))
+    def core(self, qkv, around):
+        """qkv [b, s, ..] -> [b, s, heads d]."""
+        q, k, v = self.split(qkv)
+        q, k = (one if norm is None else norm(one) for one, norm in ((q, self.q_layernorm), (k, self.k_layernorm)))
+        q, k = (one if around.turn is None else rotate(one, around.turn) for one in (q, k))
+        return join_heads(self.attend(*map(by_head, (q, k, v)), around))
 
-    def core_forward(self, qkv, mask, training):
+    def core_forward(self, qkv, around, training):
         if not training:
-            return self.core(qkv, mask), None
-        heads = self.split_heads(qkv)
-        if mask is not None:                                   # else products keep copies of their own, beside qkv
+            return self.core(qkv, around), None
+        q, k, v = self.split(qkv)
+        q, before_q = prepare(q, self.q_layernorm, around.turn)
+        k, before_k = prepare(k, self.k_layernorm, around.turn)
+        if before_q is None and around.turn is not None:
+            v = v.clone()                                      # q and k are new, so nothing else wants the rest of qkv
+        heads = [by_head(one) for one in (q, k, v)]
+        if around.mask is not None:                            # else products keep copies of their own, beside qkv
             heads = [one.contiguous() for one in heads]
-        context, segment = run_segment(partial(self.attend, mask=mask), *heads)
-        return self.join_heads(context), segment
+        context, segment = run_segment(partial(self.attend, around=around), *heads)
+        return join_heads(context), (segment, around.turn, before_q, before_k)
 
-    def core_backward(self, gradient, segment):
+    def core_backward(self, gradient, kept):
+        segment, turn, before_q, before_k = kept
         b, s, _ = gradient.shape
-        gradients = segment.backward(gradient.view(b, s, self.heads, self.head_dim).transpose(1, 2))
-        return torch.stack([one.transpose(1, 2) for one in gradients], dim=3).view(b, s, -1)
+        gradient = gradient.view(b, s, -1, self.head_dim).transpose(1, 2)
+        q, k, v = (one.transpose(1, 2).unflatten(2, (self.groups, -1)) for one in segment.backward(gradient))
+        q = prepare_backward(q, self.q_layernorm, turn, before_q)
+        k = prepare_backward(k, self.k_layernorm, turn, before_k)
+        return torch.cat([q, k, v], dim=3).view(b, s, -1)
+
+
+def by_head(x):
+    """[b, s, groups, heads of each, d] -> [b, heads, s, d]."""
+    return x.flatten(2, 3).transpose(1, 2)
+
+
+def join_heads(context):
+    """[b, heads, s, d] -> [b, s, heads d]."""
+    return context.transpose(1, 2).flatten(2)
+
+
+def prepare(x, norm, turn):
+    """q or k [b, s, groups, heads of each, d], as the scores want it: normed, turned. (That, what backward needs.)"""
+    before = None
+    if norm is not None:
+        before, (x, *statistics) = x, norm.kind.forward(x, *norm.weights, norm.epsilon)
+        before = before, statistics
+    return (x if turn is None else rotate(x, turn)), before
+
+
+def prepare_backward(gradient, norm, turn, before):
+    """The gradient of x from that of what prepare() made of it; those of the norm's weights are added to theirs."""
+    if turn is not None:
+        gradient = rotate(gradient, turn_back(turn))
+    if norm is None:
+        return gradient
+    gradient, *gradients = norm.kind.backward(gradient, *before, *norm.weights)
+    add_gradients(norm.weights, gradients)
+    return gradient
 
 
 class MLP(Sublayer):
-    """h -> 4h -> h with GELU, on this rank's 4h/t features."""
+    """h -> ffn -> h with config.activation between, on this rank's part of the ffn features."""
 
     def __init__(self, config: Config, mesh: Mesh, site: str):
         super().__init__(config, mesh, site)
-        self.dense_h_to_4h = ColumnParallelLinear(config.hidden_size, config.ffn_hidden_size, config, mesh)
-        self.dense_4h_to_h = RowParallelLinear(config.ffn_hidden_size, config.hidden_size, config, mesh)
+        self.activation, has_bias = ACTIVATIONS[config.activation], not config.disable_bias_linear
+        runs = self.activation.inputs
+        self.dense_h_to_4h = ColumnParallelLinear(config.hidden_size, runs * config.ffn_hidden_size, config, mesh,
+                                                  has_bias, runs)
+        self.dense_4h_to_h = RowParallelLinear(config.ffn_hidden_size, config.hidden_size, config, mesh, has_bias)
 
     @property
     def column(self):
@@ -167,15 +228,15 @@ class MLP(Sublayer):
     def row(self):
         return self.dense_4h_to_h
 
-    def core(self, x, mask):
-        """[b, s, 4h/t] -> [b, s, 4h/t]."""
-        return gelu(x)
+    def core(self, c, around):
+        """[b, s, inputs x ffn/t] -> [b, s, ffn/t]."""
+        return self.activation.function(c)
 
-    def core_forward(self, x, mask, training):
-        return gelu(x), x
+    def core_forward(self, c, around, training):
+        return self.activation.function(c), c
 
-    def core_backward(self, gradient, x):
-        return gelu_backward(gradient, x)
+    def core_backward(self, gradient, c):
+        return self.activation.backward(gradient, c)
 
 
 class Layer(nn.Module):
@@ -186,40 +247,63 @@ class Layer(nn.Module):
         self.attention = Attention(config, mesh, site + ".attention")
         self.mlp = MLP(config, mesh, site + ".mlp")
 
-    def forward(self, x, attention_masks, mlp_masks):
-        return self.mlp(self.attention(x, attention_masks), mlp_masks)
+    def forward(self, x, surroundings):
+        return self.mlp(self.attention(x, surroundings), surroundings)
 
 
 class Embedding(nn.Module):
-    """Word embedding, cut by vocabulary, and learned positions, whole on every rank."""
+    """Word embedding, cut by vocabulary, and learned positions, if there are, whole on every rank."""
 
-    def __init__(self, config: Config, mesh: Mesh, with_positions: bool):
+    def __init__(self, config: Config, mesh: Mesh, pre_process: bool):
         super().__init__()
-        self.word_embeddings = VocabParallelEmbedding(config, mesh)
-        if with_positions:
+        self.word_embeddings, self.position_embeddings = VocabParallelEmbedding(config, mesh), None
+        if pre_process and config.position_embedding_type == "learned_absolute":
             self.position_embeddings = nn.Module()
             self.position_embeddings.weight = parameter(
                 (config.max_position_embeddings, config.hidden_size), config, mesh, std=config.init_method_std)
 
     def add_positions(self, words, positions, mask):
-        """words [b, s, h] + the vectors of positions [b, s], with dropout."""
-        return drop(words + F.embedding(positions, self.position_embeddings.weight), mask)
+        """words [b, s, h] + the vectors of positions [b, s], if there are, with dropout."""
+        if self.position_embeddings is not None:
+            words = words + F.embedding(positions, self.position_embeddings.weight)
+        return drop(words, mask)
+
+    def add_position_gradients(self, gradient, positions):
+        """Of what came out of add_positions, before its dropout [b, s, h]. Not by index_add_, which on GPUs adds in any
+        order: tp ranks have copies of these, and must add alike."""
+        if self.position_embeddings is not None:
+            weight = self.position_embeddings.weight
+            add_gradients([weight], [torch.ops.aten.embedding_dense_backward(
+                gradient.to(wide(gradient)), positions, len(weight), -1, False)])
 
 
-class Dropout:
-    """Masks as a pure function of (seed, sample, site), on one type of device:
-    the layout never shows, not even in dropout.
+@dataclass(frozen=True)
+class Around:
+    """What an attention is told beside its input; each may be None."""
+    mask: torch.Tensor | None            # dropout of the probabilities [b, heads, s, s]
+    turn: tuple | None                   # (cos, sin) of rotary positions
+    bias: torch.Tensor | None            # [b, 1, s, s], added to the scores; None: everything before
+
+
+class Surroundings:
+    """What sublayers are told of a slice's samples beside the stream: dropout's masks, positions, documents.
+
+    Masks are a pure function of (seed, sample, site), on one type of device: the layout never shows, not even in
+    dropout.
 
     A mask is drawn for the whole sample and all heads, from a generator seeded by the sample's number in the run (its
     place in the data order) and the name of the site. So tensor-parallel ranks agree where the stream is replicated,
     hold different heads' masks where it is sharded, and any slicing or resuming repeats the same bits.
     Without sample_ids (evaluation) there are none. keep: those of the stream, of which backward asks for each again.
-    stream: how it lies on the ranks (stream.py); None: whole.
+    stream: how it lies on the ranks (stream.py); None: whole. positions, documents [b, s]: see positions.py; None: a
+    sample is one document, from place 0 on.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, sample_ids=None, keep=False, stream=None):
+    def __init__(self, config: Config, mesh: Mesh, sample_ids=None, keep=False, stream=None, positions=None,
+                 documents=None):
         self.config, self.mesh, self.sample_ids, self.keep, self.kept = config, mesh, sample_ids, keep, {}
-        self.stream = stream or Whole(mesh.tp_group)
+        self.stream, self.positions, self.documents = stream or Whole(mesh.tp_group), positions, documents
+        self.places = None                                     # (turn, bias): one for all sublayers
 
     def draw(self, site, shape, probability, like):
         """Masks [b, *shape], scaled by 1/(1 - probability); None where nothing is dropped."""
@@ -241,17 +325,18 @@ class Dropout:
             self.kept[site] = mask
         return mask
 
-    def core(self, sublayer: Sublayer, x):
-        """For the attention probabilities of this rank's heads [b, n/t, s, s]; of an MLP None. x: [b, s, ..]."""
+    def core(self, sublayer: Sublayer, x) -> Around | None:
+        """For an attention, of this rank's heads; for an MLP None. x: [b, s, ..], of all s tokens."""
+        if not isinstance(sublayer, Attention):
+            return None
         heads, s = self.config.num_attention_heads, x.size(1)
-        whole = (self.draw(sublayer.site + ".core", (heads, s, s), self.config.attention_dropout, x)
-                 if isinstance(sublayer, Attention) else None)
-        # a view would keep all heads' masks in memory
-        return None if whole is None else whole.chunk(self.mesh.tp, dim=1)[self.mesh.tp_rank].clone()
-
-    def sublayer(self, sublayer: Sublayer, x):
-        """(core, hidden): inside, and for what is added."""
-        return self.core(sublayer, x), self.hidden(sublayer.site + ".hidden", x)
+        mask = self.draw(sublayer.site + ".core", (heads, s, s), self.config.attention_dropout, x)
+        if mask is not None:                                   # a view would keep all heads' masks in memory
+            mask = mask.chunk(self.mesh.tp, dim=1)[self.mesh.tp_rank].clone()
+        if self.places is None:
+            self.places = (rotation(self.config, self.positions, s, x.device),
+                           None if self.documents is None else attention_bias(self.documents, x.dtype))
+        return Around(mask, *self.places)
 
 
 def seeded_generator(device, *key) -> torch.Generator:
@@ -289,14 +374,14 @@ class GPT(nn.Module):
         held = [placement.virtual_stage(mesh.pp_rank, chunk) for chunk in range(placement.chunks)]
         self.pre_process, self.post_process = 0 in held, placement.last in held
         if self.pre_process or (self.post_process and tied):   # a last stage holds a copy of the tied matrix
-            self.embedding = Embedding(config, mesh, with_positions=self.pre_process)
+            self.embedding = Embedding(config, mesh, self.pre_process)
         runs = [stage_layers(config.num_layers, virtual_stage, placement.last + 1) for virtual_stage in held]
         self.layers = nn.ModuleDict({str(i): Layer(config, mesh, f"layers.{i}")
                                      for i in sorted(layer for run in runs for layer in run)})
         self.chunks = [Chunk([self.layers[str(i)] for i in run], virtual_stage == 0, virtual_stage == placement.last)
                        for run, virtual_stage in zip(runs, held)]
         if self.post_process:
-            self.final_norm = Norm(config, mesh)
+            self.final_norm = Norm(config, mesh, config.hidden_size)
             if not tied:
                 self.output_layer = VocabParallelEmbedding(config, mesh)
             # in a list: not a second owner
@@ -316,11 +401,7 @@ class GPT(nn.Module):
                 continue
             whole = torch.empty(weight.full_shape).normal_(
                 0.0, weight.std, generator=seeded_generator("cpu", self.config.seed, name))
-            weight.copy_(self.local_part(whole, weight))
-
-    def local_part(self, whole, weight):
-        """This rank's shard of a whole tensor, cut as `weight` is."""
-        return whole if weight.shard_dim is None else whole.chunk(self.mesh.tp, dim=weight.shard_dim)[self.mesh.tp_rank]
+            weight.copy_(local_part(whole, weight, self.mesh))
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -328,21 +409,21 @@ class GPT(nn.Module):
         shared = self.config.tied and self.pre_process != self.post_process
         return self.embedding.word_embeddings.weight if shared else None
 
-    def forward(self, tokens, positions, labels=None, hidden=None, sample_ids=None, chunk=0):
+    def forward(self, tokens, positions, labels=None, hidden=None, sample_ids=None, chunk=0, documents=None):
         """The plain model, with blocking wires: one of its chunks.
 
         tokens, positions, labels: [b, s]; hidden: [b, s, h] from the layers before (None for the first);
-        sample_ids: b numbers that seed dropout, None to evaluate.
+        sample_ids: b numbers that seed dropout, None to evaluate; documents [b, s]: see positions.py.
         Returns hidden states [b, s, h]; at the model's end the loss of each token [b, s], or without labels the logits:
         [b, s, valid] of this rank's words with parallel_output, else [b, s, v] on every rank.
         """
-        masks, chunk = Dropout(self.config, self.mesh, sample_ids), self.chunks[chunk]
-        x = hidden
+        surroundings = Surroundings(self.config, self.mesh, sample_ids, positions=positions, documents=documents)
+        x, chunk = hidden, self.chunks[chunk]
         if chunk.pre_process:
             words = self.embedding.word_embeddings(tokens)
-            x = self.embedding.add_positions(words, positions, masks.hidden("embedding", words))
+            x = self.embedding.add_positions(words, positions, surroundings.hidden("embedding", words))
         for layer in chunk.layers:
-            x = layer(x, masks.sublayer(layer.attention, x), masks.sublayer(layer.mlp, x))
+            x = layer(x, surroundings)
         if not chunk.post_process:
             return x
         (vocabulary,) = self.head
@@ -370,7 +451,9 @@ def parameter_count(config: Config) -> int:
 
 
 def flops_per_token(config: Config) -> float:
-    """Training FLOPs of a token: 6 N + 12 L h s, N without positions, attention not halved for causality
-    (PaLM, 2204.02311, appendix B; nanoGPT)."""
-    parameters = parameter_count(config) - config.max_position_embeddings * config.hidden_size
-    return 6 * parameters + 12 * config.num_layers * config.hidden_size * config.seq_length
+    """Training FLOPs of a token: 6 N + 12 L n d s, N without positions, attention not halved for causality
+    (PaLM, 2204.02311, appendix B; nanoGPT). n d is h, where heads are not of another size; SwiGLU's third matrix, and
+    keys and values that heads share, are in N."""
+    learned = config.position_embedding_type == "learned_absolute"
+    parameters = parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
+    return 6 * parameters + 12 * config.num_layers * config.num_attention_heads * config.kv_channels * config.seq_length

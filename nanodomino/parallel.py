@@ -36,18 +36,31 @@ from torch import nn
 from nanodomino.mesh import Mesh
 
 
-def parameter(shape, config, mesh, *, shard_dim=None, std=None, value=0.0) -> nn.Parameter:
+def parameter(shape, config, mesh, *, shard_dim=None, runs=1, std=None, value=0.0) -> nn.Parameter:
     """An unfilled local shard that knows how it is cut and how the whole is drawn (see initialize in model.py).
 
-    shape: of the whole; shard_dim: dimension cut over tp, None for a replica; std: of a normal draw, else `value`.
+    shape: of the whole; shard_dim: dimension cut over tp, None for a replica; runs: equal ones along that dimension,
+    each of which is cut, so that a rank has its part of each (Megatron-LM's partition_stride); std: of a normal draw,
+    else `value`.
     """
     local = list(shape)
     if shard_dim is not None:
         local[shard_dim] //= mesh.tp
     weight = nn.Parameter(torch.empty(local, device=mesh.device, dtype=config.params_dtype))
-    weight.full_shape, weight.shard_dim, weight.std, weight.value = tuple(shape), shard_dim, std, value
+    weight.full_shape, weight.shard_dim, weight.runs, weight.std, weight.value = (
+        tuple(shape), shard_dim, runs, std, value)
+    weight.of_part = False                         # not cut, but each tensor-parallel rank has a part of its gradient
     weight.main_grad = weight.bucket = None        # where Domino adds weight gradients, and whose that is: buckets.py
     return weight
+
+
+def local_part(whole, weight, mesh):
+    """This rank's shard of a whole tensor, cut as `weight` is."""
+    if weight.shard_dim is None:
+        return whole
+    cut = [run.chunk(mesh.tp, dim=weight.shard_dim)[mesh.tp_rank]
+           for run in whole.chunk(weight.runs, dim=weight.shard_dim)]
+    return cut[0] if weight.runs == 1 else torch.cat(cut, dim=weight.shard_dim)
 
 
 def copy_to_tensor_parallel(x, group):
@@ -90,13 +103,14 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """x [.., in] -> x W^T + bias [.., out/t]: this rank's output features."""
+    """x [.., in] -> x W^T + bias [.., out/t]: this rank's output features; of each of several `runs` its part."""
 
-    def __init__(self, features_in, features_out, config, mesh: Mesh):
+    def __init__(self, features_in, features_out, config, mesh: Mesh, bias=True, runs=1):
         super().__init__()
         self.group = mesh.tp_group
-        self.weight = parameter((features_out, features_in), config, mesh, shard_dim=0, std=config.init_method_std)
-        self.bias = parameter((features_out,), config, mesh, shard_dim=0)
+        self.weight = parameter((features_out, features_in), config, mesh, shard_dim=0, runs=runs,
+                                std=config.init_method_std)
+        self.bias = parameter((features_out,), config, mesh, shard_dim=0, runs=runs) if bias else None
 
     def forward(self, x):
         return F.linear(copy_to_tensor_parallel(x, self.group), self.weight, self.bias)
@@ -105,12 +119,12 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """x [.., in/t] -> sum over ranks of x W^T [.., out]. `bias` [out] is for the caller to add, after the sum."""
 
-    def __init__(self, features_in, features_out, config, mesh: Mesh):
+    def __init__(self, features_in, features_out, config, mesh: Mesh, bias=True):
         super().__init__()
         self.group = mesh.tp_group
         std = config.init_method_std / (2 * config.num_layers) ** 0.5      # GPT-2: 2L sublayers add up in the residual
         self.weight = parameter((features_out, features_in), config, mesh, shard_dim=1, std=std)
-        self.bias = parameter((features_out,), config, mesh)
+        self.bias = parameter((features_out,), config, mesh) if bias else None
 
     def forward(self, x):
         return reduce_from_tensor_parallel(F.linear(x, self.weight), self.group)

@@ -8,7 +8,9 @@ row, whole rows, the begin of a row. At most three rectangles; of a vector, one.
                                         . . . . . .            (1, 0), 2 x 6
                                         18 19 . . . .          (3, 0), 1 x 2
 
-With tensor parallelism that matrix is a shard, which begins somewhere else in the whole one.
+With tensor parallelism that matrix is a shard, which begins somewhere else in the whole one. Where a rank has a part of
+each of several runs of rows (gate and up of a SwiGLU), the whole is stored as [runs, rows, columns], so that a shard is
+one box in it; of three dimensions a range fills at most five boxes.
 torch.distributed.checkpoint stores and reads rectangles at places in whole tensors, whatever rank and layout they come
 from; so that is all that has to be said.
 """
@@ -24,13 +26,18 @@ from nanodomino.mesh import Mesh
 
 
 def rectangles(begin: int, end: int, shape) -> list[tuple[tuple, tuple]]:
-    """The rectangles that the numbers begin .. end of a flattened vector or matrix fill, in order: of each (where it
-    begins, how large it is)."""
-    columns = shape[-1]
-    cuts = {begin, min(-(-begin // columns) * columns, end), max(end // columns * columns, begin), end}
-    return [((first // columns, first % columns)[-len(shape):],
-             (-(-(last - first) // columns), min(last - first, columns))[-len(shape):])
-            for first, last in pairwise(sorted(cuts))]
+    """The rectangles, or boxes, that the numbers begin .. end of a flattened tensor of this shape fill, in order: of
+    each (where it begins, how large it is)."""
+    if len(shape) == 1:
+        return [((begin,), (end - begin,))]
+    inner, found = math.prod(shape[1:]), []
+    cuts = {begin, min(-(-begin // inner) * inner, end), max(end // inner * inner, begin), end}
+    for first, last in pairwise(sorted(cuts)):
+        rows, row = (last - first) // inner, first // inner
+        found += ([((row, *[0] * len(shape[1:])), (rows, *shape[1:]))] if rows else
+                  [((row, *where), (1, *size)) for where, size in
+                   rectangles(first - row * inner, last - row * inner, shape[1:])])
+    return found
 
 
 class Pieces(torch.Tensor):
@@ -40,11 +47,13 @@ class Pieces(torch.Tensor):
     @classmethod
     def of(cls, weight, mesh: Mesh) -> "Pieces":
         """None yet, of a parameter."""
-        cut = [dim == weight.shard_dim for dim in range(weight.dim())]
-        size = [length * (mesh.tp if here else 1) for length, here in zip(weight.shape, cut)]
+        shard, cut = list(weight.shape), [dim == weight.shard_dim for dim in range(weight.dim())]
+        if weight.runs > 1:
+            shard[:1], cut[:1] = (weight.runs, shard[0] // weight.runs), (False, True)
+        size = [length * (mesh.tp if here else 1) for length, here in zip(shard, cut)]
         whole = torch.empty(()).expand(size).as_subclass(cls)            # one number, whatever the size
-        whole.shard, whole.pieces = weight.shape, {}
-        whole.corner = [length * mesh.tp_rank if here else 0 for length, here in zip(weight.shape, cut)]
+        whole.shard, whole.pieces = shard, {}
+        whole.corner = [length * mesh.tp_rank if here else 0 for length, here in zip(shard, cut)]
         return whole
 
     def add(self, flat, begin: int = 0):

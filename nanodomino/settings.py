@@ -40,7 +40,7 @@ def setting(section, default, text, *, role, choices=(), short=None, kind=None, 
     default: None means that resolve() fills it in: from the preset, or where `follows`, from other settings, so that
     it is filled in anew when those change; choices: a table, by name; kind: its type; least, above, below: its range
     (whole numbers from 1 on, others from 0 on); role: of ROLES; absent: what a checkpoint that does not know the
-    setting was made with (the default at the time when the setting was new).
+    setting was made with (the default at the time when the setting was new), or a function of its record.
     """
     kind = kind or type(default)
     if least is None and above is None:

@@ -71,10 +71,10 @@ def wire_seconds(config: Config, machine: Machine, at, found: list[Traffic]) -> 
 def flops(config: Config, at, chunk: Chunk) -> tuple[float, float, float]:
     """Of one microbatch forward through a chunk: (products with the layers' weights, with the head's, attention's own).
     Attention is not halved for causality."""
-    h, n = config.hidden_size, formulas.tokens(config)
+    h, n, heads = config.hidden_size, formulas.tokens(config), config.num_attention_heads * config.kv_channels
     matrices = sum(weight.numel() for layer in chunk.layers for weight in layer.parameters() if weight.dim() == 2)
     head = h * formulas.logits_width(config, at) if chunk.post_process else 0
-    return 2 * n * matrices, 2 * n * head, len(chunk.layers) * 4 * n * config.seq_length * h / config.tp
+    return 2 * n * matrices, 2 * n * head, len(chunk.layers) * 4 * n * config.seq_length * heads / config.tp
 
 
 def flops_again(config: Config, at, chunk: Chunk) -> float:

@@ -18,6 +18,7 @@ from nanodomino.config import Config
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.mesh import make_mesh
+from nanodomino.parallel import local_part
 from nanodomino.settings import names
 from nanodomino.trace import NO_TRACE
 from nanodomino.zero import ZeroOptimizer
@@ -37,7 +38,12 @@ def sizes_of(config: Config) -> Sizes:
     """The same model, as the reference names it."""
     return Sizes(num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads,
                  ffn_hidden_size=config.ffn_hidden_size, vocab_size=config.vocab_size, padded_vocab_size=config.padded_vocab_size,
-                 max_positions=config.max_position_embeddings, tied=config.tied, normalization=config.normalization)
+                 max_positions=config.max_position_embeddings, tied=config.tied, normalization=config.normalization,
+                 num_query_groups=config.num_query_groups, head_dim=config.kv_channels, swiglu=config.swiglu,
+                 bias=not config.disable_bias_linear, qkv_bias=not config.disable_bias_linear or config.add_qkv_bias,
+                 qk_norm=config.qk_layernorm, positions=config.position_embedding_type, rotary_percent=config.rotary_percent,
+                 rotary_base=config.rotary_base, rope_scaling=config.rope_scaling_factor if config.use_rope_scaling else 0.0,
+                 interpolation=config.rotary_seq_len_interpolation_factor)
 
 
 @dataclass
@@ -46,6 +52,8 @@ class FixedData:
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
+    positions: torch.Tensor | None = None      # None: 0, 1, ..
+    documents: torch.Tensor | None = None      # None: each row is one
 
     @property
     def windows(self):
@@ -56,7 +64,23 @@ class FixedData:
         rows = slice(first, first + micro_batch_size)
         ids = [step * global_batch_size + first + row for row in range(micro_batch_size)]
         positions = torch.arange(self.tokens.size(-1)).expand(micro_batch_size, -1)
-        return Batch(self.tokens[step, rows], self.labels[step, rows], self.loss_mask[step, rows], positions, ids)
+        if self.positions is not None:
+            positions = self.positions[step, rows]
+        return Batch(self.tokens[step, rows], self.labels[step, rows], self.loss_mask[step, rows], positions, ids,
+                     None if self.documents is None else self.documents[step, rows])
+
+
+END_OF_TEXT = 3          # where documents count: about one token in four
+
+
+def counted_documents(tokens):
+    """(positions, documents) of tokens [.., s], counted one by one."""
+    positions, documents = torch.zeros_like(tokens), torch.zeros_like(tokens)
+    for row, place, document in zip(*(one.flatten(0, -2) for one in (tokens, positions, documents))):
+        for i in range(1, len(row)):
+            ended = bool(row[i - 1] == END_OF_TEXT)
+            place[i], document[i] = 0 if ended else place[i - 1] + 1, document[i - 1] + ended
+    return positions, documents
 
 
 def random_data(config: Config, steps: int, seed=7) -> FixedData:
@@ -66,7 +90,11 @@ def random_data(config: Config, steps: int, seed=7) -> FixedData:
     tokens = torch.randint(0, config.vocab_size, (*shape[:2], config.seq_length + 1), generator=generator)
     share = torch.linspace(-0.2, 1.1, config.global_batch_size)[torch.randperm(config.global_batch_size, generator=generator)]
     loss_mask = (torch.rand(shape, generator=generator) < share[:, None]).float()
-    return FixedData(tokens[..., :-1], tokens[..., 1:], loss_mask)
+    if config.reset_position_ids or config.reset_attention_mask:
+        tokens = torch.where(torch.rand(tokens.shape, generator=generator) < 0.25, END_OF_TEXT, tokens)
+    positions, documents = counted_documents(tokens[..., :-1])
+    return FixedData(tokens[..., :-1], tokens[..., 1:], loss_mask, positions if config.reset_position_ids else None,
+                     documents if config.reset_attention_mask else None)
 
 
 @dataclass
@@ -87,7 +115,7 @@ def build(config: Config, weights=None, trace=NO_TRACE):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weights is not None:
-                weight.copy_(model.local_part(weights[name], weight))
+                weight.copy_(local_part(weights[name], weight, mesh))
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     return mesh, model, optimizer, Domino(model, config.slices, config.columns, config.active_compile_backend, trace)
 
@@ -114,7 +142,7 @@ def train_steps(built, config: Config, data: FixedData, steps: range) -> Outcome
         losses.append(result.loss)
         norms.append(result.grad_norm)
     evaluation = train.evaluate(stage, data, config, mesh)
-    shards = {name: (weight.detach().clone(), weight.shard_dim) for name, weight in model.named_parameters()}
+    shards = {name: (weight.detach().clone(), cut_of(weight)) for name, weight in model.named_parameters()}
     return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), losses, norms, gradients, shards, evaluation)
 
 
@@ -128,22 +156,28 @@ def reduced_gradients(model, optimizer, divisor) -> dict:
             all_gather(whole, optimizer.mesh.dp_group).wait()
         for weight in bucket.parameters:
             gradients[weight] = bucket.view(weight, whole) / divisor
-    return {name: (gradients[weight], weight.shard_dim) for name, weight in model.named_parameters()}
+    return {name: (gradients[weight], cut_of(weight)) for name, weight in model.named_parameters()}
+
+
+def cut_of(weight):
+    """How a shard is cut: None, or (dimension, runs along it of which each rank has a part)."""
+    return None if weight.shard_dim is None else (weight.shard_dim, weight.runs)
 
 
 def whole(outcomes: list[Outcome], shards_of, tp: int) -> dict:
     """Full tensors by name from every rank's shards. Replicas, and copies on other stages, must be equal bit for bit."""
     parts, full = {}, {}
     for outcome in outcomes:
-        for name, (tensor, shard_dim) in shards_of(outcome).items():
-            here = parts.setdefault((name, shard_dim), {}).setdefault(outcome.place[2], tensor)
+        for name, (tensor, cut) in shards_of(outcome).items():
+            here = parts.setdefault((name, cut), {}).setdefault(outcome.place[2], tensor)
             assert torch.equal(here, tensor), f"{name}: replicas on {outcome.place} differ"
-    for (name, shard_dim), by_tp_rank in parts.items():
-        if shard_dim is None:
+    for (name, cut), by_tp_rank in parts.items():
+        if cut is None:
             assert all(torch.equal(by_tp_rank[0], tensor) for tensor in by_tp_rank.values()), f"{name}: copies over tp differ"
             full[name] = by_tp_rank[0]
         else:
-            full[name] = torch.cat([by_tp_rank[rank] for rank in range(tp)], dim=shard_dim)
+            dim, runs = cut
+            full[name] = torch.cat([by_tp_rank[rank].chunk(runs, dim)[run] for run in range(runs) for rank in range(tp)], dim)
     return full
 
 
@@ -152,7 +186,9 @@ def difference(ours: dict, theirs: dict) -> float:
     assert ours.keys() == theirs.keys(), f"names that only one side has: {sorted(ours.keys() ^ theirs.keys())}"
     deviations = {name: float((ours[name] - theirs[name]).abs().max()) for name in theirs}
     assert not any(map(math.isnan, deviations.values())), f"not a number in {[name for name in deviations if math.isnan(deviations[name])]}"
-    return max(deviation / (float(theirs[name].abs().max()) or 1.0) for name, deviation in deviations.items())
+    largest = {name: float(theirs[name].abs().max()) for name in theirs}
+    # nothing but rounding is that of keys' norm biases without positions: softmax does not see what all keys have more
+    return max(deviation / (largest[name] if largest[name] > 1e-14 else 1.0) for name, deviation in deviations.items())
 
 
 def relative(ours: list, theirs: list) -> float:
@@ -172,7 +208,8 @@ def reference_for(config: Config, steps: int):
     if key not in _references:
         weights, data = random_weights(sizes, seed=3), random_data(config, steps)
         rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
-        batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(steps)]
+        batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(), data.positions[i] if data.positions is not None else None,
+                    data.documents[i] if data.documents is not None else None) for i in range(steps)]
         records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad,
                                          betas, config.adam_eps, optimizer_name=config.optimizer)
         _references[key] = (weights, data, records, final)

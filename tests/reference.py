@@ -48,13 +48,24 @@ class Sizes:
     max_positions: int = 8
     tied: bool = True
     normalization: str = "LayerNorm"
+    num_query_groups: int = 0  # 0: as many as heads
+    head_dim: int = 0  # 0: hidden_size / heads
+    swiglu: bool = False
+    bias: bool = True  # of linear layers
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    positions: str = "learned_absolute"
+    rotary_percent: float = 1.0
+    rotary_base: float = 10000.0
+    rope_scaling: float = 0.0  # Llama 3.1's factor; 0: none
+    interpolation: float = 1.0
 
-    def norm(self):
-        return getattr(nn, self.normalization)(self.hidden_size, eps=1e-5)
+    def __post_init__(self):
+        object.__setattr__(self, "num_query_groups", self.num_query_groups or self.num_attention_heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
 
-    @property
-    def head_dim(self):
-        return self.hidden_size // self.num_attention_heads
+    def norm(self, size=None):
+        return getattr(nn, self.normalization)(size or self.hidden_size, eps=1e-5)
 
 
 @dataclass(frozen=True)
@@ -69,17 +80,18 @@ class StepRecord:
 # ------------------------------------------------------------------------------------------------ the border
 
 
-def split_qkv(fused, num_heads):
-    """[3h, ...] with rows [head, (q, k, v), head_dim] -> q, k, v, each [h, ...] with rows [head, head_dim]."""
-    head_dim = fused.shape[0] // (3 * num_heads)
-    by_head = fused.reshape(num_heads, 3, head_dim, *fused.shape[1:])
-    return tuple(by_head[:, part].reshape(num_heads * head_dim, *fused.shape[1:]) for part in range(3))
+def split_qkv(fused, num_groups, head_dim):
+    """Rows [group, (its q's, k, v), head_dim] -> q, k, v with rows [head, head_dim], [group, head_dim] twice."""
+    q, k, v = [], [], []
+    for group in fused.chunk(num_groups):
+        *queries, key, value = group.split(head_dim)
+        q, k, v = q + queries, k + [key], v + [value]
+    return torch.cat(q), torch.cat(k), torch.cat(v)
 
 
-def fuse_qkv(q, k, v, num_heads):
+def fuse_qkv(q, k, v, num_groups):
     """The inverse of split_qkv."""
-    by_head = [part.reshape(num_heads, -1, *part.shape[1:]) for part in (q, k, v)]
-    return torch.stack(by_head, dim=1).reshape(3 * q.shape[0], *q.shape[1:])
+    return torch.cat([part for group in zip(q.chunk(num_groups), k.chunk(num_groups), v.chunk(num_groups)) for part in group])
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -101,23 +113,48 @@ class Attention(nn.Module):
     def __init__(self, sizes, site):
         super().__init__()
         self.site = site
-        self.num_heads, self.head_dim = sizes.num_attention_heads, sizes.head_dim
+        self.sizes, self.head_dim = sizes, sizes.head_dim
         self.norm = sizes.norm()
-        self.q = nn.Linear(sizes.hidden_size, sizes.hidden_size)
-        self.k = nn.Linear(sizes.hidden_size, sizes.hidden_size)
-        self.v = nn.Linear(sizes.hidden_size, sizes.hidden_size)
-        self.dense = nn.Linear(sizes.hidden_size, sizes.hidden_size)
+        heads, groups = sizes.num_attention_heads * self.head_dim, sizes.num_query_groups * self.head_dim
+        self.q, self.k, self.v = (nn.Linear(sizes.hidden_size, rows, bias=sizes.qkv_bias) for rows in (heads, groups, groups))
+        self.dense = nn.Linear(heads, sizes.hidden_size, bias=sizes.bias)
+        self.q_norm = sizes.norm(self.head_dim) if sizes.qk_norm else nn.Identity()
+        self.k_norm = sizes.norm(self.head_dim) if sizes.qk_norm else nn.Identity()
 
-    def forward(self, x, mask):  # [b, s, h] -> [b, s, h]
+    def forward(self, x, mask, positions, documents):  # [b, s, h] -> [b, s, h]; positions [b, s]; documents [b, s] or None
         b, s, h = x.shape
         x = self.norm(x)
-        q, k, v = (part(x).reshape(b, s, self.num_heads, self.head_dim).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (part(x).reshape(b, s, -1, self.head_dim).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.sizes.positions == "rope":
+            q, k = rope(q, positions, self.sizes), rope(k, positions, self.sizes)
+        k, v = (part.repeat_interleave(q.size(1) // part.size(1), dim=1) for part in (k, v))
         scores = q @ k.transpose(2, 3) / math.sqrt(self.head_dim)  # [b, n, s, s]
-        future = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(diagonal=1)
-        probabilities = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
+        hidden = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(diagonal=1).expand(b, s, s)
+        if documents is not None:
+            hidden = hidden | (documents[:, :, None] != documents[:, None, :])
+        probabilities = torch.softmax(scores.masked_fill(hidden[:, None], -math.inf), dim=-1)
         probabilities = apply_mask(mask, f"{self.site}.core", probabilities)
-        y = self.dense((probabilities @ v).transpose(1, 2).reshape(b, s, h))
+        y = self.dense((probabilities @ v).transpose(1, 2).reshape(b, s, -1))
         return apply_mask(mask, f"{self.site}.hidden", y)
+
+
+def rope(x, positions, sizes):
+    """x [b, n, s, d]: its first numbers, as complex ones of two halves, times exp(i angle). Angles are of fp32 by definition."""
+    size = int(sizes.head_dim * sizes.rotary_percent)
+    frequencies = 1.0 / sizes.rotary_base ** (torch.arange(0, size, 2).float() / size) / sizes.interpolation
+    if sizes.rope_scaling:
+        for i, frequency in enumerate(frequencies.tolist()):
+            turns = 8192 * frequency / (2 * math.pi)  # of the wave, in the length that the model was first trained with
+            if turns < 1:
+                frequencies[i] /= sizes.rope_scaling
+            elif turns < 4:
+                smooth = (torch.tensor(8192) / (2 * math.pi / frequencies[i]) - 1) / 3
+                frequencies[i] = (1 - smooth) * frequencies[i] / sizes.rope_scaling + smooth * frequencies[i]
+    angles = (positions.float()[..., None] * frequencies)[:, None]
+    first, second = x[..., : size // 2], x[..., size // 2 : size]
+    turned = torch.complex(first, second) * torch.complex(angles.cos().double(), angles.sin().double())
+    return torch.cat([turned.real, turned.imag, x[..., size:]], dim=-1)
 
 
 class MLP(nn.Module):
@@ -125,11 +162,17 @@ class MLP(nn.Module):
         super().__init__()
         self.site = site
         self.norm = sizes.norm()
-        self.up = nn.Linear(sizes.hidden_size, sizes.ffn_hidden_size)
-        self.down = nn.Linear(sizes.ffn_hidden_size, sizes.hidden_size)
+        self.gate = nn.Linear(sizes.hidden_size, sizes.ffn_hidden_size, bias=sizes.bias) if sizes.swiglu else None
+        self.up = nn.Linear(sizes.hidden_size, sizes.ffn_hidden_size, bias=sizes.bias)
+        self.down = nn.Linear(sizes.ffn_hidden_size, sizes.hidden_size, bias=sizes.bias)
 
     def forward(self, x, mask):  # [b, s, h] -> [b, s, h]
-        y = self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+        x = self.norm(x)
+        if self.gate is None:
+            y = self.down(F.gelu(self.up(x), approximate="tanh"))
+        else:
+            gate = self.gate(x)
+            y = self.down(gate / (1 + torch.exp(-gate)) * self.up(x))
         return apply_mask(mask, f"{self.site}.hidden", y)
 
 
@@ -140,49 +183,53 @@ class ReferenceGPT(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.word_embeddings = nn.Embedding(sizes.padded_vocab_size, sizes.hidden_size)
-        self.position_embeddings = nn.Embedding(sizes.max_positions, sizes.hidden_size)
+        self.position_embeddings = nn.Embedding(sizes.max_positions, sizes.hidden_size) if sizes.positions == "learned_absolute" else None
         layers = range(sizes.num_layers)
         self.attentions = nn.ModuleList(Attention(sizes, f"layers.{i}.attention") for i in layers)
         self.mlps = nn.ModuleList(MLP(sizes, f"layers.{i}.mlp") for i in layers)
         self.final_norm = sizes.norm()
         self.head = None if sizes.tied else nn.Linear(sizes.hidden_size, sizes.padded_vocab_size, bias=False)
 
-    def forward(self, tokens, positions, mask=None):
-        """tokens [b, s], positions [b, s] or [s] -> logits [b, s, vocab_size].
+    def forward(self, tokens, positions, mask=None, documents=None):
+        """tokens [b, s], positions [b, s] or [s] -> logits [b, s, vocab_size]. documents [b, s]: tokens of different ones don't meet.
 
         `mask(site, shape)`, if given, returns the dropout mask of a site, scaled by 1/(1-p), or None. Sites in order:
         "embedding" [b, s, h]; then in each layer i "layers.{i}.attention.core" [b, n, s, s] on the probabilities,
         "layers.{i}.attention.hidden" and "layers.{i}.mlp.hidden" [b, s, h] on what is about to be added to x.
         """
         mask = mask or no_dropout
-        x = self.word_embeddings(tokens) + self.position_embeddings(positions)
+        positions = positions.expand(tokens.shape)
+        x = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(positions)
         x = apply_mask(mask, "embedding", x)
         for attention, mlp in zip(self.attentions, self.mlps):
-            x = x + attention(x, mask)
+            x = x + attention(x, mask, positions, documents)
             x = x + mlp(x, mask)
         head = self.word_embeddings.weight if self.head is None else self.head.weight
         return F.linear(self.final_norm(x), head[: self.sizes.vocab_size])
 
     def parts(self):
         """nanodomino's name -> this model's parameters: one, or three for the fused q, k, v."""
-        named = {
-            "embedding.word_embeddings.weight": (self.word_embeddings.weight,),
-            "embedding.position_embeddings.weight": (self.position_embeddings.weight,),
-        }
+        named = {"embedding.word_embeddings.weight": (self.word_embeddings.weight,)}
+        if self.position_embeddings is not None:
+            named["embedding.position_embeddings.weight"] = (self.position_embeddings.weight,)
         for i, (attention, mlp) in enumerate(zip(self.attentions, self.mlps)):
             for kind in ("weight", "bias"):
                 named[f"layers.{i}.attention.norm.{kind}"] = (getattr(attention.norm, kind, None),)
                 named[f"layers.{i}.attention.qkv.{kind}"] = tuple(
                     getattr(part, kind) for part in (attention.q, attention.k, attention.v)
                 )
+                for one in ("q", "k"):
+                    named[f"layers.{i}.attention.{one}_layernorm.{kind}"] = (getattr(getattr(attention, f"{one}_norm"), kind, None),)
                 named[f"layers.{i}.attention.dense.{kind}"] = (getattr(attention.dense, kind),)
                 named[f"layers.{i}.mlp.norm.{kind}"] = (getattr(mlp.norm, kind, None),)
-                named[f"layers.{i}.mlp.dense_h_to_4h.{kind}"] = (getattr(mlp.up, kind),)
+                named[f"layers.{i}.mlp.dense_h_to_4h.{kind}"] = tuple(getattr(part, kind) for part in (mlp.gate, mlp.up) if part is not None)
                 named[f"layers.{i}.mlp.dense_4h_to_h.{kind}"] = (getattr(mlp.down, kind),)
         named["final_norm.weight"], named["final_norm.bias"] = (self.final_norm.weight,), (getattr(self.final_norm, "bias", None),)
         if self.head is not None:
             named["output_layer.weight"] = (self.head.weight,)
-        return {name: parameters for name, parameters in named.items() if None not in parameters}
+        return {name: parameters for name, parameters in named.items() if all(one is not None for one in parameters)}
 
     @torch.no_grad()
     def load_full(self, weights):
@@ -192,7 +239,10 @@ class ReferenceGPT(nn.Module):
             raise ValueError(f"names that only one side has: {sorted(named.keys() ^ weights.keys())}")
         for name, parameters in named.items():
             full = weights[name]
-            tensors = split_qkv(full, self.sizes.num_attention_heads) if len(parameters) == 3 else (full,)
+            if len(parameters) == 3:
+                tensors = split_qkv(full, self.sizes.num_query_groups, self.sizes.head_dim)
+            else:
+                tensors = full.chunk(len(parameters))
             for parameter, tensor in zip(parameters, tensors):
                 if parameter.shape != tensor.shape:
                     raise ValueError(f"{name}: this model has {tuple(parameter.shape)}, given {tuple(tensor.shape)}")
@@ -204,7 +254,7 @@ class ReferenceGPT(nn.Module):
         tensors = {}
         for name, parameters in self.parts().items():
             values = [value_of(parameter).detach().clone() for parameter in parameters]
-            tensors[name] = fuse_qkv(*values, self.sizes.num_attention_heads) if len(values) == 3 else values[0]
+            tensors[name] = fuse_qkv(*values, self.sizes.num_query_groups) if len(values) == 3 else torch.cat(values)
         return tensors
 
     def full_weights(self):
@@ -235,7 +285,7 @@ def random_weights(sizes, seed=0, dtype=torch.float64):
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         if len(shape) == 2:
             weights[name] = noise / math.sqrt(shape[1])
-        elif name.endswith("norm.weight"):
+        elif name.endswith("norm.weight"):  # those of q and k too
             weights[name] = 1 + 0.2 * noise
         else:
             weights[name] = 0.2 * noise
@@ -281,16 +331,19 @@ def train_reference(
 ):
     """Trains from `weights` for len(batches) steps. Returns (a StepRecord for each step, final weights by name).
 
-    batches[step]: (tokens, labels, loss_mask), each [B, s]: the whole global batch. Position i of a row has number i.
+    batches[step]: (tokens, labels, loss_mask), each [B, s]: the whole global batch; then perhaps positions and documents, or None:
+    position i of a row has number i, a row is one document.
     learning_rates[step]: that step's rate. clip_grad: the largest global L2 norm; 0 for no clipping.
     masks[step], if given: the `mask` of ReferenceGPT.forward for that step.
     """
     model = ReferenceGPT(sizes).to(next(iter(weights.values())).dtype).load_full(weights)
     optimizer = build_optimizer(model, weight_decay, betas, eps, optimizer_name)
     records = []
-    for step, (tokens, labels, loss_mask) in enumerate(batches):
+    for step, (tokens, labels, loss_mask, *places) in enumerate(batches):
         optimizer.zero_grad(set_to_none=True)
-        logits = model(tokens, torch.arange(tokens.shape[1]), masks and masks[step])
+        positions, documents = places or (None, None)
+        positions = torch.arange(tokens.shape[1]) if positions is None else positions
+        logits = model(tokens, positions, masks and masks[step], documents)
         loss = masked_loss(logits, labels, loss_mask)
         loss.backward()
         gradients = model.full_gradients()

@@ -132,7 +132,7 @@ def masks_of(config, step):
     if not config.hidden_dropout and not config.attention_dropout:
         return None
     ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
-    dropout = model.Dropout(config, SimpleNamespace(tp=1, tp_rank=0, tp_group=None), list(ids))
+    dropout = model.Surroundings(config, SimpleNamespace(tp=1, tp_rank=0, tp_group=None), list(ids))
     core = {"core": config.attention_dropout}
     return lambda site, shape: dropout.draw(site, shape[1:], core.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
 
@@ -182,15 +182,15 @@ def joined(outcomes: list[Outcome], shards_of):
     """(whole tensors by name from every rank's shards, names whose copies differ)."""
     parts, apart = {}, set()
     for outcome in outcomes:
-        for name, (tensor, shard_dim) in shards_of(outcome).items():
-            here = parts.setdefault(name, (shard_dim, {}))[1].setdefault(outcome.place[2], tensor)
+        for name, (tensor, cut) in shards_of(outcome).items():
+            here = parts.setdefault(name, (cut, {}))[1].setdefault(outcome.place[2], tensor)
             if not torch.equal(here, tensor):
                 apart.add(name)
     whole = {}
-    for name, (shard_dim, by_rank) in parts.items():
+    for name, (cut, by_rank) in parts.items():
         pieces = [by_rank[rank] for rank in sorted(by_rank)]
-        whole[name] = pieces[0] if shard_dim is None else torch.cat(pieces, dim=shard_dim)
-        if shard_dim is None and not all(torch.equal(pieces[0], piece) for piece in pieces):
+        whole[name] = pieces[0] if cut is None else torch.cat(pieces, dim=cut[0])
+        if cut is None and not all(torch.equal(pieces[0], piece) for piece in pieces):
             apart.add(name)
     return whole, apart
 

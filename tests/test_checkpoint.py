@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import Outcome, build, difference, reference_for, relative, sizes_of, tiny, whole
+from harness import Outcome, build, cut_of, difference, reference_for, relative, sizes_of, tiny, whole
 from reference import full_shapes
 
 import train
@@ -52,7 +52,7 @@ def train_from(config, weights, data, first, last, load=None, save_to=None):
         saver.save(last, model, optimizer, config)
         saver.wait()
         assert saver.failure() is None
-    shards = {name: (weight.detach().clone(), weight.shard_dim) for name, weight in model.named_parameters()}
+    shards = {name: (weight.detach().clone(), cut_of(weight)) for name, weight in model.named_parameters()}
     return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), [result.loss for result in results], [result.grad_norm for result in results], [], shards, 0.0)
 
 
@@ -658,7 +658,7 @@ def test_what_a_checkpoint_writes_depends_on_neither_layout_nor_cache(pool, save
 def load_in_16_bit(config, folder):
     mesh, model, _, _ = build(config)
     load_weights(Path(folder), model, mesh)
-    return {name: (weight.detach().clone(), weight.shard_dim) for name, weight in model.named_parameters()}
+    return {name: (weight.detach().clone(), cut_of(weight)) for name, weight in model.named_parameters()}
 
 
 def test_weights_without_an_optimizer_are_rounded_to_the_models_own_type(pool, saved):

@@ -23,7 +23,7 @@ import torch
 import nanodomino.tokenizer
 from data import prepare as prepare_module
 from data.prepare import prepare, prepare_default_corpus
-from nanodomino.data import SPLITS, TokenDataset, load_corpus
+from nanodomino.data import SPLITS, Ends, TokenDataset, load_corpus
 from nanodomino.settings import UserError
 from nanodomino.tokenizer import END_OF_TEXT, build_tokenizer
 
@@ -720,7 +720,7 @@ def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, m
     copies = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: copies.append(("pinned", tuple(rows.shape))) or rows)
     monkeypatch.setattr(torch.Tensor, "to", lambda rows, device, non_blocking: copies.append((device.type, non_blocking)) or rows)
-    TokenDataset(corpus, "train", 16, seed=1, eod_mask_loss=True, device=torch.device("cuda")).batch(0, 0, 0, 1, 4, 4)
+    TokenDataset(corpus, "train", 16, seed=1, ends=Ends(corpus.end_of_text, mask_loss=True), device=torch.device("cuda")).batch(0, 0, 0, 1, 4, 4)
     assert copies == [("pinned", (4, 17)), ("cuda", True)]
 
 
@@ -805,7 +805,7 @@ def test_evaluation_stops_at_the_end_and_counts_no_token_twice(corpus):
 
 def test_end_of_text_is_no_target_if_so_asked(corpus):
     for asked in (False, True):
-        batch = TokenDataset(corpus, "train", 512, seed=1, eod_mask_loss=asked).batch(0, 0, 0, 1, 8, 8)
+        batch = TokenDataset(corpus, "train", 512, seed=1, ends=Ends(corpus.end_of_text, asked)).batch(0, 0, 0, 1, 8, 8)
         at_end = batch.labels == corpus.end_of_text
         assert at_end.any() and torch.equal(batch.loss_mask == 0, at_end & torch.tensor(asked))
 

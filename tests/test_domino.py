@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import FixedData, build, difference, random_data, reference_for, relative, tiny, train_rank, whole
+from harness import FixedData, build, cut_of, difference, random_data, reference_for, relative, tiny, train_rank, whole
 
 from nanodomino import collectives
 from nanodomino.domino import run_alone
@@ -26,7 +26,7 @@ def one_microbatch(data: FixedData, config, stage, model):
     stage.trace.events.clear()
     run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
     backward_events = [(event.kind, event.about) for event in stage.trace.events]
-    gradients = {name: (weight.main_grad.clone(), weight.shard_dim) for name, weight in model.named_parameters()}
+    gradients = {name: (weight.main_grad.clone(), cut_of(weight)) for name, weight in model.named_parameters()}
     return forward_events, backward_events, losses, gradients
 
 
@@ -159,7 +159,7 @@ def plain_rank(config, weights, data):
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
     losses = model(batch.tokens, batch.positions, batch.labels, sample_ids=batch.sample_ids)
     (losses * batch.loss_mask).sum().backward()
-    return losses.detach(), {name: (weight.grad, weight.shard_dim) for name, weight in model.named_parameters()}
+    return losses.detach(), {name: (weight.grad, cut_of(weight)) for name, weight in model.named_parameters()}
 
 
 def domino_rank(config, weights, data):
@@ -249,7 +249,7 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
 @pytest.mark.parametrize("schedule", ["1f1b", "paired", "zb-v"])
 def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool, schedule):
     """Masks agree where the stream is replicated, belong to their heads where it is sharded, to their layers in chunks."""
-    from nanodomino.model import Dropout
+    from nanodomino.model import Surroundings
     from reference import train_reference, random_weights
     from harness import sizes_of
     import train
@@ -263,7 +263,7 @@ def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool
 
     def masks_of(step):
         ids = [step * config.global_batch_size + row for row in range(config.global_batch_size)]
-        dropout = Dropout(config, Alone(), ids)
+        dropout = Surroundings(config, Alone(), ids)
         probability = {"core": config.attention_dropout}
         return lambda site, shape: dropout.draw(site, shape[1:], probability.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
 

@@ -299,7 +299,7 @@ def test_help_lists_every_flag_and_its_default(capsys):
     with pytest.raises(SystemExit):
         command_line(["--help"])
     flags = re.findall(r"(?ms)^  (--[a-z-]+)(.*?)(?=^  --|\Z)", capsys.readouterr().out)
-    assert len(flags) == 11 and all("(default" in text for name, text in flags if name != "--load")
+    assert len(flags) == 12 and all("(default" in text for name, text in flags if name != "--load")
     defaults = vars(command_line(["--load", "run"]))
     for name, text in flags:
         if isinstance(value := defaults[name[2:].replace("-", "_")], (int, float)) and not isinstance(value, bool):

@@ -25,15 +25,26 @@ TOLERANCE = 1e-9
 STEPS = 3
 LAYOUTS = [(tp, pp, dp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in (1, 2, 4, 8) if tp * pp * dp <= 8]
 SMALL = [layout for layout in LAYOUTS if math.prod(layout) <= 4]
+# Choices of a model, as families make them; at 8 heads and tp 4 a rank has one of 4 groups.
+FAMILIES = dict(
+    gpt2=dict(),
+    llama=dict(position_embedding_type="rope", swiglu=True, num_query_groups=4, disable_bias_linear=True),
+    qwen2=dict(position_embedding_type="rope", swiglu=True, num_query_groups=4, disable_bias_linear=True, add_qkv_bias=True,
+               kv_channels=4, rotary_percent=0.5, rotary_base=50.0),
+    qwen3=dict(position_embedding_type="rope", swiglu=True, disable_bias_linear=True, qk_layernorm=True, kv_channels=6,
+               use_rope_scaling=True, rope_scaling_factor=4.0, rotary_seq_len_interpolation_factor=2.0, ffn_hidden_size=24),
+    mixed=dict(position_embedding_type="none", num_query_groups=4, qk_layernorm=True, kv_channels=4))
 OPTIONS = dict(slices=(1, 2, 3), columns=(1, 2), zero=(0, 1, 2), schedule=tuple(SCHEDULES), untied=(False, True),
                normalization=tuple(NORMALIZATIONS), recompute_granularity=tuple(GRANULARITIES),
-               loss_scale=(None, 2.0**12), sequence_parallel=(False, True))
+               loss_scale=(None, 2.0**12), sequence_parallel=(False, True), family=tuple(FAMILIES), documents=(False, True))
 
 
-def case(tp, pp, dp, slices=1, columns=1, zero=1, schedule="1f1b", untied=False, exhaustive=False, **more):
+def case(tp, pp, dp, slices=1, columns=1, zero=1, schedule="1f1b", untied=False, exhaustive=False, family="gpt2",
+         documents=False, **more):
     """A layout and its options, with a readable name."""
     name = f"tp{tp}-pp{pp}-dp{dp}-slices{slices}-columns{columns}-zero{zero}-{schedule}-{'untied' if untied else 'tied'}"
-    name += "".join(f"-{key}{value}" for key, value in more.items())
+    name += f"-{family}{'-documents' * documents}" + "".join(f"-{key}{value}" for key, value in more.items())
+    more = FAMILIES[family] | dict(reset_position_ids=documents, reset_attention_mask=documents) | more
     options = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices, columns=columns, zero_stage=zero,
                    schedule=schedule, untie_embeddings_and_output_weights=untied, **{"num_layers": 2 * pp + 1} | more)
     return pytest.param(tp * pp * dp, options, id=name, marks=pytest.mark.exhaustive if exhaustive else [])
@@ -145,5 +156,7 @@ def plain_evaluation(config, weights, data):
     """The mean over every token that counts, of all batches at once: no mean of means."""
     model = ReferenceGPT(sizes_of(config)).double().load_full(weights)
     tokens, labels, loss_mask = (tensor.flatten(0, 1) for tensor in (data.tokens, data.labels, data.loss_mask))
+    positions = torch.arange(config.seq_length) if data.positions is None else data.positions.flatten(0, 1)
+    documents = None if data.documents is None else data.documents.flatten(0, 1)
     with torch.no_grad():
-        return float(masked_loss(model(tokens, torch.arange(config.seq_length)), labels, loss_mask.double()))
+        return float(masked_loss(model(tokens, positions, documents=documents), labels, loss_mask.double()))

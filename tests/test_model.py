@@ -3,16 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Outcome, build, reference_for, sizes_of, tiny, whole
+from harness import Outcome, build, cut_of, reference_for, sizes_of, tiny, whole
 from reference import ReferenceGPT
 
 from nanodomino.config import PRESETS, Config
-from nanodomino.model import Dropout, flops_per_token, parameter_count
+from nanodomino.model import Surroundings, flops_per_token, parameter_count
 
 
 def drawn_rank(config):
     mesh, model, _, _ = build(config)
-    shards = {name: (weight.detach().clone(), weight.shard_dim) for name, weight in model.named_parameters()}
+    shards = {name: (weight.detach().clone(), cut_of(weight)) for name, weight in model.named_parameters()}
     return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), [], [], [], shards, 0.0)
 
 
@@ -57,7 +57,7 @@ def logits_rank(config, weights, data, parallel_output):
     loss = (F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none") * batch.loss_mask.flatten()).sum() if not parallel_output else None
     if loss is not None:
         loss.backward()
-    gradients = {} if loss is None else {name: (weight.grad, weight.shard_dim) for name, weight in model.named_parameters()}
+    gradients = {} if loss is None else {name: (weight.grad, cut_of(weight)) for name, weight in model.named_parameters()}
     return Outcome((0, 0, model.mesh.tp_rank), [logits.detach()], [], [], gradients, 0.0)
 
 
@@ -152,21 +152,26 @@ class FakeAttention:
     site = "layers.0.attention"
 
 
+def masks_of(surroundings, x):
+    """Of an attention's heads, and of the stream behind it."""
+    return surroundings.core(FakeAttention(), x).mask, surroundings.hidden("layers.0.attention.hidden", x)
+
+
 def test_dropout_masks_agree_where_replicated_and_differ_where_sharded(monkeypatch):
     """The residual stream is one, and must be dropped alike on every rank; the heads are each rank's own."""
     import nanodomino.model as model
     monkeypatch.setattr(model, "Attention", FakeAttention)
     config = tiny(2, tensor_model_parallel_size=2, hidden_dropout=0.5, attention_dropout=0.5)
     x = torch.zeros(2, config.seq_length, config.hidden_size)
-    ranks = [Dropout(config, Place(2, rank), [10, 11]) for rank in (0, 1)]
-    (core0, hidden0), (core1, hidden1) = (dropout.sublayer(FakeAttention(), x) for dropout in ranks)
+    ranks = [Surroundings(config, Place(2, rank), [10, 11]) for rank in (0, 1)]
+    (core0, hidden0), (core1, hidden1) = (masks_of(dropout, x) for dropout in ranks)
     assert torch.equal(hidden0, hidden1)                        # the residual stream is the same on both
     assert not torch.equal(core0, core1)                        # other heads, other masks
     assert not torch.equal(hidden0[0], hidden0[1])              # other samples too
     assert set(hidden0.unique().tolist()) == {0.0, 2.0}         # scaled by 1 / (1 - p)
-    again = Dropout(config, Place(2, 0), [11]).sublayer(FakeAttention(), x[:1])
+    again = masks_of(Surroundings(config, Place(2, 0), [11]), x[:1])
     assert torch.equal(again[0][0], core0[1]) and torch.equal(again[1][0], hidden0[1])      # however the batch is sliced
-    assert Dropout(config, Place(2, 0), None).sublayer(FakeAttention(), x) == (None, None)  # none in evaluation
+    assert masks_of(Surroundings(config, Place(2, 0), None), x) == (None, None)             # none in evaluation
 
 
 @pytest.mark.parametrize("name, millions", [("nano", 0.93), ("gpt2", 124), ("gpt2-medium", 355), ("gpt2-large", 774), ("gpt2-xl", 1558),

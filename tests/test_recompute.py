@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from benchmarks import comm, memory
 from nanodomino import formulas
-from nanodomino.model import Dropout
+from nanodomino.model import Surroundings
 from nanodomino.recompute import GRANULARITIES, TapePolicy
 from nanodomino.schedules import SCHEDULES
 from nanodomino.trace import Trace
@@ -65,13 +65,13 @@ def test_several_steps_on_several_stages_have_the_same_bits_too(pool):
 
 def test_a_mask_is_drawn_once_where_it_is_kept_and_twice_where_it_is_not(monkeypatch):
     """Those of the stream are kept but for full recomputation; attention's only where its inside is."""
-    sites, draw = [], Dropout.draw
+    sites, draw = [], Surroundings.draw
 
     def drawn(self, site, *arguments):
         sites.append(site.split(".")[-1])
         return draw(self, site, *arguments)
 
-    monkeypatch.setattr(Dropout, "draw", drawn)
+    monkeypatch.setattr(Surroundings, "draw", drawn)
     for granularity, core, hidden, embedding in (("none", 1, 1, 1), ("selective", 2, 1, 1), ("full", 2, 2, 2)):
         sites.clear()
         step_of(tiny(1, **EIGHT, **DROPOUT, recompute_granularity=granularity))

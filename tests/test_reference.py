@@ -67,7 +67,7 @@ def torch_transformer(sizes, weights):
 
 def test_fused_rows_run_head_then_part_then_element():
     fused = torch.arange(24)  # 4 heads of 2
-    q, k, v = split_qkv(fused, 4)
+    q, k, v = split_qkv(fused, 4, 2)
     assert q.tolist() == [0, 1, 6, 7, 12, 13, 18, 19]
     assert k.tolist() == [2, 3, 8, 9, 14, 15, 20, 21]
     assert v.tolist() == [4, 5, 10, 11, 16, 17, 22, 23]
@@ -76,7 +76,7 @@ def test_fused_rows_run_head_then_part_then_element():
 @pytest.mark.parametrize("shape", [(24, 5), (24,)])
 def test_fusing_undoes_splitting(shape):
     fused = torch.randn(shape)
-    assert torch.equal(fuse_qkv(*split_qkv(fused, 4), 4), fused)
+    assert torch.equal(fuse_qkv(*split_qkv(fused, 4, 2), 4), fused)
 
 
 @pytest.mark.parametrize("sizes", [SIZES, UNTIED], ids=["tied", "untied"])

@@ -10,6 +10,7 @@ from fake_world import fake_world
 from harness import build, random_data, tiny
 
 import train
+from nanodomino.model import Around
 
 
 @pytest.fixture
@@ -32,16 +33,17 @@ def test_attentions_gradient_is_autograds_with_the_engine_and_without(engine_run
     with fake_world(0, 2):
         _, model, _, _ = build(config)
     attention = model.chunks[0].sublayers[0]
-    b, s, heads, h = 2, config.seq_length, attention.heads, config.hidden_size // 2
+    b, s, heads, h = 2, config.seq_length, attention.groups, config.hidden_size // 2
     qkv = torch.randn(b, s, 3 * h, generator=generator, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(b, s, h, generator=generator, dtype=torch.float64)
     mask = (torch.rand(b, heads, s, s, generator=generator) > dropout).double() / (1 - dropout) if dropout else None
-    expected = attention.core(qkv, mask)
+    around = Around(mask, None, None)
+    expected = attention.core(qkv, around)
     (expected_gradient,) = torch.autograd.grad(expected, qkv, gradient)
     engine_runs.clear()
     with torch.no_grad():
-        activation, segment = attention.core_forward(qkv.detach(), mask, training=True)
-        found = attention.core_backward(gradient, segment)
+        activation, kept = attention.core_forward(qkv.detach(), around, training=True)
+        found = attention.core_backward(gradient, kept)
     assert len(engine_runs) == runs
     assert torch.equal(activation, expected)
     assert torch.allclose(found, expected_gradient, rtol=1e-13, atol=1e-15)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Outcome, build, random_data, reference_for, tiny, whole
+from harness import Outcome, build, cut_of, random_data, reference_for, tiny, whole
 
 from nanodomino import parallel
 from nanodomino.config import Config
@@ -49,7 +49,7 @@ def plain_gradients_rank(config, weights, data, g):
         (losses * batch.loss_mask).sum().backward()
     finally:
         parallel.ReduceFromTensorParallel = kept
-    gradients = {name: (weight.grad, weight.shard_dim) for name, weight in model.named_parameters()}
+    gradients = {name: (weight.grad, cut_of(weight)) for name, weight in model.named_parameters()}
     return Outcome((0, 0, model.mesh.tp_rank), [], [], [gradients], {}, 0.0)
 
 
