@@ -190,9 +190,8 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
                 saver.wait()
                 report.draw_curve()
                 raise UserError(f"{optimizer.skipped_in_a_row} steps in a row, up to step {step}, had a loss or "
-                                "gradient that is not finite; start from an earlier checkpoint with a smaller --lr "
-                                f"than {config.lr}"
-                                + (f", or --loss-scale than {config.loss_scale:g}" if config.loss_scale else ""))
+                                f"gradient that is not finite; {optimizer.loss_scale.advice()}start from an earlier "
+                                f"checkpoint, or anew, with a smaller --lr than {config.lr}")
             if ("valid" in datasets and config.eval_iters
                     and (step % config.eval_interval == 0 or step == config.train_iters)):
                 report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh, watch.mark))

@@ -29,7 +29,8 @@ def check_package(config: Config):
             import torch.utils.tensorboard  # noqa: F401
     except Exception as error:                                 # what it imports in turn can raise anything
         raise UserError(f"--tensorboard-dir needs a package that can't be imported ({error}); pip install -r "
-                        "requirements-extra.txt, or leave the flag out") from None
+                        "requirements-extra.txt, or leave the flag out; a run that remembers it forgets it by --config FILE "
+                        'with {"tensorboard_dir": null}') from None
 
 
 class Board:
@@ -49,7 +50,8 @@ class Board:
             self.warned = False
         except Exception as error:
             if not self.warned:
-                self.say(f"warning: --tensorboard-dir {self.folder} can't be written: {error}; training goes on")
+                said = getattr(error, "strerror", None) or error
+                self.say(f"warning: --tensorboard-dir {self.folder} can't be written ({said}); training goes on")
             self.warned = True
 
     def write(self):

@@ -3,16 +3,17 @@
     x' = x + dropout(y + bias)        y, bias of the sublayer before
     h  = norm(x')                     of the one that follows
 
-Row by row: each token for itself, so it does not ask whether the rank has all rows of the stream or some (stream.py).
-No product, but as many bytes through memory as there are: where a compiler is on, each direction is one kernel of it.
+Row by row: each token for itself, so it does not ask whether the rank has all rows of the stream or some (stream.py);
+[b, s, h] means the rows that it has. No product, but as many bytes through memory as there are: where a compiler is on,
+each direction is one kernel of it.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from nanodomino.model import close_residual, drop
 from nanodomino.parallel import wide
+from nanodomino.sublayers import close_residual, drop
 
 
 @dataclass

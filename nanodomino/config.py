@@ -328,7 +328,8 @@ class Config:
         for name, dtype in SHORT_DTYPES.items():
             if getattr(self, name):
                 before = filled.get("dtype", self.dtype)
-                require(before in ("float32", dtype), f"--{name} and --dtype {before} contradict each other; give one")
+                require(before == dtype or before == "float32" and "dtype" not in self.given,
+                        f"--{name} and --dtype {before} contradict each other; give one")
                 filled |= {"dtype": dtype, name: False}
         config = dataclasses.replace(self, **filled)
 
@@ -509,7 +510,7 @@ def check_sizes(c: Config):
             f"try --max-position-embeddings {c.seq_length}")
     require(c.load or not c.finetune, "--finetune takes the weights of --load, and there is none; add --load FOLDER")
     require(c.min_loss_scale <= c.initial_loss_scale, f"min-loss-scale {c.min_loss_scale:g} must be at most "
-            f"initial-loss-scale {c.initial_loss_scale:g}; lower it or leave it out")
+            f"initial-loss-scale {c.initial_loss_scale:g}; try --min-loss-scale {c.initial_loss_scale:g}")
     require(c.dtype == "float16" or not c.fp16_lm_cross_entropy,
             f"--fp16-lm-cross-entropy needs --fp16, but --dtype is {c.dtype}; add --fp16, or leave it out")
     require(c.min_lr <= c.lr, f"min-lr {c.min_lr} must be at most lr {c.lr}; lower it or leave it out")

@@ -51,8 +51,8 @@ The column split (section 3.3) works within a slice, also at batch 1: the output
 and of the column-parallel input gradient, in chunks, each chunk's reduce under way while the next is computed.
 
 Where the stream is cut along its tokens (sequence parallelism, stream.py), h is gathered before the first product and
-y scattered behind the second: a yield each, and the slices start a turn apart, so that one computes while another's
-travel.
+y scattered behind the second, backward likewise: a yield each. The slices start a turn apart, and take one between the
+products, so that one computes while another's travel.
 
 With one slice this is Megatron's tensor parallelism: forward it blocks, backward the weight gradients are its cover.
 With tp = 1 there are no wires, and nothing ever waits.
@@ -69,11 +69,13 @@ import torch.nn.functional as F
 from nanodomino.bridge import Bridge, bridge, bridge_backward, close_residual_backward
 from nanodomino.data import Batch
 from nanodomino.gradients import add_gradients, add_weight_gradient, main_grad_of
-from nanodomino.model import GPT, Chunk, Sublayer, Surroundings, close_residual, drop
+from nanodomino.model import GPT, Chunk
 from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
                                  maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss, wide)
 from nanodomino.recompute import Link, TapePolicy
 from nanodomino.stream import Flight, all_reduce, stream_of
+from nanodomino.sublayers import Sublayer, close_residual, drop
+from nanodomino.surroundings import Surroundings
 from nanodomino.trace import NO_TRACE
 
 
@@ -116,7 +118,8 @@ class Slice:
     index: int
     chunk: Chunk
     batch: Batch
-    hidden: torch.Tensor | None                        # [b, s, h] from the layers before
+    hidden: torch.Tensor | None                        # [b, s, h] from the layers before; of a stream that is cut,
+                                                       # here and below, this rank's rows [b, s/t, h]
     around: Surroundings
     training: bool
     links: list[Link] = field(default_factory=list)
@@ -130,7 +133,7 @@ class Slice:
 
     def keep_what_is_left(self):
         """After backward: what weight_backward is to do, and nothing else."""
-        self.batch = self.maximum = self.sums = self.output = None
+        self.batch = self.around = self.maximum = self.sums = self.output = None
 
 
 class Tally:
@@ -223,10 +226,15 @@ class Domino:
     def in_turn(self, piece, generator):
         """Generator: where there are wires before the products and behind them, each slice comes a turn after the one
         before: while one waits for the first, another has work, and a third's travel behind that."""
-        if self.stream.parts > 1:
-            for _ in range(piece.index):
-                yield
+        for _ in range(piece.index):
+            yield from self.turn()
         yield from generator
+
+    def turn(self):
+        """Generator: let the others compute where the stream is cut, though nothing is under way: else two slices would
+        keep in step, both be between products at once, and what leaves there have nothing to hide behind."""
+        if self.stream.parts > 1:
+            yield
 
     # ---- forward
 
@@ -269,7 +277,7 @@ class Domino:
         yield from self.others(flights)
         c = self.product(piece, step.site, flights, step.column, step.column_bias)
         activation, kept = self.core(piece, step, c)
-        yield from self.others(flights)
+        yield from self.turn()
         flights = []
         for part in self.cut(step.row, 0):                     # W2's output features
             with self.trace.span("matmul", slice=piece.index, site=step.site):
@@ -330,7 +338,7 @@ class Domino:
         yield from self.others(flights)
         gradient, grad_y = self.product(piece, step.site, flights, step.row.t()), arrived(flights)
         gradient = step.core_backward(gradient, link.kept)     # of c
-        yield from self.others(flights)
+        yield from self.turn()
         products = [(step.row, grad_y, link.activation),
                     (step.column, gradient, self.wait(piece, step.site, link.arriving)),
                     (step.column_bias, gradient, None)]
@@ -387,8 +395,8 @@ class Domino:
             with self.trace.span("matmul", slice=piece.index, site=site):
                 partial_sum = grad_output @ part
             flights.append(self.launch(piece, site, self.stream.join(partial_sum)))
-        self.weight_gradients(piece, site, cover)
         self.tapes.prepare(self, piece)                       # the next link needs nothing of this sum, and hides it
+        self.weight_gradients(piece, site, cover)
         yield
         self.tapes.restore(self, piece)
         return self.wait(piece, site, flights)

@@ -38,12 +38,15 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
     if asked.get("tensorboard_dir"):                           # a start from elsewhere will mean the same one
         asked["tensorboard_dir"] = os.path.abspath(asked["tensorboard_dir"])
     if asked.get("config"):
-        asked = remembered(read_settings(Path(asked["config"]))) | asked
+        record = read_settings(Path(asked["config"]))
+        unset = {name: None for name, value in record.items() if value is None and name not in names(Config, "launch")}
+        asked = unset | remembered(record) | asked             # null: the default, whatever a run remembers
     run = newest_record(Path(asked["run_dir"])) if asked.get("run_dir") else None
     before = remembered(completed(run, asked["run_dir"])) if run else {}
-    if "dtype" in before and any(asked.get(name) for name in SHORT_DTYPES):
-        del before["dtype"]                                    # another word for it has been given
     given = {*asked, *(run or {}).get("given", ())}
+    if "dtype" not in asked and any(asked.get(name) for name in SHORT_DTYPES):     # another word for it has been given
+        before.pop("dtype", None)
+        given.discard("dtype")
     if not run and asked.get("load") and (loaded := newest_record(Path(asked["load"]))):
         brought = names(Config, *(("model",) if asked.get("finetune") else ("model", "optimizer"))) + ("seq_length",)
         before = {name: value for name, value in completed(loaded, asked["load"]).items() if name in brought}
@@ -53,8 +56,9 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
         return config.resolve(world_size)
     except UserError as error:
         rule = re.findall(r"[\w-]+", str(error).partition(";")[0])
-        not_now = [f"{spelling(name)} {before[name]}" for name in sorted(before.keys() - asked)
-                   if spelling(name)[2:] in rule]
+        not_now = [f"{spelling(name)}, which {spelling(name).replace('--', '--no-', 1)} turns off"
+                   if before[name] is True else f"{spelling(name)} {before[name]}"
+                   for name in sorted(before.keys() - asked) if spelling(name)[2:] in rule]
         note = f" (as remembered from before: {', '.join(not_now)})" if not_now else ""
         raise UserError(f"{error}{note}") from None
 

@@ -48,6 +48,7 @@ from nanodomino.optimizers import OPTIMIZERS
 from nanodomino.parallel import CHUNK_BYTES
 from nanodomino.pipeline import AHEAD
 from nanodomino.positions import rotary_size
+from nanodomino.recompute import GRANULARITIES
 from nanodomino.schedules import Forward, asked, gives, most_alive, takes
 from nanodomino.zero import UNDER_WAY
 
@@ -178,14 +179,15 @@ def kept_by_layer(config: Config) -> dict[str, float]:
     scores = n * config.seq_length * config.num_attention_heads // t           # attention probabilities, counted
     kept = {} if on_host(config) else {"norm inputs": 2 * own}   # x', which the norm differentiates itself at
     kept["norm statistics"] = 2 * n * norm_statistics(config) / config.stream_parts
-    if config.recompute_granularity == "full":
+    forgets = GRANULARITIES[config.recompute_granularity]
+    if "h" in forgets:
         return kept
     kept |= {"product inputs": 2 * own,                        # h: the column-parallel weight gradient
              "qkv": (q + 2 * k) / t,                           # with their bias: attention's backward
              "mlp before activation": before / t}              # the activation's backward
     if config.hidden_dropout:
         kept["hidden dropout"] = 2 * w * n * config.hidden_size / config.stream_parts
-    if config.recompute_granularity == "selective":
+    if "activation" in forgets:
         return kept
     kept |= {"context": q / t,                                 # its output: its backward, dense's weight gradient
              "mlp after activation": after / t}                # dense_4h_to_h's weight gradient
@@ -228,7 +230,7 @@ def widths(config: Config) -> tuple[int, int, int, int]:
 def kept_by_ends(config: Config, at, chunk: Chunk) -> dict[str, float]:
     """Of what is not a layer. The first norm's input is the chunk's: the embedding's or the message before."""
     e, w, n, x = element(config), wide(config), tokens(config), stream(config)
-    has_mask = config.hidden_dropout and config.recompute_granularity != "full"
+    has_mask = config.hidden_dropout and "h" not in GRANULARITIES[config.recompute_granularity]
     mask = w * n * config.hidden_size / config.stream_parts if has_mask else 0
     kept = {}
     if chunk.pre_process or chunk.post_process:
@@ -357,8 +359,9 @@ def working_bytes(config: Config, at) -> int:
     head = sum(kept_by_ends(config, at, last).values()) if last.post_process else 0  # gone when the layers' turn comes
     beside = [pair_bytes(config, at, resumed - first.pre_process) for resumed in (0, 1, 1 + last.post_process)]
     # backward of an MLP, of one slice of which what is computed again is there
-    again = {"none": 0, "selective": ffn, "full": x + ffn + before}[config.recompute_granularity] // slices(config)
-    again += 4 * x if on_host(config) else 0      # x of two sublayers that leave, and of two that come back
+    forgets = GRANULARITIES[config.recompute_granularity]
+    again = (ffn * ("activation" in forgets) + (x + before) * ("h" in forgets)) // slices(config)
+    again += 4 * stream(config) * on_host(config)  # x of two sublayers that leave, and of two that come back
     moments = [2 * x + ffn + before + max(0, beside_fp32(h, config.ffn_hidden_size // t) - ffn) - head + beside[2]
                + again]
     if last.post_process:                                                           # forward and backward of the head
@@ -387,10 +390,11 @@ def pair_bytes(config: Config, at, sublayers: int) -> float:
     of what both have at hand besides, about 4 X. (The embedding and the head are a turn each.)"""
     if all(len(action.halves) == 1 for action in actions(config, at)):
         return 0
-    x, (q, k, before, after) = activation(config), (one / config.tp for one in widths(config))
-    links = {"none": [2 * x + 2 * q + 2 * k, 2 * x + before + after], "full": [x, x],
-             "selective": [2 * x + q + 2 * k, 2 * x + before]}[config.recompute_granularity]
-    return 4 * x + sum(links[:max(sublayers, 0)])
+    own, (q, k, before, after) = stream(config), (one / config.tp for one in widths(config))
+    forgets = GRANULARITIES[config.recompute_granularity]
+    links = [own + ("h" not in forgets) * (own + columns) + ("activation" not in forgets) * rows
+             for columns, rows in ((q + 2 * k, q), (before, after))]
+    return 4 * activation(config) + sum(links[:max(sublayers, 0)])
 
 
 def receiving_bytes(config: Config, at) -> int:

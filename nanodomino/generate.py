@@ -45,10 +45,12 @@ from nanodomino.data import Corpus, load_corpus
 from nanodomino.launch import start
 from nanodomino.manifest import find_checkpoint, read_manifest
 from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
-from nanodomino.model import GPT, Attention, Chunk, by_head, close_residual, join_heads, prepare, seeded_generator
+from nanodomino.model import GPT, Chunk
 from nanodomino.parallel import gather_logits
 from nanodomino.positions import attention_bias, documents_of, positions_in, rotation
 from nanodomino.settings import LARGEST, UserError, flags_of, require, spelling
+from nanodomino.sublayers import Attention, by_head, close_residual, join_heads, prepare
+from nanodomino.surroundings import seeded_generator
 
 WORK_OF_A_THREAD = 2**21     # multiplications: 0.05 ms of a core where many positions share the weights, 0.8 ms for one
 SEPARATOR = "---------------\n"

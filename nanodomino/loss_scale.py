@@ -64,6 +64,13 @@ class LossScale:
             self.value = max(self.value / 2.0, self.least)
         return mends
 
+    def advice(self) -> str:
+        """Of a run that gives up, where it may be the scale that is too large, and can't get smaller."""
+        if self.value <= 1.0:
+            return ""
+        return (f"try a smaller --{'min-' * self.moves}loss-scale than {self.least:g}, or "
+                if self.value <= self.least else "")
+
     # ---- for checkpoints
 
     def state(self) -> dict | None:

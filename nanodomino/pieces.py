@@ -29,7 +29,7 @@ def rectangles(begin: int, end: int, shape) -> list[tuple[tuple, tuple]]:
     """The rectangles, or boxes, that the numbers begin .. end of a flattened tensor of this shape fill, in order: of
     each (where it begins, how large it is)."""
     if len(shape) == 1:
-        return [((begin,), (end - begin,))]
+        return [((begin,), (end - begin,))] * (begin < end)
     inner, found = math.prod(shape[1:]), []
     cuts = {begin, min(-(-begin // inner) * inner, end), max(end // inner * inner, begin), end}
     for first, last in pairwise(sorted(cuts)):

@@ -26,6 +26,8 @@ needed earlier messages, and their batches so far hold no others; so both have m
     neighbours could wait for each other.
   - While a receive is under way it occupies the device, and whatever waits for the whole device (the first load of a
     kernel, memory given back) waits for its message too. By the same reasoning that only takes time.
+  - In ZeRO-2 a stage waits for its replicas in the middle of a step. They run the same actions, so that is one more
+    thing that an action needs, and has needed at an earlier time.
   - The first message of two ranks connects them, on the host, and blocks both until both have come: connect() has them
     meet at the start, with one element each way.
 
@@ -58,7 +60,7 @@ class Mail:
         self.leaving, self.arriving, self.sent = [], {}, deque()
 
     def give(self, action: Action, output):
-        """This action's output [b, s, h]: to leave with the next exchange, or to stay for another chunk of ours."""
+        """This action's output, of hidden_shape: to leave with the next exchange, or to stay for a chunk of ours."""
         if given := gives(self.placement, self.stage, action):
             taker, message = given
             if taker == self.stage:
@@ -94,7 +96,7 @@ class Mail:
         return 2 * (message.microbatch * self.placement.chunks + message.chunk) + (message.direction < 0)
 
     def receive(self, action: Action):
-        """The message for this action [b, s, h], or None at an end."""
+        """The message for this action, or None at an end."""
         source = self.placement.source(self.stage, action)
         if source is None:
             return None

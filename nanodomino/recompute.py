@@ -67,7 +67,7 @@ class TapePolicy:
 
     def __init__(self, config, device, slices: int):
         self.forgets = GRANULARITIES[config.recompute_granularity]
-        self.keeps_masks = config.recompute_granularity != "full"
+        self.keeps_masks = "h" not in self.forgets
         self.host = HostMemory(device, slices) if config.checkpoint_in_cpu and device.type == "cuda" else None
 
     def keep(self, link):
@@ -79,8 +79,9 @@ class TapePolicy:
         return link
 
     def prepare(self, stage, piece):
-        """Of the last link, if there is one: what is elsewhere sets out. stage: the Domino whose tape it is."""
-        if not piece.links or piece.links[-1].arriving:
+        """Begin to bring back what backward of the last link needs, if there is one: x from the host, all rows of h
+        from the other ranks. stage: the Domino whose tape it is."""
+        if not piece.links:
             return
         link = piece.links[-1]
         if self.host:
@@ -92,7 +93,7 @@ class TapePolicy:
         link.arriving, link.h = stage.spread(piece, link.step.site, link.h), None
 
     def restore(self, stage, piece):
-        """Make the last link whole, if there is one, which is prepared."""
+        """Compute again what the tape has forgotten of the last link, if there is one, after prepare()."""
         if not piece.links or piece.links[-1].activation is not None:
             return
         link = piece.links[-1]
@@ -115,18 +116,23 @@ class HostMemory:
 
     Memory of the GPU is given up where training's stream has waited for the copy, so that whoever is given it next
     comes later. record_stream() would not hold that stream up; but then the memory is free only when the host sees that
-    the copy is over, and a host that runs ahead of its GPU would find no x gone, and take new memory for each. Of the
-    host's own, pinned memory torch sees to that itself.
+    the copy is over, and a host that runs ahead of its GPU would find no x gone, and take new memory for each. The same
+    holds for torch's pinned memory, so that is kept here: who is given it again waits for the copy out of it.
     """
 
     def __init__(self, device, most: int):
         self.device, self.most = device, most                  # x's that may be leaving at once
         self.there, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.leaving = deque()
+        self.free = {}                                         # shape and type -> [(pinned memory, when it is free)]
 
     def leave(self, x) -> Away:
         """Begin to copy it to the host."""
-        away = Away(torch.empty(x.shape, dtype=x.dtype, pin_memory=True), x)
+        free = self.free.setdefault((x.shape, x.dtype), [])
+        host, emptied = free.pop(0) if free else (torch.empty(x.shape, dtype=x.dtype, pin_memory=True), None)
+        away = Away(host, x)
+        if emptied:
+            self.there.wait_event(emptied)
         self.there.wait_stream(torch.cuda.current_stream())    # which computes x
         with torch.cuda.stream(self.there):
             away.host.copy_(x, non_blocking=True)
@@ -151,4 +157,5 @@ class HostMemory:
         self.fetch(away)
         if away.back:
             torch.cuda.current_stream().wait_event(away.back)
+            self.free[away.host.shape, away.host.dtype].append((away.host, away.back))
         return away.x

@@ -113,8 +113,7 @@ def add_flags(parser, flags: list[dataclasses.Field], **defaults):
             groups[about["section"]] = parser.add_argument_group(about["section"])
         group = groups[about["section"]]
         if about["kind"] is bool:
-            action = "store_true" if one.default is False else argparse.BooleanOptionalAction
-            group.add_argument(*spellings, action=action, default=default, help=text)
+            group.add_argument(*spellings, action=argparse.BooleanOptionalAction, default=default, help=text)
         else:
             metavar = None if about["choices"] else about["kind"].__name__.upper()
             group.add_argument(*spellings, type=about["kind"], choices=about["choices"] or None, metavar=metavar,

@@ -40,6 +40,7 @@ from nanodomino.config import Config
 from nanodomino.formulas import Traffic
 from nanodomino.model import Chunk, flops_per_token
 from nanodomino.optimizers import OPTIMIZERS
+from nanodomino.recompute import GRANULARITIES
 from nanodomino.settings import require
 
 
@@ -81,7 +82,8 @@ def flops_again(config: Config, at, chunk: Chunk) -> float:
     """What its backward computes again of them: attention's own, and the column-parallel products."""
     *_, attention = flops(config, at, chunk)
     columns = 2 * formulas.tokens(config) * sum(sublayer.column.weight.numel() for sublayer in chunk.sublayers)
-    return {"none": 0.0, "selective": attention, "full": attention + columns}[config.recompute_granularity]
+    forgets = GRANULARITIES[config.recompute_granularity]
+    return attention * ("activation" in forgets) + columns * ("h" in forgets)
 
 
 def work(config: Config, at) -> tuple[float, float]:

@@ -22,9 +22,9 @@ stream, and spreads it once more, which is how activations come to be all cut by
 
 **Whose are which rows.** Of the b x s rows [h] of a slice the first b s / t are rank 0's, and so on: a part is one
 run of memory, and what is gathered is whole without a copy. The part is called [b, s/t, h], which is its size: with
-several samples its rows are not those of s/t places in each. Nobody looks: what is of each token (positions, dropout
-masks) is cut in the same way, `own`, stages pass on parts as they are, and a slice is cut for itself, so that its
-samples can be told from another's.
+several samples its rows are not those of s/t places in each. That is no matter: what belongs to a token (its position,
+its dropout mask) is cut in the same way, by `own`; stages pass on parts as they are; and each slice is cut for itself,
+so that its samples can be told from another's.
 
 What is whole on every rank and works on the rows of one (norms, row-parallel biases, positions) gets a part of its
 gradient there. They are summed over the ranks once a step, where they lie side by side (zero.py).
@@ -40,7 +40,7 @@ from nanodomino.collectives import all_gather, reduce_scatter
 
 @dataclass
 class Flight:
-    """A tensor that is to travel. start() sets it out, and returns (work, all ranks' parts of a sum [t, size] that are
+    """A tensor that is to travel. start() begins that, and returns (work, all ranks' parts of a sum [t, size] that are
     still to be added up, or None); kind: of the collective, "" where there is nothing to send; sent: the whole tensor,
     see formulas.Traffic."""
     tensor: torch.Tensor

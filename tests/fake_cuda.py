@@ -164,8 +164,9 @@ class Stream:
 STREAMS = dict(Stream=Stream, stream=lambda stream: nullcontext(), current_stream=Stream)
 
 
-def attention_of_a_gpu(q, k, v, is_causal):
+def attention_of_a_gpu(q, k, v, attn_mask, is_causal, enable_gqa):
     """What scaled_dot_product_attention chooses on CUDA; a build for CPUs would write it out."""
+    assert attn_mask is None
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)[0]
 
 

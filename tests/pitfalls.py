@@ -38,7 +38,7 @@ import test_domino  # noqa: E402
 import test_zero  # noqa: E402
 import train  # noqa: E402
 from harness import build, tiny, train_rank, train_steps  # noqa: E402
-from nanodomino import bridge, buckets, checkpoint, domino, formulas, loss_scale, model, schedules, stream, zero  # noqa: E402
+from nanodomino import bridge, buckets, checkpoint, domino, formulas, loss_scale, model, schedules, stream, sublayers, surroundings, zero  # noqa: E402
 from nanodomino.manifest import newest_sound  # noqa: E402
 from nanodomino.stream import Flight  # noqa: E402
 from pool import Pool  # noqa: E402
@@ -111,7 +111,7 @@ def same_shards(config):
             if weight.std is None:
                 weight.fill_(weight.value)
             else:
-                generator = model.seeded_generator("cpu", config.seed, name)
+                generator = surroundings.seeded_generator("cpu", config.seed, name)
                 weight.copy_(torch.empty(weight.shape).normal_(0.0, weight.std, generator=generator))
     return [(model.GPT, "initialize", initialize)]
 
@@ -191,7 +191,7 @@ def bias_before_the_sum(config):
     return [(bridge, "close_residual", lambda x, y, bias, mask: close(x, y, bias * config.tp, mask))]
 
 
-@pitfall("Fused q, k, v cut as one block each", "`nanodomino/model.py`, `Attention.split`: rows run group by group, [g, (q's, k, v), d]",
+@pitfall("Fused q, k, v cut as one block each", "`nanodomino/sublayers.py`, `Attention.split`: rows run group by group, [g, (q's, k, v), d]",
          **TP)
 def mixed_heads(config):
     """With rows in the order all q, all k, all v, a contiguous cut gives the first rank the queries and half of the keys. It
@@ -213,33 +213,122 @@ def mixed_heads(config):
         b, s, _ = gradient.shape
         gradients = kept[0].backward(gradient.view(b, s, -1, self.head_dim).transpose(1, 2))
         return torch.stack([one.transpose(1, 2) for one in gradients], dim=2).view(b, s, -1)
-    return [(model, "local_part", by_kind), (harness, "local_part", by_kind), (model.Attention, "split", split),
-            (model.Attention, "core_backward", core_backward)]
+    return [(model, "local_part", by_kind), (harness, "local_part", by_kind), (sublayers.Attention, "split", split),
+            (sublayers.Attention, "core_backward", core_backward)]
+
+
+@pitfall("The backward of a sum, written as another sum", "`nanodomino/domino.py`, `Domino.backward_sublayer`: y's gradient needs no wires; "
+         "the lesson in `nanodomino/parallel.py`", **TP)
+def summed_twice(config):
+    """The gradient of a sum is the gradient of each part: the mirror image of an all-reduce is nothing at all. With another
+    all-reduce in its place each sublayer's branch counts t times, the skip path once: the last sublayer's gradients are t times too
+    large, and those below point elsewhere."""
+    backward = domino.Domino.backward_sublayer
+
+    def again(self, piece, link, grad_x, grad_y, finish):
+        grad_y = grad_y.clone()
+        dist.all_reduce(grad_y, group=self.mesh.tp_group)
+        return (yield from backward(self, piece, link, grad_x, grad_y, finish))
+    return [(domino.Domino, "backward_sublayer", again)]
+
+
+@pitfall("The sum over a copied input's gradients is left out", "`nanodomino/domino.py`, `Domino.input_gradient`: launches the sum", **TP)
+def not_summed(config):
+    """The other half of the mirror: every rank has a copy of h, and knows a part of its gradient. Without the sum each goes on
+    with its own part. The norms' weights, of which every rank has a copy, part at the first step, and from then on the ranks train different models."""
+    gradient = domino.Domino.input_gradient
+
+    def alone(self, *arguments):
+        with mock.patch.object(self.stream, "join", Flight):
+            steps = gradient(self, *arguments)
+            next(steps)
+        yield
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+    return [(domino.Domino, "input_gradient", alone)]
+
+
+@pitfall("Cross entropy: the gradient forgets the sum over ranks", "`nanodomino/parallel.py`, `cross_entropy_gradient`: the sums that come "
+         "from all ranks", **TP)
+def own_softmax(config):
+    """Each rank divides its exponentials by the sum over its own words. The loss is right; every word's probability is too
+    large in the gradient, so that of a token's logits no longer sums to zero."""
+    backward = domino.cross_entropy_gradient
+
+    def own(logits, labels, loss, maximum, sums, gradient, vocabulary, of_rows):
+        part = sums.clone()
+        if vocabulary.valid:
+            part[0] = (logits - maximum.unsqueeze(-1)).exp().sum(dim=-1)
+        return backward(logits, labels, loss, maximum, part, gradient, vocabulary, of_rows)
+    return [(domino, "cross_entropy_gradient", own)]
+
+
+@pitfall("Cross entropy: a label counts on ranks that do not have it", "`nanodomino/parallel.py`, `parts_of_loss`: zero where the label lies "
+         "elsewhere", **TP)
+def labels_everywhere(config):
+    """A rank that does not own the label looks up row 0 instead of nothing, and the sum has some other word's logit in it. The
+    loss is wrong, and may fall below zero; here the gradient at the label is computed from the loss, and is wrong with it. Where it is not,
+    the training is right and the curve is not."""
+    parts = domino.parts_of_loss
+
+    def everywhere(logits, labels, largest, exponentials, maximum, vocabulary):
+        sums = parts(logits, labels, largest, exponentials, maximum, vocabulary)
+        row, _ = vocabulary.locate(labels)
+        sums[1] = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) - maximum
+        return sums
+    return [(domino, "parts_of_loss", everywhere)]
+
+
+@pitfall("Cross entropy: each rank subtracts its own maximum", "`nanodomino/domino.py`, `Domino.forward_head`: the maximum over all ranks "
+         "travels first", **TP)
+def own_maximum(config):
+    """Sums of exponentials that were scaled differently are added. Wherever both ranks' largest logits are near each other,
+    as in a fresh model, it is nearly right."""
+    reduce = domino.Domino.all_reduce
+
+    def no_maximum(self, piece, site, tensor, op=dist.ReduceOp.SUM):
+        return reduce(self, piece, site, tensor, op) if op == dist.ReduceOp.SUM else iter(())
+    return [(domino.Domino, "all_reduce", no_maximum)]
+
+
+@pitfall("Groups along the wrong axis of the grid", "`nanodomino/mesh.py`, `make_mesh`: one box, box[pp, dp, tp]; a test names every row",
+         world_size=4, **TP)
+def swapped_groups(config):
+    """The group that should share a matrix is that of the replicas: parts of different samples are added. All sizes fit, since
+    both axes have two ranks, and nothing complains."""
+    make = harness.make_mesh
+
+    def swapped(*arguments):
+        mesh = make(*arguments)
+        return dataclasses.replace(mesh, tp_group=mesh.dp_group, dp_group=mesh.tp_group)
+    return [(harness, "make_mesh", swapped)]
 
 
 # ---- dropout
 
-@pitfall("Each tensor-parallel rank drops other numbers of the stream", "`nanodomino/model.py`, `Surroundings`: a mask is a function of (seed, "
+@pitfall("Each tensor-parallel rank drops other numbers of the stream", "`nanodomino/surroundings.py`, `Surroundings`: a mask is a function of (seed, "
          "sample, place in the model)", hidden_dropout=0.2, **TP)
 def own_masks(config):
     """Between the sublayers the stream is one, of which each rank has a copy. With a mask of its own each has another stream
     from the first site on; their sums mix them, and the copies of norms and biases drift apart."""
-    hidden = model.Surroundings.hidden
-    return [(model.Surroundings, "hidden", lambda self, site, x: hidden(self, site + " elsewhere" * self.mesh.tp_rank, x))]
+    hidden = surroundings.Surroundings.hidden
+    return [(surroundings.Surroundings, "hidden", lambda self, site, x: hidden(self, site + " elsewhere" * self.mesh.tp_rank, x))]
 
 
-@pitfall("All ranks drop the same of their heads", "`nanodomino/model.py`, `Surroundings.core`: drawn for all heads, then cut",
+@pitfall("All ranks drop the same of their heads", "`nanodomino/surroundings.py`, `Surroundings.core`: drawn for all heads, then cut",
          attention_dropout=0.2, **TP)
 def same_masks(config):
     """Inside a sublayer the ranks hold different heads, and one seed for all drops alike in head 0 and head n/t. Nothing
     diverges; the noise is only less independent than it should be, and another on each layout."""
-    core = model.Surroundings.core
+    core = surroundings.Surroundings.core
 
     def as_the_first(self, *arguments):
         first = SimpleNamespace(tp=self.mesh.tp, tp_rank=0)
         with mock.patch.object(self, "mesh", first):
             return core(self, *arguments)
-    return [(model.Surroundings, "core", as_the_first)]
+    return [(surroundings.Surroundings, "core", as_the_first)]
 
 
 @pitfall("Dropout in evaluation", "`nanodomino/pipeline.py`, `run`: a schedule without backward does not train; no mode is kept anywhere",
@@ -559,19 +648,19 @@ def schedule_again(config):
     return from_its_start(lambda first: [(train, "learning_rate", lambda step, config: rate(step - first, config))])
 
 
-@pitfall("A run that goes on repeats the dropout of its beginning", "`nanodomino/model.py`, `Surroundings`: seeded by the sample's number in the run",
+@pitfall("A run that goes on repeats the dropout of its beginning", "`nanodomino/surroundings.py`, `Surroundings`: seeded by the sample's number in the run",
          hidden_dropout=0.2, **RESUMED)
 def dropout_again(config):
     """The generator's state is not saved, and the new process seeds as the first one did. Nothing breaks; but a run that is
     stopped is another run, and no two runs can be compared any more."""
-    draw = model.Surroundings.draw
+    draw = surroundings.Surroundings.draw
 
     def shifted(first):
         def again(self, *arguments):
             old = self.sample_ids and [sample - first * config.global_batch_size for sample in self.sample_ids]
             with mock.patch.object(self, "sample_ids", old):
                 return draw(self, *arguments)
-        return [(model.Surroundings, "draw", again)]
+        return [(surroundings.Surroundings, "draw", again)]
     return from_its_start(shifted)
 
 
@@ -670,18 +759,18 @@ def cost_by_name(config):
 
 # ---- what is computed again
 
-@pitfall("What is computed again drops something else", "`nanodomino/model.py`, `Surroundings`: a mask is a function of (seed, sample, place in the "
+@pitfall("What is computed again drops something else", "`nanodomino/surroundings.py`, `Surroundings`: a mask is a function of (seed, sample, place in the "
          "model), also when it is drawn again", world_size=1, hidden_dropout=0.2, attention_dropout=0.2, recompute_granularity="full")
 def new_masks(config):
     """Backward runs a part of the forward again, and the generator has moved on meanwhile: it differentiates another function than
     the one whose loss it was given. Losses of a first step are right, gradients are those of nothing, and more noise is all that shows."""
-    draw = model.Surroundings.draw
+    draw = surroundings.Surroundings.draw
 
     def moved_on(self, site, *others):
         before = self.__dict__.setdefault("drawn", [])
         before.append(site)
         return draw(self, site + " again" * (before.count(site) > 1), *others)
-    return [(model.Surroundings, "draw", moved_on)]
+    return [(surroundings.Surroundings, "draw", moved_on)]
 
 
 # ---- ZeRO-2
@@ -742,17 +831,17 @@ def not_summed_over_the_cut(config):
     return [(zero.ZeroOptimizer, "finish_reduces", as_before)]
 
 
-@pitfall("Masks are drawn for the tokens that a rank has", "`nanodomino/model.py`, `Surroundings.hidden`: drawn for the whole sample, then cut as the "
+@pitfall("Masks are drawn for the tokens that a rank has", "`nanodomino/surroundings.py`, `Surroundings.hidden`: drawn for the whole sample, then cut as the "
          "stream is", hidden_dropout=0.2, sequence_parallel=True, **TP)
 def masks_of_a_part(config):
     """A rank has s/t of a sample's tokens, and draws as many masks, from the seed that all share. The first token of each part then drops what
     the first token of every other part drops: t times the same noise, and another one on each layout. Nothing diverges."""
-    hidden = model.Surroundings.hidden
+    hidden = surroundings.Surroundings.hidden
 
     def alone(self, *arguments):
         with mock.patch.object(self, "stream", stream.Whole(None)):
             return hidden(self, *arguments)
-    return [(model.Surroundings, "hidden", alone)]
+    return [(surroundings.Surroundings, "hidden", alone)]
 
 
 # ---- those that are not put back here, and the tests that guard them

@@ -21,7 +21,7 @@ from harness import FixedData, Outcome, sizes_of, tiny, train_rank
 from reference import ReferenceGPT, masked_loss, random_weights, train_reference
 
 import train
-from nanodomino import model
+from nanodomino import model, surroundings
 
 TOLERANCE = 1e-9         # of everything, in float64
 CHECKED = 2              # steps: the second one sees the weights that the first one made
@@ -132,7 +132,7 @@ def masks_of(config, step):
     if not config.hidden_dropout and not config.attention_dropout:
         return None
     ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
-    dropout = model.Surroundings(config, SimpleNamespace(tp=1, tp_rank=0, tp_group=None), list(ids))
+    dropout = surroundings.Surroundings(config, SimpleNamespace(tp=1, tp_rank=0, tp_group=None), list(ids))
     core = {"core": config.attention_dropout}
     return lambda site, shape: dropout.draw(site, shape[1:], core.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
 

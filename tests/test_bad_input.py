@@ -90,7 +90,7 @@ def refusal(attempt):
 
 @pytest.mark.parametrize("world_size, flags", [
     (1, ""), (4, ""), (8, ""), (8, "--tp 8 --slices 4"), (8, "--pp 8"), (8, "--dp 2"), (8, "--tp 1 --pp 1 --dp 8"),
-    (1, "--slices 4"), (1, "--columns 96"), (1, "--bf16 --dtype float32"), (1, "--fp16 --dtype float16 --loss-scale 8"), (1, "--vocab-size 300"), (1, "--trace 5:5"),
+    (1, "--slices 4"), (1, "--columns 96"), (1, "--fp16 --dtype float16 --loss-scale 8"), (1, "--vocab-size 300"), (1, "--trace 5:5"),
     (1, "--seed 2147483647"),
     (1, "--eval-iters 0 --sample-tokens 0 --top-k 0 --seed 0 --clip-grad 0 --temperature 0 --lr 0")])
 def test_good_input_reaches_the_process_group(attempt, world_size, flags):
@@ -155,7 +155,8 @@ BAD_FLAGS = [
     (1, "--hidden-dropout 1", "--hidden-dropout must be at least 0 and below 1", "1.0"),
     (1, "--attention-dropout -0.1", "--attention-dropout must be at least 0 and below 1", "-0.1"),
     (1, "--loss-scale 0", "--loss-scale must be above 0 and below 3.40282e+38", "0.0"),
-    (1, "--fp16 --min-loss-scale 65536", "min-loss-scale 65536 must be at most initial-loss-scale 32768", "lower it"),
+    (1, "--fp16 --min-loss-scale 65536", "min-loss-scale 65536 must be at most initial-loss-scale 32768", "try --min-loss-scale 32768"),
+    (1, "--bf16 --dtype float32", "--bf16 and --dtype float32 contradict each other", "give one"),
     (1, "--fp16-lm-cross-entropy", "--fp16-lm-cross-entropy needs --fp16", "--dtype is float32", "add --fp16"),
     (1, "--lr-warmup-fraction 1", "--lr-warmup-fraction must be at least 0 and below 1", "1.0"),
     # Names

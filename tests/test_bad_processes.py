@@ -84,7 +84,7 @@ FLAGS += [Bad(f"generate {flags}", "nanodomino.generate", flags, says) for flags
     ("--load run --temperature -1", "--temperature must be a finite number of at least 0, but is -1.0"),
     ("--load run --max-tokens -1", "--max-tokens must be at least 0, but is -1"),
     ("--load run --num-samples 0", "--num-samples must be at least 1, but is 0"),
-    ("--load run --prompt FILE:nowhere", "FILE:nowhere can't be read (No such file", "give a file that is there"),
+    ("--load run --prompt FILE:nowhere", "--prompt nowhere can't be read (No such file", "give a file that is there"),
     ("--load run --max-token 9", "unrecognized arguments: --max-token 9", "--help lists every flag"),
     ("--load run --device cuda", "--device cuda needs a GPU that torch can see, and there is none", "try --device cpu"),
     ("--load ''", "--load must not be empty", "give a checkpoint or the folder of a run"),

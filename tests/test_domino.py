@@ -249,7 +249,7 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
 @pytest.mark.parametrize("schedule", ["1f1b", "paired", "zb-v"])
 def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool, schedule):
     """Masks agree where the stream is replicated, belong to their heads where it is sharded, to their layers in chunks."""
-    from nanodomino.model import Surroundings
+    from nanodomino.surroundings import Surroundings
     from reference import train_reference, random_weights
     from harness import sizes_of
     import train

@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness import tiny
 
-from nanodomino.functions import NORMALIZATIONS, gelu, gelu_backward
+from nanodomino.functions import ACTIVATIONS, NORMALIZATIONS
 from nanodomino.mesh import mesh_on_paper
 from nanodomino.model import on_paper
 
@@ -28,15 +28,17 @@ def test_a_normalization_and_its_gradients_are_torchs_own(name):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 0.05), (torch.float16, 0.05 / 8)])
-@pytest.mark.parametrize("name", [*NORMALIZATIONS, "gelu"])
+@pytest.mark.parametrize("name", [*NORMALIZATIONS, *ACTIVATIONS])
 def test_what_training_runs_is_what_the_definition_says(name, dtype, tolerance):
     """Forward and backward by hand, against the definition under autograd."""
     generator = torch.Generator().manual_seed(3)
     x, weight, bias, gradient = (torch.randn(shape, generator=generator).to(dtype).requires_grad_()
                                  for shape in ((2, 3, 16), (16,), (16,), (2, 3, 16)))
-    if name == "gelu":
-        inputs, expected, ours = [x], gelu(x), [gelu(x.detach())]
-        mine = [gelu_backward(gradient.detach(), x.detach())]
+    if name in ACTIVATIONS:
+        kind = ACTIVATIONS[name]
+        inputs, expected, ours = [x], kind.function(x), [kind.function(x.detach())]
+        mine = [kind.backward(gradient.detach()[..., :16 // kind.inputs], x.detach())]
+        gradient = gradient[..., :16 // kind.inputs]
     else:
         kind = NORMALIZATIONS[name]
         inputs, expected = [x, weight, bias] if kind.has_bias else [x, weight], kind.function(x, weight, bias, 1e-3)

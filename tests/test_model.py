@@ -7,7 +7,8 @@ from harness import Outcome, build, cut_of, reference_for, sizes_of, tiny, whole
 from reference import ReferenceGPT
 
 from nanodomino.config import PRESETS, Config
-from nanodomino.model import Surroundings, flops_per_token, parameter_count
+from nanodomino.model import flops_per_token, parameter_count
+from nanodomino.surroundings import Surroundings
 
 
 def drawn_rank(config):
@@ -149,6 +150,7 @@ class Place:
 
 
 class FakeAttention:
+    attends = True
     site = "layers.0.attention"
 
 
@@ -157,10 +159,8 @@ def masks_of(surroundings, x):
     return surroundings.core(FakeAttention(), x).mask, surroundings.hidden("layers.0.attention.hidden", x)
 
 
-def test_dropout_masks_agree_where_replicated_and_differ_where_sharded(monkeypatch):
+def test_dropout_masks_agree_where_replicated_and_differ_where_sharded():
     """The residual stream is one, and must be dropped alike on every rank; the heads are each rank's own."""
-    import nanodomino.model as model
-    monkeypatch.setattr(model, "Attention", FakeAttention)
     config = tiny(2, tensor_model_parallel_size=2, hidden_dropout=0.5, attention_dropout=0.5)
     x = torch.zeros(2, config.seq_length, config.hidden_size)
     ranks = [Surroundings(config, Place(2, rank), [10, 11]) for rank in (0, 1)]

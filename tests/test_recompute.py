@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from benchmarks import comm, memory
 from nanodomino import formulas
-from nanodomino.model import Surroundings
+from nanodomino.surroundings import Surroundings
 from nanodomino.recompute import GRANULARITIES, TapePolicy
 from nanodomino.schedules import SCHEDULES
 from nanodomino.trace import Trace
@@ -142,11 +142,13 @@ class Stream:
         return SimpleNamespace(stream=self, position=len(self.copies))
 
     def wait_event(self, event):
-        assert self is self.gpu.training
-        for i in range(event.position):
-            copy, event.stream.copies[i] = event.stream.copies[i], None
-            if copy:
-                copy()
+        def run():
+            for i in range(event.position):
+                copy, event.stream.copies[i] = event.stream.copies[i], None
+                if copy:
+                    copy()
+
+        run() if self is self.gpu.training else self.copies.append(run)
 
 
 class Gpu(TorchDispatchMode):

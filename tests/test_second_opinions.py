@@ -144,7 +144,7 @@ class Part(nn.Module):
         if self.first:
             x = model.word_embeddings(x) + model.position_embeddings(torch.arange(x.size(1), device=x.device))
         for i in self.own:
-            x = x + model.attentions[i](x, no_dropout)
+            x = x + model.attentions[i](x, no_dropout, torch.arange(x.size(1)).expand(x.shape[:2]), None)
             x = x + model.mlps[i](x, no_dropout)
         if self.last:
             x = F.linear(model.final_norm(x), model.word_embeddings.weight[:model.sizes.vocab_size])

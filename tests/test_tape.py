@@ -10,7 +10,7 @@ from fake_world import fake_world
 from harness import build, random_data, tiny
 
 import train
-from nanodomino.model import Around
+from nanodomino.surroundings import Around
 
 
 @pytest.fixture
