@@ -51,16 +51,16 @@ from nanodomino.tokenizer import build_tokenizer  # noqa: E402
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
-OWN = {"meta.json", "encoder.json", "vocab.bpe", *FILES, *(f"{split}.bin" for split in SPLITS)}  # all that is ever written
+OWN = {"meta.json", "encoder.json", "vocab.bpe", *FILES, *(f"{split}.bin" for split in SPLITS)}     # all it ever writes
 CHUNK = 1 << 20                 # characters tokenized at once
 DENSE_VOCABULARY = 1024         # up to here, pairs of tokens are counted in a full table
 PAIRS_COUNTED = 1 << 24         # beyond it, they are counted in this many tokens, by sorting
 
 # Where a text can be cut so that both sides give the tokens of the whole, with every tokenizer: before a single blank,
 # since words begin with it and never end; between a letter or digit and any blank; behind a line's end that has a
-# letter, a digit or _ after it. Nowhere else at a run of blanks: GPT-2 keeps its last one for the word behind it, Llama 3
-# glues line ends to the full stop before them, SmolLM2 keeps it whole before a digit. NFC joins nothing here either.
-# (The four control characters are blanks for Python only.)
+# letter, a digit or _ after it. Nowhere else in blanks: GPT-2 keeps the last one of a run for the word behind it,
+# Llama 3 glues line ends to the full stop before them, SmolLM2 keeps a run whole before a digit. NFC joins nothing
+# here. (The four control characters are blanks for Python only.)
 SAFE_CUT = r"(?:(?<=\S)(?= \S)|(?<=[A-Za-z0-9])(?=[^\S\x1c-\x1f])|(?<=\S\n)(?=\w))"
 LAST_SAFE_CUT = re.compile(r"(?s:.*)" + SAFE_CUT)
 
@@ -491,10 +491,11 @@ def command_line() -> Parser:
                         help="text or .jsonl files, folders, globs (default: Python's own standard library)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="the folder to make")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
-                        help="byte (default), gpt2, or the folder or tokenizer.json of a Hugging Face tokenizer that is "
-                        "byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM2)")
-    parser.add_argument("--eod-token", metavar="TOKEN", help="which of a Hugging Face tokenizer's added tokens ends a "
-                        "document (default: the eos_token of its tokenizer_config.json, else <|endoftext|> or the like)")
+                        help="byte (default), gpt2, or the folder or tokenizer.json of a Hugging Face tokenizer that "
+                        "is byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM2)")
+    parser.add_argument("--eod-token", metavar="TOKEN",
+                        help="which of a Hugging Face tokenizer's added tokens ends a document (default: the eos_token "
+                        "of its tokenizer_config.json, else <|endoftext|> or the like)")
     parser.add_argument("--split", default="949,50,1", metavar="SHARES",
                         help="shares of train,valid,test (default 949,50,1)")
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's encoder.json, to do without the download")
@@ -512,7 +513,8 @@ def main():
     require(flags.output or not flags.input, "--input needs --output, the folder to make; try --output data/mine")
     inputs, output = flags.input or standard_library(), flags.output or DEFAULT_CORPUS
     meta = prepare(inputs, output, flags.tokenizer, flags.split, flags.vocab_file, flags.merge_file,
-                   source=None if flags.input else STANDARD_LIBRARY, overwrite=flags.overwrite, eod_token=flags.eod_token)
+                   source=None if flags.input else STANDARD_LIBRARY, overwrite=flags.overwrite,
+                   eod_token=flags.eod_token)
     print_summary(meta, output)
 
 

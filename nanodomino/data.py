@@ -136,7 +136,7 @@ def load_corpus(folder) -> Corpus:
             unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from error
-    known = (*TOKENIZERS, *["huggingface"] * bool(meta.get("tokenizer_file")))
+    known = (*TOKENIZERS, "huggingface") if meta.get("tokenizer_file") else TOKENIZERS
     require(corpus.tokenizer_name in known,
             f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version knows "
             f"{', '.join(known)}; prepare the text again")

@@ -2,23 +2,23 @@
 
 The file describes a chain, of which tiktoken knows the last three links:
 
-    normalizer       text -> text       nothing, or NFC: e and an accent become é                         Qwen
+    normalizer       text -> text       nothing, or NFC: e and an accent become é                      Qwen
     added tokens     found first        <|endoftext|>; <think>, which is not special: text may hold it
-    pre_tokenizer    text -> words      one regular expression; or digits alone, GPT-2's for the rest     SmolLM2
+    pre_tokenizer    text -> words      one regular expression; or each digit, GPT-2's for the rest    SmolLM2
     model            word -> tokens     each byte a token, then merges, the oldest first
 
-Hugging Face joins two neighbours if that pair is in its list, the oldest entry first. tiktoken joins any two whose union
-is a token, the lowest id first, and takes a word that is a token without a look at its bytes. These are the same if
+Hugging Face joins two neighbours if that pair is in its list, the oldest entry first. tiktoken joins any two whose
+union is a token, the lowest id first, and takes a word that is a token without a look at its bytes. These are alike if
 
     ids grow along the list, and
     for each token: its bytes, joined tiktoken's way until two parts are left, end in a pair of the list;
     or they get stuck before, so that no merge makes it, and the file says ignore_merges.
 
-For a token's neighbours are in tiktoken's hands what its bytes alone would be, until it is made itself: a join inside
-it waits for nothing outside. So each join that tiktoken chooses is in the list, and of the list it is the oldest.
+(Until a token is made, tiktoken treats its bytes in a word as it would treat them alone: the lowest id of the word is
+the lowest of them. So each join that it chooses is in the list, and of those in the list it is the oldest.)
 
-A byte that the vocabulary lacks (SmolLM2's lacks 21, control characters most of them) is left out of the text, as
-there. Gaps between the ids get tokens that no text can hold.
+A byte that the vocabulary lacks (SmolLM2's lacks 21: control characters, or in no UTF-8) is left out of the text, as
+there; only that there its neighbours in a word may join. Gaps between the ids get tokens that no text can hold.
 """
 
 import json
@@ -40,7 +40,8 @@ BLANKS = r"\s++$|\s{1,500000}(?!\S)"
 # GPT-2's way to cut text into words, with possessive quantifiers for the same reason.
 GPT2_WORDS = rf"""'(?:[sdmt]|ll|ve|re)| ?\p{{L}}++| ?\p{{N}}++| ?[^\s\p{{L}}\p{{N}}]++|{BLANKS}|\s"""
 # The same between digits that were cut out before: blanks in front of one end their piece of text.
-DIGITS_THEN_GPT2_WORDS = rf"""\p{{N}}|'(?:[sdmt]|ll|ve|re)| ?\p{{L}}++| ?[^\s\p{{L}}\p{{N}}]++|\s++(?=\p{{N}})|{BLANKS}|\s"""
+GPT2_WORDS_AND_DIGITS = (r"""\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N})|"""
+                         rf"{BLANKS}|\s")
 
 
 def spelled_bytes() -> dict[str, int]:
@@ -99,7 +100,8 @@ def find_tokenizer(path) -> Path:
     require((path / "tokenizer.json").is_file() or not (path / "tokenizer.model").is_file(),
             f"{path} has a tokenizer.model of sentencepiece and no tokenizer.json; {FAMILIES}")
     require((path / "tokenizer.json").is_file(),
-            f"{path} has no tokenizer.json; save one there with AutoTokenizer's save_pretrained, or choose another folder")
+            f"{path} has no tokenizer.json; save one there with AutoTokenizer's save_pretrained, or choose another "
+            "folder")
     return path / "tokenizer.json"
 
 
@@ -123,7 +125,7 @@ def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceEncoding:
         raise UserError(f"{path} cuts words by a regular expression that tiktoken cannot read; {FAMILIES}") from None
     sample = " \n" + "".join(map(chr, range(33, 127)))
     require(encoding.decode(encoding.encode_ordinary(sample)) == sample,
-            f"{path} loses plain text, since its regular expression or its vocabulary leaves out characters; {FAMILIES}")
+            f"{path} loses plain text, as its regular expression or its vocabulary leaves out characters; {FAMILIES}")
     return encoding
 
 
@@ -154,7 +156,8 @@ def normal_form_of(path: Path, normalizer: dict | None) -> str | None:
 
 def words_of(path: Path, pre_tokenizer: dict | None) -> str:
     """The regular expression of the words."""
-    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer and pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    sequence = pre_tokenizer and pre_tokenizer["type"] == "Sequence"
+    steps = pre_tokenizer["pretokenizers"] if sequence else [pre_tokenizer]
     kinds = [step and step["type"] for step in steps]
     require(kinds in (["ByteLevel"], ["Digits", "ByteLevel"], ["Split", "ByteLevel"]),
             f"{path} cuts words by {', then '.join(map(str, kinds))}; {FAMILIES}")
@@ -167,7 +170,7 @@ def words_of(path: Path, pre_tokenizer: dict | None) -> str:
         return GPT2_WORDS
     if kinds[0] == "Digits":
         require(first["individual_digits"], f"{path} keeps digits together, but cuts them from their words; {FAMILIES}")
-        return DIGITS_THEN_GPT2_WORDS
+        return GPT2_WORDS_AND_DIGITS
     require("Regex" in first["pattern"] and first["behavior"] == "Isolated" and not first.get("invert"),
             f"{path} cuts words by {first['pattern']} with behavior {first['behavior']}, but must by a regular "
             f"expression and Isolated; {FAMILIES}")
@@ -192,8 +195,8 @@ def added_tokens(path: Path, added: list[dict]) -> tuple[dict[str, int], set[str
     return special, words
 
 
-def vocabulary(path: Path, model: dict, special: dict[str, int]) -> tuple[dict[bytes, int], list[tuple[bytes, bytes]]]:
-    """({token: id} without the added ones, the merges)."""
+def vocabulary(path: Path, model: dict, special: dict[str, int]) -> tuple[dict[bytes, int], list]:
+    """({token: id} without the added ones, the merges as pairs)."""
     byte_of = spelled_bytes()
 
     def spelled(token: str) -> bytes:
@@ -205,6 +208,8 @@ def vocabulary(path: Path, model: dict, special: dict[str, int]) -> tuple[dict[b
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     merges = [(spelled(first), spelled(second)) for first, second in merges]
     numbers = [*ranks.values(), *special.values()]
+    require(not model.get("unk_token") or all(bytes([byte]) in ranks for byte in range(256)),
+            f"{path} takes the unk_token {model.get('unk_token')!r} for bytes that it has no token for; {FAMILIES}")
     clashes = {token for token in special if model["vocab"].get(token, special[token]) != special[token]}
     if {type(number) for number in numbers} != {int} or min(numbers) < 0 or len(set(numbers)) < len(numbers) or clashes:
         raise ValueError("its ids must be whole numbers, and each be one token's")
@@ -213,10 +218,11 @@ def vocabulary(path: Path, model: dict, special: dict[str, int]) -> tuple[dict[b
     return ranks, merges
 
 
-def check_merges(path: Path, ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], ignore_merges: bool | None):
+def check_merges(path: Path, ranks: dict[bytes, int], merges: list, ignore_merges: bool | None):
     """What the module's docstring asks for."""
-    order = [ranks.get(first + second, -1) for first, second in merges]
-    require(-1 not in order, f"{path} has a merge without a token; give a folder with a sound tokenizer.json")
+    require(all(token in ranks for first, second in merges for token in (first, second, first + second)),
+            f"{path} has a merge without its tokens; give a folder with a sound tokenizer.json")
+    order = [ranks[first + second] for first, second in merges]
     require(all(one <= following for one, following in zip(order, order[1:])),
             f"{path} has merges in another order than the ids of their tokens, which tiktoken takes for their order; "
             f"{FAMILIES}")
@@ -229,7 +235,7 @@ def check_merges(path: Path, ranks: dict[bytes, int], merges: list[tuple[bytes, 
 
 def last_pair(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
     """The two parts that tiktoken comes to from a token's bytes before it joins them; None if it gets stuck."""
-    parts, never = [token[i:i + 1] for i in range(len(token))], len(ranks) ** 2 + 1e12
+    parts, never = [token[i:i + 1] for i in range(len(token))], float("inf")
     while len(parts) > 2:
         numbers = [ranks.get(first + second, never) for first, second in zip(parts, parts[1:])]
         lowest = min(numbers)
@@ -242,14 +248,17 @@ def last_pair(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | No
 
 def find_end_of_text(path: Path, special: dict[str, int], eod_token: str | None) -> str:
     """--eod-token, else what tokenizer_config.json calls eos_token, else a name that everybody knows."""
-    config, names = path.with_name("tokenizer_config.json"), ", ".join(list(special)[:8]) or "none"
+    config = path.with_name("tokenizer_config.json")
+    names = ", ".join(list(special)[:8]) or "it has none"
     if eod_token is not None:
-        require(eod_token in special, f"{path} has no added token {eod_token!r}; give one of its own as --eod-token: {names}")
+        require(eod_token in special,
+                f"{path} has no added token {eod_token!r}; give one of its own as --eod-token: {names}")
         return eod_token
     found = read_json(config).get("eos_token") if config.is_file() else None
     found = found.get("content") if isinstance(found, dict) else found
     found = found or next((name for name in ENDS_OF_TEXT if name in special), None)
     require(found, f"{path} does not say which token ends a text; name it with --eod-token, one of: {names}")
-    require(found in special, f"{config} gives {found!r} as eos_token, which is no added token of {path.name}; name one "
-            f"with --eod-token: {names}")
+    require(found in special,
+            f"{config} gives {found!r} as eos_token, which is no added token of {path.name}; name one with "
+            f"--eod-token: {names}")
     return found

@@ -28,7 +28,7 @@ def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None) -> t
     Raises UserError."""
     from_path = name not in TOKENIZERS
     require(not from_path or Path(name).exists(), f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}, or "
-            "the folder of a Hugging Face tokenizer, which is not there")
+            "the path of a Hugging Face tokenizer's folder")
     require((vocab_file is None) == (merge_file is None),
             f"--vocab-file and --merge-file belong together, but only {vocab_file or merge_file} was given; "
             "give both or neither")
