@@ -159,12 +159,12 @@ def test_at_every_safe_cut_both_sides_give_the_words_of_the_whole(families, name
             left, right = text[:cut.end()], text[cut.end():]
             assert words(families[name], left) + words(families[name], right) == words(families[name], text), (left, right)
             cuts += 1
-    assert cuts > 500
+    assert cuts > 400
 
 
 def pairs_at_blanks() -> list[str]:
     """Each kind of character on each side of each kind of run of blanks."""
-    kinds = ["e", "e\u0301", "\u0958", "東", "1", "½", ".", "'s", "_", "\u0338", "</think>"]
+    kinds = ["e", "e\u0301", "\u0958", "東", "1", "½", ".", "'s", "</think>"]
     blanks = [" ", "  ", "\n", "\n\n", " \n", "\n ", "\r\n", "\t", "\n \n  ", " \u3000", " \x1c "]
     return [left + blank + right for left in kinds for blank in blanks for right in kinds]
 
@@ -318,9 +318,9 @@ def split(regex, behavior="Isolated", invert=False, kind="Regex"):
     return {"type": "Split", "pattern": {kind: regex}, "behavior": behavior, "invert": invert}
 
 
-def lose_a_letter(record):
-    merged = "".join(map("".join, record["model"]["merges"]))
-    del record["model"]["vocab"][next(letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in merged)]
+def bytes_without_q(record):
+    vocabulary = {token: i for token, i in record["model"]["vocab"].items() if len(token) == 1 and token != "Q"}
+    record["model"] |= {"vocab": vocabulary, "merges": []}
 
 
 BAD = [
@@ -340,7 +340,7 @@ BAD = [
     (added(id=-1), "whole numbers"), (model(vocab={"東": 1}), "has the token '東', which does not spell bytes"), (model(vocab=[["a", 1.0]]), "no tokenizer of Hugging"),
     (model(merges=["a b c"]), "no tokenizer of Hugging Face"), (model(merges=[["Ġ", "@"]]), "has a merge without its tokens"),
     (model(merges=[]), "which its merges do not make"), (lambda record: record.pop("model") and None, "no tokenizer of Hugging Face"),
-    (lambda record: record["model"]["vocab"].pop("e") and None, "a merge without its tokens"), (lose_a_letter, "loses plain text"),
+    (lambda record: record["model"]["vocab"].pop("e") and None, "a merge without its tokens"), (bytes_without_q, "loses plain text"),
     (lambda record: record["model"].update(unk_token="?") or record["model"]["vocab"].pop("ÿ") and None, "takes the unk_token '?'"),
     (whole(added_tokens=[]), "does not say which token ends a text; name it with --eod-token, one of: it has none"),
     (lambda record: [1], "holds no JSON object")]
