@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 
 from nanodomino.command import run  # noqa: E402
 from nanodomino.data import FORMAT, SPLITS, file_sha256, load_corpus  # noqa: E402
-from nanodomino.huggingface_tokenizer import FILES, find_tokenizer  # noqa: E402
+from nanodomino.huggingface_tokenizer import FILES, SAFE_CUT, find_tokenizer  # noqa: E402
 from nanodomino.settings import UserError, require
 from nanodomino.tokenizer import build_tokenizer  # noqa: E402
 
@@ -56,12 +56,6 @@ CHUNK = 1 << 20                 # characters tokenized at once
 DENSE_VOCABULARY = 1024         # up to here, pairs of tokens are counted in a full table
 PAIRS_COUNTED = 1 << 24         # beyond it, they are counted in this many tokens, by sorting
 
-# Where a text can be cut so that both sides give the tokens of the whole, with every tokenizer: before a single blank,
-# since words begin with it and never end; between a letter or digit and any blank; behind a line's end that has a
-# letter, a digit or _ after it. Nowhere else in blanks: GPT-2 keeps the last one of a run for the word behind it,
-# Llama 3 glues line ends to the full stop before them, SmolLM2 keeps a run whole before a digit. NFC joins nothing
-# here. (The four control characters are blanks for Python only.)
-SAFE_CUT = r"(?:(?<=\S)(?= \S)|(?<=[A-Za-z0-9])(?=[^\S\x1c-\x1f])|(?<=\S\n)(?=\w))"
 LAST_SAFE_CUT = re.compile(r"(?s:.*)" + SAFE_CUT)
 
 

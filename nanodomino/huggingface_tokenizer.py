@@ -22,7 +22,9 @@ there; only that there its neighbours in a word may join. Gaps between the ids g
 """
 
 import json
+import re
 import unicodedata
+from itertools import combinations, product
 from pathlib import Path
 
 import tiktoken
@@ -42,6 +44,13 @@ GPT2_WORDS = rf"""'(?:[sdmt]|ll|ve|re)| ?\p{{L}}++| ?\p{{N}}++| ?[^\s\p{{L}}\p{{
 # The same between digits that were cut out before: blanks in front of one end their piece of text.
 GPT2_WORDS_AND_DIGITS = (r"""\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N})|"""
                          rf"{BLANKS}|\s")
+
+# Where a long text can be cut so that both sides give the tokens of the whole, with every tokenizer: before a single
+# blank, since words begin with it and never end; between a letter or digit and any blank; behind a line's end that
+# has a letter, a digit or _ after it. Nowhere else in blanks: GPT-2 keeps the last one of a run for the word behind
+# it, Llama 3 glues line ends to the full stop before them, SmolLM2 keeps a run whole before a digit. NFC joins
+# nothing here. (The four control characters are blanks for Python only.)
+SAFE_CUT = r"(?:(?<=\S)(?= \S)|(?<=[A-Za-z0-9])(?=[^\S\x1c-\x1f])|(?<=\S\n)(?=\w))"
 
 
 def spelled_bytes() -> dict[str, int]:
@@ -119,13 +128,11 @@ def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceEncoding:
                         "with a sound tokenizer.json") from None
     check_merges(path, ranks, merges, record["model"].get("ignore_merges"))
     end_of_text = find_end_of_text(path, special, eod_token)
-    try:
-        encoding = HuggingFaceEncoding(regex, ranks, special, words, normal_form, end_of_text)
-    except ValueError:
-        raise UserError(f"{path} cuts words by a regular expression that tiktoken cannot read; {FAMILIES}") from None
+    check_cuts(path, regex)
+    encoding = HuggingFaceEncoding(regex, ranks, special, words, normal_form, end_of_text)
     sample = " \n" + "".join(map(chr, range(33, 127)))
     require(encoding.decode(encoding.encode_ordinary(sample)) == sample,
-            f"{path} loses plain text, as its regular expression or its vocabulary leaves out characters; {FAMILIES}")
+            f"{path} loses plain text, for which its vocabulary has no tokens; {FAMILIES}")
     return encoding
 
 
@@ -176,6 +183,25 @@ def words_of(path: Path, pre_tokenizer: dict | None) -> str:
             f"expression and Isolated; {FAMILIES}")
     regex = ("|" + first["pattern"]["Regex"] + "|").replace(r"|\s+(?!\S)|", f"|{BLANKS}|")[1:-1]
     return rf"(?:{regex})|(?:(?!{regex})(?s:.))+"   # what it does not match is a word too
+
+
+def check_cuts(path: Path, regex: str):
+    """No word of an unknown regular expression may go across a safe cut."""
+    kinds, blanks = ("e", "東", "1", "½", ".", "'s", "_", "🙂"), (" ", "  ", "\n", "\n\n", " \n", "\n ", "\r\n", "\t")
+    texts = [left + blank + right for left, blank, right in product(kinds, blanks, kinds)]
+    # With each part of a text as a token, shorter ones first, tokens are words.
+    parts = {text.encode()[i:j] for text in texts for i, j in combinations(range(len(text.encode()) + 1), 2)}
+    parts = sorted(parts | {bytes([byte]) for byte in range(256)}, key=len)
+    try:
+        words = tiktoken.Encoding("words", pat_str=regex, mergeable_ranks={part: i for i, part in enumerate(parts)},
+                                  special_tokens={}).encode_ordinary
+    except ValueError:
+        raise UserError(f"{path} cuts words by a regular expression that tiktoken cannot read; {FAMILIES}") from None
+    for text in texts:
+        for cut in re.finditer(SAFE_CUT, text):
+            require(words(text[:cut.end()]) + words(text[cut.end():]) == words(text),
+                    f"{path} takes {text!r} for other words than its two sides from character {cut.end()}, so that "
+                    f"long texts could not be cut; {FAMILIES}")
 
 
 def added_tokens(path: Path, added: list[dict]) -> tuple[dict[str, int], set[str]]:

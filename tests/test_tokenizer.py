@@ -16,7 +16,7 @@ import tiktoken
 from data import prepare as prepare_module
 from data.prepare import prepare
 from nanodomino.data import SPLITS, load_corpus
-from nanodomino.huggingface_tokenizer import FILES, spelled_bytes
+from nanodomino.huggingface_tokenizer import FILES, SAFE_CUT, spelled_bytes
 from nanodomino.settings import UserError
 from nanodomino.tokenizer import build_tokenizer
 
@@ -77,7 +77,7 @@ def family(name: str, folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     (folder / name).mkdir()
     tokenizer.save(str(folder / name / "tokenizer.json"))
-    end = {"llama3": {"content": "<|end_of_text|>", "lstrip": False}, "qwen2": "<|im_end|>"}.get(name)
+    end = {"llama3": "<|end_of_text|>", "qwen2": {"content": "<|im_end|>", "lstrip": False}}.get(name)
     if end:
         (folder / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": end, "model_max_length": 1024}))
     return folder / name
@@ -149,13 +149,21 @@ def test_words_are_those_of_the_package(families, name):
         assert every.decode_tokens_bytes(every.encode_ordinary(encoding.normalize(text))) == one, repr(text)
 
 
+def test_what_the_regular_expression_does_not_match_is_a_word_too(tmp_path, families):
+    regex = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+|\s+(?!\S)|\s"
+    folder = changed(families["llama3"], tmp_path / "it", lambda record: record["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": regex}))
+    encoding = build_tokenizer(folder)
+    for text in TEXTS:
+        assert encoding.encode_ordinary(text) == theirs(folder, text), text
+
+
 # ---- in chunks
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_at_every_safe_cut_both_sides_give_the_words_of_the_whole(families, name):
     cuts = 0
     for text in [*TEXTS, *random_texts(200, seed=2), *pairs_at_blanks()]:
-        for cut in re.finditer(prepare_module.SAFE_CUT, text):
+        for cut in re.finditer(SAFE_CUT, text):
             left, right = text[:cut.end()], text[cut.end():]
             assert words(families[name], left) + words(families[name], right) == words(families[name], text), (left, right)
             cuts += 1
@@ -334,7 +342,8 @@ BAD = [
     (whole(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": False}, level()]}), "keeps digits together"),
     (sequence(split("x"), split("y")), "cuts words by Split, then Split, then ByteLevel"), (sequence(split("x", "Removed")), "with behavior Removed"),
     (sequence(split("x", invert=True)), "must by a regular expression and Isolated"), (sequence(split("x", kind="String")), "must by a regular"),
-    (sequence(split("(")), "that tiktoken cannot read"), 
+    (sequence(split("(")), "that tiktoken cannot read"), (sequence(split(r"[^\n]*\n|[^\n]+")), "so that long texts could not be cut"),
+    (sequence(split(r"\p{L}+")), "so that long texts could not be cut"),
     (added("<x y>", special=False), "'<x y>', which must be special or hold no blank"), (added("<|end"), "'<|end' that begins another, '<|endoftext|>'"),
     (added(lstrip=True), "with lstrip"), (added(id=True), "no tokenizer of Hugging Face"), (added(id=3), "each be one token's"), (added(id=10 ** 9), "reach 1000000000"),
     (added(id=-1), "whole numbers"), (model(vocab={"東": 1}), "has the token '東', which does not spell bytes"), (model(vocab=[["a", 1.0]]), "no tokenizer of Hugging"),
