@@ -89,6 +89,7 @@ class Corpus:
 
     def tokenizer(self) -> tiktoken.Encoding:
         own, *files = (self.path / name if name else None for name in map(self.meta.get, TOKENIZER_FILES))
+        require(not own or own.is_file(), f"{own} is missing, which meta.json names; prepare the text again")
         encoding = build_tokenizer(own or self.tokenizer_name, *files, self.meta.get("eod_token"))
         require(encoding.n_vocab == self.vocab_size,
                 f"{self.path / 'meta.json'} records a vocabulary of {self.vocab_size} tokens, but its tokenizer "

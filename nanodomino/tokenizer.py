@@ -23,6 +23,7 @@ END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = ("byte", "gpt2")
 DOWNLOAD_SECONDS = 60
 
+
 def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None) -> tiktoken.Encoding:
     """The encoding called `name`, or read from that path; `.n_vocab` is its size, `.eot_token` its end-of-text.
     Raises UserError."""

@@ -391,6 +391,10 @@ def test_a_damaged_meta_names_the_tokenizers_file(tmp_path, families):
         (tmp_path / "out/meta.json").write_text(json.dumps(meta | change))
         with pytest.raises(UserError, match=message):
             load_corpus(tmp_path / "out")
+    (tmp_path / "out/meta.json").write_text(json.dumps(meta))
+    (tmp_path / "out/tokenizer.json").unlink()
+    with pytest.raises(UserError, match="out/tokenizer.json is missing, which meta.json names; prepare the text again"):
+        load_corpus(tmp_path / "out").tokenizer()
 
 
 def test_a_million_blanks_are_no_panic(families):
