@@ -3,6 +3,7 @@
     python data/prepare.py                                               Python's own standard library, as bytes
     python data/prepare.py --input books/ --output data/books --tokenizer gpt2
     python data/prepare.py --input part-*.jsonl --output data/web --split 98,1,1
+    python data/prepare.py --input books/ --output data/llama --tokenizer ../Llama-3.2-1B     a Hugging Face tokenizer
 
     files, folders, globs -> documents -> chunks of text -> token ids -> train.bin  valid.bin  test.bin  meta.json
 
@@ -44,19 +45,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 
 from nanodomino.command import run  # noqa: E402
 from nanodomino.data import FORMAT, SPLITS, file_sha256, load_corpus  # noqa: E402
+from nanodomino.huggingface_tokenizer import FILES, SAFE_CUT, find_tokenizer  # noqa: E402
 from nanodomino.settings import UserError, require
 from nanodomino.tokenizer import build_tokenizer  # noqa: E402
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
-OWN = {"meta.json", "encoder.json", "vocab.bpe", *(f"{split}.bin" for split in SPLITS)}    # all that is ever written
+OWN = {"meta.json", "encoder.json", "vocab.bpe", *FILES, *(f"{split}.bin" for split in SPLITS)}     # all it ever writes
 CHUNK = 1 << 20                 # characters tokenized at once
 DENSE_VOCABULARY = 1024         # up to here, pairs of tokens are counted in a full table
 PAIRS_COUNTED = 1 << 24         # beyond it, they are counted in this many tokens, by sorting
 
-# GPT-2 glues a blank to the word after it and to nothing before it, so text that is cut in front of the last blank of
-# a run gives the same tokens. (The four control characters are blanks for Python only.)
-LAST_SAFE_CUT = re.compile(r"(?s:.*)(?=[^\S\x1c-\x1f]\S)")
+LAST_SAFE_CUT = re.compile(r"(?s:.*)" + SAFE_CUT)
 
 
 @dataclass
@@ -67,14 +67,14 @@ class Document:
 
 
 def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=None, merge_file=None, progress=True,
-            source=None, overwrite=False) -> dict:
+            source=None, overwrite=False, eod_token=None) -> dict:
     """Tokenize the documents of `inputs` into the folder `output`; returns its meta.json. Raises UserError.
 
     If another process has made the same corpus in the meantime, that one stays and ours is dropped."""
     inputs = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
     output = Path(os.path.realpath(output))
     weights = check_split(split)
-    encoding = build_tokenizer(tokenizer, vocab_file, merge_file)
+    encoding = build_tokenizer(tokenizer, vocab_file, merge_file, eod_token)
     dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
     try:
         clear_leftovers(output)
@@ -89,7 +89,7 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
             unigram, bigram, counted = entropies(folder / "train.bin", dtype, encoding.n_vocab)
             meta = {
                 "format": FORMAT, "source": source or summary_of(inputs),
-                "tokenizer": tokenizer, "vocab_file": None, "merge_file": None,
+                "tokenizer": encoding.name, "vocab_file": None, "merge_file": None,
                 "vocab_size": encoding.n_vocab, "end_of_text": encoding.eot_token, "dtype": dtype.name,
                 "split": weights, "tokens": dict(zip(SPLITS, tokens)), "documents": dict(zip(SPLITS, documents)),
                 "cut_off": cut_off, "skipped": dict(+skipped),
@@ -99,12 +99,22 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
                 meta |= {"vocab_file": "encoder.json", "merge_file": "vocab.bpe"}
                 shutil.copyfile(vocab_file, folder / "encoder.json")
                 shutil.copyfile(merge_file, folder / "vocab.bpe")
+            if encoding.name == "huggingface":
+                meta |= {"tokenizer_file": "tokenizer.json", "eod_token": encoding.end_of_text}
+                copy_tokenizer(find_tokenizer(tokenizer), folder)
             (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", "utf-8")
             return publish(folder, output, meta, overwrite)
     except OSError as error:
         raise UserError(f"cannot prepare {output}, since the system says '{error.strerror or error}' about "
                         f"{error.filename or 'writing it'}; mend that, or choose another --input or "
                         "--output") from error
+
+
+def copy_tokenizer(path: Path, folder: Path):
+    """A tokenizer.json, by that name, and what belongs to it where it is there."""
+    for name, original in zip(FILES, [path, *map(path.with_name, FILES[1:])]):
+        if original == path or original.is_file():
+            shutil.copyfile(original, folder / name)
 
 
 def prepare_default_corpus(folder=DEFAULT_CORPUS, progress=True) -> dict:
@@ -260,7 +270,7 @@ def text_chunks(path: str, any_bytes: bool) -> Iterator[str]:
             while chunk := file.read(CHUNK):
                 text = rest + chunk
                 safe = LAST_SAFE_CUT.match(text) if len(chunk) == CHUNK else None   # a shorter chunk is the last
-                cut = safe.end() if safe and safe.end() else len(text)  # or there is not a blank in a megabyte
+                cut = safe.end() if safe and safe.end() else len(text)  # or a megabyte has none
                 yield text[:cut]
                 rest = text[cut:]
     except UnicodeDecodeError:
@@ -474,7 +484,12 @@ def command_line() -> Parser:
     parser.add_argument("--input", nargs="+", metavar="TEXT",
                         help="text or .jsonl files, folders, globs (default: Python's own standard library)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="the folder to make")
-    parser.add_argument("--tokenizer", default="byte", metavar="NAME", help="byte (default) or gpt2")
+    parser.add_argument("--tokenizer", default="byte", metavar="NAME",
+                        help="byte (default), gpt2, or the folder or tokenizer.json of a Hugging Face tokenizer that "
+                        "is byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM2)")
+    parser.add_argument("--eod-token", metavar="TOKEN",
+                        help="which of a Hugging Face tokenizer's added tokens ends a document (default: the eos_token "
+                        "of its tokenizer_config.json, else <|endoftext|> or the like)")
     parser.add_argument("--split", default="949,50,1", metavar="SHARES",
                         help="shares of train,valid,test (default 949,50,1)")
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's encoder.json, to do without the download")
@@ -492,7 +507,8 @@ def main():
     require(flags.output or not flags.input, "--input needs --output, the folder to make; try --output data/mine")
     inputs, output = flags.input or standard_library(), flags.output or DEFAULT_CORPUS
     meta = prepare(inputs, output, flags.tokenizer, flags.split, flags.vocab_file, flags.merge_file,
-                   source=None if flags.input else STANDARD_LIBRARY, overwrite=flags.overwrite)
+                   source=None if flags.input else STANDARD_LIBRARY, overwrite=flags.overwrite,
+                   eod_token=flags.eod_token)
     print_summary(meta, output)
 
 

@@ -41,6 +41,7 @@ from nanodomino.tokenizer import TOKENIZERS, build_tokenizer
 
 SPLITS = ("train", "valid", "test")
 FORMAT = "nanodomino-corpus-1"
+TOKENIZER_FILES = ("tokenizer_file", "vocab_file", "merge_file")       # in meta.json; the first is Hugging Face's
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ class Corpus:
     meta: dict                  # the whole of meta.json
 
     def tokenizer(self) -> tiktoken.Encoding:
-        files = (self.path / name if name else None
-                 for name in (self.meta.get("vocab_file"), self.meta.get("merge_file")))
-        encoding = build_tokenizer(self.tokenizer_name, *files)
+        own, *files = (self.path / name if name else None for name in map(self.meta.get, TOKENIZER_FILES))
+        require(not own or own.is_file(), f"{own} is missing, which meta.json names; prepare the text again")
+        encoding = build_tokenizer(own or self.tokenizer_name, *files, self.meta.get("eod_token"))
         require(encoding.n_vocab == self.vocab_size,
                 f"{self.path / 'meta.json'} records a vocabulary of {self.vocab_size} tokens, but its tokenizer "
                 f"{self.tokenizer_name} has {encoding.n_vocab}; prepare the text again")
@@ -153,10 +154,11 @@ def load_corpus(folder) -> Corpus:
             unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from error
-    require(corpus.tokenizer_name in TOKENIZERS,
+    known = (*TOKENIZERS, "huggingface") if meta.get("tokenizer_file") else TOKENIZERS
+    require(corpus.tokenizer_name in known,
             f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version knows "
-            f"{', '.join(TOKENIZERS)}; prepare the text again")
-    for name in ("vocab_file", "merge_file"):
+            f"{', '.join(known)}; prepare the text again")
+    for name in TOKENIZER_FILES:
         value = meta.get(name)
         require(value is None or isinstance(value, str) and value == Path(value).name and value not in ("", ".."),
                 f"{path} gives '{str(value)[:80]}' as {name}, which must be the name of a file beside it; prepare the "

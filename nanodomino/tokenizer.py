@@ -1,7 +1,8 @@
-"""Text <-> token ids, by tiktoken, from two vocabularies.
+"""Text <-> token ids, by tiktoken, from three kinds of vocabularies.
 
     byte     the 256 bytes and end-of-text: nothing to download, nothing to learn, every text is encodable
     gpt2     GPT-2's 50,257 byte-pair tokens: about four bytes of English each, so four times fewer positions
+    PATH     the folder or the tokenizer.json of a Hugging Face tokenizer, such as Llama 3's: huggingface_tokenizer.py
 
 Byte-pair encoding cuts a text into words by a regular expression, starts each word as single bytes and keeps joining
 the neighbours whose union was merged earliest in training (GPT-2's paper, section 2.2). GPT-2 stores this as two files:
@@ -15,22 +16,29 @@ from pathlib import Path
 
 import tiktoken
 
+from nanodomino.huggingface_tokenizer import GPT2_WORDS, read_huggingface, spelled_bytes
 from nanodomino.settings import UserError, require
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = ("byte", "gpt2")
 DOWNLOAD_SECONDS = 60
 
-# GPT-2's way to cut text into words, with possessive quantifiers so that a megabyte of blanks needs no backtracking.
-GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-
-def build_tokenizer(name: str, vocab_file=None, merge_file=None) -> tiktoken.Encoding:
-    """The encoding called `name`; `.n_vocab` is its size, `.eot_token` its end-of-text. Raises UserError."""
-    require(name in TOKENIZERS, f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}")
+def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None) -> tiktoken.Encoding:
+    """The encoding called `name`, or read from that path; `.n_vocab` is its size, `.eot_token` its end-of-text.
+    Raises UserError."""
+    from_path = name not in TOKENIZERS
+    require(not from_path or Path(name).exists(), f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}, or "
+            "the path of a Hugging Face tokenizer's folder")
     require((vocab_file is None) == (merge_file is None),
             f"--vocab-file and --merge-file belong together, but only {vocab_file or merge_file} was given; "
             "give both or neither")
+    require(vocab_file is None or not from_path,
+            f"--vocab-file and --merge-file are GPT-2's, but the tokenizer is {name}; leave them out")
+    require(eod_token is None or from_path,
+            f"--eod-token is for Hugging Face tokenizers, but the end of text of {name} is fixed; leave it out")
+    if from_path:
+        return read_huggingface(name, eod_token)
     if name == "byte":
         require(vocab_file is None,
                 f"the byte tokenizer has no files, but {vocab_file} was given; add --tokenizer gpt2 to use them")
@@ -45,9 +53,7 @@ def build_tokenizer(name: str, vocab_file=None, merge_file=None) -> tiktoken.Enc
 def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:
     """({token: id}, end-of-text's id). tiktoken has a reader too, but that one keeps local files in a cache by their
     path and so would serve the old vocabulary after a file has changed."""
-    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    byte_of = spelled_bytes()
     try:
         vocabulary, lines = (json.loads(Path(vocab_file).read_text("utf-8")),
                              Path(merge_file).read_text("utf-8").split("\n"))
