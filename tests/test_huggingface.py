@@ -546,7 +546,7 @@ def test_whole_or_not_there(saved, tmp_path, monkeypatch, name):
 
 
 def small(**choices) -> Config:
-    return Config(**dict(num_layers=2, hidden_size=16, num_attention_heads=2) | choices).resolve(1).with_vocabulary(257)
+    return Config(**dict(num_layers=2, hidden_size=16, num_attention_heads=4) | choices).resolve(1).with_vocabulary(257)
 
 
 @pytest.mark.parametrize("choices, sentence", [
@@ -554,7 +554,7 @@ def small(**choices) -> Config:
     (dict(position_embedding_type="none"), "the nearest, GPT2LMHeadModel, would have position-embedding-type learned_absolute and not none"),
     (dict(swiglu=True), "GPT2LMHeadModel, would have swiglu False and not True"),
     (dict(disable_bias_linear=True), "GPT2LMHeadModel, would have disable-bias-linear False and not True"),
-    (dict(kv_channels=4), "GPT2LMHeadModel, would have kv-channels 8 and not 4"),
+    (dict(kv_channels=8), "GPT2LMHeadModel, would have kv-channels 4 and not 8"),
     (dict(model="nano-llama", rotary_percent=0.5), "LlamaForCausalLM, would have rotary-percent 1.0 and not 0.5"),
     (dict(model="nano-llama", qk_layernorm=True, add_qkv_bias=True), "would have .* and not True"),
     (dict(model="nano-llama", use_rope_scaling=True, rotary_seq_len_interpolation_factor=2.0), "one scaling of rope alone, but this model has"),
@@ -566,7 +566,7 @@ def test_what_no_family_has_is_not_exported(choices, sentence):
 
 def test_a_llama_whose_heads_do_not_divide_its_width_is_not_exported():
     with pytest.raises(UserError, match="Transformers takes no Llama whose hidden-size 18 can't be divided by its num-attention-heads 4"):
-        write_config(small(model="nano-llama", hidden_size=18, num_attention_heads=4, num_query_groups=2, kv_channels=8), "float32")
+        write_config(small(model="nano-llama", hidden_size=18, kv_channels=8), "float32")
 
 
 def test_a_number_that_is_too_large_for_the_type_is_named(folder, tmp_path):
