@@ -312,14 +312,18 @@ def test_generate_asks_for_a_tokenizer_where_the_checkpoint_knows_of_none(saved,
 
 # ---- presets, by count: what is exported says of a model what its makers say
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_has_a_family_and_comes_back(preset):
+@pytest.mark.parametrize("choices", [*[dict(model=preset) for preset in PRESETS], *[dict(model="nano-llama") | choices for choices in (
+    dict(rotary_seq_len_interpolation_factor=3.0), dict(disable_bias_linear=False), dict(layernorm_epsilon=0.5, rotary_base=7.0), dict(num_query_groups=1),
+    dict(use_rope_scaling=True, rope_scaling_factor=3.0), dict(disable_bias_linear=False, add_qkv_bias=False), dict(kv_channels=14, add_qkv_bias=True),
+    dict(untie_embeddings_and_output_weights=True, max_position_embeddings=999))]], ids=lambda choices: " ".join(map(str, choices.values())))
+def test_every_preset_has_a_family_and_comes_back(choices):
     """Sizes and choices through config.json; no tensor is made."""
-    config = Config(model=preset).resolve(1).with_vocabulary(50257)
+    config, preset = Config(**choices).resolve(1).with_vocabulary(50257), choices["model"]
     values = json.loads(json.dumps(write_config(config, "float32")))
     again = read_config(values, "config.json")
     model = [one.name for one in dataclasses.fields(Config) if one.metadata["role"] == "model" and one.name != "model"]
-    assert {name: getattr(again, name) for name in model} == {name: getattr(config, name) for name in model}
+    same = {name: getattr(config, name) for name in model if config.use_rope_scaling or name != "rope_scaling_factor"}
+    assert {name: getattr(again, name) for name in same} == same
     assert FAMILIES[values["model_type"]] is family_of(config)
     if "gpt" in preset or preset == "nano":
         assert values["model_type"] == "gpt2"
