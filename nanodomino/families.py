@@ -43,7 +43,7 @@ HARMLESS = re.compile(
     r"id2label|label2id|num_labels|problem_type|return_dict(_in_generate)?|chunk_size_feed_forward|n_ctx|"
     r"max_window_layers|is_llama_config|_?attn_implementation(_\w+)?|do_sample|temperature|top_[kp]|typical_p|"
     r"(max|min)_length|num_beams|num_beam_groups|num_return_sequences|(repetition|length|diversity)_penalty|"
-    r"(encoder_)?no_repeat_ngram_size|early_stopping|output_\w+")
+    r"(encoder_)?no_repeat_ngram_size|early_stopping|output_(attentions|hidden_states|scores|logits|past)")
 
 
 # ---- tensors

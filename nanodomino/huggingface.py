@@ -304,10 +304,10 @@ def split(one: Placed, reader: ReadsIndexOnce, config: Config, dtype: torch.dtyp
     read_alone({f"weight.{one.name}": whole}, reader)
     parts = {}
     for name, part in zip(one.theirs, one.packing.split(whole, config)):
-        # no view, or the whole would stay
-        parts[name] = part.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        require(parts[name].isfinite().all() or not part.isfinite().all(),
-                f"{name} has numbers up to {part.abs().max():g}, too large for {dtype}; export with --dtype bfloat16")
+        parts[name] = part.to(dtype).contiguous()
+        largest, limit = float(part.abs().max()), torch.finfo(dtype).max
+        require(not limit < largest < torch.inf,
+                f"{name} has numbers up to {largest:g}, above the {limit:g} of {dtype}; export with --dtype bfloat16")
     return parts
 
 
@@ -328,7 +328,7 @@ def export_model(folder: Path, out: Path, dtype_name: str | None, most: int) -> 
             for one in run_of_tensors:
                 tensors |= split(one, reader, config, dtype)
             package.torch.save_file(tensors, temporary / name, metadata={"format": "pt"})
-            flush_file(temporary / name)
+            seal_file(temporary / name)
         if len(files) > 1:
             write_json(temporary / INDEX, dict(
                 metadata=dict(total_size=count(placed) * dtype.itemsize),
@@ -339,9 +339,11 @@ def export_model(folder: Path, out: Path, dtype_name: str | None, most: int) -> 
             f"{told_of(carried)}")
 
 
-def flush_file(path: Path):
+def seal_file(path: Path):
+    """What the package has written, flushed, and for the eyes of all who may look into the folder, not its owner's."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def tokenizer_folder(checkpoint: Path, config: Config) -> Path:

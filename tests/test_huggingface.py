@@ -181,6 +181,7 @@ def test_transformers_loads_what_is_exported_and_nothing_is_lost(package, saved,
         assert {one: getattr(again.config, one, None) for one in keep if name != "qwen2" or one != "head_dim"} == {
             one: getattr(model.config, one, None) for one in keep if name != "qwen2" or one != "head_dim"}
     assert len(list((tmp_path / "30000").glob("model-*.safetensors"))) > 3 and (tmp_path / "1000000000" / "model.safetensors").exists()
+    assert len({one.stat().st_mode for one in (tmp_path / "30000").iterdir()}) == 1, "whoever may read one file may read all"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
@@ -286,8 +287,8 @@ def test_an_imported_model_is_trained_on_and_exported(pool, package, saved, tmp_
     corpus = load_corpus(make_corpus(tmp_path))
     (corpus.path / "tokenizer.json").write_text("{}")
     import_model(folder, tmp_path / "checkpoint")
-    flags = (f"--load {tmp_path / 'checkpoint'} --finetune --data-path {corpus.path} --run-dir {tmp_path / 'run'} --train-iters 2 --global-batch-size 8 "
-             f"--micro-batch-size 2 --tp {tp} --pp {pp} --dtype float64 --eval-iters 0 --sample-tokens 0 --device cpu --lr 1e-3").split()
+    flags = (f"--load {tmp_path / 'checkpoint'} {'--finetune' if pp > 1 else ''} --data-path {corpus.path} --run-dir {tmp_path / 'run'} "
+             f"--train-iters 2 --global-batch-size 8 --micro-batch-size 2 --tp {tp} --pp {pp} --dtype float64 --eval-iters 0 --sample-tokens 0 --device cpu --lr 1e-3").split()
     ended = pool.run(start_rank, flags, (), world_size=tp * pp)
     assert ended[0].code == 0, ended[0]
     config = config_of(checkpoints_of(tmp_path / "run")[0])
@@ -391,6 +392,7 @@ CONFIGS = [      # model, what its config.json says instead, the sentence
     ("gpt2", dict(model_type="mamba", architectures=...), 'has model_type "mamba" and no architectures, but .* are gpt2, llama, mistral, qwen2, qwen3'),
     ("gpt2", dict(quantization_config={"bits": 4}), 'has quantization_config {"bits": 4}, of which nothing is known here'),
     ("llama", dict(logit_scale=2.0), "has logit_scale 2.0, of which nothing is known here, so that the model may be another one"),
+    ("llama", dict(output_multiplier=2.0), "has output_multiplier 2.0, of which nothing is known here"),
     ("llama", dict(rope_interleaved=True), "has rope_interleaved true, of which nothing is known here"),
     ("llama", dict(hidden_act="gelu"), 'has hidden_act "gelu", but the model that is built here can have "silu" or "swish" alone'),
     ("llama", dict(attention_bias=True), "has attention_bias true and mlp_bias false, but the model that is built here can have all biases or none"),
@@ -577,7 +579,7 @@ def test_a_number_that_is_too_large_for_the_type_is_named(folder, tmp_path):
     spoiled = folder("gpt2")
     change_tensors(spoiled, lambda tensors: tensors[NAME["gpt2"]].view(-1)[7:8].fill_(-70000.0))
     import_model(spoiled, tmp_path / "one")
-    with pytest.raises(UserError, match=rf"{NAME['gpt2']} has numbers up to 70000, too large for torch.float16; export with --dtype bfloat16"):
+    with pytest.raises(UserError, match=rf"{NAME['gpt2']} has numbers up to 70000, above the 65504 of torch.float16; export with --dtype bfloat16"):
         export_model(tmp_path / "one", tmp_path / "out", "float16", 10**9)
     assert not list(tmp_path.glob("*out*"))
 
