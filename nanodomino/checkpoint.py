@@ -285,16 +285,7 @@ class Saver:
     def seal(self, temporary: Path, final: Path, manifest: dict):
         """Manifest, rename, and only then away with old ones. A state after skipped steps takes no other's place, for
         it may be the other that they are to be repeated from."""
-        manifest["files"] = file_digests(sorted(temporary.iterdir()))
-        needed = {place.relative_path for place in CarefulReader(temporary).read_metadata().storage_data.values()}
-        require(needed <= manifest["files"].keys(),
-                f"{temporary} lacks {', '.join(sorted(needed - manifest['files'].keys()))}; "
-                "--run-dir must lie on a disk that all hosts share")
-        with open(temporary / "manifest.json", "w") as file:
-            file.write(manifest_text(manifest))
-            file.flush()
-            os.fsync(file.fileno())
-        flush_folder(temporary)
+        complete(temporary, manifest, "--run-dir must lie on a disk that all hosts share")
         if final.exists():                                   # of a run that was set back behind this step
             discard(final)
         temporary.rename(final)
@@ -308,7 +299,36 @@ class Saver:
                 discard(old)
 
 
+def complete(folder: Path, manifest: dict, fix: str):
+    """Write the last file of a checkpoint, its manifest, flushed. `fix`: what to do where files of the index lack."""
+    manifest["files"] = file_digests(sorted(folder.iterdir()))
+    needed = {place.relative_path for place in CarefulReader(folder).read_metadata().storage_data.values()}
+    require(needed <= manifest["files"].keys(),
+            f"{folder} lacks {', '.join(sorted(needed - manifest['files'].keys()))}; {fix}")
+    with open(folder / "manifest.json", "w") as file:
+        file.write(manifest_text(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    flush_folder(folder)
+
+
 # ---- using a checkpoint without training
+
+def write_alone(tensors: dict, folder: Path):
+    """Write tensors on one process, without a group, a file for each: torch's writer keeps what it has written until
+    the file is done."""
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, sync_files=True, per_thread_copy_ahead=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")                      # that there is no process group: none is needed
+        dcp.save(tensors, storage_writer=writer, planner=PlannerWithoutCopies(), no_dist=True)
+
+
+def read_alone(tensors: dict, reader: CarefulReader):
+    """Fill whole tensors on one process, without a group."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+
 
 def load_weights(folder: Path, model: GPT, mesh: Mesh):
     """Fill a model of any layout, without an optimizer."""
@@ -328,9 +348,7 @@ def export(folder: Path, out: Path):
     records = CarefulReader(folder).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(record.size, dtype=record.properties.dtype)
                for name, record in records.items() if name.startswith("weight.")}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")                      # that there is no process group: none is needed
-        dcp.load(tensors, storage_reader=CarefulReader(folder), no_dist=True)
+    read_alone(tensors, CarefulReader(folder))
     target = beside = out                                    # /dev/stdout: nothing to replace
     if os.path.isfile(out) or not os.path.exists(out):
         target = Path(os.path.realpath(out))

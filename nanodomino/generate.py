@@ -342,6 +342,9 @@ def main(arguments: list[str], place: Place) -> int:
     saved = dataclasses.replace(from_record(read_manifest(folder)["config"], folder), **layout)
     saved = dataclasses.replace(saved, tensor_model_parallel_size=tp, micro_batch_size=1, device=flags.device)
     config = saved.resolve(place.world_size).with_vocabulary(saved.vocab_size)
+    require(flags.data_path or saved.data_path,
+            f"the tokenizer lies with a training text, and {folder} was imported, not trained; give a data folder as "
+            "--data-path")
     require(flags.data_path or Path(saved.data_path).exists(),
             f"the tokenizer lies with the training text, and {saved.data_path} is not there any more; "
             "give that folder's new place as --data-path")

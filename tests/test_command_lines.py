@@ -87,6 +87,7 @@ def losses(run_dir: Path) -> list[float]:
     *[("bench.py", f"{question} --help", [f"usage: python bench.py {question} [flags]", "--num-layers INT"])
       for question in QUESTIONS],
     ("nanodomino.checkpoint", "--help", ["usage: python -m nanodomino.checkpoint", "verify", "export", "every byte"]),
+    ("nanodomino.huggingface", "--help", ["usage: python -m nanodomino.huggingface", "import", "export", "folder that Transformers loads"]),
     ("nanodomino.checkpoint", "verify --help", ["verify [-h] DIR", "folder of a run"]),
     ("nanodomino.checkpoint", "export --help", ["export [-h] DIR OUT", "newest sound one", "the file to write"]),
     ("data/prepare.py", "--help", ["usage: python data/prepare.py", "--input TEXT", "end-of-text", "--overwrite"]),
