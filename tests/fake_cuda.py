@@ -56,13 +56,13 @@ class Counts(TorchDispatchMode):
     told = ("operations", "traffic", "names", "waits", "copies", "mixed", "peak", "cross_entropy_peak",
             "narrow_weight_gradients")
 
-    def __init__(self, alive=None, weight_shapes=()):
+    def __init__(self, alive=None, pinned=None, weight_shapes=()):
         super().__init__()
         self.parts = ["rest"]                                            # the last one is at work
         self.operations, self.traffic = Counter(), Counter()             # by part; traffic in bytes
         self.names, self.waits, self.copies, self.mixed = Counter(), Counter(), Counter(), Counter()
         self.alive = alive or WeakIdKeyDictionary()                      # storage: its bytes
-        self.pinned = WeakIdKeyDictionary()                              # storage: True
+        self.pinned = pinned or WeakIdKeyDictionary()                    # storage: True
         self.peak = self.at_entry = self.cross_entropy_peak = 0          # bytes
         self.weight_shapes, self.narrow_weight_gradients = weight_shapes, 0
 
@@ -188,7 +188,7 @@ def count_step(config: Config, dataset: TokenDataset, mesh) -> dict:
     shapes = {weight.shape for weight in model.parameters()}
     if model.post_process:
         shapes.add(model.head[0].logits_weight().shape)
-    counts = Counts(counts.alive, shapes)
+    counts = Counts(counts.alive, counts.pinned, shapes)
     stage.forward, stage.backward = counts.turns("forward", stage.forward), counts.turns("backward", stage.backward)
     optimizer.step = counts.part("update", optimizer.step)
     with ExitStack() as patches:
