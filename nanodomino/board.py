@@ -29,8 +29,8 @@ def check_package(config: Config):
             import torch.utils.tensorboard  # noqa: F401
     except Exception as error:                                 # what it imports in turn can raise anything
         raise UserError(f"--tensorboard-dir needs a package that can't be imported ({error}); pip install -r "
-                        "requirements-extra.txt, or leave the flag out; a run that remembers it forgets it by --config FILE "
-                        'with {"tensorboard_dir": null}') from None
+                        "requirements-extra.txt, or leave the flag out; a run that remembers it forgets it by --config "
+                        'FILE with {"tensorboard_dir": null}') from None
 
 
 class Board:

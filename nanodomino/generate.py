@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from nanodomino.checkpoint import load_weights
 from nanodomino.command import somebody_reads
 from nanodomino.config import Config, from_record
-from nanodomino.data import Corpus, load_corpus
+from nanodomino.data import load_corpus
 from nanodomino.launch import start
 from nanodomino.manifest import find_checkpoint, read_manifest
 from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
@@ -51,6 +51,7 @@ from nanodomino.positions import attention_bias, documents_of, positions_in, rot
 from nanodomino.settings import LARGEST, UserError, flags_of, require, spelling
 from nanodomino.sublayers import Attention, by_head, close_residual, join_heads, prepare
 from nanodomino.surroundings import seeded_generator
+from nanodomino.tokenizer import build_tokenizer
 
 WORK_OF_A_THREAD = 2**21     # multiplications: 0.05 ms of a core where many positions share the weights, 0.8 ms for one
 SEPARATOR = "---------------\n"
@@ -228,21 +229,20 @@ def tell(number: int, mesh: Mesh) -> int:
     return int(told)
 
 
-def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, corpus: Corpus, seed: int):
+def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: tiktoken.Encoding, seed: int):
     """--num-samples texts for each prompt, each shown as it is written; then, on stderr, how fast that was."""
     config = model.config
     context_name = "seq-length" if config.context_length == config.seq_length else "max-position-embeddings"
-    tokenizer, speaks = corpus.tokenizer(), dist.get_rank() == 0
+    speaks, longest = dist.get_rank() == 0, config.context_length
     writer, written, begin = Writer(tokenizer, mesh), 0, time.perf_counter()
-    longest = config.context_length
     for number, (text, sample) in enumerate(product(flags.prompts, range(flags.num_samples))):
-        prompt = tokenizer.encode(text, allowed_special="all") or [corpus.end_of_text]
+        prompt = tokenizer.encode(text, allowed_special="all") or [tokenizer.eot_token]
         if speaks and len(prompt) > longest and sample == 0:
             print(f"the prompt has {len(prompt)} tokens, of which the model sees the last {longest}, its "
                   f"{context_name}", file=sys.stderr)
         writer.write((SEPARATOR if number else "") + text)
-        tokens = generate(model, mesh, prompt, flags.max_tokens, corpus.vocab_size, flags.temperature, flags.top_k,
-                          seed, flags.cache, number, writer.write_token, corpus.end_of_text)
+        tokens = generate(model, mesh, prompt, flags.max_tokens, tokenizer.n_vocab, flags.temperature, flags.top_k,
+                          seed, flags.cache, number, writer.write_token, tokenizer.eot_token)
         written += len(tokens) - len(prompt)
         if not writer.end_text():
             return
@@ -329,6 +329,24 @@ def read_text(path: str, flag: str) -> str:
         raise UserError(f"{flag} {path} must be UTF-8 text, but holds other bytes; convert it") from None
 
 
+def find_tokenizer(checkpoint: Path, config: Config, data_path: str | None) -> tiktoken.Encoding:
+    """Of --data-path; else of a model that was imported, from beside it; else of what it was trained with. Raises
+    UserError."""
+    source = data_path or config.data_path
+    if data_path is None and (checkpoint / "tokenizer.json").is_file():
+        tokenizer, source = build_tokenizer(str(checkpoint)), checkpoint
+    else:
+        require(source, f"the tokenizer lies with a training text, and {checkpoint} was imported, not trained, without "
+                "a tokenizer.json; give a data folder as --data-path")
+        require(data_path or Path(source).exists(), f"the tokenizer lies with the training text, and {source} is not "
+                "there any more; give that folder's new place as --data-path")
+        tokenizer = load_corpus(source).tokenizer()
+    require(tokenizer.n_vocab <= config.vocab_size,
+            f"the tokenizer of {source} has {tokenizer.n_vocab} tokens, but the model {config.vocab_size}; give the "
+            "--data-path that it was trained on")
+    return tokenizer
+
+
 def main(arguments: list[str], place: Place) -> int:
     """Texts from a checkpoint of any layout, on as many tensor-parallel processes as there are.
     Returns the exit code."""
@@ -342,17 +360,7 @@ def main(arguments: list[str], place: Place) -> int:
     saved = dataclasses.replace(from_record(read_manifest(folder)["config"], folder), **layout)
     saved = dataclasses.replace(saved, tensor_model_parallel_size=tp, micro_batch_size=1, device=flags.device)
     config = saved.resolve(place.world_size).with_vocabulary(saved.vocab_size)
-    require(flags.data_path or saved.data_path,
-            f"the tokenizer lies with a training text, and {folder} was imported, not trained; give a data folder as "
-            "--data-path")
-    require(flags.data_path or Path(saved.data_path).exists(),
-            f"the tokenizer lies with the training text, and {saved.data_path} is not there any more; "
-            "give that folder's new place as --data-path")
-    corpus = load_corpus(flags.data_path or saved.data_path)
-    require(corpus.vocab_size <= config.vocab_size,
-            f"the tokenizer of {corpus.path} has {corpus.vocab_size} tokens, but the model "
-            f"{config.vocab_size}; give the --data-path that it was trained on")
-    corpus.tokenizer()                                         # if it fails, then before the ranks meet
+    tokenizer = find_tokenizer(folder, config, flags.data_path)     # if it fails, then before the ranks meet
     device = find_device(config, place)
 
     start_world(place, device, config.timeout)
@@ -362,7 +370,7 @@ def main(arguments: list[str], place: Place) -> int:
     seed = tell(secrets.randbelow(2**31) if flags.seed is None else flags.seed, mesh)
     if flags.seed is None and place.rank == 0:
         print(f"seed {seed}: --seed {seed} writes the same again", file=sys.stderr)
-    write_texts(flags, model, mesh, corpus, seed)
+    write_texts(flags, model, mesh, tokenizer, seed)
     dist.barrier()
     dist.destroy_process_group()
     return 0

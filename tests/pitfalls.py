@@ -823,12 +823,16 @@ def not_summed_over_the_cut(config):
     """Where the stream is cut along its tokens, norms, row-parallel biases and positions still lie whole on each rank, and work on its own
     tokens alone: what was the whole gradient is a part of it. Matrices are right. The norms learn from a half of the text, each rank's copy
     from another half, and they part at the first step."""
-    finish = zero.ZeroOptimizer.finish_reduces
+    return [(zero.ZeroOptimizer, "finish_reduces", without_sums_over_parts)]
 
-    def as_before(self):
-        with mock.patch.object(self, "config", dataclasses.replace(config, sequence_parallel=False)):
-            finish(self)
-    return [(zero.ZeroOptimizer, "finish_reduces", as_before)]
+
+def without_sums_over_parts(self, finish=zero.ZeroOptimizer.finish_reduces):
+    kinds = [bucket.kind for bucket in self.buckets]
+    for bucket in self.buckets:
+        bucket.kind = dataclasses.replace(bucket.kind, of_part=False)
+    finish(self)
+    for bucket, kind in zip(self.buckets, kinds):
+        bucket.kind = kind
 
 
 @pitfall("Masks are drawn for the tokens that a rank has", "`nanodomino/surroundings.py`, `Surroundings.hidden`: drawn for the whole sample, then cut as the "
@@ -842,6 +846,37 @@ def masks_of_a_part(config):
         with mock.patch.object(self, "stream", stream.Whole(None)):
             return hidden(self, *arguments)
     return [(surroundings.Surroundings, "hidden", alone)]
+
+
+# ---- the choices of a model
+
+@pitfall("Gate and up of a SwiGLU are cut as one block", "`nanodomino/parallel.py`, `local_part`: each of a matrix's runs is cut, so that a rank has its part of both",
+         swiglu=True, **TP)
+def one_block(config):
+    """W1 has the gate's rows, then up's. A contiguous cut gives the first rank all gates and the second all of up. Each takes what it has for
+    its half of both, shapes fit, and it trains: as another model than on one process."""
+    def cut(whole, weight, mesh):
+        return whole if weight.shard_dim is None else whole.chunk(mesh.tp, dim=weight.shard_dim)[mesh.tp_rank]
+    return [(model, "local_part", cut), (harness, "local_part", cut)]
+
+
+@pitfall("Norms of q and k learn from a rank's own heads", "`nanodomino/sublayers.py`, `Attention`: their weights say that their gradients are `of_part`, "
+         "and are summed over the ranks", qk_layernorm=True, normalization="RMSNorm", **TP)
+def norms_of_own_heads(config):
+    """One weight [d] norms q in every head, and each rank has some heads: its gradient is a part of it, though the stream is whole and no other
+    norm's is. Copies part at the first step, and each fits its rank's heads a little better than one for all would."""
+    return [(zero.ZeroOptimizer, "finish_reduces", without_sums_over_parts)]
+
+
+@pitfall("Rope turns neighbours, not halves", "`nanodomino/positions.py`, `rotate`: pairs are of the first half and the second, as in Llama's weights on "
+         "Hugging Face", world_size=1, position_embedding_type="rope", kv_channels=4)
+def neighbours(config):
+    """RoFormer's paper turns each even number with the odd one behind it, and Meta's own files are for that; those on Hugging Face have their rows
+    in another order, for halves. From scratch both learn alike. Weights made for one, loaded into the other, are a model that still talks, badly."""
+    def rotate(x, turn):
+        (cos, sin), (first, second) = turn, (x[..., 0::2], x[..., 1::2])
+        return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+    return [(sublayers, "rotate", rotate)]
 
 
 # ---- those that are not put back here, and the tests that guard them

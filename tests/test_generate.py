@@ -23,8 +23,9 @@ import tiktoken
 import torch
 from faults import LAUNCHER, ROOT, TINY, make_corpus
 from forks import launcher_environments
-from harness import build, reference_for, sizes_of, tiny
-from reference import ReferenceGPT
+from harness import END_OF_TEXT, build, counted_documents, reference_for, sizes_of, tiny
+from reference import ReferenceGPT, random_weights
+from test_layouts import FAMILIES
 
 from nanodomino.config import Config
 from nanodomino.generate import SEPARATOR, Writer, choose, command_line, generate, useful_threads
@@ -88,6 +89,46 @@ def test_the_likeliest_tokens_are_those_of_the_plain_model_however_long_the_text
     config = tiny(world_size, tensor_model_parallel_size=2, pipeline_model_parallel_size=2) if world_size > 1 else tiny(1)
     assert pool.run(greedy_rank, config, weights, prompts, world_size=world_size) == [expected] * world_size
     assert all(len(set(text[-14:])) > 2 for text in expected), "a text that repeats itself would show nothing"
+
+
+def documents_rank(config, weights, prompts):
+    mesh, model, _, _ = build(config, weights)
+    return [[generate(model, mesh, prompt, 14, 20, temperature=0.0, use_cache=cache, end_of_text=END_OF_TEXT) for prompt in prompts]
+            for cache in (True, False)]
+
+
+RESETS = dict(both=(True, True), positions=(True, False), attention=(False, True), neither=(False, False))
+
+
+@pytest.mark.parametrize("family, resets", [
+    pytest.param(family, resets, id=f"{family}-{name}", marks=[] if i % len(RESETS) == j else pytest.mark.exhaustive)
+    for i, family in enumerate(FAMILIES) for j, (name, resets) in enumerate(RESETS.items())])
+def test_every_family_writes_what_the_plain_model_does_within_documents_and_up_to_their_end(pool, family, resets):
+    """Of a prompt whose tokens belong to several documents, with a cache and without, over shards and stages, in windows that slide."""
+    options = FAMILIES[family] | dict(reset_position_ids=resets[0], reset_attention_mask=resets[1],
+                                       untie_embeddings_and_output_weights=True)
+    config, draw = tiny(1, **options), random.Random(family)
+    weights = {name: weight * (3 if weight.dim() > 1 else 1) for name, weight in random_weights(sizes_of(config), seed=5).items()}
+    plain = ReferenceGPT(sizes_of(config)).double().load_full(weights)
+    prompts = [[draw.choice([*range(20), END_OF_TEXT, END_OF_TEXT]) for _ in range(length)] for length in (1, 4, 7, 8, 11)]
+    expected = []
+    for prompt in prompts:
+        text, window = list(prompt), prompt[-8:]
+        while len(text) < len(prompt) + 14:
+            window = window if len(window) <= 8 else window[-4:]
+            tokens = torch.tensor([window])
+            positions, documents = counted_documents(tokens)
+            with torch.no_grad():
+                logits = plain(tokens, positions if resets[0] else torch.arange(len(window)), documents=documents if resets[1] else None)
+            token = int(logits[0, -1, :20].argmax())
+            if token == END_OF_TEXT:
+                break
+            text, window = text + [token], window + [token]
+        expected.append(text)
+    assert pool.run(documents_rank, config, weights, prompts, world_size=1) == [[expected, expected]]
+    several = tiny(4, **options, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert pool.run(documents_rank, several, weights, prompts, world_size=4) == [[expected, expected]] * 4
+    assert len(set(map(tuple, (text[-3:] for text in expected)))) > 2, "a text that repeats itself would show nothing"
 
 
 def show_rank(config, weights):
