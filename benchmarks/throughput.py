@@ -4,7 +4,8 @@ One process, full training steps, in turn, on the same batch and from the same w
 
     nanodomino   train.py's train_step: Domino with one slice (no wires, nothing to hide), flat buffers, clipping, AdamW
     plain        plain.py in a loop as nanoGPT writes it: zero_grad, microbatches forward and backward, clip_grad_norm_,
-                 fused AdamW; with --dtype bfloat16 under autocast, with fp32 weights
+                 fused AdamW; with --dtype bfloat16 under autocast, with fp32 weights; with --against transformers the
+                 model of that package in the same loop, any model that can be exported
 
 With --compile (the default on CUDA) both are compiled, each in its own way. The losses of the first steps must agree,
 or there is no comparison. MFU counts 6 N + 12 L h s FLOPs a token, of the device's dense 16-bit peak; it is null where
@@ -12,6 +13,7 @@ that is not known.
 
     python bench.py throughput                                  the nano preset
     python bench.py throughput --model gpt2 --dtype bfloat16 --global-batch-size 64
+    python bench.py throughput --model nano-llama --against transformers
 """
 
 import dataclasses
@@ -27,20 +29,23 @@ from benchmarks.common import (GPT2, SAME, RandomTokens, Times, add_config_flags
                                ratios, shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
 from nanodomino.domino import Domino
+from nanodomino.families import family_of, tensors_of, write_config
 from nanodomino.mesh import find_device, make_mesh, start_world
 from nanodomino.model import flops_per_token, parameter_count
 from nanodomino.report import find_peak_flops
-from nanodomino.settings import require
+from nanodomino.settings import UserError, require
 from nanodomino.zero import ZeroOptimizer
 
-FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
-         "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
+FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+         "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
 COMPARED_STEPS = 3
 BYTES = 257                  # of a vocabulary: bytes and end of text
 
 
 def add_flags(parser):
     add_config_flags(parser, FLAGS)
+    parser.add_argument("--against", choices=("plain", "transformers"), default="plain",
+                        help="whose model the other side is (default plain)")
     parser.add_argument("--compile", action=BooleanOptionalAction, help="torch.compile both (default: on CUDA)")
 
 
@@ -50,7 +55,7 @@ def processes(flags) -> int:
 
 
 def answer(flags, place):
-    flags.vocab_size = flags.vocab_size or (BYTES if flags.model == "nano" else GPT2)
+    flags.vocab_size = flags.vocab_size or (BYTES if flags.model in ("nano", "nano-llama") else GPT2)
     config = config_of(flags, place.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0)
     device = find_device(config, place)
     config = dataclasses.replace(config, compile=flags.compile).with_device(device)
@@ -58,8 +63,9 @@ def answer(flags, place):
     mesh = make_mesh(1, 1, 1, device)
     tokens = RandomTokens(config, device)
 
-    sides = {"nanodomino": OurTraining(config, mesh, tokens), "plain": PlainTraining(config, mesh, tokens)}
-    sides["plain"].model.load(sides["nanodomino"].model.state_dict())
+    ours = OurTraining(config, mesh, tokens)
+    make = {"plain": plain_model, "transformers": model_of_transformers}[flags.against]
+    sides = {"nanodomino": ours, flags.against: PlainTraining(config, mesh, tokens, make(config, ours.model))}
     times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1), device)
     return report(config, mesh, times, {name: side.losses for name, side in sides.items()})
 
@@ -81,15 +87,15 @@ class OurTraining:
 
 
 class PlainTraining:
-    """nanoGPT's step."""
+    """nanoGPT's step, of a model that makes logits of tokens."""
 
-    def __init__(self, config, mesh, tokens):
+    def __init__(self, config, mesh, tokens, model):
         self.config, self.tokens, self.losses = config, tokens, []
         dtype = config.params_dtype
         self.autocast = nullcontext()
         if dtype == torch.bfloat16:
             self.autocast, dtype = torch.autocast(mesh.device.type, dtype), torch.float32
-        self.model = Plain(config).to(mesh.device, dtype)
+        self.model = model.to(mesh.device, dtype)
         self.optimizer = adamw(self.model, config)
         self.loss_of = lambda tokens, labels: mean_loss(self.model(tokens), labels)
         if config.compile:
@@ -109,33 +115,76 @@ class PlainTraining:
         self.losses.append(total.item())
 
 
+def plain_model(config, ours):
+    """plain.py's, with our weights. Raises UserError for choices that it has not."""
+    require(config.normalization == "LayerNorm" and config.position_embedding_type == "learned_absolute"
+            and not config.swiglu and config.num_query_groups == config.num_attention_heads and config.tied,
+            f"plain.py has GPT-2's choices alone, and {config.model} has others; add --against transformers")
+    model = Plain(config)
+    model.load(ours.state_dict())
+    return model
+
+
+class Logits(nn.Module):
+    """A model of Transformers, as a function of tokens."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model(tokens, use_cache=False).logits
+
+
+def model_of_transformers(config, ours):
+    """Of the same family, with our weights. Raises UserError."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(f"--against transformers needs a package that can't be imported ({error}); pip install -r "
+                        "requirements-extra.txt") from None
+    record = write_config(config, config.dtype)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**record | {"torch_dtype": None}), dtype=torch.float32)
+    weights = dict(ours.named_parameters())
+    theirs = {}
+    for one in tensors_of(config, family_of(config)):
+        parts = one.packing.split(weights[one.name].detach().float().view(one.shape), config)
+        theirs |= {name: part.clone() for name, part in zip(one.theirs, parts)}
+    missing = [name for name in model.load_state_dict(theirs, strict=False).missing_keys if name != "lm_head.weight"]
+    require(not missing, f"Transformers wants {', '.join(missing[:3])} too, which we have not; this is a bug")
+    return Logits(model)
+
+
 # ---- what came out
 
 def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
     """(text, record). Raises UserError if the two trained differently."""
-    ours, theirs = (losses[name][:COMPARED_STEPS] for name in ("nanodomino", "plain"))
+    _, other_side = losses
+    ours, theirs = (losses[name][:COMPARED_STEPS] for name in losses)
     difference = max(abs(one - other) / abs(other) for one, other in zip(ours, theirs))
     require(difference <= SAME[config.dtype],
             f"the losses of the first {COMPARED_STEPS} steps differ by {difference:.1e} of their size, more than "
-            f"{SAME[config.dtype]:.0e}: nanodomino {ours}, plain {theirs}; so their speeds can't be compared; "
+            f"{SAME[config.dtype]:.0e}: nanodomino {ours}, {other_side} {theirs}; so their speeds can't be compared; "
             "this is a bug")
     tokens, peak = config.global_batch_size * config.seq_length, find_peak_flops(config, mesh)
     speeds = {name: tokens / one.median for name, one in times.items()}
     mfu = {name: speed * flops_per_token(config) / peak if peak else None for name, speed in speeds.items()}
-    ratio = ratios(times["plain"], times["nanodomino"])
+    ratio = ratios(times[other_side], times["nanodomino"])
     rows = [[name, one, f"{speeds[name]:,.0f}", f"{mfu[name]:.1%}" if peak else "n/a"] for name, one in times.items()]
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.num_layers} layers of {config.hidden_size}, "
         f"{config.dtype} on {mesh.device.type}, {'compiled' if config.compile else 'not compiled'}; a step is "
         f"{config.microbatches} microbatches of {config.micro_batch_size} x {config.seq_length}",
         table(["", "step: median [least .. most]", "tokens/s", "MFU"], rows),
-        f"nanodomino's speed / plain's: {ratio_text(ratio)}; the losses of the first {len(ours)} steps agree to "
+        f"nanodomino's speed / {other_side}'s: {ratio_text(ratio)}; the losses of the first {len(ours)} steps agree to "
         f"{difference:.0e}"])
-    record = {"question": "throughput", "nanodomino_tokens_per_s": speeds["nanodomino"],
-              "plain_tokens_per_s": speeds["plain"], **ratio.record("ratio"), "mfu": mfu["nanodomino"],
-              "plain_mfu": mfu["plain"], "nanodomino_s": times["nanodomino"].median, "plain_s": times["plain"].median,
+    record = {"question": "throughput", "against": other_side, "nanodomino_tokens_per_s": speeds["nanodomino"],
+              "plain_tokens_per_s": speeds[other_side], **ratio.record("ratio"), "mfu": mfu["nanodomino"],
+              "plain_mfu": mfu[other_side], "nanodomino_s": times["nanodomino"].median,
+              "plain_s": times[other_side].median,
               "losses": ours, "plain_losses": theirs, "loss_difference": difference, "model": config.model,
               "parameters": parameter_count(config), **shape_of(config),
               "global_batch_size": config.global_batch_size, "compile": config.compile,
-              "device": mesh.device.type, "cores": os.cpu_count(), "repeats": len(times["plain"].seconds)}
+              "device": mesh.device.type, "cores": os.cpu_count(), "repeats": len(times[other_side].seconds)}
     return text, record

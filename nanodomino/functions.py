@@ -57,16 +57,18 @@ def rms_norm(x, weight, bias, epsilon):
 def rms_norm_forward(x, weight, bias, epsilon):
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-    return (wide * inverse * weight).to(x.dtype), inverse
+    return (wide * inverse).mul_(weight).to(x.dtype), inverse
 
 
 def rms_norm_backward(gradient, x, statistics, weight, bias):
     """With n = x r, r = 1 / rms and g the gradient:  dx = r (w g - n mean(n w g)),  dw = sum(n g)."""
     (inverse,) = statistics
-    gradient = gradient.to(inverse.dtype)
-    normal, scaled = x * inverse, gradient * weight
-    grad_x = inverse * (scaled - normal * (normal * scaled).mean(dim=-1, keepdim=True))
-    return grad_x.to(x.dtype), (normal * gradient).flatten(0, -2).sum(dim=0), None
+    gradient, weight = gradient.to(inverse.dtype), weight.to(inverse.dtype)
+    normal = x * inverse
+    product = normal * gradient
+    mean = (product @ weight).unsqueeze(-1) / x.size(-1)
+    grad_x = (gradient * weight).addcmul_(normal, mean, value=-1).mul_(inverse)
+    return grad_x.to(x.dtype), product.flatten(0, -2).sum(dim=0), None
 
 
 NORMALIZATIONS = {
@@ -105,8 +107,12 @@ def swiglu(c):
 
 
 def swiglu_backward(gradient, c):
-    gate, up = c.chunk(2, dim=-1)
-    return torch.cat([torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate).mul_(gradient)], dim=-1)
+    (gate, up), both = c.chunk(2, dim=-1), torch.empty_like(c)
+    grad_gate, grad_up = both.chunk(2, dim=-1)
+    torch.mul(gradient, up, out=grad_gate)
+    torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+    torch.ops.aten.silu.out(gate, out=grad_up).mul_(gradient)
+    return both
 
 
 ACTIVATIONS = {"gelu": Activation(gelu, gelu_backward, inputs=1),

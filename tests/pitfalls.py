@@ -182,7 +182,7 @@ def own_loss(config):
 
 # ---- tensor parallelism
 
-@pitfall("A row-parallel bias is added before the sum", "`nanodomino/model.py`, `close_residual`: the bias is added once the sum over ranks "
+@pitfall("A row-parallel bias is added before the sum", "`nanodomino/sublayers.py`, `close_residual`: the bias is added once the sum over ranks "
          "is there", **TP)
 def bias_before_the_sum(config):
     """Every rank adds it to its part, and the sum has it t times. A fresh model has biases of zero, so nothing shows at first,

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from faults import make_corpus
-from harness import build
+from harness import FixedData, build, difference, train_steps, whole
 from starts import lines, start_rank
 
 from nanodomino import huggingface
@@ -157,6 +157,45 @@ def test_the_logits_are_those_of_transformers(pool, saved, tmp_path, name):
     for tp in range(1, min(2, config_of(tmp_path / "checkpoint").num_query_groups) + 1):
         for found in pool.run(logits_rank, tmp_path / "checkpoint", tokens, positions, tp, world_size=tp):
             assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
+
+
+def gradients_rank(folder, options, data):
+    """Losses and gradients of a step from the imported weights."""
+    config = dataclasses.replace(config_of(folder), **dict(dtype="float64", seq_length=LENGTH, global_batch_size=4, micro_batch_size=4,
+                                                           slices=2) | options)
+    built = build(config)
+    load_weights(folder, built[1], built[0])
+    return train_steps(built, config, data, range(1, 2))
+
+
+LAYOUTS = {"one": {}, "tp2-columns": dict(tensor_model_parallel_size=2, columns=3), "pp2": dict(pipeline_model_parallel_size=2),
+           "tp2-pp2-cut": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
+           "tp4": dict(tensor_model_parallel_size=4, slices=1)}
+
+
+@pytest.mark.parametrize("name, layout", [
+    pytest.param(name, layout, marks=[] if (name, layout) in (("llama tied", "tp4"), ("qwen3", "tp2-pp2-cut"), ("qwen2", "tp2-columns"), ("gpt2", "pp2"))
+                 else pytest.mark.exhaustive)
+    for name in MODELS for layout in LAYOUTS])
+def test_every_gradient_is_that_of_transformers(pool, saved, tmp_path, name, layout):
+    """In float64, on layouts: groups of heads as many as heads, fewer, one a rank; tied and untied."""
+    model, folder = saved(name)
+    import_model(folder, tmp_path / "checkpoint")
+    config, options = config_of(tmp_path / "checkpoint"), LAYOUTS[layout]
+    tp, pp = (options.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline"))
+    if config.num_query_groups % tp:
+        pytest.skip(f"{config.num_query_groups} groups on {tp} ranks are refused")
+    rows = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(2))
+    data = FixedData(rows[None, :, :-1], rows[None, :, 1:], torch.ones(1, 4, LENGTH))
+    model.zero_grad()
+    expected_loss = F.cross_entropy(exact(model)(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten())
+    expected_loss.backward()
+    theirs = {one: weight.grad for one, weight in model.named_parameters()}
+    expected = {one.name: one.packing.join([theirs[part] for part in one.theirs], config) for one in tensors_of(config, family_of(config))}
+    outcomes = pool.run(gradients_rank, tmp_path / "checkpoint", options, data, world_size=tp * pp)
+    found = whole(outcomes, lambda outcome: outcome.gradients[0], tp)
+    assert outcomes[0].losses == [pytest.approx(float(expected_loss.detach()), rel=1e-9)]
+    assert difference(found, {one: gradient.reshape(found[one].shape) for one, gradient in expected.items()}) < 1e-9
 
 
 @pytest.mark.parametrize("name", some(DEFAULT))
