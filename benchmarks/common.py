@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from nanodomino import recompute, stream
 from nanodomino.config import Config
-from nanodomino.data import Batch
+from nanodomino.data import Batch, Ends
 from nanodomino.mesh import Place, find_place
 from nanodomino.settings import UserError, add_flags, flags_of, require
 from nanodomino.step_time import slowest, synchronize
@@ -223,16 +223,18 @@ def bind_to_one_core(device):
 # ---- work
 
 class RandomTokens:
-    """Stands in for data.TokenDataset: one global batch of random tokens, the same at every step; all of them count."""
+    """Stands in for data.TokenDataset: one global batch of random tokens, the same at every step; all of them count.
+    The vocabulary's first one ends a document, where that means anything."""
 
     def __init__(self, config: Config, device=torch.device("cpu")):
         shape = (config.global_batch_size, config.seq_length + 1)
+        self.ends = Ends(0, False, config.reset_position_ids, config.reset_attention_mask)
         self.tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
 
     def batch(self, step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True) -> Batch:
         first = dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
         return Batch.of_rows(self.tokens[first:first + micro_batch_size],
-                             list(range(first, first + micro_batch_size)))
+                             list(range(first, first + micro_batch_size)), ends=self.ends)
 
 
 # ---- alternatives in turn

@@ -89,7 +89,7 @@ class OwnTokens(RandomTokens):
 
     def batch(self, *arguments, **options) -> Batch:
         batch = super().batch(*arguments, **options)
-        return Batch.of_rows(torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1), batch.sample_ids)
+        return Batch.of_rows(torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1), batch.sample_ids, ends=self.ends)
 
 
 # ---- activations: what the tapes hold

@@ -62,6 +62,7 @@ class Batch:
     positions: torch.Tensor     # [b, s] int64
     sample_ids: list[int]       # [b], each row's number in the order of consumption; seeds its dropout
     documents: torch.Tensor | None = None      # [b, s] int64, see positions.py; None: each row is one
+    in_order: bool = True       # positions are 0, 1, .. in each row
 
     @staticmethod
     def of_rows(rows, sample_ids, counted=None, ends: "Ends | None" = None) -> "Batch":
@@ -79,13 +80,13 @@ class Batch:
             documents = documents_of(rows[:, :-1], ends.token)
             positions = positions_in(documents) if ends.reset_positions else positions
         return Batch(rows[:, :-1], labels, loss_mask, positions, sample_ids,
-                     documents if ends and ends.reset_attention else None)
+                     documents if ends and ends.reset_attention else None, not (ends and ends.reset_positions))
 
     def split(self, count: int) -> list["Batch"]:
         """Cut along the samples into `count` parts whose sizes differ by one at most; the longer ones come first."""
         cuts = [tensor.tensor_split(count) if tensor is not None else [None] * count
                 for tensor in (self.tokens, self.labels, self.loss_mask, self.positions, self.documents)]
-        return [Batch(*part, ids.tolist(), documents)
+        return [Batch(*part, ids.tolist(), documents, self.in_order)
                 for *part, documents, ids in zip(*cuts, np.array_split(self.sample_ids, count))]
 
 

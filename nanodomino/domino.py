@@ -190,7 +190,7 @@ class Domino:
 
     def around(self, part: Batch, training):
         return Surroundings(self.model.config, self.mesh, part.sample_ids if training else None, self.tapes.keeps_masks,
-                            self.stream, part.positions, part.documents)
+                            self.stream, None if part.in_order else part.positions, part.documents)
 
     def backward(self, pieces, gradient, on_final=None, later=False):
         """Generator. gradient: of forward's output. Returns the gradient of `hidden` (None at the model's beginning).

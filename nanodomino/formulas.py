@@ -193,8 +193,9 @@ def kept_by_layer(config: Config) -> dict[str, float]:
              "mlp after activation": after / t}                # dense_4h_to_h's weight gradient
     if config.qk_layernorm:                                    # at which the norms differentiate themselves
         heads = config.num_attention_heads + config.num_query_groups
-        kept["q, k before norms"] = ((q + k) + n * heads * norm_statistics(config)) / t
-    elif k < q and config.position_embedding_type != "rope" and not config.attention_dropout:
+        beside = k if config.attention_dropout else 0          # v, which lies between them; there is a copy too
+        kept["q, k before norms"] = (q + k + beside + n * heads * norm_statistics(config)) / t
+    elif k < q and not turns(config) and not config.attention_dropout:
         kept["q by head"] = q / t                              # a copy, since q, k and v lie group by group
     if config.attention_dropout:                               # by hand: probabilities, their mask, their product
         # each slice has a mask of the future, or the documents' in its place
@@ -233,9 +234,10 @@ def kept_by_ends(config: Config, at, chunk: Chunk) -> dict[str, float]:
     has_mask = config.hidden_dropout and "h" not in GRANULARITIES[config.recompute_granularity]
     mask = w * n * config.hidden_size / config.stream_parts if has_mask else 0
     kept = {}
-    if chunk.pre_process or chunk.post_process:
+    resets = config.reset_position_ids or config.reset_attention_mask
+    if chunk.pre_process or chunk.post_process or resets:      # with these all ask what the documents are
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # a row has one more than positions: the last label
-        kept["positions, loss mask"] = 8 * config.seq_length + 4 * n
+        kept["positions, loss mask"] = 8 * (n if config.reset_position_ids else config.seq_length) + 4 * n
     kept |= kept_of_documents(config)
     if chunk.pre_process and mask:
         kept["embedding dropout"] = mask
@@ -252,10 +254,10 @@ def kept_of_documents(config: Config) -> dict[str, float]:
     """Of what each slice says of its samples' documents to all of a chunk's attentions."""
     e, n, s = element(config), tokens(config), config.seq_length
     kept = {}
-    if config.reset_position_ids and config.position_embedding_type == "rope":
+    if config.reset_position_ids and turns(config):
         kept["cos, sin"] = 4 * n * rotary_size(config)
     if config.reset_attention_mask:
-        kept["attention bias"] = e * n * s
+        kept |= {"documents": 8 * n, "attention bias": e * n * s}
     return kept
 
 
@@ -288,7 +290,14 @@ def tape_bytes(config: Config, at) -> list[float]:
     chunks, by_layer, left = stage(config, at).chunks, kept_by_layer(config), left_by_layer(config)
     kept = [len(chunk.layers) * sum(by_layer.values()) + sum(kept_by_ends(config, at, chunk).values())
             - (stream(config) if shares_input(config, at, number) else 0) for number, chunk in enumerate(chunks)]
-    return held(config, at, kept, [len(chunk.layers) * sum(left.values()) for chunk in chunks])
+    table = 4 * config.max_position_embeddings * rotary_size(config) * turns(config) * (not config.reset_position_ids)
+    return [size + table * (size > 0)                          # of which all tapes have a view
+            for size in held(config, at, kept, [len(chunk.layers) * sum(left.values()) for chunk in chunks])]
+
+
+def turns(config: Config) -> bool:
+    """Whether q and k are turned."""
+    return config.position_embedding_type == "rope"
 
 
 def held(config: Config, at, kept: list[float], left: list[float]) -> list[float]:

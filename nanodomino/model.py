@@ -70,9 +70,9 @@ class Embedding(nn.Module):
 
     def add_positions(self, words, positions, mask):
         """words [b, s, h] + the vectors of positions [b, s], if there are, with dropout."""
-        if self.position_embeddings is not None:
-            words = words + F.embedding(positions, self.position_embeddings.weight)
-        return drop(words, mask)
+        if self.position_embeddings is None:
+            return drop(words.clone(), mask)                   # of the whole sum's memory a part may be ours: let it go
+        return drop(words + F.embedding(positions, self.position_embeddings.weight), mask)
 
     def add_position_gradients(self, gradient, positions):
         """Of what came out of add_positions, before its dropout [b, s, h]. Not by index_add_, which on GPUs adds in any

@@ -69,9 +69,7 @@ def rotation(config, positions, s: int, device):
     if config.position_embedding_type != "rope":
         return None
     table = rotary_table(config, device)
-    if positions is None:
-        return table[:, :s]
-    return table[:, positions if positions.stride(0) else positions[:1]]       # rows that are one in memory: one is all
+    return table[:, :s] if positions is None else table[:, positions]
 
 
 def rotate(x, turn):

@@ -67,7 +67,7 @@ class FixedData:
         if self.positions is not None:
             positions = self.positions[step, rows]
         return Batch(self.tokens[step, rows], self.labels[step, rows], self.loss_mask[step, rows], positions, ids,
-                     None if self.documents is None else self.documents[step, rows])
+                     None if self.documents is None else self.documents[step, rows], self.positions is None)
 
 
 END_OF_TEXT = 3          # where documents count: about one token in four

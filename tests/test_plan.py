@@ -15,6 +15,7 @@ import pytest
 import torch
 from fake_world import fake_world
 from harness import tiny
+from test_layouts import FAMILIES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
@@ -415,8 +416,13 @@ def check_memory(held, said, peak=math.inf):
     (4, dict(tensor_model_parallel_size=4, slices=3, dtype="bfloat16", recompute_granularity="full", sequence_parallel=True,
              hidden_dropout=0.1, attention_dropout=0.1)),
     (4, dict(tensor_model_parallel_size=2, zero_stage=2, recompute_granularity="selective", sequence_parallel=True)),
+    *[(2, dict(tensor_model_parallel_size=2, slices=2, **FAMILIES[family], **more)) for family in FAMILIES if family != "gpt2"
+      for more in ({}, dict(recompute_granularity="selective", attention_dropout=0.1, dtype="bfloat16"))],
+    (2, dict(pipeline_model_parallel_size=2, slices=2, **FAMILIES["llama"], reset_position_ids=True, reset_attention_mask=True)),
+    (2, dict(tensor_model_parallel_size=2, **FAMILIES["qwen3"], reset_attention_mask=True, attention_dropout=0.1, sequence_parallel=True)),
 ], ids=["dropout", "gpipe-untied", "rmsnorm-lion", "tp4-columns", "zero0-buckets", "zero2-zb-h1", "zero2-tp2", "tp8", "tp2-pp2-dp2", "selective", "full",
-        "cut-columns", "cut-full", "cut-selective-zero2"])
+        "cut-columns", "cut-full", "cut-selective-zero2", *(f"{family}{more}" for family in FAMILIES if family != "gpt2" for more in ("", "-again")),
+        "llama-documents", "qwen3-documents-cut"])
 def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_size, changes):
     config = tiny(world_size, **{"global_batch_size": 12, "num_layers": 2, "device": "cpu", **changes})
     for of_memory, (counted, said) in pool.run(held_rank, config, world_size=world_size):
