@@ -33,6 +33,8 @@ LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "zb
            (2, 2, 1, 2, 1, "interleaved"), (2, 1, 2, 1, 1, "1f1b"), (1, 4, 1, 1, 1, "1f1b"), (1, 2, 2, 1, 1, "gpipe"), (1, 1, 4, 1, 2, "1f1b"), (2, 2, 2, 2, 1, "1f1b")]
 
 
+# two runs of rows in a matrix, and in its bias; groups of heads; norms of q and k
+LLAMA = dict(swiglu=True, position_embedding_type="rope", num_query_groups=4, kv_channels=4, qk_layernorm=True)
 UNEVEN = dict(hidden_size=24, ffn_hidden_size=52, bucket_size=700)        # parts begin and end within rows
 
 
@@ -60,11 +62,12 @@ def go_on_from_all(config, data, folders):
     return [train_from(config, None, data, 2, 3, load=folder) for folder in folders]
 
 
-@pytest.mark.parametrize("pairs", ["some", pytest.param("all", marks=pytest.mark.exhaustive)])
-def test_any_layout_goes_on_from_any_other(pool, tmp_path, pairs):
+@pytest.mark.parametrize("pairs, family", [("some", {}), ("some", LLAMA), *[pytest.param("all", one, marks=pytest.mark.exhaustive) for one in ({}, LLAMA)]],
+                         ids=["some", "some-llama", "all", "all-llama"])
+def test_any_layout_goes_on_from_any_other(pool, tmp_path, pairs, family):
     """Twelve layouts, all with all, or six in a ring: two steps on one, the third on the other, against the plain model, so that neither the data's order
     nor the rate nor Adam's count begins anew."""
-    configs = [config_for(*layout, **UNEVEN) for layout in (LAYOUTS if pairs == "all" else LAYOUTS[::2])]
+    configs = [config_for(*layout, **UNEVEN | family) for layout in (LAYOUTS if pairs == "all" else LAYOUTS[::2])]
     weights, data, records, final = reference_for(configs[0], 3)
     folders = []
     for i, config in enumerate(configs):
@@ -113,16 +116,16 @@ def test_a_skipped_step_is_none_of_adams_also_after_a_resume(pool, tmp_path):
 
 # ---- what a rank copies, writes and reads
 
-@pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (1, 5), (5, 1), (4, 3), (3, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (1, 5), (5, 1), (4, 3), (3, 7), (2, 1, 3), (2, 3, 2), (2, 3, 4)], ids=str)
 def test_rectangles_are_a_range_of_a_flat_tensor_number_by_number(shape):
-    """Every range of it: in order, none left out, none twice, at most three of a matrix and one of a vector."""
+    """Every range of it: in order, none left out, none twice, at most three of a matrix, one of a vector, five of three dimensions."""
     numbers = torch.arange(torch.Size(shape).numel())
     for begin, end in product(range(len(numbers) + 1), repeat=2):
         found = rectangles(begin, end, shape) if begin <= end else []
         inside = [numbers.view(shape)[tuple(slice(first, first + size) for first, size in zip(*one))] for one in found]
         assert [piece.shape for piece in inside] == [sizes for _, sizes in found]
         assert torch.cat([numbers[:0], *(piece.flatten() for piece in inside)]).tolist() == list(range(begin, end))
-        assert len(found) <= (3 if len(shape) == 2 else 1) and all(piece.numel() for piece in inside)
+        assert len(found) <= 2 * len(shape) - 1 and all(piece.numel() for piece in inside)
 
 
 def shares(config):
