@@ -60,3 +60,15 @@ def test_in_a_step_the_engine_runs_for_the_loss_alone(engine_runs, rank, dropout
         train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
     attentions = len(model.layers) * config.slices if dropout else 0
     assert len(engine_runs) == config.microbatches * (model.post_process + attentions)
+
+
+def test_scores_by_hand_stay_within_fp16():
+    """The products alone, of 64 numbers up to 40, would be above 65504."""
+    config = tiny(1, hidden_size=128, num_attention_heads=2, num_layers=1, dtype="float16")
+    with fake_world(0, 1):
+        _, model, _, _ = build(config)
+    attention = model.chunks[0].sublayers[0]
+    qkv = torch.full((1, config.seq_length, 3 * 128), 40.0, dtype=torch.float16)
+    masks = torch.ones(1, 2, config.seq_length, config.seq_length)
+    assert attention.core(qkv, Around(masks, None, None)).isfinite().all()
+    assert float((qkv[0, 0, :64].double() ** 2).sum()) > 65504
