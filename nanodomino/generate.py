@@ -335,16 +335,17 @@ def find_tokenizer(checkpoint: Path, config: Config, data_path: str | None) -> t
     source = data_path or config.data_path
     if data_path is None and (checkpoint / "tokenizer.json").is_file():
         tokenizer, source = build_tokenizer(str(checkpoint)), checkpoint
+        words = tokenizer.n_vocab
     else:
         require(source, f"the tokenizer lies with a training text, and {checkpoint} was imported, not trained, without "
                 "a tokenizer.json; give a data folder as --data-path")
         require(data_path or Path(source).exists(), f"the tokenizer lies with the training text, and {source} is not "
                 "there any more; give that folder's new place as --data-path")
-        tokenizer = load_corpus(source).tokenizer()
-    require(tokenizer.n_vocab <= config.vocab_size,
-            f"the tokenizer of {source} has {tokenizer.n_vocab} tokens, but the model {config.vocab_size}; give the "
-            "--data-path that it was trained on")
-    return tokenizer
+        corpus = load_corpus(source)
+        tokenizer, words = None, corpus.vocab_size
+    require(words <= config.vocab_size, f"the tokenizer of {source} has {words} tokens, but the model "
+            f"{config.vocab_size}; give the --data-path that it was trained on")
+    return tokenizer or corpus.tokenizer()
 
 
 def main(arguments: list[str], place: Place) -> int:

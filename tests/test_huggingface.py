@@ -346,7 +346,7 @@ def test_an_imported_model_is_trained_on_and_exported(pool, package, saved, tmp_
 
 def test_generate_asks_for_a_tokenizer_where_the_checkpoint_knows_of_none(saved, tmp_path):
     import_model(saved("gpt2")[1], tmp_path / "one")
-    with pytest.raises(UserError, match="was imported, not trained; give a data folder as --data-path"):
+    with pytest.raises(UserError, match="was imported, not trained, without a tokenizer.json; give a data folder as --data-path"):
         generate_main(["--load", str(tmp_path / "one"), "--device", "cpu"], Place())
 
 
