@@ -55,7 +55,7 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
     try:
         return config.resolve(world_size)
     except UserError as error:
-        rule = re.findall(r"[\w-]+", str(error).partition(";")[0])
+        rule = re.findall(r"\w[\w-]*", str(error).partition(";")[0])
         not_now = [f"{spelling(name)}, which {spelling(name).replace('--', '--no-', 1)} turns off"
                    if before[name] is True else f"{spelling(name)} {before[name]}"
                    for name in sorted(before.keys() - asked) if spelling(name)[2:] in rule]

@@ -325,3 +325,20 @@ def test_finetune_begins_at_step_0_with_an_optimizer_that_has_seen_nothing(pool,
     config = tiny(2, data_parallel_size=2, optimizer=optimizer, lr=1e-3)
     for loaded, anew in pool.run(finetune_rank, config, str(tmp_path), weights, world_size=2):
         assert loaded == anew
+
+
+def test_what_a_run_remembers_can_be_taken_back(tmp_path):
+    """A switch by its --no- form, anything else by null in a --config file; the sentence about a contradiction says so."""
+    run = tmp_path / "run"
+    run.mkdir()
+    flags = ["--run-dir", str(run), "--fp16", "--loss-scale", "256", "--recompute-granularity", "full", "--checkpoint-in-cpu", "--tensorboard-dir", str(tmp_path / "board")]
+    config = from_command_line(flags, 1)
+    (run / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    again = from_command_line(flags[:2], 1)
+    assert (again.loss_scale, again.checkpoint_in_cpu, again.tensorboard_dir) == (256.0, True, str(tmp_path / "board"))
+    with pytest.raises(UserError, match=r"remembered from before: --checkpoint-in-cpu, which --no-checkpoint-in-cpu turns off"):
+        from_command_line([*flags[:2], "--recompute-granularity", "none"], 1)
+    (tmp_path / "off.json").write_text(json.dumps({"loss_scale": None, "tensorboard_dir": None}))
+    other = from_command_line([*flags[:2], "--recompute-granularity", "none", "--no-checkpoint-in-cpu", "--config", str(tmp_path / "off.json")], 1)
+    assert (other.loss_scale, other.checkpoint_in_cpu, other.tensorboard_dir, other.dtype) == (None, False, None, "float16")
+    assert from_command_line([*flags[:2], "--bf16"], 1).dtype == "bfloat16"
