@@ -52,11 +52,11 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from nanodomino.buckets import Bucket
 from nanodomino.command import run
-from nanodomino.config import DTYPES, Config
+from nanodomino.config import DTYPES, Config, from_record
 from nanodomino.manifest import (FORMAT, SAVED, checkpoints_of, clear_leftovers, discard, file_digests, find_checkpoint,
                                  flush_folder, manifest_text, read_manifest, require_plain_file, step_of, verify)
 from nanodomino.mesh import TIMEOUT, Mesh
-from nanodomino.model import GPT
+from nanodomino.model import GPT, on_paper
 from nanodomino.pieces import Pieces
 from nanodomino.settings import UserError, require
 from nanodomino.zero import ZeroOptimizer
@@ -344,18 +344,24 @@ def export(folder: Path, out: Path):
     file; torch.load(OUT, weights_only=True) reads it."""
     require(not (out.parent / "manifest.json").exists(),
             f"{out} would lie in a checkpoint, among the files that it is made of; choose another folder")
-    verify(folder)
+    manifest = verify(folder)
     records = CarefulReader(folder).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(record.size, dtype=record.properties.dtype)
                for name, record in records.items() if name.startswith("weight.")}
     read_alone(tensors, CarefulReader(folder))
+    config = dataclasses.replace(from_record(manifest["config"], folder), tensor_model_parallel_size=1,
+                                 pipeline_model_parallel_size=1, virtual_stages=1, schedule="1f1b")
+    shapes = {name: weight.shape for name, weight in on_paper(config).named_parameters()}
+    tensors = {name.removeprefix("weight."): tensor for name, tensor in tensors.items()}
+    # several runs of rows are one matrix
+    tensors = {name: tensor.view(shapes.get(name, tensor.shape)) for name, tensor in tensors.items()}
     target = beside = out                                    # /dev/stdout: nothing to replace
     if os.path.isfile(out) or not os.path.exists(out):
         target = Path(os.path.realpath(out))
         beside = target.with_name(f".{target.name}-{os.getpid()}")
     try:
         with open(beside, "wb") as file:                     # given a name, torch.save says less clearly what is wrong
-            torch.save({name.removeprefix("weight."): tensor for name, tensor in tensors.items()}, file)
+            torch.save(tensors, file)
         beside.rename(target)
     except (OSError, RuntimeError) as error:                 # on a full disk torch's error follows the system's
         said = error if isinstance(error, OSError) else error.__context__

@@ -123,9 +123,9 @@ class Config:
     position_embedding_type: str = of_choice("learned_absolute", "how places are told",
                                              choices=POSITION_EMBEDDING_TYPES)
     rotary_percent: float = of_model(1.0, "part of a head's numbers that rope turns", above=0.0)
-    rotary_base: float = of_choice(10_000.0, "rope's slowest wave, about, in places", above=0.0)
-    use_rope_scaling: bool = of_choice(False, "Llama 3.1's: rope's slow waves are slowed down")
-    rope_scaling_factor: float = of_choice(8.0, "by this", above=0.0)
+    rotary_base: float = of_choice(10_000.0, "base of rope's frequencies, base^(-2i/d)", above=0.0)
+    use_rope_scaling: bool = of_choice(False, "Llama 3.1's: rope's low frequencies are divided")
+    rope_scaling_factor: float = of_choice(8.0, "what use-rope-scaling divides them by", above=0.0)
     rotary_seq_len_interpolation_factor: float = of_model(1.0, "rope's places are divided by it", above=0.0)
     vocab_size: int = of_model(None, "vocabulary (default: the data's)", kind=int, follows=True)
     make_vocab_size_divisible_by: int = of_model(128, "the embedding is padded to a multiple of this, whatever tp is")
@@ -134,7 +134,7 @@ class Config:
     layernorm_epsilon: float = of_choice(1e-5, "added to the variance in a norm", above=0.0)
     swiglu: bool = of_choice(False, "the MLP's silu(gate) x up, two products of the input, in place of gelu")
     disable_bias_linear: bool = of_choice(False, "linear layers have no bias")
-    add_qkv_bias: bool = of_choice(False, "but the one that makes q, k and v has")
+    add_qkv_bias: bool = of_choice(False, "a bias of q, k and v, also with disable-bias-linear")
     qk_layernorm: bool = of_choice(False, "a norm of each head's q and k, before rope")
     hidden_dropout: float = of_model(0.0, "dropout on the embedding and on what each sublayer adds", below=1.0,
                                      role="learning")
@@ -335,6 +335,9 @@ class Config:
 
         heads = config.num_attention_heads
         groups = config.num_query_groups or heads
+        require(groups == heads or self.group_query_attention or "group_query_attention" not in self.given,
+                f"--no-group-query-attention and --num-query-groups {groups} contradict each other, of {heads} heads; "
+                f"try --num-query-groups {heads}")
         require(groups < heads or not self.group_query_attention,
                 f"--group-query-attention needs --num-query-groups below num-attention-heads {heads}, but there are "
                 f"{groups}; try --num-query-groups {largest_divisor(heads, heads // 2) or 1}")
@@ -352,7 +355,7 @@ class Config:
             slices=config.slices or (min(2, micro_batch_size) if tp > 1 else 1),
             schedule=schedule, virtual_stages=self.virtual_stages or SCHEDULES[schedule].chunks[0],
             ffn_hidden_size=config.ffn_hidden_size or usual_ffn_hidden_size(config),
-            group_query_attention=False, num_query_groups=groups,
+            group_query_attention=groups < heads, num_query_groups=groups,
             kv_channels=config.kv_channels or config.hidden_size // heads,
             max_position_embeddings=config.max_position_embeddings or config.seq_length,
             min_lr=config.lr / 10 if config.min_lr is None else config.min_lr)
@@ -473,7 +476,8 @@ def check_sizes(c: Config):
             f"rank has whole groups; try --tp {divisors(c.num_query_groups)}")
     require(c.position_embedding_type != "rope" or 0 < rotary_size(c) <= c.kv_channels and rotary_size(c) % 2 == 0,
             f"rope turns {rotary_size(c)} numbers of a head, rotary-percent {c.rotary_percent:g} x kv-channels "
-            f"{c.kv_channels}, which must be an even number from 2 to {c.kv_channels}; try --rotary-percent 1")
+            f"{c.kv_channels}, which must be an even number from 2 to {c.kv_channels}; try "
+            + (f"--kv-channels {c.kv_channels + 1}" if c.kv_channels % 2 else "--rotary-percent 1"))
     require(c.position_embedding_type == "rope" or not (c.use_rope_scaling or c.rotary_percent != 1.0
                                                         or c.rotary_seq_len_interpolation_factor != 1.0),
             f"--use-rope-scaling, --rotary-percent and --rotary-seq-len-interpolation-factor belong to rope, but "

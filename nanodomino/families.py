@@ -31,6 +31,7 @@ import torch
 from nanodomino.config import PRESETS, Config
 from nanodomino.model import on_paper
 from nanodomino.pieces import Pieces
+from nanodomino.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
 from nanodomino.settings import LARGEST, UserError, require, spelling
 
 LONGEST_SAMPLE = 1024      # of an imported model's seq-length, unless its positions end before
@@ -40,7 +41,7 @@ HARMLESS = re.compile(
     r"architectures|model_type|transformers_version|transformers\.js_config|_?name_or_path|_commit_hash|(torch_)?dtype|"
     r"use_cache|(bos|eos|pad|unk|sep|cls|decoder_start)_token_id|tokenizer_class|prefix|initializer_range|"
     r"pretraining_tp|(attn|resid|embd|attention|hidden)_(pdrop|dropout)|summary_\w+|task_specific_params|"
-    r"id2label|label2id|num_labels|problem_type|return_dict(_in_generate)?|chunk_size_feed_forward|n_ctx|"
+    r"id2label|label2id|_?num_labels|predict_special_tokens|n_special|problem_type|return_dict(_in_generate)?|chunk_size_feed_forward|n_ctx|"
     r"max_window_layers|is_llama_config|_?attn_implementation(_\w+)?|do_sample|temperature|top_[kp]|typical_p|"
     r"(max|min)_length|num_beams|num_beam_groups|num_return_sequences|(repetition|length|diversity)_penalty|"
     r"(encoder_)?no_repeat_ngram_size|early_stopping|output_(attentions|hidden_states|scores|logits|past)")
@@ -183,11 +184,12 @@ def read_rope(record: Record) -> dict:
                     rotary_seq_len_interpolation_factor=rope.number("factor", float) if kind == "linear" else 1.0)
     if kind == "llama3":
         settings |= dict(rope_scaling_factor=rope.number("factor", float))
-        rope.allow("low_freq_factor", 1)
-        rope.allow("high_freq_factor", 4)
-        require((length or rope.get("original_max_position_embeddings")) == 8192,
-                f"{record.source} has rope that was scaled from other than 8192 positions, but what is built here "
-                "knows Llama 3's alone; import another model")
+        rope.allow("low_freq_factor", int(LOW_FREQUENCY))
+        rope.allow("high_freq_factor", int(HIGH_FREQUENCY))
+        require((length or rope.get("original_max_position_embeddings")) == ORIGINAL_LENGTH,
+                f"{record.source} has rope that was scaled from original_max_position_embeddings "
+                f"{shown(length or rope.get('original_max_position_embeddings'))}, but what is built here knows Llama "
+                f"3's {ORIGINAL_LENGTH} alone; import another model")
     rope.check_rest()
     return settings
 
@@ -200,8 +202,8 @@ def write_rope(config: Config) -> dict:
             f"--rotary-seq-len-interpolation-factor {factor:g}; export another one")
     scaling = None if factor == 1.0 else dict(rope_type="linear", factor=factor)
     if config.use_rope_scaling:
-        scaling = dict(rope_type="llama3", factor=config.rope_scaling_factor, low_freq_factor=1.0, high_freq_factor=4.0,
-                       original_max_position_embeddings=8192)
+        scaling = dict(rope_type="llama3", factor=config.rope_scaling_factor, low_freq_factor=LOW_FREQUENCY,
+                       high_freq_factor=HIGH_FREQUENCY, original_max_position_embeddings=ORIGINAL_LENGTH)
     return dict(rope_theta=config.rotary_base, rope_scaling=scaling)
 
 
@@ -381,6 +383,8 @@ def read_config(values: dict, source) -> Config:
     for rule in family.rules:
         settings |= rule.read(record)
     record.check_rest()
+    spread = record.get("initializer_range")
+    settings |= dict(init_method_std=float(spread)) if type(spread) in (int, float) and 0 < spread < math.inf else {}
     settings |= dict(model=nearest_preset(settings), seq_length=min(sizes.max_position_embeddings, LONGEST_SAMPLE))
     try:
         config = Config(**settings, given=tuple(sorted(settings))).resolve(1)

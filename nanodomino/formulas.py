@@ -197,6 +197,8 @@ def kept_by_layer(config: Config) -> dict[str, float]:
         kept["q, k before norms"] = (q + k + beside + n * heads * norm_statistics(config)) / t
     elif k < q and not turns(config) and not config.attention_dropout:
         kept["q by head"] = q / t                              # a copy, since q, k and v lie group by group
+    if k < q and config.device == "cuda" and not config.attention_dropout and (config.reset_attention_mask or e > 2):
+        kept["keys, values of each head"] = 2 * q / t          # fused_attention in sublayers.py says why
     if config.attention_dropout:                               # by hand: probabilities, their mask, their product
         # each slice has a mask of the future, or the documents' in its place
         future = 0 if config.reset_attention_mask else slices(config) * config.seq_length ** 2

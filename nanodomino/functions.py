@@ -1,7 +1,7 @@
 """What a model has a choice of, by name: pure functions of tensors, which know no config, no mesh and no parameters.
 
 A choice is one entry of a table here; the setting's values, its flag and its error sentences are the table's keys, and
-model.py calls what the entry holds. Whoever schedules the work (domino.py, pipeline.py) never learns of it.
+sublayers.py calls what the entry holds. Whoever schedules the work (domino.py, pipeline.py) never learns of it.
 
 Each has its definition, which autograd differentiates, and the pair of forward and backward that training runs. The
 pair says what it keeps in between, costs the host a quarter of the time, and a test holds it against the definition.

@@ -49,7 +49,7 @@ from nanodomino.model import GPT, Chunk
 from nanodomino.parallel import gather_logits
 from nanodomino.positions import attention_bias, documents_of, positions_in, rotation
 from nanodomino.settings import LARGEST, UserError, flags_of, require, spelling
-from nanodomino.sublayers import Attention, by_head, close_residual, join_heads, prepare
+from nanodomino.sublayers import Attention, by_head, close_residual, fused_attention, join_heads, prepare
 from nanodomino.surroundings import seeded_generator
 from nanodomino.tokenizer import build_tokenizer
 
@@ -98,8 +98,10 @@ class Cache:
 
     def pass_on(self, tokens):
         """After they went through."""
-        ends = [place for place, token in enumerate(tokens[0].tolist(), self.length) if token == self.end_of_text]
-        self.length, self.begin = self.length + tokens.size(1), ends[-1] + 1 if ends else self.begin
+        if self.end_of_text is not None:
+            ends = [place for place, token in enumerate(tokens[0].tolist(), self.length) if token == self.end_of_text]
+            self.begin = ends[-1] + 1 if ends else self.begin
+        self.length += tokens.size(1)
 
     def attend(self, attention: Attention, qkv):
         """qkv [1, m, ..] of the new tokens -> [1, m, heads d]."""
@@ -109,9 +111,8 @@ class Cache:
         keys, values = self.kept[attention.site]
         end = self.length + qkv.size(1)
         keys[:, :, self.length:end], values[:, :, self.length:end] = by_head(k), by_head(v)
-        return join_heads(F.scaled_dot_product_attention(
-            by_head(q), keys[:, :, self.seen:end], values[:, :, self.seen:end], self.bias,
-            is_causal=self.length == 0 and self.bias is None, enable_gqa=attention.group_size > 1))
+        return join_heads(fused_attention(by_head(q), keys[:, :, self.seen:end], values[:, :, self.seen:end], self.bias,
+                                          is_causal=self.length == 0 and self.bias is None))
 
     def run(self, chunk: Chunk, tokens, hidden):
         """A chunk on m new tokens [1, m] (hidden [1, m, h] from the layers before) -> hidden,

@@ -42,15 +42,14 @@ from nanodomino.checkpoint import CarefulReader, complete, read_alone, write_alo
 from nanodomino.command import run
 from nanodomino.config import DTYPES, Config, from_record
 from nanodomino.families import Family, Placed, family_of, family_of_record, read_config, tensors_of, write_config
+from nanodomino.huggingface_tokenizer import FILES
 from nanodomino.manifest import FORMAT, find_checkpoint, flush_folder, read_manifest, step_of
 from nanodomino.settings import UserError, require
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                   "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
-GENERATION = "generation_config.json"
+*TOKENIZER_FILES, GENERATION = FILES
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -335,7 +334,8 @@ def export_model(folder: Path, out: Path, dtype_name: str | None, most: int) -> 
                 weight_map={theirs: name for name, some in zip(names, files) for one in some for theirs in one.theirs}))
         carried = copy_along((*TOKENIZER_FILES, GENERATION), tokenizer_folder(checkpoint, config), temporary)
         write_json(temporary / "config.json", values | special_tokens(temporary, config))
-    return (f"{out}: {family.architecture}, {len(names)} files of weights, {count(placed):,} numbers in {dtype_name}, "
+    files_of_weights = f"{len(names)} file{'s' * (len(names) > 1)} of weights"
+    return (f"{out}: {family.architecture}, {files_of_weights}, {count(placed):,} numbers in {dtype_name}, "
             f"{told_of(carried)}")
 
 

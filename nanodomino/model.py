@@ -1,4 +1,4 @@
-"""GPT-2/3 as a chain of sublayers, cut where the wires are.
+"""GPT-2/3, and Llama's kin, as a chain of sublayers, cut where the wires are.
 
 A pre-norm transformer is one residual stream x that each sublayer reads and adds to; attention and MLP alternate, 2L
 of them. Written around the wires (reduce), every sublayer is the same three steps:

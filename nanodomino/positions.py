@@ -12,8 +12,8 @@ and one by B differ by A - B, so a product of q at m with k at n depends on m - 
     (R(m) q) . (R(n) k)  =  q . R(n - m) k             R: block diagonal, [[cos, -sin], [sin, cos]] for each pair
 
 Nothing is learned, nothing added to the stream; a window may begin anywhere. Backward turns gradients back. Angles are
-of fp32, computed in the order in which Llama's own code and Transformers do it: far from the begin they are off by up
-to 2^-12 radian, and models have been trained with just that.
+of fp32, computed in the order in which Llama's own code and Transformers do it: they are off by up to about 2^-24 of
+the place, 0.01 radian at 131,072, and models have been trained with just that.
 
 **More places than a model was trained with.** Interpolation (2306.15595): places are divided by a factor. Llama 3.1's
 scaling divides the slow frequencies by it, whose wave is longer than the text was (8192), keeps the fast ones, which

@@ -5,7 +5,7 @@ Forward computes one thing from the other, and backward needs them all but the l
     x, h = bridge(x, y)    c = h W1^T + b1    a = core(c)    y = sum over tp of a W2^T
 
 Whatever stands behind one that was kept can be computed again from it. --recompute-granularity says what is kept of a
-sublayer; of a layer, with X bytes an activation [b, s, h]:
+sublayer; of a layer of GPT-2's, with X bytes an activation [b, s, h] (formulas.py counts it for others):
 
     none         x, h, what the core keeps, a     (4 + 12/t) X     nothing is computed again
     selective    x, h, c                          (4 +  7/t) X     the core: attention, gelu
@@ -16,8 +16,8 @@ h is gathered for c again, which is the gather that its weight gradient needs an
 
 **No sum is repeated.** x is what it was after the sum before, and a is the last that backward needs, so what is
 computed again stands between two sums, and has none of its own. Nor is the row-parallel product repeated, whose result
-nobody needs: full recomputation costs 7/12 of the layers' products once more, and attention. Dropout masks are no
-state: they are drawn again, from sample and site, and are the same.
+nobody needs: full recomputation costs 7/12 of the layers' products once more (with SwiGLU 2/3 or so), and attention.
+Dropout masks are no state: they are drawn again, from sample and site, and are the same.
 
 Each operation runs again on the same operands, so gradients have the same bits, with one exception: where a compiler
 has fused the bridge, h came from a sum that was not yet rounded to 16 bit, and comes from a rounded one now.

@@ -111,12 +111,10 @@ class Attention(Sublayer):
 
     def attend(self, q, k, v, around):
         """q [b, heads, s, d], k and v [b, groups, s, d] -> [b, heads, s, d]."""
-        shared = self.group_size > 1
         if around.mask is None:
-            return F.scaled_dot_product_attention(q, k, v, around.bias, is_causal=around.bias is None,
-                                                  enable_gqa=shared)
+            return fused_attention(q, k, v, around.bias)
         s = q.size(2)                                          # by hand, since SDPA draws its own mask
-        k, v = (one.repeat_interleave(self.group_size, dim=1) if shared else one for one in (k, v))
+        k, v = for_each_head(q, k, v)
         factor = self.head_dim ** -0.5                         # the products alone may be too large for fp16
         scores = torch.baddbmm(q.new_empty(()), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=factor)
         scores = scores.view(around.mask.shape)
@@ -155,6 +153,24 @@ class Attention(Sublayer):
         q = prepare_backward(q, self.q_layernorm, turn, before_q)
         k = prepare_backward(k, self.k_layernorm, turn, before_k)
         return torch.cat([q, k, v], dim=3).view(b, s, -1)
+
+
+def fused_attention(q, k, v, bias, is_causal=None):
+    """softmax(q k^T / sqrt(d) + bias) v of q [b, heads, m, d], k and v [b, groups, s, d]; causal if there is no bias.
+
+    On CUDA what reads the keys of a group once is flash attention alone, for 16-bit numbers without a bias. For others
+    torch would write all scores out, without a word, and keep them; so there each head gets keys and values of its own.
+    """
+    if q.is_cuda and (bias is not None or q.element_size() > 2):
+        k, v = for_each_head(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None if is_causal is None else is_causal,
+                                          enable_gqa=k.size(1) < q.size(1))
+
+
+def for_each_head(q, *shared):
+    """Of k and v [b, groups, s, d] what each head of q wants [b, heads, s, d]."""
+    times = [q.size(1) // one.size(1) for one in shared]
+    return [one if each == 1 else one.repeat_interleave(each, dim=1) for one, each in zip(shared, times)]
 
 
 def by_head(x):

@@ -262,6 +262,16 @@ def test_export_writes_the_whole_tensors(saved, tmp_path):
     assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
 
 
+def test_export_writes_two_runs_of_rows_as_the_matrix_that_they_are(pool, tmp_path):
+    """A SwiGLU's, which two tensor-parallel ranks have saved."""
+    config = config_for(*LAYOUTS[1], **LLAMA)
+    weights, data, _, _ = reference_for(config, 1)
+    pool.run(train_from, config, weights, data, 0, 0, None, str(tmp_path), world_size=2)
+    export(checkpoints_of(tmp_path)[0], tmp_path / "out.pt")
+    exported = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
+
+
 @pytest.mark.parametrize("large", [0, 100_000])
 def test_an_export_that_the_disk_has_no_room_for_leaves_the_file_that_was_there_or_none(saved, tmp_path, monkeypatch, large):
     """Half a file would be found out by whoever reads it, on another machine perhaps. (The limit of a file's size stands in for

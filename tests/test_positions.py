@@ -133,7 +133,9 @@ LLAMA = dict(FAMILIES["llama"])
     (dict(group_query_attention=True), "--group-query-attention needs --num-query-groups below num-attention-heads 8, but there are 8; "
      "try --num-query-groups 4"),
     (dict(position_embedding_type="rope", kv_channels=3), "rope turns 3 numbers of a head, rotary-percent 1 x kv-channels 3, which must be an "
-     "even number from 2 to 3; try --rotary-percent 1"),
+     "even number from 2 to 3; try --kv-channels 4"),
+    (dict(group_query_attention=False, num_query_groups=2, given=("group_query_attention", "num_query_groups")),
+     "--no-group-query-attention and --num-query-groups 2 contradict each other, of 8 heads; try --num-query-groups 8"),
     (dict(position_embedding_type="rope", rotary_percent=0.1), "rope turns 0 numbers of a head"),
     (dict(use_rope_scaling=True), "--use-rope-scaling, --rotary-percent and --rotary-seq-len-interpolation-factor belong to rope"),
     (dict(position_embedding_type="alibi"), "unknown --position-embedding-type 'alibi'; try one of learned_absolute, rope, none"),

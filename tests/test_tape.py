@@ -10,6 +10,7 @@ from fake_world import fake_world
 from harness import build, random_data, tiny
 
 import train
+from nanodomino.positions import attention_bias, documents_of
 from nanodomino.surroundings import Around
 
 
@@ -72,3 +73,16 @@ def test_scores_by_hand_stay_within_fp16():
     masks = torch.ones(1, 2, config.seq_length, config.seq_length)
     assert attention.core(qkv, Around(masks, None, None)).isfinite().all()
     assert float((qkv[0, 0, :64].double() ** 2).sum()) > 65504
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_by_hand_is_the_fused_one_also_of_heads_that_share_keys(documents):
+    """With a mask that drops nothing; each head with the keys of its own group, and of its own document alone."""
+    config = tiny(1, num_query_groups=2, kv_channels=4)
+    with fake_world(0, 1):
+        _, model, _, _ = build(config)
+    attention, s = model.chunks[0].sublayers[0], config.seq_length
+    qkv = torch.randn(3, s, config.qkv_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    bias = attention_bias(documents_of(torch.randint(0, 3, (3, s), generator=torch.Generator().manual_seed(2)), 0), torch.float64) if documents else None
+    by_hand = attention.core(qkv, Around(torch.ones(3, 8, s, s, dtype=torch.float64), None, bias))
+    assert torch.allclose(by_hand, attention.core(qkv, Around(None, None, bias)), rtol=1e-12, atol=1e-13)
