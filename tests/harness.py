@@ -176,9 +176,13 @@ def whole(outcomes: list[Outcome], shards_of, tp: int) -> dict:
             assert all(torch.equal(by_tp_rank[0], tensor) for tensor in by_tp_rank.values()), f"{name}: copies over tp differ"
             full[name] = by_tp_rank[0]
         else:
-            dim, runs = cut
-            full[name] = torch.cat([by_tp_rank[rank].chunk(runs, dim)[run] for run in range(runs) for rank in range(tp)], dim)
+            full[name] = joined_runs([by_tp_rank[rank] for rank in range(tp)], *cut)
     return full
+
+
+def joined_runs(shards, dim, runs):
+    """The whole of which each rank has a part of each run."""
+    return torch.cat([shard.chunk(runs, dim)[run] for run in range(runs) for shard in shards], dim)
 
 
 def difference(ours: dict, theirs: dict) -> float:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from harness import FixedData, Outcome, sizes_of, tiny, train_rank
+from harness import FixedData, Outcome, joined_runs, sizes_of, tiny, train_rank
 from reference import ReferenceGPT, masked_loss, random_weights, train_reference
 
 import train
@@ -189,7 +189,7 @@ def joined(outcomes: list[Outcome], shards_of):
     whole = {}
     for name, (cut, by_rank) in parts.items():
         pieces = [by_rank[rank] for rank in sorted(by_rank)]
-        whole[name] = pieces[0] if cut is None else torch.cat(pieces, dim=cut[0])
+        whole[name] = pieces[0] if cut is None else joined_runs(pieces, *cut)
         if cut is None and not all(torch.equal(pieces[0], piece) for piece in pieces):
             apart.add(name)
     return whole, apart

@@ -44,7 +44,7 @@ def case(tp, pp, dp, slices=1, columns=1, zero=1, schedule="1f1b", untied=False,
     """A layout and its options, with a readable name."""
     name = f"tp{tp}-pp{pp}-dp{dp}-slices{slices}-columns{columns}-zero{zero}-{schedule}-{'untied' if untied else 'tied'}"
     name += f"-{family}{'-documents' * documents}" + "".join(f"-{key}{value}" for key, value in more.items())
-    more = FAMILIES[family] | dict(reset_position_ids=documents, reset_attention_mask=documents) | more
+    more = FAMILIES[family] | ({"num_query_groups": 8} if tp == 8 else {}) | dict(reset_position_ids=documents, reset_attention_mask=documents) | more
     options = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices, columns=columns, zero_stage=zero,
                    schedule=schedule, untie_embeddings_and_output_weights=untied, **{"num_layers": 2 * pp + 1} | more)
     return pytest.param(tp * pp * dp, options, id=name, marks=pytest.mark.exhaustive if exhaustive else [])
