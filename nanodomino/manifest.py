@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nanodomino.config import Config, from_record
 from nanodomino.loss_scale import is_state
-from nanodomino.settings import UserError, names, require
+from nanodomino.settings import UserError, flags_of, names, require
 
 FORMAT = "nanodomino-checkpoint-1"
 LARGEST_STEP = 10**12
@@ -179,7 +179,8 @@ def newest_record(folder: Path) -> dict | None:
 def check_settings(record: dict, source, config: Config, *roles):
     """Refuse a change that can't be honoured, with both values named. Raises UserError."""
     saved = from_record(record, source)
-    for name in names(Config, *roles):
+    follows = {one.name: one.metadata["follows"] for one in flags_of(Config)}
+    for name in sorted(names(Config, *roles), key=lambda name: follows.get(name, False)):      # causes first
         there, here = getattr(saved, name), getattr(config, name)
         require(there == here, f"{source} was made with {name.replace('_', '-')} {there}, but this run has {here}; "
                 "give the same again, or start another run (with --load FOLDER --finetune from its weights, if the "

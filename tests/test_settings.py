@@ -18,7 +18,7 @@ from nanodomino.checkpoint import Saver, restore
 from nanodomino.config import Config, check_record, from_record
 from nanodomino.flags import command_line_parser, from_command_line
 from nanodomino.launch import find_run
-from nanodomino.manifest import checkpoints_of, newest_record, verify
+from nanodomino.manifest import check_settings, checkpoints_of, newest_record, verify
 from nanodomino.mesh import Place
 from nanodomino.settings import ROLES, UserError, check_values, flags_of, markdown, setting, spelling
 
@@ -342,3 +342,9 @@ def test_what_a_run_remembers_can_be_taken_back(tmp_path):
     other = from_command_line([*flags[:2], "--recompute-granularity", "none", "--no-checkpoint-in-cpu", "--config", str(tmp_path / "off.json")], 1)
     assert (other.loss_scale, other.checkpoint_in_cpu, other.tensorboard_dir, other.dtype) == (None, False, None, "float16")
     assert from_command_line([*flags[:2], "--bf16"], 1).dtype == "bfloat16"
+
+
+def test_of_a_change_that_is_refused_the_setting_is_named_that_was_given_and_not_what_follows_from_it():
+    record = dataclasses.asdict(tiny(1))
+    with pytest.raises(UserError, match="^a run was made with swiglu False, but this run has True"):
+        check_settings(record, "a run", tiny(1, swiglu=True), "model")
