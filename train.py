@@ -71,7 +71,7 @@ def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuf
     them too, where attention asks what the documents are."""
     place = (step, microbatch, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
     at_an_end = config.placement.virtual_stage(mesh.pp_rank, chunk) in (0, config.placement.last)
-    if at_an_end or config.reset_position_ids or config.reset_attention_mask:
+    if at_an_end or config.asks_for_documents:
         return dataset.batch(*place, shuffle=shuffle)
     return Batch(None, None, None, None, sample_ids_of(*place))
 

@@ -56,7 +56,7 @@ from nanodomino.config import DTYPES, Config, from_record
 from nanodomino.manifest import (FORMAT, SAVED, checkpoints_of, clear_leftovers, discard, file_digests, find_checkpoint,
                                  flush_folder, manifest_text, read_manifest, require_plain_file, step_of, verify)
 from nanodomino.mesh import TIMEOUT, Mesh
-from nanodomino.model import GPT, on_paper
+from nanodomino.model import GPT, whole_on_paper
 from nanodomino.pieces import Pieces
 from nanodomino.settings import UserError, require
 from nanodomino.zero import ZeroOptimizer
@@ -349,9 +349,8 @@ def export(folder: Path, out: Path):
     tensors = {name: torch.empty(record.size, dtype=record.properties.dtype)
                for name, record in records.items() if name.startswith("weight.")}
     read_alone(tensors, CarefulReader(folder))
-    config = dataclasses.replace(from_record(manifest["config"], folder), tensor_model_parallel_size=1,
-                                 pipeline_model_parallel_size=1, virtual_stages=1, schedule="1f1b")
-    shapes = {name: weight.shape for name, weight in on_paper(config).named_parameters()}
+    whole = whole_on_paper(from_record(manifest["config"], folder))
+    shapes = {name: weight.shape for name, weight in whole.named_parameters()}
     tensors = {name.removeprefix("weight."): tensor for name, tensor in tensors.items()}
     # several runs of rows are one matrix
     tensors = {name: tensor.view(shapes.get(name, tensor.shape)) for name, tensor in tensors.items()}

@@ -89,9 +89,9 @@ DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (1, 5), 6: (2,
 of_model = partial(setting, "The model", role="model")
 
 
-def of_choice(usual, text, **options):
-    """What the preset's family has chosen; `usual` is GPT-2's, and was the only one when the setting was new."""
-    return of_model(None, f"{text} (default the preset's)", kind=type(usual), absent=usual, **options)
+def of_choice(name, text, **options):
+    """What the preset's family has chosen; GPT-2's choice was the only one when the setting was new."""
+    return of_model(None, f"{text} (default the preset's)", kind=type(GPT2[name]), absent=GPT2[name], **options)
 
 
 of_layout = partial(setting, "The layout", role="free")
@@ -120,22 +120,23 @@ class Config:
     seq_length: int = of_model(None, "tokens in a sample", kind=int, role="run")
     max_position_embeddings: int = of_model(None, "positions that there are (default seq-length)", kind=int,
                                             follows=True)
-    position_embedding_type: str = of_choice("learned_absolute", "how places are told",
+    position_embedding_type: str = of_choice("position_embedding_type", "how places are told",
                                              choices=POSITION_EMBEDDING_TYPES)
     rotary_percent: float = of_model(1.0, "part of a head's numbers that rope turns", above=0.0)
-    rotary_base: float = of_choice(10_000.0, "base of rope's frequencies, base^(-2i/d)", above=0.0)
-    use_rope_scaling: bool = of_choice(False, "Llama 3.1's: rope's low frequencies are divided")
-    rope_scaling_factor: float = of_choice(8.0, "what use-rope-scaling divides them by", above=0.0)
+    rotary_base: float = of_choice("rotary_base", "base of rope's frequencies, base^(-2i/d)", above=0.0)
+    use_rope_scaling: bool = of_choice("use_rope_scaling", "Llama 3.1's: rope's low frequencies are divided")
+    rope_scaling_factor: float = of_choice("rope_scaling_factor", "what use-rope-scaling divides them by", above=0.0)
     rotary_seq_len_interpolation_factor: float = of_model(1.0, "rope's places are divided by it", above=0.0)
     vocab_size: int = of_model(None, "vocabulary (default: the data's)", kind=int, follows=True)
     make_vocab_size_divisible_by: int = of_model(128, "the embedding is padded to a multiple of this, whatever tp is")
-    untie_embeddings_and_output_weights: bool = of_choice(False, "give the head a matrix of its own")
-    normalization: str = of_choice("LayerNorm", "what opens each sublayer", choices=NORMALIZATIONS)
-    layernorm_epsilon: float = of_choice(1e-5, "added to the variance in a norm", above=0.0)
-    swiglu: bool = of_choice(False, "the MLP's silu(gate) x up, two products of the input, in place of gelu")
-    disable_bias_linear: bool = of_choice(False, "linear layers have no bias")
-    add_qkv_bias: bool = of_choice(False, "a bias of q, k and v, also with disable-bias-linear")
-    qk_layernorm: bool = of_choice(False, "a norm of each head's q and k, before rope")
+    untie_embeddings_and_output_weights: bool = of_choice("untie_embeddings_and_output_weights",
+                                                          "give the head a matrix of its own")
+    normalization: str = of_choice("normalization", "what opens each sublayer", choices=NORMALIZATIONS)
+    layernorm_epsilon: float = of_choice("layernorm_epsilon", "added to the variance in a norm", above=0.0)
+    swiglu: bool = of_choice("swiglu", "the MLP's silu(gate) x up, two products of the input, in place of gelu")
+    disable_bias_linear: bool = of_choice("disable_bias_linear", "linear layers have no bias")
+    add_qkv_bias: bool = of_choice("add_qkv_bias", "a bias of q, k and v, also with disable-bias-linear")
+    qk_layernorm: bool = of_choice("qk_layernorm", "a norm of each head's q and k, before rope")
     hidden_dropout: float = of_model(0.0, "dropout on the embedding and on what each sublayer adds", below=1.0,
                                      role="learning")
     attention_dropout: float = of_model(0.0, "dropout on the attention probabilities", below=1.0, role="learning")
@@ -302,6 +303,16 @@ class Config:
         """The steps of --trace FIRST:LAST, both included."""
         first, last = map(int, self.trace.split(":")) if self.trace else (1, 0)
         return range(first, last + 1)
+
+    @property
+    def asks_for_documents(self) -> bool:
+        """Whether positions or attention depend on where a sample's documents end."""
+        return self.reset_position_ids or self.reset_attention_mask
+
+    @property
+    def rope(self) -> bool:
+        """Whether q and k are turned."""
+        return self.position_embedding_type == "rope"
 
     @property
     def context_length(self) -> int:
@@ -474,12 +485,11 @@ def check_sizes(c: Config):
     require(c.num_query_groups % tp == 0,
             f"num-query-groups {c.num_query_groups} must be divisible by tensor-model-parallel-size {tp}, since each "
             f"rank has whole groups; try --tp {divisors(c.num_query_groups)}")
-    require(c.position_embedding_type != "rope" or 0 < rotary_size(c) <= c.kv_channels and rotary_size(c) % 2 == 0,
+    require(not c.rope or 0 < rotary_size(c) <= c.kv_channels and rotary_size(c) % 2 == 0,
             f"rope turns {rotary_size(c)} numbers of a head, rotary-percent {c.rotary_percent:g} x kv-channels "
             f"{c.kv_channels}, which must be an even number from 2 to {c.kv_channels}; try "
             + (f"--kv-channels {c.kv_channels + 1}" if c.kv_channels % 2 else "--rotary-percent 1"))
-    require(c.position_embedding_type == "rope" or not (c.use_rope_scaling or c.rotary_percent != 1.0
-                                                        or c.rotary_seq_len_interpolation_factor != 1.0),
+    require(c.rope or not c.use_rope_scaling and c.rotary_percent == c.rotary_seq_len_interpolation_factor == 1.0,
             f"--use-rope-scaling, --rotary-percent and --rotary-seq-len-interpolation-factor belong to rope, but "
             f"position-embedding-type is {c.position_embedding_type}; add --position-embedding-type rope, or leave "
             "them out")

@@ -189,6 +189,7 @@ class Domino:
         return output, pieces
 
     def around(self, part: Batch, training):
+        """What the sublayers are told of a slice's samples."""
         return Surroundings(self.model.config, self.mesh, part.sample_ids if training else None, self.tapes.keeps_masks,
                             self.stream, None if part.in_order else part.positions, part.documents)
 

@@ -29,7 +29,7 @@ from types import SimpleNamespace
 import torch
 
 from nanodomino.config import PRESETS, Config
-from nanodomino.model import on_paper
+from nanodomino.model import whole_on_paper
 from nanodomino.pieces import Pieces
 from nanodomino.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
 from nanodomino.settings import LARGEST, UserError, require, spelling
@@ -111,7 +111,7 @@ LLAMA_TENSORS = {
 
 def whole_shapes(config: Config) -> dict[str, torch.Size]:
     """{global name: shape} of every parameter, as a checkpoint holds it."""
-    model = on_paper(dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))
+    model = whole_on_paper(config)
     return {name: Pieces.of(weight, model.mesh).size() for name, weight in model.named_parameters()}
 
 

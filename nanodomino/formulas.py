@@ -195,7 +195,7 @@ def kept_by_layer(config: Config) -> dict[str, float]:
         heads = config.num_attention_heads + config.num_query_groups
         beside = k if config.attention_dropout else 0          # v, which lies between them; there is a copy too
         kept["q, k before norms"] = (q + k + beside + n * heads * norm_statistics(config)) / t
-    elif k < q and not turns(config) and not config.attention_dropout:
+    elif k < q and not config.rope and not config.attention_dropout:
         kept["q by head"] = q / t                              # a copy, since q, k and v lie group by group
     if k < q and config.device == "cuda" and not config.attention_dropout and (config.reset_attention_mask or e > 2):
         kept["keys, values of each head"] = 2 * q / t          # fused_attention in sublayers.py says why
@@ -236,8 +236,7 @@ def kept_by_ends(config: Config, at, chunk: Chunk) -> dict[str, float]:
     has_mask = config.hidden_dropout and "h" not in GRANULARITIES[config.recompute_granularity]
     mask = w * n * config.hidden_size / config.stream_parts if has_mask else 0
     kept = {}
-    resets = config.reset_position_ids or config.reset_attention_mask
-    if chunk.pre_process or chunk.post_process or resets:      # with these all ask what the documents are
+    if chunk.pre_process or chunk.post_process or config.asks_for_documents:       # then all chunks do
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # a row has one more than positions: the last label
         kept["positions, loss mask"] = 8 * (n if config.reset_position_ids else config.seq_length) + 4 * n
     kept |= kept_of_documents(config)
@@ -256,7 +255,7 @@ def kept_of_documents(config: Config) -> dict[str, float]:
     """Of what each slice says of its samples' documents to all of a chunk's attentions."""
     e, n, s = element(config), tokens(config), config.seq_length
     kept = {}
-    if config.reset_position_ids and turns(config):
+    if config.reset_position_ids and config.rope:
         kept["cos, sin"] = 4 * n * rotary_size(config)
     if config.reset_attention_mask:
         kept |= {"documents": 8 * n, "attention bias": e * n * s}
@@ -292,14 +291,9 @@ def tape_bytes(config: Config, at) -> list[float]:
     chunks, by_layer, left = stage(config, at).chunks, kept_by_layer(config), left_by_layer(config)
     kept = [len(chunk.layers) * sum(by_layer.values()) + sum(kept_by_ends(config, at, chunk).values())
             - (stream(config) if shares_input(config, at, number) else 0) for number, chunk in enumerate(chunks)]
-    table = 4 * config.max_position_embeddings * rotary_size(config) * turns(config) * (not config.reset_position_ids)
+    table = 4 * config.max_position_embeddings * rotary_size(config) * config.rope * (not config.reset_position_ids)
     return [size + table * (size > 0)                          # of which all tapes have a view
             for size in held(config, at, kept, [len(chunk.layers) * sum(left.values()) for chunk in chunks])]
-
-
-def turns(config: Config) -> bool:
-    """Whether q and k are turned."""
-    return config.position_embedding_type == "rope"
 
 
 def held(config: Config, at, kept: list[float], left: list[float]) -> list[float]:

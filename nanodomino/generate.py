@@ -76,10 +76,10 @@ class Cache:
     def __init__(self, model: GPT, room: int, end_of_text: int | None = None):
         config = model.config
         self.model, self.length, self.begin = model, 0, 0
-        self.end_of_text = end_of_text if config.reset_position_ids or config.reset_attention_mask else None
+        self.end_of_text = end_of_text if config.asks_for_documents else None
         shape = (1, config.num_query_groups // model.mesh.tp, room, config.kv_channels)
         self.kept = {sublayer.site: torch.zeros(2, *shape, device=model.mesh.device, dtype=config.params_dtype)
-                     for chunk in model.chunks for sublayer in chunk.sublayers if isinstance(sublayer, Attention)}
+                     for chunk in model.chunks for sublayer in chunk.sublayers if sublayer.attends}
 
     def meet(self, tokens):
         """Before the new tokens [1, m] go through: where they stand, and what they may look at. m > 1 only on an empty
@@ -111,8 +111,8 @@ class Cache:
         keys, values = self.kept[attention.site]
         end = self.length + qkv.size(1)
         keys[:, :, self.length:end], values[:, :, self.length:end] = by_head(k), by_head(v)
-        return join_heads(fused_attention(by_head(q), keys[:, :, self.seen:end], values[:, :, self.seen:end], self.bias,
-                                          is_causal=self.length == 0 and self.bias is None))
+        keys, values = keys[:, :, self.seen:end], values[:, :, self.seen:end]
+        return join_heads(fused_attention(by_head(q), keys, values, self.bias))
 
     def run(self, chunk: Chunk, tokens, hidden):
         """A chunk on m new tokens [1, m] (hidden [1, m, h] from the layers before) -> hidden,
@@ -122,8 +122,7 @@ class Cache:
             x = model.embedding.add_positions(model.embedding.word_embeddings(tokens), self.positions, None)
         for sublayer in chunk.sublayers:
             columns = sublayer.column(sublayer.norm(x))
-            attends = isinstance(sublayer, Attention)
-            core = self.attend(sublayer, columns) if attends else sublayer.core(columns, None)
+            core = self.attend(sublayer, columns) if sublayer.attends else sublayer.core(columns, None)
             x = close_residual(x, sublayer.row(core), sublayer.row.bias, None)
         if not chunk.post_process:
             return x

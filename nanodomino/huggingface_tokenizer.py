@@ -33,7 +33,7 @@ from nanodomino.settings import UserError, require
 
 # What lies beside a tokenizer.json and belongs to it.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-         "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")     # what belongs together
+         "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 FAMILIES = "only byte-level BPE as in GPT-2, Llama 3, Qwen 2 to 3 and SmolLM2 can be used"
 

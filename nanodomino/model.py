@@ -180,9 +180,14 @@ def on_paper(config: Config, pp_rank=0, tp_rank=0) -> GPT:
     return GPT(config, mesh_on_paper(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank))
 
 
+def whole_on_paper(config: Config) -> GPT:
+    """All of the model, as one process would hold it, without memory."""
+    return on_paper(dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))
+
+
 def parameter_count(config: Config) -> int:
     """Parameters of the whole model, a tied matrix once, without the vocabulary's padding."""
-    whole = on_paper(dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))
+    whole = whole_on_paper(config)
     padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size
     matrices = sum(isinstance(module, VocabParallelEmbedding) for module in whole.modules())
     return sum(weight.numel() for weight in whole.parameters()) - matrices * padding

@@ -36,12 +36,12 @@ from torch import nn
 from nanodomino.mesh import Mesh
 
 
-def parameter(shape, config, mesh, *, shard_dim=None, runs=1, std=None, value=0.0) -> nn.Parameter:
+def parameter(shape, config, mesh, *, shard_dim=None, runs=1, std=None, value=0.0, of_part=False) -> nn.Parameter:
     """An unfilled local shard that knows how it is cut and how the whole is drawn (see initialize in model.py).
 
     shape: of the whole; shard_dim: dimension cut over tp, None for a replica; runs: equal ones along that dimension,
     each of which is cut, so that a rank has its part of each (Megatron-LM's partition_stride); std: of a normal draw,
-    else `value`.
+    else `value`; of_part: it is not cut, but each rank has a part of its gradient.
     """
     local = list(shape)
     if shard_dim is not None:
@@ -49,7 +49,7 @@ def parameter(shape, config, mesh, *, shard_dim=None, runs=1, std=None, value=0.
     weight = nn.Parameter(torch.empty(local, device=mesh.device, dtype=config.params_dtype))
     weight.full_shape, weight.shard_dim, weight.runs, weight.std, weight.value = (
         tuple(shape), shard_dim, runs, std, value)
-    weight.of_part = False                         # not cut, but each tensor-parallel rank has a part of its gradient
+    weight.of_part = of_part and mesh.tp > 1
     weight.main_grad = weight.bucket = None        # where Domino adds weight gradients, and whose that is: buckets.py
     return weight
 

@@ -66,7 +66,7 @@ def rotary_table(config, device: torch.device) -> torch.Tensor:
 
 def rotation(config, positions, s: int, device):
     """(cos, sin) for s tokens at these positions [b, s] (None: 0 .. s - 1); None where nothing is turned."""
-    if config.position_embedding_type != "rope":
+    if not config.rope:
         return None
     table = rotary_table(config, device)
     return table[:, :s] if positions is None else table[:, positions]

@@ -40,11 +40,11 @@ def close_residual(x, y, bias, mask):
 class Norm(nn.Module):
     """Of config.normalization's kind, over `size` numbers; its parameters are whole on every rank."""
 
-    def __init__(self, config: Config, mesh: Mesh, size: int):
+    def __init__(self, config: Config, mesh: Mesh, size: int, of_part=False):
         super().__init__()
         self.kind = NORMALIZATIONS[config.normalization]
-        self.weight = parameter((size,), config, mesh, value=1.0)
-        self.bias = parameter((size,), config, mesh) if self.kind.has_bias else None
+        self.weight = parameter((size,), config, mesh, value=1.0, of_part=of_part)
+        self.bias = parameter((size,), config, mesh, of_part=of_part) if self.kind.has_bias else None
         self.epsilon = config.layernorm_epsilon
 
     @property
@@ -90,11 +90,8 @@ class Attention(Sublayer):
         self.dense = RowParallelLinear(width, config.hidden_size, config, mesh, has_bias)
         self.groups, self.head_dim = config.num_query_groups // mesh.tp, config.kv_channels
         self.group_size = config.num_attention_heads // config.num_query_groups
-        self.q_layernorm, self.k_layernorm = (Norm(config, mesh, self.head_dim) if config.qk_layernorm else None
-                                              for _ in range(2))
-        for norm in (self.q_layernorm, self.k_layernorm):
-            for weight in norm.parameters() if norm else ():
-                weight.of_part = mesh.tp > 1                   # it sees this rank's heads
+        self.q_layernorm, self.k_layernorm = (         # which see this rank's heads
+            Norm(config, mesh, self.head_dim, of_part=True) if config.qk_layernorm else None for _ in range(2))
 
     @property
     def column(self):
@@ -155,22 +152,23 @@ class Attention(Sublayer):
         return torch.cat([q, k, v], dim=3).view(b, s, -1)
 
 
-def fused_attention(q, k, v, bias, is_causal=None):
-    """softmax(q k^T / sqrt(d) + bias) v of q [b, heads, m, d], k and v [b, groups, s, d]; causal if there is no bias.
+def fused_attention(q, k, v, bias):
+    """softmax(q k^T / sqrt(d) + bias) v of q [b, heads, m, d], k and v [b, groups, s, d]. Without a bias it is causal,
+    if m = s; else the m tokens are the last ones, and m = 1: it sees all.
 
     On CUDA what reads the keys of a group once is flash attention alone, for 16-bit numbers without a bias. For others
     torch would write all scores out, without a word, and keep them; so there each head gets keys and values of its own.
     """
     if q.is_cuda and (bias is not None or q.element_size() > 2):
         k, v = for_each_head(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None if is_causal is None else is_causal,
+    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None and q.size(2) == k.size(2),
                                           enable_gqa=k.size(1) < q.size(1))
 
 
-def for_each_head(q, *shared):
+def for_each_head(q, k, v):
     """Of k and v [b, groups, s, d] what each head of q wants [b, heads, s, d]."""
-    times = [q.size(1) // one.size(1) for one in shared]
-    return [one if each == 1 else one.repeat_interleave(each, dim=1) for one, each in zip(shared, times)]
+    times = q.size(1) // k.size(1)
+    return (k, v) if times == 1 else (one.repeat_interleave(times, dim=1) for one in (k, v))
 
 
 def by_head(x):

@@ -19,7 +19,7 @@ from nanodomino.stream import Whole
 class Around:
     """What an attention is told beside its input; each may be None."""
     mask: torch.Tensor | None            # dropout of the probabilities [b, heads, s, s]
-    turn: tuple | None                   # (cos, sin) of rotary positions
+    turn: torch.Tensor | None            # (cos, sin) of rotary positions, see rotary_table in positions.py
     bias: torch.Tensor | None            # [b, 1, s, s], added to the scores; None: everything before
 
 
