@@ -23,7 +23,7 @@ file each.
 
 import sys
 
-from nanodomino.command import run
+from nanodomino.config.terminal import run
 
 QUESTIONS = ("overlap", "throughput", "host", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "plan",
              "scaling")

@@ -27,24 +27,30 @@ import torch.distributed as dist
 
 from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
 from nanodomino import pipeline
-from nanodomino.board import check_package
-from nanodomino.checkpoint import Saver, restore
-from nanodomino.config import LR_DECAY_STYLES, Config
-from nanodomino.data import Batch, Corpus, Ends, TokenDataset, load_corpus, sample_ids_of
+from nanodomino.analysis.step_time import estimate, require_room
+from nanodomino.checkpoint.load import restore
+from nanodomino.checkpoint.save import Saver
+from nanodomino.comm.trace import Trace
+from nanodomino.comm.world import Place, find_device, start_world
+from nanodomino.config.config import Config
+from nanodomino.config.presets import LR_DECAY_STYLES
+from nanodomino.corpus.folder import Corpus, load_corpus
+from nanodomino.data import Batch, Ends, TokenDataset, sample_ids_of
 from nanodomino.domino import Domino, run_alone
-from nanodomino.flags import from_command_line
-from nanodomino.generate import generate
-from nanodomino.launch import Run, StopSignal, check_shared, find_run, start
-from nanodomino.mesh import Mesh, Place, find_device, make_mesh, start_world
+from nanodomino.errors import UserError, require
+from nanodomino.generate.sampling import generate
+from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import GPT
-from nanodomino.replicas import choose_kernels_by_rule, drifted_copies
-from nanodomino.report import Report
-from nanodomino.schedules import Timetable
-from nanodomino.settings import UserError, require
-from nanodomino.step_time import estimate, require_room
-from nanodomino.timeline import draw_timeline
-from nanodomino.trace import Trace
-from nanodomino.watch import Watch, connecting
+from nanodomino.run.check_copies import choose_kernels_by_rule, drifted_copies
+from nanodomino.run.command_line import from_command_line
+from nanodomino.run.failure import start
+from nanodomino.run.folder import Run, check_shared, find_run
+from nanodomino.run.report import Report
+from nanodomino.run.signals import StopSignal
+from nanodomino.run.tensorboard import check_package
+from nanodomino.run.watchdog import Watch, connecting
+from nanodomino.schedules.placement import Timetable
+from nanodomino.timeline.draw import draw_timeline
 from nanodomino.zero import StepResult, ZeroOptimizer
 
 PROMPT_TOKENS = 32       # of the validation text, from which the sample at the end goes on

@@ -15,13 +15,15 @@ import time
 from pathlib import Path
 
 from benchmarks.common import Times, add_config_flags, bytes_text, config_of, gathered, progress, ratios, table
-from nanodomino.checkpoint import Saver, restore
-from nanodomino.config import Config
-from nanodomino.manifest import checkpoints_of, verify
-from nanodomino.mesh import find_device, make_mesh, start_world
+from nanodomino.analysis.step_time import slowest, synchronize
+from nanodomino.checkpoint.load import restore
+from nanodomino.checkpoint.manifest import checkpoints_of, verify
+from nanodomino.checkpoint.save import Saver
+from nanodomino.comm.world import find_device, start_world
+from nanodomino.config.config import Config
+from nanodomino.errors import UserError, require
+from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT, parameter_count
-from nanodomino.settings import UserError, require
-from nanodomino.step_time import slowest, synchronize
 from nanodomino.zero import ZeroOptimizer
 from train import tell_all
 

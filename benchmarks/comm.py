@@ -24,11 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, config_of, gathered, layout_of,
                                schedule_text, table)
-from nanodomino import formulas
-from nanodomino.collectives import TAGS
-from nanodomino.config import Config
+from nanodomino.analysis import expected_traffic, sizes
+from nanodomino.comm.collectives import TAGS
+from nanodomino.comm.world import find_device, start_world
+from nanodomino.config.config import Config
 from nanodomino.domino import Domino
-from nanodomino.mesh import Mesh, find_device, make_mesh, start_world
+from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.zero import ZeroOptimizer
 
 # c10d's operators -> (the name of the collective, which argument is the whole tensor or a list with it).
@@ -110,15 +111,15 @@ class Listener(TorchDispatchMode):
 
 def report(config: Config, counted: list[dict]):
     """counted: by rank. Ranks with the same counts share their lines of the table."""
-    predicted = [formulas.by_group(formulas.traffic(config, at)) for at in formulas.grid(config)]
+    predicted = [expected_traffic.by_group(expected_traffic.traffic(config, at)) for at in sizes.grid(config)]
     rows, records = [], []
     for ranks in alike([[sorted(one.items()) for one in both] for both in zip(counted, predicted)]):
         count, formula = counted[ranks[0]], predicted[ranks[0]]
         for key in sorted(count.keys() | formula.keys()):
             (calls, size), (said_calls, said_size) = (one.get(key, (0, 0)) for one in (count, formula))
-            at = formulas.grid(config)[ranks[0]]
-            members = len(set(formulas.members(at, key[0])))
-            wire, said_wire = (formulas.wire_bytes(key[1], one, members) for one in (size, said_size))
+            at = sizes.grid(config)[ranks[0]]
+            members = len(set(sizes.members(at, key[0])))
+            wire, said_wire = (expected_traffic.wire_bytes(key[1], one, members) for one in (size, said_size))
             rows.append([text_of(ranks), *key, members, calls, said_calls, size, said_size, bytes_text(wire),
                          "yes" if (calls, size) == (said_calls, said_size) else "NO"])
             records.append({"ranks": ranks, "group": key[0], "kind": key[1], "calls": calls, "bytes": size,

@@ -34,12 +34,14 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from nanodomino import recompute, stream
-from nanodomino.config import Config
+from nanodomino.analysis.step_time import slowest, synchronize
+from nanodomino.comm.world import Place, find_place
+from nanodomino.config.config import Config
+from nanodomino.config.flags import add_flags
+from nanodomino.config.setting import flags_of
 from nanodomino.data import Batch, Ends
-from nanodomino.mesh import Place, find_place
-from nanodomino.settings import UserError, add_flags, flags_of, require
-from nanodomino.step_time import slowest, synchronize
+from nanodomino.errors import UserError, require
+from nanodomino.overlap import recompute, sequence_parallel
 
 GPT2 = 50304     # words of GPT-2's vocabulary, rounded up as nanoGPT does
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
@@ -128,7 +130,7 @@ def layout_of(config: Config) -> dict:
 def schedule_text(config: Config) -> str:
     """'interleaved with 2 chunks a stage, full recomputation from the host's memory'."""
     return (config.schedule + (f" with {config.virtual_stages} chunks a stage" if config.virtual_stages > 1 else "")
-            + stream.in_words(config) + recompute.in_words(config))
+            + sequence_parallel.in_words(config) + recompute.in_words(config))
 
 
 # ---- processes

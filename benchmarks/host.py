@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import Times, add_config_flags, compare, config_of, ratio_text, ratios, table
-from nanodomino.config import Config
+from nanodomino.comm.world import find_device
+from nanodomino.config.config import Config
 from nanodomino.data import Batch
 from nanodomino.domino import Domino, run_alone
-from nanodomino.mesh import find_device, make_mesh
+from nanodomino.errors import require
+from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
-from nanodomino.settings import require
 from nanodomino.zero import ZeroOptimizer
 
 MICROBATCHES = 10            # of a round

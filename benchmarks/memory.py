@@ -30,8 +30,8 @@ from benchmarks import comm
 from benchmarks.comm import processes  # noqa: F401, as bench.py asks for it
 from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, config_of, gathered, layout_of,
                                schedule_text, table)
-from nanodomino import formulas
-from nanodomino.config import Config
+from nanodomino.analysis import expected_memory, sizes
+from nanodomino.config.config import Config
 from nanodomino.data import Batch
 
 ROUNDS = False               # one step says all
@@ -63,7 +63,7 @@ def measure(config: Config, mesh, optimizer, stage, dataset) -> dict[str, int]:
         train.train_step(2, watched, optimizer, dataset, config, mesh)
     peak = torch.cuda.max_memory_allocated(mesh.device) if cuda else allocations.most + sum(watched.held.values())
     return {**{name: sum(storages.values()) for name, storages in state.items()}, "activations": watched.most,
-            **({"host": watched.most_on_host} if formulas.on_host(config) else {}), "peak": peak}
+            **({"host": watched.most_on_host} if expected_memory.on_host(config) else {}), "peak": peak}
 
 
 def state_storages(model, optimizer) -> dict[str, dict[int, int]]:
@@ -188,14 +188,14 @@ class Allocations(TorchDispatchMode):
 
 def predict(config: Config, at) -> dict[str, int]:
     """What measure() should find."""
-    return {**formulas.state_bytes(config, at), "activations": formulas.activation_bytes(config, at),
-            **({"host": formulas.host_bytes(config, at)} if formulas.on_host(config) else {}),
-            "peak": formulas.peak_bytes(config, at)}
+    return {**expected_memory.state_bytes(config, at), "activations": expected_memory.activation_bytes(config, at),
+            **({"host": expected_memory.host_bytes(config, at)} if expected_memory.on_host(config) else {}),
+            "peak": expected_memory.peak_bytes(config, at)}
 
 
 def report(config: Config, measured: list[dict]):
     """measured: by rank. Ranks with the same bytes share a line."""
-    predicted = [predict(config, at) for at in formulas.grid(config)]
+    predicted = [predict(config, at) for at in sizes.grid(config)]
     rows = []
     for ranks in comm.alike(list(zip(measured, predicted))):
         both = predicted[ranks[0]], measured[ranks[0]]
@@ -218,7 +218,7 @@ def report(config: Config, measured: list[dict]):
 
 def layer_text(config: Config) -> str:
     """What the tape keeps of one layer, in units of X, and what is left where its weight gradients are done later."""
-    x, kept, left = formulas.activation(config), formulas.kept_by_layer(config), formulas.left_by_layer(config)
+    x, kept, left = sizes.activation(config), expected_memory.kept_by_layer(config), expected_memory.left_by_layer(config)
     columns = [{**one, "together": sum(one.values())} for one in (kept, left)]
     return table([f"of a layer and microbatch, X = {bytes_text(x)}", "kept, X", "bytes", "left, X", "bytes"],
                  [[name, *(cell for one in columns for cell in

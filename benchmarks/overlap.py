@@ -41,15 +41,18 @@ from benchmarks.common import (GPT2, SAME, Figure, RandomTokens, Times, add_conf
                                compare, config_of, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, mean_loss
 from benchmarks.wire import INTERFACE
-from nanodomino import pipeline, timeline
-from nanodomino.collectives import all_gather, reduce_scatter
+from nanodomino import pipeline
+from nanodomino.comm.collectives import all_gather, reduce_scatter
+from nanodomino.comm.trace import Trace
+from nanodomino.comm.world import find_device, start_world
 from nanodomino.domino import Domino, arrived
-from nanodomino.mesh import find_device, make_mesh, start_world
+from nanodomino.errors import require
+from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
-from nanodomino.schedules import Forward, InputBackward, Placement, Timetable, WeightBackward, timetable
-from nanodomino.settings import require
-from nanodomino.stream import Whole
-from nanodomino.trace import Trace
+from nanodomino.overlap.sequence_parallel import Whole
+from nanodomino.schedules.actions import Forward, InputBackward, WeightBackward
+from nanodomino.schedules.placement import Placement, Timetable, timetable
+from nanodomino.timeline.draw import gather, picture
 from nanodomino.zero import ZeroOptimizer
 from train import forward_step
 
@@ -187,11 +190,11 @@ def draw(path: str, config, mesh, batches):
             dist.barrier()
             with trace.span("step", step=step):
                 domino_step(stage, batches, timetable(schedule, 1, len(batches)))
-        if recording := timeline.gather(trace, mesh):
+        if recording := gather(trace, mesh):
             recordings.append(dataclasses.replace(recording, caption=f"slices {slices}, columns {columns}"
                                                   + (", paired" if schedule == "paired" else "")))
     if recordings:
-        Path(path).write_text(timeline.picture(recordings))
+        Path(path).write_text(picture(recordings))
 
 
 def dtensor_model(config, mesh) -> Plain:

@@ -48,14 +48,17 @@ from benchmarks.common import (SAME, Figure, RandomTokens, add_config_flags, bin
                                gathered, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain
 from nanodomino import pipeline
-from nanodomino.config import Config
+from nanodomino.comm.trace import Trace
+from nanodomino.comm.world import find_device, start_world
+from nanodomino.config.config import Config
 from nanodomino.domino import Domino
-from nanodomino.mesh import Mesh, find_device, make_mesh, start_world
+from nanodomino.errors import require
+from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import stage_layers
-from nanodomino.recording import actions, minus, spans_of, union
-from nanodomino.schedules import SCHEDULES, Placement, Timetable, play, step_time
-from nanodomino.settings import require
-from nanodomino.trace import Trace
+from nanodomino.schedules.definitions import SCHEDULES
+from nanodomino.schedules.placement import Placement, Timetable
+from nanodomino.schedules.simulation import play, step_time
+from nanodomino.timeline.recording import actions, minus, spans_of, union
 from nanodomino.zero import ZeroOptimizer
 
 RECORDED_ROUNDS = 3          # at most; for the idle times

@@ -19,9 +19,10 @@ import math
 from dataclasses import dataclass
 
 from benchmarks.common import table
-from nanodomino import formulas, schedules, step_time
-from nanodomino.config import Config
-from nanodomino.step_time import Cost, Machine, take_turns
+from nanodomino.analysis import expected_traffic, sizes, step_time
+from nanodomino.analysis.step_time import Cost, Machine, take_turns
+from nanodomino.config.config import Config
+from nanodomino.schedules import simulation
 
 SEQ_LENGTH = 2048
 
@@ -82,17 +83,17 @@ RUNS = {"2104.04473": TABLE_1, "2205.05198": TABLE_5, "2409.15241": DOMINO}
 
 def seconds(config: Config, machine: Machine, costs=step_time.costs) -> float:
     """Of a step, as the sum of step_time.step_seconds; with other costs of the actions, if these are given."""
-    stages = [formulas.place(config, stage) for stage in range(config.pp)]
+    stages = [sizes.place(config, stage) for stage in range(config.pp)]
     (real,) = step_time.played(config, machine, [costs(config, machine, at) for at in stages], messages=(True,))
     once = max(step_time.exposed(config, machine, at, row) for at, row in zip(stages, real))
-    return (schedules.step_time(real) + once
+    return (simulation.step_time(real) + once
             + max(step_time.optimizer_bytes(config, at) for at in stages) / machine.memory)
 
 
 def before_backward(config: Config, machine: Machine, at, seconds_of) -> dict:
     """The costs of actions where the backward of a chunk begins with seconds_of(chunk) of other work."""
     found = step_time.costs(config, machine, at)
-    for number, chunk in enumerate(formulas.stage(config, at).chunks):
+    for number, chunk in enumerate(sizes.stage(config, at).chunks):
         cost = found["backward", number]
         found["backward", number] = dataclasses.replace(cost, work=cost.work + seconds_of(chunk))
     return found
@@ -102,7 +103,7 @@ def layers_again(config: Config, machine: Machine, at) -> dict:
     """With a forward of the layers, and their sums."""
     def seconds_of(chunk):
         dense, _, attention = (count / machine.products for count in step_time.flops(config, at, chunk))
-        sums = [one for one in formulas.tensor_parallel(config, at, [chunk]) if one.why == "layers forward"]
+        sums = [one for one in expected_traffic.tensor_parallel(config, at, [chunk]) if one.why == "layers forward"]
         wires = step_time.wire_seconds(config, machine, at, sums) / config.microbatches
         return take_turns(config, Cost(dense + attention, wires))
 

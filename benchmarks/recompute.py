@@ -23,10 +23,10 @@ from benchmarks.comm import processes  # noqa: F401, as bench.py asks for it
 from benchmarks.common import (CONFIG_FLAGS, Times, add_config_flags, bytes_text, compare, config_of, gathered,
                                layout_of, ratio_text, ratios, schedule_text, shape_of, table)
 from benchmarks.memory import OwnTokens, Watched, state_storages
-from nanodomino import formulas, step_time
-from nanodomino.recompute import GRANULARITIES, TapePolicy
-from nanodomino.settings import require
-from nanodomino.step_time import slowest
+from nanodomino.analysis import expected_memory, sizes, step_time
+from nanodomino.analysis.step_time import slowest
+from nanodomino.errors import require
+from nanodomino.overlap.recompute import GRANULARITIES, TapePolicy
 
 FLAGS = tuple(name for name in CONFIG_FLAGS if name not in ("recompute_granularity", "checkpoint_in_cpu"))
 
@@ -69,10 +69,10 @@ def report(config, times: dict[str, Times], held: list[dict]):
     rows, record = [], {"question": "recompute"}
     for granularity, one in times.items():
         here, ratio = changed(config, granularity), ratios(one, times["none"])
-        said = [formulas.activation_bytes(here, at) for at in formulas.grid(here)]
+        said = [expected_memory.activation_bytes(here, at) for at in sizes.grid(here)]
         found = [by_rank[granularity] for by_rank in held]
         error = max(abs(measured / formula - 1) for measured, formula in zip(found, said))
-        layer = sum(formulas.kept_by_layer(here).values()) / formulas.activation(here)
+        layer = sum(expected_memory.kept_by_layer(here).values()) / sizes.activation(here)
         rows.append([granularity, one, ratio_text(ratio), f"{products(here):.2f}", bytes_text(max(found)),
                      bytes_text(max(said)), f"{layer:.2f}"])
         record |= {f"{granularity}_s": one.median, **ratio.record(f"{granularity}_ratio"),
@@ -92,5 +92,5 @@ def report(config, times: dict[str, Times], held: list[dict]):
 
 def products(config) -> float:
     """FLOPs of a step with what is computed again, relative to those without: of the stage that has most."""
-    work, again = max((step_time.work(config, at) for at in formulas.grid(config)), key=sum)
+    work, again = max((step_time.work(config, at) for at in sizes.grid(config)), key=sum)
     return 1 + again / work

@@ -28,8 +28,9 @@ import torch
 from benchmarks.common import (Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, compare, config_of,
                                cores_of, launch, ratio_text, table)
 from benchmarks.throughput import OurTraining
-from nanodomino.mesh import Place, find_device, make_mesh, start_world
-from nanodomino.settings import require
+from nanodomino.comm.world import Place, find_device, start_world
+from nanodomino.errors import require
+from nanodomino.mesh import make_mesh
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
          "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")

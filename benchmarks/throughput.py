@@ -28,12 +28,13 @@ import train
 from benchmarks.common import (GPT2, SAME, RandomTokens, Times, add_config_flags, compare, config_of, ratio_text,
                                ratios, shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
+from nanodomino.comm.world import find_device, start_world
 from nanodomino.domino import Domino
-from nanodomino.families import family_of, tensors_of, write_config
-from nanodomino.mesh import find_device, make_mesh, start_world
+from nanodomino.errors import UserError, require
+from nanodomino.huggingface.families import family_of, tensors_of, write_config
+from nanodomino.mesh import make_mesh
 from nanodomino.model import flops_per_token, parameter_count
-from nanodomino.report import find_peak_flops
-from nanodomino.settings import UserError, require
+from nanodomino.run.report import find_peak_flops
 from nanodomino.zero import ZeroOptimizer
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",

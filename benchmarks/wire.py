@@ -23,7 +23,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-from nanodomino.settings import require
+from nanodomino.errors import require
 
 PREFIX = "nanodomino"
 INTERFACE = "wire"                         # the name of each rank's end

@@ -50,12 +50,13 @@ from benchmarks.common import (SAME, RandomTokens, Times, add_config_flags, bind
                                config_of, gathered, progress, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
 from benchmarks.throughput import COMPARED_STEPS, OurTraining
-from nanodomino import formulas
-from nanodomino.config import Config
-from nanodomino.mesh import Place, find_device, keep_freed_memory, make_mesh, start_world
+from nanodomino.analysis import expected_memory
+from nanodomino.comm.world import Place, find_device, keep_freed_memory, start_world
+from nanodomino.config.config import Config
+from nanodomino.errors import require
+from nanodomino.mesh import make_mesh
 from nanodomino.model import parameter_count
-from nanodomino.report import peak_memory
-from nanodomino.settings import require
+from nanodomino.run.report import peak_memory
 
 MEASURED_STEPS = 2           # for the peak: AdamW's moments exist after the first
 TINY = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8)
@@ -218,7 +219,7 @@ def formula_bytes(name: str, config: Config) -> float:
     whole, d = 4 * max(4, config.params_dtype.itemsize), config.dp
     torchs = {"ddp": whole, "ddp-zero": whole / 2 + whole / 2 / d, "fsdp2": whole / d, "fsdp2-keep": whole / d}
     return torchs.get(name) or (
-        formulas.state_per_parameter(dataclasses.replace(config, zero_stage=int(name[-1]))))
+        expected_memory.state_per_parameter(dataclasses.replace(config, zero_stage=int(name[-1]))))
 
 
 def peak_of_its_own(name: str, flags, place: Place, mesh) -> int:

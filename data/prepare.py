@@ -43,11 +43,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, Python looks only into data/
 
-from nanodomino.command import run  # noqa: E402
-from nanodomino.data import FORMAT, SPLITS, file_sha256, load_corpus  # noqa: E402
-from nanodomino.huggingface_tokenizer import FILES, SAFE_CUT, find_tokenizer  # noqa: E402
-from nanodomino.settings import UserError, require
-from nanodomino.tokenizer import build_tokenizer  # noqa: E402
+from nanodomino.config.terminal import run  # noqa: E402
+from nanodomino.corpus.folder import FORMAT, SPLITS, file_sha256, load_corpus  # noqa: E402
+from nanodomino.corpus.huggingface_tokenizer import FILES, SAFE_CUT, find_tokenizer  # noqa: E402
+from nanodomino.corpus.tokenizer import build_tokenizer  # noqa: E402
+from nanodomino.errors import UserError, require  # noqa: E402
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"

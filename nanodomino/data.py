@@ -24,24 +24,14 @@ same ones: nobody broadcasts. Evaluation takes the windows in their stored order
 count for nothing.
 """
 
-import hashlib
-import json
-import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import tiktoken
 import torch
 
-from nanodomino.positions import documents_of, positions_in
-from nanodomino.settings import UserError, require
-from nanodomino.tokenizer import TOKENIZERS, build_tokenizer
-
-SPLITS = ("train", "valid", "test")
-FORMAT = "nanodomino-corpus-1"
-TOKENIZER_FILES = ("tokenizer_file", "vocab_file", "merge_file")       # in meta.json; the first is Hugging Face's
+from nanodomino.corpus.folder import Corpus
+from nanodomino.errors import require
+from nanodomino.layers.positions import documents_of, positions_in
 
 
 @dataclass(frozen=True)
@@ -88,98 +78,6 @@ class Batch:
                 for tensor in (self.tokens, self.labels, self.loss_mask, self.positions, self.documents)]
         return [Batch(*part, ids.tolist(), documents, self.in_order)
                 for *part, documents, ids in zip(*cuts, np.array_split(self.sample_ids, count))]
-
-
-@dataclass
-class Corpus:
-    """What meta.json says, checked. Entropies in nats per token of the training split: a model that knows only how
-    often tokens come reaches the first, one that sees a single token back the second."""
-    path: Path
-    tokenizer_name: str
-    vocab_size: int
-    end_of_text: int
-    dtype: np.dtype
-    tokens: dict[str, int]      # by split
-    sha256: dict[str, str]      # by split
-    unigram_entropy: float
-    bigram_entropy: float
-    meta: dict                  # the whole of meta.json
-
-    def tokenizer(self) -> tiktoken.Encoding:
-        own, *files = (self.path / name if name else None for name in map(self.meta.get, TOKENIZER_FILES))
-        require(not own or own.is_file(), f"{own} is missing, which meta.json names; prepare the text again")
-        encoding = build_tokenizer(own or self.tokenizer_name, *files, self.meta.get("eod_token"))
-        require(encoding.n_vocab == self.vocab_size,
-                f"{self.path / 'meta.json'} records a vocabulary of {self.vocab_size} tokens, but its tokenizer "
-                f"{self.tokenizer_name} has {encoding.n_vocab}; prepare the text again")
-        return encoding
-
-    def verify(self):
-        """Read every byte: checksums and the largest token id. Raises UserError.
-        Too slow for each start of a big run."""
-        for split in SPLITS:
-            path = self.path / f"{split}.bin"
-            require(file_sha256(path) == self.sha256[split],
-                    f"{path} does not have the SHA-256 that meta.json records; prepare the text again")
-            require(not self.tokens[split] or np.memmap(path, self.dtype, mode="r").max() < self.vocab_size,
-                    f"{path} holds token ids outside the vocabulary of {self.vocab_size}; prepare the text again")
-
-
-def file_sha256(path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def load_corpus(folder) -> Corpus:
-    """Read meta.json and check it against the sizes of the files. Raises UserError."""
-    folder = Path(folder)
-    require(not os.path.isfile(folder), f"{folder} is no data folder but a file; make one of it with "
-            f"data/prepare.py --input {folder} --output {folder}-tokens")
-    require(os.path.isdir(folder), f"there is no data folder {folder}; make one with data/prepare.py --output {folder}")
-    path = folder / "meta.json"
-    require(os.path.isfile(path),
-            f"{folder} is not a folder made by data/prepare.py, as it has no meta.json; prepare another folder")
-    try:
-        meta = json.loads(path.read_text("utf-8"))
-        require(meta.get("format") == FORMAT,
-                f"{path} is of format {meta.get('format')!r}, but this version reads {FORMAT!r}; "
-                f"prepare the text again")
-        corpus = Corpus(
-            path=folder, tokenizer_name=str(meta["tokenizer"]), vocab_size=int(meta["vocab_size"]),
-            end_of_text=int(meta["end_of_text"]), dtype=np.dtype({"uint16": "<u2", "uint32": "<u4"}[meta["dtype"]]),
-            tokens={split: int(meta["tokens"][split]) for split in SPLITS},
-            sha256={split: str(meta["sha256"][split]) for split in SPLITS},
-            unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from error
-    known = (*TOKENIZERS, "huggingface") if meta.get("tokenizer_file") else TOKENIZERS
-    require(corpus.tokenizer_name in known,
-            f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version knows "
-            f"{', '.join(known)}; prepare the text again")
-    for name in TOKENIZER_FILES:
-        value = meta.get(name)
-        require(value is None or isinstance(value, str) and value == Path(value).name and value not in ("", ".."),
-                f"{path} gives '{str(value)[:80]}' as {name}, which must be the name of a file beside it; prepare the "
-                "text again")
-    require(math.isfinite(corpus.unigram_entropy) and math.isfinite(corpus.bigram_entropy),
-            f"{path} gives entropies of {corpus.unigram_entropy} and {corpus.bigram_entropy}, which must be finite; "
-            "prepare the text again")
-    largest = 256 ** corpus.dtype.itemsize
-    require(0 <= corpus.end_of_text < corpus.vocab_size <= largest,
-            f"{path} must have 0 <= end_of_text < vocab_size <= {largest}, but has "
-            f"end_of_text {corpus.end_of_text} and vocab_size {corpus.vocab_size}; prepare the text again")
-    for split in SPLITS:
-        path, expected = folder / f"{split}.bin", corpus.tokens[split] * corpus.dtype.itemsize
-        require(os.path.isfile(path) and os.access(path, os.R_OK),
-                f"{path} is missing or may not be read; prepare the text again")
-        found = path.stat().st_size
-        require(found == expected,
-                f"{path} should hold {corpus.tokens[split]} tokens in {expected} bytes, but has {found} bytes; "
-                "prepare the text again")
-    return corpus
 
 
 def sample_ids_of(step: int, microbatch: int, dp_rank: int, dp: int, micro_batch_size: int,

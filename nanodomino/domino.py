@@ -66,17 +66,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from nanodomino.bridge import Bridge, bridge, bridge_backward, close_residual_backward
+from nanodomino.comm.trace import NO_TRACE
 from nanodomino.data import Batch
-from nanodomino.gradients import add_gradients, add_weight_gradient, main_grad_of
-from nanodomino.model import GPT, Chunk
-from nanodomino.parallel import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
-                                 maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss, wide)
-from nanodomino.recompute import Link, TapePolicy
-from nanodomino.stream import Flight, all_reduce, stream_of
-from nanodomino.sublayers import Sublayer, close_residual, drop
-from nanodomino.surroundings import Surroundings
-from nanodomino.trace import NO_TRACE
+from nanodomino.layers.cross_entropy import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
+                                             maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss)
+from nanodomino.layers.main_grad import add_gradients, add_weight_gradient, main_grad_of, wide
+from nanodomino.layers.masks_and_positions import Surroundings
+from nanodomino.layers.sublayer import Sublayer, close_residual, drop
+from nanodomino.model import Chunk
+from nanodomino.overlap.recompute import Link, TapePolicy
+from nanodomino.overlap.residual_norm import Bridge, bridge, bridge_backward, close_residual_backward
+from nanodomino.overlap.sequence_parallel import Flight, all_reduce, stream_of
 
 
 def interleave(generators, trace):
@@ -155,7 +155,7 @@ class Domino:
     or of two; run_alone() drives one to its end.
     """
 
-    def __init__(self, model: GPT, slices=1, columns=1, compile_backend=None, trace=NO_TRACE):
+    def __init__(self, model, slices=1, columns=1, compile_backend=None, trace=NO_TRACE):
         self.model, self.mesh, self.trace = model, model.mesh, trace
         self.stream = stream_of(model.config, self.mesh)
         self.slices, self.columns = slices, columns

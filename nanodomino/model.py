@@ -29,13 +29,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.config import Config
-from nanodomino.gradients import add_gradients
+from nanodomino.layers.attention import Attention
+from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
+from nanodomino.layers.main_grad import add_gradients, wide
+from nanodomino.layers.masks_and_positions import Surroundings, seeded_generator
+from nanodomino.layers.mlp import MLP
+from nanodomino.layers.norms import Norm
+from nanodomino.layers.sublayer import Sublayer, drop
 from nanodomino.mesh import Mesh, mesh_on_paper
-from nanodomino.parallel import (VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits, local_part, parameter,
-                                 vocab_parallel_cross_entropy, wide)
-from nanodomino.sublayers import MLP, Attention, Norm, Sublayer, drop
-from nanodomino.surroundings import Surroundings, seeded_generator
+from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits, local_part, parameter
 
 
 def stage_layers(num_layers: int, stage: int, stages: int) -> range:
@@ -48,7 +50,7 @@ def stage_layers(num_layers: int, stage: int, stages: int) -> range:
 class Layer(nn.Module):
     """A transformer layer: attention, then MLP."""
 
-    def __init__(self, config: Config, mesh: Mesh, site: str):
+    def __init__(self, config, mesh: Mesh, site: str):
         super().__init__()
         self.attention = Attention(config, mesh, site + ".attention")
         self.mlp = MLP(config, mesh, site + ".mlp")
@@ -60,7 +62,7 @@ class Layer(nn.Module):
 class Embedding(nn.Module):
     """Word embedding, cut by vocabulary, and learned positions, if there are, whole on every rank."""
 
-    def __init__(self, config: Config, mesh: Mesh, pre_process: bool):
+    def __init__(self, config, mesh: Mesh, pre_process: bool):
         super().__init__()
         self.word_embeddings, self.position_embeddings = VocabParallelEmbedding(config, mesh), None
         if pre_process and config.position_embedding_type == "learned_absolute":
@@ -105,7 +107,7 @@ class GPT(nn.Module):
     the same on every layout.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, parallel_output=True):
+    def __init__(self, config, mesh: Mesh, parallel_output=True):
         super().__init__()
         self.config, self.mesh, self.parallel_output = config, mesh, parallel_output
         placement, tied = config.placement, config.tied
@@ -174,18 +176,18 @@ class GPT(nn.Module):
 
 
 @lru_cache(maxsize=64)
-def on_paper(config: Config, pp_rank=0, tp_rank=0) -> GPT:
+def on_paper(config, pp_rank=0, tp_rank=0) -> GPT:
     """A stage of the model as one of its ranks would hold it, without memory: what a formula needs of shapes and kinds
     it asks here, so that what a layer has is said in one place."""
     return GPT(config, mesh_on_paper(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank))
 
 
-def whole_on_paper(config: Config) -> GPT:
+def whole_on_paper(config) -> GPT:
     """All of the model, as one process would hold it, without memory."""
     return on_paper(dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))
 
 
-def parameter_count(config: Config) -> int:
+def parameter_count(config) -> int:
     """Parameters of the whole model, a tied matrix once, without the vocabulary's padding."""
     whole = whole_on_paper(config)
     padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size
@@ -193,7 +195,7 @@ def parameter_count(config: Config) -> int:
     return sum(weight.numel() for weight in whole.parameters()) - matrices * padding
 
 
-def flops_per_token(config: Config) -> float:
+def flops_per_token(config) -> float:
     """Training FLOPs of a token: 6 N + 12 L n d s, N without positions, attention not halved for causality
     (PaLM, 2204.02311, appendix B; nanoGPT). n d is h, where heads are not of another size; SwiGLU's third matrix, and
     keys and values that heads share, are in N."""

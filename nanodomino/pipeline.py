@@ -42,10 +42,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from nanodomino.comm.trace import NO_TRACE
 from nanodomino.mesh import Mesh
-from nanodomino.schedules import Action, Placement, Timetable, asked, gives, takes
-from nanodomino.trace import NO_TRACE
-
+from nanodomino.schedules.actions import Action
+from nanodomino.schedules.placement import Placement, Timetable, gives, takes
+from nanodomino.schedules.simulation import asked
 
 AHEAD = {"cuda": 0, "cpu": 1}        # actions by which a message is asked for earlier; see above why not more
 

@@ -36,14 +36,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nanodomino.buckets import Bucket, Kind, sort_into_buckets
-from nanodomino.collectives import all_gather, reduce_scatter
-from nanodomino.config import Config
-from nanodomino.loss_scale import LossScale
+from nanodomino.comm.collectives import all_gather, reduce_scatter
+from nanodomino.comm.trace import NO_TRACE
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
-from nanodomino.optimizers import OPTIMIZERS
-from nanodomino.trace import NO_TRACE
+from nanodomino.optim.buckets import Bucket, Kind, sort_into_buckets
+from nanodomino.optim.loss_scale import LossScale
+from nanodomino.optim.optimizers import OPTIMIZERS
 
 UNDER_WAY = 2        # reduces that stage 2 has under way at most, each with its memory
 
@@ -66,7 +65,7 @@ class StepResult:
 class ZeroOptimizer:
     """config.optimizer over flat buckets, sharded over the replicas from config.zero_stage 1 on."""
 
-    def __init__(self, model: GPT, config: Config, mesh: Mesh, trace=NO_TRACE):
+    def __init__(self, model: GPT, config, mesh: Mesh, trace=NO_TRACE):
         self.config, self.mesh, self.trace = config, mesh, trace
         self.parts, self.part = (mesh.dp, mesh.dp_rank) if config.zero_stage else (1, 0)
         shared = config.zero_stage == 2 and mesh.dp > 1

@@ -33,8 +33,9 @@ from torch.utils.weak import WeakIdKeyDictionary  # noqa: E402
 
 import train  # noqa: E402
 from nanodomino import domino  # noqa: E402
-from nanodomino.config import Config  # noqa: E402
-from nanodomino.data import Corpus, TokenDataset  # noqa: E402
+from nanodomino.config.config import Config  # noqa: E402
+from nanodomino.corpus.folder import Corpus  # noqa: E402
+from nanodomino.data import TokenDataset  # noqa: E402
 from nanodomino.mesh import make_mesh  # noqa: E402
 from nanodomino.zero import ZeroOptimizer  # noqa: E402
 

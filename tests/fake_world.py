@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from nanodomino import collectives
+from nanodomino.comm import collectives
 
 exchange = collectives.exchange
 

@@ -205,7 +205,7 @@ def become(command: str, flags: list[str], environment: dict, folder: str, log: 
         if command.endswith(".py"):
             runpy.run_path(str(ROOT / command), run_name="__main__")
         else:
-            sys.modules.pop(command, None)                  # train.py has imported it; a new process would not have
+            sys.modules.pop(f"{command}.__main__", None)                 # train.py has imported it; a new process would not have
             runpy.run_module(command, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code or 0

@@ -13,14 +13,14 @@ import torch
 from reference import Sizes, random_weights, train_reference
 
 import train
-from nanodomino.collectives import all_gather
-from nanodomino.config import Config
+from nanodomino.comm.collectives import all_gather
+from nanodomino.comm.trace import NO_TRACE
+from nanodomino.config.config import Config
+from nanodomino.config.setting import names
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.mesh import make_mesh
 from nanodomino.parallel import local_part
-from nanodomino.settings import names
-from nanodomino.trace import NO_TRACE
 from nanodomino.zero import ZeroOptimizer
 
 VOCABULARY = 29          # padded to 32: the last rank owns fewer words than the others; padded to 64, none

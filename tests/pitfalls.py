@@ -38,9 +38,15 @@ import test_domino  # noqa: E402
 import test_zero  # noqa: E402
 import train  # noqa: E402
 from harness import build, tiny, train_rank, train_steps  # noqa: E402
-from nanodomino import bridge, buckets, checkpoint, domino, formulas, loss_scale, model, schedules, stream, sublayers, surroundings, zero  # noqa: E402
-from nanodomino.manifest import newest_sound  # noqa: E402
-from nanodomino.stream import Flight  # noqa: E402
+from nanodomino import domino, model, zero  # noqa: E402
+from nanodomino.analysis import expected_memory, sizes  # noqa: E402
+from nanodomino.checkpoint import load, save  # noqa: E402
+from nanodomino.checkpoint.manifest import newest_sound  # noqa: E402
+from nanodomino.layers import attention, masks_and_positions  # noqa: E402
+from nanodomino.optim import buckets, loss_scale  # noqa: E402
+from nanodomino.overlap import residual_norm, sequence_parallel  # noqa: E402
+from nanodomino.overlap.sequence_parallel import Flight  # noqa: E402
+from nanodomino.schedules import actions, definitions  # noqa: E402
 from pool import Pool  # noqa: E402
 from side_by_side import CHECKED, END, LONG, TABLE, TOLERANCE, Pitfall, Side, check, judge, measure, pitfall, worst  # noqa: E402
 
@@ -86,12 +92,12 @@ def stopped_and_gone_on(config, weights, data, steps):
         folder = Path(train.tell_all(folder))
         built = build(config, weights)
         before = train_steps(built, config, data, range(1, half + 1))
-        saver = checkpoint.Saver(folder, built[0], keep_last=1)
+        saver = save.Saver(folder, built[0], keep_last=1)
         saver.save(half, built[1], built[2], config)
         saver.wait()
         assert saver.failure() is None
         built = build(config)
-        checkpoint.restore(newest_sound(folder), built[1], built[2], built[0])
+        load.restore(newest_sound(folder), built[1], built[2], built[0])
         after = train_steps(built, config, data, range(half + 1, steps + 1))
         dist.barrier()
     return dataclasses.replace(after, losses=before.losses + after.losses, norms=before.norms + after.norms,
@@ -111,7 +117,7 @@ def same_shards(config):
             if weight.std is None:
                 weight.fill_(weight.value)
             else:
-                generator = surroundings.seeded_generator("cpu", config.seed, name)
+                generator = masks_and_positions.seeded_generator("cpu", config.seed, name)
                 weight.copy_(torch.empty(weight.shape).normal_(0.0, weight.std, generator=generator))
     return [(model.GPT, "initialize", initialize)]
 
@@ -187,8 +193,8 @@ def own_loss(config):
 def bias_before_the_sum(config):
     """Every rank adds it to its part, and the sum has it t times. A fresh model has biases of zero, so nothing shows at first,
     and the optimizer soon learns biases that are t times too small. A checkpoint of it says something else on another layout."""
-    close = bridge.close_residual
-    return [(bridge, "close_residual", lambda x, y, bias, mask: close(x, y, bias * config.tp, mask))]
+    close = residual_norm.close_residual
+    return [(residual_norm, "close_residual", lambda x, y, bias, mask: close(x, y, bias * config.tp, mask))]
 
 
 @pitfall("Fused q, k, v cut as one block each", "`nanodomino/sublayers.py`, `Attention.split`: rows run group by group, [g, (q's, k, v), d]",
@@ -213,8 +219,8 @@ def mixed_heads(config):
         b, s, _ = gradient.shape
         gradients = kept[0].backward(gradient.view(b, s, -1, self.head_dim).transpose(1, 2))
         return torch.stack([one.transpose(1, 2) for one in gradients], dim=2).view(b, s, -1)
-    return [(model, "local_part", by_kind), (harness, "local_part", by_kind), (sublayers.Attention, "split", split),
-            (sublayers.Attention, "core_backward", core_backward)]
+    return [(model, "local_part", by_kind), (harness, "local_part", by_kind), (attention.Attention, "split", split),
+            (attention.Attention, "core_backward", core_backward)]
 
 
 @pitfall("The backward of a sum, written as another sum", "`nanodomino/domino.py`, `Domino.backward_sublayer`: y's gradient needs no wires; "
@@ -313,8 +319,8 @@ def swapped_groups(config):
 def own_masks(config):
     """Between the sublayers the stream is one, of which each rank has a copy. With a mask of its own each has another stream
     from the first site on; their sums mix them, and the copies of norms and biases drift apart."""
-    hidden = surroundings.Surroundings.hidden
-    return [(surroundings.Surroundings, "hidden", lambda self, site, x: hidden(self, site + " elsewhere" * self.mesh.tp_rank, x))]
+    hidden = masks_and_positions.Surroundings.hidden
+    return [(masks_and_positions.Surroundings, "hidden", lambda self, site, x: hidden(self, site + " elsewhere" * self.mesh.tp_rank, x))]
 
 
 @pitfall("All ranks drop the same of their heads", "`nanodomino/surroundings.py`, `Surroundings.core`: drawn for all heads, then cut",
@@ -322,13 +328,13 @@ def own_masks(config):
 def same_masks(config):
     """Inside a sublayer the ranks hold different heads, and one seed for all drops alike in head 0 and head n/t. Nothing
     diverges; the noise is only less independent than it should be, and another on each layout."""
-    core = surroundings.Surroundings.core
+    core = masks_and_positions.Surroundings.core
 
     def as_the_first(self, *arguments):
         first = SimpleNamespace(tp=self.mesh.tp, tp_rank=0)
         with mock.patch.object(self, "mesh", first):
             return core(self, *arguments)
-    return [(surroundings.Surroundings, "core", as_the_first)]
+    return [(masks_and_positions.Surroundings, "core", as_the_first)]
 
 
 @pitfall("Dropout in evaluation", "`nanodomino/pipeline.py`, `run`: a schedule without backward does not train; no mode is kept anywhere",
@@ -402,7 +408,7 @@ def shared_buffer(config):
             buffer.copy_(tensor)
             return CopiedBack(dist.all_reduce(buffer, op, group=group, async_op=True), buffer, tensor), None
         return Flight(tensor, "all_reduce", tensor, start)
-    return [(owner, "all_reduce", shared) for owner in (stream, domino)]
+    return [(owner, "all_reduce", shared) for owner in (sequence_parallel, domino)]
 
 
 @pitfall("One rank resumes its slices in another order", "`nanodomino/domino.py`, `interleave`: the order follows from the number of slices, "
@@ -621,7 +627,7 @@ RESUMED = dict(runner=stopped_and_gone_on, straight=True)
 
 def from_its_start(change):
     """Replaces what restore() leaves behind: change(first step) -> patches that hold from then on."""
-    restore = checkpoint.restore
+    restore = load.restore
 
     def restored(folder, gpt, optimizer, mesh, weights_alone=False):
         first = restore(folder, gpt, optimizer, mesh, weights_alone)
@@ -629,7 +635,7 @@ def from_its_start(change):
             setattr(owner, name, replacement)
         return first
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in change(0)]
-    return [(checkpoint, "restore", restored), *originals]        # replaced by themselves, so that they are put back
+    return [(save, "restore", restored), *originals]        # replaced by themselves, so that they are put back
 
 
 @pitfall("A run that goes on starts the data again", "`nanodomino/data.py`: the samples of a step follow from (seed, step)", **RESUMED)
@@ -653,14 +659,14 @@ def schedule_again(config):
 def dropout_again(config):
     """The generator's state is not saved, and the new process seeds as the first one did. Nothing breaks; but a run that is
     stopped is another run, and no two runs can be compared any more."""
-    draw = surroundings.Surroundings.draw
+    draw = masks_and_positions.Surroundings.draw
 
     def shifted(first):
         def again(self, *arguments):
             old = self.sample_ids and [sample - first * config.global_batch_size for sample in self.sample_ids]
             with mock.patch.object(self, "sample_ids", old):
                 return draw(self, *arguments)
-        return [(surroundings.Surroundings, "draw", again)]
+        return [(masks_and_positions.Surroundings, "draw", again)]
     return from_its_start(shifted)
 
 
@@ -683,19 +689,19 @@ def count_lost(config):
 def count_from_step(config):
     """They are the same until a step is skipped. After that, a run that goes on corrects for one update too many; the
     difference is small, and no longer the same bits."""
-    read = checkpoint.read_manifest
+    read = save.read_manifest
 
     def as_step(folder):
         manifest = read(folder)
         return {**manifest, "adam_steps": manifest["step"]}
-    return [(checkpoint, "read_manifest", as_step)]
+    return [(save, "read_manifest", as_step)]
 
 
 def die_while_saving(folder):
     """A save in which the data cannot be written to the end."""
     config = tiny(1)
     mesh, gpt, optimizer, _ = build(config)
-    saver = checkpoint.Saver(Path(folder), mesh, keep_last=1)
+    saver = save.Saver(Path(folder), mesh, keep_last=1)
     saver.save(1, gpt, optimizer, config)
     saver.wait()
     return saver.failure()
@@ -712,7 +718,7 @@ def nothing_is_taken_for_whole(pool):
 def power_cut(config):
     def write_data(self, *arguments):
         raise OSError("the power is out")
-    return [(checkpoint.dcp.FileSystemWriter, "write_data", write_data)]
+    return [(save.dcp.FileSystemWriter, "write_data", write_data)]
 
 
 @pitfall("A checkpoint that was being written is taken for whole", "`nanodomino/checkpoint.py`, `Saver.write` and `seal`: data, manifest, and the "
@@ -725,10 +731,10 @@ def named_too_early(config):
         final = self.run_dir / "checkpoints" / f"step-{step:08d}"
         final.mkdir(parents=True)
         (final / ".metadata").touch()
-        files = checkpoint.file_digests([final / ".metadata"])
-        (final / "manifest.json").write_text(checkpoint.manifest_text({**manifest, "files": files}))
-        checkpoint.dcp.save(tensors, storage_writer=checkpoint.dcp.FileSystemWriter(final), process_group=self.group)
-    return [(checkpoint.Saver, "write", write)]
+        files = save.file_digests([final / ".metadata"])
+        (final / "manifest.json").write_text(save.manifest_text({**manifest, "files": files}))
+        save.dcp.save(tensors, storage_writer=save.dcp.FileSystemWriter(final), process_group=self.group)
+    return [(save.Saver, "write", write)]
 
 
 # ---- what a plan says
@@ -740,10 +746,10 @@ def plans_know_every_schedule(pool):
 def plan_of_a_third_schedule():
     """One microbatch at a time, forward and backward: one is alive."""
     def one_by_one(stage, stages, microbatches, chunks):
-        return [kind(i) for i in range(microbatches) for kind in (schedules.Forward, schedules.Backward)]
-    with mock.patch.dict(schedules.SCHEDULES, {"one by one": schedules.Schedule(one_by_one)}):
+        return [kind(i) for i in range(microbatches) for kind in (actions.Forward, actions.Backward)]
+    with mock.patch.dict(definitions.SCHEDULES, {"one by one": definitions.Schedule(one_by_one)}):
         config = dataclasses.replace(tiny(1), schedule="one by one")
-        alive = formulas.alive(config, formulas.place(config))
+        alive = expected_memory.alive(config, sizes.place(config))
         assert alive == 1, f"the plan says that {alive} microbatches are alive, not 1"
 
 
@@ -754,7 +760,7 @@ def cost_by_name(config):
     the third."""
     def alive(config, place):
         return min(config.pp, config.microbatches) if config.schedule == "1f1b" else config.microbatches
-    return [(formulas, "alive", alive)]
+    return [(expected_memory, "alive", alive)]
 
 
 # ---- what is computed again
@@ -764,13 +770,13 @@ def cost_by_name(config):
 def new_masks(config):
     """Backward runs a part of the forward again, and the generator has moved on meanwhile: it differentiates another function than
     the one whose loss it was given. Losses of a first step are right, gradients are those of nothing, and more noise is all that shows."""
-    draw = surroundings.Surroundings.draw
+    draw = masks_and_positions.Surroundings.draw
 
     def moved_on(self, site, *others):
         before = self.__dict__.setdefault("drawn", [])
         before.append(site)
         return draw(self, site + " again" * (before.count(site) > 1), *others)
-    return [(surroundings.Surroundings, "draw", moved_on)]
+    return [(masks_and_positions.Surroundings, "draw", moved_on)]
 
 
 # ---- ZeRO-2
@@ -840,12 +846,12 @@ def without_sums_over_parts(self, finish=zero.ZeroOptimizer.finish_reduces):
 def masks_of_a_part(config):
     """A rank has s/t of a sample's tokens, and draws as many masks, from the seed that all share. The first token of each part then drops what
     the first token of every other part drops: t times the same noise, and another one on each layout. Nothing diverges."""
-    hidden = surroundings.Surroundings.hidden
+    hidden = masks_and_positions.Surroundings.hidden
 
     def alone(self, *arguments):
-        with mock.patch.object(self, "stream", stream.Whole(None)):
+        with mock.patch.object(self, "stream", sequence_parallel.Whole(None)):
             return hidden(self, *arguments)
-    return [(surroundings.Surroundings, "hidden", alone)]
+    return [(masks_and_positions.Surroundings, "hidden", alone)]
 
 
 # ---- the choices of a model
@@ -876,7 +882,7 @@ def neighbours(config):
     def rotate(x, turn):
         (cos, sin), (first, second) = turn, (x[..., 0::2], x[..., 1::2])
         return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
-    return [(sublayers, "rotate", rotate)]
+    return [(attention, "rotate", rotate)]
 
 
 # ---- those that are not put back here, and the tests that guard them

@@ -21,7 +21,8 @@ from harness import FixedData, Outcome, joined_runs, sizes_of, tiny, train_rank
 from reference import ReferenceGPT, masked_loss, random_weights, train_reference
 
 import train
-from nanodomino import model, surroundings
+from nanodomino import model
+from nanodomino.layers import masks_and_positions
 
 TOLERANCE = 1e-9         # of everything, in float64
 CHECKED = 2              # steps: the second one sees the weights that the first one made
@@ -132,7 +133,7 @@ def masks_of(config, step):
     if not config.hidden_dropout and not config.attention_dropout:
         return None
     ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
-    dropout = surroundings.Surroundings(config, SimpleNamespace(tp=1, tp_rank=0, tp_group=None), list(ids))
+    dropout = masks_and_positions.Surroundings(config, SimpleNamespace(tp=1, tp_rank=0, tp_group=None), list(ids))
     core = {"core": config.attention_dropout}
     return lambda site, shape: dropout.draw(site, shape[1:], core.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
 

@@ -23,10 +23,10 @@ from pool import Pool
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import train
-from nanodomino import launch
-from nanodomino.manifest import checkpoints_of, step_of
-from nanodomino.mesh import Place
-from nanodomino.settings import UserError
+from nanodomino.checkpoint.manifest import checkpoints_of, step_of
+from nanodomino.comm.world import Place
+from nanodomino.errors import UserError
+from nanodomino.run import folder as run_folder
 
 
 @dataclass
@@ -60,7 +60,7 @@ def start_rank(flags: list[str], bad_steps) -> Ended:
 
     with (mock.patch.multiple(train, get_batch=poisoned, start_world=start_world,
                               StopSignal=lambda say: SimpleNamespace(number=0, moment=0.0)),
-          mock.patch.multiple(launch, claim=lambda run_dir: None, outlive_readers=lambda *_: None),
+          mock.patch.multiple(run_folder, claim=lambda run_dir: None, outlive_readers=lambda *_: None),
           contextlib.redirect_stdout(screen)):
         try:
             place = Place(rank, world_size, rank, world_size, launched=True)

@@ -23,15 +23,18 @@ from faults import make_corpus
 
 import train
 from data.prepare import prepare
-from nanodomino import settings
-from nanodomino.config import Config
-from nanodomino.settings import UserError, spelling
-from nanodomino.data import TokenDataset, load_corpus
-from nanodomino.functions import NORMALIZATIONS
-from nanodomino.launch import check_shared, fail
-from nanodomino.mesh import Place, find_place
-from nanodomino.optimizers import OPTIMIZERS
-from nanodomino.schedules import SCHEDULES
+from nanodomino.comm.world import Place, find_place
+from nanodomino.config import setting
+from nanodomino.config.config import Config
+from nanodomino.config.setting import spelling
+from nanodomino.corpus.folder import load_corpus
+from nanodomino.data import TokenDataset
+from nanodomino.errors import UserError
+from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.optim.optimizers import OPTIMIZERS
+from nanodomino.run.failure import fail
+from nanodomino.run.folder import check_shared
+from nanodomino.schedules.definitions import SCHEDULES
 
 SCRIPT = Path(train.__file__).resolve()
 PATIENCE = 60           # seconds until a process counts as stuck; it takes 5, but the machine may have other work
@@ -184,7 +187,7 @@ def test_flags_that_cannot_work_are_refused_with_the_numbers_and_a_fix(refusal, 
 
 
 def flags_of(kind):
-    return [spelling(one.name) for one in settings.flags_of(Config) if one.metadata["kind"] is kind]
+    return [spelling(one.name) for one in setting.flags_of(Config) if one.metadata["kind"] is kind]
 
 
 @pytest.mark.parametrize("flag", flags_of(int))

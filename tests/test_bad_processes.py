@@ -24,7 +24,7 @@ import pytest
 from faults import TINY, make_corpus
 from forks import launcher_environments
 
-from nanodomino.manifest import file_digest, manifest_text
+from nanodomino.checkpoint.manifest import file_digest, manifest_text
 
 LIMIT = 20              # seconds from the start to the end of all processes; more on a machine that has other work
 MODEL = [*TINY, "--num-attention-heads", "4"]           # so that four processes can share it

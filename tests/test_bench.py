@@ -10,7 +10,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from nanodomino.settings import UserError
+from nanodomino.errors import UserError
 
 import pytest
 import torch

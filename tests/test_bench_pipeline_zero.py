@@ -14,10 +14,12 @@ from test_bench import ask, within
 from bench import QUESTIONS
 from benchmarks import pipeline, zero
 from benchmarks.common import main, parse
-from nanodomino import formulas
-from nanodomino.schedules import SCHEDULES, bubble, play, step_time, timetable
-from nanodomino.settings import UserError
-from nanodomino.trace import Event
+from nanodomino.analysis import expected_memory, sizes
+from nanodomino.comm.trace import Event
+from nanodomino.errors import UserError
+from nanodomino.schedules.definitions import SCHEDULES
+from nanodomino.schedules.placement import timetable
+from nanodomino.schedules.simulation import bubble, play, step_time
 
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16", "--device", "cpu"]
 
@@ -124,7 +126,7 @@ def test_zero_compares_seven_ways_to_train_the_same():
     # Of nanodomino's own sides, to the byte: the padding and AdamW's counts of steps are in the formula.
     config = zero.config_for(parse(zero, ["zero", *wider]))
     for stage in (0, 1, 2):
-        expected = formulas.state_bytes(replace(config, zero_stage=stage), formulas.place(config))
+        expected = expected_memory.state_bytes(replace(config, zero_stage=stage), sizes.place(config))
         assert sides[f"zero-{stage}"]["state_bytes"] == sum(expected.values())
 
 

@@ -13,12 +13,11 @@ from starts import lines, saved, start
 from test_faults import fill
 
 import train
-from nanodomino import board
-from nanodomino.board import Board
-from nanodomino.flags import from_command_line
-from nanodomino.manifest import checkpoints_of, discard
-from nanodomino.mesh import Place
-from nanodomino.settings import UserError
+from nanodomino.checkpoint.manifest import checkpoints_of, discard
+from nanodomino.comm.world import Place
+from nanodomino.errors import UserError
+from nanodomino.run.command_line import from_command_line
+from nanodomino.run.tensorboard import Board
 
 
 @pytest.fixture
@@ -93,7 +92,7 @@ def test_what_can_not_be_written_is_written_when_there_is_room(tmp_path, shown, 
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    faults = {3: [(board, "check_room", full)], 4: [(board, "check_room", full)], 6: [(tensorboard.SummaryWriter, "flush", lambda writer: flush(writer) or full())],
+    faults = {3: [(tensorboard, "check_room", full)], 4: [(tensorboard, "check_room", full)], 6: [(tensorboard.SummaryWriter, "flush", lambda writer: flush(writer) or full())],
               7: [(tensorboard, "SummaryWriter", full)]}
     with open(path, "ab", buffering=0) as metrics:
         for step in range(1, 10):

@@ -21,12 +21,15 @@ from harness import Outcome, build, cut_of, difference, reference_for, relative,
 from reference import full_shapes
 
 import train
-from nanodomino.checkpoint import CarefulReader, Saver, export, host_memory, load_weights, named_pieces, restore
-from nanodomino.generate import generate
-from nanodomino.manifest import (FORMAT, check_settings, checkpoints_of, file_digest, manifest_text, newest_sound,
-                                 read_manifest, verify)
-from nanodomino.pieces import rectangles
-from nanodomino.settings import UserError
+from nanodomino.checkpoint.export import export
+from nanodomino.checkpoint.load import load_weights, restore
+from nanodomino.checkpoint.manifest import (FORMAT, check_settings, checkpoints_of, file_digest, manifest_text,
+                                            newest_sound, read_manifest, verify)
+from nanodomino.checkpoint.safe_load import CarefulReader
+from nanodomino.checkpoint.save import Saver, host_memory
+from nanodomino.checkpoint.shards import named_pieces, rectangles
+from nanodomino.errors import UserError
+from nanodomino.generate.sampling import generate
 
 # tp, pp, dp, slices, zero stage, schedule
 LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "zb-v"), (1, 1, 2, 1, 2, "1f1b"), (1, 1, 2, 1, 0, "1f1b"), (4, 1, 1, 3, 1, "1f1b"),

@@ -27,8 +27,8 @@ from test_bench import listen_to_interrupts
 
 from bench import QUESTIONS
 from benchmarks import common
-from nanodomino import launch
-from nanodomino.manifest import checkpoints_of
+from nanodomino.checkpoint.manifest import checkpoints_of
+from nanodomino.run import failure
 
 PATIENCE = 120           # seconds for any command here; they take one to five if the machine has no other work
 SMALL = ["--num-layers", "2", "--hidden-size", "32"]
@@ -384,7 +384,7 @@ def test_ctrl_c_before_training_begins_is_no_error(monkeypatch):
     def interrupted(arguments, place):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "outlive_readers", lambda: None)
+    monkeypatch.setattr(failure, "outlive_readers", lambda: None)
     with pytest.raises(SystemExit) as caught:
-        launch.start(interrupted, [])
+        failure.start(interrupted, [])
     assert caught.value.code == 130

@@ -14,7 +14,7 @@ from torch._inductor.scheduler import Scheduler
 
 import train
 from nanodomino.domino import Domino
-from nanodomino.parallel import exponentials_of_rows, maximum_and_sum_of_rows
+from nanodomino.layers.cross_entropy import exponentials_of_rows, maximum_and_sum_of_rows
 
 # bridge: opens the stage, or closes a sublayer; its backward: out of the head, of a sublayer, into the stage; cross
 # entropy: forward, backward

@@ -20,12 +20,13 @@ import tiktoken
 import tiktoken.load
 import torch
 
-import nanodomino.tokenizer
+import nanodomino.corpus.tokenizer
 from data import prepare as prepare_module
 from data.prepare import prepare, prepare_default_corpus
-from nanodomino.data import SPLITS, Ends, TokenDataset, load_corpus
-from nanodomino.settings import UserError
-from nanodomino.tokenizer import END_OF_TEXT, build_tokenizer
+from nanodomino.corpus.folder import SPLITS, load_corpus
+from nanodomino.corpus.tokenizer import END_OF_TEXT, build_tokenizer
+from nanodomino.data import Ends, TokenDataset
+from nanodomino.errors import UserError
 
 SCRIPT = Path(prepare_module.__file__).resolve()
 PROSE = "The quick brown fox, they say, jumps over 12 lazy dogs.\n\n  It didn't see\tthem: naïve, 東京, 🙂!\n"
@@ -727,7 +728,7 @@ def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, m
 @pytest.mark.parametrize("virtual_stages, places", [(1, [(0, 0), (1, 0)]), (2, [(2, 1), (0, 1)])], ids=["stages", "chunks"])
 def test_what_lies_between_the_models_ends_reads_no_tokens_and_knows_its_samples(corpus, virtual_stages, places):
     import train
-    from nanodomino.config import Config
+    from nanodomino.config.config import Config
     from nanodomino.mesh import mesh_on_paper
     config = Config(seq_length=16, micro_batch_size=4, global_batch_size=16, data_parallel_size=2, pipeline_model_parallel_size=3,
                     virtual_stages=virtual_stages).resolve(6)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from harness import FixedData, build, cut_of, difference, random_data, reference_for, relative, tiny, train_rank, whole
 
-from nanodomino import collectives
+from nanodomino.comm import collectives
+from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_alone
-from nanodomino.trace import Trace
 
 TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, num_layers=2)
 
@@ -249,7 +249,7 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
 @pytest.mark.parametrize("schedule", ["1f1b", "paired", "zb-v"])
 def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool, schedule):
     """Masks agree where the stream is replicated, belong to their heads where it is sharded, to their layers in chunks."""
-    from nanodomino.surroundings import Surroundings
+    from nanodomino.layers.masks_and_positions import Surroundings
     from reference import train_reference, random_weights
     from harness import sizes_of
     import train

@@ -10,7 +10,7 @@ from faults import ROOT, TINY, Job, make_corpus
 from forks import launcher_environments
 from test_bad_input import needs_proc
 
-from nanodomino.launch import is_lonely
+from nanodomino.run.failure import is_lonely
 
 END_TOGETHER = 60        # seconds from the start until all have ended; it takes 4, if the machine has no other work
 

@@ -17,8 +17,8 @@ from starts import lines, saved, start, start_rank
 from test_bad_input import needs_proc
 
 import train
-from nanodomino.manifest import checkpoints_of, verify
-from nanodomino.launch import next_folder
+from nanodomino.checkpoint.manifest import checkpoints_of, verify
+from nanodomino.run.folder import next_folder
 
 pytestmark = needs_proc
 LENGTH = ["--train-iters", 24, "--save-interval", 5]

@@ -4,7 +4,8 @@ import pytest
 import torch
 from harness import tiny
 
-from nanodomino.functions import ACTIVATIONS, NORMALIZATIONS
+from nanodomino.layers.activations import ACTIVATIONS
+from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.mesh import mesh_on_paper
 from nanodomino.model import on_paper
 

@@ -27,10 +27,12 @@ from harness import END_OF_TEXT, build, counted_documents, reference_for, sizes_
 from reference import ReferenceGPT, random_weights
 from test_layouts import FAMILIES
 
-from nanodomino.config import Config
-from nanodomino.generate import SEPARATOR, Writer, choose, command_line, generate, useful_threads
-from nanodomino.settings import UserError
-from nanodomino.tokenizer import build_tokenizer
+from nanodomino.config.config import Config
+from nanodomino.corpus.tokenizer import build_tokenizer
+from nanodomino.errors import UserError
+from nanodomino.generate.__main__ import command_line
+from nanodomino.generate.sampling import choose, generate, useful_threads
+from nanodomino.generate.writing import SEPARATOR, Writer
 
 PATIENCE = 90           # seconds until a process counts as stuck; it takes 6, but the machine may have other work
 

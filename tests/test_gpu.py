@@ -9,9 +9,9 @@ from harness import build, random_data, tiny
 
 import train
 from benchmarks import comm
-from nanodomino.config import Config
-from nanodomino.mesh import Place, check_own_gpu, find_device
-from nanodomino.settings import UserError
+from nanodomino.comm.world import Place, check_own_gpu, find_device
+from nanodomino.config.config import Config
+from nanodomino.errors import UserError
 
 
 def place(local_rank, local_world_size):

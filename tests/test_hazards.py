@@ -17,10 +17,11 @@ from harness import build, random_data, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from nanodomino import collectives, pipeline
+from nanodomino import pipeline
+from nanodomino.comm import collectives
 from nanodomino.domino import Domino, arrived
 from nanodomino.pipeline import Mail
-from nanodomino.schedules import SCHEDULES
+from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.zero import ZeroOptimizer
 
 SENT, RECEIVED = "sent", "received"          # a sum is both, and is on record as received

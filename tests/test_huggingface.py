@@ -18,17 +18,25 @@ from faults import make_corpus
 from harness import FixedData, build, difference, train_steps, whole
 from starts import lines, start_rank
 
-from nanodomino import huggingface
-from nanodomino.checkpoint import CarefulReader, load_weights, read_alone
-from nanodomino.config import PRESETS, Config, from_record
-from nanodomino.data import TokenDataset, load_corpus
-from nanodomino.families import FAMILIES, family_of, read_config, tensors_of, write_config
-from nanodomino.generate import main as generate_main
-from nanodomino.huggingface import GENERATION, cut_into_files, export_model, import_model, main, size_in_bytes
-from nanodomino.manifest import checkpoints_of, read_manifest, verify
-from nanodomino.mesh import Place
-from nanodomino.settings import UserError
+from nanodomino.checkpoint.load import load_weights, read_alone
+from nanodomino.checkpoint.manifest import checkpoints_of, read_manifest, verify
+from nanodomino.checkpoint.safe_load import CarefulReader
+from nanodomino.comm.world import Place
+from nanodomino.config.config import Config
+from nanodomino.config.presets import PRESETS
+from nanodomino.config.records import from_record
+from nanodomino.corpus.folder import load_corpus
+from nanodomino.data import TokenDataset
+from nanodomino.errors import UserError
+from nanodomino.generate.__main__ import main as generate_main
+from nanodomino.huggingface import export_model as exporting
+from nanodomino.huggingface import import_model as importing
+from nanodomino.huggingface.__main__ import GENERATION, main, size_in_bytes
+from nanodomino.huggingface.export_model import cut_into_files, export_model
+from nanodomino.huggingface.families import FAMILIES, family_of, read_config, tensors_of, write_config
+from nanodomino.huggingface.import_model import import_model
 
+HOMES = {"join": importing, "split": exporting}
 VOCABULARY, LENGTH = 300, 24
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=104, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
              max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=5, pad_token_id=None)
@@ -396,11 +404,11 @@ def test_no_model_is_ever_whole(package, tmp_path, monkeypatch):
     package.AutoModelForCausalLM.from_config(package.AutoConfig.for_model("gpt2", **sizes)).bfloat16().save_pretrained(tmp_path / "model")
     seen = []
     for name in ("join", "split"):
-        def look(*arguments, inner=getattr(huggingface, name)):
+        def look(*arguments, inner=getattr(HOMES[name], name)):
             made = inner(*arguments)
             seen.append(anonymous_bytes())
             return made
-        monkeypatch.setattr(huggingface, name, look)
+        monkeypatch.setattr(HOMES[name], name, look)
     before = anonymous_bytes()
     import_model(tmp_path / "model", tmp_path / "one")
     assert len(seen) == 244 and max(seen) - before < 12 * 2**20
@@ -571,7 +579,7 @@ def test_whole_or_not_there(saved, tmp_path, monkeypatch, name):
     """The disk is full, or the process is killed, in the middle: no folder of that name; the next time all is well."""
     import_model(saved("gpt2")[1], tmp_path / "one")
     act = (lambda out: import_model(saved("gpt2")[1], out)) if name == "join" else lambda out: export_model(tmp_path / "one", out, None, 10**9)
-    inner, calls = getattr(huggingface, name), []
+    inner, calls = getattr(HOMES[name], name), []
 
     def fail(*arguments):
         calls.append(1)
@@ -582,7 +590,7 @@ def test_whole_or_not_there(saved, tmp_path, monkeypatch, name):
     (tmp_path / ".out.unfinished").mkdir()
     (tmp_path / ".out.unfinished" / "left").write_text("")
     with monkeypatch.context() as patch:
-        patch.setattr(huggingface, name, fail)
+        patch.setattr(HOMES[name], name, fail)
         with pytest.raises(UserError, match=r"out can't be written \(No space left on device\); make room, or choose another place"):
             act(tmp_path / "out")
     assert len(calls) == 9 and not list(tmp_path.glob("*out*"))

@@ -16,10 +16,10 @@ from harness import build, difference, reference_for, relative, sizes_of, tiny, 
 from reference import ReferenceGPT, masked_loss
 
 import train
-from nanodomino.data import Corpus
-from nanodomino.functions import NORMALIZATIONS
-from nanodomino.recompute import GRANULARITIES
-from nanodomino.schedules import SCHEDULES
+from nanodomino.corpus.folder import Corpus
+from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.overlap.recompute import GRANULARITIES
+from nanodomino.schedules.definitions import SCHEDULES
 
 TOLERANCE = 1e-9
 STEPS = 3

@@ -12,10 +12,10 @@ from starts import lines, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from nanodomino.functions import NORMALIZATIONS
-from nanodomino.loss_scale import LossScale, is_state
-from nanodomino.manifest import checkpoints_of, read_manifest
-from nanodomino.parallel import exponentials_of_rows, maximum_and_sum_of_rows
+from nanodomino.checkpoint.manifest import checkpoints_of, read_manifest
+from nanodomino.layers.cross_entropy import exponentials_of_rows, maximum_and_sum_of_rows
+from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.optim.loss_scale import LossScale, is_state
 
 BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2)
 

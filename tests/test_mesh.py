@@ -15,7 +15,8 @@ from starts import start_rank
 from torch.distributed.distributed_c10d import _process_group_color, _world
 
 from nanodomino import mesh
-from nanodomino.mesh import Place, make_mesh, start_world
+from nanodomino.comm.world import Place, start_world
+from nanodomino.mesh import make_mesh
 
 FAULTS = """
 import ctypes, resource, sys, torch

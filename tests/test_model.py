@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from harness import Outcome, build, cut_of, reference_for, sizes_of, tiny, whole
 from reference import ReferenceGPT
 
-from nanodomino.config import PRESETS, Config
+from nanodomino.config.config import Config
+from nanodomino.config.presets import PRESETS
+from nanodomino.layers.masks_and_positions import Surroundings
 from nanodomino.model import flops_per_token, parameter_count
-from nanodomino.surroundings import Surroundings
 
 
 def drawn_rank(config):
@@ -82,7 +83,7 @@ def test_logits_are_the_reference_models_gathered_or_sharded(pool, tp):
 
 
 def huge_logits_rank(config, scale):
-    from nanodomino.parallel import vocab_parallel_cross_entropy
+    from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
     _, model, _, _ = build(config)
     (vocabulary,) = model.head
     generator = torch.Generator().manual_seed(5)
@@ -127,13 +128,13 @@ class OneRank:
 @pytest.mark.parametrize("rows", [1, 2, 1000])
 def test_cross_entropy_in_chunks_rounds_each_gradient_by_itself(monkeypatch, dtype, rows):
     """However many rows a chunk has; and where the model is sure of the label, whose probability rounds to 1 in 16 bit."""
-    from nanodomino import parallel
-    monkeypatch.setitem(parallel.CHUNK_BYTES, "cpu", rows * 4 * OneRank.width)
+    from nanodomino.layers import cross_entropy
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", rows * 4 * OneRank.width)
     logits = torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(6)) * 4
     labels = torch.tensor([[3, 18, 0, 7, 7]])
     logits[0, 4, 7] = logits[0, 4].max() + 9.0                      # p = 0.9995
     logits = logits.to(dtype).requires_grad_()
-    loss = parallel.vocab_parallel_cross_entropy(logits, labels, OneRank)
+    loss = cross_entropy.vocab_parallel_cross_entropy(logits, labels, OneRank)
     loss.sum().backward()
     exact = logits.detach()[..., :19].double().requires_grad_()
     expected = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="none")

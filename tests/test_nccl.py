@@ -25,7 +25,8 @@ from pool import WorkerError
 import train
 from nanodomino import pipeline
 from nanodomino.mesh import mesh_on_paper
-from nanodomino.schedules import SCHEDULES, takes, timetable
+from nanodomino.schedules.definitions import SCHEDULES
+from nanodomino.schedules.placement import takes, timetable
 
 PATIENCE = 4.0                           # seconds after which a message counts as never coming
 # stages and microbatches at which stages have much to ask of each other; interleaved ones with a round that is not full

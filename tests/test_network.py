@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.wire import INTERFACE, address, slow_wire
-from nanodomino import network
-from nanodomino.settings import UserError
+from nanodomino.comm import network_interface
+from nanodomino.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_way_to_oneself_is_the_loopback():
-    assert network.interface_of(network.address_towards("127.0.0.1")) in ("lo", "lo0")
-    assert network.interface_of("192.0.2.77") is None
+    assert network_interface.interface_of(network_interface.address_towards("127.0.0.1")) in ("lo", "lo0")
+    assert network_interface.interface_of("192.0.2.77") is None
 
 
 @pytest.mark.parametrize("master, before, after", [
@@ -28,13 +28,13 @@ def test_the_interface_towards_the_master_is_chosen_unless_somebody_has(monkeypa
     def towards(host):
         if host == "nobody.invalid":
             raise socket.gaierror("no such name")
-        return {"10.0.0.7": "10.0.0.9", "localhost": "127.0.1.1", network.ELSEWHERE: "172.16.0.3"}[host]
+        return {"10.0.0.7": "10.0.0.9", "localhost": "127.0.1.1", network_interface.ELSEWHERE: "172.16.0.3"}[host]
 
-    monkeypatch.setattr(network, "address_towards", towards)
-    monkeypatch.setattr(network, "interface_of", {"10.0.0.9": "eth1", "172.16.0.3": "eth0"}.get)
+    monkeypatch.setattr(network_interface, "address_towards", towards)
+    monkeypatch.setattr(network_interface, "interface_of", {"10.0.0.9": "eth1", "172.16.0.3": "eth0"}.get)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "unset")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME") if before is None else monkeypatch.setenv("GLOO_SOCKET_IFNAME", before)
-    network.choose_interface(master)
+    network_interface.choose_interface(master)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == after
 
 

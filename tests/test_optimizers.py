@@ -5,8 +5,8 @@ import torch
 from harness import build, difference, random_data, reference_for, relative, tiny, train_rank, whole
 
 import train
-from nanodomino import formulas
-from nanodomino.optimizers import OPTIMIZERS
+from nanodomino.analysis import expected_memory
+from nanodomino.optim.optimizers import OPTIMIZERS
 
 LAYOUTS = [dict(), dict(tensor_model_parallel_size=2, slices=2), dict(pipeline_model_parallel_size=2, data_parallel_size=2),
            dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2, bucket_size=500),
@@ -62,7 +62,7 @@ def state_rank(config, data):
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
                 for tensor in [bucket.main_grad for bucket in optimizer.buckets] + [bucket.weights for bucket in optimizer.buckets]
                 + optimizer.state_tensors()}
-    return sum(storages.values()), sum(formulas.state_bytes(config, stage.mesh).values()), optimizer.kept
+    return sum(storages.values()), sum(expected_memory.state_bytes(config, stage.mesh).values()), optimizer.kept
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,10 +10,12 @@ import pytest
 from harness import build, random_data, tiny
 
 import train
-from nanodomino import schedules
 from nanodomino.model import stage_layers
-from nanodomino.schedules import (SCHEDULES, Backward, Forward, Pair, Placement, Timetable, asked, bubble, busy_time, gives,
-                                  most_alive, play, step_time, takes, timetable)
+from nanodomino.schedules import actions, simulation
+from nanodomino.schedules.actions import Backward, Forward, Pair
+from nanodomino.schedules.definitions import SCHEDULES
+from nanodomino.schedules.placement import Placement, Timetable, gives, takes, timetable
+from nanodomino.schedules.simulation import asked, bubble, busy_time, most_alive, play, step_time
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES, MICROBATCHES = range(1, 9), range(1, 18)
@@ -234,7 +236,7 @@ def crossed_pairs():
     [[Backward(0), Forward(0)]] * 2,                       # the gradient before the activation that leads to it
     [[Forward(0), Backward(0)], [Backward(0), Forward(0)]],
     crossed_pairs(), with_warm_up(lambda p, r: p - r - 1, 2, 4).rows,
-    [[Forward(0), schedules.WeightBackward(0), schedules.InputBackward(0)]]], ids=range(5))
+    [[Forward(0), actions.WeightBackward(0), actions.InputBackward(0)]]], ids=range(5))
 def test_a_schedule_that_cannot_be_executed_is_refused(rows):
     with pytest.raises(ValueError, match="waiting for each other"):
         play(Timetable(Placement(len(rows)), tuple(map(tuple, rows))))
@@ -248,7 +250,7 @@ def test_a_schedule_that_cannot_be_executed_is_refused(rows):
     ("zb-v", 3, 2, ["  stage 0 |F0  F1  F2  F0' I0' W0' F1' I1' W1' B0  B0  F2' I2' W2' B1  B1  B2  B2",
                     "  stage 1 |    F0  F0' F1  F1' I0' W0' F2  I0  W0  F2' I1' W1' I1  I2' I2  W1  W2' W2"])])
 def test_the_picture(name, microbatches, chunks, lines):
-    assert schedules.picture(name, 2, microbatches, chunks).splitlines()[1:] == lines
+    assert simulation.picture(name, 2, microbatches, chunks).splitlines()[1:] == lines
 
 
 @pytest.mark.parametrize("layers, stages", [(8, 2), (9, 4), (5, 3), (4, 4), (7, 1)])

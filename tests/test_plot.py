@@ -20,11 +20,12 @@ import torch
 from faults import ROOT, TINY, make_corpus
 from harness import tiny
 
-import nanodomino.report
-from nanodomino.plot import COLOURS, SERIES, Curve, differences, main, mean_around, picture, polyline, thinned
-from nanodomino.report import Report
-from nanodomino.settings import UserError
-from nanodomino.svg import tick_step, write
+import nanodomino.run.report
+from nanodomino.errors import UserError
+from nanodomino.plot.__main__ import main
+from nanodomino.plot.curves import COLOURS, SERIES, Curve, differences, mean_around, picture, polyline, thinned
+from nanodomino.plot.svg import tick_step, write
+from nanodomino.run.report import Report
 
 LIMIT = 120              # seconds for a run of few steps; it takes two
 SHAPES = "{http://www.w3.org/2000/svg}"

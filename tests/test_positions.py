@@ -9,12 +9,14 @@ from harness import END_OF_TEXT, build, counted_documents, difference, random_da
 from reference import random_weights
 from test_layouts import FAMILIES
 
-from nanodomino.config import PRESETS, Config
+from nanodomino.config.config import Config
+from nanodomino.config.presets import PRESETS
 from nanodomino.data import Batch, Ends
 from nanodomino.domino import run_alone
+from nanodomino.errors import UserError
+from nanodomino.layers.positions import (attention_bias, documents_of, positions_in, rotary_frequencies, rotate,
+                                         rotation, turn_back)
 from nanodomino.model import on_paper, parameter_count
-from nanodomino.positions import (attention_bias, documents_of, positions_in, rotary_frequencies, rotate, rotation, turn_back)
-from nanodomino.settings import UserError
 
 
 def rope(**changes):

@@ -12,7 +12,7 @@ from test_plan import cluster, machine
 from benchmarks import plan, published
 from benchmarks.common import main, parse
 from benchmarks.published import RUNS, TABLE_1, TABLE_5
-from nanodomino import formulas, step_time
+from nanodomino.analysis import expected_traffic, sizes, step_time
 from nanodomino.model import parameter_count
 
 EVERY = [(paper, run) for paper, runs in RUNS.items() for run in runs]
@@ -51,8 +51,8 @@ def test_each_runs_sizes_give_the_parameters_that_its_paper_names(paper, run):
 def test_formula_3_counts_four_forwards_of_the_layers_and_three_of_the_head(run):
     """The same FLOPs as this program's, which are counted in its matrices."""
     config = run.config
-    chunks = [(at, chunk) for at in map(partial(formulas.place, config), range(config.pp))
-              for chunk in formulas.stage(config, at).chunks]
+    chunks = [(at, chunk) for at in map(partial(sizes.place, config), range(config.pp))
+              for chunk in sizes.stage(config, at).chunks]
     of_rank = sum(4 * (dense + attention) + 3 * head
                   for dense, head, attention in (step_time.flops(config, at, chunk) for at, chunk in chunks))
     assert published.formula_3(config) == pytest.approx(config.microbatches * config.dp * config.tp * of_rank, rel=1e-3)
@@ -72,8 +72,8 @@ def test_with_no_other_costs_a_step_takes_what_a_plan_says(changes):
 
 def counted(config):
     """FLOPs of a microbatch forward on the only stage: (layers' products, head's, attention's)."""
-    at = formulas.place(config)
-    (chunk,) = formulas.stage(config, at).chunks
+    at = sizes.place(config)
+    (chunk,) = sizes.stage(config, at).chunks
     return step_time.flops(config, at, chunk)
 
 
@@ -90,17 +90,17 @@ def test_layers_again_are_a_fourth_forward_without_the_head_and_attention_again_
 def test_layers_again_sum_again_and_nothing_covers_it(chunks):
     """Two more sums of X for each layer of a stage."""
     config = cluster(16, **STAGES, virtual_stages=chunks)
-    at, with_wires, without = formulas.place(config, 1), machine(products=1e12, near=1e12), machine(products=1e12)
-    sum_of_x = formulas.wire_bytes("all_reduce", formulas.activation(config), 8) / with_wires.near
+    at, with_wires, without = sizes.place(config, 1), machine(products=1e12, near=1e12), machine(products=1e12)
+    sum_of_x = expected_traffic.wire_bytes("all_reduce", sizes.activation(config), 8) / with_wires.near
     works = [sum(cost.work for cost in published.layers_again(config, one, at).values()) for one in (with_wires, without)]
     assert works[0] - works[1] == pytest.approx(2 * sum_of_x * config.num_layers / 2, rel=1e-3)
 
 
 def test_what_is_waited_for_adds_all_wires_to_all_work():
     config = cluster(8, **{**STAGES, "pipeline_model_parallel_size": 1})
-    at = formulas.place(config)
+    at = sizes.place(config)
     one = machine(products=1e13, near=1e10)
-    sums = step_time.wire_seconds(config, one, at, formulas.tensor_parallel(config, at))
+    sums = step_time.wire_seconds(config, one, at, expected_traffic.tensor_parallel(config, at))
     work = published.seconds(config, machine(products=1e13))
     assert published.seconds(config, one, published.blocking) == pytest.approx(work + sums)
     assert published.seconds(config, one) < 0.95 * (work + sums)
@@ -109,8 +109,8 @@ def test_what_is_waited_for_adds_all_wires_to_all_work():
 def test_the_wires_part_and_the_gain_are_those_of_sums_that_are_waited_for():
     """At wires that take half of the time, which two slices hide."""
     run = dataclasses.replace(RUNS["2409.15241"][0], vocab_size=128)
-    at, slow = formulas.place(run.config), machine(products=1e13)
-    sums = formulas.tensor_parallel(run.config, at)
+    at, slow = sizes.place(run.config), machine(products=1e13)
+    sums = expected_traffic.tensor_parallel(run.config, at)
     wire = step_time.wire_seconds(run.config, machine(near=1.0), at, sums)
     slow = dataclasses.replace(slow, near=wire / published.seconds(run.config, slow))
     assert published.wires(run, slow) == pytest.approx(50, rel=1e-3)

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from benchmarks import comm, memory
-from nanodomino import formulas
-from nanodomino.surroundings import Surroundings
-from nanodomino.recompute import GRANULARITIES, TapePolicy
-from nanodomino.schedules import SCHEDULES
-from nanodomino.trace import Trace
+from nanodomino.analysis import expected_memory, expected_traffic, sizes
+from nanodomino.comm.trace import Trace
+from nanodomino.layers.masks_and_positions import Surroundings
+from nanodomino.overlap.recompute import GRANULARITIES, TapePolicy
+from nanodomino.schedules.definitions import SCHEDULES
 
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3)
 EIGHT = dict(micro_batch_size=4, global_batch_size=8, num_layers=2)          # two microbatches of four samples
@@ -87,7 +87,7 @@ def test_no_sum_is_repeated(schedule, sequence_parallel):
     again, whether it was kept or computed again."""
     config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=2, columns=2, schedule=schedule, sequence_parallel=sequence_parallel)
     counts = [step_of(dataclasses.replace(config, recompute_granularity=one), around=comm.Listener)[1].counts for one in GRANULARITIES]
-    assert counts[0] == counts[1] == counts[2] == formulas.by_group(formulas.traffic(config, formulas.place(config)))
+    assert counts[0] == counts[1] == counts[2] == expected_traffic.by_group(expected_traffic.traffic(config, sizes.place(config)))
 
 
 @pytest.mark.parametrize("slices", [1, 2])
@@ -248,5 +248,5 @@ def test_the_gpus_memory_holds_no_x_but_those_that_are_leaving(monkeypatch, slic
     config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=slices, schedule=schedule, recompute_granularity="full", **DROPOUT)
     _, _, most = step_on_host(config, monkeypatch)
     config = dataclasses.replace(config, checkpoint_in_cpu=True, device="cuda")
-    at = formulas.place(config)
-    assert most == [formulas.activation_bytes(config, at) + formulas.activation(config), formulas.host_bytes(config, at)]
+    at = sizes.place(config)
+    assert most == [expected_memory.activation_bytes(config, at) + sizes.activation(config), expected_memory.host_bytes(config, at)]

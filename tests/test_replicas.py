@@ -7,8 +7,8 @@ import torch
 from harness import build, random_data, tiny
 
 import train
-from nanodomino import replicas
-from nanodomino.replicas import checksum, choose_kernels_by_rule, drifted_copies
+from nanodomino.run import check_copies
+from nanodomino.run.check_copies import checksum, choose_kernels_by_rule, drifted_copies
 
 BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2)
 
@@ -55,7 +55,7 @@ def test_a_checksum_sees_every_bit_and_its_place(monkeypatch):
         changed = weight.clone()
         changed.view(torch.int32)[777] ^= torch.tensor(1 << bit if bit < 31 else -1 << 31, dtype=torch.int64).to(torch.int32)
         assert int(checksum(changed)) != before
-    monkeypatch.setattr(replicas, "CHUNK", 64)
+    monkeypatch.setattr(check_copies, "CHUNK", 64)
     before = int(checksum(weight))
     for one, other in ((3, 500), (3, 3 + 64), (0, 1)):
         changed = weight.clone()

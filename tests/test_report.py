@@ -11,14 +11,14 @@ import pytest
 import torch
 from harness import tiny
 
-import nanodomino.report
-from nanodomino.config import Config
-from nanodomino.launch import StopSignal
+import nanodomino.run.report
+from nanodomino.analysis.step_time import estimate
+from nanodomino.config.config import Config
 from nanodomino.mesh import make_mesh, mesh_on_paper
 from nanodomino.model import flops_per_token, on_paper
-from nanodomino.report import Report, held_by, open_metrics
-from nanodomino.schedules import picture
-from nanodomino.step_time import estimate
+from nanodomino.run.report import Report, held_by, open_metrics
+from nanodomino.run.signals import StopSignal
+from nanodomino.schedules.simulation import picture
 from nanodomino.zero import StepResult
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 import train
 from benchmarks.plain import Plain
-from nanodomino.schedules import SCHEDULES
+from nanodomino.schedules.definitions import SCHEDULES
 
 TOLERANCE = 1e-9
 STEPS = 3

@@ -13,14 +13,18 @@ from starts import lines, saved, start
 
 import train
 from data.prepare import prepare
-from nanodomino import launch
-from nanodomino.checkpoint import Saver, restore
-from nanodomino.config import Config, check_record, from_record
-from nanodomino.flags import command_line_parser, from_command_line
-from nanodomino.launch import find_run
-from nanodomino.manifest import check_settings, checkpoints_of, newest_record, verify
-from nanodomino.mesh import Place
-from nanodomino.settings import ROLES, UserError, check_values, flags_of, markdown, setting, spelling
+from nanodomino.checkpoint.load import restore
+from nanodomino.checkpoint.manifest import check_settings, checkpoints_of, newest_record, verify
+from nanodomino.checkpoint.save import Saver
+from nanodomino.comm.world import Place
+from nanodomino.config.config import Config
+from nanodomino.config.flags import markdown
+from nanodomino.config.records import check_record, from_record
+from nanodomino.config.setting import ROLES, check_values, flags_of, setting, spelling
+from nanodomino.errors import UserError
+from nanodomino.run import failure
+from nanodomino.run.command_line import command_line_parser, from_command_line
+from nanodomino.run.folder import find_run
 
 ROOT = Path(__file__).resolve().parent.parent
 OLD_RUN = ROOT / "tests" / "data" / "run-2026-11-20"       # as the version of that day left it: 3 steps of a tiny model
@@ -147,7 +151,7 @@ def changed(one: dataclasses.Field, value):
 @pytest.mark.parametrize("one", [one for one in dataclasses.fields(Config) if one.name not in ("run_dir", "load", "finetune")], ids=lambda one: one.name)
 def test_a_change_is_refused_where_it_would_make_it_another_run_and_honoured_elsewhere(origins, monkeypatch, one):
     """One by one each setting, those to come included, by its role and by what the start goes on from."""
-    monkeypatch.setattr(launch, "claim", lambda run_dir: None)              # which this process would keep
+    monkeypatch.setattr(failure, "claim", lambda run_dir: None)              # which this process would keep
     for folder, roles, asked in origins.values():
         config = dataclasses.replace(from_record(newest_record(folder), folder), **asked)
         other = dataclasses.replace(config, **{one.name: changed(one, getattr(config, one.name))})

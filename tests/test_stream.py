@@ -12,15 +12,15 @@ from reference import random_weights, train_reference
 from side_by_side import masks_of
 
 import train
-from nanodomino import checkpoint
-from nanodomino.config import Config
+from nanodomino.checkpoint import load, save
+from nanodomino.checkpoint.manifest import newest_sound
+from nanodomino.comm.trace import Trace
+from nanodomino.config.config import Config
+from nanodomino.config.setting import names
 from nanodomino.domino import Domino, run_alone
-from nanodomino.manifest import newest_sound
 from nanodomino.mesh import make_mesh
-from nanodomino.replicas import drifted_copies
-from nanodomino.settings import names
-from nanodomino.stream import Cut, Whole, stream_of
-from nanodomino.trace import Trace
+from nanodomino.overlap.sequence_parallel import Cut, Whole, stream_of
+from nanodomino.run.check_copies import drifted_copies
 
 STEPS = 2
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3)
@@ -130,12 +130,12 @@ def stopped_rank(configs, weights, data, folder):
     folder, (first, second) = Path(folder), configs
     mesh, model, optimizer, stage = build(first, weights)
     before = train_steps((mesh, model, optimizer, stage), first, data, range(1, 2))
-    saver = checkpoint.Saver(folder, mesh, keep_last=1)
+    saver = save.Saver(folder, mesh, keep_last=1)
     saver.save(1, model, optimizer, first)
     saver.wait()
     assert saver.failure() is None
     mesh, model, optimizer, stage = build(second)
-    checkpoint.restore(newest_sound(folder), model, optimizer, mesh)
+    load.restore(newest_sound(folder), model, optimizer, mesh)
     after = train_steps((mesh, model, optimizer, stage), second, data, range(2, 3))
     after.losses[:0] = before.losses
     return after

@@ -10,8 +10,8 @@ from fake_world import fake_world
 from harness import build, random_data, tiny
 
 import train
-from nanodomino.positions import attention_bias, documents_of
-from nanodomino.surroundings import Around
+from nanodomino.layers.masks_and_positions import Around
+from nanodomino.layers.positions import attention_bias, documents_of
 
 
 @pytest.fixture

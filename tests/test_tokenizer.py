@@ -15,10 +15,10 @@ import tiktoken
 
 from data import prepare as prepare_module
 from data.prepare import prepare
-from nanodomino.data import SPLITS, load_corpus
-from nanodomino.huggingface_tokenizer import FILES, SAFE_CUT, spelled_bytes
-from nanodomino.settings import UserError
-from nanodomino.tokenizer import build_tokenizer
+from nanodomino.corpus.folder import SPLITS, load_corpus
+from nanodomino.corpus.huggingface_tokenizer import FILES, SAFE_CUT, spelled_bytes
+from nanodomino.corpus.tokenizer import build_tokenizer
+from nanodomino.errors import UserError
 
 SCRIPT = Path(prepare_module.__file__).resolve()
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"

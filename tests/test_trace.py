@@ -22,14 +22,16 @@ import torch
 import torch.distributed as dist
 from harness import build, random_data, tiny
 
-import nanodomino.trace
+import nanodomino.comm.trace
 import train
-from nanodomino.schedules import SCHEDULES, gives, takes
-from nanodomino.recording import (MOMENTS, PASSES, WATCHED, Recording, actions, chrome_trace, common, find_ready,
-                                  from_chrome_trace, minus, number, spans_of, totals, union, waits)
-from nanodomino.settings import UserError
-from nanodomino.timeline import WORK, draw_timeline, gather, main, one_step, part, picture, wire
-from nanodomino.trace import Event, Trace, clock_offset
+from nanodomino.comm.trace import Event, Trace, clock_offset
+from nanodomino.errors import UserError
+from nanodomino.schedules.definitions import SCHEDULES
+from nanodomino.schedules.placement import gives, takes
+from nanodomino.timeline.__main__ import main
+from nanodomino.timeline.draw import WORK, draw_timeline, gather, one_step, part, picture, wire
+from nanodomino.timeline.recording import (MOMENTS, PASSES, WATCHED, Recording, actions, chrome_trace, common,
+                                           find_ready, from_chrome_trace, minus, number, spans_of, totals, union, waits)
 
 LATE = 250_000_000       # nanoseconds that a busy machine may take to say that something is done
 
@@ -216,7 +218,7 @@ def test_a_sum_is_ready_on_all_its_ranks_at_the_same_moment(recording):
 
 def test_the_examples_in_the_docstring_are_what_is_recorded(recording):
     """Each of them names an event that a run records, about which the same is told."""
-    examples = [ast.parse(call).body[0].value for call in re.findall(r"trace\.\w+\(.*?\)", nanodomino.trace.__doc__)]
+    examples = [ast.parse(call).body[0].value for call in re.findall(r"trace\.\w+\(.*?\)", nanodomino.comm.trace.__doc__)]
     assert [example.func.attr for example in examples] == ["span", "moment", "watch"]
     for example in examples:
         told = {keyword.arg for keyword in example.keywords}

@@ -20,10 +20,10 @@ from starts import lines, saved, start
 
 import train
 from data.prepare import prepare
-from nanodomino.data import load_corpus
+from nanodomino.corpus.folder import load_corpus
 from nanodomino.domino import run_alone
-from nanodomino.flags import from_command_line
-from nanodomino.report import changed_settings, find_peak_flops
+from nanodomino.run.command_line import from_command_line
+from nanodomino.run.report import changed_settings, find_peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanodomino import watch
-from nanodomino.mesh import Place, collective_timeout, mesh_on_paper
-from nanodomino.watch import Watch
+from nanodomino.comm.world import Place, collective_timeout
+from nanodomino.mesh import mesh_on_paper
+from nanodomino.run import watchdog
+from nanodomino.run.watchdog import Watch
 
 
 class Mark:
@@ -38,8 +39,8 @@ class Device:
 @pytest.fixture
 def watched(monkeypatch):
     """watched(timeout, device, seconds, ...): a real Watch of that device for so long -> [(seconds until, error)] of its ends."""
-    monkeypatch.setattr(watch, "LOOK", 0.02)
-    monkeypatch.setattr(watch.dist, "group", SimpleNamespace(WORLD=None))
+    monkeypatch.setattr(watchdog, "LOOK", 0.02)
+    monkeypatch.setattr(watchdog.dist, "group", SimpleNamespace(WORLD=None))
 
     def watched(timeout, device, seconds=3.0, backends=(), signals=None):
         ends, begin = [], time.monotonic()
@@ -51,7 +52,7 @@ def watched(monkeypatch):
             ends.append((time.monotonic() - begin, error))
             one.over.set()                                      # the real one does not come back
 
-        monkeypatch.setattr(watch, "fail", fail)
+        monkeypatch.setattr(watchdog, "fail", fail)
         with one:
             for _ in range(len(device.moments) if device else 3):
                 one.mark(1, 2)
@@ -88,7 +89,7 @@ def test_a_device_that_waits_for_its_own_host_is_not_waiting_for_another(watched
 
 def test_once_told_to_stop_its_patience_is_short(watched, monkeypatch):
     """torchrun tells so when a rank has died; but a step that goes on may end in peace."""
-    monkeypatch.setattr(watch, "GRACE", 0.4)
+    monkeypatch.setattr(watchdog, "GRACE", 0.4)
     begin = time.monotonic()
     told = SimpleNamespace(number=15, moment=begin + 0.2)
     (seconds, error), = watched(600, Device(NEVER), signals=told)

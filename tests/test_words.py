@@ -14,10 +14,10 @@ import torch.distributed as dist
 from harness import Outcome, build, cut_of, random_data, reference_for, tiny, whole
 
 from nanodomino import parallel
-from nanodomino.config import Config
+from nanodomino.comm.trace import Trace
+from nanodomino.config.config import Config
 from nanodomino.domino import Domino, run_alone
 from nanodomino.parallel import ReduceFromTensorParallel
-from nanodomino.trace import Trace
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,0 +1,50 @@
+import math
+
+import torch
+
+# What a family of models has chosen; each preset's sizes come on top.
+GPT2 = dict(normalization="LayerNorm", layernorm_epsilon=1e-5, position_embedding_type="learned_absolute",
+            rotary_base=10_000.0, use_rope_scaling=False, rope_scaling_factor=8.0, swiglu=False,
+            disable_bias_linear=False, add_qkv_bias=False, qk_layernorm=False,
+            untie_embeddings_and_output_weights=False)
+LLAMA = GPT2 | dict(normalization="RMSNorm", position_embedding_type="rope", swiglu=True, disable_bias_linear=True)
+
+# GPT-2's sizes (the "gpt2" family), GPT-3's (2005.14165, table 2.1, with its learning rates), and what the makers of
+# the others publish with their weights (2307.09288, 2407.21783, 2412.15115, 2505.09388, 2502.02737); nano and
+# nano-llama are made for a laptop.
+PRESET_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr", "global_batch_size",
+                 "micro_batch_size", "init_method_std")
+LLAMA_FIELDS = ("num_query_groups", "ffn_hidden_size")
+PRESETS = {name: GPT2 | dict(zip(PRESET_FIELDS, values)) for name, *values in (
+    ("nano",         8,   96,  8,  128, 4e-3,     16,  4, 0.06),
+    ("gpt2",        12,  768, 12, 1024, 6e-4,    512, 16, 0.02),
+    ("gpt2-medium", 24, 1024, 16, 1024, 3e-4,    512,  8, 0.02),
+    ("gpt2-large",  36, 1280, 20, 1024, 2.5e-4,  512,  8, 0.02),
+    ("gpt2-xl",     48, 1600, 25, 1024, 2e-4,    512,  4, 0.02),
+    ("gpt3-2.7b",   32, 2560, 32, 2048, 1.6e-4,  512,  4, 0.02),
+    ("gpt3-6.7b",   32, 4096, 32, 2048, 1.2e-4, 1024,  2, 0.02),
+    ("gpt3-13b",    40, 5120, 40, 2048, 1e-4,   1024,  1, 0.02),
+)} | {name: LLAMA | dict(zip(PRESET_FIELDS + LLAMA_FIELDS, values)) | more for name, *values, more in (
+    ("nano-llama",    8,   96,  8,  128, 4e-3,    16,  4, 0.06,  4,  None, {}),
+    ("llama2-7b",    32, 4096, 32, 4096, 3e-4,  1024,  1, 0.02, 32, 11008, dict(
+        untie_embeddings_and_output_weights=True)),
+    ("llama2-13b",   40, 5120, 40, 4096, 3e-4,  1024,  1, 0.02, 40, 13824, dict(
+        untie_embeddings_and_output_weights=True)),
+    ("llama3-8b",    32, 4096, 32, 8192, 3e-4,   512,  1, 0.02,  8, 14336, dict(
+        untie_embeddings_and_output_weights=True, rotary_base=500_000.0)),
+    ("llama3.2-1b",  16, 2048, 32, 8192, 3e-4,   512,  1, 0.02,  8,  8192, dict(
+        rotary_base=500_000.0, use_rope_scaling=True, rope_scaling_factor=32.0)),
+    ("qwen2.5-0.5b", 24,  896, 14, 4096, 3e-4,   512,  2, 0.02,  2,  4864, dict(
+        rotary_base=1_000_000.0, layernorm_epsilon=1e-6, add_qkv_bias=True)),
+    ("qwen3-0.6b",   28, 1024, 16, 4096, 3e-4,   512,  2, 0.02,  8,  3072, dict(
+        kv_channels=128, rotary_base=1_000_000.0, layernorm_epsilon=1e-6, qk_layernorm=True)),
+    ("smollm2-135m", 30,  576,  9, 2048, 3e-3,   512,  8, 0.04,  3,  1536, dict(rotary_base=100_000.0)),
+)}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}   # settings that stand for one of them
+LR_DECAY_STYLES = {"cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)), "linear": lambda done: 1.0 - done,
+                   "constant": lambda done: 1.0}         # what is left of the way from min_lr to lr, done from 0 to 1
+
+# (tp, pp) when neither is given, by the number of processes that share a model: wires of every kind, as soon as there
+# can be, and no replicas where they would be 3, 5 or 7, by which few batches can be divided.
+DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (1, 5), 6: (2, 3), 7: (1, 7), 8: (4, 2)}

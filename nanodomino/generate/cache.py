@@ -1,0 +1,70 @@
+import torch
+import torch.nn.functional as F
+
+from nanodomino.layers.attention import Attention, by_head, fused_attention, join_heads, prepare
+from nanodomino.layers.positions import attention_bias, documents_of, positions_in, rotation
+from nanodomino.layers.sublayer import close_residual
+from nanodomino.model import GPT, Chunk
+
+
+class Cache:
+    """Keys and values [1, groups/t, positions, d] of each attention of this stage, for the first `length` tokens of a
+    window of at most `room`; keys are turned already. begin: where the document begins that the next token belongs to,
+    which end_of_text ends, if its end means anything.
+    """
+
+    def __init__(self, model: GPT, room: int, end_of_text: int | None = None):
+        config = model.config
+        self.model, self.length, self.begin = model, 0, 0
+        self.end_of_text = end_of_text if config.asks_for_documents else None
+        shape = (1, config.num_query_groups // model.mesh.tp, room, config.kv_channels)
+        self.kept = {sublayer.site: torch.zeros(2, *shape, device=model.mesh.device, dtype=config.params_dtype)
+                     for chunk in model.chunks for sublayer in chunk.sublayers if sublayer.attends}
+
+    def meet(self, tokens):
+        """Before the new tokens [1, m] go through: where they stand, and what they may look at. m > 1 only on an empty
+        cache."""
+        config, m = self.model.config, tokens.size(1)
+        self.positions = torch.arange(self.length, self.length + m, device=tokens.device).unsqueeze(0)
+        self.seen, self.bias = 0, None
+        if self.end_of_text is not None and self.length == 0:
+            documents = documents_of(tokens, self.end_of_text)
+            self.positions = positions_in(documents) if config.reset_position_ids else self.positions
+            self.bias = attention_bias(documents, config.params_dtype) if config.reset_attention_mask else None
+        elif self.end_of_text is not None:
+            self.positions = self.positions - self.begin * config.reset_position_ids
+            self.seen = self.begin * config.reset_attention_mask
+        self.turn = rotation(config, self.positions, m, tokens.device)
+
+    def pass_on(self, tokens):
+        """After they went through."""
+        if self.end_of_text is not None:
+            ends = [place for place, token in enumerate(tokens[0].tolist(), self.length) if token == self.end_of_text]
+            self.begin = ends[-1] + 1 if ends else self.begin
+        self.length += tokens.size(1)
+
+    def attend(self, attention: Attention, qkv):
+        """qkv [1, m, ..] of the new tokens -> [1, m, heads d]."""
+        q, k, v = attention.split(qkv)
+        q, _ = prepare(q, attention.q_layernorm, self.turn)
+        k, _ = prepare(k, attention.k_layernorm, self.turn)
+        keys, values = self.kept[attention.site]
+        end = self.length + qkv.size(1)
+        keys[:, :, self.length:end], values[:, :, self.length:end] = by_head(k), by_head(v)
+        keys, values = keys[:, :, self.seen:end], values[:, :, self.seen:end]
+        return join_heads(fused_attention(by_head(q), keys, values, self.bias))
+
+    def run(self, chunk: Chunk, tokens, hidden):
+        """A chunk on m new tokens [1, m] (hidden [1, m, h] from the layers before) -> hidden,
+        or logits of this rank's words."""
+        model, x = self.model, hidden
+        if chunk.pre_process:
+            x = model.embedding.add_positions(model.embedding.word_embeddings(tokens), self.positions, None)
+        for sublayer in chunk.sublayers:
+            columns = sublayer.column(sublayer.norm(x))
+            core = self.attend(sublayer, columns) if sublayer.attends else sublayer.core(columns, None)
+            x = close_residual(x, sublayer.row(core), sublayer.row.bias, None)
+        if not chunk.post_process:
+            return x
+        (vocabulary,) = model.head
+        return F.linear(model.final_norm(x[:, -1:]), vocabulary.logits_weight())[..., :vocabulary.valid]

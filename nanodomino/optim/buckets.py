@@ -1,0 +1,105 @@
+"""Flat buffers: parameters of one kind side by side, their weights in one tensor, their gradients in another.
+
+    weights      | qkv.weight | dense.weight | ... |pad|     the model's parameters are views of it
+    main_grad    | . . . . . . . . . . . . . . . . . . |     fp32 when training in 16 bit; Domino adds to views of it
+
+What goes over the wires, or into the optimizer, goes there as one tensor. But a flat buffer forgets whose numbers it
+holds, and three things depend on it: decay (matrices only), how often a parameter exists in the world (shards once,
+replicas on every tp rank, a tied matrix on two stages: in the norm each must count once), and whether first and last
+stage must add up what they have, once the replicas have. So a bucket holds parameters of one kind.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+ALIGNMENT = 16       # elements; a parameter starts at a multiple, as the matrix units of GPUs like it
+
+
+@dataclass(frozen=True)
+class Kind:
+    decay: bool          # a matrix: weight decay applies
+    sharded: bool        # cut over tp; else every tp rank holds a copy
+    of_part: bool        # of which each tp rank has a part of the gradient, of the heads, or tokens, that it has
+    tied: bool           # the word embedding of which first and last stage hold a copy
+
+
+def sort_into_buckets(model) -> list[tuple[Kind, list[nn.Parameter]]]:
+    """(kind, parameters) of each bucket: in the order of backward, cut at config.bucket_size parameters."""
+    open_buckets, full, tied_copy = {}, [], model.tied_copy
+    for weight in reversed(list(model.parameters())):
+        sharded = weight.shard_dim is not None
+        of_part = not sharded and (weight.of_part or model.config.stream_parts > 1)
+        kind = Kind(decay=weight.dim() >= 2, sharded=sharded, of_part=of_part, tied=weight is tied_copy)
+        bucket = open_buckets.setdefault(kind, [])
+        bucket.append(weight)
+        if sum(one.numel() for one in bucket) >= model.config.bucket_size:
+            full.append((kind, open_buckets.pop(kind)))
+    return full + list(open_buckets.items())
+
+
+def flat_layout(parameters, parts: int) -> tuple[dict, int]:
+    """({parameter: where it begins}, the whole length) of a flat buffer that can be cut into `parts`, in elements."""
+    offsets, size = {}, 0
+    for weight in parameters:
+        offsets[weight] = size
+        size += -(-weight.numel() // ALIGNMENT) * ALIGNMENT
+    return offsets, -(-size // (parts * ALIGNMENT)) * parts * ALIGNMENT
+
+
+class Bucket:
+    """Some parameters of one kind, flat: weights, gradients, and the part of both that this rank owns.
+
+    shared: of the gradients it keeps that part alone, own_grad; main_grad comes when something is to be added, and goes
+    to be reduced. Else main_grad stays, and own_grad is a part of it.
+    """
+
+    def __init__(self, kind: Kind, parameters: list[nn.Parameter], parts: int, part: int, shared: bool):
+        self.kind, self.parameters, self.shared = kind, parameters, shared
+        first = parameters[0]
+        self.offsets, size = flat_layout(parameters, parts)
+        wide = torch.promote_types(first.dtype, torch.float32)
+        self.weights = torch.zeros(size, dtype=first.dtype, device=first.device)
+        for weight in parameters:
+            place = self.view(weight, self.weights)
+            place.copy_(weight.data)
+            weight.data, weight.bucket = place, self
+        self.own_weights = self.weights.chunk(parts)[part]
+        self.own_begin = part * len(self.own_weights)
+        self.master = self.own_weights if wide == first.dtype else self.own_weights.to(wide)
+        self.take()
+        own = self.main_grad.chunk(parts)[part]
+        self.own_grad = self.master.grad = own.clone() if shared else own
+        self.give_up()
+
+    def view(self, weight, flat):
+        """A parameter's place in any flat tensor that is laid out as this bucket is."""
+        offset = self.offsets[weight]
+        return flat[offset:offset + weight.numel()].view(weight.shape)
+
+    def take(self):
+        """Memory for gradients, of zeros."""
+        self.main_grad = torch.zeros_like(self.weights, dtype=self.master.dtype)
+        for weight in self.parameters:
+            weight.main_grad = self.view(weight, self.main_grad)
+
+    def hand_over(self):
+        """The gradients that have been added up, to be reduced."""
+        if self.main_grad is None:
+            self.take()                                  # nothing was: then zeros
+        flat = self.main_grad
+        self.give_up()
+        return flat
+
+    def give_up(self):
+        """Where gradients are shared, their memory goes to whoever has asked for them, or to nobody."""
+        if self.shared:
+            self.main_grad = None
+            for weight in self.parameters:
+                weight.main_grad = None
+
+    def zero_grad(self):
+        """Before a step."""
+        self.give_up()
+        (self.own_grad if self.shared else self.main_grad).zero_()

@@ -1,0 +1,36 @@
+import argparse
+import sys
+from pathlib import Path
+
+from nanodomino.config.terminal import run
+from nanodomino.errors import require
+from nanodomino.plot.curves import COLOURS, differences, picture, read
+from nanodomino.plot.svg import write_output
+
+
+# ---- from the command line
+
+def main(arguments: list[str]) -> int:
+    """python -m nanodomino.plot RUN [RUN ...] [--output PICTURE.svg]"""
+    parser = argparse.ArgumentParser("python -m nanodomino.plot", allow_abbrev=False,
+                                     description="Draw the curves of runs of train.py, also while they train.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or its metrics.jsonl")
+    parser.add_argument("--output", type=Path, metavar="PICTURE.svg",
+                        help="the SVG to write (default: loss.svg in the run's folder; of several, compared.svg here)")
+    flags = parser.parse_args(arguments)
+    require(len(flags.runs) <= len(COLOURS), f"{len(flags.runs)} runs are more than the {len(COLOURS)} that can be "
+            "told apart; give fewer")
+    curves, settings = zip(*map(read, flags.runs))
+    if len({curve.name for curve in curves}) < len(curves):
+        for curve, folder in zip(curves, flags.runs):
+            curve.name = str(folder)
+    output = flags.output or (curves[0].path.parent / "loss.svg" if len(curves) == 1 else Path("compared.svg"))
+    inputs = [curve.path.parent / name for curve in curves for name in (curve.path.name, "config.json")]
+    write_output(output, picture(curves, differences(settings)), inputs)
+    if not flags.output:
+        print(f"drawn in {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main, sys.argv[1:])
