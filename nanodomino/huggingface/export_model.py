@@ -11,11 +11,9 @@ from nanodomino.config.presets import DTYPES
 from nanodomino.config.records import from_record
 from nanodomino.errors import require
 from nanodomino.huggingface.families import Placed, family_of, tensors_of, write_config
-from nanodomino.huggingface.import_model import count, told_of
-from nanodomino.huggingface.safetensors_files import GENERATION, INDEX, TOKENIZER_FILES, WEIGHTS
-from nanodomino.huggingface.safetensors_files import copy_along, made_whole, read_json, safetensors, write_json
-
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+from nanodomino.huggingface.safetensors_files import (GENERATION, INDEX, SPECIAL_TOKENS, TOKENIZER_FILES, WEIGHTS,
+                                                      copy_along, count, made_whole, read_json, safetensors, told_of,
+                                                      write_json)
 
 
 # ---- export

@@ -12,11 +12,10 @@ from nanodomino.checkpoint.save import complete, write_alone
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
 from nanodomino.errors import require
-from nanodomino.huggingface.export_model import SPECIAL_TOKENS
 from nanodomino.huggingface.families import Family, Placed, family_of_record, read_config, tensors_of
-from nanodomino.huggingface.safetensors_files import GENERATION, TOKENIZER_FILES, WEIGHTS
-from nanodomino.huggingface.safetensors_files import (STORED_DTYPES, Stored, copy_along, made_whole, read_json,
-                                                      safetensors, stored_tensors, write_json)
+from nanodomino.huggingface.safetensors_files import (GENERATION, SPECIAL_TOKENS, STORED_DTYPES, TOKENIZER_FILES,
+                                                      WEIGHTS, Stored, copy_along, count, made_whole, read_json,
+                                                      safetensors, stored_tensors, told_of, write_json)
 
 
 def match(placed: list[Placed], stored: dict[str, Stored], family: Family, config: Config,
@@ -103,12 +102,3 @@ def import_model(folder: Path, output: Path) -> str:
                                  config=dataclasses.asdict(config)), "import it again")
     return (f"{output}: {family.architecture}, {len(placed)} tensors, {count(placed):,} numbers in {name}, "
             f"{told_of(carried)}")
-
-
-def count(placed: list[Placed]) -> int:
-    """Numbers of the model, without padding."""
-    return sum(shape.numel() for one in placed for shape in one.theirs.values())
-
-
-def told_of(carried: list[str]) -> str:
-    return f"with {', '.join(carried)}" if carried else "without a tokenizer, as none lies beside it"

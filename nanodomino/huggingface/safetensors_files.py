@@ -14,6 +14,7 @@ from nanodomino.errors import UserError, require
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 *TOKENIZER_FILES, GENERATION = FILES
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -138,3 +139,12 @@ def copy_along(names, source: Path, target: Path) -> list[str]:
     for name in found:
         write_flushed(target / name, (source / name).read_bytes())
     return found
+
+
+def count(placed) -> int:
+    """Numbers of the model, without padding."""
+    return sum(shape.numel() for one in placed for shape in one.theirs.values())
+
+
+def told_of(carried: list[str]) -> str:
+    return f"with {', '.join(carried)}" if carried else "without a tokenizer, as none lies beside it"
