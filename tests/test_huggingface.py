@@ -30,10 +30,11 @@ from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.generate.__main__ import main as generate_main
 from nanodomino.huggingface import export_model as exporting, import_model as importing
-from nanodomino.huggingface.__main__ import GENERATION, main, size_in_bytes
+from nanodomino.huggingface.__main__ import main, size_in_bytes
 from nanodomino.huggingface.export_model import cut_into_files, export_model
 from nanodomino.huggingface.families import FAMILIES, family_of, read_config, tensors_of, write_config
 from nanodomino.huggingface.import_model import import_model
+from nanodomino.huggingface.safetensors_files import GENERATION
 
 HOMES = {"join": importing, "split": exporting}
 VOCABULARY, LENGTH = 300, 24
