@@ -1,0 +1,26 @@
+"""Trains GPTs with tensor, pipeline and data parallelism, Domino's overlap and ZeRO, in pure PyTorch.
+
+The story, to be read in this order; train.py in the folder above puts it together:
+
+    mesh.py       gives each process its place in a grid of pipeline x data x tensor parallel ranks
+    parallel.py   splits a matrix over ranks and all-reduces the partial results
+    model.py      builds a GPT as a chain of sublayers, each of which ends in one all-reduce
+    domino.py     lets one slice of a batch compute while the other slice's all-reduce is in flight
+    pipeline.py   runs a stage's schedule and exchanges activations with the neighbouring stages
+    zero.py       shards gradients and optimizer state over the data-parallel replicas
+    data.py       finds the tokens of any step as a pure function of the seed and the step
+
+The chapters, each readable by itself (errors.py is for all: the exception for a user's mistake):
+
+    comm          process groups, collectives, traces       schedules    1F1B and five more, as lists of actions
+    layers        what a sublayer computes on one rank      optim        buckets, optimizers, loss scale
+    overlap       the residual and norm between two sublayers, sequence parallelism, recomputation
+    corpus        tokens on disk, tokenizers
+
+The tools around them, which the files above never import:
+
+    config        settings, presets, command-line flags     run          a run's folder, signals, failures, report
+    checkpoint    save, resume on any layout, verify        plot         loss curves
+    huggingface   import and export of models               timeline     pictures of a traced step
+    generate      text from a trained model                 analysis     expected memory, traffic and step time
+"""
