@@ -13,8 +13,9 @@ PACKAGE = ROOT / "nanodomino"
 
 # A module or package of nanodomino may import itself and whatever stands to its left. Scripts come last.
 ORDER = [
-    "errors", "comm", "mesh", "parallel", "layers", "schedules", "overlap", "corpus", "data", "model", "domino", "pipeline",
-    "optim", "zero", "config", "checkpoint", "huggingface", "plot", "timeline", "analysis", "run", "generate", "scripts"]
+    "errors", "comm", "mesh", "parallel", "layers", "schedules", "overlap", "corpus", "data", "model", "domino",
+    "pipeline", "optim", "zero", "config", "checkpoint", "huggingface", "plot", "timeline", "analysis", "run",
+    "generate", "scripts"]
 
 
 def place_of(module: str) -> int:
@@ -39,7 +40,8 @@ def test_imports_point_only_to_the_left():
     backward = []
     for path in sorted(PACKAGE.glob("**/*.py")):
         importer = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        backward += [f"{importer} imports {module}" for module in imported_modules(path) if place_of(module) > place_of(importer)]
+        backward += [f"{importer} imports {module}" for module in imported_modules(path)
+                     if place_of(module) > place_of(importer)]
     assert not backward
 
 
@@ -49,7 +51,8 @@ def test_importing_a_file_of_the_story_loads_few_others(module, most):
     code = (f"import sys, nanodomino.{module}\n"
             "print(*(name for name, module in sys.modules.items() if name.startswith('nanodomino') "
             "and not hasattr(module, '__path__')))")
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    python = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = python.stdout.split()
     assert len(loaded) <= most, loaded
 
 
@@ -60,7 +63,8 @@ def test_at_most_ten_files_lie_directly_in_nanodomino():
 def test_packages_hold_no_code_in_their_init():
     """So that importing one file of a package loads that file alone."""
     for path in PACKAGE.rglob("__init__.py"):
-        assert [type(node) for node in ast.parse(path.read_text()).body] == [ast.Expr], f"{path} has more than a docstring"
+        nodes = [type(node) for node in ast.parse(path.read_text()).body]
+        assert nodes == [ast.Expr], f"{path} has more than a docstring"
 
 
 @pytest.mark.parametrize("folder", [PACKAGE, *sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))],
