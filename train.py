@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
 from nanodomino import pipeline
-from nanodomino.analysis.step_time import estimate, require_room
+from nanodomino.analysis.step_time import estimate, require_memory
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
@@ -269,7 +269,7 @@ def main(arguments: list[str], place: Place) -> int:
     datasets = dataset_builder(config, corpus, device)
     if config.sample_tokens:
         corpus.tokenizer()                                     # the sample at the end needs it: if it fails, then now
-    require_room(config, device, place.local_world_size)
+    require_memory(config, device, place.local_world_size)
     check_package(config)
     found = find_run(config, place) if place.rank == 0 else None
 

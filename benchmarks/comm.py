@@ -1,7 +1,7 @@
 """Do the collectives and bytes of a real step match the formulas? Counted on every rank, compared exactly.
 
 One optimizer step of train.py runs on real processes, on random tokens. Every collective and every message passes
-torch's dispatcher on its way to the process group, whoever calls it; there a `Listener` counts
+torch's dispatcher on its way to the process group, whoever calls it; there a `CollectiveCounter` counts
 
     calls     collectives or messages, by process group and kind
     bytes     of the whole tensor: what is reduced, what a scatter starts from, what a gather ends with
@@ -58,7 +58,7 @@ def answer(flags, place):
     dataset = RandomTokens(config, mesh.device)
     while config.dtype == "float16" and not optimizer.updates:       # it skips some until its loss scale fits
         train.train_step(1, stage, optimizer, dataset, config, mesh)
-    with Listener(mesh) as listener:
+    with CollectiveCounter(mesh) as listener:
         train.train_step(1, stage, optimizer, dataset, config, mesh)
     return report(config, gathered(listener.counts))
 
@@ -74,7 +74,7 @@ def build(config: Config, place):
     return config, mesh, ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
 
 
-class Listener(TorchDispatchMode):
+class CollectiveCounter(TorchDispatchMode):
     """Counts what its thread hands to process groups: counts[group, kind] = (calls, bytes).
 
     On CPUs a reduce-scatter or an all-gather of n ranks travels as n - 1 messages of a part each
@@ -111,15 +111,15 @@ class Listener(TorchDispatchMode):
 
 def report(config: Config, counted: list[dict]):
     """counted: by rank. Ranks with the same counts share their lines of the table."""
-    predicted = [expected_traffic.by_group(expected_traffic.traffic(config, at)) for at in sizes.grid(config)]
+    predicted = [expected_traffic.totals_by_group(expected_traffic.step_traffic(config, at)) for at in sizes.all_meshes(config)]
     rows, records = [], []
     for ranks in alike([[sorted(one.items()) for one in both] for both in zip(counted, predicted)]):
         count, formula = counted[ranks[0]], predicted[ranks[0]]
         for key in sorted(count.keys() | formula.keys()):
             (calls, size), (said_calls, said_size) = (one.get(key, (0, 0)) for one in (count, formula))
-            at = sizes.grid(config)[ranks[0]]
-            members = len(set(sizes.members(at, key[0])))
-            wire, said_wire = (expected_traffic.wire_bytes(key[1], one, members) for one in (size, said_size))
+            at = sizes.all_meshes(config)[ranks[0]]
+            members = len(set(sizes.group_ranks(at, key[0])))
+            wire, said_wire = (expected_traffic.bytes_sent(key[1], one, members) for one in (size, said_size))
             rows.append([text_of(ranks), *key, members, calls, said_calls, size, said_size, bytes_text(wire),
                          "yes" if (calls, size) == (said_calls, said_size) else "NO"])
             records.append({"ranks": ranks, "group": key[0], "kind": key[1], "calls": calls, "bytes": size,

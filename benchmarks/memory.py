@@ -46,7 +46,7 @@ def add_flags(parser):
 
 def answer(flags, place):
     config, mesh, optimizer, stage = comm.build(config_of(flags, place.world_size), place)
-    found = measure(config, mesh, optimizer, stage, OwnTokens(config, mesh.device))
+    found = measure(config, mesh, optimizer, stage, CopiedRandomTokens(config, mesh.device))
     return report(config, gathered(found))
 
 
@@ -58,12 +58,12 @@ def measure(config: Config, mesh, optimizer, stage, dataset) -> dict[str, int]:
     cuda = mesh.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(mesh.device)
-    watched = Watched(stage, state)
-    with nullcontext() if cuda else Allocations() as allocations:
+    watched = TapeMeter(stage, state)
+    with nullcontext() if cuda else AllocationPeak() as allocations:
         train.train_step(2, watched, optimizer, dataset, config, mesh)
     peak = torch.cuda.max_memory_allocated(mesh.device) if cuda else allocations.most + sum(watched.held.values())
     return {**{name: sum(storages.values()) for name, storages in state.items()}, "activations": watched.most,
-            **({"host": watched.most_on_host} if expected_memory.on_host(config) else {}), "peak": peak}
+            **({"host": watched.most_on_host} if expected_memory.offloads_to_host(config) else {}), "peak": peak}
 
 
 def state_storages(model, optimizer) -> dict[str, dict[int, int]]:
@@ -84,7 +84,7 @@ def storage(tensor) -> tuple[int, int]:
     return memory._cdata, memory.nbytes()
 
 
-class OwnTokens(RandomTokens):
+class CopiedRandomTokens(RandomTokens):
     """Batches with memory of their own, as TokenDataset's, not views of one large array."""
 
     def batch(self, *arguments, **options) -> Batch:
@@ -94,7 +94,7 @@ class OwnTokens(RandomTokens):
 
 # ---- activations: what the tapes hold
 
-class Watched:
+class TapeMeter:
     """A stage, as the pipeline sees it, that weighs all tapes that are alive after whatever adds to one."""
 
     def __init__(self, stage, state: dict[str, dict[int, int]]):
@@ -122,13 +122,13 @@ class Watched:
 
     def weigh(self):
         tapes, device = list(self.tapes.values()), self.stage.mesh.device
-        here = {key: size for key, size in reachable(tapes, device).items() if key not in self.held}
+        here = {key: size for key, size in reachable_storages(tapes, device).items() if key not in self.held}
         self.most = max(self.most, sum(here.values()))
         if device.type == "cuda":
-            self.most_on_host = max(self.most_on_host, sum(reachable(tapes, torch.device("cpu")).values()))
+            self.most_on_host = max(self.most_on_host, sum(reachable_storages(tapes, torch.device("cpu")).values()))
 
 
-def reachable(tape, device=torch.device("cpu")) -> dict[int, int]:
+def reachable_storages(tape, device=torch.device("cpu")) -> dict[int, int]:
     """{storage: bytes} of every tensor on such a device that a tape keeps from being freed: in its objects, in what its
     functions have closed over, and in the graphs behind its tensors. Modules are state, not tape."""
     found, seen, todo = {}, {}, [tape]                  # seen by id: kept, lest another object be given the same one
@@ -157,7 +157,7 @@ def reachable(tape, device=torch.device("cpu")) -> dict[int, int]:
     return found
 
 
-class Allocations(TorchDispatchMode):
+class AllocationPeak(TorchDispatchMode):
     """The most bytes that are alive at once, of tensors made while it is on. It keeps none of them alive."""
 
     def __init__(self):
@@ -188,14 +188,14 @@ class Allocations(TorchDispatchMode):
 
 def predict(config: Config, at) -> dict[str, int]:
     """What measure() should find."""
-    return {**expected_memory.state_bytes(config, at), "activations": expected_memory.activation_bytes(config, at),
-            **({"host": expected_memory.host_bytes(config, at)} if expected_memory.on_host(config) else {}),
+    return {**expected_memory.state_bytes(config, at), "activations": expected_memory.tape_bytes(config, at),
+            **({"host": expected_memory.host_bytes(config, at)} if expected_memory.offloads_to_host(config) else {}),
             "peak": expected_memory.peak_bytes(config, at)}
 
 
 def report(config: Config, measured: list[dict]):
     """measured: by rank. Ranks with the same bytes share a line."""
-    predicted = [predict(config, at) for at in sizes.grid(config)]
+    predicted = [predict(config, at) for at in sizes.all_meshes(config)]
     rows = []
     for ranks in comm.alike(list(zip(measured, predicted))):
         both = predicted[ranks[0]], measured[ranks[0]]
@@ -218,7 +218,7 @@ def report(config: Config, measured: list[dict]):
 
 def layer_text(config: Config) -> str:
     """What the tape keeps of one layer, in units of X, and what is left where its weight gradients are done later."""
-    x, kept, left = sizes.activation(config), expected_memory.kept_by_layer(config), expected_memory.left_by_layer(config)
+    x, kept, left = sizes.hidden_bytes(config), expected_memory.layer_tape_bytes(config), expected_memory.layer_weight_gradient_bytes(config)
     columns = [{**one, "together": sum(one.values())} for one in (kept, left)]
     return table([f"of a layer and microbatch, X = {bytes_text(x)}", "kept, X", "bytes", "left, X", "bytes"],
                  [[name, *(cell for one in columns for cell in

@@ -120,7 +120,7 @@ def plan(config: Config, flags):
     """(text, record) for GPUs of the table."""
     gpu, peak = GPUS[flags.gpu], PEAK_FLOPS[flags.gpu]
     machine = machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host)
-    stages = [sizes.place(config, stage) for stage in range(config.pp)]
+    stages = [sizes.mesh_at(config, stage) for stage in range(config.pp)]
     needs, usable = [memory_terms(config, at) for at in stages], gpu.memory * (1 - flags.reserve)
     fits = all(sum(need.values()) <= usable for need in needs)
     parts = step_time.step_seconds(config, machine)
@@ -136,10 +136,10 @@ def plan(config: Config, flags):
         table(["memory of a GPU", *MEMORY_TERMS, "together", ""],
               [[f"stage {stage}", *map(bytes_text, need.values()), bytes_text(sum(need.values())),
                 "fits" if sum(need.values()) <= usable else "TOO MUCH"] for stage, need in enumerate(needs)]),
-        f"usable {bytes_text(usable)}; model state {expected_memory.state_per_parameter(config):.2f} bytes a parameter; "
-        f"microbatches alive on stage 0: {expected_memory.alive(config, stages[0]):.3g}",
+        f"usable {bytes_text(usable)}; model state {expected_memory.state_bytes_per_parameter(config):.2f} bytes a parameter; "
+        f"microbatches alive on stage 0: {expected_memory.microbatches_in_flight(config, stages[0]):.3g}",
         *([f"and in the host's memory, of a GPU of stage 0: {bytes_text(expected_memory.host_bytes(config, stages[0]))}"]
-          if expected_memory.on_host(config) else []),
+          if expected_memory.offloads_to_host(config) else []),
         *([] if fits else [why_not(config, needs, usable), what_helps(config, machine, flags, usable)]), "",
         table(["communication of a GPU in a step", "collective", "members", "calls", "bytes", "on the wires", "time"],
               communication_rows(config, machine)), "",
@@ -153,7 +153,7 @@ def plan(config: Config, flags):
                   "gpus": config.world_size, **layout_of(config), "microbatches": config.microbatches, "fits": fits,
                   "usable_bytes": usable, "memory": needs,
                   "host_memory": [expected_memory.host_bytes(config, at) for at in stages],
-                  "communication": [[dataclasses.asdict(one) for one in expected_traffic.traffic(config, at)] for at in stages],
+                  "communication": [[dataclasses.asdict(one) for one in expected_traffic.step_traffic(config, at)] for at in stages],
                   "bubble": bubble, "parts_s": parts, "step_s": seconds, "mfu": used,
                   "tokens_per_second": tokens / seconds}
 
@@ -197,7 +197,7 @@ def flags_text(changes: dict) -> str:
 
 def memory_terms(config: Config, at) -> dict[str, int]:
     """Bytes of a rank, by MEMORY_TERMS; without NCCL's communicators their sum is expected_memory.peak_bytes."""
-    return {**expected_memory.state_bytes(config, at), "activations": expected_memory.activation_bytes(config, at),
+    return {**expected_memory.state_bytes(config, at), "activations": expected_memory.tape_bytes(config, at),
             "messages": expected_memory.message_bytes(config, at), "working": expected_memory.working_bytes(config, at),
             "communicators": expected_memory.communicator_bytes(config, at)}
 
@@ -206,12 +206,12 @@ def communication_rows(config: Config, machine: Machine) -> list[list]:
     """A row for each group and purpose: of the stage that is longest at it."""
     longest = {}
     for stage in range(config.pp):
-        at = sizes.place(config, stage)
-        for one in expected_traffic.traffic(config, at):
-            members, seconds = (len(set(sizes.members(at, one.group))),
-                                step_time.wire_seconds(config, machine, at, [one]))
+        at = sizes.mesh_at(config, stage)
+        for one in expected_traffic.step_traffic(config, at):
+            members, seconds = (len(set(sizes.group_ranks(at, one.group))),
+                                step_time.communication_seconds(config, machine, at, [one]))
             if one.kind != "receive" and seconds >= longest.get((one.group, one.why), (0.0,))[0]:
-                wire = expected_traffic.wire_bytes(one.kind, one.bytes, members)
+                wire = expected_traffic.bytes_sent(one.kind, one.bytes, members)
                 longest[one.group, one.why] = seconds, [
                     f"{one.group}: {one.why}", one.kind, members, one.calls, bytes_text(one.bytes), bytes_text(wire),
                     seconds_text(seconds)]
@@ -231,8 +231,8 @@ def assumptions(flags, gpu: Gpu) -> list[str]:
             f"collective takes {flags.latency:g} us besides (--latency)",
             "  sums travel behind other slices and weight gradients without slowing them; gradients travel behind the "
             "last microbatch's backward",
-            f"  a ring of NCCL keeps {bytes_text(expected_memory.CHANNELS * expected_memory.CONNECTION)}: {expected_memory.CHANNELS} "
-            f"channels of {bytes_text(expected_memory.CONNECTION)}; trees and switches that sum would add to it",
+            f"  a ring of NCCL keeps {bytes_text(expected_memory.CHANNELS * expected_memory.CONNECTION_BYTES)}: {expected_memory.CHANNELS} "
+            f"channels of {bytes_text(expected_memory.CONNECTION_BYTES)}; trees and switches that sum would add to it",
             "  messages, working memory and communicators are estimates, the rest of the memory is exact"]
 
 
@@ -241,7 +241,7 @@ def assumptions(flags, gpu: Gpu) -> list[str]:
 def why_not(config: Config, needs: list[dict], usable: float) -> str:
     """How much too much the fullest GPU holds, and of what."""
     worst = max(range(config.pp), key=lambda stage: sum(needs[stage].values()))
-    need, alive = needs[worst], expected_memory.alive(config, sizes.place(config, worst))
+    need, alive = needs[worst], expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, worst))
     total = sum(need.values())
     about = {"activations": f" ({alive:.3g} microbatches alive)"}
     largest = [f"{name} {bytes_text(need[name])}{about.get(name, '')}"
@@ -308,7 +308,7 @@ def most_needed(config: Config, changes: dict, gpus=None) -> float:
     """Bytes of the fullest GPU after the changes; infinite if they can't be made."""
     if (other := changed(config, changes, gpus)) is None:
         return float("inf")
-    return max(sum(memory_terms(other, sizes.place(other, stage)).values()) for stage in range(other.pp))
+    return max(sum(memory_terms(other, sizes.mesh_at(other, stage)).values()) for stage in range(other.pp))
 
 
 # ---- here
@@ -316,9 +316,9 @@ def most_needed(config: Config, changes: dict, gpus=None) -> float:
 def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
     """Predict and train, in turn, so that both of a round find the machine equally busy. All ranks call it; each gets
     the whole record."""
-    dataset = memory.OwnTokens(config, mesh.device)
+    dataset = memory.CopiedRandomTokens(config, mesh.device)
     held = memory.measure(config, mesh, optimizer, stage, dataset)
-    with comm.Listener(mesh) as listener:
+    with comm.CollectiveCounter(mesh) as listener:
         train.train_step(3, stage, optimizer, dataset, config, mesh)
     machines, predicted, measured = [], [], []
     for step in range(4, 4 + repeats):
@@ -329,8 +329,8 @@ def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
         train.train_step(step, stage, optimizer, dataset, config, mesh)
         measured.append(slowest(time.perf_counter() - begin))
     everyone = gathered((held, listener.counts))
-    said = [(memory.predict(config, at), expected_traffic.by_group(expected_traffic.traffic(config, at)))
-            for at in sizes.grid(config)]
+    said = [(memory.predict(config, at), expected_traffic.totals_by_group(expected_traffic.step_traffic(config, at)))
+            for at in sizes.all_meshes(config)]
     memory_errors = {name: max(abs(one[name] / words[name] - 1) for (one, _), (words, _) in zip(everyone, said))
                      for name in held}
     return {"question": "plan", "gpu": "here", "gpus": config.world_size, "tp": config.tp, "pp": config.pp,

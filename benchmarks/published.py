@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from benchmarks.common import table
 from nanodomino.analysis import expected_traffic, sizes, step_time
-from nanodomino.analysis.step_time import Cost, Machine, take_turns
+from nanodomino.analysis.step_time import Cost, Machine, action_seconds
 from nanodomino.config.config import Config
 from nanodomino.schedules import simulation
 
@@ -81,19 +81,19 @@ RUNS = {"2104.04473": TABLE_1, "2205.05198": TABLE_5, "2409.15241": DOMINO}
 
 # ---- seconds
 
-def seconds(config: Config, machine: Machine, costs=step_time.costs) -> float:
+def seconds(config: Config, machine: Machine, costs=step_time.action_costs) -> float:
     """Of a step, as the sum of step_time.step_seconds; with other costs of the actions, if these are given."""
-    stages = [sizes.place(config, stage) for stage in range(config.pp)]
-    (real,) = step_time.played(config, machine, [costs(config, machine, at) for at in stages], messages=(True,))
-    once = max(step_time.exposed(config, machine, at, row) for at, row in zip(stages, real))
+    stages = [sizes.mesh_at(config, stage) for stage in range(config.pp)]
+    (real,) = step_time.simulate_schedule(config, machine, [costs(config, machine, at) for at in stages], messages=(True,))
+    once = max(step_time.exposed_data_parallel_seconds(config, machine, at, row) for at, row in zip(stages, real))
     return (simulation.step_time(real) + once
-            + max(step_time.optimizer_bytes(config, at) for at in stages) / machine.memory)
+            + max(step_time.optimizer_memory_traffic(config, at) for at in stages) / machine.memory)
 
 
 def before_backward(config: Config, machine: Machine, at, seconds_of) -> dict:
     """The costs of actions where the backward of a chunk begins with seconds_of(chunk) of other work."""
-    found = step_time.costs(config, machine, at)
-    for number, chunk in enumerate(sizes.stage(config, at).chunks):
+    found = step_time.action_costs(config, machine, at)
+    for number, chunk in enumerate(sizes.stage_model(config, at).chunks):
         cost = found["backward", number]
         found["backward", number] = dataclasses.replace(cost, work=cost.work + seconds_of(chunk))
     return found
@@ -102,10 +102,10 @@ def before_backward(config: Config, machine: Machine, at, seconds_of) -> dict:
 def layers_again(config: Config, machine: Machine, at) -> dict:
     """With a forward of the layers, and their sums."""
     def seconds_of(chunk):
-        dense, _, attention = (count / machine.products for count in step_time.flops(config, at, chunk))
-        sums = [one for one in expected_traffic.tensor_parallel(config, at, [chunk]) if one.why == "layers forward"]
-        wires = step_time.wire_seconds(config, machine, at, sums) / config.microbatches
-        return take_turns(config, Cost(dense + attention, wires))
+        dense, _, attention = (count / machine.products for count in step_time.forward_flops(config, at, chunk))
+        sums = [one for one in expected_traffic.tensor_parallel_traffic(config, at, [chunk]) if one.why == "layers forward"]
+        wires = step_time.communication_seconds(config, machine, at, sums) / config.microbatches
+        return action_seconds(config, Cost(dense + attention, wires))
 
     return before_backward(config, machine, at, seconds_of)
 
@@ -113,16 +113,16 @@ def layers_again(config: Config, machine: Machine, at) -> dict:
 def attention_again(config: Config, machine: Machine, at) -> dict:
     """With attention's own products, which have no sums."""
     return before_backward(config, machine, at,
-                           lambda chunk: step_time.flops(config, at, chunk)[2] / machine.products)
+                           lambda chunk: step_time.forward_flops(config, at, chunk)[2] / machine.products)
 
 
 def blocking(config: Config, machine: Machine, at) -> dict:
     """The costs of actions where every sum is waited for."""
     return {what: Cost(cost.work + cost.cover, cost.wires)
-            for what, cost in step_time.costs(config, machine, at).items()}
+            for what, cost in step_time.action_costs(config, machine, at).items()}
 
 
-AGAIN = {"layers": layers_again, "attention": attention_again, "nothing": step_time.costs}
+AGAIN = {"layers": layers_again, "attention": attention_again, "nothing": step_time.action_costs}
 
 
 # ---- figures

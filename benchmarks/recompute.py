@@ -22,7 +22,7 @@ from benchmarks import comm
 from benchmarks.comm import processes  # noqa: F401, as bench.py asks for it
 from benchmarks.common import (CONFIG_FLAGS, Times, add_config_flags, bytes_text, compare, config_of, gathered,
                                layout_of, ratio_text, ratios, schedule_text, shape_of, table)
-from benchmarks.memory import OwnTokens, Watched, state_storages
+from benchmarks.memory import CopiedRandomTokens, TapeMeter, state_storages
 from nanodomino.analysis import expected_memory, sizes, step_time
 from nanodomino.analysis.step_time import slowest
 from nanodomino.errors import require
@@ -39,7 +39,7 @@ def add_flags(parser):
 
 def answer(flags, place):
     config, mesh, optimizer, stage = comm.build(config_of(flags, place.world_size), place)
-    dataset = OwnTokens(config, mesh.device)
+    dataset = CopiedRandomTokens(config, mesh.device)
 
     def step(granularity, watched=None):
         stage.tapes = TapePolicy(changed(config, granularity), mesh.device, config.slices)
@@ -48,7 +48,7 @@ def answer(flags, place):
 
     held, first = {}, None
     for granularity in GRANULARITIES:
-        watched = Watched(stage, state_storages(stage.model, optimizer))
+        watched = TapeMeter(stage, state_storages(stage.model, optimizer))
         step(granularity, watched)
         held[granularity] = watched.most
         gradients = [bucket.main_grad.clone() for bucket in optimizer.buckets]
@@ -69,10 +69,10 @@ def report(config, times: dict[str, Times], held: list[dict]):
     rows, record = [], {"question": "recompute"}
     for granularity, one in times.items():
         here, ratio = changed(config, granularity), ratios(one, times["none"])
-        said = [expected_memory.activation_bytes(here, at) for at in sizes.grid(here)]
+        said = [expected_memory.tape_bytes(here, at) for at in sizes.all_meshes(here)]
         found = [by_rank[granularity] for by_rank in held]
         error = max(abs(measured / formula - 1) for measured, formula in zip(found, said))
-        layer = sum(expected_memory.kept_by_layer(here).values()) / sizes.activation(here)
+        layer = sum(expected_memory.layer_tape_bytes(here).values()) / sizes.hidden_bytes(here)
         rows.append([granularity, one, ratio_text(ratio), f"{products(here):.2f}", bytes_text(max(found)),
                      bytes_text(max(said)), f"{layer:.2f}"])
         record |= {f"{granularity}_s": one.median, **ratio.record(f"{granularity}_ratio"),
@@ -92,5 +92,5 @@ def report(config, times: dict[str, Times], held: list[dict]):
 
 def products(config) -> float:
     """FLOPs of a step with what is computed again, relative to those without: of the stage that has most."""
-    work, again = max((step_time.work(config, at) for at in sizes.grid(config)), key=sum)
+    work, again = max((step_time.stage_flops(config, at) for at in sizes.all_meshes(config)), key=sum)
     return 1 + again / work

@@ -219,7 +219,7 @@ def formula_bytes(name: str, config: Config) -> float:
     whole, d = 4 * max(4, config.params_dtype.itemsize), config.dp
     torchs = {"ddp": whole, "ddp-zero": whole / 2 + whole / 2 / d, "fsdp2": whole / d, "fsdp2-keep": whole / d}
     return torchs.get(name) or (
-        expected_memory.state_per_parameter(dataclasses.replace(config, zero_stage=int(name[-1]))))
+        expected_memory.state_bytes_per_parameter(dataclasses.replace(config, zero_stage=int(name[-1]))))
 
 
 def peak_of_its_own(name: str, flags, place: Place, mesh) -> int:

@@ -749,7 +749,7 @@ def plan_of_a_third_schedule():
         return [kind(i) for i in range(microbatches) for kind in (actions.Forward, actions.Backward)]
     with mock.patch.dict(definitions.SCHEDULES, {"one by one": definitions.Schedule(one_by_one)}):
         config = dataclasses.replace(tiny(1), schedule="one by one")
-        alive = expected_memory.alive(config, sizes.place(config))
+        alive = expected_memory.microbatches_in_flight(config, sizes.mesh_at(config))
         assert alive == 1, f"the plan says that {alive} microbatches are alive, not 1"
 
 

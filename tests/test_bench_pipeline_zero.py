@@ -126,7 +126,7 @@ def test_zero_compares_seven_ways_to_train_the_same():
     # Of nanodomino's own sides, to the byte: the padding and AdamW's counts of steps are in the formula.
     config = zero.config_for(parse(zero, ["zero", *wider]))
     for stage in (0, 1, 2):
-        expected = expected_memory.state_bytes(replace(config, zero_stage=stage), sizes.place(config))
+        expected = expected_memory.state_bytes(replace(config, zero_stage=stage), sizes.mesh_at(config))
         assert sides[f"zero-{stage}"]["state_bytes"] == sum(expected.values())
 
 

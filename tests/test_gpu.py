@@ -71,9 +71,9 @@ def test_a_warm_up_changes_no_number(pool, dtype, zero_stage):
 def first_times_rank(config, data):
     """(kinds of collectives and messages of the warm-up, those of a step), each with its group."""
     mesh, _, optimizer, stage = build(config)
-    with comm.Listener(mesh) as warm:
+    with comm.CollectiveCounter(mesh) as warm:
         train.warm_up(stage, optimizer, config, mesh)
-    with comm.Listener(mesh) as step:
+    with comm.CollectiveCounter(mesh) as step:
         train.train_step(1, stage, optimizer, data, config, mesh)
     return set(warm.counts), set(step.counts)
 

@@ -56,7 +56,7 @@ def test_the_ranks_of_a_replica_hold_every_parameter_once(model, tp, pp, untied)
     heads = -(-PRESETS[model]["num_attention_heads"] // tp) * tp
     config = cluster(tp * pp, model=model, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
                      hidden_size=64 * heads, num_attention_heads=heads, untie_embeddings_and_output_weights=untied)
-    held = sum(weight.numel() for at in sizes.grid(config) for weight in sizes.stage(config, at).parameters()
+    held = sum(weight.numel() for at in sizes.all_meshes(config) for weight in sizes.stage_model(config, at).parameters()
                if weight.shard_dim is not None or at.tp_rank == 0)
     words = config.padded_vocab_size * config.hidden_size
     copies = (2 if untied or pp > 1 else 1) * words - (2 if untied else 1) * config.vocab_size * config.hidden_size
@@ -68,8 +68,8 @@ def test_the_ranks_of_a_replica_hold_every_parameter_once(model, tp, pp, untied)
 @pytest.mark.parametrize("dp", [1, 4])
 def test_model_state_is_6_and_12_d_bytes_a_parameter_or_8_and_8_d_or_in_zero_2_2_and_16_d(zero_stage, dtype, fixed, shared, dp):
     config = cluster(8 * dp, dtype=dtype, zero_stage=zero_stage, tensor_model_parallel_size=8)
-    assert expected_memory.state_per_parameter(config) == fixed + shared / dp
-    state = expected_memory.state_bytes(config, sizes.place(config))
+    assert expected_memory.state_bytes_per_parameter(config) == fixed + shared / dp
+    state = expected_memory.state_bytes(config, sizes.mesh_at(config))
     assert sum(state.values()) / sum(weight.numel() for weight in on_paper(config).parameters()) == pytest.approx(fixed + shared / dp, rel=1e-4)
 
 
@@ -79,25 +79,25 @@ def test_microbatches_alive_are_those_of_the_schedule(schedule):
     for pp, m in [(1, 1), (2, 1), (4, 3), (4, 16), (10, 8)]:
         config = cluster(pp, pipeline_model_parallel_size=pp, schedule=schedule, global_batch_size=m)
         for stage, actions in enumerate(config.timetable.rows):
-            alive = expected_memory.alive(config, sizes.place(config, stage))
+            alive = expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, stage))
             assert alive == most_alive(actions) / config.virtual_stages
 
 
 def test_of_a_chunk_with_more_layers_more_is_alive():
     """5 layers in 2 x 2 chunks: the first stage's are of 2 and 1."""
     config = cluster(2, pipeline_model_parallel_size=2, schedule="interleaved", num_layers=5, global_batch_size=2)
-    first, last = (expected_memory.alive(config, sizes.place(config, stage)) for stage in range(2))
+    first, last = (expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, stage)) for stage in range(2))
     assert first == pytest.approx(2) and last == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("schedule, fits", [("1f1b", 4), ("gpipe", 16), ("paired", 7), ("zb-h1", 4)])
 def test_tapes_are_as_many_as_microbatches_alive_but_a_pair_has_one_that_grows_as_the_other_shrinks(schedule, fits):
     config = cluster(4, pipeline_model_parallel_size=4, schedule=schedule, global_batch_size=16)
-    at = sizes.place(config)
-    (chunk,) = sizes.stage(config, at).chunks
-    one = (10 * sum(expected_memory.kept_by_layer(config).values())
-           + sum(expected_memory.kept_by_ends(config, at, chunk).values()))
-    assert expected_memory.activation_bytes(config, at) == pytest.approx(fits * one)
+    at = sizes.mesh_at(config)
+    (chunk,) = sizes.stage_model(config, at).chunks
+    one = (10 * sum(expected_memory.layer_tape_bytes(config).values())
+           + sum(expected_memory.chunk_tape_bytes(config, at, chunk).values()))
+    assert expected_memory.tape_bytes(config, at) == pytest.approx(fits * one)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
@@ -107,35 +107,35 @@ def test_a_layer_keeps_so_many_activations(granularity, stream, cut, tp, sequenc
     """(4 + 12/t) X; without attention's and gelu's inside (4 + 7/t) X; x alone 2 X. A stream that is cut has 4 X/t in place of
     4 X, or 2 X/t. Beside them what a token has of each norm and head."""
     config = cluster(8, tensor_model_parallel_size=tp, recompute_granularity=granularity, sequence_parallel=sequence_parallel)
-    kept = expected_memory.kept_by_layer(config)
+    kept = expected_memory.layer_tape_bytes(config)
     small = sum(kept.pop(name, 0) for name in ("norm statistics", "logsumexp"))
     ours = (stream / tp if sequence_parallel else stream) + cut / tp
-    assert sum(kept.values()) == ours * sizes.activation(config) > 100 * small
+    assert sum(kept.values()) == ours * sizes.hidden_bytes(config) > 100 * small
 
 
 def test_what_full_recomputation_keeps_goes_to_the_host_of_a_gpu_and_stays_where_there_is_none():
     """2 X a layer of each microbatch that is alive: here four, of ten layers. On the GPU stays what is not a layer's."""
     config = cluster(4, pipeline_model_parallel_size=4, global_batch_size=16, recompute_granularity="full", device="cuda")
-    at, away = sizes.place(config), dataclasses.replace(config, checkpoint_in_cpu=True)
-    moved = 4 * 10 * 2 * sizes.activation(config)
+    at, away = sizes.mesh_at(config), dataclasses.replace(config, checkpoint_in_cpu=True)
+    moved = 4 * 10 * 2 * sizes.hidden_bytes(config)
     assert expected_memory.host_bytes(away, at) == moved and expected_memory.host_bytes(config, at) == 0
-    assert expected_memory.activation_bytes(config, at) - expected_memory.activation_bytes(away, at) == moved
-    assert expected_memory.activation_bytes(config, at) < 1.02 * moved + 5 * sizes.activation(config)
+    assert expected_memory.tape_bytes(config, at) - expected_memory.tape_bytes(away, at) == moved
+    assert expected_memory.tape_bytes(config, at) < 1.02 * moved + 5 * sizes.hidden_bytes(config)
     on_cpu, kept = (dataclasses.replace(one, device="cpu") for one in (away, config))
-    assert expected_memory.host_bytes(on_cpu, at) == 0 and expected_memory.activation_bytes(on_cpu, at) == expected_memory.activation_bytes(kept, at)
+    assert expected_memory.host_bytes(on_cpu, at) == 0 and expected_memory.tape_bytes(on_cpu, at) == expected_memory.tape_bytes(kept, at)
 
 
 def test_what_is_left_for_weight_gradients_is_the_same_however_little_was_kept():
     """What was computed again stays for them."""
-    left = [expected_memory.left_by_layer(cluster(8, **TP8, recompute_granularity=one)) for one in GRANULARITIES]
+    left = [expected_memory.layer_weight_gradient_bytes(cluster(8, **TP8, recompute_granularity=one)) for one in GRANULARITIES]
     assert left[0] == left[1] == left[2]
 
 
 def test_what_waits_for_its_weight_gradients_holds_as_much_as_before_but_for_small_terms():
     """What is alive is the same then, however late weight gradients are."""
     config = cluster(8, **TP8)
-    kept, left = (sum(found.values()) for found in (expected_memory.kept_by_layer(config), expected_memory.left_by_layer(config)))
-    small = expected_memory.kept_by_layer(config)
+    kept, left = (sum(found.values()) for found in (expected_memory.layer_tape_bytes(config), expected_memory.layer_weight_gradient_bytes(config)))
+    small = expected_memory.layer_tape_bytes(config)
     assert kept - left == small["norm statistics"] + small["logsumexp"] < 0.01 * kept
 
 
@@ -145,9 +145,9 @@ def test_every_boundary_between_stages_has_a_message_each_way_for_each_microbatc
     config = cluster(pp, pipeline_model_parallel_size=pp, schedule=schedule, global_batch_size=8)
     sent = collections.Counter()
     for stage in range(pp):
-        for one in expected_traffic.pipeline(config, sizes.place(config, stage)):
+        for one in expected_traffic.pipeline_traffic(config, sizes.mesh_at(config, stage)):
             sent[one.kind, one.why] += one.calls
-            assert one.bytes == one.calls * sizes.activation(config) and one.backward == (one.why == "gradients")
+            assert one.bytes == one.calls * sizes.hidden_bytes(config) and one.backward == (one.why == "gradients")
     inside = config.virtual_stages - 1 if pp == 1 or config.placement.folded else 0
     boundaries = (pp * config.virtual_stages - 1 - inside) * 8
     assert sent == ({(kind, why): boundaries for kind in ("send", "receive") for why in ("activations", "gradients")}
@@ -156,8 +156,8 @@ def test_every_boundary_between_stages_has_a_message_each_way_for_each_microbatc
 
 def test_a_ring_sums_by_scattering_and_gathering():
     for ranks in (1, 2, 8):
-        scattered, gathered = (expected_traffic.wire_bytes(kind, 1024, ranks) for kind in ("reduce_scatter", "all_gather"))
-        assert expected_traffic.wire_bytes("all_reduce", 1024, ranks) == scattered + gathered == 2 * 1024 * (ranks - 1) / ranks
+        scattered, gathered = (expected_traffic.bytes_sent(kind, 1024, ranks) for kind in ("reduce_scatter", "all_gather"))
+        assert expected_traffic.bytes_sent("all_reduce", 1024, ranks) == scattered + gathered == 2 * 1024 * (ranks - 1) / ranks
 
 
 @pytest.mark.parametrize("slices, columns", [(1, 1), (2, 1), (2, 4)])
@@ -166,9 +166,9 @@ def test_a_layer_costs_four_sums_of_x_however_it_is_cut(slices, columns, sequenc
     """8 (t-1)/t X on the wires a layer and microbatch (Megatron-LM, 1909.08053, section 3). Along the tokens it is four scatters and six
     gathers, which is the same and, for the inputs of two products, a gather each more: 10 (t-1)/t X."""
     config = cluster(8, **TP8, micro_batch_size=2, slices=slices, columns=columns, sequence_parallel=sequence_parallel)
-    found = [one for one in expected_traffic.tensor_parallel(config, sizes.place(config)) if one.why.startswith("layers")]
-    wire = sum(expected_traffic.wire_bytes(one.kind, one.bytes, 8) for one in found)
-    assert wire / config.num_layers / config.microbatches == 2 * sums * 7 / 8 * sizes.activation(config)
+    found = [one for one in expected_traffic.tensor_parallel_traffic(config, sizes.mesh_at(config)) if one.why.startswith("layers")]
+    wire = sum(expected_traffic.bytes_sent(one.kind, one.bytes, 8) for one in found)
+    assert wire / config.num_layers / config.microbatches == 2 * sums * 7 / 8 * sizes.hidden_bytes(config)
     assert sum(one.calls for one in found) == calls * config.num_layers * config.microbatches * slices * columns
 
 
@@ -177,8 +177,8 @@ def test_the_products_of_all_ranks_are_the_models_flops(model):
     """Within the vocabulary's padding and what is no product: norms and biases count in 6 N. Heads may share keys and values, be of another
     size than h / n, an MLP have a third matrix."""
     config = cluster(64, model=model, tensor_model_parallel_size=8, pipeline_model_parallel_size=4)
-    forward = sum(sum(step_time.flops(config, at, chunk)) for at in sizes.grid(config)
-                  for chunk in sizes.stage(config, at).chunks) * config.microbatches
+    forward = sum(sum(step_time.forward_flops(config, at, chunk)) for at in sizes.all_meshes(config)
+                  for chunk in sizes.stage_model(config, at).chunks) * config.microbatches
     looked_up = 0 if config.tied else 6 * config.vocab_size * config.hidden_size       # of N, and no product
     said = (flops_per_token(config) - looked_up) * config.global_batch_size * config.seq_length
     assert 3 * forward == pytest.approx(said, rel=1e-3)
@@ -187,9 +187,9 @@ def test_the_products_of_all_ranks_are_the_models_flops(model):
 def test_zero_1_sends_6_bytes_a_parameter_and_a_tied_matrix_4_over_two_stages():
     """6 (d-1)/d and, over two ranks, all of V/t x h in fp32, of which the owner of 1/d sends its part."""
     config = cluster(32, **TP8, pipeline_model_parallel_size=2)
-    at = sizes.place(config, 1)
-    found, padded = expected_traffic.replicas(config, at), sum(size for _, size in sizes.buckets(config, at))
-    wire = {group: sum(expected_traffic.wire_bytes(one.kind, one.bytes, 2) for one in found if one.group == group)
+    at = sizes.mesh_at(config, 1)
+    found, padded = expected_traffic.once_per_step_traffic(config, at), sum(size for _, size in sizes.bucket_sizes(config, at))
+    wire = {group: sum(expected_traffic.bytes_sent(one.kind, one.bytes, 2) for one in found if one.group == group)
             for group in ("dp", "embedding")}
     assert wire["dp"] == 6 * padded / 2
     assert wire["embedding"] == 4 * config.padded_vocab_size / 8 * config.hidden_size / 2
@@ -198,8 +198,8 @@ def test_zero_1_sends_6_bytes_a_parameter_and_a_tied_matrix_4_over_two_stages():
 def test_zero_2_scatters_as_often_as_there_are_microbatches():
     """(4 m + 2)(d-1)/d a parameter; what first and last stage agree on, and the gather, as in ZeRO-1."""
     one, two = (cluster(32, **TP8, pipeline_model_parallel_size=2, zero_stage=stage) for stage in (1, 2))
-    at, m = sizes.place(two, 1), two.microbatches
-    found = {stage: {(row.group, row.kind): row for row in expected_traffic.replicas(config, at)} for stage, config in ((1, one), (2, two))}
+    at, m = sizes.mesh_at(two, 1), two.microbatches
+    found = {stage: {(row.group, row.kind): row for row in expected_traffic.once_per_step_traffic(config, at)} for stage, config in ((1, one), (2, two))}
     scattered = {stage: rows.pop(("dp", "reduce_scatter")) for stage, rows in found.items()}
     assert found[1] == found[2] and m == 512
     assert (scattered[2].calls, scattered[2].bytes) == (m * scattered[1].calls, m * scattered[1].bytes)
@@ -217,8 +217,8 @@ def test_with_free_wires_the_step_is_the_products_and_a_bubble_of_p_minus_1_by_m
     parts = step_time.step_seconds(config, machine(products=1e12))
     assert parts["bubble"] / parts["products"] == pytest.approx(3 / 16, rel=1e-3)
     assert sum(parts.values()) == pytest.approx(parts["products"] + parts["bubble"])
-    (chunk,) = sizes.stage(config, sizes.place(config, 3)).chunks
-    alone = sum(step_time.flops(config, sizes.place(config, 3), chunk)) * 3 * 16 / 1e12
+    (chunk,) = sizes.stage_model(config, sizes.mesh_at(config, 3)).chunks
+    alone = sum(step_time.forward_flops(config, sizes.mesh_at(config, 3), chunk)) * 3 * 16 / 1e12
     assert parts["products"] == pytest.approx(alone)
     paired = step_time.step_seconds(dataclasses.replace(config, schedule="paired"), machine(products=1e12))
     assert paired == {name: pytest.approx(part) for name, part in parts.items()}, "without wires there is nothing to hide"
@@ -243,9 +243,9 @@ def test_where_weight_gradients_fill_the_bubble_only_a_part_of_it_is_left(schedu
 
 def pair_of_halves(config, one) -> tuple:
     """(forward, backward, both as a pair), in seconds, of the only stage."""
-    costs = step_time.costs(config, one, sizes.place(config))
+    costs = step_time.action_costs(config, one, sizes.mesh_at(config))
     forward, backward = costs["forward", 0], costs["backward", 0]
-    return forward, backward, step_time.take_turns(config, forward, backward)
+    return forward, backward, step_time.action_seconds(config, forward, backward)
 
 
 @pytest.mark.parametrize("slices", [1, 2])
@@ -261,12 +261,12 @@ def test_a_pair_takes_as_long_as_all_work_or_all_wires_of_both(slices):
 
 def test_weight_gradients_that_are_done_apart_cover_no_wires():
     config = cluster(8, **TP8, micro_batch_size=2, slices=1, vocab_size=128)
-    costs = step_time.costs(config, machine(products=1e12, near=1e10), sizes.place(config))
+    costs = step_time.action_costs(config, machine(products=1e12, near=1e10), sizes.mesh_at(config))
     whole, apart, rest = (costs[kind, 0] for kind in ("backward", "input_backward", "weight_backward"))
     assert apart.cover < 0.01 * whole.cover and rest.wires == rest.cover == 0
     assert apart.work + apart.cover + rest.work == pytest.approx(whole.work + whole.cover)
-    together, both = (step_time.take_turns(config, whole),
-                      step_time.take_turns(config, apart) + step_time.take_turns(config, rest))
+    together, both = (step_time.action_seconds(config, whole),
+                      step_time.action_seconds(config, apart) + step_time.action_seconds(config, rest))
     assert both - together == pytest.approx(min(whole.wires, whole.cover), rel=0.02)
 
 
@@ -275,9 +275,9 @@ def test_weight_gradients_that_are_done_apart_cover_no_wires():
 def test_what_is_computed_again_is_added_to_the_products(granularity, again):
     """Attention's own; of the matrices q, k, v and the first of the MLP, 3 + 4 of 12 h^2: less than a third of a step."""
     plain = cluster(32, **TP8, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
-    config, at, one = dataclasses.replace(plain, recompute_granularity=granularity), sizes.place(plain), machine(products=1e12)
-    (chunk,) = sizes.stage(plain, at).chunks
-    dense, _, attention = step_time.flops(plain, at, chunk)
+    config, at, one = dataclasses.replace(plain, recompute_granularity=granularity), sizes.mesh_at(plain), machine(products=1e12)
+    (chunk,) = sizes.stage_model(plain, at).chunks
+    dense, _, attention = step_time.forward_flops(plain, at, chunk)
     before, after = step_time.step_seconds(plain, one), step_time.step_seconds(config, one)
     assert after["again"] == pytest.approx(16 * again(dense, attention) / 1e12)
     assert after["products"] == before["products"] and after["bubble"] / before["bubble"] == pytest.approx(1 + after["again"] / after["products"], rel=0.01)
@@ -288,16 +288,16 @@ def test_what_is_computed_again_covers_sums_as_weight_gradients_do():
     """With one slice, at sums that take longer than these."""
     config = cluster(8, **TP8, micro_batch_size=1, slices=1, vocab_size=128)
     again = dataclasses.replace(config, recompute_granularity="full")
-    at, one = sizes.place(config), machine(products=1e13, near=1e9)
-    plain, longer = (step_time.costs(each, one, at)["backward", 0] for each in (config, again))
+    at, one = sizes.mesh_at(config), machine(products=1e13, near=1e9)
+    plain, longer = (step_time.action_costs(each, one, at)["backward", 0] for each in (config, again))
     assert plain.wires > longer.cover > plain.cover
-    assert step_time.take_turns(config, plain) == step_time.take_turns(again, longer)
+    assert step_time.action_seconds(config, plain) == step_time.action_seconds(again, longer)
 
 
 def test_copies_to_the_host_take_time_where_they_are_longer_than_all_else():
     """Of each rank: they are not shared over tp."""
     config = cluster(8, **TP8, vocab_size=128, global_batch_size=2, recompute_granularity="full", checkpoint_in_cpu=True, device="cuda")
-    one, copied = machine(products=1e14), 2 * 2 * 2 * 40 * sizes.activation(config)     # 2 microbatches, out and back, of 2 x 40 sublayers
+    one, copied = machine(products=1e14), 2 * 2 * 2 * 40 * sizes.hidden_bytes(config)     # 2 microbatches, out and back, of 2 x 40 sublayers
     fast, slow = (step_time.step_seconds(config, dataclasses.replace(one, host=rate)) for rate in (1e15, 1e9))
     assert fast["host copies"] == pytest.approx(0.0) and sum(slow.values()) == pytest.approx(copied / 1e9)
     assert slow["products"] == fast["products"] and slow["host copies"] > 0.5 * copied / 1e9
@@ -305,10 +305,10 @@ def test_copies_to_the_host_take_time_where_they_are_longer_than_all_else():
 
 def exposed_of(config, one) -> tuple:
     """(seconds that the only stage's actions take, those of the last of them, by which its sums outlast them)."""
-    at = sizes.place(config)
-    (row,), _ = step_time.played(config, one, [step_time.costs(config, one, at)])
-    gathered = [found for found in expected_traffic.replicas(config, at) if not found.backward]
-    outlast = step_time.exposed(config, one, at, row) - step_time.wire_seconds(config, one, at, gathered)
+    at = sizes.mesh_at(config)
+    (row,), _ = step_time.simulate_schedule(config, one, [step_time.action_costs(config, one, at)])
+    gathered = [found for found in expected_traffic.once_per_step_traffic(config, at) if not found.backward]
+    outlast = step_time.exposed_data_parallel_seconds(config, one, at, row) - step_time.communication_seconds(config, one, at, gathered)
     return row[-1][2], row[-1][2] - row[-1][1], outlast
 
 
@@ -317,12 +317,12 @@ def test_gradients_of_a_chunk_travel_while_the_others_go_backward():
     backward, and then the lower one's; of a whole stage all, but for its last backward."""
     chunks = cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, schedule="interleaved", global_batch_size=4,
                      vocab_size=128)
-    whole, at = dataclasses.replace(chunks, schedule="1f1b", virtual_stages=1), sizes.place(chunks)
+    whole, at = dataclasses.replace(chunks, schedule="1f1b", virtual_stages=1), sizes.mesh_at(chunks)
     fast = machine(products=1e13)
     end, last, outlast = exposed_of(chunks, fast)
     assert outlast == pytest.approx(0, abs=1e-9 * end)
-    sums = [found for found in expected_traffic.replicas(chunks, at) if found.backward]
-    slow = dataclasses.replace(fast, near=step_time.wire_seconds(chunks, machine(near=1.0), at, sums) / (3 * last))
+    sums = [found for found in expected_traffic.once_per_step_traffic(chunks, at) if found.backward]
+    slow = dataclasses.replace(fast, near=step_time.communication_seconds(chunks, machine(near=1.0), at, sums) / (3 * last))
     assert exposed_of(chunks, slow)[2] == pytest.approx(last, rel=0.01)
     assert exposed_of(whole, slow)[1:] == (pytest.approx(2 * last, rel=0.01), pytest.approx(last, rel=0.02))
     slower = dataclasses.replace(slow, near=slow.near / 2)
@@ -333,13 +333,13 @@ def test_zero_2_costs_nothing_where_backward_hides_its_wires_and_else_m_times_wh
     """On one stage: 8 microbatches, whose sums take half as long as their backward, or twice as long."""
     one, two = (cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, zero_stage=stage, global_batch_size=16, vocab_size=128)
                 for stage in (1, 2))
-    at, fast = sizes.place(two), machine(products=1e13)
-    backward = step_time.take_turns(one, step_time.costs(one, fast, at)["backward", 0])
-    sums, _ = step_time.replica_seconds(two, machine(near=1.0), at)
+    at, fast = sizes.mesh_at(two), machine(products=1e13)
+    backward = step_time.action_seconds(one, step_time.action_costs(one, fast, at)["backward", 0])
+    sums, _ = step_time.data_parallel_seconds(two, machine(near=1.0), at)
     for factor, lost in ((0.5, 0.0), (2.0, 8 * backward)):
         slow = dataclasses.replace(fast, near=sums / (factor * backward))
         once, often = (step_time.step_seconds(config, slow) for config in (one, two))
-        _, gathered = step_time.replica_seconds(one, slow, at)
+        _, gathered = step_time.data_parallel_seconds(one, slow, at)
         assert often["dp wires"] == pytest.approx(lost + gathered, rel=0.01, abs=1e-6 * backward)
         assert once["dp wires"] == pytest.approx(max(0, factor - 1) * backward + gathered, rel=0.01, abs=1e-6 * backward)
         assert {name: part for name, part in often.items() if name not in ("dp wires", "optimizer")} == {
@@ -350,7 +350,7 @@ def test_messages_delay_every_turn_of_1f1b_and_only_the_ends_of_gpipe():
     """Two stages on two hosts, 16 microbatches, whose messages take as long as a thousandth of the work."""
     config = cluster(16, **TP8, pipeline_model_parallel_size=2, vocab_size=128, global_batch_size=16)
     one = machine(products=1e12, far=1e9)
-    message = sizes.activation(config) / one.far
+    message = sizes.hidden_bytes(config) / one.far
     for schedule, messages in (("1f1b", 16), ("gpipe", 2)):
         parts = step_time.step_seconds(dataclasses.replace(config, schedule=schedule), one)
         assert parts["pp wires"] == pytest.approx(messages * message, rel=0.1)
@@ -361,9 +361,9 @@ def test_slices_hide_wires_that_are_faster_than_work_and_columns_all_but_one_chu
     """Forward; backward, the weight gradients cover wires that are this fast."""
     config = cluster(8, **TP8, micro_batch_size=2, global_batch_size=2, slices=slices, columns=columns)
     one = machine(products=1e12, near=1e12)
-    at = sizes.place(config)
-    sums = [found for found in expected_traffic.tensor_parallel(config, at) if not found.backward]
-    wires = step_time.wire_seconds(config, one, at, sums)
+    at = sizes.mesh_at(config)
+    sums = [found for found in expected_traffic.tensor_parallel_traffic(config, at) if not found.backward]
+    wires = step_time.communication_seconds(config, one, at, sums)
     parts = step_time.step_seconds(config, one)
     assert wires < parts["products"] / 10
     assert parts["tp wires"] == pytest.approx(exposed * wires)
@@ -371,18 +371,18 @@ def test_slices_hide_wires_that_are_faster_than_work_and_columns_all_but_one_chu
 
 def test_where_wires_are_slower_than_work_the_step_is_as_long_as_its_wires():
     config = cluster(8, **TP8, micro_batch_size=2, global_batch_size=2, slices=2)
-    at, one = sizes.place(config), machine(products=1e18, near=1e9)
-    wires = step_time.wire_seconds(config, one, at, expected_traffic.tensor_parallel(config, at))
+    at, one = sizes.mesh_at(config), machine(products=1e18, near=1e9)
+    wires = step_time.communication_seconds(config, one, at, expected_traffic.tensor_parallel_traffic(config, at))
     assert sum(step_time.step_seconds(config, one).values()) == pytest.approx(wires)
 
 
 def test_a_group_that_leaves_its_host_travels_on_the_network():
     config = cluster(16, tensor_model_parallel_size=8, global_batch_size=2)
-    at, one = sizes.place(config), machine(near=1e9, far=1e3)
-    gathered = [found for found in expected_traffic.replicas(config, at) if found.kind == "all_gather"]
-    assert step_time.wire_seconds(config, one, at, gathered) == pytest.approx(gathered[0].bytes / 2 / 1e3)
+    at, one = sizes.mesh_at(config), machine(near=1e9, far=1e3)
+    gathered = [found for found in expected_traffic.once_per_step_traffic(config, at) if found.kind == "all_gather"]
+    assert step_time.communication_seconds(config, one, at, gathered) == pytest.approx(gathered[0].bytes / 2 / 1e3)
     wider = dataclasses.replace(one, per_host=16)
-    assert step_time.wire_seconds(config, wider, at, gathered) == pytest.approx(gathered[0].bytes / 2 / 1e9)
+    assert step_time.communication_seconds(config, wider, at, gathered) == pytest.approx(gathered[0].bytes / 2 / 1e9)
 
 
 # ---- against ranks that run
@@ -392,11 +392,11 @@ def held_rank(config):
     mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
     model = train.model_builder(config, mesh)
     optimizer, stage = ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
-    dataset = memory.OwnTokens(config)
+    dataset = memory.CopiedRandomTokens(config)
     held = memory.measure(config, mesh, optimizer, stage, dataset)
-    with comm.Listener(mesh) as listener:
+    with comm.CollectiveCounter(mesh) as listener:
         train.train_step(3, stage, optimizer, dataset, config, mesh)
-    return (held, memory.predict(config, mesh)), (listener.counts, expected_traffic.by_group(expected_traffic.traffic(config, mesh)))
+    return (held, memory.predict(config, mesh)), (listener.counts, expected_traffic.totals_by_group(expected_traffic.step_traffic(config, mesh)))
 
 
 def check_memory(held, said, peak=math.inf):
@@ -454,21 +454,21 @@ def messages_rank(config):
     """Bytes of messages that this rank holds at once, beside its tapes: (measured, predicted)."""
     mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
     model = train.model_builder(config, mesh)
-    stage = memory.Watched(Domino(model, config.slices, config.columns), {})
+    stage = memory.TapeMeter(Domino(model, config.slices, config.columns), {})
     optimizer, most, make, send = ZeroOptimizer(model, config, mesh), 0, pipeline.Mail, torch.distributed.batch_isend_irecv
     mails = []
 
     def weighed(ops):
         nonlocal most
         tensors = [*(op.tensor for op in ops), *(tensor for _, tensor in (*mails[-1].sent, *mails[-1].arriving.values()))]
-        on_tape = memory.reachable(list(stage.tapes.values()))
+        on_tape = memory.reachable_storages(list(stage.tapes.values()))
         most = max(most, sum(size for key, size in dict(map(memory.storage, tensors)).items() if key not in on_tape))
         return send(ops)
 
     pipeline.Mail = lambda *arguments: mails.append(make(*arguments)) or mails[-1]
     torch.distributed.batch_isend_irecv = weighed
     try:
-        train.train_step(1, stage, optimizer, memory.OwnTokens(config), config, mesh)
+        train.train_step(1, stage, optimizer, memory.CopiedRandomTokens(config), config, mesh)
     finally:
         pipeline.Mail, torch.distributed.batch_isend_irecv = make, send
     return most, expected_memory.message_bytes(config, mesh)
@@ -535,10 +535,10 @@ def test_gpt3_13b_on_64_ranks_has_the_parameters_of_the_formulas(rank):
     """A rank of each of the four stages."""
     config = cluster(64, **GPT3_13B)
     with rank_of_a_cluster(rank, config) as (mesh, model, optimizer):
-        assert ([one.shape for one in sizes.stage(config, mesh).parameters()]
+        assert ([one.shape for one in sizes.stage_model(config, mesh).parameters()]
                 == [one.shape for one in model.parameters()])
         bucket_sizes = [(bucket.kind, bucket.weights.numel()) for bucket in optimizer.buckets]
-    assert bucket_sizes == sizes.buckets(config, mesh)
+    assert bucket_sizes == sizes.bucket_sizes(config, mesh)
 
 
 @pytest.mark.parametrize("rank, schedule, tokens", [
@@ -548,15 +548,15 @@ def test_a_step_of_gpt3_13b_keeps_and_sends_what_the_formulas_say(rank, schedule
     """Of few tokens, the most is there when one chunk's gradients are received, and the other's tapes are not used up yet."""
     config = cluster(64, **GPT3_13B, schedule=schedule, seq_length=tokens)
     with rank_of_a_cluster(rank, config) as (mesh, model, optimizer):
-        stage = memory.Watched(Domino(model, config.slices, config.columns), memory.state_storages(model, optimizer))
-        with comm.Listener(mesh) as listener, memory.Allocations() as allocations:
+        stage = memory.TapeMeter(Domino(model, config.slices, config.columns), memory.state_storages(model, optimizer))
+        with comm.CollectiveCounter(mesh) as listener, memory.AllocationPeak() as allocations:
             optimizer.zero_grad()
-            train.run_schedule(config.timetable, 0, stage, memory.OwnTokens(config), config, mesh, True, optimizer.on_final)
+            train.run_schedule(config.timetable, 0, stage, memory.CopiedRandomTokens(config), config, mesh, True, optimizer.on_final)
             optimizer.finish_reduces()
             optimizer.gather_weights()
-    assert stage.most == pytest.approx(expected_memory.activation_bytes(config, mesh), rel=ACTIVATIONS)
-    step = [one for one in expected_traffic.traffic(config, mesh) if one.group != "world"]       # its sum has no numbers here
-    assert listener.counts == expected_traffic.by_group(step)
+    assert stage.most == pytest.approx(expected_memory.tape_bytes(config, mesh), rel=ACTIVATIONS)
+    step = [one for one in expected_traffic.step_traffic(config, mesh) if one.group != "world"]       # its sum has no numbers here
+    assert listener.counts == expected_traffic.totals_by_group(step)
     beside_state = expected_memory.peak_bytes(config, mesh) - sum(expected_memory.state_bytes(config, mesh).values())
     assert allocations.most == pytest.approx(beside_state, rel=PEAK)
 
@@ -568,13 +568,13 @@ def test_communicators_cost_a_gpu_memory_by_the_ring_and_a_cpu_none():
     sizes = dict(num_layers=8, num_attention_heads=8, hidden_size=64)
     box = cluster(32, **sizes, tensor_model_parallel_size=4, pipeline_model_parallel_size=4, global_batch_size=8)
     assert box.tied and box.dp == 2
-    found = [expected_memory.communicator_bytes(dataclasses.replace(box, device="cuda"), sizes.place(box, stage)) for stage in range(4)]
+    found = [expected_memory.communicator_bytes(dataclasses.replace(box, device="cuda"), sizes.mesh_at(box, stage)) for stage in range(4)]
     assert found == [4 * ring + 8 * connection, 3 * ring + 12 * connection, 3 * ring + 12 * connection, 4 * ring + 8 * connection]
     for size, axis, rings in ((1, "tensor", 0), (8, "tensor", 2), (8, "data", 2)):
         config = cluster(size, **sizes, pipeline_model_parallel_size=1, global_batch_size=8,
                          tensor_model_parallel_size=size if axis == "tensor" else 1)
-        assert expected_memory.communicator_bytes(dataclasses.replace(config, device="cuda"), sizes.place(config)) == rings * ring
-        assert expected_memory.communicator_bytes(dataclasses.replace(config, device="cpu"), sizes.place(config)) == 0
+        assert expected_memory.communicator_bytes(dataclasses.replace(config, device="cuda"), sizes.mesh_at(config)) == rings * ring
+        assert expected_memory.communicator_bytes(dataclasses.replace(config, device="cpu"), sizes.mesh_at(config)) == 0
 
 
 # ---- as a person runs them
@@ -651,7 +651,7 @@ def test_a_plan_knows_a_schedule_that_was_added_later(capsys, monkeypatch):
 
     monkeypatch.setitem(SCHEDULES, "lifo", Schedule(last_in_first_out))
     config = dataclasses.replace(cluster(4, pipeline_model_parallel_size=4, global_batch_size=6), schedule="lifo")
-    assert expected_memory.alive(config, sizes.place(config, 3)) == 6
+    assert expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, 3)) == 6
     assert any({"schedule": "lifo"} in changes for changes in plan.other_schedules(dataclasses.replace(config, schedule="1f1b")))
     assert step_time.step_seconds(config, machine(products=1e12))["bubble"] > 0
 

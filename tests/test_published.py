@@ -51,10 +51,10 @@ def test_each_runs_sizes_give_the_parameters_that_its_paper_names(paper, run):
 def test_formula_3_counts_four_forwards_of_the_layers_and_three_of_the_head(run):
     """The same FLOPs as this program's, which are counted in its matrices."""
     config = run.config
-    chunks = [(at, chunk) for at in map(partial(sizes.place, config), range(config.pp))
-              for chunk in sizes.stage(config, at).chunks]
+    chunks = [(at, chunk) for at in map(partial(sizes.mesh_at, config), range(config.pp))
+              for chunk in sizes.stage_model(config, at).chunks]
     of_rank = sum(4 * (dense + attention) + 3 * head
-                  for dense, head, attention in (step_time.flops(config, at, chunk) for at, chunk in chunks))
+                  for dense, head, attention in (step_time.forward_flops(config, at, chunk) for at, chunk in chunks))
     assert published.formula_3(config) == pytest.approx(config.microbatches * config.dp * config.tp * of_rank, rel=1e-3)
 
 
@@ -72,16 +72,16 @@ def test_with_no_other_costs_a_step_takes_what_a_plan_says(changes):
 
 def counted(config):
     """FLOPs of a microbatch forward on the only stage: (layers' products, head's, attention's)."""
-    at = sizes.place(config)
-    (chunk,) = sizes.stage(config, at).chunks
-    return step_time.flops(config, at, chunk)
+    at = sizes.mesh_at(config)
+    (chunk,) = sizes.stage_model(config, at).chunks
+    return step_time.forward_flops(config, at, chunk)
 
 
 def test_layers_again_are_a_fourth_forward_without_the_head_and_attention_again_is_its_own_products():
     config = cluster(8, **{**STAGES, "pipeline_model_parallel_size": 1})
     (dense, head, attention), one = counted(config), machine(products=1e12)
     said = [published.seconds(config, one, costs) / config.microbatches * 1e12
-            for costs in (step_time.costs, published.layers_again, published.attention_again)]
+            for costs in (step_time.action_costs, published.layers_again, published.attention_again)]
     all_three = 3 * (dense + head + attention)
     assert said == pytest.approx([all_three, all_three + dense + attention, all_three + attention])
 
@@ -90,17 +90,17 @@ def test_layers_again_are_a_fourth_forward_without_the_head_and_attention_again_
 def test_layers_again_sum_again_and_nothing_covers_it(chunks):
     """Two more sums of X for each layer of a stage."""
     config = cluster(16, **STAGES, virtual_stages=chunks)
-    at, with_wires, without = sizes.place(config, 1), machine(products=1e12, near=1e12), machine(products=1e12)
-    sum_of_x = expected_traffic.wire_bytes("all_reduce", sizes.activation(config), 8) / with_wires.near
+    at, with_wires, without = sizes.mesh_at(config, 1), machine(products=1e12, near=1e12), machine(products=1e12)
+    sum_of_x = expected_traffic.bytes_sent("all_reduce", sizes.hidden_bytes(config), 8) / with_wires.near
     works = [sum(cost.work for cost in published.layers_again(config, one, at).values()) for one in (with_wires, without)]
     assert works[0] - works[1] == pytest.approx(2 * sum_of_x * config.num_layers / 2, rel=1e-3)
 
 
 def test_what_is_waited_for_adds_all_wires_to_all_work():
     config = cluster(8, **{**STAGES, "pipeline_model_parallel_size": 1})
-    at = sizes.place(config)
+    at = sizes.mesh_at(config)
     one = machine(products=1e13, near=1e10)
-    sums = step_time.wire_seconds(config, one, at, expected_traffic.tensor_parallel(config, at))
+    sums = step_time.communication_seconds(config, one, at, expected_traffic.tensor_parallel_traffic(config, at))
     work = published.seconds(config, machine(products=1e13))
     assert published.seconds(config, one, published.blocking) == pytest.approx(work + sums)
     assert published.seconds(config, one) < 0.95 * (work + sums)
@@ -109,9 +109,9 @@ def test_what_is_waited_for_adds_all_wires_to_all_work():
 def test_the_wires_part_and_the_gain_are_those_of_sums_that_are_waited_for():
     """At wires that take half of the time, which two slices hide."""
     run = dataclasses.replace(RUNS["2409.15241"][0], vocab_size=128)
-    at, slow = sizes.place(run.config), machine(products=1e13)
-    sums = expected_traffic.tensor_parallel(run.config, at)
-    wire = step_time.wire_seconds(run.config, machine(near=1.0), at, sums)
+    at, slow = sizes.mesh_at(run.config), machine(products=1e13)
+    sums = expected_traffic.tensor_parallel_traffic(run.config, at)
+    wire = step_time.communication_seconds(run.config, machine(near=1.0), at, sums)
     slow = dataclasses.replace(slow, near=wire / published.seconds(run.config, slow))
     assert published.wires(run, slow) == pytest.approx(50, rel=1e-3)
     assert 1.5 < published.gain(run, slow) <= 2

@@ -86,8 +86,8 @@ def test_no_sum_is_repeated(schedule, sequence_parallel):
     """As many collectives and bytes as without, by count and by formula. Of a stream that is cut, too: backward gathers a product's input
     again, whether it was kept or computed again."""
     config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=2, columns=2, schedule=schedule, sequence_parallel=sequence_parallel)
-    counts = [step_of(dataclasses.replace(config, recompute_granularity=one), around=comm.Listener)[1].counts for one in GRANULARITIES]
-    assert counts[0] == counts[1] == counts[2] == expected_traffic.by_group(expected_traffic.traffic(config, sizes.place(config)))
+    counts = [step_of(dataclasses.replace(config, recompute_granularity=one), around=comm.CollectiveCounter)[1].counts for one in GRANULARITIES]
+    assert counts[0] == counts[1] == counts[2] == expected_traffic.totals_by_group(expected_traffic.step_traffic(config, sizes.mesh_at(config)))
 
 
 @pytest.mark.parametrize("slices", [1, 2])
@@ -219,7 +219,7 @@ def step_on_host(config, monkeypatch):
             output, tape = yield from forward(*arguments)
             tapes.extend(map(weakref.ref, tape))
             alive = [piece() for piece in tapes if piece()]
-            found = {key: size for key, size in memory.reachable(alive).items() if key not in state}
+            found = {key: size for key, size in memory.reachable_storages(alive).items() if key not in state}
             for host in (False, True):
                 most[host] = max(most[host], sum(size for key, size in found.items() if (key in gpu.pinned) == host))
             return output, tape
@@ -248,5 +248,5 @@ def test_the_gpus_memory_holds_no_x_but_those_that_are_leaving(monkeypatch, slic
     config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=slices, schedule=schedule, recompute_granularity="full", **DROPOUT)
     _, _, most = step_on_host(config, monkeypatch)
     config = dataclasses.replace(config, checkpoint_in_cpu=True, device="cuda")
-    at = sizes.place(config)
-    assert most == [expected_memory.activation_bytes(config, at) + sizes.activation(config), expected_memory.host_bytes(config, at)]
+    at = sizes.mesh_at(config)
+    assert most == [expected_memory.tape_bytes(config, at) + sizes.hidden_bytes(config), expected_memory.host_bytes(config, at)]

@@ -43,7 +43,7 @@ def test_bytes_per_parameter_are_the_formulas(pool, dp, zero_stage, dtype, weigh
     the norm, stays zero."""
     config = tiny(dp, dtype=dtype, zero_stage=zero_stage, num_attention_heads=1, hidden_size=17, loss_scale=256.0)
     expected = weights + gradients / (dp if zero_stage == 2 else 1) + optimizer / (dp if zero_stage else 1)
-    assert expected == expected_memory.state_per_parameter(config)
+    assert expected == expected_memory.state_bytes_per_parameter(config)
     for bytes_per_parameter, padding, own, padded in pool.run(state_rank, config, random_data(config, 2), world_size=dp):
         assert bytes_per_parameter == pytest.approx(expected)
         assert own == pytest.approx(1 / (dp if zero_stage else 1))
@@ -94,7 +94,7 @@ def in_flight_rank(config, data):
         train.train_step(1, stage, optimizer, data, config, mesh)
     finally:
         Bucket.take = take
-    return most, bytes_now(), under_way, list(reduced.values()), expected_memory.gradient_buffers(config, mesh)
+    return most, bytes_now(), under_way, list(reduced.values()), expected_memory.gradient_buffer_bytes(config, mesh)
 
 
 @pytest.mark.parametrize("schedule, bucket_size", [*((schedule, 1) for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v")), ("1f1b", 2000), *(

@@ -37,8 +37,9 @@ On the wires of n ranks in a ring, each sends 2 (n-1)/n of what is summed, (n-1)
 from dataclasses import replace
 from itertools import accumulate
 
-from nanodomino.analysis.sizes import (actions, activation, buckets, element, gradient_parts, logits_width, parts,
-                                       place, slices, stage, stream, tokens, wide, widths)
+from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_element, bytes_per_main_element, gradient_shards,
+                                       hidden_bytes, local_vocab_size, mesh_at, optimizer_shards, qkv_and_mlp_bytes,
+                                       residual_bytes, slice_count, stage_actions, stage_model, tokens_per_microbatch)
 from nanodomino.config.config import Config
 from nanodomino.layers.cross_entropy import CHUNK_BYTES
 from nanodomino.layers.norms import NORMALIZATIONS
@@ -56,40 +57,40 @@ from nanodomino.zero import UNDER_WAY
 
 def state_bytes(config: Config, at: Mesh) -> dict[str, int]:
     """Of parameters, gradients and optimizer on a rank: exact, with the padding and the optimizer's counts."""
-    e, w, flat = element(config), wide(config), buckets(config, at)
+    e, w, flat = bytes_per_element(config), bytes_per_main_element(config), bucket_sizes(config, at)
     padded = sum(size for _, size in flat)
     counts = 4 * len(flat) if OPTIMIZERS[config.optimizer].counts else 0
-    return {"parameters": e * padded, "gradients": w * padded // gradient_parts(config),
-            "optimizer": kept(config) * w * padded // parts(config) + counts}
+    return {"parameters": e * padded, "gradients": w * padded // gradient_shards(config),
+            "optimizer": optimizer_values_per_weight(config) * w * padded // optimizer_shards(config) + counts}
 
 
-def kept(config: Config) -> int:
+def optimizer_values_per_weight(config: Config) -> int:
     """Numbers that the optimizer keeps of each weight: its moments, and of 16-bit weights a master copy."""
-    return len(OPTIMIZERS[config.optimizer].moments) + (element(config) < wide(config))
+    return len(OPTIMIZERS[config.optimizer].moments) + (bytes_per_element(config) < bytes_per_main_element(config))
 
 
-def state_per_parameter(config: Config) -> float:
+def state_bytes_per_parameter(config: Config) -> float:
     """Bytes, without padding; with AdamW 6 + 12/d or 8 + 8/d, in ZeRO-2 2 + 16/d or 4 + 12/d."""
-    return element(config) + wide(config) / gradient_parts(config) + kept(config) * wide(config) / parts(config)
+    return bytes_per_element(config) + bytes_per_main_element(config) / gradient_shards(config) + optimizer_values_per_weight(config) * bytes_per_main_element(config) / optimizer_shards(config)
 
 
-def least_bytes(config: Config) -> int:
+def average_state_bytes(config: Config) -> int:
     """Of the model state on the average rank: a lower bound, found at once however many layers there are."""
     one, two = (parameter_count(replace(config, num_layers=layers)) for layers in (1, 2))
     parameters = one + (config.num_layers - 1) * (two - one)
-    return int(parameters * state_per_parameter(config) / (config.tp * config.pp))
+    return int(parameters * state_bytes_per_parameter(config) / (config.tp * config.pp))
 
 
 # ---- activations
 
-def kept_by_layer(config: Config) -> dict[str, float]:
+def layer_tape_bytes(config: Config) -> dict[str, float]:
     """Bytes that Domino's tape keeps of one layer and one microbatch, by what they are. Backward reads each of them,
     and computes again what it has not (recompute.py)."""
-    e, w, t, n = element(config), wide(config), config.tp, tokens(config)
-    own, (q, k, before, after) = stream(config), widths(config)
+    e, w, t, n = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config)
+    own, (q, k, before, after) = residual_bytes(config), qkv_and_mlp_bytes(config)
     scores = n * config.seq_length * config.num_attention_heads // t           # attention probabilities, counted
-    kept = {} if on_host(config) else {"norm inputs": 2 * own}   # x', which the norm differentiates itself at
-    kept["norm statistics"] = 2 * n * norm_statistics(config) / config.stream_parts
+    kept = {} if offloads_to_host(config) else {"norm inputs": 2 * own}   # x', which the norm differentiates itself at
+    kept["norm statistics"] = 2 * n * norm_statistics_bytes(config) / config.stream_parts
     forgets = GRANULARITIES[config.recompute_granularity]
     if "h" in forgets:
         return kept
@@ -105,58 +106,58 @@ def kept_by_layer(config: Config) -> dict[str, float]:
     if config.qk_layernorm:                                    # at which the norms differentiate themselves
         heads = config.num_attention_heads + config.num_query_groups
         beside = k if config.attention_dropout else 0          # v, which lies between them; there is a copy too
-        kept["q, k before norms"] = (q + k + beside + n * heads * norm_statistics(config)) / t
+        kept["q, k before norms"] = (q + k + beside + n * heads * norm_statistics_bytes(config)) / t
     elif k < q and not config.rope and not config.attention_dropout:
         kept["q by head"] = q / t                              # a copy, since q, k and v lie group by group
     if k < q and config.device == "cuda" and not config.attention_dropout and (config.reset_attention_mask or e > 2):
         kept["keys, values of each head"] = 2 * q / t          # fused_attention in sublayers.py says why
     if config.attention_dropout:                               # by hand: probabilities, their mask, their product
         # each slice has a mask of the future, or the documents' in its place
-        future = 0 if config.reset_attention_mask else slices(config) * config.seq_length ** 2
+        future = 0 if config.reset_attention_mask else slice_count(config) * config.seq_length ** 2
         kept["attention dropout"] = (2 * e + w) * scores + future + (2 * q / t if k < q else 0)
     else:                                                      # from which its backward finds the probabilities again
         kept["logsumexp"] = w * n * config.num_attention_heads // t
     return kept
 
 
-def on_host(config: Config) -> bool:
+def offloads_to_host(config: Config) -> bool:
     """Whether norm inputs leave the memory that the rest is in."""
     return config.checkpoint_in_cpu and config.device == "cuda"
 
 
-def left_by_layer(config: Config) -> dict[str, float]:
+def layer_weight_gradient_bytes(config: Config) -> dict[str, float]:
     """The same once its input gradients are there, for the weight gradients that are done later. It does not depend on
     what was computed again for that, nor on the stream: these products want all rows."""
-    t, x, (q, k, before, after) = config.tp, activation(config), widths(config)
+    t, x, (q, k, before, after) = config.tp, hidden_bytes(config), qkv_and_mlp_bytes(config)
     return {"product inputs": 2 * x, "context": q / t, "mlp after activation": after / t,
             "gradients of sums": 2 * x,                        # in place of the norm inputs
             "gradient of qkv": (q + 2 * k) / t, "gradient before activation": before / t}
 
 
-def kept_by_ends(config: Config, at, chunk: Chunk) -> dict[str, float]:
+def chunk_tape_bytes(config: Config, at, chunk: Chunk) -> dict[str, float]:
     """Of what is not a layer. The first norm's input is the chunk's: the embedding's or the message before."""
-    e, w, n, x = element(config), wide(config), tokens(config), stream(config)
+    e, w, n, x = bytes_per_element(config), bytes_per_main_element(config), tokens_per_microbatch(config), residual_bytes(config)
     has_mask = config.hidden_dropout and "h" not in GRANULARITIES[config.recompute_granularity]
     mask = w * n * config.hidden_size / config.stream_parts if has_mask else 0
     kept = {}
     if chunk.pre_process or chunk.post_process or config.asks_for_documents:       # then all chunks do
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # a row has one more than positions: the last label
         kept["positions, loss mask"] = 8 * (n if config.reset_position_ids else config.seq_length) + 4 * n
-    kept |= kept_of_documents(config)
+    kept |= document_tape_bytes(config)
     if chunk.pre_process and mask:
         kept["embedding dropout"] = mask
     if chunk.post_process:                                     # the bridge into the head
-        kept["head"] = x + activation(config) + n * norm_statistics(config) / config.stream_parts
-        kept["logits"] = e * n * logits_width(config, at)
+        kept["head"] = x + hidden_bytes(config) + n * norm_statistics_bytes(config) / config.stream_parts
+        kept["logits"] = e * n * local_vocab_size(config, at)
         kept["losses, maxima, sums"] = 4 * w * n
     else:
         kept["output"] = x
     return kept
 
 
-def kept_of_documents(config: Config) -> dict[str, float]:
+def document_tape_bytes(config: Config) -> dict[str, float]:
     """Of what each slice says of its samples' documents to all of a chunk's attentions."""
-    e, n, s = element(config), tokens(config), config.seq_length
+    e, n, s = bytes_per_element(config), tokens_per_microbatch(config), config.seq_length
     kept = {}
     if config.reset_position_ids and config.rope:
         kept["cos, sin"] = 4 * n * rotary_size(config)
@@ -165,56 +166,56 @@ def kept_of_documents(config: Config) -> dict[str, float]:
     return kept
 
 
-def norm_statistics(config: Config) -> int:
+def norm_statistics_bytes(config: Config) -> int:
     """Bytes that a norm keeps of each token, beside what it normalizes."""
-    return NORMALIZATIONS[config.normalization].statistics(element(config), wide(config), config.device == "cuda")
+    return NORMALIZATIONS[config.normalization].statistics(bytes_per_element(config), bytes_per_main_element(config), config.device == "cuda")
 
 
-def alive(config: Config, at: Mesh) -> float:
+def microbatches_in_flight(config: Config, at: Mesh) -> float:
     """Microbatches that have gone forward on a stage and have something left to do, at most: counted in its actions.
     One in a chunk counts as the part of the stage's layers that are there."""
-    chunks = stage(config, at).chunks
+    chunks = stage_model(config, at).chunks
     layers = sum(len(chunk.layers) for chunk in chunks)
-    return most_alive(actions(config, at), lambda chunk: len(chunks[chunk].layers) / layers)
+    return most_alive(stage_actions(config, at), lambda chunk: len(chunks[chunk].layers) / layers)
 
 
-def activation_bytes(config: Config, at) -> int:
+def tape_bytes(config: Config, at) -> int:
     """Of the tapes that are held at once, at most."""
-    return round(max(tape_bytes(config, at)))
+    return round(max(tape_bytes_over_time(config, at)))
 
 
-def tape_bytes(config: Config, at) -> list[float]:
+def tape_bytes_over_time(config: Config, at) -> list[float]:
     """What is held of tapes after each of the stage's actions. In a pair one tape grows as the other shrinks, a
     sublayer in turn, so no more is held in it than before or after."""
-    chunks, by_layer, left = stage(config, at).chunks, kept_by_layer(config), left_by_layer(config)
-    kept = [len(chunk.layers) * sum(by_layer.values()) + sum(kept_by_ends(config, at, chunk).values())
-            - (stream(config) if shares_input(config, at, number) else 0) for number, chunk in enumerate(chunks)]
+    chunks, by_layer, left = stage_model(config, at).chunks, layer_tape_bytes(config), layer_weight_gradient_bytes(config)
+    kept = [len(chunk.layers) * sum(by_layer.values()) + sum(chunk_tape_bytes(config, at, chunk).values())
+            - (residual_bytes(config) if shares_input_with_other_tape(config, at, number) else 0) for number, chunk in enumerate(chunks)]
     table = 4 * config.max_position_embeddings * rotary_size(config) * config.rope * (not config.reset_position_ids)
     return [size + table * (size > 0)                          # of which all tapes have a view
-            for size in held(config, at, kept, [len(chunk.layers) * sum(left.values()) for chunk in chunks])]
+            for size in bytes_over_time(config, at, kept, [len(chunk.layers) * sum(left.values()) for chunk in chunks])]
 
 
-def held(config: Config, at, kept: list[float], left: list[float]) -> list[float]:
+def bytes_over_time(config: Config, at, kept: list[float], left: list[float]) -> list[float]:
     """What is held after each action, by the bytes of each chunk: after its forward, and until its weight gradients."""
     def change(half):
         whole, part = kept[half.chunk], left[half.chunk]
         return {"forward": whole, "backward": -whole,
                 "input_backward": part - whole, "weight_backward": -part}[half.kind]
 
-    return list(accumulate(sum(map(change, action.halves)) for action in actions(config, at)))
+    return list(accumulate(sum(map(change, action.halves)) for action in stage_actions(config, at)))
 
 
-def shares_input(config: Config, at, chunk: int) -> bool:
+def shares_input_with_other_tape(config: Config, at, chunk: int) -> bool:
     """Its input is the output on the tape of another chunk of this stage: of several slices it would be a copy."""
     source = config.placement.source(at.pp_rank, Forward(0, chunk))
-    return source is not None and source[0] == at.pp_rank and slices(config) == 1 and not on_host(config)
+    return source is not None and source[0] == at.pp_rank and slice_count(config) == 1 and not offloads_to_host(config)
 
 
 def host_bytes(config: Config, at) -> int:
     """Of what the tapes keep in the host's memory, at most. It is pinned, for which torch takes up to twice as much:
     each tensor's length is rounded up to a power of two."""
-    kept = [len(chunk.sublayers) * stream(config) * on_host(config) for chunk in stage(config, at).chunks]
-    return round(max(held(config, at, kept, [0] * len(kept))))
+    kept = [len(chunk.sublayers) * residual_bytes(config) * offloads_to_host(config) for chunk in stage_model(config, at).chunks]
+    return round(max(bytes_over_time(config, at, kept, [0] * len(kept))))
 
 
 def message_bytes(config: Config, at) -> int:
@@ -225,9 +226,9 @@ def message_bytes(config: Config, at) -> int:
     asks = asked(table, at.pp_rank, AHEAD["cuda" if config.device == "cuda" else "cpu"])
 
     def own(half):
-        return slices(config) > 1 or (half.microbatch, half.chunk) not in tapes
+        return slice_count(config) > 1 or (half.microbatch, half.chunk) not in tapes
 
-    for action, wanted in zip(actions(config, at), asks):
+    for action, wanted in zip(stage_actions(config, at), asks):
         arriving |= dict.fromkeys(wanted, True)
         most = max(most, sum(arriving.values()) + sum(map(own, sent)))
         for half in action.halves:
@@ -242,93 +243,93 @@ def message_bytes(config: Config, at) -> int:
                 else:
                     sent.append(half)
                     most = max(most, sum(arriving.values()) + sum(map(own, sent)))
-    return round(stream(config) * most)
+    return round(residual_bytes(config) * most)
 
 
 def working_bytes(config: Config, at) -> int:
     """Of what comes and goes, where it is most: an estimate, whose terms are the largest tensors of three moments."""
-    e, w, t, n, x = element(config), wide(config), config.tp, tokens(config), activation(config)
-    cuda, (first, *_), (*_, last) = config.device == "cuda", stage(config, at).chunks, stage(config, at).chunks
-    h, ffn, before = config.hidden_size, e * n * config.ffn_hidden_size // t, widths(config)[2] // t
+    e, w, t, n, x = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config), hidden_bytes(config)
+    cuda, (first, *_), (*_, last) = config.device == "cuda", stage_model(config, at).chunks, stage_model(config, at).chunks
+    h, ffn, before = config.hidden_size, e * n * config.ffn_hidden_size // t, qkv_and_mlp_bytes(config)[2] // t
 
     def beside_fp32(inputs, outputs):
         """What a CPU needs for a 16-bit weight gradient: the product, before it is added to fp32; of fp16 both factors
         in fp32."""
         if cuda or e == w:
             return 0
-        factors = w * n // slices(config) * (inputs + outputs)
+        factors = w * n // slice_count(config) * (inputs + outputs)
         return factors if config.dtype == "float16" else e * inputs * outputs
 
-    head = sum(kept_by_ends(config, at, last).values()) if last.post_process else 0  # gone when the layers' turn comes
-    beside = [pair_bytes(config, at, resumed - first.pre_process) for resumed in (0, 1, 1 + last.post_process)]
+    head = sum(chunk_tape_bytes(config, at, last).values()) if last.post_process else 0  # gone when the layers' turn comes
+    beside = [pair_working_bytes(config, at, resumed - first.pre_process) for resumed in (0, 1, 1 + last.post_process)]
     # backward of an MLP, of one slice of which what is computed again is there
     forgets = GRANULARITIES[config.recompute_granularity]
-    again = (ffn * ("activation" in forgets) + (x + before) * ("h" in forgets)) // slices(config)
-    again += 4 * stream(config) * on_host(config)  # x of two sublayers that leave, and of two that come back
+    again = (ffn * ("activation" in forgets) + (x + before) * ("h" in forgets)) // slice_count(config)
+    again += 4 * residual_bytes(config) * offloads_to_host(config)  # x of two sublayers that leave, and of two that come back
     moments = [2 * x + ffn + before + max(0, beside_fp32(h, config.ffn_hidden_size // t) - ffn) - head + beside[2]
                + again]
     if last.post_process:                                                           # forward and backward of the head
-        width = logits_width(config, at)
-        chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"] // 4, n * width // slices(config))
+        width = local_vocab_size(config, at)
+        chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"] // 4, n * width // slice_count(config))
         chunk *= e if config.fp16_lm_cross_entropy else w
         moments += [2 * x + chunk + beside[0], 2 * x + max(chunk, beside_fp32(h, width)) + beside[1]]
-    return int(max(moments)) + gradient_buffers(config, at)
+    return int(max(moments)) + gradient_buffer_bytes(config, at)
 
 
-def gradient_buffers(config: Config, at) -> int:
+def gradient_buffer_bytes(config: Config, at) -> int:
     """Of gradients that ZeRO-2 adds up, or has on their way, at most: a sublayer's two matrices, and the word
     embedding's, to which the head adds before, and where chunks meet one more; all buckets that are no matrices; and
     UNDER_WAY, which CPUs receive into memory of its own (collectives.py)."""
-    if gradient_parts(config) == 1:
+    if gradient_shards(config) == 1:
         return 0
-    flat = buckets(config, at)
+    flat = bucket_sizes(config, at)
     matrices = sorted(size for kind, size in flat if kind.decay)
     filled = sum(matrices[-2 - config.virtual_stages:]) + sum(size for kind, size in flat if not kind.decay)
     travelling = UNDER_WAY * max(size for _, size in flat) * (1 if config.device == "cuda" else 2)
-    return wide(config) * (filled + travelling)
+    return bytes_per_main_element(config) * (filled + travelling)
 
 
-def pair_bytes(config: Config, at, sublayers: int) -> float:
+def pair_working_bytes(config: Config, at, sublayers: int) -> float:
     """Of a pair's forward that is through with so many sublayers, none of which its backward has given up in turn, and
     of what both have at hand besides, about 4 X. (The embedding and the head are a turn each.)"""
-    if all(len(action.halves) == 1 for action in actions(config, at)):
+    if all(len(action.halves) == 1 for action in stage_actions(config, at)):
         return 0
-    own, (q, k, before, after) = stream(config), (one / config.tp for one in widths(config))
+    own, (q, k, before, after) = residual_bytes(config), (one / config.tp for one in qkv_and_mlp_bytes(config))
     forgets = GRANULARITIES[config.recompute_granularity]
     links = [own + ("h" not in forgets) * (own + columns) + ("activation" not in forgets) * rows
              for columns, rows in ((q + 2 * k, q), (before, after))]
-    return 4 * activation(config) + sum(links[:max(sublayers, 0)])
+    return 4 * hidden_bytes(config) + sum(links[:max(sublayers, 0)])
 
 
-def receiving_bytes(config: Config, at) -> int:
+def tape_and_receive_bytes(config: Config, at) -> int:
     """Of gradients on their way to the sum, with what is still held of tapes, at most: on CPUs a reduce-scatter
     receives into memory of its own (collectives.py), of each chunk after its last action."""
-    if parts(config) == 1 or gradient_parts(config) > 1 or config.device == "cuda":
+    if optimizer_shards(config) == 1 or gradient_shards(config) > 1 or config.device == "cuda":
         return 0
-    chunks, row = stage(config, at).chunks, actions(config, at)
+    chunks, row = stage_model(config, at).chunks, stage_actions(config, at)
     last = {half.chunk: number for number, action in enumerate(row) for half in action.halves}
-    part = wide(config) * sum(size for _, size in buckets(config, at)) / sum(len(chunk.layers) for chunk in chunks)
+    part = bytes_per_main_element(config) * sum(size for _, size in bucket_sizes(config, at)) / sum(len(chunk.layers) for chunk in chunks)
     received = [sum(part * len(chunks[chunk].layers) for chunk in last if last[chunk] <= number)
                 for number in range(len(row))]
-    return round(max(held + here for held, here in zip(tape_bytes(config, at), received) if here))
+    return round(max(held + here for held, here in zip(tape_bytes_over_time(config, at), received) if here))
 
 
 def peak_bytes(config: Config, at) -> int:
     """State, messages, and the larger of two moments: activations with what comes and goes beside them, or, once
     backward has used these up, received gradients. An estimate within a few percent."""
     return (sum(state_bytes(config, at).values()) + message_bytes(config, at)
-            + max(activation_bytes(config, at) + working_bytes(config, at), receiving_bytes(config, at)))
+            + max(tape_bytes(config, at) + working_bytes(config, at), tape_and_receive_bytes(config, at)))
 
 
-def most_bytes(config: Config) -> int:
+def fullest_rank_bytes(config: Config) -> int:
     """The peak of the fullest rank."""
-    return max(peak_bytes(config, place(config, stage)) for stage in range(config.pp))
+    return max(peak_bytes(config, mesh_at(config, stage)) for stage in range(config.pp))
 
 
 # What NCCL keeps of a GPU for each connection of a channel, in and out: 10 MiB to receive into (buffers of its three
 # protocols, of 4 MiB for large messages: NCCL_BUFFSIZE) and 2 MiB to send from, as NCCL_DEBUG_SUBSYS=ALLOC lists it in
 # github.com/NVIDIA/nccl/issues/1685. The quicker the links, the more channels: taken are 24, for NVLink.
-CONNECTION, CHANNELS = 12 * 2**20, 24
+CONNECTION_BYTES, CHANNELS = 12 * 2**20, 24
 
 
 def communicator_bytes(config: Config, at: Mesh) -> int:
@@ -337,8 +338,8 @@ def communicator_bytes(config: Config, at: Mesh) -> int:
     What NCCL adds for trees, and for switches that sum, is left out."""
     if config.device != "cuda":
         return 0
-    tied = stage(config, at).tied_copy is not None
+    tied = stage_model(config, at).tied_copy is not None
     rings = CHANNELS * sum((config.world_size > 1, config.tp > 1, config.dp > 1, tied))
     neighbours = sum(at.pp_rank in pair for pair in config.placement.neighbours)
     messages = MESSAGE_BLOCKS * (1 + neighbours) if config.pp > 1 else 0           # stages meet in a ring, once
-    return CONNECTION * (rings + messages)
+    return CONNECTION_BYTES * (rings + messages)

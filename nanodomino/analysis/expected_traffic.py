@@ -1,8 +1,9 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from nanodomino.analysis.sizes import (actions, activation, buckets, element, parts, reduces, slices, stage, stream,
-                                       tokens, wide)
+from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_element, bytes_per_main_element, gradient_reductions,
+                                       hidden_bytes, optimizer_shards, residual_bytes, slice_count, stage_actions,
+                                       stage_model, tokens_per_microbatch)
 from nanodomino.config.config import Config
 
 
@@ -20,32 +21,32 @@ class Traffic:
     backward: bool = False
 
 
-def wire_bytes(kind: str, payload: float, ranks: int) -> float:
+def bytes_sent(kind: str, payload: float, ranks: int) -> float:
     """What each of `ranks` in a ring sends. What is received, another one has sent."""
     around = {"all_reduce": 2 * (ranks - 1) / ranks, "reduce_scatter": (ranks - 1) / ranks,
               "all_gather": (ranks - 1) / ranks, "send": 1.0, "receive": 0.0}
     return around.get(kind, 0.0) * payload                     # of a kind that has no formula nobody knows
 
 
-def pieces(count: int, size: int) -> int:
+def chunk_count(count: int, size: int) -> int:
     """How many torch.chunk makes of `size`: `count` or fewer."""
     return -(-size // -(-size // count))
 
 
-def traffic(config: Config, at) -> list[Traffic]:
+def step_traffic(config: Config, at) -> list[Traffic]:
     """Everything that a rank puts on the wires, or awaits from them, in one step."""
-    return tensor_parallel(config, at) + pipeline(config, at) + replicas(config, at)
+    return tensor_parallel_traffic(config, at) + pipeline_traffic(config, at) + once_per_step_traffic(config, at)
 
 
-def tensor_parallel(config: Config, at, chunks=None) -> list[Traffic]:
+def tensor_parallel_traffic(config: Config, at, chunks=None) -> list[Traffic]:
     """Each pair of products costs one sum of X forward (of its outputs) and one backward (of its input's gradient).
     Where the stream is cut that is a scatter, and a gather comes before; and in backward another, of the input.
     chunks: some of the stage's; None for all."""
     if config.tp == 1:
         return []
-    w, n, x, chunks = wide(config), tokens(config), activation(config), chunks or stage(config, at).chunks
-    whole = config.microbatches * slices(config)
-    cut = whole * pieces(config.columns, config.hidden_size)
+    w, n, x, chunks = bytes_per_main_element(config), tokens_per_microbatch(config), hidden_bytes(config), chunks or stage_model(config, at).chunks
+    whole = config.microbatches * slice_count(config)
+    cut = whole * chunk_count(config.columns, config.hidden_size)
     is_cut = config.stream_parts > 1
 
     def sums(calls, size, why, backward=False, kind="reduce_scatter" if is_cut else "all_reduce"):
@@ -66,29 +67,29 @@ def tensor_parallel(config: Config, at, chunks=None) -> list[Traffic]:
     return found
 
 
-def pipeline(config: Config, at) -> list[Traffic]:
+def pipeline_traffic(config: Config, at) -> list[Traffic]:
     """One X, or a rank's part of it, over each boundary forward, one back, for each microbatch: counted in the stage's
     actions. A boundary inside of the stage has no wires."""
     counts, placement = Counter(), config.placement
-    for half in (half for action in actions(config, at) for half in action.halves):
+    for half in (half for action in stage_actions(config, at) for half in action.halves):
         for kind, other in (("send", placement.target), ("receive", placement.source)):
             other = other(at.pp_rank, half)
             counts[kind, half.direction < 0] += other is not None and other[0] != at.pp_rank
-    return [Traffic("pp", kind, count, round(count * stream(config)), "gradients" if up else "activations", up)
+    return [Traffic("pp", kind, count, round(count * residual_bytes(config)), "gradients" if up else "activations", up)
             for (kind, up), count in counts.items() if count]
 
 
-def replicas(config: Config, at) -> list[Traffic]:
+def once_per_step_traffic(config: Config, at) -> list[Traffic]:
     """Once a step gradients are summed (in ZeRO-2 once a microbatch) and weights gathered; first and last stage agree
     on a tied matrix, tensor-parallel ranks on what is whole on each if they have worked on rows of their own, and all
     ranks on the step."""
-    e, w, flat, times = element(config), wide(config), buckets(config, at), reduces(config)
+    e, w, flat, times = bytes_per_element(config), bytes_per_main_element(config), bucket_sizes(config, at), gradient_reductions(config)
     padded, count = sum(size for _, size in flat), len(flat)
-    tied = [size // parts(config) for kind, size in flat if kind.tied]
-    copies = [size // parts(config) for kind, size in flat if kind.of_part]
+    tied = [size // optimizer_shards(config) for kind, size in flat if kind.tied]
+    copies = [size // optimizer_shards(config) for kind, size in flat if kind.of_part]
     found = [Traffic("embedding", "all_reduce", len(tied), w * sum(tied), "tied embedding")] if tied else []
     found += [Traffic("tp", "all_reduce", len(copies), w * sum(copies), "norms, biases")] if copies else []
-    if parts(config) > 1:
+    if optimizer_shards(config) > 1:
         found += [Traffic("dp", "reduce_scatter", times * count, times * w * padded, "gradients", backward=True),
                   Traffic("dp", "all_gather", count, e * padded, "weights")]
     elif config.dp > 1:
@@ -96,7 +97,7 @@ def replicas(config: Config, at) -> list[Traffic]:
     return found + [Traffic("world", "all_reduce", 1, 4 * 8, "loss, tokens, norm, stop")]
 
 
-def by_group(found: list[Traffic]) -> dict[tuple[str, str], tuple[int, int]]:
+def totals_by_group(found: list[Traffic]) -> dict[tuple[str, str], tuple[int, int]]:
     """(group, kind) -> (calls, bytes)."""
     sums = {}
     for one in found:

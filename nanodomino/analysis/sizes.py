@@ -10,18 +10,18 @@ from nanodomino.optim.buckets import Kind, flat_layout, sort_into_buckets
 # ---- the grid
 
 
-def grid(config: Config) -> list[Mesh]:
+def all_meshes(config: Config) -> list[Mesh]:
     """Every rank's place, in order: tp fastest, then dp, then pp (2104.04473, section 3)."""
-    return [place(config, stage, replica, rank)
+    return [mesh_at(config, stage, replica, rank)
             for stage in range(config.pp) for replica in range(config.dp) for rank in range(config.tp)]
 
 
-def place(config: Config, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
+def mesh_at(config: Config, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
     """`at` of all that follows. A Mesh of real processes will do as well."""
     return mesh_on_paper(config.pp, config.dp, config.tp, pp_rank, dp_rank, tp_rank)
 
 
-def members(at: Mesh, group: str) -> list[int]:
+def group_ranks(at: Mesh, group: str) -> list[int]:
     """World ranks of this place's group: tp, dp, pp, embedding (first and last stage) or world."""
     return {"tp": [at.rank_of(at.pp_rank, at.dp_rank, i) for i in range(at.tp)],
             "dp": [at.rank_of(at.pp_rank, i, at.tp_rank) for i in range(at.dp)],
@@ -30,82 +30,82 @@ def members(at: Mesh, group: str) -> list[int]:
             "world": list(range(at.pp * at.dp * at.tp))}[group]
 
 
-def stage(config: Config, at: Mesh) -> GPT:
+def stage_model(config: Config, at: Mesh) -> GPT:
     """The model's stage at this place, without memory."""
     return on_paper(config, at.pp_rank, at.tp_rank)
 
 
-def actions(config: Config, at: Mesh) -> tuple:
+def stage_actions(config: Config, at: Mesh) -> tuple:
     """What this place's stage does in a step."""
     return config.timetable.rows[at.pp_rank]
 
 
-def slices(config: Config) -> int:
+def slice_count(config: Config) -> int:
     """Into how many a microbatch is cut."""
     return min(config.slices, config.micro_batch_size)
 
 
-def element(config: Config) -> int:
+def bytes_per_element(config: Config) -> int:
     """e: bytes of an element of the weights and activations."""
     return config.params_dtype.itemsize
 
 
-def wide(config: Config) -> int:
+def bytes_per_main_element(config: Config) -> int:
     """w: bytes of what is kept in fp32, or in the wider type of the weights."""
-    return max(4, element(config))
+    return max(4, bytes_per_element(config))
 
 
-def tokens(config: Config) -> int:
+def tokens_per_microbatch(config: Config) -> int:
     """Of a microbatch."""
     return config.micro_batch_size * config.seq_length
 
 
-def activation(config: Config) -> int:
+def hidden_bytes(config: Config) -> int:
     """X: bytes of the activation of a microbatch."""
-    return element(config) * tokens(config) * config.hidden_size
+    return bytes_per_element(config) * tokens_per_microbatch(config) * config.hidden_size
 
 
-def stream(config: Config) -> float:
+def residual_bytes(config: Config) -> float:
     """Bytes of what a rank has of it between two sublayers: X, or X/t."""
-    return activation(config) / config.stream_parts
+    return hidden_bytes(config) / config.stream_parts
 
 
 # ---- model state
 
-def parts(config: Config) -> int:
+def optimizer_shards(config: Config) -> int:
     """Into how many parts the optimizer is cut."""
     return config.dp if config.zero_stage else 1
 
 
-def gradient_parts(config: Config) -> int:
+def gradient_shards(config: Config) -> int:
     """Into how many parts the gradients are cut."""
     return config.dp if config.zero_stage == 2 else 1
 
 
-def reduces(config: Config) -> int:
+def gradient_reductions(config: Config) -> int:
     """How often in a step gradients are summed over the replicas."""
-    return config.microbatches if gradient_parts(config) > 1 else 1
+    return config.microbatches if gradient_shards(config) > 1 else 1
 
 
 @lru_cache(maxsize=1024)
-def buckets_of(config: Config, pp_rank: int) -> list[tuple[Kind, int]]:
-    return [(kind, flat_layout(weights, parts(config))[1]) for kind, weights in
+def stage_bucket_sizes(config: Config, pp_rank: int) -> list[tuple[Kind, int]]:
+    return [(kind, flat_layout(weights, optimizer_shards(config))[1]) for kind, weights in
             sort_into_buckets(on_paper(config, pp_rank))]
 
 
-def buckets(config: Config, at: Mesh) -> list[tuple[Kind, int]]:
+def bucket_sizes(config: Config, at: Mesh) -> list[tuple[Kind, int]]:
     """(kind, elements with padding) of each flat buffer; the same on all ranks of a stage."""
-    return buckets_of(config, at.pp_rank)
+    return stage_bucket_sizes(config, at.pp_rank)
 
 
-def widths(config: Config) -> tuple[int, int, int, int]:
+def qkv_and_mlp_bytes(config: Config) -> tuple[int, int, int, int]:
     """Bytes of a microbatch's q; k, or v; what an MLP's activation takes, and gives. Of all ranks together."""
-    each = element(config) * tokens(config)
+    each = bytes_per_element(config) * tokens_per_microbatch(config)
     heads, groups, after = config.num_attention_heads, config.num_query_groups, each * config.ffn_hidden_size
     return (each * heads * config.kv_channels, each * groups * config.kv_channels,
             ACTIVATIONS[config.activation].inputs * after, after)
 
 
-def logits_width(config: Config, at: Mesh) -> int:
+def local_vocab_size(config: Config, at: Mesh) -> int:
     """Logits of a token on this rank, whose stage has the head: its words, rounded up (VocabParallelEmbedding)."""
-    return stage(config, at).head[0].width
+    return stage_model(config, at).head[0].width

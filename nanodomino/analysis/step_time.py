@@ -59,39 +59,39 @@ class Machine:
 
 # ---- the model
 
-def wire_seconds(config: Config, machine: Machine, at, found: list[Traffic]) -> float:
+def communication_seconds(config: Config, machine: Machine, at, found: list[Traffic]) -> float:
     """On the wires, one collective after the other. A ring is as slow as its slowest link."""
     seconds = 0.0
     for one in found:
-        ranks = set(sizes.members(at, one.group))
+        ranks = set(sizes.group_ranks(at, one.group))
         rate = machine.near if len({rank // machine.per_host for rank in ranks}) == 1 else machine.far
         if len(ranks) > 1 and one.kind != "receive":
-            seconds += one.calls * machine.latency + expected_traffic.wire_bytes(one.kind, one.bytes, len(ranks)) / rate
+            seconds += one.calls * machine.latency + expected_traffic.bytes_sent(one.kind, one.bytes, len(ranks)) / rate
     return seconds
 
 
-def flops(config: Config, at, chunk: Chunk) -> tuple[float, float, float]:
+def forward_flops(config: Config, at, chunk: Chunk) -> tuple[float, float, float]:
     """Of one microbatch forward through a chunk: (products with the layers' weights, with the head's, attention's own).
     Attention is not halved for causality."""
-    h, n, heads = config.hidden_size, sizes.tokens(config), config.num_attention_heads * config.kv_channels
+    h, n, heads = config.hidden_size, sizes.tokens_per_microbatch(config), config.num_attention_heads * config.kv_channels
     matrices = sum(weight.numel() for layer in chunk.layers for weight in layer.parameters() if weight.dim() == 2)
-    head = h * sizes.logits_width(config, at) if chunk.post_process else 0
+    head = h * sizes.local_vocab_size(config, at) if chunk.post_process else 0
     return 2 * n * matrices, 2 * n * head, len(chunk.layers) * 4 * n * config.seq_length * heads / config.tp
 
 
-def flops_again(config: Config, at, chunk: Chunk) -> float:
+def recomputed_flops(config: Config, at, chunk: Chunk) -> float:
     """What its backward computes again of them: attention's own, and the column-parallel products."""
-    *_, attention = flops(config, at, chunk)
-    columns = 2 * sizes.tokens(config) * sum(sublayer.column.weight.numel() for sublayer in chunk.sublayers)
+    *_, attention = forward_flops(config, at, chunk)
+    columns = 2 * sizes.tokens_per_microbatch(config) * sum(sublayer.column.weight.numel() for sublayer in chunk.sublayers)
     forgets = GRANULARITIES[config.recompute_granularity]
     return attention * ("activation" in forgets) + columns * ("h" in forgets)
 
 
-def work(config: Config, at) -> tuple[float, float]:
+def stage_flops(config: Config, at) -> tuple[float, float]:
     """FLOPs of a microbatch on a stage, forward and backward, and of what is computed again."""
-    chunks = sizes.stage(config, at).chunks
-    return (3 * sum(sum(flops(config, at, chunk)) for chunk in chunks),
-            sum(flops_again(config, at, chunk) for chunk in chunks))
+    chunks = sizes.stage_model(config, at).chunks
+    return (3 * sum(sum(forward_flops(config, at, chunk)) for chunk in chunks),
+            sum(recomputed_flops(config, at, chunk) for chunk in chunks))
 
 
 @dataclass(frozen=True)
@@ -104,35 +104,35 @@ class Cost:
     reduces: float = 0.0         # on other wires: its gradients, whose reduce it must keep up with
 
 
-def take_turns(config: Config, *halves: Cost) -> float:
+def action_seconds(config: Config, *halves: Cost) -> float:
     """Seconds of an action, both of whose halves are under way if it is a pair.
 
     One slice works, then waits while its cover runs; with more, the others work meanwhile: nothing is faster than all
     the work, than all the wires, or than one slice alone. Of columns, all but the last travel behind the next one's
     product, and about half of the work is such products.
     """
-    columns = expected_traffic.pieces(config.columns, config.hidden_size)
+    columns = expected_traffic.chunk_count(config.columns, config.hidden_size)
 
     def alone(half):
         left = max(half.wires / columns, half.wires - (1 - 1 / columns) * half.work / 2)
-        return (half.work + max(left, half.cover)) / sizes.slices(config)
+        return (half.work + max(left, half.cover)) / sizes.slice_count(config)
 
     return max(sum(half.work + half.cover for half in halves), sum(half.wires for half in halves), *map(alone, halves),
                *(max(half.copies, half.reduces) for half in halves))
 
 
-def costs(config: Config, machine: Machine, at, keeps_up=False) -> dict[tuple[str, int], Cost]:
+def action_costs(config: Config, machine: Machine, at, keeps_up=False) -> dict[tuple[str, int], Cost]:
     """(kind of an action, chunk) -> its cost on a stage. Of split gradients only the head's stay together.
     keeps_up: with the sums of each microbatch's gradients, where they are summed one by one."""
-    found, copied = {}, sizes.stream(config) / machine.host if expected_memory.on_host(config) else 0.0
-    share, (every, _) = shares(config, at), replica_seconds(config, machine, at)
-    for number, chunk in enumerate(sizes.stage(config, at).chunks):
-        dense, head, attention = (count / machine.products for count in flops(config, at, chunk))
+    found, copied = {}, sizes.residual_bytes(config) / machine.host if expected_memory.offloads_to_host(config) else 0.0
+    share, (every, _) = gradient_shares_of_chunks(config, at), data_parallel_seconds(config, machine, at)
+    for number, chunk in enumerate(sizes.stage_model(config, at).chunks):
+        dense, head, attention = (count / machine.products for count in forward_flops(config, at, chunk))
         reduces = share[number] * every if keeps_up else 0.0
-        sums = expected_traffic.tensor_parallel(config, at, [chunk])
-        up, down = (wire_seconds(config, machine, at, [one for one in sums if one.backward == backward])
+        sums = expected_traffic.tensor_parallel_traffic(config, at, [chunk])
+        up, down = (communication_seconds(config, machine, at, [one for one in sums if one.backward == backward])
                     / config.microbatches for backward in (False, True))
-        again, copies = flops_again(config, at, chunk) / machine.products, len(chunk.sublayers) * copied
+        again, copies = recomputed_flops(config, at, chunk) / machine.products, len(chunk.sublayers) * copied
         found |= {("forward", number): Cost(dense + head + attention, up, copies=copies),
                   ("backward", number): Cost(dense + head + 2 * attention, down, dense + head + again, copies, reduces),
                   ("input_backward", number): Cost(dense + head + 2 * attention, down, head + again, copies),
@@ -140,54 +140,54 @@ def costs(config: Config, machine: Machine, at, keeps_up=False) -> dict[tuple[st
     return found
 
 
-def replica_seconds(config: Config, machine: Machine, at) -> tuple[float, float]:
+def data_parallel_seconds(config: Config, machine: Machine, at) -> tuple[float, float]:
     """On the wires between replicas: (for each time that gradients are summed, for what else happens once a step)."""
-    found = expected_traffic.replicas(config, at)
-    sums, rest = (wire_seconds(config, machine, at, [one for one in found if one.backward == backward])
+    found = expected_traffic.once_per_step_traffic(config, at)
+    sums, rest = (communication_seconds(config, machine, at, [one for one in found if one.backward == backward])
                   for backward in (True, False))
-    return sums / sizes.reduces(config), rest
+    return sums / sizes.gradient_reductions(config), rest
 
 
-def shares(config: Config, at) -> list[float]:
+def gradient_shares_of_chunks(config: Config, at) -> list[float]:
     """Of a stage's gradients, about: each chunk's."""
-    layers = [len(chunk.layers) for chunk in sizes.stage(config, at).chunks]
+    layers = [len(chunk.layers) for chunk in sizes.stage_model(config, at).chunks]
     return [one / sum(layers) for one in layers]
 
 
 def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
     """An optimizer step, in parts that add up to it."""
-    stages = [sizes.place(config, stage) for stage in range(config.pp)]
-    free, real = played(config, machine, [costs(config, machine, at) for at in stages])
+    stages = [sizes.mesh_at(config, stage) for stage in range(config.pp)]
+    free, real = simulate_schedule(config, machine, [action_costs(config, machine, at) for at in stages])
     last = real
-    if sizes.reduces(config) > 1:
-        (last,) = played(config, machine, [costs(config, machine, at, keeps_up=True) for at in stages], messages=[True])
+    if sizes.gradient_reductions(config) > 1:
+        (last,) = simulate_schedule(config, machine, [action_costs(config, machine, at, keeps_up=True) for at in stages], messages=[True])
     ideal = simulation.busy_time(free)
     products, again = (config.microbatches * count / machine.products                # the same in any schedule
-                       for count in max((work(config, at) for at in stages), key=sum))
+                       for count in max((stage_flops(config, at) for at in stages), key=sum))
     parts = {"products": products}
     if config.recompute_granularity != "none":
         parts["again"] = again
-    if expected_memory.on_host(config):
+    if expected_memory.offloads_to_host(config):
         there = dataclasses.replace(config, checkpoint_in_cpu=False)
         parts["host copies"] = ideal - simulation.busy_time(
-            *played(there, machine, [costs(there, machine, at) for at in stages], messages=(False,)))
+            *simulate_schedule(there, machine, [action_costs(there, machine, at) for at in stages], messages=(False,)))
     return {**parts, "tp wires": max(0.0, ideal - sum(parts.values())),
             "bubble": simulation.step_time(free) - ideal,
             "pp wires": simulation.step_time(real) - simulation.step_time(free),
             "dp wires": (simulation.step_time(last) - simulation.step_time(real)
-                         + max(exposed(config, machine, at, row) for at, row in zip(stages, last))),
-            "optimizer": max(optimizer_bytes(config, at) for at in stages) / machine.memory}
+                         + max(exposed_data_parallel_seconds(config, machine, at, row) for at, row in zip(stages, last))),
+            "optimizer": max(optimizer_memory_traffic(config, at) for at in stages) / machine.memory}
 
 
-def played(config: Config, machine: Machine, of_stages: list[dict], messages=(False, True)) -> tuple[list, ...]:
+def simulate_schedule(config: Config, machine: Machine, of_stages: list[dict], messages=(False, True)) -> tuple[list, ...]:
     """What each stage does when, in seconds: with messages that are free, and with such as take their time.
     of_stages: of each its costs; messages: whether they take time, one after the other."""
-    message = wire_seconds(config, machine, sizes.place(config),
-                           [Traffic("pp", "send", 1, sizes.stream(config))])
+    message = communication_seconds(config, machine, sizes.mesh_at(config),
+                           [Traffic("pp", "send", 1, sizes.residual_bytes(config))])
 
     @lru_cache(maxsize=None)
     def seconds(stage, *whats):
-        return take_turns(config, *(of_stages[stage][what] for what in whats))
+        return action_seconds(config, *(of_stages[stage][what] for what in whats))
 
     def duration(stage, action):
         return seconds(stage, *((half.kind, half.chunk) for half in action.halves))
@@ -195,10 +195,10 @@ def played(config: Config, machine: Machine, of_stages: list[dict], messages=(Fa
     return tuple(simulation.play(config.timetable, duration, message if real else 0.0) for real in messages)
 
 
-def exposed(config: Config, machine: Machine, at, row) -> float:
+def exposed_data_parallel_seconds(config: Config, machine: Machine, at, row) -> float:
     """Seconds by which the sums over replicas, and what else happens once a step, outlast the actions of a stage, whose
     times `row` has. The gradients of a chunk can travel from the begin of its last action on."""
-    (behind, after), share = replica_seconds(config, machine, at), shares(config, at)
+    (behind, after), share = data_parallel_seconds(config, machine, at), gradient_shares_of_chunks(config, at)
     final = {half.chunk: begin for action, begin, _ in row for half in action.halves if half.kind != "forward"}
     travelled = 0.0
     for chunk, begin in sorted(final.items(), key=lambda item: item[1]):
@@ -206,14 +206,14 @@ def exposed(config: Config, machine: Machine, at, row) -> float:
     return max(0.0, travelled - row[-1][2]) + after
 
 
-def optimizer_bytes(config: Config, at) -> float:
+def optimizer_memory_traffic(config: Config, at) -> float:
     """Read and written in a step: gradients zeroed; of the own part the norm, the scaling, the update (weights and
     moments read and written, gradients read), and of 16-bit weights the copy. In ZeRO-2 gradients are zeroed for each
     microbatch, and the own part of them added to what there is of it."""
-    e, w, times = sizes.element(config), sizes.wide(config), sizes.reduces(config)
+    e, w, times = sizes.bytes_per_element(config), sizes.bytes_per_main_element(config), sizes.gradient_reductions(config)
     own = (1 + 2 + 3 + 2 * len(OPTIMIZERS[config.optimizer].moments)) * w + (w + e if e < w else 0)
-    own += 3 * w * times if sizes.gradient_parts(config) > 1 else 0
-    return sum(size for _, size in sizes.buckets(config, at)) * (w * times + own / sizes.parts(config))
+    own += 3 * w * times if sizes.gradient_shards(config) > 1 else 0
+    return sum(size for _, size in sizes.bucket_sizes(config, at)) * (w * times + own / sizes.optimizer_shards(config))
 
 
 def mfu(config: Config, seconds: float, peak: float) -> float:
@@ -231,7 +231,7 @@ def measure_machine(config: Config, mesh, most_rows=None) -> Machine:
     activation, where there are any.
     """
     dtype, device = config.params_dtype, mesh.device
-    rows = min(sizes.tokens(config) // sizes.slices(config), most_rows or sys.maxsize)
+    rows = min(sizes.tokens_per_microbatch(config) // sizes.slice_count(config), most_rows or sys.maxsize)
     h, ffn = config.hidden_size, config.ffn_hidden_size // config.tp
     x, up, down = (torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
                    for shape in ((rows, h), (ffn, h), (h, ffn)))
@@ -241,26 +241,26 @@ def measure_machine(config: Config, mesh, most_rows=None) -> Machine:
         y = x + F.gelu(F.layer_norm(x, (h,)) @ up.t(), approximate="tanh") @ down.t()
         torch.autograd.grad(y.sum(), [x, up, down])
 
-    memory = rate(2 * large.nbytes, lambda: large.mul_(1.0), device)
+    memory = measure_rate(2 * large.nbytes, lambda: large.mul_(1.0), device)
     group = next((group for group in (mesh.tp_group, mesh.dp_group, mesh.pp_group) if group.size() > 1), None)
-    wires = memory if group is None else rate(expected_traffic.wire_bytes("all_reduce", sent.nbytes, group.size()),
+    wires = memory if group is None else measure_rate(expected_traffic.bytes_sent("all_reduce", sent.nbytes, group.size()),
                                               lambda: dist.all_reduce(sent, group=group), device)
-    pinned = torch.empty_like(sent, device="cpu", pin_memory=True) if expected_memory.on_host(config) else None
-    host = math.inf if pinned is None else rate(sent.nbytes, lambda: pinned.copy_(sent, non_blocking=True), device)
-    return Machine(products=rate(3 * 2 * 2 * rows * h * ffn, mlp, device), near=wires, far=wires, latency=0.0,
+    pinned = torch.empty_like(sent, device="cpu", pin_memory=True) if expected_memory.offloads_to_host(config) else None
+    host = math.inf if pinned is None else measure_rate(sent.nbytes, lambda: pinned.copy_(sent, non_blocking=True), device)
+    return Machine(products=measure_rate(3 * 2 * 2 * rows * h * ffn, mlp, device), near=wires, far=wires, latency=0.0,
                    per_host=config.world_size, memory=memory, host=host)
 
 
-def require_room(config: Config, device, local_world_size: int):
+def require_memory(config: Config, device, local_world_size: int):
     """Raises UserError, before anything is allocated, where the run can't fit into this process's memory."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
     config, most = dataclasses.replace(config, device=device.type), "--num-layers or --hidden-size"
-    needed = expected_memory.least_bytes(config)
+    needed = expected_memory.average_state_bytes(config)
     if needed <= memory:                                       # half of it: right within a factor of two
-        needed = expected_memory.most_bytes(config) // 2
+        needed = expected_memory.fullest_rank_bytes(config) // 2
         most = "--micro-batch-size or --num-layers"
     require(needed <= memory,
             f"the fullest of {config.world_size} processes would need at least {needed / 1e9:,.0f} GB of memory, and "
@@ -272,17 +272,17 @@ def estimate(config: Config, mesh) -> tuple[float, int]:
     it together, and each gets the same. Right within a factor of two or so."""
     config = dataclasses.replace(config, device=mesh.device.type)
     seconds = sum(step_seconds(config, measure_machine(config, mesh, most_rows=128)).values())
-    return slowest(seconds), expected_memory.most_bytes(config)
+    return slowest(seconds), expected_memory.fullest_rank_bytes(config)
 
 
-def rate(amount: float, work, device, times=5) -> float:
-    """amount a second, when work() is done by all ranks at once, several times in a row."""
+def measure_rate(amount: float, work, device, times=5) -> float:
+    """amount a second, when stage_flops() is done by all ranks at once, several times in a row."""
     seconds = []
     for _ in range(3):
         synchronize(device)
         begin = time.perf_counter()
         for _ in range(times):
-            work()
+            stage_flops()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(slowest(time.perf_counter() - begin))
