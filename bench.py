@@ -23,7 +23,7 @@ file each.
 
 import sys
 
-from nanodomino.config.terminal import run
+from nanodomino.config.terminal import run_command
 
 QUESTIONS = ("overlap", "throughput", "host", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "plan",
              "scaling")
@@ -36,4 +36,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run(main, sys.argv[1:])
+    run_command(main, sys.argv[1:])

@@ -41,14 +41,14 @@ from nanodomino.errors import UserError, require
 from nanodomino.generate.sampling import generate
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import GPT
-from nanodomino.run.check_copies import choose_kernels_by_rule, drifted_copies
+from nanodomino.run.check_copies import drifted_copies, make_compiler_deterministic
 from nanodomino.run.command_line import from_command_line
-from nanodomino.run.failure import start
-from nanodomino.run.folder import Run, check_shared, find_run
+from nanodomino.run.failure import run_rank
+from nanodomino.run.folder import Run, check_shared_folder, open_run
 from nanodomino.run.report import Report
 from nanodomino.run.signals import StopSignal
 from nanodomino.run.tensorboard import check_package
-from nanodomino.run.watchdog import Watch, connecting
+from nanodomino.run.watchdog import Watchdog, connection_timeout
 from nanodomino.schedules.placement import Timetable
 from nanodomino.timeline.draw import draw_timeline
 from nanodomino.zero import StepResult, ZeroOptimizer
@@ -77,7 +77,7 @@ def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuf
     them too, where attention asks what the documents are."""
     place = (step, microbatch, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
     at_an_end = config.placement.virtual_stage(mesh.pp_rank, chunk) in (0, config.placement.last)
-    if at_an_end or config.asks_for_documents:
+    if at_an_end or config.uses_document_boundaries:
         return dataset.batch(*place, shuffle=shuffle)
     return Batch(None, None, None, None, sample_ids_of(*place))
 
@@ -156,7 +156,7 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], mesh: Mesh, run: Run,
-             watch: Watch) -> int:
+             watch: Watchdog) -> int:
     """Build or load, train, validate, save, test, and let the model write something. Returns the exit code."""
     def on_action(done: int, count: int):
         watch.mark()
@@ -271,19 +271,19 @@ def main(arguments: list[str], place: Place) -> int:
         corpus.tokenizer()                                     # the sample at the end needs it: if it fails, then now
     require_memory(config, device, place.local_world_size)
     check_package(config)
-    found = find_run(config, place) if place.rank == 0 else None
+    found = open_run(config, place) if place.rank == 0 else None
 
     if config.deterministic_mode:                              # before anything is computed or summed
         torch.use_deterministic_algorithms(True, warn_only=True)
     if config.compile and config.tp > 1:                       # each for itself, and all must compute alike
-        choose_kernels_by_rule()
-    with connecting(place, config.timeout):
+        make_compiler_deterministic()
+    with connection_timeout(place, config.timeout):
         start_world(place, device, config.timeout)
         mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
     check_agreement(config)
     found = tell_all(found)
-    check_shared(found.folder)
-    with Watch(place, mesh, config.timeout) as watch:
+    check_shared_folder(found.folder)
+    with Watchdog(place, mesh, config.timeout) as watch:
         code = pretrain(config, corpus, datasets, mesh, found, watch)
         dist.barrier()                                         # nobody hangs up while another still talks
     dist.destroy_process_group()
@@ -313,4 +313,4 @@ def check_agreement(config: Config):
 
 
 if __name__ == "__main__":
-    start(main, sys.argv[1:])
+    run_rank(main, sys.argv[1:])

@@ -38,7 +38,7 @@ from nanodomino.analysis.step_time import slowest, synchronize
 from nanodomino.comm.world import Place, find_place
 from nanodomino.config.config import Config
 from nanodomino.config.flags import add_flags
-from nanodomino.config.setting import flags_of
+from nanodomino.config.setting import flag_settings
 from nanodomino.data import Batch, Ends
 from nanodomino.errors import UserError, require
 from nanodomino.overlap import recompute, sequence_parallel
@@ -97,13 +97,13 @@ def parse(question, arguments: list[str]) -> argparse.Namespace:
 
 
 # What train.py calls by the same names: the model, the layout, the batch, the machine.
-CONFIG_FLAGS = tuple(one.name for one in flags_of(Config, "The model", "The layout")) + (
+CONFIG_FLAGS = tuple(one.name for one in flag_settings(Config, "The model", "The layout")) + (
     "global_batch_size", "optimizer", "dtype", "bf16", "fp16", "device")
 
 
 def add_config_flags(parser, names=CONFIG_FLAGS, **defaults):
     """train.py's flags of these names, with the question's own defaults."""
-    add_flags(parser, [one for one in flags_of(Config) if one.name in names], **defaults)
+    add_flags(parser, [one for one in flag_settings(Config) if one.name in names], **defaults)
 
 
 def config_of(flags, world_size: int, **settings) -> Config:

@@ -33,7 +33,7 @@ from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, g
 from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
 from nanodomino.analysis.step_time import Machine, slowest, synchronize
 from nanodomino.config.config import Config
-from nanodomino.config.setting import spelling
+from nanodomino.config.setting import flag_name
 from nanodomino.errors import UserError, require
 from nanodomino.model import parameter_count
 from nanodomino.overlap.recompute import GRANULARITIES
@@ -88,7 +88,7 @@ def processes(flags) -> int:
                               ("product_efficiency", 0.01, 1), ("wire_efficiency", 0.01, 1), ("latency", 0, 10**6),
                               ("reserve", 0, 0.9)):
         value = getattr(flags, name)
-        require(least <= value <= most, f"{spelling(name)} must be from {least} to {most}, but is {value}")
+        require(least <= value <= most, f"{flag_name(name)} must be from {least} to {most}, but is {value}")
     config = config_of(flags, flags.gpus)
     require(flags.gpu == "here" or config.params_dtype.itemsize == 2,
             f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, since what is known of it is the rate of 16-bit "
@@ -192,7 +192,7 @@ def other_schedules(config: Config) -> list[list[dict]]:
 
 
 def flags_text(changes: dict) -> str:
-    return " ".join(spelling(name) if value is True else f"{spelling(name)} {value}" for name, value in changes.items())
+    return " ".join(flag_name(name) if value is True else f"{flag_name(name)} {value}" for name, value in changes.items())
 
 
 def memory_terms(config: Config, at) -> dict[str, int]:

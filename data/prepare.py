@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, Python looks only into data/
 
-from nanodomino.config.terminal import run  # noqa: E402
+from nanodomino.config.terminal import run_command  # noqa: E402
 from nanodomino.corpus.folder import FORMAT, SPLITS, file_sha256, load_corpus  # noqa: E402
 from nanodomino.corpus.huggingface_tokenizer import FILES, SAFE_CUT, find_tokenizer  # noqa: E402
 from nanodomino.corpus.tokenizer import build_tokenizer  # noqa: E402
@@ -513,4 +513,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -16,7 +16,7 @@ import train
 from nanodomino.comm.collectives import all_gather
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.config.config import Config
-from nanodomino.config.setting import names
+from nanodomino.config.setting import names_affecting
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.mesh import make_mesh
@@ -207,7 +207,7 @@ _references = {}
 def reference_for(config: Config, steps: int):
     """(weights to start from, data, records of the steps, final weights) of the plain model; computed once per model."""
     sizes = sizes_of(config)
-    key = (sizes, steps, *(getattr(config, name) for name in names(Config, "model", "optimizer", "run", "learning")))
+    key = (sizes, steps, *(getattr(config, name) for name in names_affecting(Config, "model", "optimizer", "run", "losses")))
     betas = {"adamw": (config.adam_beta1, config.adam_beta2), "lion": (config.lion_beta1, config.lion_beta2)}[config.optimizer]
     if key not in _references:
         weights, data = random_weights(sizes, seed=3), random_data(config, steps)

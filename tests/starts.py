@@ -2,7 +2,7 @@
 
     start(pool, folder, *flags, world_size=2) -> Ended of rank 0
 
-A worker lends its process group, and gives it the run's time-out. What would change it for the tests after this one is left out: the claim on the run's
+A worker lends its process group, and gives it the run's time-out. What would change it for the tests after this one is left out: the lock on the run's
 folder and the signals, both of which last as long as the process. test_faults.py has those, with processes of their own.
 """
 
@@ -59,8 +59,8 @@ def start_rank(flags: list[str], bad_steps) -> Ended:
         _set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
 
     with (mock.patch.multiple(train, get_batch=poisoned, start_world=start_world,
-                              StopSignal=lambda say: SimpleNamespace(number=0, moment=0.0)),
-          mock.patch.multiple(run_folder, claim=lambda run_dir: None, outlive_readers=lambda *_: None),
+                              StopSignal=lambda say: SimpleNamespace(number=0, received_at=0.0)),
+          mock.patch.multiple(run_folder, lock_folder=lambda run_dir: None, tolerate_closed_output=lambda *_: None),
           contextlib.redirect_stdout(screen)):
         try:
             place = Place(rank, world_size, rank, world_size, launched=True)

@@ -26,14 +26,14 @@ from data.prepare import prepare
 from nanodomino.comm.world import Place, find_place
 from nanodomino.config import setting
 from nanodomino.config.config import Config
-from nanodomino.config.setting import spelling
+from nanodomino.config.setting import flag_name
 from nanodomino.corpus.folder import load_corpus
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.optim.optimizers import OPTIMIZERS
-from nanodomino.run.failure import fail
-from nanodomino.run.folder import check_shared
+from nanodomino.run.failure import report_and_exit
+from nanodomino.run.folder import check_shared_folder
 from nanodomino.schedules.definitions import SCHEDULES
 
 SCRIPT = Path(train.__file__).resolve()
@@ -187,7 +187,7 @@ def test_flags_that_cannot_work_are_refused_with_the_numbers_and_a_fix(refusal, 
 
 
 def flags_of(kind):
-    return [spelling(one.name) for one in setting.flags_of(Config) if one.metadata["kind"] is kind]
+    return [flag_name(one.name) for one in setting.flag_settings(Config) if one.metadata["type"] is kind]
 
 
 @pytest.mark.parametrize("flag", flags_of(int))
@@ -387,7 +387,7 @@ def look_together(run_dir, full):
     if dist.get_rank() in full:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
     try:
-        check_shared(Path(run_dir))
+        check_shared_folder(Path(run_dir))
         return ""
     except UserError as error:
         return str(error)
@@ -475,7 +475,7 @@ def test_who_may_be_only_an_echo_waits_before_it_speaks(monkeypatch, capsys, ran
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as caught:
-        fail(Place(rank, 4, rank, 4, launched=True), error)
+        report_and_exit(Place(rank, 4, rank, 4, launched=True), error)
     assert caught.value.code != 0 and bool(slept) == waits and all(seconds <= 13 for seconds in slept)
     last = capsys.readouterr().err.splitlines(keepends=True)[-1]        # after a traceback, where there is one
     assert last.startswith(begin)

@@ -12,12 +12,13 @@ from faults import make_corpus
 from starts import lines, saved, start
 from test_faults import fill
 
+import nanodomino.run.tensorboard
 import train
 from nanodomino.checkpoint.manifest import checkpoints_of, discard
 from nanodomino.comm.world import Place
 from nanodomino.errors import UserError
 from nanodomino.run.command_line import from_command_line
-from nanodomino.run.tensorboard import Board
+from nanodomino.run.tensorboard import TensorBoardWriter
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_a_run_that_goes_on_leaves_no_stale_and_no_double_points(pool, tmp_path,
 def test_what_is_said_is_there_at_once(tmp_path, shown):
     """A kill in the next moment costs nothing. Half a line waits for its rest, a damaged one is passed over."""
     path, said = tmp_path / "metrics.jsonl", []
-    one = Board(tmp_path / "board", path, 0, said.append)
+    one = TensorBoardWriter(tmp_path / "board", path, 0, said.append)
     with open(path, "ab", buffering=0) as metrics:
         for text, steps in ((b'{"step": 1, "loss": 1.0}\n', [1]), (b'{"step": 2, "lo', [1]), (b'ss": 2.0}\nnothing\n', [1, 2]), (b'{"step": 3, "loss": 3.0}\n', [1, 2, 3])):
             metrics.write(text)
@@ -87,12 +88,12 @@ def test_what_can_not_be_written_is_written_when_there_is_room(tmp_path, shown, 
     from torch.utils import tensorboard
 
     path, said, flush = tmp_path / "metrics.jsonl", [], tensorboard.SummaryWriter.flush
-    one = Board(tmp_path / "board", path, 0, said.append)
+    one = TensorBoardWriter(tmp_path / "board", path, 0, said.append)
 
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    faults = {3: [(tensorboard, "check_room", full)], 4: [(tensorboard, "check_room", full)], 6: [(tensorboard.SummaryWriter, "flush", lambda writer: flush(writer) or full())],
+    faults = {3: [(nanodomino.run.tensorboard, "check_writable", full)], 4: [(nanodomino.run.tensorboard, "check_writable", full)], 6: [(tensorboard.SummaryWriter, "flush", lambda writer: flush(writer) or full())],
               7: [(tensorboard, "SummaryWriter", full)]}
     with open(path, "ab", buffering=0) as metrics:
         for step in range(1, 10):
@@ -123,7 +124,7 @@ def test_a_really_full_disk_costs_no_point(tmp_path, shown):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("needs the right to mount")
     try:
-        one = Board(disk / "board", tmp_path / "metrics.jsonl", 0, said.append)
+        one = TensorBoardWriter(disk / "board", tmp_path / "metrics.jsonl", 0, said.append)
         with open(tmp_path / "metrics.jsonl", "ab", buffering=0) as metrics:
             for step in range(1, 31):
                 if step == 10:

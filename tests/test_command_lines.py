@@ -384,7 +384,7 @@ def test_ctrl_c_before_training_begins_is_no_error(monkeypatch):
     def interrupted(arguments, place):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(failure, "outlive_readers", lambda: None)
+    monkeypatch.setattr(failure, "tolerate_closed_output", lambda: None)
     with pytest.raises(SystemExit) as caught:
-        failure.start(interrupted, [])
+        failure.run_rank(interrupted, [])
     assert caught.value.code == 130

@@ -10,7 +10,7 @@ from faults import ROOT, TINY, Job, make_corpus
 from forks import launcher_environments
 from test_bad_input import needs_proc
 
-from nanodomino.run.failure import is_lonely
+from nanodomino.run.failure import caused_by_peer
 
 END_TOGETHER = 60        # seconds from the start until all have ended; it takes 4, if the machine has no other work
 
@@ -35,7 +35,7 @@ def step(number, *others, **more):
     return train_step(number, *others, **more)
 
 train.train_step, train.start_world = step, dies
-train.start(train.main, sys.argv[1:])
+train.run_rank(train.main, sys.argv[1:])
 """
 
 
@@ -117,8 +117,8 @@ OWN_ERROR = [
 @pytest.mark.parametrize("text, lonely", [(text, True) for text in ANOTHERS_END] + [(text, False) for text in OWN_ERROR])
 def test_only_what_follows_from_anothers_end_counts_as_lost_neighbours(text, lonely):
     """As gloo, the store, NCCL and CUDA put it: an error of one's own must be said with its traceback."""
-    assert is_lonely(RuntimeError(text)) == lonely
-    assert not is_lonely(ValueError(text)), "only what torch raises"
+    assert caused_by_peer(RuntimeError(text)) == lonely
+    assert not caused_by_peer(ValueError(text)), "only what torch raises"
 
 
 @pytest.mark.exhaustive

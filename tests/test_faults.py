@@ -18,7 +18,7 @@ from test_bad_input import needs_proc
 
 import train
 from nanodomino.checkpoint.manifest import checkpoints_of, verify
-from nanodomino.run.folder import next_folder
+from nanodomino.run.folder import numbered_folder
 
 pytestmark = needs_proc
 LENGTH = ["--train-iters", 24, "--save-interval", 5]
@@ -30,10 +30,11 @@ import errno, os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 import train
-from nanodomino import checkpoint, watch
+from nanodomino.checkpoint import save
+from nanodomino.run import watchdog
 
 fault, rank, now = sys.argv.pop(1), int(os.environ["RANK"]), 0
-train_step, loss_func, on_final, write_data = train.train_step, train.loss_func, train.ZeroOptimizer.on_final, checkpoint.dcp.FileSystemWriter.write_data
+train_step, loss_func, on_final, write_data = train.train_step, train.loss_func, train.ZeroOptimizer.on_final, save.dcp.FileSystemWriter.write_data
 
 def step(number, *others, **more):
     global now
@@ -65,13 +66,13 @@ if "device" in fault:                                    # as on NCCL: a queue w
     start_world, make_mesh = train.start_world, train.make_mesh
     train.start_world = lambda place, device, timeout: start_world(place, device, timeout + 600)
     train.make_mesh = lambda pp, dp, tp, device, timeout: make_mesh(pp, dp, tp, device, timeout + 600)
-    watch.HostQueue.query = lambda queue: False
-    watch.HostQueue.record_event = lambda queue: type("Mark", (), dict(query=lambda mark: True))()
-    watch.GRACE = 4.0
+    watchdog.HostQueue.query = lambda queue: False
+    watchdog.HostQueue.record_event = lambda queue: type("Mark", (), dict(query=lambda mark: True))()
+    watchdog.GRACE = 4.0
 
 train.train_step, train.loss_func, train.ZeroOptimizer.on_final = step, poisoned_loss, poisoned_gradients
-checkpoint.dcp.FileSystemWriter.write_data = full_disk
-train.start(train.main, sys.argv[1:])
+save.dcp.FileSystemWriter.write_data = full_disk
+train.run_rank(train.main, sys.argv[1:])
 """
 
 
@@ -206,9 +207,9 @@ def test_torchrun_restarts_a_killed_run_by_itself_in_the_default_folder(job, alo
 
 def test_a_restart_goes_on_in_the_folder_of_its_own_launch(tmp_path):
     """A launch that was killed before it had one must not fall into that of an earlier run."""
-    earlier = next_folder(tmp_path, "nano", again=False, launch="monday")
-    assert next_folder(tmp_path, "nano", again=True, launch="monday") == earlier
-    assert next_folder(tmp_path, "nano", again=True, launch="tuesday").name == "nano-002"
+    earlier = numbered_folder(tmp_path, "nano", again=False, launch="monday")
+    assert numbered_folder(tmp_path, "nano", again=True, launch="monday") == earlier
+    assert numbered_folder(tmp_path, "nano", again=True, launch="tuesday").name == "nano-002"
 
 
 @pytest.mark.exhaustive
@@ -319,9 +320,9 @@ def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(job, flags):
 
 def unshared_rank(flags):
     """As on two hosts, each with a disk of its own."""
-    rank, check_shared = int(os.environ["RANK"]), train.check_shared
+    rank, check_shared_folder = int(os.environ["RANK"]), train.check_shared_folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "check_shared", lambda run_dir: check_shared(run_dir / "of another host" if rank > 1 else run_dir))
+        patch.setattr(train, "check_shared_folder", lambda run_dir: check_shared_folder(run_dir / "of another host" if rank > 1 else run_dir))
         return start_rank(flags, bad_steps=())
 
 

@@ -369,7 +369,7 @@ def test_every_preset_has_a_family_and_comes_back(choices):
     config, preset = Config(**choices).resolve(1).with_vocabulary(50257), choices["model"]
     values = json.loads(json.dumps(write_config(config, "float32")))
     again = read_config(values, "config.json")
-    model = [one.name for one in dataclasses.fields(Config) if one.metadata["role"] == "model" and one.name != "model"]
+    model = [one.name for one in dataclasses.fields(Config) if one.metadata["affects"] == "model" and one.name != "model"]
     same = {name: getattr(config, name) for name in model if config.use_rope_scaling or name != "rope_scaling_factor"}
     assert {name: getattr(again, name) for name in same} == same
     assert FAMILIES[values["model_type"]] is family_of(config)

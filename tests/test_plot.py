@@ -44,7 +44,7 @@ class Killed(train.Report):
             os.kill(os.getpid(), signal.SIGKILL)
 
 train.Report = Killed
-train.start(train.main, sys.argv[1:])
+train.run_rank(train.main, sys.argv[1:])
 """
 
 

@@ -8,7 +8,7 @@ from harness import build, random_data, tiny
 
 import train
 from nanodomino.run import check_copies
-from nanodomino.run.check_copies import checksum, choose_kernels_by_rule, drifted_copies
+from nanodomino.run.check_copies import checksum, drifted_copies, make_compiler_deterministic
 
 BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2)
 
@@ -69,9 +69,9 @@ def test_the_compiler_is_asked_to_choose_by_rule_where_it_knows_the_word(monkeyp
     from torch._inductor import config as inductor
     if hasattr(inductor, "deterministic"):
         with inductor.patch(deterministic=False):
-            choose_kernels_by_rule()
+            make_compiler_deterministic()
             assert inductor.deterministic is True
     older = type(sys)("config")
     monkeypatch.setattr("torch._inductor.config", older)
-    choose_kernels_by_rule()
+    make_compiler_deterministic()
     assert not hasattr(older, "deterministic")

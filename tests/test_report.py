@@ -16,7 +16,7 @@ from nanodomino.analysis.step_time import estimate
 from nanodomino.config.config import Config
 from nanodomino.mesh import make_mesh, mesh_on_paper
 from nanodomino.model import flops_per_token, on_paper
-from nanodomino.run.report import Report, held_by, open_metrics
+from nanodomino.run.report import Report, describe_stage, open_metrics
 from nanodomino.run.signals import StopSignal
 from nanodomino.schedules.simulation import picture
 from nanodomino.zero import StepResult
@@ -41,7 +41,7 @@ def report(tmp_path):
 def test_each_stage_says_which_layers_its_chunks_hold(schedule, chunks, layers, held):
     """And they are those of the model."""
     config = tiny(2, pipeline_model_parallel_size=2, schedule=schedule, virtual_stages=chunks, num_layers=layers)
-    assert [held_by(config, stage) for stage in range(2)] == held
+    assert [describe_stage(config, stage) for stage in range(2)] == held
     for stage, words in enumerate(held):
         model, numbers = on_paper(config, stage), [list(map(int, re.findall(r"\d+", one))) for one in words.split(";")]
         assert [[chunk.layers[end].mlp.site for end in (0, -1)] for chunk in model.chunks] == [
@@ -86,7 +86,7 @@ def test_the_bar_moves_within_a_step_that_takes_long(report, monkeypatch):
     one.bar = SimpleNamespace(set_postfix_str=said.append)
     one.action(1, 8)
     assert said == [], "the step has just begun"
-    monkeypatch.setattr(nanodomino.report, "PATIENCE", 0.0)
+    monkeypatch.setattr(nanodomino.run.report, "PATIENCE", 0.0)
     time.sleep(0.01)
     one.action(3, 8)
     assert said == ["in this step 3 of 8 forwards and backwards"]

@@ -20,11 +20,10 @@ from nanodomino.comm.world import Place
 from nanodomino.config.config import Config
 from nanodomino.config.flags import markdown
 from nanodomino.config.records import check_record, from_record
-from nanodomino.config.setting import ROLES, check_values, flags_of, setting, spelling
+from nanodomino.config.setting import EFFECTS, check_values, flag_name, flag_settings, setting
 from nanodomino.errors import UserError
-from nanodomino.run import failure
 from nanodomino.run.command_line import command_line_parser, from_command_line
-from nanodomino.run.folder import find_run
+from nanodomino.run.folder import open_run
 
 ROOT = Path(__file__).resolve().parent.parent
 OLD_RUN = ROOT / "tests" / "data" / "run-2026-11-20"       # as the version of that day left it: 3 steps of a tiny model
@@ -50,9 +49,9 @@ def test_a_range_may_have_any_ends():
     """Each sentence says both."""
     @dataclasses.dataclass
     class Settings:
-        part: float = setting("Some", 0.5, "a part", role="learning", above=0.0, below=1.0)
-        rate: float = setting("Some", 0.5, "a rate", role="learning", above=0.0)
-        count: int = setting("Some", 5, "a count", role="learning", least=2)
+        part: float = setting("Some", 0.5, "a part", affects="losses", above=0.0, below=1.0)
+        rate: float = setting("Some", 0.5, "a rate", affects="losses", above=0.0)
+        count: int = setting("Some", 5, "a count", affects="losses", at_least=2)
 
     check_values(Settings())
     for wrong, words in ((Settings(part=1.0), "--part must be above 0 and below 1, but is 1.0"), (Settings(part=0.0), "above 0 and below 1"),
@@ -64,18 +63,18 @@ def test_a_range_may_have_any_ends():
 
 def test_every_setting_has_a_role_a_type_and_a_word_of_help():
     for one in dataclasses.fields(Config):
-        assert one.metadata["role"] in ROLES
+        assert one.metadata["affects"] in EFFECTS
     shown = " ".join(command_line_parser().format_help().split())
-    for one in flags_of(Config):
-        assert one.metadata["kind"] in (int, float, bool, str) and spelling(one.name) in shown
-        assert one.default is None or isinstance(one.default, one.metadata["kind"])
+    for one in flag_settings(Config):
+        assert one.metadata["type"] in (int, float, bool, str) and flag_name(one.name) in shown
+        assert one.default is None or isinstance(one.default, one.metadata["type"])
         assert not one.metadata["choices"] or one.default in (None, *one.metadata["choices"])
 
 
 def test_the_page_of_settings_is_made_from_them():
     page = (ROOT / "docs" / "settings.md").read_text()
     assert page.endswith(markdown(Config) + "\n"), "run python -m nanodomino.flags > docs/settings.md"
-    assert all(f"- *{role}*: {meaning}" in page for role, meaning in ROLES.items())
+    assert all(f"- *{role}*: {meaning}" in page for role, meaning in EFFECTS.items())
 
 
 # ---- going on
@@ -145,22 +144,22 @@ def changed(one: dataclasses.Field, value):
     if choices := one.metadata.get("choices"):
         return next(choice for choice in choices if choice != value)
     other = {bool: lambda: not value, int: lambda: 2 * (value or 1), float: lambda: 2 * (value or 0) + 0.125}
-    return other.get(one.metadata.get("kind"), lambda: "something else")()
+    return other.get(one.metadata.get("type"), lambda: "something else")()
 
 
 @pytest.mark.parametrize("one", [one for one in dataclasses.fields(Config) if one.name not in ("run_dir", "load", "finetune")], ids=lambda one: one.name)
 def test_a_change_is_refused_where_it_would_make_it_another_run_and_honoured_elsewhere(origins, monkeypatch, one):
     """One by one each setting, those to come included, by its role and by what the start goes on from."""
-    monkeypatch.setattr(failure, "claim", lambda run_dir: None)              # which this process would keep
+    monkeypatch.setattr("nanodomino.run.folder.lock_folder", lambda run_dir: None)              # which this process would keep
     for folder, roles, asked in origins.values():
         config = dataclasses.replace(from_record(newest_record(folder), folder), **asked)
         other = dataclasses.replace(config, **{one.name: changed(one, getattr(config, one.name))})
-        find_run(config, Place())
-        if one.metadata["role"] in roles:
+        open_run(config, Place())
+        if one.metadata["affects"] in roles:
             with pytest.raises(UserError, match=f"{one.name.replace('_', '-')} .*, but this run has .*give the same again"):
-                find_run(other, Place())
+                open_run(other, Place())
         else:
-            find_run(other, Place())
+            open_run(other, Place())
 
 
 def test_other_training_tokens_are_another_run(pool, tmp_path):
@@ -225,7 +224,7 @@ def test_a_run_of_an_older_version_goes_on(tmp_path):
     run = shutil.copytree(OLD_RUN, tmp_path / "run")
     verify(checkpoints_of(run)[0])
     config = dataclasses.replace(settled("--run-dir", run), data_sha256=newest_record(run)["data_sha256"])
-    found = find_run(config, Place())
+    found = open_run(config, Place())
     assert found.checkpoint == checkpoints_of(run)[0] and not found.weights_alone
     assert config.num_layers == 1 and config.train_iters == 3
 
@@ -260,11 +259,11 @@ def test_load_brings_the_model_along_and_finetune_nothing_else(tmp_path):
     assert (loaded.num_layers, loaded.hidden_size, loaded.max_position_embeddings) == (1, 8, 8)
     assert loaded.seq_length == 8 and loaded.global_batch_size == 16, "the rest is this run's own"
     with pytest.raises(UserError, match="num-layers 1, but this run has 3"):
-        find_run(settled("--load", OLD_RUN, "--num-layers", 3, "--run-dir", tmp_path / "a"), Place())
+        open_run(settled("--load", OLD_RUN, "--num-layers", 3, "--run-dir", tmp_path / "a"), Place())
     lion = ("--load", OLD_RUN, "--seq-length", 8, "--optimizer", "lion", "--run-dir", tmp_path / "b")
     with pytest.raises(UserError, match="optimizer adamw, but this run has lion"):
-        find_run(settled(*lion), Place())
-    found = find_run(settled(*lion[:-1], tmp_path / "c", "--finetune"), Place())
+        open_run(settled(*lion), Place())
+    found = open_run(settled(*lion[:-1], tmp_path / "c", "--finetune"), Place())
     assert found.weights_alone and found.checkpoint == checkpoints_of(OLD_RUN)[0]
 
 
@@ -295,7 +294,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_from_wha
     """With its own settings, those that it was given at its first start too."""
     run, config = begun("--load", OLD_RUN, "--finetune", "--lr", 0.5)
     again = settled("--run-dir", run, "--load", OLD_RUN, "--finetune")
-    found = find_run(again, Place())
+    found = open_run(again, Place())
     assert found.checkpoint == checkpoints_of(OLD_RUN)[0] and found.weights_alone
     assert (again.num_layers, again.lr) == (1, 0.5) and again == config
 

@@ -16,7 +16,7 @@ from nanodomino.checkpoint import load, save
 from nanodomino.checkpoint.manifest import newest_sound
 from nanodomino.comm.trace import Trace
 from nanodomino.config.config import Config
-from nanodomino.config.setting import names
+from nanodomino.config.setting import names_affecting
 from nanodomino.domino import Domino, run_alone
 from nanodomino.mesh import make_mesh
 from nanodomino.overlap.sequence_parallel import Cut, Whole, stream_of
@@ -144,7 +144,7 @@ def stopped_rank(configs, weights, data, folder):
 @pytest.mark.parametrize("first", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["whole-then-cut", "cut-then-whole"])
 def test_a_checkpoint_does_not_say_how_the_stream_lay(pool, tmp_path, first):
     """So a run goes on either way, on another layout too, as the plain model does: it is a setting that may change."""
-    assert "sequence_parallel" in names(Config, "free")
+    assert "sequence_parallel" in names_affecting(Config, "nothing")
     boxes = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), dict(tensor_model_parallel_size=4)
     configs = [tiny(4, **box, **SIX, slices=2, sequence_parallel=cut, **DROPOUT) for box, cut in zip(boxes, (first, not first))]
     weights, data, records, final = with_masks(configs[0], STEPS)

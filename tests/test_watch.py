@@ -10,7 +10,7 @@ import torch
 from nanodomino.comm.world import Place, collective_timeout
 from nanodomino.mesh import mesh_on_paper
 from nanodomino.run import watchdog
-from nanodomino.run.watchdog import Watch
+from nanodomino.run.watchdog import Watchdog
 
 
 class Mark:
@@ -38,13 +38,13 @@ class Device:
 
 @pytest.fixture
 def watched(monkeypatch):
-    """watched(timeout, device, seconds, ...): a real Watch of that device for so long -> [(seconds until, error)] of its ends."""
+    """watched(timeout, device, seconds, ...): a real Watchdog of that device for so long -> [(seconds until, error)] of its ends."""
     monkeypatch.setattr(watchdog, "LOOK", 0.02)
     monkeypatch.setattr(watchdog.dist, "group", SimpleNamespace(WORLD=None))
 
     def watched(timeout, device, seconds=3.0, backends=(), signals=None):
         ends, begin = [], time.monotonic()
-        one = Watch(Place(), mesh_on_paper(1, 1, 1), timeout)
+        one = Watchdog(Place(), mesh_on_paper(1, 1, 1), timeout)
         one.queue, one.backends = device or one.queue, backends
         one.about = dict(step=7, signals=signals)
 
@@ -52,7 +52,7 @@ def watched(monkeypatch):
             ends.append((time.monotonic() - begin, error))
             one.over.set()                                      # the real one does not come back
 
-        monkeypatch.setattr(watchdog, "fail", fail)
+        monkeypatch.setattr(watchdog, "report_and_exit", fail)
         with one:
             for _ in range(len(device.moments) if device else 3):
                 one.mark(1, 2)
@@ -83,7 +83,7 @@ def test_a_device_that_waits_for_its_own_host_is_not_waiting_for_another(watched
     """Reading, compiling, saving: the neighbours will see who is silent. And on a CPU there is no device to wait for."""
     assert watched(0.3, Device(0.0), seconds=1.0) == []
     assert watched(0.3, None, seconds=1.0) == []
-    (seconds, _), = watched(0.3, Device(NEVER), signals=SimpleNamespace(number=0, moment=0.0))
+    (seconds, _), = watched(0.3, Device(NEVER), signals=SimpleNamespace(number=0, received_at=0.0))
     assert seconds < 1.3, "or this could not fail"
 
 
@@ -91,11 +91,11 @@ def test_once_told_to_stop_its_patience_is_short(watched, monkeypatch):
     """torchrun tells so when a rank has died; but a step that goes on may end in peace."""
     monkeypatch.setattr(watchdog, "GRACE", 0.4)
     begin = time.monotonic()
-    told = SimpleNamespace(number=15, moment=begin + 0.2)
+    told = SimpleNamespace(number=15, received_at=begin + 0.2)
     (seconds, error), = watched(600, Device(NEVER), signals=told)
     assert 0.6 <= seconds < 1.6 and error.signals is told, "from the signal on"
     begin = time.monotonic()
-    told = SimpleNamespace(number=15, moment=begin)
+    told = SimpleNamespace(number=15, received_at=begin)
     assert watched(600, Device(begin + 1.0, [begin + 0.2 * number for number in range(1, 6)]), seconds=1.2, signals=told) == []
 
 

@@ -140,7 +140,7 @@ def chunk_tape_bytes(config: Config, at, chunk: Chunk) -> dict[str, float]:
     has_mask = config.hidden_dropout and "h" not in GRANULARITIES[config.recompute_granularity]
     mask = w * n * config.hidden_size / config.stream_parts if has_mask else 0
     kept = {}
-    if chunk.pre_process or chunk.post_process or config.asks_for_documents:       # then all chunks do
+    if chunk.pre_process or chunk.post_process or config.uses_document_boundaries:       # then all chunks do
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # a row has one more than positions: the last label
         kept["positions, loss mask"] = 8 * (n if config.reset_position_ids else config.seq_length) + 4 * n
     kept |= document_tape_bytes(config)

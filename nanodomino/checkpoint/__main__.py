@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nanodomino.checkpoint.export import export
 from nanodomino.checkpoint.manifest import checkpoints_of, find_checkpoint, verify
-from nanodomino.config.terminal import run
+from nanodomino.config.terminal import run_command
 from nanodomino.errors import UserError, require
 
 
@@ -63,4 +63,4 @@ def verify_all(folders: list[Path]) -> int:
 
 
 if __name__ == "__main__":
-    run(main, sys.argv[1:])
+    run_command(main, sys.argv[1:])

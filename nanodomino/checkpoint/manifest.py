@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nanodomino.config.config import Config
 from nanodomino.config.records import from_record
-from nanodomino.config.setting import flags_of, names
+from nanodomino.config.setting import flag_settings, names_affecting
 from nanodomino.errors import UserError, require
 from nanodomino.optim.loss_scale import is_state
 
@@ -182,8 +182,8 @@ def newest_record(folder: Path) -> dict | None:
 def check_settings(record: dict, source, config: Config, *roles):
     """Refuse a change that can't be honoured, with both values named. Raises UserError."""
     saved = from_record(record, source)
-    follows = {one.name: one.metadata["follows"] for one in flags_of(Config)}
-    for name in sorted(names(Config, *roles), key=lambda name: follows.get(name, False)):      # causes first
+    follows = {one.name: one.metadata["derived"] for one in flag_settings(Config)}
+    for name in sorted(names_affecting(Config, *roles), key=lambda name: follows.get(name, False)):      # causes first
         there, here = getattr(saved, name), getattr(config, name)
         require(there == here, f"{source} was made with {name.replace('_', '-')} {there}, but this run has {here}; "
                 "give the same again, or start another run (with --load FOLDER --finetune from its weights, if the "

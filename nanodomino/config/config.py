@@ -41,40 +41,40 @@ from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement import Placement, Timetable, timetable
 
-of_model = partial(setting, "The model", role="model")
+of_model = partial(setting, "The model", affects="model")
 
 
 def of_choice(name, text, **options):
     """What the preset's family has chosen; GPT-2's choice was the only one when the setting was new."""
-    return of_model(None, f"{text} (default the preset's)", kind=type(GPT2[name]), absent=GPT2[name], **options)
+    return of_model(None, f"{text} (default the preset's)", type=type(GPT2[name]), legacy_default=GPT2[name], **options)
 
 
-of_layout = partial(setting, "The layout", role="free")
-of_training = partial(setting, "The training", role="learning")
-of_data = partial(setting, "The data", role="run")
-of_run = partial(setting, "The run", role="free")
-of_machine = partial(setting, "The machine", role="free")
+of_layout = partial(setting, "The layout", affects="nothing")
+of_training = partial(setting, "The training", affects="losses")
+of_data = partial(setting, "The data", affects="run")
+of_run = partial(setting, "The run", affects="nothing")
+of_machine = partial(setting, "The machine", affects="nothing")
 
 
 @dataclass(frozen=True)
 class Config:
     model: str = of_model("nano", "preset that fills every size not given by its own flag", choices=PRESETS)
-    num_layers: int = of_model(None, "transformer layers", kind=int)
-    hidden_size: int = of_model(None, "width h of the residual stream", kind=int)
+    num_layers: int = of_model(None, "transformer layers", type=int)
+    hidden_size: int = of_model(None, "width h of the residual stream", type=int)
     ffn_hidden_size: int = of_model(None, "width of the MLP (default the preset's, else 4 h; with swiglu 8/3 h, in "
-                                          "64s)", kind=int, follows=True)
-    num_attention_heads: int = of_model(None, "attention heads", kind=int)
+                                          "64s)", type=int, derived=True)
+    num_attention_heads: int = of_model(None, "attention heads", type=int)
     group_query_attention: bool = of_model(False, "heads share keys and values, as --num-query-groups says; which "
                                                   "alone says it too")
     num_query_groups: int = of_model(None, "groups of heads, each with keys and values of its own (default the "
-                                           "preset's, else one for each head)", kind=int, follows=True,
-                                     absent=lambda record: record["num_attention_heads"])
-    kv_channels: int = of_model(None, "numbers in a head (default the preset's, else h / heads)", kind=int,
-                                follows=True,
-                                absent=lambda record: record["hidden_size"] // record["num_attention_heads"])
-    seq_length: int = of_model(None, "tokens in a sample", kind=int, role="run")
-    max_position_embeddings: int = of_model(None, "positions that there are (default seq-length)", kind=int,
-                                            follows=True)
+                                           "preset's, else one for each head)", type=int, derived=True,
+                                     legacy_default=lambda record: record["num_attention_heads"])
+    kv_channels: int = of_model(None, "numbers in a head (default the preset's, else h / heads)", type=int,
+                                derived=True,
+                                legacy_default=lambda record: record["hidden_size"] // record["num_attention_heads"])
+    seq_length: int = of_model(None, "tokens in a sample", type=int, affects="run")
+    max_position_embeddings: int = of_model(None, "positions that there are (default seq-length)", type=int,
+                                            derived=True)
     position_embedding_type: str = of_choice("position_embedding_type", "how places are told",
                                              choices=POSITION_EMBEDDING_TYPES)
     rotary_percent: float = of_model(1.0, "part of a head's numbers that rope turns", above=0.0)
@@ -82,7 +82,7 @@ class Config:
     use_rope_scaling: bool = of_choice("use_rope_scaling", "Llama 3.1's: rope's low frequencies are divided")
     rope_scaling_factor: float = of_choice("rope_scaling_factor", "what use-rope-scaling divides them by", above=0.0)
     rotary_seq_len_interpolation_factor: float = of_model(1.0, "rope's places are divided by it", above=0.0)
-    vocab_size: int = of_model(None, "vocabulary (default: the data's)", kind=int, follows=True)
+    vocab_size: int = of_model(None, "vocabulary (default: the data's)", type=int, derived=True)
     make_vocab_size_divisible_by: int = of_model(128, "the embedding is padded to a multiple of this, whatever tp is")
     untie_embeddings_and_output_weights: bool = of_choice("untie_embeddings_and_output_weights",
                                                           "give the head a matrix of its own")
@@ -93,41 +93,41 @@ class Config:
     add_qkv_bias: bool = of_choice("add_qkv_bias", "a bias of q, k and v, also with disable-bias-linear")
     qk_layernorm: bool = of_choice("qk_layernorm", "a norm of each head's q and k, before rope")
     hidden_dropout: float = of_model(0.0, "dropout on the embedding and on what each sublayer adds", below=1.0,
-                                     role="learning")
-    attention_dropout: float = of_model(0.0, "dropout on the attention probabilities", below=1.0, role="learning")
+                                     affects="losses")
+    attention_dropout: float = of_model(0.0, "dropout on the attention probabilities", below=1.0, affects="losses")
     init_method_std: float = of_model(None, "standard deviation of the initial weights (default 0.02; nano 0.06)",
-                                      kind=float, role="run")
+                                      type=float, affects="run")
 
-    tensor_model_parallel_size: int = of_layout(None, "processes that share each layer's matrices", short="--tp",
-                                                kind=int, follows=True)
-    pipeline_model_parallel_size: int = of_layout(None, "stages that share the layers", short="--pp", kind=int,
-                                                  follows=True)
-    data_parallel_size: int = of_layout(None, "replicas that share the batch (default: what is left)", short="--dp",
-                                        kind=int, follows=True)
-    micro_batch_size: int = of_layout(None, "samples that pass through a stage at once", kind=int, follows=True)
+    tensor_model_parallel_size: int = of_layout(None, "processes that share each layer's matrices", alias="--tp",
+                                                type=int, derived=True)
+    pipeline_model_parallel_size: int = of_layout(None, "stages that share the layers", alias="--pp", type=int,
+                                                  derived=True)
+    data_parallel_size: int = of_layout(None, "replicas that share the batch (default: what is left)", alias="--dp",
+                                        type=int, derived=True)
+    micro_batch_size: int = of_layout(None, "samples that pass through a stage at once", type=int, derived=True)
     slices: int = of_layout(None, "Domino's row split: pieces of a microbatch, computing while another's reduce "
-                                  "travels (default 2 where there are wires to hide)", kind=int, follows=True)
+                                  "travels (default 2 where there are wires to hide)", type=int, derived=True)
     columns: int = of_layout(1, "Domino's column split: chunks of a row-parallel matmul, each reduced while the next "
                                 "is computed")
-    schedule: str = of_layout(None, "pipeline schedule (default the first that takes --virtual-stages)", kind=str,
-                              choices=SCHEDULES, follows=True)
+    schedule: str = of_layout(None, "pipeline schedule (default the first that takes --virtual-stages)", type=str,
+                              choices=SCHEDULES, derived=True)
     virtual_stages: int = of_layout(None, "runs of layers, chunks, that each stage holds (default as few as the "
-                                          "schedule can do with)", short="--num-virtual-stages-per-pipeline-rank",
-                                    kind=int, follows=True, absent=1)
+                                          "schedule can do with)", alias="--num-virtual-stages-per-pipeline-rank",
+                                    type=int, derived=True, legacy_default=1)
     sequence_parallel: bool = of_layout(False, "tensor-parallel ranks cut what lies between matrices along its tokens")
     recompute_granularity: str = of_layout("none", "what backward computes again instead of keeping it: attention and "
                                                    "activation, or all of a layer but its input",
                                            choices=GRANULARITIES)
     checkpoint_in_cpu: bool = of_layout(False, "what full recomputation keeps goes to the host's memory")
     zero_stage: int = of_layout(1, "1: a replica keeps 1/dp of the optimizer; 2: of the gradients too; 0: all of both",
-                                choices=(0, 1, 2), least=0)
+                                choices=(0, 1, 2), at_least=0)
     bucket_size: int = of_layout(10_000_000, "parameters in a gradient bucket, reduced while backward goes on")
 
     train_iters: int = of_training(200, "optimizer steps")
-    global_batch_size: int = of_training(None, "samples in an optimizer step", kind=int, role="run")
-    optimizer: str = of_training("adamw", "what updates the weights", choices=OPTIMIZERS, role="optimizer")
-    lr: float = of_training(None, "peak learning rate (default: the preset's, for AdamW)", kind=float)
-    min_lr: float = of_training(None, "last learning rate (default lr / 10)", kind=float, follows=True)
+    global_batch_size: int = of_training(None, "samples in an optimizer step", type=int, affects="run")
+    optimizer: str = of_training("adamw", "what updates the weights", choices=OPTIMIZERS, affects="optimizer")
+    lr: float = of_training(None, "peak learning rate (default: the preset's, for AdamW)", type=float)
+    min_lr: float = of_training(None, "last learning rate (default lr / 10)", type=float, derived=True)
     lr_decay_style: str = of_training("cosine", "from lr down to min-lr", choices=LR_DECAY_STYLES)
     lr_warmup_fraction: float = of_training(0.05, "part of train-iters in which the rate climbs to lr", below=1.0)
     weight_decay: float = of_training(0.1, "pulls matrices towards 0, apart from the gradient, and nothing else")
@@ -142,57 +142,57 @@ class Config:
     bf16: bool = of_training(False, "the same as --dtype bfloat16")
     fp16: bool = of_training(False, "the same as --dtype float16; the loss scale goes up and down by itself")
     loss_scale: float = of_training(None, "factor on the gradient of each token's loss, for good (default: found in "
-                                          "fp16, else 1); a power of two rounds nothing", kind=float, above=0.0,
+                                          "fp16, else 1); a power of two rounds nothing", type=float, above=0.0,
                                     below=SCALES_END)
     initial_loss_scale: float = of_training(2.0**15, "the first one in fp16", above=0.0, below=SCALES_END)
     min_loss_scale: float = of_training(1.0, "the least one in fp16", above=0.0, below=SCALES_END)
     loss_scale_window: int = of_training(1000, "steps without an overflow, after which the scale is doubled")
     hysteresis: int = of_training(2, "overflows after which the scale is halved")
     fp16_lm_cross_entropy: bool = of_training(False, "temporaries of the cross entropy in fp16, not fp32")
-    seed: int = of_training(1234, "draws weights, data order and dropout", role="run", least=0)
+    seed: int = of_training(1234, "draws weights, data order and dropout", affects="run", at_least=0)
 
-    data_path: str = of_data(None, "folder made by data/prepare.py (default: Python's own standard library)", kind=str,
-                             role="free")
+    data_path: str = of_data(None, "folder made by data/prepare.py (default: Python's own standard library)", type=str,
+                             affects="nothing")
     eod_mask_loss: bool = of_data(False, "do not train on predicting end-of-text")
     reset_position_ids: bool = of_data(False, "positions begin anew behind each end-of-text")
     reset_attention_mask: bool = of_data(False, "tokens look at their own document alone, which end-of-text ends")
 
     run_dir: str = of_run(None, "everything the run makes (default runs/MODEL-NUMBER); the folder of a run that has "
-                                "begun goes on with it, with its settings", kind=str, role="launch")
+                                "begun goes on with it, with its settings", type=str, affects="launch")
     config: str = of_run(None, "take the settings of this file, such as a run's config.json; flags count more",
-                         kind=str, role="launch")
-    load: str = of_run(None, "start from this checkpoint, or from the newest of this run's folder", kind=str)
+                         type=str, affects="launch")
+    load: str = of_run(None, "start from this checkpoint, or from the newest of this run's folder", type=str)
     finetune: bool = of_run(False, "of --load take the weights alone: step 0, a new optimizer, any data and batch")
     log_interval: int = of_run(25, "steps between lines on the screen")
     eval_interval: int = of_run(100, "steps between validations")
-    eval_iters: int = of_run(10, "global batches in a validation; 0 for none", least=0)
+    eval_iters: int = of_run(10, "global batches in a validation; 0 for none", at_least=0)
     save_interval: int = of_run(100, "steps between checkpoints; there is one at the end too")
     keep_last: int = of_run(3, "checkpoints that are kept")
-    exit_interval: int = of_run(None, "save and stop after the next step that is divisible by this", kind=int,
-                                role="launch")
+    exit_interval: int = of_run(None, "save and stop after the next step that is divisible by this", type=int,
+                                affects="launch")
     max_skipped_steps: int = of_run(10, "steps in a row with a loss or gradient that is not finite, which no "
                                         "smaller loss scale may mend, after which the run gives up")
     tensorboard_dir: str = of_run(None, "folder of this run alone, where TensorBoard finds what metrics.jsonl holds",
-                                  kind=str)
-    trace: str = of_run(None, "steps FIRST:LAST whose timeline is drawn into the run's folder", kind=str, role="launch")
+                                  type=str)
+    trace: str = of_run(None, "steps FIRST:LAST whose timeline is drawn into the run's folder", type=str, affects="launch")
     timeout: int = of_run(600, "seconds that a collective may take before the run ends")
-    sample_tokens: int = of_run(120, "tokens that the model writes at the end; 0 for none", least=0)
+    sample_tokens: int = of_run(120, "tokens that the model writes at the end; 0 for none", at_least=0)
     temperature: float = of_run(0.8, "of that sample; 0 is greedy")
-    top_k: int = of_run(20, "tokens that the sample chooses among; 0 for all", least=0)
+    top_k: int = of_run(20, "tokens that the sample chooses among; 0 for all", at_least=0)
 
     device: str = of_machine("auto", "where to compute; auto takes CUDA where it is found",
                              choices=("auto", "cpu", "cuda"))
-    compile: bool = of_machine(None, "torch.compile pieces between the wires (default: on CUDA)", kind=bool,
-                               follows=True)
+    compile: bool = of_machine(None, "torch.compile pieces between the wires (default: on CUDA)", type=bool,
+                               derived=True)
     compile_backend: str = of_machine("inductor", "torch.compile's backend",
                                       choices=("inductor", "aot_eager"))
     deterministic_mode: bool = of_machine(False, "ask CUDA's libraries for the same bits every time (the CPU gives "
                                                  "them anyway)")
 
     # Filled in on the way; not flags
-    given: tuple[str, ...] = field(default=(), metadata=dict(role="launch"))     # settings that somebody asked for
-    world_size: int = field(default=1, metadata=dict(role="free", absent=1))
-    data_sha256: str | None = field(default=None, metadata=dict(role="run", absent=None))    # of the training tokens
+    given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # settings that somebody asked for
+    world_size: int = field(default=1, metadata=dict(affects="nothing", legacy_default=1))
+    data_sha256: str | None = field(default=None, metadata=dict(affects="run", legacy_default=None))    # of the training tokens
 
     # Derived sizes
     @property
@@ -260,7 +260,7 @@ class Config:
         return range(first, last + 1)
 
     @property
-    def asks_for_documents(self) -> bool:
+    def uses_document_boundaries(self) -> bool:
         """Whether positions or attention depend on where a sample's documents end."""
         return self.reset_position_ids or self.reset_attention_mask
 

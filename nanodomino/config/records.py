@@ -12,21 +12,21 @@ def check_record(record: dict, source) -> dict:
     require(not unknown, f"{source} has settings that this version does not know ({', '.join(unknown)}); use the "
             "version that wrote it")
     for name, value in record.items():
-        kind = known[name].metadata.get("kind")
+        kind = known[name].metadata.get("type")
         fits = isinstance(value, {float: (int, float)}.get(kind, kind)) if kind else True
         require(value is None or fits and (kind is bool) == isinstance(value, bool) or not kind,
                 f"{source} has {value!r} as {name}, which must be of type {kind and kind.__name__}; correct it")
     return record
 
 
-def completed(record: dict, source) -> dict:
+def with_legacy_defaults(record: dict, source) -> dict:
     """A whole record; what it does not know has the value that was the only one at that time."""
     check_record(record, source)
-    absent = {one.name: one.metadata["absent"] for one in dataclasses.fields(Config)
-              if "absent" in one.metadata and one.name not in record}
+    absent = {one.name: one.metadata["legacy_default"] for one in dataclasses.fields(Config)
+              if "legacy_default" in one.metadata and one.name not in record}
     return {name: value(record) if callable(value) else value for name, value in absent.items()} | record
 
 
 def from_record(record: dict, source) -> Config:
     """The Config of a whole record."""
-    return Config(**completed(record, source) | {"given": tuple(record.get("given", ()))})
+    return Config(**with_legacy_defaults(record, source) | {"given": tuple(record.get("given", ()))})

@@ -1,9 +1,23 @@
-"""Settings that are declared once: fields of a dataclass that are flags, have a range, and know what a change means.
+"""How a setting is declared: one line in Config gives a field its flag, its help text, its range and its rules.
 
-    num_layers: int = setting("The model", None, "transformer layers", role="model", kind=int)
+    min_lr: float = setting("The training", None, "final learning rate", affects="losses", type=float, derived=True)
 
-From that line follow the flag, its line in --help and in docs/settings.md, its check, and whether a run that goes on
-may change it. config.py declares them; nothing here knows which there are.
+The flag, its line in --help and in docs/settings.md, its range check, and what happens when a run is resumed or an
+older checkpoint is loaded all follow from this line. Five questions about four settings:
+
+                                    normalization    min_lr                log_interval    trace
+    where does its default come     the preset       resolve(): lr / 10    the line: 25    the line: None, off
+      from?
+    may a resumed run change it?    no               yes, losses change    yes             yes
+    does a run remember it?         yes              only if given         yes             no
+    what does a checkpoint that     LayerNorm        None, so lr / 10      25              None
+      lacks it mean?
+    which arguments say so?         affects="model"  affects="losses"      affects=        affects=
+                                    legacy_default=  derived=True          "nothing"       "launch"
+
+A setting is given if a flag or a --config file set it in this or an earlier launch of the run; Config.given lists the
+names. A derived setting that was not given is computed again at each launch, since the settings that it is computed
+from (the number of processes, lr) may have changed.
 """
 
 import dataclasses
@@ -12,67 +26,69 @@ from dataclasses import field
 
 from nanodomino.errors import require
 
-LARGEST = 2**31 - 1      # of every whole number: beyond it some C int or list of ours overflows, later and less clearly
+MAX_INT = 2**31 - 1      # larger integers overflow a C int somewhere, later and with an obscure message
 
-# What it means to give a setting another value than a checkpoint or a run that has begun was made with.
-ROLES = {"model": "another model: its weights would not fit, or mean something else",
-         "optimizer": "its state would not fit",
-         "run": "the rest would be another run: other data, other masks",
-         "learning": "allowed, and its losses will show it",
-         "free": "allowed, and the numbers stay the same to rounding",
-         "launch": "of this start alone: a run that goes on does not remember it"}
+# What changes if a resumed run, or a run that loads a checkpoint, gives the setting another value.
+EFFECTS = {"model": "refused: the checkpoint's weights would not fit, or would mean something else",
+           "optimizer": "refused, except with `--finetune`: the checkpoint's optimizer state would not fit",
+           "run": "refused when a run is resumed: the remaining steps would use other data or other masks",
+           "losses": "allowed; the losses change",
+           "nothing": "allowed; the losses stay the same up to rounding",
+           "launch": "applies to one launch only; a resumed run does not remember it"}
 
 
-def setting(section, default, text, *, role, choices=(), short=None, kind=None, least=None, above=None, below=None,
-            follows=False, absent=...):
-    """A field of Config that is also a command line flag.
+def setting(section, default, help, *, affects, choices=(), alias=None, type=None, at_least=None, above=None,
+            below=None, derived=False, legacy_default=...):
+    """Declare a field of Config that is also a command-line flag.
 
-    default: None means that resolve() fills it in: from the preset, or where `follows`, from other settings, so that
-    it is filled in anew when those change; choices: a table, by name; kind: its type; least, above, below: its range
-    (whole numbers from 1 on, others from 0 on); role: of ROLES; absent: what a checkpoint that does not know the
-    setting was made with (the default at the time when the setting was new), or a function of its record.
+    section: heading in --help; affects: a key of EFFECTS; choices: the allowed values; alias: a second spelling of the
+    flag; type: defaults to the default's type; at_least, above, below: the range (if neither at_least nor above is
+    given, integers start at 1 and floats at 0); derived: Config.resolve() computes a missing value from other settings;
+    legacy_default: the value that checkpoints older than the setting were made with, or a function of their record;
+    by default today's default.
     """
-    kind = kind or type(default)
-    if least is None and above is None:
-        least = {int: 1, float: 0.0}.get(kind)
+    type = type or default.__class__
+    if at_least is None and above is None:
+        at_least = {int: 1, float: 0.0}.get(type)
     return field(default=default, metadata=dict(
-        section=section, text=text, role=role, choices=tuple(choices), short=short, kind=kind, least=least, above=above,
-        below=below, follows=follows, absent=default if absent is ... else absent))
+        section=section, help=help, affects=affects, choices=tuple(choices), alias=alias, type=type, at_least=at_least,
+        above=above, below=below, derived=derived,
+        legacy_default=default if legacy_default is ... else legacy_default))
 
 
-def spelling(name: str) -> str:
-    """The flag of a field: seq_length -> --seq-length."""
+def flag_name(name: str) -> str:
+    """Return the flag of a setting: seq_length -> --seq-length."""
     return "--" + name.replace("_", "-")
 
 
-def names(config, *roles) -> tuple[str, ...]:
-    """The settings of these ROLES. config: the dataclass, or an instance of it."""
-    return tuple(one.name for one in dataclasses.fields(config) if one.metadata["role"] in roles)
+def names_affecting(config, *effects) -> tuple[str, ...]:
+    """Return the names of the settings with these EFFECTS. config: the Config class or an instance."""
+    return tuple(setting.name for setting in dataclasses.fields(config) if setting.metadata["affects"] in effects)
 
 
-def flags_of(config, *sections) -> list[dataclasses.Field]:
-    """The settings that are flags, of these sections or of all."""
-    return [one for one in dataclasses.fields(config)
-            if "section" in one.metadata and (not sections or one.metadata["section"] in sections)]
+def flag_settings(config, *sections) -> list[dataclasses.Field]:
+    """Return the fields that are flags, in these sections or in all."""
+    return [setting for setting in dataclasses.fields(config)
+            if "section" in setting.metadata and (not sections or setting.metadata["section"] in sections)]
 
 
 def check_values(config):
-    """Every setting that is given, by itself: its choices and its range. Raises UserError."""
-    for one in flags_of(config):
-        about, name, value = one.metadata, spelling(one.name), getattr(config, one.name)
-        require(value != "", f"{name} must not be empty; give a name, or leave the flag out")
+    """Check the choices and the range of each setting on its own. Raises UserError."""
+    for setting in flag_settings(config):
+        rules, flag, value = setting.metadata, flag_name(setting.name), getattr(config, setting.name)
+        require(value != "", f"{flag} must not be empty; give a name, or leave the flag out")
         if value is None:
             continue
-        require(not about["choices"] or value in about["choices"],
-                f"unknown {name} '{value}'; try one of {', '.join(map(str, about['choices']))}")
-        if about["kind"] is int:
-            require(value >= about["least"], f"{name} must be at least {about['least']}, but is {value}")
-            require(value <= LARGEST, f"{name} must be at most {LARGEST}, but is {value}")
-        elif about["kind"] is float:
-            least, above, below = about["least"], about["above"], about["below"]
-            low = f"above {above:g}" if least is None else f"at least {least:g}"
+        require(not rules["choices"] or value in rules["choices"],
+                f"unknown {flag} '{value}'; try one of {', '.join(map(str, rules['choices']))}")
+        if rules["type"] is int:
+            require(value >= rules["at_least"], f"{flag} must be at least {rules['at_least']}, but is {value}")
+            require(value <= MAX_INT, f"{flag} must be at most {MAX_INT}, but is {value}")
+        elif rules["type"] is float:
+            at_least, above, below = rules["at_least"], rules["above"], rules["below"]
+            low = f"above {above:g}" if at_least is None else f"at least {at_least:g}"
             rule = (f"{low} and below {below:g}" if below is not None
-                    else f"a finite number {'of ' if least is not None else ''}{low}")
-            inside = value > above if least is None else value >= least
+                    else f"a finite number {'of ' if at_least is not None else ''}{low}")
+            inside = value > above if at_least is None else value >= at_least
             require(inside and value < (math.inf if below is None else below),
-                    f"{name} must be {rule}, but is {value}")
+                    f"{flag} must be {rule}, but is {value}")

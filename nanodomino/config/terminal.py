@@ -1,12 +1,12 @@
-"""How a command ends that a person has typed: done, by a mistake, by Ctrl-C, or with nobody there to read it.
+"""How a command ends, and what happens if its output cannot be written.
 
-    done           the exit code of its main
-    a mistake      error: one sentence; 2
-    Ctrl-C         silence; 130, as a shell expects of what a signal has ended
-    | head -1      the reader has gone: the work goes on to its end without a word, and the exit code tells of the work
+    done              the exit code that main returned
+    UserError         "error: SENTENCE" on stderr; 2
+    Ctrl-C            silence; 130, the shell's code for a process ended by SIGINT
+    | head -1         the reader has gone: the work continues silently, and the exit code tells how it went
 
-Python meets a closed pipe where it writes, which may be any print, and again when it empties its buffers at exit. So
-the streams themselves know about it, at the one place where bytes leave the process, and nobody else has to.
+Python may notice a closed pipe in any print, and again when it flushes its buffers at exit. Therefore the error is
+handled in the file objects themselves, at the only point where bytes leave the process.
 """
 
 import io
@@ -17,9 +17,9 @@ import sys
 from nanodomino.errors import UserError
 
 
-def run(main, *arguments):
-    """End this process as `main(*arguments)` says, which returns the exit code or None, or raises UserError."""
-    outlive_readers()
+def run_command(main, *arguments):
+    """Call main(*arguments), which returns an exit code or None or raises UserError, and end this process."""
+    tolerate_closed_output()
     try:
         code = main(*arguments)
     except UserError as error:
@@ -30,54 +30,56 @@ def run(main, *arguments):
     sys.exit(code)
 
 
-class Screen(io.FileIO):
-    """Where the bytes of a stream leave the process; after the first error of a `harmless` kind they go nowhere.
+class TolerantFile(io.FileIO):
+    """A raw output file that discards everything after the first OSError of type `ignored`.
 
-    farewell: what to say about that on stderr; nothing if empty.
+    warning: what follows from that, for a line on stderr; no line if empty.
     """
 
-    def __init__(self, descriptor: int, harmless: type[OSError], farewell: str):
+    def __init__(self, descriptor: int, ignored: type[OSError], warning: str):
         super().__init__(descriptor, "w", closefd=False)
-        self.harmless, self.farewell, self.gone = harmless, farewell, False
+        self.ignored, self.warning, self.failed = ignored, warning, False
 
     def write(self, data) -> int:
         try:
-            return len(data) if self.gone else super().write(data)
-        except self.harmless as error:
-            self.gone = True
-            if self.farewell:
-                print(f"warning: standard output is gone ({error.strerror}); {self.farewell}", file=sys.stderr)
+            return len(data) if self.failed else super().write(data)
+        except self.ignored as error:
+            self.failed = True
+            if self.warning:
+                print(f"warning: standard output is gone ({error.strerror}); {self.warning}", file=sys.stderr)
             return len(data)
 
 
-def leads_to(stream):
-    """Where the bytes of a stream go: a Screen, if it has one."""
+def raw_file(stream):
+    """Return the raw file under a text stream: a TolerantFile after tolerate_closed_output()."""
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)
 
 
-def somebody_reads() -> bool:
-    """Whether standard output still leads somewhere, as far as writing has shown."""
-    return not getattr(leads_to(sys.stdout), "gone", False)
+def stdout_is_open() -> bool:
+    """Return False once a write to standard output has failed."""
+    return not getattr(raw_file(sys.stdout), "failed", False)
 
 
-def outlive_readers(harmless: type[OSError] = BrokenPipeError, farewell=""):
-    """From here on, errors of that kind in writing to stdout, and any in writing to stderr, are nobody's; see Screen
-    for `farewell`. Letters that the screen does not know are spelled out. A later call takes an earlier one's place."""
-    for name, errors, words in (("stderr", OSError, ""), ("stdout", harmless, farewell)):
+def tolerate_closed_output(ignored: type[OSError] = BrokenPipeError, warning=""):
+    """Ignore errors of type `ignored` in writes to stdout, and every OSError in writes to stderr.
+
+    warning: see TolerantFile. Characters that the terminal cannot encode are printed as backslash escapes. A later call
+    replaces the settings of an earlier one.
+    """
+    for name, errors, words in (("stderr", OSError, ""), ("stdout", ignored, warning)):
         stream = getattr(sys, name)
-        if stream is None:                                     # the shell has closed it: >&-
+        if stream is None:                                     # closed by the shell: >&-
             setattr(sys, name, open(os.devnull, "w"))
             continue
-        if isinstance(screen := leads_to(stream), Screen):
-            screen.harmless, screen.farewell, screen.gone = errors, words, False
+        if isinstance(file := raw_file(stream), TolerantFile):
+            file.ignored, file.warning, file.failed = errors, words, False
             continue
         try:
             stream.flush()
-            screen = Screen(stream.fileno(), errors, words)
-        except io.UnsupportedOperation:                        # a notebook's, which is no file
+            file = TolerantFile(stream.fileno(), errors, words)
+        except io.UnsupportedOperation:                        # a notebook's stream, which is no file
             continue
-        setattr(sys, name, io.TextIOWrapper(screen if stream.write_through else io.BufferedWriter(screen),
-                                            stream.encoding,
+        setattr(sys, name, io.TextIOWrapper(file if stream.write_through else io.BufferedWriter(file), stream.encoding,
                                             stream.errors if stream.errors != "strict" else "backslashreplace",
                                             line_buffering=stream.line_buffering, write_through=stream.write_through))

@@ -37,14 +37,14 @@ from nanodomino.checkpoint.manifest import find_checkpoint, read_manifest
 from nanodomino.comm.world import Place, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.records import from_record
-from nanodomino.config.setting import LARGEST, flags_of, spelling
+from nanodomino.config.setting import MAX_INT, flag_name, flag_settings
 from nanodomino.corpus.folder import load_corpus
 from nanodomino.corpus.tokenizer import build_tokenizer
 from nanodomino.errors import UserError, require
 from nanodomino.generate.writing import tell, write_texts
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
-from nanodomino.run.failure import start
+from nanodomino.run.failure import run_rank
 
 
 # ---- from a checkpoint
@@ -86,8 +86,8 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
             f"--tp must be at least 1, but is {flags.tp}; leave it out for all of torchrun's processes")
     for name, least in (("num_samples", 1), ("max_tokens", 0), ("top_k", 0), ("seed", 0)):
         value = getattr(flags, name)
-        require(value is None or value >= least, f"{spelling(name)} must be at least {least}, but is {value}")
-        require(value is None or value <= LARGEST, f"{spelling(name)} must be at most {LARGEST}, but is {value}")
+        require(value is None or value >= least, f"{flag_name(name)} must be at least {least}, but is {value}")
+        require(value is None or value <= MAX_INT, f"{flag_name(name)} must be at most {MAX_INT}, but is {value}")
     require(0.0 <= flags.temperature < float("inf"),
             f"--temperature must be a finite number of at least 0, but is {flags.temperature}")
     require(not (flags.prompt and flags.prompts), "--prompt and --prompts contradict each other; give one")
@@ -153,7 +153,7 @@ def main(arguments: list[str], place: Place) -> int:
     require(tp == place.world_size,
             f"--tp {tp} needs {tp} processes, but there are {place.world_size}; start torchrun --nproc_per_node {tp}")
     folder = find_checkpoint(Path(flags.load))
-    layout = {one.name: one.default for one in flags_of(Config, "The layout")}
+    layout = {one.name: one.default for one in flag_settings(Config, "The layout")}
     saved = dataclasses.replace(from_record(read_manifest(folder)["config"], folder), **layout)
     saved = dataclasses.replace(saved, tensor_model_parallel_size=tp, micro_batch_size=1, device=flags.device)
     config = saved.resolve(place.world_size).with_vocabulary(saved.vocab_size)
@@ -174,4 +174,4 @@ def main(arguments: list[str], place: Place) -> int:
 
 
 if __name__ == "__main__":
-    start(main, sys.argv[1:])
+    run_rank(main, sys.argv[1:])

@@ -16,7 +16,7 @@ class Cache:
     def __init__(self, model: GPT, room: int, end_of_text: int | None = None):
         config = model.config
         self.model, self.length, self.begin = model, 0, 0
-        self.end_of_text = end_of_text if config.asks_for_documents else None
+        self.end_of_text = end_of_text if config.uses_document_boundaries else None
         shape = (1, config.num_query_groups // model.mesh.tp, room, config.kv_channels)
         self.kept = {sublayer.site: torch.zeros(2, *shape, device=model.mesh.device, dtype=config.params_dtype)
                      for chunk in model.chunks for sublayer in chunk.sublayers if sublayer.attends}

@@ -8,7 +8,7 @@ import tiktoken
 import torch
 import torch.distributed as dist
 
-from nanodomino.config.terminal import somebody_reads
+from nanodomino.config.terminal import stdout_is_open
 from nanodomino.generate.sampling import generate
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
@@ -32,7 +32,7 @@ class Writer:
 
     def write(self, text: str) -> bool:
         print(text, end="", flush=True)
-        return bool(tell(somebody_reads(), self.mesh))
+        return bool(tell(stdout_is_open(), self.mesh))
 
     def write_token(self, token: int) -> bool:
         """The characters that this token completes."""

@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 
 from nanodomino.config.presets import DTYPES
-from nanodomino.config.terminal import run
+from nanodomino.config.terminal import run_command
 from nanodomino.errors import UserError, require
 from nanodomino.huggingface.export_model import export_model
 from nanodomino.huggingface.import_model import import_model
@@ -81,4 +81,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run(main, sys.argv[1:])
+    run_command(main, sys.argv[1:])

@@ -31,7 +31,7 @@ import torch
 from nanodomino.checkpoint.shards import Pieces
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
-from nanodomino.config.setting import LARGEST, spelling
+from nanodomino.config.setting import MAX_INT, flag_name
 from nanodomino.errors import UserError, require
 from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
 from nanodomino.model import whole_on_paper
@@ -133,7 +133,7 @@ class Record:
         """A whole number from 1 on, or a positive float; `default` in place of null."""
         value = self.get(name)
         value = default if value is None else value
-        rule, largest = ("a whole number from 1 on", LARGEST) if kind is int else ("a positive number", math.inf)
+        rule, largest = ("a whole number from 1 on", MAX_INT) if kind is int else ("a positive number", math.inf)
         fits = type(value) is int or kind is float and type(value) is float
         require(fits and 0 < value and value <= largest and value < math.inf,
                 f"{self.source} must have {rule} as {name}, but has {shown(value)}; correct it")
@@ -406,7 +406,7 @@ def family_of(config: Config) -> Family:
         here = {ours: getattr(config, ours) for ours in wanted}
         if not config.disable_bias_linear:                   # all have one: that this matrix has one too says nothing
             here["add_qkv_bias"] = False
-        other = [f"{spelling(ours)[2:]} {value} and not {here[ours]}" for ours, value in wanted.items()
+        other = [f"{flag_name(ours)[2:]} {value} and not {here[ours]}" for ours, value in wanted.items()
                  if here[ours] != value]
         found[family.architecture] = family, other
     nearest, other = min(found.values(), key=lambda one: len(one[1]))

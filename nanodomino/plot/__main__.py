@@ -2,7 +2,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nanodomino.config.terminal import run
+from nanodomino.config.terminal import run_command
 from nanodomino.errors import require
 from nanodomino.plot.curves import COLOURS, differences, picture, read
 from nanodomino.plot.svg import write_output
@@ -33,4 +33,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run(main, sys.argv[1:])
+    run_command(main, sys.argv[1:])

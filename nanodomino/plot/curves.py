@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from nanodomino.config.config import Config
-from nanodomino.config.setting import LARGEST, flags_of, names
+from nanodomino.config.setting import MAX_INT, flag_settings, names_affecting
 from nanodomino.errors import UserError, require
 from nanodomino.plot.svg import LETTER, LINE, WIDTH, frame, legend, line, text, tick_step
 
@@ -80,7 +80,7 @@ class Curve:
     def add(self, values: dict):
         """Of one line; raises almost anything if it is not one of report.py's."""
         step = values["step"]
-        if not (isinstance(step, int) and 0 <= step <= LARGEST):
+        if not (isinstance(step, int) and 0 <= step <= MAX_INT):
             raise ValueError
         for name, (steps, numbers) in self.series.items():
             if name in values:
@@ -118,8 +118,8 @@ def read(run: Path) -> tuple[Curve, dict]:
 
 def differences(settings: list[dict]) -> list[list[str]]:
     """For each run what is not the same in all that tell, such as ["lr 0.008", "tp 2"]."""
-    short = {one.name: one.metadata["short"].strip("-") for one in flags_of(Config) if one.metadata["short"]}
-    known, of_one_start = [one for one in settings if one], names(Config, "launch")
+    short = {one.name: one.metadata["alias"].strip("-") for one in flag_settings(Config) if one.metadata["alias"]}
+    known, of_one_start = [one for one in settings if one], names_affecting(Config, "launch")
     told = [name for name in dict.fromkeys(name for one in known for name in one)
             if name not in of_one_start and any(one.get(name) != known[0].get(name) for one in known)]
     return [[f"{short.get(name, name)} {one[name]:g}" if isinstance(one[name], float)

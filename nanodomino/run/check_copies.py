@@ -28,7 +28,7 @@ BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 SHOWN = 3                # parameters that are named
 
 
-def choose_kernels_by_rule():
+def make_compiler_deterministic():
     """Before anything is compiled. Older versions of torch have no such word; there the comparison alone is left."""
     # here and not above: as slow to import as the compiler itself
     from torch._inductor import config as inductor

@@ -23,7 +23,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from nanodomino.comm.world import Place, find_place
-from nanodomino.config.terminal import outlive_readers
+from nanodomino.config.terminal import tolerate_closed_output
 from nanodomino.errors import UserError
 
 # Words of errors that follow from another's end, in gloo's, the store's and NCCL's messages. None is shorter than it
@@ -37,12 +37,12 @@ SPEAKING = threading.RLock()       # of the thread that ends the process; never 
 
 # ---- ends
 
-def start(main, arguments: list[str]):
+def run_rank(main, arguments: list[str]):
     """What a launcher starts on every rank: main(arguments, place), of which the screen shows rank 0's words alone.
 
     main returns the exit code.
     """
-    outlive_readers()
+    tolerate_closed_output()
     # who speaks first, should the environment be refused: every rank of a half set one would believe to be rank 0
     numbers = [os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK")]
     place = Place(local_rank=int(next(filter(str.isdecimal, numbers), 0)))
@@ -52,14 +52,14 @@ def start(main, arguments: list[str]):
             sys.stdout = open(os.devnull, "w")
         code = main(arguments, place)
     except Exception as error:
-        fail(place, error)
+        report_and_exit(place, error)
     except KeyboardInterrupt:                                  # in training a StopSignal has taken it
         code = 128 + signal.SIGINT
     sys.stdout.flush()
     sys.exit(code)
 
 
-def fail(place: Place, error: Exception):
+def report_and_exit(place: Place, error: Exception):
     """End this process after an error; see the module's docstring for who speaks when."""
     SPEAKING.acquire()                                         # the main thread, and the one of watch.py, may come
     if threading.current_thread() is threading.main_thread():
@@ -72,7 +72,7 @@ def fail(place: Place, error: Exception):
         tell_torchrun(str(error))
         os._exit(2)
     where = f" in step {error.step}" if hasattr(error, "step") else ""
-    if is_lonely(error):
+    if caused_by_peer(error):
         time.sleep(0.2)
         # torchrun is ending all: it knows who was the first
         if hasattr(error, "signals") and error.signals.number:
@@ -86,7 +86,7 @@ def fail(place: Place, error: Exception):
     os._exit(1)
 
 
-def is_lonely(error: Exception) -> bool:
+def caused_by_peer(error: Exception) -> bool:
     """Whether it only says that another rank is gone."""
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in LONELY)
 

@@ -12,7 +12,7 @@ from nanodomino.checkpoint.manifest import (SAVED, check_settings, checkpoints_o
                                             newest_record, newest_sound, read_manifest)
 from nanodomino.comm.world import Place
 from nanodomino.config.config import Config
-from nanodomino.config.terminal import outlive_readers
+from nanodomino.config.terminal import tolerate_closed_output
 from nanodomino.errors import UserError, require
 
 
@@ -26,28 +26,28 @@ class Run:
     weights_alone: bool = False
 
 
-def find_run(config: Config, place: Place) -> Run:
+def open_run(config: Config, place: Place) -> Run:
     """Find or make the folder of this run. Raises UserError. Called by rank 0 alone."""
     run_dir = Path(config.run_dir or "runs")
     # before a folder is made for nothing; a run that has begun no longer needs what it was loaded from
     begun = place.restarted or (config.run_dir and os.path.exists(run_dir))
-    loaded = None if begun else find_loaded(config)
+    loaded = None if begun else find_checkpoint_to_load(config)
     try:
         require(not run_dir.is_file(), f"--run-dir {run_dir} is a file; choose another name")
         if not begun:
-            check_room(next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir()))
+            check_writable(next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir()))
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.run_dir is None:
-            run_dir = next_folder(run_dir, config.model, again=place.restarted,
+            run_dir = numbered_folder(run_dir, config.model, again=place.restarted,
                                   launch=os.environ.get("TORCHELASTIC_RUN_ID", ""))
         known = (run_dir / "config.json").exists()
         require(known or checkpoints_of(run_dir) or not (run_dir / "metrics.jsonl").exists(), f"--run-dir {run_dir} "
                 "holds a metrics.jsonl but no config.json, so it is no run to go on with; choose another folder")
         # what a person sees must never end a run
-        outlive_readers(OSError, f"training goes on, and {run_dir / 'metrics.jsonl'} tells of it")
-        claim(run_dir)
+        tolerate_closed_output(OSError, f"training goes on, and {run_dir / 'metrics.jsonl'} tells of it")
+        lock_folder(run_dir)
         clear_leftovers(run_dir)
-        check_room(run_dir)
+        check_writable(run_dir)
         checkpoint = newest_sound(run_dir)
         (run_dir / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
@@ -61,10 +61,10 @@ def find_run(config: Config, place: Place) -> Run:
     require(not left and not (run_dir / SAVED).exists(),
             f"--run-dir {run_dir} has been saved before, but of the {len(left)} checkpoints that are in it now none is "
             "sound, and to begin again would cut its metrics.jsonl; bring one back, or move it all away to begin anew")
-    return Run(run_dir, find_loaded(config) if begun else loaded, weights_alone=config.finetune)
+    return Run(run_dir, find_checkpoint_to_load(config) if begun else loaded, weights_alone=config.finetune)
 
 
-def find_loaded(config: Config) -> Path | None:
+def find_checkpoint_to_load(config: Config) -> Path | None:
     """The checkpoint that --load means, if it fits. Raises UserError."""
     if not config.load:
         return None
@@ -74,13 +74,13 @@ def find_loaded(config: Config) -> Path | None:
     return checkpoint
 
 
-def check_room(folder: Path):
+def check_writable(folder: Path):
     """Can files be made there, and filled? Better asked now than at the first write. Raises OSError."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(1 << 16))
 
 
-def check_shared(run_dir: Path):
+def check_shared_folder(run_dir: Path):
     """All ranks will write there, so each looks for a file that rank 0 has just made, and makes one of its own. Raises
     UserError on all alike."""
     made = tempfile.NamedTemporaryFile(dir=run_dir, prefix=".shared-") if dist.get_rank() == 0 else None
@@ -89,7 +89,7 @@ def check_shared(run_dir: Path):
     sees = os.path.exists(run_dir / name[0])
     try:
         if sees:
-            check_room(run_dir)
+            check_writable(run_dir)
     except OSError as error:
         failure = error.strerror
     dist.all_gather_object(everyone, (sees, failure))
@@ -102,10 +102,10 @@ def check_shared(run_dir: Path):
             "write to")
 
 
-def claim(run_dir: Path, patience=5.0):
+def lock_folder(run_dir: Path, patience=5.0):
     """One run at a time in a folder: two would write over each other's files.
 
-    The system lets go of the claim when this process ends, however it ends. A run whose torchrun was killed with -9 may
+    The system lets go of the lock when this process ends, however it ends. A run whose torchrun was killed with -9 may
     still be alive, and a rank that is being restarted may need a moment to be gone.
     """
     # open as long as this process lives; a link would lead to another file
@@ -126,7 +126,7 @@ def claim(run_dir: Path, patience=5.0):
             return                                             # a file system that knows no claims
 
 
-def next_folder(parent: Path, name: str, again: bool, launch: str) -> Path:
+def numbered_folder(parent: Path, name: str, again: bool, launch: str) -> Path:
     """Make parent/NAME-NUMBER with the first number that is free, also where other runs start at the same moment.
 
     again: torchrun has restarted this run, so the newest folder is meant that this launch has made, if it came so far;

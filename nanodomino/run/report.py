@@ -24,14 +24,14 @@ from tqdm import tqdm
 
 from nanodomino.checkpoint.manifest import newest_record
 from nanodomino.config.config import Config
-from nanodomino.config.setting import names
+from nanodomino.config.setting import names_affecting
 from nanodomino.corpus.folder import Corpus
 from nanodomino.mesh import Mesh
 from nanodomino.model import flops_per_token, parameter_count, stage_layers
 from nanodomino.overlap import recompute, sequence_parallel
 from nanodomino.plot.curves import Curve, picture
 from nanodomino.plot.svg import write
-from nanodomino.run.tensorboard import Board
+from nanodomino.run.tensorboard import TensorBoardWriter
 from nanodomino.schedules import simulation
 
 # Dense 16-bit peak of one device in FLOP/s, from the makers' data sheets; the longest name that fits counts.
@@ -77,7 +77,7 @@ class Report:
             self.metrics = open_metrics(run_dir / "metrics.jsonl", first_step)
             self.curve = Curve(run_dir / "metrics.jsonl")
             if config.tensorboard_dir:
-                self.board = Board(Path(config.tensorboard_dir), run_dir / "metrics.jsonl", first_step, self.say)
+                self.board = TensorBoardWriter(Path(config.tensorboard_dir), run_dir / "metrics.jsonl", first_step, self.say)
             self.describe(first_step)
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
                         disable=None if speaks else True)
@@ -99,7 +99,7 @@ class Report:
                 print(f"the {split} split holds {samples} samples of {config.seq_length} tokens: "
                       + ("its loss will say little" if samples else "there will be no loss of it")
                       + "; prepare more text, or give it more with data/prepare.py --split")
-        print(mesh.picture([held_by(config, stage) for stage in range(mesh.pp)]))
+        print(mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]))
         print(simulation.picture(config.schedule, mesh.pp, config.microbatches, config.virtual_stages), flush=True)
         if first_step >= config.train_iters:
             print(f"this run has done {first_step} steps, and --train-iters is {config.train_iters}: nothing is left; "
@@ -185,7 +185,7 @@ class Report:
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
 
 
-def held_by(config: Config, stage: int) -> str:
+def describe_stage(config: Config, stage: int) -> str:
     """What a stage holds, chunk by chunk, such as 'embedding, layers 0 to 3; layers 8 to 11'."""
     placement, held = config.placement, []
     for virtual_stage in (placement.virtual_stage(stage, chunk) for chunk in range(placement.chunks)):
@@ -200,7 +200,7 @@ def changed_settings(run_dir: Path, config: Config) -> list[str]:
     """How a run goes on otherwise than when it was last started, such as 'lr 0.004, before 0.001'."""
     before = newest_record(run_dir) or {}
     return [f"{name} {getattr(config, name)}, before {before[name]}"
-            for name in names(Config, "optimizer", "run", "learning", "free")
+            for name in names_affecting(Config, "optimizer", "run", "losses", "nothing")
             if name in before and before[name] != getattr(config, name)]
 
 

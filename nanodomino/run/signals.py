@@ -15,7 +15,7 @@ class StopSignal:
     """
 
     def __init__(self, say):
-        self.say, self.number, self.moment = say, 0, 0.0
+        self.say, self.number, self.received_at = say, 0, 0.0
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer)
@@ -29,8 +29,8 @@ class StopSignal:
 
     def handle(self, number: int):
         # A terminal sends Ctrl-C to torchrun too, which sends its own signal after it: the same wish.
-        if self.number and time.monotonic() - self.moment > 2.0:
+        if self.number and time.monotonic() - self.received_at > 2.0:
             os._exit(128 + number)
         if not self.number:
-            self.number, self.moment = number, time.monotonic()
+            self.number, self.received_at = number, time.monotonic()
             self.say("stopping after this step, with a checkpoint; a second Ctrl-C ends at once")

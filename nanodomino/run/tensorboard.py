@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
-from nanodomino.run.folder import check_room
+from nanodomino.run.folder import check_writable
 
 
 def check_package(config: Config):
@@ -33,7 +33,7 @@ def check_package(config: Config):
                         'FILE with {"tensorboard_dir": null}') from None
 
 
-class Board:
+class TensorBoardWriter:
     """Writes what a metrics.jsonl holds from a step on. say(line): where a warning goes."""
 
     def __init__(self, folder: Path, metrics: Path, first_step: int, say):
@@ -45,7 +45,7 @@ class Board:
         """Write what has come since. Training is worth more than what is shown of it: nothing here may end it."""
         try:
             os.makedirs(self.folder, exist_ok=True)
-            check_room(self.folder)                            # else the writer's thread dies of it, with a traceback
+            check_writable(self.folder)                            # else the writer's thread dies of it, with a traceback
             self.write()
             self.warned = False
         except Exception as error:

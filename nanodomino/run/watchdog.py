@@ -34,18 +34,18 @@ import torch.distributed as dist
 
 from nanodomino.comm.world import Place
 from nanodomino.mesh import Mesh
-from nanodomino.run.failure import fail
+from nanodomino.run.failure import report_and_exit
 
 GRACE = 20.0             # seconds without progress, once told to stop; torchrun's patience is 30
 LOOK = 0.5               # seconds between two looks
 
 
 @contextmanager
-def connecting(place: Place, timeout: float):
+def connection_timeout(place: Place, timeout: float):
     """While it lasts, this process ends if the others can't be reached: they may take `timeout` seconds to come, and as
     many to connect; torch, which tries again and again, some more. gloo would wait for a connection five times as long.
     """
-    timer = threading.Timer(2 * timeout + GRACE, fail, (place, RuntimeError(
+    timer = threading.Timer(2 * timeout + GRACE, report_and_exit, (place, RuntimeError(
         f"timed out connecting to the others, after {timeout:.0f} seconds; is GLOO_SOCKET_IFNAME the interface between "
         "the hosts, and does a firewall let them through?")))
     timer.daemon = True
@@ -67,7 +67,7 @@ class HostQueue:
         return HostQueue()
 
 
-class Watch:
+class Watchdog:
     """A context manager: while it lasts, this process ends if its device waits for ever."""
 
     def __init__(self, place: Place, mesh: Mesh, timeout: float):
@@ -97,7 +97,7 @@ class Watch:
             if text := self.lost():
                 error = RuntimeError(text)
                 error.__dict__.update(self.about)
-                fail(self.place, error)
+                report_and_exit(self.place, error)
 
     def lost(self) -> str | None:
         """What tells that the neighbours are lost, if anything does. Called again and again."""
@@ -110,7 +110,7 @@ class Watch:
             self.moved = now
         if self.queue.query():
             self.moved = now
-        told = now - max(self.moved, signals.moment) if signals and signals.number else 0.0
+        told = now - max(self.moved, signals.received_at) if signals and signals.number else 0.0
         if now - self.moved > self.timeout or told > GRACE:
             return f"timed out waiting for the device, which has made no progress for {now - self.moved:.0f} seconds"
         return None

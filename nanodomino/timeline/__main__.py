@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from nanodomino.config.terminal import run
+from nanodomino.config.terminal import run_command
 from nanodomino.errors import UserError, require
 from nanodomino.plot.svg import write_output
 from nanodomino.timeline.draw import one_step, part, picture
@@ -57,4 +57,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run(main, sys.argv[1:])
+    run_command(main, sys.argv[1:])
