@@ -33,6 +33,7 @@ from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, g
 from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
 from nanodomino.analysis.step_time import Machine, slowest, synchronize
 from nanodomino.config.config import Config
+from nanodomino.config.presets import PUBLISHED_VOCABULARIES
 from nanodomino.config.setting import flag_name
 from nanodomino.errors import UserError, require
 from nanodomino.model import parameter_count
@@ -60,11 +61,12 @@ GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9, 32e9),
         "A10": Gpu(24e9, 0.6e12, "PCIe", 32e9, 32e9), "L40S": Gpu(48e9, 0.864e12, "PCIe", 32e9, 32e9),
         "RTX 4090": Gpu(24e9, 1.008e12, "PCIe", 32e9, 32e9)}
 
+GPT2_VOCABULARY = PUBLISHED_VOCABULARIES["gpt2"]
 MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "messages", "working", "communicators")
 
 
 def add_flags(parser):
-    add_config_flags(parser, model="gpt3-13b", vocab_size=50257, dtype="bfloat16")
+    add_config_flags(parser, model="gpt3-13b", dtype="bfloat16")
     parser.add_argument("--gpus", type=int, default=64, help="processes, a GPU each (default 64)")
     parser.add_argument("--gpu", choices=(*GPUS, "here"), default="H100", help="which, or this machine (default H100)")
     parser.add_argument("--gpus-per-host", type=int, default=8, help="joined by their link (default 8)")
@@ -89,6 +91,7 @@ def processes(flags) -> int:
                               ("reserve", 0, 0.9)):
         value = getattr(flags, name)
         require(least <= value <= most, f"{flag_name(name)} must be from {least} to {most}, but is {value}")
+    flags.vocab_size = flags.vocab_size or PUBLISHED_VOCABULARIES.get(flags.model, GPT2_VOCABULARY)
     config = config_of(flags, flags.gpus)
     require(flags.gpu == "here" or config.params_dtype.itemsize == 2,
             f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, since what is known of it is the rate of 16-bit "

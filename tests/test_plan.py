@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
 from benchmarks import comm, memory, plan
-from benchmarks.common import main, seconds_text
+from benchmarks.common import config_of, main, parse, seconds_text
 from nanodomino import pipeline
 from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
 from nanodomino.analysis.step_time import Machine
@@ -48,6 +48,17 @@ def cluster(world_size, **changes) -> Config:
 
 
 # ---- formulas on their own
+
+@pytest.mark.parametrize("model, parameters", [
+    ("gpt2", 124_439_808), ("gpt2-xl", 1_557_611_200), ("gpt3-13b", 12_853_386_240), ("llama2-7b", 6_738_415_616),
+    ("llama3-8b", 8_030_261_248), ("llama3.2-1b", 1_235_814_400), ("qwen2.5-0.5b", 494_032_768),
+    ("qwen3-0.6b", 596_049_920), ("smollm2-135m", 134_515_008)])
+def test_a_preset_with_its_published_vocabulary_has_the_published_number_of_parameters(model, parameters):
+    """A plan for --model llama3-8b must not count GPT-2's vocabulary."""
+    flags = parse(plan, ["plan", "--model", model, "--gpus", "1", "--tp", "1", "--pp", "1"])
+    plan.processes(flags)
+    assert parameter_count(config_of(flags, 1)) == parameters
+
 
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-xl", "gpt3-13b"])
 @pytest.mark.parametrize("tp, pp, untied", [(1, 1, False), (1, 1, True), (2, 4, False), (4, 3, True), (8, 2, False)])

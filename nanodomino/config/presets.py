@@ -48,3 +48,10 @@ LR_DECAY_STYLES = {"cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done))
 # (tp, pp) when neither is given, by the number of processes that share a model: wires of every kind, as soon as there
 # can be, and no replicas where they would be 3, 5 or 7, by which few batches can be divided.
 DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (1, 5), 6: (2, 3), 7: (1, 7), 8: (4, 2)}
+
+# The vocabulary that each preset's weights were published with, for estimates without data (bench.py plan). Training
+# takes the vocabulary from its data.
+PUBLISHED_VOCABULARIES = {
+    **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-2.7b", "gpt3-6.7b", "gpt3-13b"), 50257),
+    "llama2-7b": 32000, "llama2-13b": 32000, "llama3-8b": 128256, "llama3.2-1b": 128256,
+    "qwen2.5-0.5b": 151936, "qwen3-0.6b": 151936, "smollm2-135m": 49152}
