@@ -105,8 +105,9 @@ def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: Toke
     asked at its end; on_action: see pipeline.run."""
     with stage.trace.span("step", step=step):
         optimizer.zero_grad()
-        totals = run_schedule(config.timetable, step - 1, stage, dataset, config, mesh, on_final=optimizer.on_final,
-                              on_action=on_action, loss_scale=optimizer.loss_scale.value)
+        totals = run_schedule(config.timetable, step - 1, stage, dataset, config, mesh,
+                              on_gradients_ready=optimizer.on_gradients_ready, on_action=on_action,
+                              loss_scale=optimizer.loss_scale.value)
         return optimizer.step(learning_rate(step, config), totals, stop())
 
 
@@ -135,15 +136,16 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
                                                                 device=mesh.device)
         run_alone(stage.forward(nothing, hidden, training=False, chunk=number))
         output, tape = run_alone(stage.forward(nothing, hidden, chunk=number))
-        run_alone(stage.backward(tape, torch.zeros_like(output), optimizer.on_final))
+        run_alone(stage.backward(tape, torch.zeros_like(output), optimizer.on_gradients_ready))
     optimizer.warm_up()
 
 
 def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh,
-                 shuffle=True, on_final=None, on_action=None, loss_scale=1.0):
+                 shuffle=True, on_gradients_ready=None, on_action=None, loss_scale=1.0):
     """Run a schedule over the microbatches of global batch number `step`."""
     return pipeline.run(table, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
-                        config.hidden_shape, config.params_dtype, on_final, stage.trace, on_action, loss_scale)
+                        config.hidden_shape, config.params_dtype, on_gradients_ready, stage.trace, on_action,
+                        loss_scale)
 
 
 def learning_rate(step: int, config: Config) -> float:

@@ -108,16 +108,16 @@ class TapeMeter:
         self.weigh()
         return output, tape
 
-    def backward(self, tape, gradient, on_final=None, later=False):
-        gradient = yield from self.stage.backward(tape, gradient, on_final, later)
+    def backward(self, tape, gradient, on_gradients_ready=None, later=False):
+        gradient = yield from self.stage.backward(tape, gradient, on_gradients_ready, later)
         if later:
             self.weigh()
         else:
             del self.tapes[id(tape)]
         return gradient
 
-    def weight_backward(self, tape, on_final=None):
-        yield from self.stage.weight_backward(tape, on_final)
+    def weight_backward(self, tape, on_gradients_ready=None):
+        yield from self.stage.weight_backward(tape, on_gradients_ready)
         del self.tapes[id(tape)]
 
     def weigh(self):

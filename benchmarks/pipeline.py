@@ -57,7 +57,7 @@ from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import stage_layers
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement import Placement, Timetable
-from nanodomino.schedules.simulation import play, step_time
+from nanodomino.schedules.simulation import simulate, step_time
 from nanodomino.timeline.recording import actions, minus, spans_of, union
 from nanodomino.zero import ZeroOptimizer
 
@@ -175,7 +175,7 @@ class RunnerSide(PlainSide):
         return output.detach(), (x, output), lambda logits: (loss_sum(logits, batch.labels), batch.labels.numel())
         yield
 
-    def backward(self, tape, gradient, on_final, later):
+    def backward(self, tape, gradient, on_gradients_ready, later):
         x, output = tape
         output.backward(gradient)
         return x.grad
@@ -258,7 +258,7 @@ def measure(configs: dict[str, Config], parts: dict, trace: Trace, repeats: int)
     rows, played = [], {}
     for schedule, name in sides:
         key, rivals = (schedule, name), (schedule, "torch") in sides
-        found = idle(configs[schedule].timetable, steps[key], works[key], simulate=name != "torch")
+        found = idle(configs[schedule].timetable, steps[key], works[key], with_simulation=name != "torch")
         played[key] = found.pop("simulated_step_s")
         rows.append(dict(
             microbatches=one.microbatches, schedule=schedule, side=name, loss=loss, time=times[key],
@@ -312,19 +312,19 @@ def work_of(events) -> dict[tuple, list[float]]:
     return dict(found)
 
 
-def idle(timetable: Timetable, steps, works, simulate=True) -> dict:
+def idle(timetable: Timetable, steps, works, with_simulation=True) -> dict:
     """steps: [round] seconds; works: [stage][round] {(kind, chunk): [seconds]}. Medians over the rounds."""
     busy = [[sum(map(sum, work.values())) for work in stage] for stage in works]
     shares = [[1 - one / step for one, step in zip(stage, steps)] for stage in busy]
     figure = Figure(tuple(statistics.mean(of_round) for of_round in zip(*shares)), most=1.0, size=1.0)
     each = [statistics.median(stage) for stage in busy]
     found = dict(idle=figure, idle_of_stages=[statistics.median(stage) for stage in shares],
-                 even=idle_share(play(timetable)), imbalance=max(each) / statistics.mean(each),
+                 even=idle_share(simulate(timetable)), imbalance=max(each) / statistics.mean(each),
                  simulated=None, simulated_step_s=None, seconds=None)
-    if simulate:
+    if with_simulation:
         lengths = [{key: statistics.median(statistics.mean(work[key]) for work in stage) for key in stage[0]}
                    for stage in works]
-        rows = play(timetable, lambda stage, action: lengths[stage][action.kind, action.halves[0].chunk])
+        rows = simulate(timetable, lambda stage, action: lengths[stage][action.kind, action.halves[0].chunk])
         found |= dict(simulated=idle_share(rows), simulated_step_s=step_time(rows),
                       seconds=[{f"{kind} {chunk}": seconds for (kind, chunk), seconds in stage.items()}
                                for stage in lengths])

@@ -137,15 +137,15 @@ class Slice:
 
 
 class Tally:
-    """Tells on_final, where there is one, of modules that all slices are through with."""
+    """Tells on_gradients_ready, where there is one, of modules that all slices are through with."""
 
-    def __init__(self, slices: int, on_final):
-        self.slices, self.on_final, self.left = slices, on_final, {}
+    def __init__(self, slices: int, on_gradients_ready):
+        self.slices, self.on_gradients_ready, self.left = slices, on_gradients_ready, {}
 
     def __call__(self, *modules):
         self.left[modules] = self.left.get(modules, self.slices) - 1
-        if self.on_final and self.left[modules] == 0:
-            self.on_final(modules)
+        if self.on_gradients_ready and self.left[modules] == 0:
+            self.on_gradients_ready(modules)
 
 
 class Domino:
@@ -193,16 +193,16 @@ class Domino:
         return Surroundings(self.model.config, self.mesh, part.sample_ids if training else None, self.tapes.keeps_masks,
                             self.stream, None if part.in_order else part.positions, part.documents)
 
-    def backward(self, pieces, gradient, on_final=None, later=False):
+    def backward(self, pieces, gradient, on_gradients_ready=None, later=False):
         """Generator. gradient: of forward's output. Returns the gradient of `hidden` (None at the model's beginning).
 
-        on_final(modules) is called when no slice of this microbatch will add to the gradients of these modules any
-        more; so their reduce over replicas can start behind the rest of backward.
+        on_gradients_ready(modules) is called when no slice of this microbatch will add to the gradients of these
+        modules any more; so their reduce over replicas can start behind the rest of backward.
         later: weight gradients are left to weight_backward(), but the head's, which would keep the logits.
         """
         for piece in pieces:
             piece.later = [] if later else None
-        results, tally = [None] * len(pieces), Tally(len(pieces), on_final)
+        results, tally = [None] * len(pieces), Tally(len(pieces), on_gradients_ready)
         gradients = gradient.tensor_split(len(pieces))
         yield from interleave([self.in_turn(piece, self.backward_slice(piece, gradients[piece.index], results, tally))
                                for piece in pieces], self.trace)
@@ -213,9 +213,10 @@ class Domino:
             return None
         return results[0] if len(results) == 1 else torch.cat(results)
 
-    def weight_backward(self, pieces, on_final=None):
-        """Generator, since all that the pipeline resumes are; nothing goes on the wires. on_final: as in backward()."""
-        tally = Tally(len(pieces), on_final)
+    def weight_backward(self, pieces, on_gradients_ready=None):
+        """Generator, since all that the pipeline resumes are; nothing goes on the wires.
+        on_gradients_ready: as in backward()."""
+        tally = Tally(len(pieces), on_gradients_ready)
         while pieces[0].later:
             for piece in pieces:
                 site, products, modules = piece.later.pop(0)   # what is done with goes

@@ -45,39 +45,39 @@ import torch.distributed as dist
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.mesh import Mesh
 from nanodomino.schedules.actions import Action
-from nanodomino.schedules.placement import Placement, Timetable, gives, takes
-from nanodomino.schedules.simulation import asked
+from nanodomino.schedules.placement import Placement, Timetable, message_received, message_sent
+from nanodomino.schedules.simulation import receives_to_post
 
-AHEAD = {"cuda": 0, "cpu": 1}        # actions by which a message is asked for earlier; see above why not more
+ACTIONS_AHEAD = {"cuda": 0, "cpu": 1}        # actions by which a message is asked for earlier; see above why not more
 
 
-class Mail:
+class P2PCommunicator:
     """The messages of one stage and step."""
 
     def __init__(self, mesh: Mesh, table: Timetable, shape, dtype, trace=NO_TRACE):
         self.mesh, self.shape, self.dtype, self.trace = mesh, shape, dtype, trace
         self.placement, self.stage = table.placement, mesh.pp_rank
-        self.asks = [*asked(table, self.stage, AHEAD[mesh.device.type]), []]
-        self.leaving, self.arriving, self.sent = [], {}, deque()
+        self.receives = [*receives_to_post(table, ACTIONS_AHEAD[mesh.device.type])[self.stage], []]
+        self.outbox, self.inbox, self.sends_in_flight = [], {}, deque()
 
-    def give(self, action: Action, output):
+    def send_later(self, action: Action, output):
         """This action's output, of hidden_shape: to leave with the next exchange, or to stay for a chunk of ours."""
-        if given := gives(self.placement, self.stage, action):
+        if given := message_sent(self.placement, self.stage, action):
             taker, message = given
             if taker == self.stage:
-                self.arriving[message] = (None, output)
+                self.inbox[message] = (None, output)
             else:
-                self.leaving.append((dist.isend, taker, message, output.contiguous()))
+                self.outbox.append((dist.isend, taker, message, output.contiguous()))
 
-    def exchange(self, done: int | None = None):
+    def post(self, done: int | None = None):
         """Send what is to leave, and once `done` actions are done ask for what belongs there, in one batch.
 
         A tensor is kept until it is gone; at most `stages` messages of a stage are on their way.
         """
         wanted = [] if done is None else [
             (dist.irecv, self.placement.source(self.stage, message)[0], message,
-             torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)) for message in self.asks[done]]
-        batch, self.leaving = wanted + self.leaving, []            # receives first: collectives.py says why
+             torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)) for message in self.receives[done]]
+        batch, self.outbox = wanted + self.outbox, []            # receives first: collectives.py says why
         if not batch:
             return
         works = dist.batch_isend_irecv([dist.P2POp(op, tensor, self.mesh.stage_rank(peer), self.mesh.pp_group,
@@ -86,11 +86,11 @@ class Mail:
         for work, (op, peer, message, tensor) in zip(works, batch):
             if op is dist.isend:
                 self.trace.moment("send", message=str(message), peer=self.mesh.stage_rank(peer), bytes=tensor.nbytes)
-                self.sent.append((work, tensor))
+                self.sends_in_flight.append((work, tensor))
             else:
-                self.arriving[message] = (work, tensor)
-        while len(self.sent) > self.mesh.pp:
-            self.wait(self.sent.popleft()[0])
+                self.inbox[message] = (work, tensor)
+        while len(self.sends_in_flight) > self.mesh.pp:
+            self.wait(self.sends_in_flight.popleft()[0])
 
     def tag(self, message) -> int:
         """gloo tells messages apart by it; NCCL goes by their order."""
@@ -101,16 +101,16 @@ class Mail:
         source = self.placement.source(self.stage, action)
         if source is None:
             return None
-        work, tensor = self.arriving.pop(takes(action))
+        work, tensor = self.inbox.pop(message_received(action))
         if work:
             self.wait(work, microbatch=action.microbatch)
-            self.trace.moment("receive", message=str(takes(action)), peer=self.mesh.stage_rank(source[0]))
+            self.trace.moment("receive", message=str(message_received(action)), peer=self.mesh.stage_rank(source[0]))
         return tensor
 
-    def finish(self):
+    def wait_for_sends(self):
         """Wait until everything that was sent is gone."""
-        while self.sent:
-            self.wait(self.sent.popleft()[0])
+        while self.sends_in_flight:
+            self.wait(self.sends_in_flight.popleft()[0])
 
     def wait(self, work, **about):
         with self.trace.span("wait", group="pp", **about):
@@ -147,7 +147,7 @@ def resume(generator, to_its_end: bool) -> bool:
     return True
 
 
-def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype, on_final=None,
+def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype, on_gradients_ready=None,
         trace=NO_TRACE, on_action=None, loss_scale=1.0) -> Totals:
     """Execute a schedule on this stage.
 
@@ -155,18 +155,18 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_sha
     generator as all of Domino's, returns (output, tape, loss_func), where loss_func(output) -> (sum of the losses that
     count, number of tokens that count); hidden_shape: [b, s, h] of a message. Gradients of loss_scale x the loss *sum*
     are added to each main_grad: the division by that and by the global number of tokens comes once, later.
-    on_final: see Domino.backward.
+    on_gradients_ready: see Domino.backward.
     on_action(done, count): told after each action, for whoever shows how far a long step has come.
     """
     actions, placement = table.rows[mesh.pp_rank], table.placement
-    mail = Mail(mesh, table, hidden_shape, dtype, trace)
+    messages = P2PCommunicator(mesh, table, hidden_shape, dtype, trace)
     totals = Totals(*torch.zeros(2, dtype=torch.float64, device=mesh.device))
     training = any(half.kind != "forward" for action in actions for half in action.halves)
     alive = {}                           # (microbatch, chunk) -> (tape, what the loss is differentiated by)
 
     def forward(half):
         batch = get_batch(half.microbatch, half.chunk)
-        output, tape, loss_func = yield from forward_step(batch, stage, mail.receive(half), half.chunk, training)
+        output, tape, loss_func = yield from forward_step(batch, stage, messages.receive(half), half.chunk, training)
         loss = None
         if placement.virtual_stage(mesh.pp_rank, half.chunk) == placement.last:
             with torch.enable_grad():
@@ -177,22 +177,22 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_sha
             loss = (loss_sum, output)
         if training:
             alive[half.microbatch, half.chunk] = (tape, loss)
-        mail.give(half, output)
+        messages.send_later(half, output)
 
     def backward(half):
         tape, loss = alive.pop((half.microbatch, half.chunk))
-        gradient = loss_scale * torch.autograd.grad(*loss)[0] if loss else mail.receive(half)
+        gradient = loss_scale * torch.autograd.grad(*loss)[0] if loss else messages.receive(half)
         later = half.kind == "input_backward"
         if later:
             alive[half.microbatch, half.chunk] = (tape, None)
-        mail.give(half, (yield from stage.backward(tape, gradient, on_final, later)))
+        messages.send_later(half, (yield from stage.backward(tape, gradient, on_gradients_ready, later)))
 
     def weight_backward(half):
         tape, _ = alive.pop((half.microbatch, half.chunk))
-        yield from stage.weight_backward(tape, on_final)
+        yield from stage.weight_backward(tape, on_gradients_ready)
 
     work = {"forward": forward, "backward": backward, "input_backward": backward, "weight_backward": weight_backward}
-    mail.exchange(0)
+    messages.post(0)
     for done, action in enumerate(actions, start=1):
         halves = deque((half, work[half.kind](half)) for half in action.halves)
         # both of a pair in turn, until one of them is left; whatever has arrived, or tp ranks would launch their sums
@@ -204,9 +204,9 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_sha
             if not ended:
                 halves.append((half, generator))
             elif halves and half == action.halves[0]:
-                mail.exchange()                      # the gradient need not wait for the other half; see above
-        mail.exchange(done)
+                messages.post()                      # the gradient need not wait for the other half; see above
+        messages.post(done)
         if on_action:
             on_action(done, len(actions))
-    mail.finish()
+    messages.wait_for_sends()
     return totals

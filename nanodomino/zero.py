@@ -40,11 +40,11 @@ from nanodomino.comm.collectives import all_gather, reduce_scatter
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
-from nanodomino.optim.buckets import Bucket, Kind, sort_into_buckets
+from nanodomino.optim.buckets import Bucket, ParameterKind, sort_into_buckets
 from nanodomino.optim.loss_scale import LossScale
 from nanodomino.optim.optimizers import OPTIMIZERS
 
-UNDER_WAY = 2        # reduces that stage 2 has under way at most, each with its memory
+MAX_REDUCES_IN_FLIGHT = 2        # reduces that stage 2 has under way at most, each with its memory
 
 
 def sum_of_squares(flat):
@@ -67,43 +67,43 @@ class ZeroOptimizer:
 
     def __init__(self, model: GPT, config, mesh: Mesh, trace=NO_TRACE):
         self.config, self.mesh, self.trace = config, mesh, trace
-        self.parts, self.part = (mesh.dp, mesh.dp_rank) if config.zero_stage else (1, 0)
-        shared = config.zero_stage == 2 and mesh.dp > 1
-        self.buckets = [Bucket(kind, parameters, self.parts, self.part, shared)
+        self.partitions, self.partition = (mesh.dp, mesh.dp_rank) if config.zero_stage else (1, 0)
+        shards_gradients = config.zero_stage == 2 and mesh.dp > 1
+        self.buckets = [Bucket(kind, parameters, self.partitions, self.partition, shards_gradients)
                         for kind, parameters in sort_into_buckets(model)]
         self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
         self.buckets_of = {}                             # modules -> how many of their parameters are in which bucket
-        self.reports = {bucket: len(bucket.parameters) * (1 if shared else config.microbatches)
-                        for bucket in self.buckets}      # that a bucket waits for before its reduce
-        self.under_way = deque()                         # reduces: (bucket, its gradients, work, received)
+        self.reports_needed = {bucket: len(bucket.parameters) * (1 if shards_gradients else config.microbatches)
+                               for bucket in self.buckets}      # that a bucket waits for before its reduce
+        self.reduces_in_flight = deque()                 # reduces: (bucket, its gradients, work, received)
         self.has_loss = model.post_process
         self.updates = 0                                 # steps that were not skipped: the optimizer's own count
         self.skipped_in_a_row = 0                        # steps up to this one that were, and not by the scale alone
         self.loss_scale = LossScale(config)
-        self.choice = OPTIMIZERS[config.optimizer]
+        self.spec = OPTIMIZERS[config.optimizer]
         groups = [dict(params=[bucket.master for bucket in self.buckets if bucket.kind.decay == decay],
                        weight_decay=config.weight_decay if decay else 0.0) for decay in (True, False)]
-        self.optimizer = self.choice.make([group for group in groups if group["params"]], config)
+        self.optimizer = self.spec.make([group for group in groups if group["params"]], config)
         self.zero_grad()
 
     # ---- what is kept of each bucket beside its gradient: for whoever saves, counts or restores it
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """The names of what must be saved of each parameter to go on."""
-        return ("weight", *self.choice.moments)
+        return ("weight", *self.spec.moments)
 
-    def own(self, bucket: Bucket, name: str):
+    def own_state(self, bucket: Bucket, name: str):
         """This rank's part of what is `kept`: fp32 or wider. None for a moment before the first update."""
         return bucket.master if name == "weight" else self.optimizer.state[bucket.master].get(name)
 
-    def place_of(self, bucket: Bucket, name: str):
+    def allocate_own_state(self, bucket: Bucket, name: str):
         """Where this rank's part of what is `kept` lies, made where it is not there yet: to be filled by whoever
         restores it, who sets `updates` before and calls gather_weights after."""
         if name == "weight":
             return bucket.master
         state = self.optimizer.state[bucket.master]
-        if self.choice.counts:
+        if self.spec.counts_steps:
             state["step"] = torch.tensor(float(self.updates), device=bucket.master.device)
         if name not in state:
             state[name] = torch.zeros_like(bucket.master)
@@ -118,66 +118,67 @@ class ZeroOptimizer:
         """Before the first backward of a step."""
         for bucket in self.buckets:
             bucket.zero_grad()
-        self.missing = dict(self.reports)
+        self.reports_left = dict(self.reports_needed)
 
     def warm_up(self):
         """Every sum and gather of a step, of zeros: what a communicator does at its first time is then done."""
-        self.finish()                                    # of what a microbatch of nothing has sent
+        self.finish_reduces()                                    # of what a microbatch of nothing has sent
         self.zero_grad()
         for bucket in self.buckets:
             self.reduce(bucket)
-        self.finish_reduces()
+        self.finalize_gradients()
         dist.all_reduce(torch.zeros(4, dtype=torch.float64, device=self.mesh.device))
         self.gather_weights()
 
     # ---- phase 1
 
-    def on_final(self, modules):
+    def on_gradients_ready(self, modules):
         """These modules' gradients of a microbatch are there. A bucket that has heard so of all its parameters, by each
         microbatch that it waits for, goes on the wires. (Where these take turns, after as many reports: a sum may be
         sent in any parts, and the last report comes behind all that is added.)"""
         if modules not in self.buckets_of:
             self.buckets_of[modules] = Counter(self.bucket_of[weight] for one in modules for weight in one.parameters())
         for bucket, count in self.buckets_of[modules].items():
-            self.missing[bucket] -= count
-            if self.missing[bucket] <= 0:
-                self.missing[bucket] += self.reports[bucket]
+            self.reports_left[bucket] -= count
+            if self.reports_left[bucket] <= 0:
+                self.reports_left[bucket] += self.reports_needed[bucket]
                 self.reduce(bucket)
 
     def reduce(self, bucket):
         """Start summing a bucket over the replicas."""
         if self.mesh.dp == 1:
             return
-        if bucket.shared and len(self.under_way) == UNDER_WAY:
-            self.finish(UNDER_WAY - 1)
-        flat, received = bucket.hand_over(), None
-        if self.parts == 1:
+        if bucket.shards_gradients and len(self.reduces_in_flight) == MAX_REDUCES_IN_FLIGHT:
+            self.finish_reduces(MAX_REDUCES_IN_FLIGHT - 1)
+        flat, received = bucket.pop_gradients(), None
+        if self.partitions == 1:
             work = dist.all_reduce(flat, group=self.mesh.dp_group, async_op=True)
         else:
             work, received = reduce_scatter(flat, group=self.mesh.dp_group)
-        self.under_way.append((bucket, flat, work, received))
-        self.trace.watch("all_reduce" if self.parts == 1 else "reduce_scatter", work, group="dp", bytes=flat.nbytes)
+        self.reduces_in_flight.append((bucket, flat, work, received))
+        self.trace.watch("all_reduce" if self.partitions == 1 else "reduce_scatter", work, group="dp",
+                         bytes=flat.nbytes)
 
-    def finish(self, left=0):
+    def finish_reduces(self, left=0):
         """Wait until so few reduces are under way, the oldest first. Whoever was late, the own parts of their sums are
         added up in the order of the launches: the same run has the same bits."""
-        done = [self.under_way.popleft() for _ in range(len(self.under_way) - left)]
+        done = [self.reduces_in_flight.popleft() for _ in range(len(self.reduces_in_flight) - left)]
         for _, _, work, _ in done:
             self.wait("dp", work)
         with self.trace.span("optimizer"):
             for bucket, flat, _, received in done:
-                own = flat.chunk(self.parts)[self.part]
+                own = flat.chunk(self.partitions)[self.partition]
                 if received is not None:
                     torch.sum(received, dim=0, out=own)
-                if bucket.shared:
+                if bucket.shards_gradients:
                     bucket.own_grad.add_(own)
 
-    def finish_reduces(self):
+    def finalize_gradients(self):
         """After the last backward: wait for all. Then those who have parts of one gradient add them up: first and last
         stage, of a tied matrix; where tensor-parallel ranks have worked on the rows of one, of what is whole on each.
         After the sum over replicas, so that all add the same numbers and their copies never drift apart."""
-        assert self.missing == self.reports, "a gradient was never reported as final"
-        self.finish()
+        assert self.reports_left == self.reports_needed, "a gradient was never reported as final"
+        self.finish_reduces()
         for bucket in self.buckets:
             for group, is_a_part in (("tp", bucket.kind.of_part), ("embedding", bucket.kind.tied)):
                 if is_a_part:
@@ -187,10 +188,10 @@ class ZeroOptimizer:
 
     # ---- phases 2 and 3
 
-    def counts_here(self, kind: Kind) -> bool:
+    def counts_in_norm(self, kind: ParameterKind) -> bool:
         """Whether this rank is the one that adds its part of such a bucket to the global norm."""
         mesh = self.mesh
-        return ((kind.sharded or mesh.tp_rank == 0) and (self.parts > 1 or mesh.dp_rank == 0)
+        return ((kind.sharded or mesh.tp_rank == 0) and (self.partitions > 1 or mesh.dp_rank == 0)
                 and (not kind.tied or mesh.is_first_stage))
 
     def step(self, learning_rate: float, totals, stop=False) -> "StepResult":
@@ -198,7 +199,7 @@ class ZeroOptimizer:
 
         totals: what pipeline.run returned; stop: whether this rank wishes to stop after the step.
         """
-        self.finish_reduces()
+        self.finalize_gradients()
         loss_sum, tokens, squares, stops = self.sum_over_world(totals, stop)
         tokens, scale = max(tokens, 1.0), self.loss_scale.value    # where nothing counts all gradients are zero
         grad_norm = math.sqrt(squares) / (tokens * scale)          # main_grad holds gradients of scale x the loss sum
@@ -235,7 +236,7 @@ class ZeroOptimizer:
         with self.trace.span("optimizer"):
             for bucket in self.buckets:                        # and 0 x NaN and 0 x infinity are NaN
                 square = sum_of_squares(bucket.own_grad)
-                mine[2] += square if self.counts_here(bucket.kind) else 0.0 * square
+                mine[2] += square if self.counts_in_norm(bucket.kind) else 0.0 * square
         work = dist.all_reduce(mine, async_op=True)
         self.trace.watch("all_reduce", work, group="world", bytes=mine.nbytes)
         self.wait("world", work)
@@ -247,7 +248,7 @@ class ZeroOptimizer:
         for bucket in self.buckets:
             if bucket.master is not bucket.own_weights:
                 bucket.own_weights.copy_(bucket.master)
-            if self.parts > 1:
+            if self.partitions > 1:
                 works.append(all_gather(bucket.weights, group=self.mesh.dp_group))
                 self.trace.watch("all_gather", works[-1], group="dp", bytes=bucket.weights.nbytes)
         for work in works:

@@ -151,8 +151,8 @@ def reduced_gradients(model, optimizer, divisor) -> dict:
     gradients = {}
     for bucket in optimizer.buckets:
         whole = bucket.own_grad
-        if optimizer.parts > 1:
-            whole = torch.cat([bucket.own_grad] * optimizer.parts)
+        if optimizer.partitions > 1:
+            whole = torch.cat([bucket.own_grad] * optimizer.partitions)
             all_gather(whole, optimizer.mesh.dp_group).wait()
         for weight in bucket.parameters:
             gradients[weight] = bucket.view(weight, whole) / divisor

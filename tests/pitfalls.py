@@ -66,14 +66,14 @@ def wires(kind):
 
 def one_bad_number(config):
     """In the first step, tensor-parallel rank 1's copy of a gradient has an infinity; rank 0's, which counts, has none."""
-    finish, steps = zero.ZeroOptimizer.finish_reduces, []
+    finish, steps = zero.ZeroOptimizer.finalize_gradients, []
 
     def poisoned(optimizer):
         finish(optimizer)
         steps.append(1)
         if len(steps) == 1 and optimizer.mesh.tp_rank == config.tp - 1:
             next(bucket for bucket in optimizer.buckets if not bucket.kind.sharded).own_grad[0] = math.inf
-    return [(zero.ZeroOptimizer, "finish_reduces", poisoned)]
+    return [(zero.ZeroOptimizer, "finalize_gradients", poisoned)]
 
 
 def a_bad_number_and_a_scale_that_moves(config):
@@ -427,19 +427,19 @@ def other_order(config):
 
 # ---- the pipeline
 
-@pitfall("The reduce over replicas starts with the first backward", "`nanodomino/zero.py`, `ZeroOptimizer.on_final`: a bucket waits for each "
+@pitfall("The reduce over replicas starts with the first backward", "`nanodomino/zero.py`, `ZeroOptimizer.on_gradients_ready`: a bucket waits for each "
          "microbatch", conditions=wires("early"))
 def reduced_too_soon(config):
     """The gradients of a bucket are sent as soon as one microbatch has been there; what later ones add stays at home. The
     training sees a part of its batch: noisier, and just as plausible."""
-    on_final, told = zero.ZeroOptimizer.on_final, set()
+    on_gradients_ready, told = zero.ZeroOptimizer.on_gradients_ready, set()
 
     def first_backward(self, modules):
         if (self.updates, modules) not in told:
             told.add((self.updates, modules))
             for _ in range(config.microbatches):
-                on_final(self, modules)
-    return [(zero.ZeroOptimizer, "on_final", first_backward)]
+                on_gradients_ready(self, modules)
+    return [(zero.ZeroOptimizer, "on_gradients_ready", first_backward)]
 
 
 @pitfall("Layers that do not divide by the stages are lost", "`nanodomino/model.py`, `stage_layers`: the first stages hold one more", **PP)
@@ -452,7 +452,7 @@ def lost_layers(config):
     return [(model, "stage_layers", even)]
 
 
-@pitfall("A tied matrix on two stages, whose gradients are not added", "`nanodomino/zero.py`, `ZeroOptimizer.finish_reduces`: over first and "
+@pitfall("A tied matrix on two stages, whose gradients are not added", "`nanodomino/zero.py`, `ZeroOptimizer.finalize_gradients`: over first and "
          "last stage, once the replicas have", **PP)
 def not_tied(config):
     """The first stage looks words up in its copy, the last one multiplies by its own, and each adds up what it sees. They
@@ -463,28 +463,28 @@ def not_tied(config):
 # ---- the optimizer
 
 def counts(rule):
-    return [(zero.ZeroOptimizer, "counts_here", lambda self, kind: rule(self, self.mesh, kind))]
+    return [(zero.ZeroOptimizer, "counts_in_norm", lambda self, kind: rule(self, self.mesh, kind))]
 
 
-@pitfall("The norm counts a tied matrix twice", "`nanodomino/zero.py`, `ZeroOptimizer.counts_here`", **PP)
+@pitfall("The norm counts a tied matrix twice", "`nanodomino/zero.py`, `ZeroOptimizer.counts_in_norm`", **PP)
 def tied_twice(config):
     """Both stages have the whole gradient of their copy, and both count it. The norm is too large, by at most the square root of two, so
     the clipping bites too early."""
-    return counts(lambda self, mesh, kind: (kind.sharded or mesh.tp_rank == 0) and (self.parts > 1 or mesh.dp_rank == 0))
+    return counts(lambda self, mesh, kind: (kind.sharded or mesh.tp_rank == 0) and (self.partitions > 1 or mesh.dp_rank == 0))
 
 
-@pitfall("The norm counts copies once for each rank", "`nanodomino/zero.py`, `ZeroOptimizer.counts_here`", **TP)
+@pitfall("The norm counts copies once for each rank", "`nanodomino/zero.py`, `ZeroOptimizer.counts_in_norm`", **TP)
 def copies_counted(config):
     """Norms, biases and positions lie on every tensor-parallel rank, and a plain sum of all squares has them t times. The more
     ranks, the larger the norm: clipping depends on the layout."""
-    return counts(lambda self, mesh, kind: (self.parts > 1 or mesh.dp_rank == 0) and (not kind.tied or mesh.is_first_stage))
+    return counts(lambda self, mesh, kind: (self.partitions > 1 or mesh.dp_rank == 0) and (not kind.tied or mesh.is_first_stage))
 
 
-@pitfall("The norm leaves shards out", "`nanodomino/zero.py`, `ZeroOptimizer.counts_here`", **TP)
+@pitfall("The norm leaves shards out", "`nanodomino/zero.py`, `ZeroOptimizer.counts_in_norm`", **TP)
 def shards_dropped(config):
     """To count copies once, all ranks but the first are left out; and with them their shards, which nobody else has. The norm
     is too small, and the clipping too weak."""
-    return counts(lambda self, mesh, kind: mesh.tp_rank == 0 and (self.parts > 1 or mesh.dp_rank == 0) and (not kind.tied or mesh.is_first_stage))
+    return counts(lambda self, mesh, kind: mesh.tp_rank == 0 and (self.partitions > 1 or mesh.dp_rank == 0) and (not kind.tied or mesh.is_first_stage))
 
 
 @pitfall("Each rank clips by its own norm", "`nanodomino/zero.py`, `ZeroOptimizer.sum_over_world`: squares are summed over the world, each once",
@@ -504,8 +504,8 @@ def own_norm(config):
 def all_decay(config):
     """A flat buffer forgets whose numbers it holds, and one rate of decay serves all. Norm weights are drawn from 1 towards 0,
     slowly; loss and gradients of the first step are right."""
-    kind = buckets.Kind
-    return [(buckets, "Kind", lambda decay, **others: kind(decay=True, **others))]
+    kind = buckets.ParameterKind
+    return [(buckets, "ParameterKind", lambda decay, **others: kind(decay=True, **others))]
 
 
 @pitfall("One rank skips a step, the others do not", "`nanodomino/zero.py`, `ZeroOptimizer.sum_over_world`: what does not count must be finite "
@@ -568,7 +568,7 @@ def padding_counts(config):
         for bucket in self.buckets:
             for weight in bucket.parameters:
                 weight.main_grad.zero_()
-        self.missing = dict(self.reports)
+        self.reports_left = dict(self.reports_needed)
     return [(buckets.Bucket, "__init__", as_found), (zero.ZeroOptimizer, "zero_grad", views_alone)]
 
 
@@ -670,18 +670,18 @@ def dropout_again(config):
     return from_its_start(shifted)
 
 
-@pitfall("Adam's count is lost", "`nanodomino/zero.py`, `ZeroOptimizer.place_of`: sets each count from what the manifest says", **RESUMED)
+@pitfall("Adam's count is lost", "`nanodomino/zero.py`, `ZeroOptimizer.allocate_own_state`: sets each count from what the manifest says", **RESUMED)
 def count_lost(config):
     """The moments are restored, the number of updates is not. Adam divides by 1 - beta^count, and takes moments that are whole for
     moments of a first step: with the betas here the first update after a restart is up to 2.2 times too large."""
-    place = zero.ZeroOptimizer.place_of
+    place = zero.ZeroOptimizer.allocate_own_state
 
     def uncounted(self, bucket, name):
         found = place(self, bucket, name)
         if name != "weight":
             self.optimizer.state[bucket.master]["step"].zero_()
         return found
-    return [(zero.ZeroOptimizer, "place_of", uncounted)]
+    return [(zero.ZeroOptimizer, "allocate_own_state", uncounted)]
 
 
 @pitfall("Adam's count is taken from the step's number", "`nanodomino/checkpoint.py`, `restore`: the manifest keeps `adam_steps` beside `step`",
@@ -753,7 +753,7 @@ def plan_of_a_third_schedule():
         assert alive == 1, f"the plan says that {alive} microbatches are alive, not 1"
 
 
-@pitfall("A schedule's cost is asked by its name", "`nanodomino/schedules.py`, `most_alive` and `play`: costs are read off the actions", world_size=1,
+@pitfall("A schedule's cost is asked by its name", "`nanodomino/schedules.py`, `peak_microbatches` and `simulate`: costs are read off the actions", world_size=1,
          check=plans_know_every_schedule, shown="It shows in a plan's memory, for a schedule that was added later.")
 def cost_by_name(config):
     """GPipe holds all microbatches, and whatever is not GPipe is taken for 1F1B. It is right for both, and silently wrong for
@@ -781,18 +781,18 @@ def new_masks(config):
 
 # ---- ZeRO-2
 
-@pitfall("The owner keeps the last microbatch's gradients", "`nanodomino/zero.py`, `ZeroOptimizer.finish`: what has arrived is added to the own part",
+@pitfall("The owner keeps the last microbatch's gradients", "`nanodomino/zero.py`, `ZeroOptimizer.finish_reduces`: what has arrived is added to the own part",
          zero_stage=2, conditions=wires("early"))
 def kept_and_not_added(config):
     """Each microbatch's gradients are reduced to their owner, who takes the place of its part for the place where they arrive: what
     earlier ones brought is gone. With one microbatch a step it is right, and else the training sees a part of its batch."""
-    finish = zero.ZeroOptimizer.finish
+    finish = zero.ZeroOptimizer.finish_reduces
 
     def overwrites(self, left=0):
-        while len(self.under_way) > left:
-            self.under_way[0][0].own_grad.zero_()
-            finish(self, len(self.under_way) - 1)
-    return [(zero.ZeroOptimizer, "finish", overwrites)]
+        while len(self.reduces_in_flight) > left:
+            self.reduces_in_flight[0][0].own_grad.zero_()
+            finish(self, len(self.reduces_in_flight) - 1)
+    return [(zero.ZeroOptimizer, "finish_reduces", overwrites)]
 
 
 # ---- the loss scale
@@ -824,15 +824,15 @@ def own_scale(config):
 # ---- sequence parallelism
 
 @pitfall("Gradients of what sees a part of the tokens are not summed over the tensor-parallel ranks", "`nanodomino/zero.py`, "
-         "`ZeroOptimizer.finish_reduces`: of all that is not cut, once a step, where it lies side by side", sequence_parallel=True, **TP)
+         "`ZeroOptimizer.finalize_gradients`: of all that is not cut, once a step, where it lies side by side", sequence_parallel=True, **TP)
 def not_summed_over_the_cut(config):
     """Where the stream is cut along its tokens, norms, row-parallel biases and positions still lie whole on each rank, and work on its own
     tokens alone: what was the whole gradient is a part of it. Matrices are right. The norms learn from a half of the text, each rank's copy
     from another half, and they part at the first step."""
-    return [(zero.ZeroOptimizer, "finish_reduces", without_sums_over_parts)]
+    return [(zero.ZeroOptimizer, "finalize_gradients", without_sums_over_parts)]
 
 
-def without_sums_over_parts(self, finish=zero.ZeroOptimizer.finish_reduces):
+def without_sums_over_parts(self, finish=zero.ZeroOptimizer.finalize_gradients):
     kinds = [bucket.kind for bucket in self.buckets]
     for bucket in self.buckets:
         bucket.kind = dataclasses.replace(bucket.kind, of_part=False)
@@ -871,7 +871,7 @@ def one_block(config):
 def norms_of_own_heads(config):
     """One weight [d] norms q in every head, and each rank has some heads: its gradient is a part of it, though the stream is whole and no other
     norm's is. Copies part at the first step, and each fits its rank's heads a little better than one for all would."""
-    return [(zero.ZeroOptimizer, "finish_reduces", without_sums_over_parts)]
+    return [(zero.ZeroOptimizer, "finalize_gradients", without_sums_over_parts)]
 
 
 @pitfall("Rope turns neighbours, not halves", "`nanodomino/positions.py`, `rotate`: pairs are of the first half and the second, as in Llama's weights on "

@@ -19,7 +19,7 @@ from nanodomino.comm.trace import Event
 from nanodomino.errors import UserError
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement import timetable
-from nanodomino.schedules.simulation import bubble, play, step_time
+from nanodomino.schedules.simulation import bubble, simulate, step_time
 
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16", "--device", "cpu"]
 
@@ -67,7 +67,7 @@ def test_idle_time_is_the_simulations_where_stages_work_without_delay(schedule, 
     """Of even stages the bubble's own; of uneven ones the step is as long as the slowest stage makes it."""
     m, p = 6, len(work)
     plan = timetable(schedule, p, m, SCHEDULES[schedule].chunks[0])
-    rows = play(plan, lambda stage, action: action.length * work[stage])
+    rows = simulate(plan, lambda stage, action: action.length * work[stage])
     found = pipeline.idle(plan, [step_time(rows)] * 2, [[worked(row)] * 2 for row in rows])
     assert found["idle"].value == pytest.approx(found["simulated"]) and found["simulated_step_s"] == step_time(rows)
     assert found["imbalance"] == pytest.approx(max(work) * p / sum(work))

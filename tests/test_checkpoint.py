@@ -135,7 +135,7 @@ def shares(config):
     """Of this rank: {name: [(where, shape)]} that it saves and that it reads, bytes that it copies, and the blocks of memory they lie in."""
     mesh, model, optimizer, _ = build(config)
     host = host_memory(optimizer, mesh)
-    own = [(bucket, "weight", bucket.own_begin, bucket.master) for bucket in optimizer.buckets]
+    own = [(bucket, "weight", bucket.own_offset, bucket.master) for bucket in optimizer.buckets]
     saves, reads = ({name: [(where, tuple(piece.shape)) for where, piece in one.pieces.items()] for name, one in named_pieces(model, mesh, ranges).items()}
                     for ranges in (host, own))
     blocks = {flat.untyped_storage().data_ptr(): flat.untyped_storage().nbytes() for *_, flat in host}

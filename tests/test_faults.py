@@ -34,7 +34,7 @@ from nanodomino.checkpoint import save
 from nanodomino.run import watchdog
 
 fault, rank, now = sys.argv.pop(1), int(os.environ["RANK"]), 0
-train_step, loss_func, on_final, write_data = train.train_step, train.loss_func, train.ZeroOptimizer.on_final, save.dcp.FileSystemWriter.write_data
+train_step, loss_func, on_gradients_ready, write_data = train.train_step, train.loss_func, train.ZeroOptimizer.on_gradients_ready, save.dcp.FileSystemWriter.write_data
 
 def step(number, *others, **more):
     global now
@@ -55,7 +55,7 @@ def poisoned_gradients(optimizer, modules):
     if (fault, rank, now) == ("copy", 1, 3):             # a vector that both ranks hold, and rank 0 counts: only its copy is bad
         for weight in (weight for module in modules for weight in module.parameters() if weight.shard_dim is None):
             weight.main_grad.view(-1)[0] = float("inf")
-    return on_final(optimizer, modules)
+    return on_gradients_ready(optimizer, modules)
 
 def full_disk(*arguments):
     if fault == "full" and rank == 1 and 9 < now < 20 or fault == "full at the end" and now == 24:
@@ -70,7 +70,7 @@ if "device" in fault:                                    # as on NCCL: a queue w
     watchdog.HostQueue.record_event = lambda queue: type("Mark", (), dict(query=lambda mark: True))()
     watchdog.GRACE = 4.0
 
-train.train_step, train.loss_func, train.ZeroOptimizer.on_final = step, poisoned_loss, poisoned_gradients
+train.train_step, train.loss_func, train.ZeroOptimizer.on_gradients_ready = step, poisoned_loss, poisoned_gradients
 save.dcp.FileSystemWriter.write_data = full_disk
 train.run_rank(train.main, sys.argv[1:])
 """

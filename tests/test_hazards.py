@@ -20,7 +20,7 @@ import train
 from nanodomino import pipeline
 from nanodomino.comm import collectives
 from nanodomino.domino import Domino, arrived
-from nanodomino.pipeline import Mail
+from nanodomino.pipeline import P2PCommunicator
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.zero import ZeroOptimizer
 
@@ -127,12 +127,12 @@ def test_nothing_is_touched_while_it_travels(rank, schedule, zero_stage, slices,
 
 
 def test_nor_where_inputs_are_asked_for_as_on_a_gpu():
-    with mock.patch.dict(pipeline.AHEAD, cpu=pipeline.AHEAD["cuda"]):
+    with mock.patch.dict(pipeline.ACTIONS_AHEAD, cpu=pipeline.ACTIONS_AHEAD["cuda"]):
         assert not two_steps(0, tiny(8, **EIGHT, slices=2, schedule="zb-v")).touched
 
 
 @pytest.mark.parametrize("owner, name, sequence_parallel", [
-    (Domino, "all_reduce", False), (Domino, "reduce_scatter", True), (Domino, "all_gather", True), (Mail, "irecv", False),
+    (Domino, "all_reduce", False), (Domino, "reduce_scatter", True), (Domino, "all_gather", True), (P2PCommunicator, "irecv", False),
     (ZeroOptimizer, "reduce_scatter", False), (ZeroOptimizer, "all_gather", False)])
 def test_whoever_does_not_wait_is_found(owner, name, sequence_parallel):
     """Else the tests above could not fail."""

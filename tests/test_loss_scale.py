@@ -15,7 +15,7 @@ import train
 from nanodomino.checkpoint.manifest import checkpoints_of, read_manifest
 from nanodomino.layers.cross_entropy import exponentials_of_rows, maximum_and_sum_of_rows
 from nanodomino.layers.norms import NORMALIZATIONS
-from nanodomino.optim.loss_scale import LossScale, is_state
+from nanodomino.optim.loss_scale import LossScale, is_valid_state
 
 BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2)
 
@@ -295,4 +295,4 @@ def test_a_run_in_another_type_goes_on_in_fp16_with_the_first_scale(pool, tmp_pa
     assert read_manifest(checkpoints_of(run)[0])["loss_scale"] == dict(value=32.0, good_steps=2, patience=2)
     ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 5, "--min-loss-scale", 64, "--initial-loss-scale", 64, "--hysteresis", 1)
     assert ended.code == 0 and lines(run, "loss_scale")[-1] == (5, 64.0), "what is given counts more than what was found"
-    assert is_state(read_manifest(checkpoints_of(run)[0])["loss_scale"])
+    assert is_valid_state(read_manifest(checkpoints_of(run)[0])["loss_scale"])

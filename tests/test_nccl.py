@@ -26,7 +26,7 @@ import train
 from nanodomino import pipeline
 from nanodomino.mesh import mesh_on_paper
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement import takes, timetable
+from nanodomino.schedules.placement import message_received, timetable
 
 PATIENCE = 4.0                           # seconds after which a message counts as never coming
 # stages and microbatches at which stages have much to ask of each other; interleaved ones with a round that is not full
@@ -52,11 +52,11 @@ class Nccl:
 
     def __enter__(self):
         self.real, dist.batch_isend_irecv = dist.batch_isend_irecv, self
-        self.ahead, pipeline.AHEAD["cpu"] = pipeline.AHEAD["cpu"], pipeline.AHEAD["cuda"]
+        self.ahead, pipeline.ACTIONS_AHEAD["cpu"] = pipeline.ACTIONS_AHEAD["cpu"], pipeline.ACTIONS_AHEAD["cuda"]
         return self
 
     def __exit__(self, *error):
-        dist.batch_isend_irecv, pipeline.AHEAD["cpu"] = self.real, self.ahead
+        dist.batch_isend_irecv, pipeline.ACTIONS_AHEAD["cpu"] = self.real, self.ahead
         self.thread.shutdown(wait=False)
 
     def __call__(self, operations):
@@ -85,7 +85,7 @@ def step_under(config, data, in_order=False, connects=False, device_waits=False,
     mesh, _, optimizer, stage = build(config)
     with Nccl(in_order, connects) as nccl:
         if ahead:
-            pipeline.AHEAD["cpu"] = ahead
+            pipeline.ACTIONS_AHEAD["cpu"] = ahead
         if meet:
             pipeline.connect(mesh, config.placement)
         if device_waits:
@@ -147,11 +147,11 @@ class Paper:
         yield from [None] * self.turns["forward"]
         return torch.zeros(1), None, lambda output: (output.sum(), 1)
 
-    def backward(self, tape, gradient, on_final, later):
+    def backward(self, tape, gradient, on_gradients_ready, later):
         yield from [None] * self.turns["backward"]
         return torch.zeros(1)
 
-    def weight_backward(self, tape, on_final):
+    def weight_backward(self, tape, on_gradients_ready):
         yield
 
 
@@ -175,10 +175,10 @@ def exchanges(table, stage, turns=((1, 1),)) -> list[list]:
     return found
 
 
-def stopped(table, turns=((1, 1),), ahead=pipeline.AHEAD["cuda"]) -> list:
+def stopped(table, turns=((1, 1),), ahead=pipeline.ACTIONS_AHEAD["cuda"]) -> list:
     """By the strictest reading: a stage goes on only when the partner of each message of its batch has made its own. The
     batches at which stages then wait for each other, and for ever."""
-    with mock.patch.dict(pipeline.AHEAD, cpu=ahead):
+    with mock.patch.dict(pipeline.ACTIONS_AHEAD, cpu=ahead):
         left = [exchanges(table, stage, turns) for stage in range(len(table.rows))]
     made = [set() for _ in left]
     while any(left):
@@ -226,15 +226,15 @@ def test_through_more_chunks(chunks, stages, microbatches):
     assert not stopped(timetable("interleaved", stages, microbatches, chunks))
 
 
-def just_before_it_is_needed(table, stage, ahead):
-    """Instead of schedules.asked."""
-    return [[takes(half) for half in action.halves if (table.placement.source(stage, half) or (stage,))[0] != stage]
-            for action in table.rows[stage]]
+def just_before_it_is_needed(table, ahead):
+    """Instead of receives_to_post."""
+    return [[[message_received(half) for half in action.halves if (table.placement.source(stage, half) or (stage,))[0] != stage]
+             for action in row] for stage, row in enumerate(table.rows)]
 
 
 def test_who_asks_only_when_a_message_is_needed_holds_up_its_sender_for_ever():
     """Where stages send each other messages both ways. With one chunk a stage it is late enough: neighbours take turns."""
-    with mock.patch.object(pipeline, "asked", just_before_it_is_needed):
+    with mock.patch.object(pipeline, "receives_to_post", just_before_it_is_needed):
         assert {name for name in SCHEDULES if stopped(timetable(name, 4, 8, CHUNKS[name]))} == {"interleaved", "zb-v"}
 
 

@@ -62,7 +62,7 @@ def state_rank(config, data):
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
                 for tensor in [bucket.main_grad for bucket in optimizer.buckets] + [bucket.weights for bucket in optimizer.buckets]
                 + optimizer.state_tensors()}
-    return sum(storages.values()), sum(expected_memory.state_bytes(config, stage.mesh).values()), optimizer.kept
+    return sum(storages.values()), sum(expected_memory.state_bytes(config, stage.mesh).values()), optimizer.state_names
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -14,8 +14,8 @@ from nanodomino.model import stage_layers
 from nanodomino.schedules import actions, simulation
 from nanodomino.schedules.actions import Backward, Forward, Pair
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement import Placement, Timetable, gives, takes, timetable
-from nanodomino.schedules.simulation import asked, bubble, busy_time, most_alive, play, step_time
+from nanodomino.schedules.placement import Placement, Timetable, message_received, message_sent, timetable
+from nanodomino.schedules.simulation import bubble, busy_time, peak_microbatches, receives_to_post, simulate, step_time
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES, MICROBATCHES = range(1, 9), range(1, 18)
@@ -66,7 +66,7 @@ def test_a_pair_holds_two_microbatches_and_evaluation_the_forwards_in_their_orde
 def test_every_layer_is_on_one_stage_and_messages_go_to_neighbours_in_the_model(name, chunks):
     for stages in STAGES:
         placement = timetable(name, stages, 1, chunks).placement
-        places = [placement.place(virtual_stage) for virtual_stage in range(placement.last + 1)]
+        places = [placement.location(virtual_stage) for virtual_stage in range(placement.last + 1)]
         assert sorted(places) == [(stage, chunk) for stage in range(stages) for chunk in range(chunks)]
         assert [placement.virtual_stage(*place) for place in places] == list(range(stages * chunks))
         for place, following in zip([None, *places], [*places, None]):
@@ -78,7 +78,7 @@ def test_every_layer_is_on_one_stage_and_messages_go_to_neighbours_in_the_model(
 
 def test_of_a_v_the_first_stage_holds_both_ends_of_the_model():
     placement = timetable("zb-v", 4, 1, 2).placement
-    assert [placement.place(virtual_stage)[0] for virtual_stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert [placement.location(virtual_stage)[0] for virtual_stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
     assert placement.neighbours == [(0, 1), (1, 2), (2, 3)]
     assert timetable("interleaved", 4, 1, 2).placement.neighbours == [(0, 1), (0, 3), (1, 2), (2, 3)]
 
@@ -89,15 +89,15 @@ def test_sends_pair_with_receives_in_the_same_order(name, chunks):
     for stages, microbatches in [(1, 3), (2, 1), (2, 5), (3, 4), (4, 3), (4, 9), (8, 5), (8, 17)]:
         table, sent, received = timetable(name, stages, microbatches, chunks), {}, {}
         for stage, row in enumerate(table.rows):
-            asks = asked(table, stage)
+            asks = receives_to_post(table)[stage]
             for action, messages in zip(row, asks, strict=True):
                 for message in messages:
                     received.setdefault((table.placement.source(stage, message)[0], stage), []).append(message)
                 for half in action.halves:
-                    given = gives(table.placement, stage, half)
+                    given = message_sent(table.placement, stage, half)
                     if given and given[0] != stage:
                         sent.setdefault((stage, given[0]), []).append(given[1])
-            wanted = [takes(half) for half in halves_of(row) if table.placement.source(stage, half)]
+            wanted = [message_received(half) for half in halves_of(row) if table.placement.source(stage, half)]
             by_wire = [one for one in wanted if table.placement.source(stage, one)[0] != stage]
             assert Counter(sum(asks, [])) == Counter(by_wire)
         assert sent == received
@@ -107,7 +107,7 @@ def test_sends_pair_with_receives_in_the_same_order(name, chunks):
 def test_where_both_ends_of_the_model_meet_the_heads_last_gradient_comes_before_the_embeddings(name, chunks):
     """There the tied matrix is called final with the embedding, to which the head adds no more by then."""
     for stages, microbatches, table in tables(name, chunks):
-        first, last = table.placement.place(0), table.placement.place(table.placement.last)
+        first, last = table.placement.location(0), table.placement.location(table.placement.last)
         if first[0] == last[0]:
             makers = [half.chunk for half in halves_of(table.rows[first[0]]) if half.letter in "BW"]
             ends = {chunk: place for place, chunk in enumerate(makers)}
@@ -129,12 +129,12 @@ ALIVE = {                                                                # chunk
 def test_so_many_chunks_are_alive_as_the_formula_says(name, chunks):
     for stages, microbatches, table in tables(name, chunks):
         for stage, row in enumerate(table.rows):
-            alive, formula = most_alive(row), ALIVE[name](stages, stage, microbatches, chunks)
+            alive, formula = peak_microbatches(row), ALIVE[name](stages, stage, microbatches, chunks)
             if name == "interleaved" and microbatches % stages:              # in its last round stages wait for nobody
                 assert formula - stages < alive <= formula
             else:
                 assert alive == formula
-            assert most_alive(row, lambda chunk: 10) == 10 * alive
+            assert peak_microbatches(row, lambda chunk: 10) == 10 * alive
 
 
 def durations(forward, backward, weights):
@@ -145,7 +145,7 @@ def durations(forward, backward, weights):
 
 
 def idle(table, *work):
-    rows = play(table, durations(*work))
+    rows = simulate(table, durations(*work))
     return step_time(rows) - busy_time(rows)
 
 
@@ -174,21 +174,21 @@ def test_a_pair_may_give_both_its_outputs_to_one_stage():
     """To two of its chunks: that stage asks for the gradient first, as it leaves first."""
     rows = ((Forward(0), Forward(0, 1), Pair(Backward(0, 1), Forward(1)), Forward(1, 1), Backward(0), Backward(1, 1), Backward(1)),
             (Forward(0), Forward(0, 1), Backward(0, 1), Backward(0), Forward(1), Forward(1, 1), Backward(1, 1), Backward(1)))
-    assert list(map(str, sum(asked(Timetable(Placement(2, 2), rows), 1), []))) == ["F0", "F0'", "B0", "F1", "F1'", "B1"]
+    assert list(map(str, sum(receives_to_post(Timetable(Placement(2, 2), rows))[1], []))) == ["F0", "F0'", "B0", "F1", "F1'", "B1"]
 
 
 def test_with_a_last_round_of_fewer_microbatches_an_interleaved_step_is_not_longer_than_with_a_full_one():
     for stages, microbatches, table in tables("interleaved", 3):
         full = timetable("interleaved", stages, -(-microbatches // stages) * stages, 3)
-        assert step_time(play(table)) <= step_time(play(full))
+        assert step_time(simulate(table)) <= step_time(simulate(full))
 
 
 def test_the_bubble_is_idle_time_as_a_part_of_the_ideal_time():
     for m in (4, 8, 20):
-        assert bubble(play(timetable("1f1b", 4, m))) == bubble(play(timetable("gpipe", 4, m))) == pytest.approx(3 / m)
-        assert bubble(play(timetable("interleaved", 4, m, 3))) == pytest.approx(3 / (3 * m))
-        assert bubble(play(timetable("zb-h1", 4, m))) == pytest.approx(3 / (3 * m))
-    assert bubble(play(timetable("zb-v", 4, 8, 2))) == pytest.approx(3 / (2 * 3 * 8))
+        assert bubble(simulate(timetable("1f1b", 4, m))) == bubble(simulate(timetable("gpipe", 4, m))) == pytest.approx(3 / m)
+        assert bubble(simulate(timetable("interleaved", 4, m, 3))) == pytest.approx(3 / (3 * m))
+        assert bubble(simulate(timetable("zb-h1", 4, m))) == pytest.approx(3 / (3 * m))
+    assert bubble(simulate(timetable("zb-v", 4, 8, 2))) == pytest.approx(3 / (2 * 3 * 8))
 
 
 def with_warm_up(count, stages, microbatches):
@@ -203,17 +203,17 @@ def with_warm_up(count, stages, microbatches):
 
 def test_pairs_need_two_forwards_of_warm_up_for_each_stage_that_follows():
     """With 1F1B's p - r a stage's pair waits for one that waits for it: 51 units, not 33, of four stages and 8 microbatches."""
-    assert step_time(play(timetable("paired", 4, 8))) == step_time(play(timetable("1f1b", 4, 8))) == 33
+    assert step_time(simulate(timetable("paired", 4, 8))) == step_time(simulate(timetable("1f1b", 4, 8))) == 33
     assert timetable("paired", 4, 8) == with_warm_up(lambda p, r: 2 * (p - r - 1) + 1, 4, 8)
-    assert step_time(play(with_warm_up(lambda p, r: p - r, 4, 8))) == 51
-    assert step_time(play(with_warm_up(lambda p, r: 2 * (p - r), 4, 8))) == 33, "one more takes memory and gives nothing"
+    assert step_time(simulate(with_warm_up(lambda p, r: p - r, 4, 8))) == 51
+    assert step_time(simulate(with_warm_up(lambda p, r: 2 * (p - r), 4, 8))) == 33, "one more takes memory and gives nothing"
 
 
 def test_in_1f1b_with_equal_stages_messages_delay_every_turn():
     """Two stages: the last forward that stage 0 has sent and the gradient that it waits for are one message each, and
     it holds nothing else to do. With GPipe only the messages that fill and drain the pipeline count."""
     def step(schedule, stages, m, message):
-        return step_time(play(timetable(schedule, stages, m), message=message))
+        return step_time(simulate(timetable(schedule, stages, m), message=message))
 
     for m in (1, 2, 4, 64):
         assert step("1f1b", 2, m, 0.5) - step("1f1b", 2, m, 0) == 0.5 * max(2, m)
@@ -222,7 +222,7 @@ def test_in_1f1b_with_equal_stages_messages_delay_every_turn():
 
 
 def test_the_busiest_stage_sets_the_pace():
-    rows = play(timetable("1f1b", 3, 8), lambda stage, action: 1 + stage)
+    rows = simulate(timetable("1f1b", 3, 8), lambda stage, action: 1 + stage)
     assert busy_time(rows) == 2 * 8 * 3 and step_time(rows) > busy_time(rows)
     assert bubble(rows) == step_time(rows) / busy_time(rows) - 1
 
@@ -239,7 +239,7 @@ def crossed_pairs():
     [[Forward(0), actions.WeightBackward(0), actions.InputBackward(0)]]], ids=range(5))
 def test_a_schedule_that_cannot_be_executed_is_refused(rows):
     with pytest.raises(ValueError, match="waiting for each other"):
-        play(Timetable(Placement(len(rows)), tuple(map(tuple, rows))))
+        simulate(Timetable(Placement(len(rows)), tuple(map(tuple, rows))))
 
 
 @pytest.mark.parametrize("name, microbatches, chunks, lines", [
@@ -268,7 +268,7 @@ def alive_rank(config, data):
     each of its parameters has been called final."""
     mesh, _, optimizer, stage = build(config)
     tapes, most, final, at_reduce = [], 0, Counter(), []
-    forward, on_final = stage.forward, optimizer.on_final
+    forward, on_gradients_ready = stage.forward, optimizer.on_gradients_ready
 
     def counting_forward(*arguments):
         nonlocal most
@@ -280,9 +280,9 @@ def alive_rank(config, data):
 
     def counting_final(modules):
         final.update(weight for module in modules for weight in module.parameters())
-        on_final(modules)
+        on_gradients_ready(modules)
 
-    stage.forward, optimizer.on_final = counting_forward, counting_final
+    stage.forward, optimizer.on_gradients_ready = counting_forward, counting_final
     optimizer.reduce = lambda bucket: at_reduce.append([final[weight] for weight in bucket.parameters])
     train.train_step(1, stage, optimizer, data, config, mesh)
     gc.collect()
@@ -300,7 +300,7 @@ def watched(request, pool):
 def test_activations_are_freed_as_soon_as_they_are_done_with(watched):
     config, found = watched
     for pp_rank, most, left, *_ in found:
-        assert most == most_alive(config.timetable.rows[pp_rank])
+        assert most == peak_microbatches(config.timetable.rows[pp_rank])
         assert left == 0
 
 
@@ -334,7 +334,7 @@ def test_the_readmes_table_is_what_the_schedules_give():
         for stages, bubbles, alive in ((4, bubbles_of_4, alive_of_4), (8, bubbles_of_8, alive_of_8)):
             for name, said in zip(names, alive.split("; "), strict=True):
                 chunks = SCHEDULES[name].chunks[0]
-                found = [100 * bubble(play(timetable(name, stages, m, chunks))) for m in (8, 16, 64)]
+                found = [100 * bubble(simulate(timetable(name, stages, m, chunks))) for m in (8, 16, 64)]
                 assert [float(one) for one in bubbles.split(", ")] == pytest.approx(found, rel=0.05), name
-                most = max(most_alive(row) for row in timetable(name, stages, 64, chunks).rows)
+                most = max(peak_microbatches(row) for row in timetable(name, stages, 64, chunks).rows)
                 assert float(said) == most / chunks, name

@@ -32,7 +32,7 @@ from nanodomino.mesh import make_mesh
 from nanodomino.model import flops_per_token, on_paper, parameter_count
 from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES, Schedule
-from nanodomino.schedules.simulation import most_alive
+from nanodomino.schedules.simulation import peak_microbatches
 from nanodomino.zero import ZeroOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,7 +91,7 @@ def test_microbatches_alive_are_those_of_the_schedule(schedule):
         config = cluster(pp, pipeline_model_parallel_size=pp, schedule=schedule, global_batch_size=m)
         for stage, actions in enumerate(config.timetable.rows):
             alive = expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, stage))
-            assert alive == most_alive(actions) / config.virtual_stages
+            assert alive == peak_microbatches(actions) / config.virtual_stages
 
 
 def test_of_a_chunk_with_more_layers_more_is_alive():
@@ -466,22 +466,22 @@ def messages_rank(config):
     mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
     model = train.model_builder(config, mesh)
     stage = memory.TapeMeter(Domino(model, config.slices, config.columns), {})
-    optimizer, most, make, send = ZeroOptimizer(model, config, mesh), 0, pipeline.Mail, torch.distributed.batch_isend_irecv
+    optimizer, most, make, send = ZeroOptimizer(model, config, mesh), 0, pipeline.P2PCommunicator, torch.distributed.batch_isend_irecv
     mails = []
 
     def weighed(ops):
         nonlocal most
-        tensors = [*(op.tensor for op in ops), *(tensor for _, tensor in (*mails[-1].sent, *mails[-1].arriving.values()))]
+        tensors = [*(op.tensor for op in ops), *(tensor for _, tensor in (*mails[-1].sends_in_flight, *mails[-1].inbox.values()))]
         on_tape = memory.reachable_storages(list(stage.tapes.values()))
         most = max(most, sum(size for key, size in dict(map(memory.storage, tensors)).items() if key not in on_tape))
         return send(ops)
 
-    pipeline.Mail = lambda *arguments: mails.append(make(*arguments)) or mails[-1]
+    pipeline.P2PCommunicator = lambda *arguments: mails.append(make(*arguments)) or mails[-1]
     torch.distributed.batch_isend_irecv = weighed
     try:
         train.train_step(1, stage, optimizer, memory.CopiedRandomTokens(config), config, mesh)
     finally:
-        pipeline.Mail, torch.distributed.batch_isend_irecv = make, send
+        pipeline.P2PCommunicator, torch.distributed.batch_isend_irecv = make, send
     return most, expected_memory.message_bytes(config, mesh)
 
 
@@ -562,8 +562,8 @@ def test_a_step_of_gpt3_13b_keeps_and_sends_what_the_formulas_say(rank, schedule
         stage = memory.TapeMeter(Domino(model, config.slices, config.columns), memory.state_storages(model, optimizer))
         with comm.CollectiveCounter(mesh) as listener, memory.AllocationPeak() as allocations:
             optimizer.zero_grad()
-            train.run_schedule(config.timetable, 0, stage, memory.CopiedRandomTokens(config), config, mesh, True, optimizer.on_final)
-            optimizer.finish_reduces()
+            train.run_schedule(config.timetable, 0, stage, memory.CopiedRandomTokens(config), config, mesh, True, optimizer.on_gradients_ready)
+            optimizer.finalize_gradients()
             optimizer.gather_weights()
     assert stage.most == pytest.approx(expected_memory.tape_bytes(config, mesh), rel=ACTIVATIONS)
     step = [one for one in expected_traffic.step_traffic(config, mesh) if one.group != "world"]       # its sum has no numbers here

@@ -27,7 +27,7 @@ import train
 from nanodomino.comm.trace import Event, Trace, clock_offset
 from nanodomino.errors import UserError
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement import gives, takes
+from nanodomino.schedules.placement import message_received, message_sent
 from nanodomino.timeline.__main__ import main
 from nanodomino.timeline.draw import WORK, draw_timeline, gather, one_step, part, picture, wire
 from nanodomino.timeline.recording import (MOMENTS, PASSES, WATCHED, Recording, actions, chrome_trace, common,
@@ -117,8 +117,8 @@ def test_spans_and_messages_are_the_schedules(pool, schedule, pp):
         passes = of(events, *PASSES)
         assert all(one.end <= other.begin for one, other in zip(passes, passes[1:]))
         halves = [half for action in row for half in action.halves]
-        expected = {"send": [(given[0], str(given[1])) for half in halves if (given := gives(placement, stage, half))],
-                    "receive": [(source[0], str(takes(half))) for half in halves
+        expected = {"send": [(given[0], str(given[1])) for half in halves if (given := message_sent(placement, stage, half))],
+                    "receive": [(source[0], str(message_received(half))) for half in halves
                                 if (source := placement.source(stage, half))]}
         for kind in MOMENTS:
             told = [(event.about["peer"], event.about["message"]) for event in of(events, kind)]

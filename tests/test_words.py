@@ -200,12 +200,12 @@ def final_rank(config, weights, data, later):
     losses, tape = run_alone(stage.forward(batch))
     final = {}
 
-    def on_final(modules):
+    def on_gradients_ready(modules):
         final.update({weight: weight.main_grad.clone() for module in modules for weight in module.parameters()})
 
-    run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype), on_final, later))
+    run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype), on_gradients_ready, later))
     if later:
-        run_alone(stage.weight_backward(tape, on_final))
+        run_alone(stage.weight_backward(tape, on_gradients_ready))
     names = {weight: name for name, weight in model.named_parameters()}
     changed = [names[weight] for weight in final if not torch.equal(final[weight], weight.main_grad)]
     return changed, sorted(names[weight] for weight in final)

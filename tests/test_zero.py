@@ -12,7 +12,7 @@ from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_alone
 from nanodomino.optim.buckets import Bucket
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.zero import UNDER_WAY
+from nanodomino.zero import MAX_REDUCES_IN_FLIGHT
 
 
 def state_rank(config, data):
@@ -30,7 +30,7 @@ def state_rank(config, data):
         for weight in bucket.parameters:
             offset = weight.storage_offset()
             outside[offset:offset + weight.numel()] = False
-        own = bucket.own_grad[outside[bucket.own_begin:][:len(bucket.own_grad)]]
+        own = bucket.own_grad[outside[bucket.own_offset:][:len(bucket.own_grad)]]
         padding = max([padding] + bucket.weights[outside].abs().tolist() + own.abs().tolist())
     own = sum(bucket.master.numel() for bucket in optimizer.buckets)
     return sum(storages.values()) / elements, padding, own / elements, outside.sum().item()
@@ -68,15 +68,15 @@ def in_flight_rank(config, data):
     """Of a warm-up and a step: (bytes of gradients that this rank's buckets have in memory beside their own parts, at most; those
     that are left; reduces under way, at most; how often each bucket was reduced in the step; the formula's bytes)."""
     mesh, _, optimizer, stage = build(config)
-    take, reduce, most, under_way, reduced = Bucket.take, optimizer.reduce, 0, 0, Counter()
+    take, reduce, most, under_way, reduced = Bucket.allocate_gradients, optimizer.reduce, 0, 0, Counter()
 
     def bytes_now():
-        travelling = [tensor for _, flat, _, received in optimizer.under_way for tensor in (flat, received)]
+        travelling = [tensor for _, flat, _, received in optimizer.reduces_in_flight for tensor in (flat, received)]
         return sum(tensor.nbytes for tensor in [*(bucket.main_grad for bucket in optimizer.buckets), *travelling] if tensor is not None)
 
     def look():
         nonlocal most, under_way
-        most, under_way = max(most, bytes_now()), max(under_way, len(optimizer.under_way))
+        most, under_way = max(most, bytes_now()), max(under_way, len(optimizer.reduces_in_flight))
 
     def taking(bucket):
         take(bucket)
@@ -87,13 +87,13 @@ def in_flight_rank(config, data):
         reduced[optimizer.buckets.index(bucket)] += 1
         look()
 
-    Bucket.take, optimizer.reduce = taking, reducing
+    Bucket.allocate_gradients, optimizer.reduce = taking, reducing
     try:
         train.warm_up(stage, optimizer, config, mesh)
         reduced.clear()
         train.train_step(1, stage, optimizer, data, config, mesh)
     finally:
-        Bucket.take = take
+        Bucket.allocate_gradients = take
     return most, bytes_now(), under_way, list(reduced.values()), expected_memory.gradient_buffer_bytes(config, mesh)
 
 
@@ -105,7 +105,7 @@ def test_gradients_in_memory_are_those_that_are_being_added_up_and_two_on_their_
                   untie_embeddings_and_output_weights=schedule == "zb-h1")
     for most, left, under_way, reduced, said in pool.run(in_flight_rank, config, random_data(config, 1), world_size=4):
         assert said / 3 < most <= said and left == 0
-        assert under_way == UNDER_WAY
+        assert under_way == MAX_REDUCES_IN_FLIGHT
         assert set(reduced) == {config.microbatches}
 
 
@@ -175,7 +175,7 @@ def order_rank(config, data):
     name_of = {weight: name for name, weight in model.named_parameters()}
     reduce = optimizer.reduce
 
-    sent, late, finish_reduces = {}, [], optimizer.finish_reduces
+    sent, late, finalize_gradients = {}, [], optimizer.finalize_gradients
 
     def watched(bucket):
         trace.moment("reduce", names=[name_of[weight] for weight in bucket.parameters])
@@ -185,9 +185,9 @@ def order_rank(config, data):
     def finish():
         late.extend(name_of[weight] for bucket in optimizer.buckets for weight in bucket.parameters
                     if not torch.equal(bucket.view(weight, sent[bucket]), bucket.view(weight, bucket.main_grad)))
-        finish_reduces()
+        finalize_gradients()
 
-    optimizer.reduce, optimizer.finish_reduces = watched, finish
+    optimizer.reduce, optimizer.finalize_gradients = watched, finish
     train.train_step(1, stage, optimizer, data, config, mesh)
     return [(event.kind, event.about) for event in trace.events if event.kind in ("reduce", "weight_gradient")], late
 

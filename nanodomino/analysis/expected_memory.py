@@ -48,18 +48,18 @@ from nanodomino.mesh import MESSAGE_BLOCKS, Mesh
 from nanodomino.model import Chunk, parameter_count
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.overlap.recompute import GRANULARITIES
-from nanodomino.pipeline import AHEAD
+from nanodomino.pipeline import ACTIONS_AHEAD
 from nanodomino.schedules.actions import Forward
-from nanodomino.schedules.placement import gives, takes
-from nanodomino.schedules.simulation import asked, most_alive
-from nanodomino.zero import UNDER_WAY
+from nanodomino.schedules.placement import message_received, message_sent
+from nanodomino.schedules.simulation import peak_microbatches, receives_to_post
+from nanodomino.zero import MAX_REDUCES_IN_FLIGHT
 
 
 def state_bytes(config: Config, at: Mesh) -> dict[str, int]:
     """Of parameters, gradients and optimizer on a rank: exact, with the padding and the optimizer's counts."""
     e, w, flat = bytes_per_element(config), bytes_per_main_element(config), bucket_sizes(config, at)
     padded = sum(size for _, size in flat)
-    counts = 4 * len(flat) if OPTIMIZERS[config.optimizer].counts else 0
+    counts = 4 * len(flat) if OPTIMIZERS[config.optimizer].counts_steps else 0
     return {"parameters": e * padded, "gradients": w * padded // gradient_shards(config),
             "optimizer": optimizer_values_per_weight(config) * w * padded // optimizer_shards(config) + counts}
 
@@ -176,7 +176,7 @@ def microbatches_in_flight(config: Config, at: Mesh) -> float:
     One in a chunk counts as the part of the stage's layers that are there."""
     chunks = stage_model(config, at).chunks
     layers = sum(len(chunk.layers) for chunk in chunks)
-    return most_alive(stage_actions(config, at), lambda chunk: len(chunks[chunk].layers) / layers)
+    return peak_microbatches(stage_actions(config, at), lambda chunk: len(chunks[chunk].layers) / layers)
 
 
 def tape_bytes(config: Config, at) -> int:
@@ -219,24 +219,24 @@ def host_bytes(config: Config, at) -> int:
 
 
 def message_bytes(config: Config, at) -> int:
-    """Of messages between stages, or chunks of one, at most: counted in the stage's actions, as Mail in pipeline.py
-    keeps them. Asked for and not yet taken; sent, until p later ones are under way. One slice's output is on the tape
-    already, as long as that lives."""
+    """Of messages between stages, or chunks of one, at most: counted in the stage's actions, as P2PCommunicator in
+    pipeline.py keeps them. Asked for and not yet taken; sent, until p later ones are under way. One slice's output is
+    on the tape already, as long as that lives."""
     table, arriving, sent, tapes, most = config.timetable, {}, [], set(), 0
-    asks = asked(table, at.pp_rank, AHEAD["cuda" if config.device == "cuda" else "cpu"])
+    receives = receives_to_post(table, ACTIONS_AHEAD["cuda" if config.device == "cuda" else "cpu"])[at.pp_rank]
 
     def own(half):
         return slice_count(config) > 1 or (half.microbatch, half.chunk) not in tapes
 
-    for action, wanted in zip(stage_actions(config, at), asks):
+    for action, wanted in zip(stage_actions(config, at), receives):
         arriving |= dict.fromkeys(wanted, True)
         most = max(most, sum(arriving.values()) + sum(map(own, sent)))
         for half in action.halves:
-            arriving.pop(takes(half), None)
+            arriving.pop(message_received(half), None)
         for half in action.halves:                             # the outputs of a pair leave one after the other
             sent = sent[-config.pp:]
             (tapes.add if half.kind == "forward" else tapes.discard)((half.microbatch, half.chunk))
-            if given := gives(table.placement, at.pp_rank, half):
+            if given := message_sent(table.placement, at.pp_rank, half):
                 taker, message = given
                 if taker == at.pp_rank:
                     arriving[message] = own(half)
@@ -279,13 +279,13 @@ def working_bytes(config: Config, at) -> int:
 def gradient_buffer_bytes(config: Config, at) -> int:
     """Of gradients that ZeRO-2 adds up, or has on their way, at most: a sublayer's two matrices, and the word
     embedding's, to which the head adds before, and where chunks meet one more; all buckets that are no matrices; and
-    UNDER_WAY, which CPUs receive into memory of its own (collectives.py)."""
+    MAX_REDUCES_IN_FLIGHT, which CPUs receive into memory of its own (collectives.py)."""
     if gradient_shards(config) == 1:
         return 0
     flat = bucket_sizes(config, at)
     matrices = sorted(size for kind, size in flat if kind.decay)
     filled = sum(matrices[-2 - config.virtual_stages:]) + sum(size for kind, size in flat if not kind.decay)
-    travelling = UNDER_WAY * max(size for _, size in flat) * (1 if config.device == "cuda" else 2)
+    travelling = MAX_REDUCES_IN_FLIGHT * max(size for _, size in flat) * (1 if config.device == "cuda" else 2)
     return bytes_per_main_element(config) * (filled + travelling)
 
 

@@ -4,7 +4,7 @@ from nanodomino.config.config import Config
 from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.mesh import Mesh, mesh_on_paper
 from nanodomino.model import GPT, on_paper
-from nanodomino.optim.buckets import Kind, flat_layout, sort_into_buckets
+from nanodomino.optim.buckets import ParameterKind, flat_layout, sort_into_buckets
 
 
 # ---- the grid
@@ -88,12 +88,12 @@ def gradient_reductions(config: Config) -> int:
 
 
 @lru_cache(maxsize=1024)
-def stage_bucket_sizes(config: Config, pp_rank: int) -> list[tuple[Kind, int]]:
+def stage_bucket_sizes(config: Config, pp_rank: int) -> list[tuple[ParameterKind, int]]:
     return [(kind, flat_layout(weights, optimizer_shards(config))[1]) for kind, weights in
             sort_into_buckets(on_paper(config, pp_rank))]
 
 
-def bucket_sizes(config: Config, at: Mesh) -> list[tuple[Kind, int]]:
+def bucket_sizes(config: Config, at: Mesh) -> list[tuple[ParameterKind, int]]:
     """(kind, elements with padding) of each flat buffer; the same on all ranks of a stage."""
     return stage_bucket_sizes(config, at.pp_rank)
 

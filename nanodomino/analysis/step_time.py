@@ -192,7 +192,7 @@ def simulate_schedule(config: Config, machine: Machine, of_stages: list[dict], m
     def duration(stage, action):
         return seconds(stage, *((half.kind, half.chunk) for half in action.halves))
 
-    return tuple(simulation.play(config.timetable, duration, message if real else 0.0) for real in messages)
+    return tuple(simulation.simulate(config.timetable, duration, message if real else 0.0) for real in messages)
 
 
 def exposed_data_parallel_seconds(config: Config, machine: Machine, at, row) -> float:

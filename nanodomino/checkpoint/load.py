@@ -20,8 +20,8 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weig
     if not weights_alone:
         optimizer.updates, optimizer.skipped_in_a_row = manifest["adam_steps"], manifest["skipped_in_a_row"]
         optimizer.loss_scale.restore(manifest["loss_scale"])
-    parts = optimizer.kept if optimizer.updates else ("weight",)
-    own = [(bucket, part, bucket.own_begin, optimizer.place_of(bucket, part))
+    parts = optimizer.state_names if optimizer.updates else ("weight",)
+    own = [(bucket, part, bucket.own_offset, optimizer.allocate_own_state(bucket, part))
            for bucket in optimizer.buckets for part in parts]
     read(named_pieces(model, mesh, own), folder)
     optimizer.gather_weights()

@@ -21,7 +21,7 @@ from nanodomino.config.config import Config
 from nanodomino.config.records import from_record
 from nanodomino.config.setting import flag_settings, names_affecting
 from nanodomino.errors import UserError, require
-from nanodomino.optim.loss_scale import is_state
+from nanodomino.optim.loss_scale import is_valid_state
 
 FORMAT = "nanodomino-checkpoint-1"
 LARGEST_STEP = 10**12
@@ -79,7 +79,7 @@ def read_manifest(folder: Path) -> dict:
             f"{path} says step {steps[0]}, adam_steps {steps[1]} and skipped_in_a_row {steps[2]}, which must be from 0 "
             f"to {LARGEST_STEP}; use another checkpoint")
     scale = content.setdefault("loss_scale", None)             # older versions had none
-    require(is_state(scale), f"{path} must give value, good_steps and patience of a loss scale, but has "
+    require(is_valid_state(scale), f"{path} must give value, good_steps and patience of a loss scale, but has "
             f"{str(scale)[:80]}; use another checkpoint")
     for name, about in content["files"].items():               # a stranger's manifest may name any file of this machine
         require(name == Path(name).name and name not in ("", ".", "..", path.name) and isinstance(about, dict)

@@ -64,7 +64,7 @@ def host_memory(optimizer: ZeroOptimizer, mesh: Mesh) -> list[tuple]:
     In blocks whose lengths are powers of two: torch rounds pinned memory up to the next one, of a long block up to
     twice of what was asked for. A range that does not fit goes on in the next block.
     """
-    wanted = [(bucket, part, *to_save(bucket, mesh)) for bucket in optimizer.buckets for part in optimizer.kept]
+    wanted = [(bucket, part, *to_save(bucket, mesh)) for bucket in optimizer.buckets for part in optimizer.state_names]
     total = sum(end - begin for *_, begin, end in wanted)
     like = optimizer.buckets[0].own_grad
     blocks = [torch.empty(1 << i, dtype=like.dtype, pin_memory=like.is_cuda)
@@ -82,11 +82,11 @@ def host_memory(optimizer: ZeroOptimizer, mesh: Mesh) -> list[tuple]:
 def snapshot(optimizer: ZeroOptimizer, host: list[tuple]):
     """Copy what this rank saves into `host`. It is there when this returns: who writes it asks no GPU any more."""
     for bucket, part, begin, flat in host:
-        own = optimizer.own(bucket, part)
+        own = optimizer.own_state(bucket, part)
         if own is None:                                  # before the first step there are no moments
             flat.zero_()
         else:
-            flat.copy_(own[begin - bucket.own_begin:][:len(flat)], non_blocking=True)
+            flat.copy_(own[begin - bucket.own_offset:][:len(flat)], non_blocking=True)
     if optimizer.mesh.device.type == "cuda":
         torch.cuda.current_stream().synchronize()
 

@@ -35,7 +35,7 @@ from nanodomino.config.setting import check_values, setting
 from nanodomino.errors import require
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
-from nanodomino.optim.loss_scale import SCALES_END
+from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES
@@ -143,9 +143,9 @@ class Config:
     fp16: bool = of_training(False, "the same as --dtype float16; the loss scale goes up and down by itself")
     loss_scale: float = of_training(None, "factor on the gradient of each token's loss, for good (default: found in "
                                           "fp16, else 1); a power of two rounds nothing", type=float, above=0.0,
-                                    below=SCALES_END)
-    initial_loss_scale: float = of_training(2.0**15, "the first one in fp16", above=0.0, below=SCALES_END)
-    min_loss_scale: float = of_training(1.0, "the least one in fp16", above=0.0, below=SCALES_END)
+                                    below=LOSS_SCALE_LIMIT)
+    initial_loss_scale: float = of_training(2.0**15, "the first one in fp16", above=0.0, below=LOSS_SCALE_LIMIT)
+    min_loss_scale: float = of_training(1.0, "the least one in fp16", above=0.0, below=LOSS_SCALE_LIMIT)
     loss_scale_window: int = of_training(1000, "steps without an overflow, after which the scale is doubled")
     hysteresis: int = of_training(2, "overflows after which the scale is halved")
     fp16_lm_cross_entropy: bool = of_training(False, "temporaries of the cross entropy in fp16, not fp32")

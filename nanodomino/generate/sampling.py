@@ -70,7 +70,7 @@ def next_token(cache: Cache, mesh: Mesh, new, vocab_size: int, temperature: floa
     config, placement, x = cache.model.config, cache.model.config.placement, None
     cache.meet(new)
     for number, chunk in enumerate(cache.model.chunks):        # each is over before the stage's next one is wanted
-        before, after = (placement.place(placement.virtual_stage(mesh.pp_rank, number) + step) for step in (-1, 1))
+        before, after = (placement.location(placement.virtual_stage(mesh.pp_rank, number) + step) for step in (-1, 1))
         if before and before[0] != mesh.pp_rank:
             x = torch.empty(1, new.size(1), config.hidden_size, dtype=config.params_dtype, device=mesh.device)
             dist.recv(x, mesh.stage_rank(before[0]), group=mesh.pp_group)
@@ -83,5 +83,5 @@ def next_token(cache: Cache, mesh: Mesh, new, vocab_size: int, temperature: floa
         logits = gather_logits(x, *cache.model.head, vocab_size)
         following[0] = choose(logits[0, 0], temperature, top_k, generator)
     if mesh.pp > 1:
-        dist.broadcast(following, mesh.stage_rank(placement.place(placement.last)[0]), group=mesh.pp_group)
+        dist.broadcast(following, mesh.stage_rank(placement.location(placement.last)[0]), group=mesh.pp_group)
     return int(following)

@@ -10,7 +10,7 @@ import torch
 def main_grad_of(weight):
     """Where its gradients are added up. ZeRO-2 takes memory for them only now."""
     if weight.main_grad is None:
-        weight.bucket.take()
+        weight.bucket.allocate_gradients()
     return weight.main_grad
 
 

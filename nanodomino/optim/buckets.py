@@ -18,20 +18,20 @@ ALIGNMENT = 16       # elements; a parameter starts at a multiple, as the matrix
 
 
 @dataclass(frozen=True)
-class Kind:
+class ParameterKind:
     decay: bool          # a matrix: weight decay applies
     sharded: bool        # cut over tp; else every tp rank holds a copy
     of_part: bool        # of which each tp rank has a part of the gradient, of the heads, or tokens, that it has
     tied: bool           # the word embedding of which first and last stage hold a copy
 
 
-def sort_into_buckets(model) -> list[tuple[Kind, list[nn.Parameter]]]:
+def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
     """(kind, parameters) of each bucket: in the order of backward, cut at config.bucket_size parameters."""
     open_buckets, full, tied_copy = {}, [], model.tied_copy
     for weight in reversed(list(model.parameters())):
         sharded = weight.shard_dim is not None
         of_part = not sharded and (weight.of_part or model.config.stream_parts > 1)
-        kind = Kind(decay=weight.dim() >= 2, sharded=sharded, of_part=of_part, tied=weight is tied_copy)
+        kind = ParameterKind(decay=weight.dim() >= 2, sharded=sharded, of_part=of_part, tied=weight is tied_copy)
         bucket = open_buckets.setdefault(kind, [])
         bucket.append(weight)
         if sum(one.numel() for one in bucket) >= model.config.bucket_size:
@@ -51,12 +51,13 @@ def flat_layout(parameters, parts: int) -> tuple[dict, int]:
 class Bucket:
     """Some parameters of one kind, flat: weights, gradients, and the part of both that this rank owns.
 
-    shared: of the gradients it keeps that part alone, own_grad; main_grad comes when something is to be added, and goes
-    to be reduced. Else main_grad stays, and own_grad is a part of it.
+    shards_gradients: of the gradients it keeps that part alone, own_grad; main_grad comes when something is to be
+    added, and goes to be reduced. Else main_grad stays, and own_grad is a part of it.
     """
 
-    def __init__(self, kind: Kind, parameters: list[nn.Parameter], parts: int, part: int, shared: bool):
-        self.kind, self.parameters, self.shared = kind, parameters, shared
+    def __init__(self, kind: ParameterKind, parameters: list[nn.Parameter], parts: int, part: int,
+                 shards_gradients: bool):
+        self.kind, self.parameters, self.shards_gradients = kind, parameters, shards_gradients
         first = parameters[0]
         self.offsets, size = flat_layout(parameters, parts)
         wide = torch.promote_types(first.dtype, torch.float32)
@@ -66,40 +67,40 @@ class Bucket:
             place.copy_(weight.data)
             weight.data, weight.bucket = place, self
         self.own_weights = self.weights.chunk(parts)[part]
-        self.own_begin = part * len(self.own_weights)
+        self.own_offset = part * len(self.own_weights)
         self.master = self.own_weights if wide == first.dtype else self.own_weights.to(wide)
-        self.take()
+        self.allocate_gradients()
         own = self.main_grad.chunk(parts)[part]
-        self.own_grad = self.master.grad = own.clone() if shared else own
-        self.give_up()
+        self.own_grad = self.master.grad = own.clone() if shards_gradients else own
+        self.drop_gradients()
 
     def view(self, weight, flat):
         """A parameter's place in any flat tensor that is laid out as this bucket is."""
         offset = self.offsets[weight]
         return flat[offset:offset + weight.numel()].view(weight.shape)
 
-    def take(self):
+    def allocate_gradients(self):
         """Memory for gradients, of zeros."""
         self.main_grad = torch.zeros_like(self.weights, dtype=self.master.dtype)
         for weight in self.parameters:
             weight.main_grad = self.view(weight, self.main_grad)
 
-    def hand_over(self):
+    def pop_gradients(self):
         """The gradients that have been added up, to be reduced."""
         if self.main_grad is None:
-            self.take()                                  # nothing was: then zeros
+            self.allocate_gradients()                                  # nothing was: then zeros
         flat = self.main_grad
-        self.give_up()
+        self.drop_gradients()
         return flat
 
-    def give_up(self):
-        """Where gradients are shared, their memory goes to whoever has asked for them, or to nobody."""
-        if self.shared:
+    def drop_gradients(self):
+        """Where gradients are sharded, their memory goes to whoever has asked for them, or to nobody."""
+        if self.shards_gradients:
             self.main_grad = None
             for weight in self.parameters:
                 weight.main_grad = None
 
     def zero_grad(self):
         """Before a step."""
-        self.give_up()
-        (self.own_grad if self.shared else self.main_grad).zero_()
+        self.drop_gradients()
+        (self.own_grad if self.shards_gradients else self.main_grad).zero_()

@@ -35,7 +35,7 @@ A scale that is given (--loss-scale), and the 1 of all other types, is one that 
 
 import math
 
-SCALES_END = 2.0**128    # of loss scales, which multiply fp32
+LOSS_SCALE_LIMIT = 2.0**128    # of loss scales, which multiply fp32
 
 
 class LossScale:
@@ -55,7 +55,7 @@ class LossScale:
         it."""
         if not overflow:
             self.good_steps += 1
-            if self.good_steps >= self.window and 2.0 * self.value < SCALES_END:
+            if self.good_steps >= self.window and 2.0 * self.value < LOSS_SCALE_LIMIT:
                 self.value, self.good_steps, self.patience = 2.0 * self.value, 0, self.hysteresis
             return False
         mends = self.value > self.least
@@ -84,8 +84,9 @@ class LossScale:
             self.good_steps, self.patience = state["good_steps"], min(state["patience"], self.hysteresis)
 
 
-def is_state(value) -> bool:
+def is_valid_state(value) -> bool:
     """Whether a stranger's record can be restored."""
     return value is None or (isinstance(value, dict) and value.keys() == {"value", "good_steps", "patience"}
-                             and all(type(one) in (int, float) and 0 <= one < SCALES_END for one in value.values())
+                             and all(type(number) in (int, float) and 0 <= number < LOSS_SCALE_LIMIT
+                                     for number in value.values())
                              and value["value"] > 0 and {type(value["good_steps"]), type(value["patience"])} == {int})

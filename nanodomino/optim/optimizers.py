@@ -39,19 +39,19 @@ class Lion(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True)
-class Choice:
+class OptimizerSpec:
     """make(parameter groups, config) -> a torch.optim.Optimizer, whose groups have `lr`; moments: the names under which
-    it keeps a tensor of the weight's shape each, whatever its settings; counts: whether it also keeps the number of its
-    updates, as `step`."""
+    it keeps a tensor of the weight's shape each, whatever its settings;
+    counts_steps: whether it also keeps the number of its updates, as `step`."""
     make: Callable
     moments: tuple[str, ...]
-    counts: bool = False
+    counts_steps: bool = False
 
 
 OPTIMIZERS = {
-    "adamw": Choice(lambda groups, config: torch.optim.AdamW(
+    "adamw": OptimizerSpec(lambda groups, config: torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True),
-        moments=("exp_avg", "exp_avg_sq"), counts=True),
-    "lion": Choice(lambda groups, config: Lion(groups, lr=config.lr, betas=(config.lion_beta1, config.lion_beta2)),
-                   moments=("exp_avg",)),
+        moments=("exp_avg", "exp_avg_sq"), counts_steps=True),
+    "lion": OptimizerSpec(lambda groups, config: Lion(
+        groups, lr=config.lr, betas=(config.lion_beta1, config.lion_beta2)), moments=("exp_avg",)),
 }

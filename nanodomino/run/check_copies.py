@@ -54,10 +54,10 @@ def held(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh):
     for name, weight in model.named_parameters():
         shard, bucket = None if weight.shard_dim is None else mesh.tp_rank, optimizer.bucket_of[weight]
         yield name, shard, None, weight
-        begin = bucket.offsets[weight] - bucket.own_begin
+        begin = bucket.offsets[weight] - bucket.own_offset
         own = bucket.master[max(begin, 0):max(begin + weight.numel(), 0)]
         if bucket.master is not bucket.own_weights and len(own):
-            yield f"the master of {name}", shard, optimizer.part, own
+            yield f"the master of {name}", shard, optimizer.partition, own
 
 
 def drifted_copies(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> str:

@@ -25,13 +25,13 @@ class Placement:
     @property
     def neighbours(self) -> list[tuple[int, int]]:
         """The pairs of stages that send each other messages."""
-        route = [self.place(virtual_stage)[0] for virtual_stage in range(self.last + 1)]
+        route = [self.location(virtual_stage)[0] for virtual_stage in range(self.last + 1)]
         return sorted({(min(pair), max(pair)) for pair in zip(route, route[1:]) if pair[0] != pair[1]})
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
         return chunk * self.stages + (self.stages - 1 - stage if self.folded and chunk % 2 else stage)
 
-    def place(self, virtual_stage: int) -> tuple[int, int] | None:
+    def location(self, virtual_stage: int) -> tuple[int, int] | None:
         """(stage, chunk); None beyond the ends."""
         if not 0 <= virtual_stage <= self.last:
             return None
@@ -41,11 +41,11 @@ class Placement:
     def source(self, stage: int, half):
         """(stage, chunk) whose output is the input of an action, or of a message's taker; None at the ends, and where
         there is none."""
-        return self.place(self.virtual_stage(stage, half.chunk) - half.direction) if half.direction else None
+        return self.location(self.virtual_stage(stage, half.chunk) - half.direction) if half.direction else None
 
     def target(self, stage: int, half):
         """(stage, chunk) that takes this action's output; None as above."""
-        return self.place(self.virtual_stage(stage, half.chunk) + half.direction) if half.direction else None
+        return self.location(self.virtual_stage(stage, half.chunk) + half.direction) if half.direction else None
 
 
 @dataclass(frozen=True)
@@ -76,20 +76,20 @@ class Timetable:
             tuple(half for action in row for half in action.halves if half.kind == "forward") for row in self.rows))
 
     @cached_property
-    def links(self) -> list[list[tuple]]:
+    def dependencies(self) -> list[list[tuple]]:
         """For each stage's actions: (the action, what it needs, what there is at its end, and a message's time later).
         Numbers stand for messages and for what is done, as a plan plays thousands of actions again and again."""
         number, placement = defaultdict(count().__next__), self.placement
-        links = [[] for _ in self.rows]
+        dependencies = [[] for _ in self.rows]
         for stage, row in enumerate(self.rows):
             for action in row:
-                given = [one for half in action.halves if (one := gives(placement, stage, half))]
-                links[stage].append((
+                given = [one for half in action.halves if (one := message_sent(placement, stage, half))]
+                dependencies[stage].append((
                     action,
-                    [number[stage, one] for half in action.halves for one in needs(placement, stage, half)],
+                    [number[stage, one] for half in action.halves for one in prerequisites(placement, stage, half)],
                     [number[stage, half] for half in action.halves] + [number[one] for one in given if one[0] == stage],
                     [number[one] for one in given if one[0] != stage]))
-        return links
+        return dependencies
 
 
 @lru_cache(maxsize=256)
@@ -99,19 +99,19 @@ def timetable(name: str, stages: int, microbatches: int, chunks=1) -> Timetable:
         tuple(schedule.actions(stage, stages, microbatches, chunks)) for stage in range(stages)))
 
 
-def needs(placement: Placement, stage: int, half: Action) -> list:
+def prerequisites(placement: Placement, stage: int, half: Action) -> list:
     """A message, and what the stage itself must have done before."""
     before = {"forward": (), "weight_backward": (InputBackward,)}.get(half.kind, (Forward,))
-    message = [takes(half)] if placement.source(stage, half) else []
+    message = [message_received(half)] if placement.source(stage, half) else []
     return [kind(half.microbatch, half.chunk) for kind in before] + message
 
 
-def takes(half: Action) -> Message:
+def message_received(half: Action) -> Message:
     """The message that an action takes, where it has a source."""
     return Message(half.microbatch, half.chunk, half.direction)
 
 
-def gives(placement: Placement, stage: int, half: Action) -> tuple[int, Message] | None:
+def message_sent(placement: Placement, stage: int, half: Action) -> tuple[int, Message] | None:
     """(stage, message) that an action's output is."""
     target = placement.target(stage, half)
     return target and (target[0], Message(half.microbatch, target[1], half.direction))

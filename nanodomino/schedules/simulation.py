@@ -2,12 +2,12 @@ from bisect import bisect_left
 from collections import deque
 from functools import lru_cache
 
-from nanodomino.schedules.placement import Message, Timetable, gives, timetable
+from nanodomino.schedules.placement import Message, Timetable, message_sent, timetable
 
 
 # ---- what a schedule costs
 
-def most_alive(actions, size=lambda chunk: 1):
+def peak_microbatches(actions, size=lambda chunk: 1):
     """The most that is held at once of microbatches that have gone forward and have something left to do: their number,
     or the sum of size(chunk). (What an InputBackward frees, it needs for the gradients that it leaves behind.)"""
     alive = most = 0
@@ -21,14 +21,14 @@ def most_alive(actions, size=lambda chunk: 1):
     return most
 
 
-def play(table: Timetable, duration=lambda stage, action: action.length, message=0) -> list[list[tuple]]:
+def simulate(table: Timetable, duration=lambda stage, action: action.length, message=0) -> list[list[tuple]]:
     """When each stage would do what: for each stage a list of (action, begin, end).
 
     duration(stage, action): of the action there; message: from the end of an action until its output is at another
     stage, which nobody spends working. Any unit of time.
     Raises ValueError if the schedule can't be executed (somebody waits for a message that is never sent).
     """
-    queues, rows = [deque(row) for row in table.links], [[] for _ in table.rows]
+    queues, rows = [deque(row) for row in table.dependencies], [[] for _ in table.rows]
     there = {}                                       # number of a message, or of what is done -> since when
     while any(queues):
         before = len(there)
@@ -62,30 +62,27 @@ def bubble(rows) -> float:
     return step_time(rows) / busy_time(rows) - 1
 
 
-def asked(table: Timetable, stage: int, ahead=0) -> list[list[Message]]:
-    """For each of a stage's actions the messages that it asks for before that action begins: those that others have
-    sent by then, when the schedule is played through, or `ahead` actions earlier. pipeline.py says why."""
-    return asked_by_all(table, ahead)[stage]
-
-
 @lru_cache(maxsize=16)
-def asked_by_all(table: Timetable, ahead: int) -> list[list[list[Message]]]:
-    """The same of each stage."""
-    rows = play(table)
+def receives_to_post(table: Timetable, actions_ahead=0) -> list[list[list[Message]]]:
+    """For each stage and each of its actions the messages whose receive is posted before that action begins: those that
+    others have sent by then, when the schedule is simulated, or `actions_ahead` actions earlier. pipeline.py says
+    why."""
+    rows = simulate(table)
     sent = sorted(((end, place, *given) for place, row in enumerate(rows) for action, _, end in row
-                   for half in action.halves if (given := gives(table.placement, place, half)) and given[0] != place),
+                   for half in action.halves if (given := message_sent(table.placement, place, half))
+                   and given[0] != place),
                   key=lambda one: one[:3])               # of a pair, whose two may have one taker, in the halves' order
-    begins, asks = [[begin for _, begin, _ in row] for row in rows], [[[] for _ in row] for row in rows]
+    begins, receives = [[begin for _, begin, _ in row] for row in rows], [[[] for _ in row] for row in rows]
     for moment, _, taker, message in sent:
-        asks[taker][max(bisect_left(begins[taker], moment) - ahead, 0)].append(message)
-    return asks
+        receives[taker][max(bisect_left(begins[taker], moment) - actions_ahead, 0)].append(message)
+    return receives
 
 
 def picture(name: str, stages: int, microbatches: int, chunks=1, shown=8) -> str:
     """The schedule as text, a column per unit of time; at most `shown` microbatches are drawn."""
     drawn = min(microbatches, shown)
-    rows = play(timetable(name, stages, drawn, chunks))
-    cost = bubble(play(timetable(name, stages, microbatches, chunks)))
+    rows = simulate(timetable(name, stages, drawn, chunks))
+    cost = bubble(simulate(timetable(name, stages, microbatches, chunks)))
     width = 1 + max(-(-len(str(action)) // action.length) for row in rows for action, _, _ in row)
     lines = [f"schedule {name}: {microbatches} microbatches"
              + (f" (the first {drawn} drawn)" if drawn < microbatches else "")
