@@ -28,13 +28,13 @@ import train
 from benchmarks.common import (GPT2, SAME, RandomTokens, Times, add_config_flags, compare, config_of, ratio_text,
                                ratios, shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
+from nanodomino.analysis.hardware import find_peak_flops
 from nanodomino.comm.world import find_device, start_world
 from nanodomino.domino import Domino
 from nanodomino.errors import UserError, require
 from nanodomino.huggingface.families import family_of, tensors_of, write_config
 from nanodomino.mesh import make_mesh
 from nanodomino.model import flops_per_token, parameter_count
-from nanodomino.run.report import find_peak_flops
 from nanodomino.zero import ZeroOptimizer
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
@@ -168,7 +168,7 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
             f"the losses of the first {COMPARED_STEPS} steps differ by {difference:.1e} of their size, more than "
             f"{SAME[config.dtype]:.0e}: nanodomino {ours}, {other_side} {theirs}; so their speeds can't be compared; "
             "this is a bug")
-    tokens, peak = config.global_batch_size * config.seq_length, find_peak_flops(config, mesh)
+    tokens, peak = config.global_batch_size * config.seq_length, find_peak_flops(config, mesh.device)
     speeds = {name: tokens / one.median for name, one in times.items()}
     mfu = {name: speed * flops_per_token(config) / peak if peak else None for name, speed in speeds.items()}
     ratio = ratios(times[other_side], times["nanodomino"])

@@ -51,12 +51,12 @@ from benchmarks.common import (SAME, RandomTokens, Times, add_config_flags, bind
 from benchmarks.plain import Plain, adamw, mean_loss
 from benchmarks.throughput import COMPARED_STEPS, OurTraining
 from nanodomino.analysis import expected_memory
+from nanodomino.analysis.hardware import peak_memory
 from nanodomino.comm.world import Place, find_device, keep_freed_memory, start_world
 from nanodomino.config.config import Config
 from nanodomino.errors import require
 from nanodomino.mesh import make_mesh
 from nanodomino.model import parameter_count
-from nanodomino.run.report import peak_memory
 
 MEASURED_STEPS = 2           # for the peak: AdamW's moments exist after the first
 TINY = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8)

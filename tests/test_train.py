@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,10 +19,11 @@ from starts import lines, saved, start
 
 import train
 from data.prepare import prepare
+from nanodomino.analysis.hardware import find_peak_flops
 from nanodomino.corpus.folder import load_corpus
 from nanodomino.domino import run_alone
 from nanodomino.run.command_line import from_command_line
-from nanodomino.run.report import changed_settings, find_peak_flops
+from nanodomino.run.report import changed_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -215,5 +215,4 @@ def test_the_test_loss_of_what_was_once_the_end_goes_when_the_run_goes_on(pool, 
 def test_a_gpu_counts_by_its_whole_name(monkeypatch, name, peak):
     """No MFU is better than that of another GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    place = SimpleNamespace(device=torch.device("cuda"))
-    assert find_peak_flops(dataclasses.replace(tiny(1), dtype="bfloat16"), place) == peak
+    assert find_peak_flops(dataclasses.replace(tiny(1), dtype="bfloat16"), torch.device("cuda")) == peak

@@ -13,15 +13,13 @@ of what the devices could do in one, with 6 N + 12 L h s FLOPs a token.
 import dataclasses
 import json
 import math
-import re
-import resource
 import sys
 import time
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
+from nanodomino.analysis.hardware import find_peak_flops, peak_memory
 from nanodomino.checkpoint.manifest import newest_record
 from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
@@ -34,29 +32,9 @@ from nanodomino.plot.svg import write
 from nanodomino.run.tensorboard import TensorBoardWriter
 from nanodomino.schedules import simulation
 
-# Dense 16-bit peak of one device in FLOP/s, from the makers' data sheets; the longest name that fits counts.
-PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12,
-              "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12,
-              "L40": 181e12, "L40S": 362e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
 PATIENCE = 1.0           # seconds without a sign of life
 LONG = 5.0               # seconds of a step that are worth a warning
 FEW = 16                 # samples whose mean loss is a guess
-
-
-def find_peak_flops(config: Config, mesh: Mesh) -> float | None:
-    """Of all devices together, in the run's dtype; None where it is not known."""
-    if mesh.device.type != "cuda" or config.params_dtype.itemsize != 2:
-        return None
-    name = torch.cuda.get_device_name(mesh.device)
-    known = [one for one in PEAK_FLOPS if re.search(rf"\b{one}\b", name)]       # an A10G is no A10
-    return PEAK_FLOPS[max(known, key=len)] * config.world_size if known else None
-
-
-def peak_memory(device) -> int:
-    """Bytes: of this device's allocator, or of this process where the device is the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Report:
@@ -65,7 +43,7 @@ class Report:
 
     def __init__(self, config: Config, corpus: Corpus, mesh: Mesh, run_dir: Path, first_step: int, speaks: bool):
         self.config, self.corpus, self.mesh, self.run_dir, self.speaks = config, corpus, mesh, run_dir, speaks
-        self.peak_flops = find_peak_flops(config, mesh)
+        self.peak_flops = find_peak_flops(config, mesh.device)
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.yardsticks = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
         self.metrics, self.unwritten, self.warned, self.board = None, b"", False, None

@@ -1,0 +1,28 @@
+"""What the devices can do: their peak FLOP/s, the denominator of MFU, and the memory used on them."""
+
+import re
+import resource
+import sys
+
+import torch
+
+# Dense 16-bit peak FLOP/s of one GPU, from the vendors' data sheets.
+PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12,
+              "GH200": 989e12, "H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "H800": 989e12, "L4": 121e12,
+              "L40": 181e12, "L40S": 362e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
+
+
+def find_peak_flops(config, device) -> float | None:
+    """Return the peak FLOP/s of all the run's GPUs together; None on a CPU, for unknown GPUs and for 32-bit weights."""
+    if device.type != "cuda" or config.params_dtype.itemsize != 2:
+        return None
+    device_name = torch.cuda.get_device_name(device)
+    matches = [name for name in PEAK_FLOPS if re.search(rf"\b{name}\b", device_name)]       # an A10G is not an A10
+    return PEAK_FLOPS[max(matches, key=len)] * config.world_size if matches else None
+
+
+def peak_memory(device) -> int:
+    """Return the peak memory in bytes: of the CUDA allocator, or of this process if the device is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
