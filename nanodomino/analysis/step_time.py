@@ -276,13 +276,13 @@ def estimate(config: Config, mesh) -> tuple[float, int]:
 
 
 def measure_rate(amount: float, work, device, times=5) -> float:
-    """amount a second, when stage_flops() is done by all ranks at once, several times in a row."""
+    """amount a second, when work() is done by all ranks at once, several times in a row."""
     seconds = []
     for _ in range(3):
         synchronize(device)
         begin = time.perf_counter()
         for _ in range(times):
-            stage_flops()
+            work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(slowest(time.perf_counter() - begin))
