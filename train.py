@@ -31,7 +31,7 @@ from nanodomino.analysis.step_time import estimate, require_memory
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
-from nanodomino.comm.world import Place, find_device, start_world
+from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.presets import LR_DECAY_STYLES
 from nanodomino.corpus.folder import Corpus, load_corpus
@@ -246,11 +246,11 @@ def write_sample(model: GPT, config: Config, corpus: Corpus, dataset: TokenDatas
 
 # ---- from the command line to the first collective
 
-def find_corpus(config: Config, place: Place) -> Corpus:
+def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
     """The prepared folder; the default one is made on first use by one process of each host while the others wait."""
     folder = Path(config.data_path or DEFAULT_CORPUS)
     if config.data_path is None and not folder.exists():
-        if place.local_rank == 0:
+        if launch.local_rank == 0:
             prepare_default_corpus(folder)
         waited = 0.0
         while not folder.exists():
@@ -260,32 +260,32 @@ def find_corpus(config: Config, place: Place) -> Corpus:
     return load_corpus(folder)
 
 
-def main(arguments: list[str], place: Place) -> int:
+def main(arguments: list[str], launch: LaunchInfo) -> int:
     """Everything that can be wrong is found before a process group forms, by every rank alike.
     Returns the exit code."""
-    config = from_command_line(arguments, place.world_size)
-    device = find_device(config, place)
-    corpus = find_corpus(config, place)
+    config = from_command_line(arguments, launch.world_size)
+    device = find_device(config, launch)
+    corpus = find_corpus(config, launch)
     config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size).with_device(device),
                                  data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"])
     datasets = dataset_builder(config, corpus, device)
     if config.sample_tokens:
         corpus.tokenizer()                                     # the sample at the end needs it: if it fails, then now
-    require_memory(config, device, place.local_world_size)
+    require_memory(config, device, launch.local_world_size)
     check_package(config)
-    found = open_run(config, place) if place.rank == 0 else None
+    found = open_run(config, launch) if launch.rank == 0 else None
 
     if config.deterministic_mode:                              # before anything is computed or summed
         torch.use_deterministic_algorithms(True, warn_only=True)
     if config.compile and config.tp > 1:                       # each for itself, and all must compute alike
         make_compiler_deterministic()
-    with connection_timeout(place, config.timeout):
-        start_world(place, device, config.timeout)
+    with connection_timeout(launch, config.timeout):
+        start_world(launch, device, config.timeout)
         mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
     check_agreement(config)
     found = tell_all(found)
     check_shared_folder(found.folder)
-    with Watchdog(place, mesh, config.timeout) as watch:
+    with Watchdog(launch, mesh, config.timeout) as watch:
         code = pretrain(config, corpus, datasets, mesh, found, watch)
         dist.barrier()                                         # nobody hangs up while another still talks
     dist.destroy_process_group()

@@ -51,10 +51,10 @@ def settle(flags) -> Config:
                      pipeline_model_parallel_size=1, vocab_size=257)
 
 
-def answer(flags, place):
+def answer(flags, launch):
     config = settle(flags)
-    device = find_device(config, place)
-    start_world(place, device)
+    device = find_device(config, launch)
+    start_world(launch, device)
     mesh = make_mesh(1, config.dp, config.tp, device)
     model = GPT(config, mesh)
     optimizer = ZeroOptimizer(model, config, mesh)
@@ -66,13 +66,13 @@ def answer(flags, place):
     inside = Path(tempfile.gettempdir()).resolve()
     require(flags.folder is None or Path(flags.folder).resolve() in (inside, inside.parent),
             "--folder is where bench.py keeps the files of the processes that it starts; start it without torchrun")
-    folder = Path(tell_all(tempfile.mkdtemp() if place.rank == 0 else None))
+    folder = Path(tell_all(tempfile.mkdtemp() if launch.rank == 0 else None))
     try:
         saver = Saver(folder, mesh, keep_last=1)
         measured, size, largest = measure(saver, model, optimizer, flags.repeats + 1)
     finally:
         synchronize(device)
-        if place.rank == 0:
+        if launch.rank == 0:
             shutil.rmtree(folder)
     times = {name: Times(tuple(seconds[1:])) for name, seconds in measured.items()}
     share = ratios(times["stall"], times["synchronous"], most=1.0)

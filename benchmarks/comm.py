@@ -53,8 +53,8 @@ def processes(flags) -> int:
     return world_size
 
 
-def answer(flags, place):
-    config, mesh, optimizer, stage = build(config_of(flags, place.world_size), place)
+def answer(flags, launch):
+    config, mesh, optimizer, stage = build(config_of(flags, launch.world_size), launch)
     dataset = RandomTokens(config, mesh.device)
     while config.dtype == "float16" and not optimizer.updates:       # it skips some until its loss scale fits
         train.train_step(1, stage, optimizer, dataset, config, mesh)
@@ -63,12 +63,12 @@ def answer(flags, place):
     return report(config, gathered(listener.counts))
 
 
-def build(config: Config, place):
+def build(config: Config, launch):
     """(config with the device that was found, mesh, optimizer, stage) of this process, as train.py makes them,
     uncompiled."""
-    device = find_device(config, place)
+    device = find_device(config, launch)
     config = dataclasses.replace(config, device=device.type)
-    start_world(place, device)
+    start_world(launch, device)
     mesh = make_mesh(config.pp, config.dp, config.tp, device)
     model = train.model_builder(config, mesh)
     return config, mesh, ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)

@@ -4,7 +4,7 @@ A question is a module of this folder with three functions:
 
     add_flags(parser)                      its own flags, beside --repeats
     processes(flags) -> int                how many processes its answer needs
-    answer(flags, place) -> (text, dict)   run by each of them; rank 0's text is printed, then its dict as a JSON line
+    answer(flags, launch) -> (text, dict)   run by each of them; rank 0's text is printed, then its dict as a JSON line
 
 and, where it counts instead of measuring times, ROUNDS = False: it has no --repeats. A claim is a `Figure` of several
 rounds; where noise has left nothing of it, that is what is printed.
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from nanodomino.analysis.step_time import slowest, synchronize
-from nanodomino.comm.world import Place, find_place
+from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.config import Config
 from nanodomino.config.flags import add_flags
 from nanodomino.config.setting import flag_settings
@@ -57,18 +57,18 @@ def main(questions, text: str, arguments: list[str]) -> int:
                 f"there is no question '{arguments[0]}'; try one of {', '.join(questions)}")
         question = importlib.import_module(f"benchmarks.{arguments[0]}")
         flags = parse(question, arguments)
-        place = find_place()
+        launch = read_launch_environment()
         world_size = question.processes(flags)
-        if not place.launched:
+        if not launch.launched:
             tempfile.tempdir = getattr(flags, "folder", None)  # of temporary files, the processes' that it starts too
-        if world_size > 1 and not place.launched:
+        if world_size > 1 and not launch.launched:
             return launch(arguments, world_size, wire_for(flags, world_size))
-        require(place.world_size == world_size,
-                f"this needs {world_size} processes, but there are {place.world_size}; start it without torchrun, or "
+        require(launch.world_size == world_size,
+                f"this needs {world_size} processes, but there are {launch.world_size}; start it without torchrun, or "
                 f"with --nproc_per_node {world_size}")
-        bind_to_cores(place)
-        text, record = question.answer(flags, place)
-        if place.rank == 0:
+        bind_to_cores(launch)
+        text, record = question.answer(flags, launch)
+        if launch.rank == 0:
             print(text + (f"\n{TOO_NOISY}: {WHAT_IS_TOO_NOISY}" if TOO_NOISY in text else ""))
             print(json.dumps(record), flush=True)
         if dist.is_initialized():
@@ -206,10 +206,10 @@ def cores_of(rank: int, world_size: int) -> list[int]:
     return cores[rank * share:(rank + 1) * share] if share else [cores[rank % len(cores)]]
 
 
-def bind_to_cores(place: Place):
+def bind_to_cores(launch: LaunchInfo):
     """This process computes on its own cores alone, so that no other takes its time."""
-    cores = cores_of(place.local_rank, place.local_world_size)
-    if place.local_world_size > 1 and hasattr(os, "sched_setaffinity"):
+    cores = cores_of(launch.local_rank, launch.local_world_size)
+    if launch.local_world_size > 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
 

@@ -50,10 +50,10 @@ def settle(flags) -> Config:
                      global_batch_size=flags.slices)
 
 
-def answer(flags, place):
+def answer(flags, launch):
     from torch.testing._internal.distributed.fake_pg import FakeStore
     config = settle(flags)
-    device = find_device(config, place)
+    device = find_device(config, launch)
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=config.tp, store=FakeStore())
     mesh = replace(make_mesh(1, 1, config.tp, torch.device("cpu")), device=device)     # fake groups, no NCCL

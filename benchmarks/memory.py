@@ -44,8 +44,8 @@ def add_flags(parser):
                      micro_batch_size=4, global_batch_size=16)
 
 
-def answer(flags, place):
-    config, mesh, optimizer, stage = comm.build(config_of(flags, place.world_size), place)
+def answer(flags, launch):
+    config, mesh, optimizer, stage = comm.build(config_of(flags, launch.world_size), launch)
     found = measure(config, mesh, optimizer, stage, CopiedRandomTokens(config, mesh.device))
     return report(config, gathered(found))
 

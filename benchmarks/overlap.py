@@ -96,16 +96,16 @@ def settle(flags):
                      pipeline_model_parallel_size=1, data_parallel_size=1)
 
 
-def answer(flags, place):
+def answer(flags, launch):
     config = settle(flags)
-    device = find_device(config, place)
+    device = find_device(config, launch)
     config = dataclasses.replace(config, compile=flags.compile).with_device(device)
     bind_to_one_core(device)
     require(flags.wire is None or device.type == "cpu",
             "--wire joins CPU processes, since NCCL would find the GPUs' own way round it; add --device cpu")
     require(flags.wire is None or os.environ.get("GLOO_SOCKET_IFNAME") == INTERFACE,
             "--wire starts processes of its own, each in its network namespace; start it without torchrun")
-    start_world(place, device)
+    start_world(launch, device)
     mesh = make_mesh(1, 1, config.tp, device)
     tokens = RandomTokens(config, device)
     batches = [tokens.batch(0, i, 0, 1, config.micro_batch_size, config.global_batch_size)

@@ -97,12 +97,12 @@ def configs_for(flags, microbatches: int) -> dict[str, Config]:
                             global_batch_size=flags.micro_batch_size * microbatches) for name in SCHEDULES}
 
 
-def answer(flags, place):
+def answer(flags, launch):
     by_count = [configs_for(flags, microbatches) for microbatches in flags.microbatches]
     config = by_count[0]["1f1b"]
-    device = find_device(config, place)
+    device = find_device(config, launch)
     bind_to_one_core(device)
-    start_world(place, device)
+    start_world(launch, device)
     mesh = make_mesh(config.pp, 1, 1, device)
     trace = Trace(device, recording=False)
     parts = {placement: build(config, mesh, trace)
@@ -308,7 +308,7 @@ def work_of(events) -> dict[tuple, list[float]]:
     for spans in actions(events):
         kind = "pair" if len({span.kind for span in spans}) > 1 else spans[0].kind
         work = minus(union((span.begin, span.end) for span in spans), waited)
-        found[kind, spans[0].about.get("chunk", 0)].append(sum(end - begin for begin, end in work) / 1e9)
+        found[kind, spans[0].args.get("chunk", 0)].append(sum(end - begin for begin, end in work) / 1e9)
     return dict(found)
 
 

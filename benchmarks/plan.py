@@ -99,13 +99,13 @@ def processes(flags) -> int:
     return flags.gpus if flags.gpu == "here" and not flags.published else 1
 
 
-def answer(flags, place):
+def answer(flags, launch):
     if flags.published:
         return published.answer(partial(machine_of, flags, per_host=8), flags)
     config = config_of(flags, flags.gpus)
     if flags.gpu != "here":
         return plan(dataclasses.replace(config, device="cuda"), flags)
-    config, *parts = comm.build(config, place)
+    config, *parts = comm.build(config, launch)
     return here_text(config, run_here(config, *parts, flags.repeats))
 
 

@@ -37,8 +37,8 @@ def add_flags(parser):
                      data_parallel_size=1, micro_batch_size=8, global_batch_size=8)
 
 
-def answer(flags, place):
-    config, mesh, optimizer, stage = comm.build(config_of(flags, place.world_size), place)
+def answer(flags, launch):
+    config, mesh, optimizer, stage = comm.build(config_of(flags, launch.world_size), launch)
     dataset = CopiedRandomTokens(config, mesh.device)
 
     def step(granularity, watched=None):

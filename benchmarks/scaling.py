@@ -28,7 +28,7 @@ import torch
 from benchmarks.common import (Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, compare, config_of,
                                cores_of, launch, ratio_text, table)
 from benchmarks.throughput import OurTraining
-from nanodomino.comm.world import Place, find_device, start_world
+from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.errors import require
 from nanodomino.mesh import make_mesh
 
@@ -70,27 +70,27 @@ def settle(flags, world_size, layout, way):
                      pipeline_model_parallel_size=1, lr_decay_style="constant", lr_warmup_fraction=0.0)
 
 
-def answer(flags, place):
-    return measure(flags, place) if flags.processes else compare_worlds(flags)
+def answer(flags, launch):
+    return measure(flags, launch) if flags.processes else compare_worlds(flags)
 
 
 # ---- one world
 
-def measure(flags, place):
+def measure(flags, launch):
     """(text, record) of this world: seconds and tokens/s of each variant."""
-    device = find_device(settle(flags, place.world_size, *VARIANTS[0]), place)
+    device = find_device(settle(flags, launch.world_size, *VARIANTS[0]), launch)
     bind_to_one_core(device)
-    start_world(place, device)
-    configs = {f"{layout}_{way}": settle(flags, place.world_size, layout, way) for layout, way in VARIANTS}
+    start_world(launch, device)
+    configs = {f"{layout}_{way}": settle(flags, launch.world_size, layout, way) for layout, way in VARIANTS}
     times = compare({name: training(config, device) for name, config in configs.items()}, flags.repeats, device,
-                    about=f"world of {place.world_size}, ")
+                    about=f"world of {launch.world_size}, ")
     rows, variants = [], {}
     for name, config in configs.items():
         speed = config.global_batch_size * config.seq_length / times[name].median
         variants[name] = {"step_s": times[name].median, "tokens_per_s": speed, "seconds": times[name].seconds}
         rows.append([name.replace("_", " "), config.global_batch_size, times[name], f"{speed:,.0f}"])
-    text = table([f"{place.world_size} processes", "samples", "step: median [least .. most]", "tokens/s"], rows)
-    return text, {"question": "scaling", "processes": place.world_size, "variants": variants}
+    text = table([f"{launch.world_size} processes", "samples", "step: median [least .. most]", "tokens/s"], rows)
+    return text, {"question": "scaling", "processes": launch.world_size, "variants": variants}
 
 
 def training(config, device):
@@ -103,7 +103,7 @@ def training(config, device):
 def compare_worlds(flags):
     """(text, record) of worlds of 1, 2, 4, ... processes, each started by itself."""
     config = settle(flags, 1, *VARIANTS[0])
-    device, units = find_device(config, Place()).type, len(cores_of(0, 1))
+    device, units = find_device(config, LaunchInfo()).type, len(cores_of(0, 1))
     sizes = worlds(flags)
     if device == "cuda":                                       # two processes can't share a GPU
         units = torch.cuda.device_count()

@@ -55,12 +55,12 @@ def processes(flags) -> int:
     return 1
 
 
-def answer(flags, place):
+def answer(flags, launch):
     flags.vocab_size = flags.vocab_size or (BYTES if flags.model in ("nano", "nano-llama") else GPT2)
-    config = config_of(flags, place.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0)
-    device = find_device(config, place)
+    config = config_of(flags, launch.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0)
+    device = find_device(config, launch)
     config = dataclasses.replace(config, compile=flags.compile).with_device(device)
-    start_world(place, device)
+    start_world(launch, device)
     mesh = make_mesh(1, 1, 1, device)
     tokens = RandomTokens(config, device)
 

@@ -52,7 +52,7 @@ from benchmarks.plain import Plain, adamw, mean_loss
 from benchmarks.throughput import COMPARED_STEPS, OurTraining
 from nanodomino.analysis import expected_memory
 from nanodomino.analysis.hardware import peak_memory
-from nanodomino.comm.world import Place, find_device, keep_freed_memory, start_world
+from nanodomino.comm.world import LaunchInfo, find_device, keep_freed_memory, start_world
 from nanodomino.config.config import Config
 from nanodomino.errors import require
 from nanodomino.mesh import make_mesh
@@ -89,17 +89,17 @@ def config_for(flags, **changes) -> Config:
                      lr_decay_style="constant", lr_warmup_fraction=0.0)
 
 
-def answer(flags, place):
+def answer(flags, launch):
     config = config_for(flags)
-    device = find_device(config, place)
+    device = find_device(config, launch)
     bind_to_one_core(device)
-    start_world(place, device)
+    start_world(launch, device)
     mesh = make_mesh(1, config.dp, 1, device)
     peaks = {}
     with progress(len(ABOUT)) as bar:
         for name in ABOUT:
             bar.set_description_str(f"memory: {name}")
-            peaks[name] = max(gathered(peak_of_its_own(name, flags, place, mesh)))
+            peaks[name] = max(gathered(peak_of_its_own(name, flags, launch, mesh)))
             bar.update()
     sides = {name: make(name, config, mesh) for name in ABOUT}
     times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1), device)
@@ -222,7 +222,7 @@ def formula_bytes(name: str, config: Config) -> float:
         expected_memory.state_bytes_per_parameter(dataclasses.replace(config, zero_stage=int(name[-1]))))
 
 
-def peak_of_its_own(name: str, flags, place: Place, mesh) -> int:
+def peak_of_its_own(name: str, flags, launch: LaunchInfo, mesh) -> int:
     """Bytes that this rank needs for one side alone. All ranks call it together."""
     if mesh.device.type == "cuda":
         gc.collect()
@@ -235,7 +235,7 @@ def peak_of_its_own(name: str, flags, place: Place, mesh) -> int:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=measure_peak, args=(sending, name, flags, place), daemon=True)
+    process = context.Process(target=measure_peak, args=(sending, name, flags, launch), daemon=True)
     process.start()
     sending.close()
     peak = receiving.recv()                                    # EOFError if the process has failed: it has said why
@@ -243,12 +243,12 @@ def peak_of_its_own(name: str, flags, place: Place, mesh) -> int:
     return peak
 
 
-def measure_peak(sending, name: str, flags, place: Place):
+def measure_peak(sending, name: str, flags, launch: LaunchInfo):
     """In a process of its own: sends the bytes by which its resident memory has grown at most."""
     torch.set_num_threads(1)
     keep_freed_memory()                                        # as in training
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    dist.init_process_group("gloo", rank=place.rank, world_size=place.world_size,
+    dist.init_process_group("gloo", rank=launch.rank, world_size=launch.world_size,
                             store=dist.PrefixStore(f"memory of {name}", store))
     mesh = make_mesh(1, flags.data_parallel_size, 1, torch.device("cpu"))
     some_steps(name, config_for(flags, **TINY), mesh)

@@ -31,7 +31,7 @@ import torch
 
 from nanodomino.corpus.folder import Corpus
 from nanodomino.errors import require
-from nanodomino.layers.positions import documents_of, positions_in
+from nanodomino.layers.positions import document_ids, positions_within_documents
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Batch:
         if ends and ends.mask_loss:
             loss_mask.masked_fill_(labels == ends.token, 0)
         if ends and (ends.reset_positions or ends.reset_attention):
-            documents = documents_of(rows[:, :-1], ends.token)
-            positions = positions_in(documents) if ends.reset_positions else positions
+            documents = document_ids(rows[:, :-1], ends.token)
+            positions = positions_within_documents(documents) if ends.reset_positions else positions
         return Batch(rows[:, :-1], labels, loss_mask, positions, sample_ids,
                      documents if ends and ends.reset_attention else None, not (ends and ends.reset_positions))
 

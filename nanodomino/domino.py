@@ -71,11 +71,11 @@ from nanodomino.data import Batch
 from nanodomino.layers.cross_entropy import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
                                              maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss)
 from nanodomino.layers.main_grad import add_gradients, add_weight_gradient, main_grad_of, wide
-from nanodomino.layers.masks_and_positions import Surroundings
-from nanodomino.layers.sublayer import Sublayer, close_residual, drop
+from nanodomino.layers.masks_and_positions import MasksAndPositions
+from nanodomino.layers.sublayer import Sublayer, add_residual, drop
 from nanodomino.model import Chunk
 from nanodomino.overlap.recompute import Link, TapePolicy
-from nanodomino.overlap.residual_norm import Bridge, bridge, bridge_backward, close_residual_backward
+from nanodomino.overlap.residual_norm import Bridge, add_residual_backward, bridge, bridge_backward
 from nanodomino.overlap.sequence_parallel import Flight, all_reduce, stream_of
 
 
@@ -120,7 +120,7 @@ class Slice:
     batch: Batch
     hidden: torch.Tensor | None                        # [b, s, h] from the layers before; of a stream that is cut,
                                                        # here and below, this rank's rows [b, s/t, h]
-    around: Surroundings
+    around: MasksAndPositions
     training: bool
     links: list[Link] = field(default_factory=list)
     exit: Bridge | None = None                         # into the head
@@ -163,7 +163,7 @@ class Domino:
         self.steps = {chunk: [Step(sublayer) for sublayer in chunk.sublayers] for chunk in model.chunks}
         compiled = partial(torch.compile, backend=compile_backend) if compile_backend else lambda function: function
         norm = model.chunks[0].sublayers[0].norm                                                   # all are alike
-        kind, epsilon, narrow = norm.kind, norm.epsilon, model.config.fp16_lm_cross_entropy
+        kind, epsilon, narrow = norm.normalization, norm.epsilon, model.config.fp16_lm_cross_entropy
         # lambdas: the compiler, which keeps few versions of a function, takes all of functools.partial for one
         self.bridge = compiled(lambda *inputs: bridge(*inputs, epsilon, kind))
         self.bridge_backward = compiled(lambda *inputs: bridge_backward(*inputs, kind))
@@ -190,8 +190,9 @@ class Domino:
 
     def around(self, part: Batch, training):
         """What the sublayers are told of a slice's samples."""
-        return Surroundings(self.model.config, self.mesh, part.sample_ids if training else None, self.tapes.keeps_masks,
-                            self.stream, None if part.in_order else part.positions, part.documents)
+        return MasksAndPositions(self.model.config, self.mesh, part.sample_ids if training else None,
+                                 self.tapes.keeps_masks, self.stream, None if part.in_order else part.positions,
+                                 part.documents)
 
     def backward(self, pieces, gradient, on_gradients_ready=None, later=False):
         """Generator. gradient: of forward's output. Returns the gradient of `hidden` (None at the model's beginning).
@@ -246,22 +247,24 @@ class Domino:
         piece.hidden = None                                    # the tape keeps it, if anybody does
         if chunk.pre_process:
             words = yield from self.until_there(piece, "embedding", [self.launch(piece, "embedding", self.stream.join(
-                model.embedding.word_embeddings.partial(piece.batch.tokens)))])
+                model.embedding.word_embeddings.partial_embeddings(piece.batch.tokens)))])
             x = model.embedding.add_positions(words, self.stream.own(piece.batch.positions),
-                                              piece.around.hidden("embedding", words))
+                                              piece.around.hidden_dropout_mask("embedding", words))
         for step in self.steps[chunk]:
             x, y = yield from self.forward_sublayer(piece, step, x, y, before)
             before = step
         if chunk.post_process:
             yield from self.forward_head(piece, x, y, before)
         else:
-            piece.output = close_residual(x, y, *self.closing(piece, before, y))
+            piece.output = add_residual(x, y, *self.closing(piece, before, y))
         if not piece.training:
             piece.exit = piece.head_input = piece.logits = None
 
     def closing(self, piece, before, like):
         """(bias, mask) of the sublayer that a bridge closes: None, None at a stage's start."""
-        return (None, None) if before is None else (before.row_bias, piece.around.hidden(before.site + ".hidden", like))
+        if before is None:
+            return None, None
+        return before.row_bias, piece.around.hidden_dropout_mask(before.site + ".hidden", like)
 
     def open(self, piece, x, y, before, norm):
         """The bridge into what opens with a norm of these weights: (h, what backward needs)."""
@@ -270,7 +273,7 @@ class Domino:
 
     def core(self, piece, step, c):
         """(the activation, what the core keeps)."""
-        return step.core_forward(c, piece.around.core(step.sublayer, c), piece.training)
+        return step.core_forward(c, piece.around.attention_inputs(step.sublayer, c), piece.training)
 
     def forward_sublayer(self, piece, step, x, y, before):
         """Generator: bridge, product, core, product, wires. Returns what the next bridge needs: x, y."""
@@ -319,14 +322,15 @@ class Domino:
         else:
             self.tapes.prepare(self, piece)
             bias, mask = self.closing(piece, self.steps[piece.chunk][-1], gradient)
-            grad_x, grad_y, grad_bias = close_residual_backward(gradient, mask, bias is not None)
+            grad_x, grad_y, grad_bias = add_residual_backward(gradient, mask, bias is not None)
             add_gradients([bias], [grad_bias])
             yield from self.others(piece.links[-1].arriving)
             self.tapes.restore(self, piece)
         while piece.links:
             grad_x, grad_y = yield from self.backward_sublayer(piece, piece.links.pop(), grad_x, grad_y, tally)
         if piece.chunk.pre_process:
-            yield from self.backward_embedding(piece, drop(grad_x, piece.around.hidden("embedding", grad_x)))
+            grad_x = drop(grad_x, piece.around.hidden_dropout_mask("embedding", grad_x))
+            yield from self.backward_embedding(piece, grad_x)
             self.through(piece, tally, "embedding", [], model.embedding)
         results[piece.index] = grad_x
 
@@ -386,7 +390,7 @@ class Domino:
         self.model.embedding.add_position_gradients(gradient, self.stream.own(piece.batch.positions))
         yield from self.others(flights)
         gradient = self.wait(piece, "embedding", flights)
-        row, inside = words.locate(piece.batch.tokens)
+        row, inside = words.local_rows(piece.batch.tokens)
         gradient = (gradient.to(wide(gradient)) * inside.unsqueeze(-1)).flatten(0, 1)
         main_grad_of(words.weight).index_add_(0, row.flatten(), gradient)
 

@@ -74,7 +74,7 @@ class Mesh:
         return "\n".join(lines)
 
 
-def mesh_on_paper(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
+def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
     """Any place of any grid, without processes: it has no groups, and its device is torch's `meta`, where tensors have
     shapes and no memory. A model that is built on it tells what a rank would hold."""
     return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, torch.device("meta"), None, None, None, None)

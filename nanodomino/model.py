@@ -32,12 +32,12 @@ from torch import nn
 from nanodomino.layers.attention import Attention
 from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
 from nanodomino.layers.main_grad import add_gradients, wide
-from nanodomino.layers.masks_and_positions import Surroundings, seeded_generator
+from nanodomino.layers.masks_and_positions import MasksAndPositions, seeded_generator
 from nanodomino.layers.mlp import MLP
 from nanodomino.layers.norms import Norm
 from nanodomino.layers.sublayer import Sublayer, drop
-from nanodomino.mesh import Mesh, mesh_on_paper
-from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits, local_part, parameter
+from nanodomino.mesh import Mesh, meta_mesh
+from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits, local_shard, parameter
 
 
 def stage_layers(num_layers: int, stage: int, stages: int) -> range:
@@ -55,8 +55,8 @@ class Layer(nn.Module):
         self.attention = Attention(config, mesh, site + ".attention")
         self.mlp = MLP(config, mesh, site + ".mlp")
 
-    def forward(self, x, surroundings):
-        return self.mlp(self.attention(x, surroundings), surroundings)
+    def forward(self, x, masks_and_positions):
+        return self.mlp(self.attention(x, masks_and_positions), masks_and_positions)
 
 
 class Embedding(nn.Module):
@@ -136,12 +136,12 @@ class GPT(nn.Module):
         So the initial weights are the same on every layout, shards of one matrix differ, and replicas agree.
         """
         for name, weight in self.named_parameters():
-            if weight.std is None:
-                weight.fill_(weight.value)
+            if weight.init_std is None:
+                weight.fill_(weight.init_value)
                 continue
             whole = torch.empty(weight.full_shape).normal_(
-                0.0, weight.std, generator=seeded_generator("cpu", self.config.seed, name))
-            weight.copy_(local_part(whole, weight, self.mesh))
+                0.0, weight.init_std, generator=seeded_generator("cpu", self.config.seed, name))
+            weight.copy_(local_shard(whole, weight, self.mesh))
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -157,13 +157,13 @@ class GPT(nn.Module):
         Returns hidden states [b, s, h]; at the model's end the loss of each token [b, s], or without labels the logits:
         [b, s, valid] of this rank's words with parallel_output, else [b, s, v] on every rank.
         """
-        surroundings = Surroundings(self.config, self.mesh, sample_ids, positions=positions, documents=documents)
+        masks_and_positions = MasksAndPositions(self.config, self.mesh, sample_ids, positions=positions, documents=documents)
         x, chunk = hidden, self.chunks[chunk]
         if chunk.pre_process:
             words = self.embedding.word_embeddings(tokens)
-            x = self.embedding.add_positions(words, positions, surroundings.hidden("embedding", words))
+            x = self.embedding.add_positions(words, positions, masks_and_positions.hidden_dropout_mask("embedding", words))
         for layer in chunk.layers:
-            x = layer(x, surroundings)
+            x = layer(x, masks_and_positions)
         if not chunk.post_process:
             return x
         (vocabulary,) = self.head
@@ -171,25 +171,25 @@ class GPT(nn.Module):
         logits = F.linear(h, vocabulary.logits_weight())
         if labels is not None:
             return vocab_parallel_cross_entropy(logits, labels, vocabulary)
-        logits = logits[..., :vocabulary.valid]
+        logits = logits[..., :vocabulary.num_words]
         return logits if self.parallel_output else gather_logits(logits, vocabulary, self.config.vocab_size)
 
 
 @lru_cache(maxsize=64)
-def on_paper(config, pp_rank=0, tp_rank=0) -> GPT:
+def meta_stage(config, pp_rank=0, tp_rank=0) -> GPT:
     """A stage of the model as one of its ranks would hold it, without memory: what a formula needs of shapes and kinds
     it asks here, so that what a layer has is said in one place."""
-    return GPT(config, mesh_on_paper(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank))
+    return GPT(config, meta_mesh(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank))
 
 
-def whole_on_paper(config) -> GPT:
+def meta_model(config) -> GPT:
     """All of the model, as one process would hold it, without memory."""
-    return on_paper(dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))
+    return meta_stage(dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))
 
 
 def parameter_count(config) -> int:
     """Parameters of the whole model, a tied matrix once, without the vocabulary's padding."""
-    whole = whole_on_paper(config)
+    whole = meta_model(config)
     padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size
     matrices = sum(isinstance(module, VocabParallelEmbedding) for module in whole.modules())
     return sum(weight.numel() for weight in whole.parameters()) - matrices * padding

@@ -34,31 +34,31 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def parameter(shape, config, mesh, *, shard_dim=None, runs=1, std=None, value=0.0, of_part=False) -> nn.Parameter:
+def parameter(shape, config, mesh, *, shard_dim=None, partition_stride=1, std=None, value=0.0, partial_gradient=False) -> nn.Parameter:
     """An unfilled local shard that knows how it is cut and how the whole is drawn (see initialize in model.py).
 
-    shape: of the whole; shard_dim: dimension cut over tp, None for a replica; runs: equal ones along that dimension,
+    shape: of the whole; shard_dim: dimension cut over tp, None for a replica; partition_stride: equal ones along that dimension,
     each of which is cut, so that a rank has its part of each (Megatron-LM's partition_stride); std: of a normal draw,
-    else `value`; of_part: it is not cut, but each rank has a part of its gradient.
+    else `value`; partial_gradient: it is not cut, but each rank has a part of its gradient.
     """
     local = list(shape)
     if shard_dim is not None:
         local[shard_dim] //= mesh.tp
     weight = nn.Parameter(torch.empty(local, device=mesh.device, dtype=config.params_dtype))
-    weight.full_shape, weight.shard_dim, weight.runs, weight.std, weight.value = (
-        tuple(shape), shard_dim, runs, std, value)
-    weight.of_part = of_part and mesh.tp > 1
+    weight.full_shape, weight.shard_dim, weight.partition_stride, weight.init_std, weight.init_value = (
+        tuple(shape), shard_dim, partition_stride, std, value)
+    weight.partial_gradient = partial_gradient and mesh.tp > 1
     weight.main_grad = weight.bucket = None        # where Domino adds weight gradients, and whose that is: buckets.py
     return weight
 
 
-def local_part(whole, weight, mesh):
+def local_shard(whole, weight, mesh):
     """This rank's shard of a whole tensor, cut as `weight` is."""
     if weight.shard_dim is None:
         return whole
     cut = [run.chunk(mesh.tp, dim=weight.shard_dim)[mesh.tp_rank]
-           for run in whole.chunk(weight.runs, dim=weight.shard_dim)]
-    return cut[0] if weight.runs == 1 else torch.cat(cut, dim=weight.shard_dim)
+           for run in whole.chunk(weight.partition_stride, dim=weight.shard_dim)]
+    return cut[0] if weight.partition_stride == 1 else torch.cat(cut, dim=weight.shard_dim)
 
 
 def copy_to_tensor_parallel(x, group):
@@ -101,14 +101,14 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """x [.., in] -> x W^T + bias [.., out/t]: this rank's output features; of each of several `runs` its part."""
+    """x [.., in] -> x W^T + bias [.., out/t]: this rank's output features; of each of several `partition_stride` its part."""
 
-    def __init__(self, features_in, features_out, config, mesh, bias=True, runs=1):
+    def __init__(self, features_in, features_out, config, mesh, bias=True, partition_stride=1):
         super().__init__()
         self.group = mesh.tp_group
-        self.weight = parameter((features_out, features_in), config, mesh, shard_dim=0, runs=runs,
+        self.weight = parameter((features_out, features_in), config, mesh, shard_dim=0, partition_stride=partition_stride,
                                 std=config.init_method_std)
-        self.bias = parameter((features_out,), config, mesh, shard_dim=0, runs=runs) if bias else None
+        self.bias = parameter((features_out,), config, mesh, shard_dim=0, partition_stride=partition_stride) if bias else None
 
     def forward(self, x):
         return F.linear(copy_to_tensor_parallel(x, self.group), self.weight, self.bias)
@@ -141,27 +141,27 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = parameter((config.padded_vocab_size, config.hidden_size), config, mesh, shard_dim=0,
                                 std=config.init_method_std)
         rows = config.padded_vocab_size // mesh.tp
-        self.first = rows * mesh.tp_rank
-        self.valid = min(max(config.vocab_size - self.first, 0), rows)
-        self.width = min(-(-self.valid // 8) * 8, rows)
+        self.first_row = rows * mesh.tp_rank
+        self.num_words = min(max(config.vocab_size - self.first_row, 0), rows)
+        self.num_logits = min(-(-self.num_words // 8) * 8, rows)
 
-    def locate(self, tokens):
+    def local_rows(self, tokens):
         """tokens [b, s] -> (row in this shard, or 0; whether it is in this shard), both [b, s]."""
-        row = tokens - self.first
-        inside = (row >= 0) & (row < self.valid)
+        row = tokens - self.first_row
+        inside = (row >= 0) & (row < self.num_words)
         return row.where(inside, 0), inside
 
-    def partial(self, tokens):
+    def partial_embeddings(self, tokens):
         """tokens [b, s] -> [b, s, h]: the vectors of this shard's words, zeros for the others'."""
-        row, inside = self.locate(tokens)
+        row, inside = self.local_rows(tokens)
         return F.embedding(row, self.weight) * inside.unsqueeze(-1)
 
     def forward(self, tokens):
-        return reduce_from_tensor_parallel(self.partial(tokens), self.group)
+        return reduce_from_tensor_parallel(self.partial_embeddings(tokens), self.group)
 
     def logits_weight(self):
         """[width, h]: the rows that a head multiplies by."""
-        return self.weight[:self.width]
+        return self.weight[:self.num_logits]
 
 
 class GatherFromTensorParallel(torch.autograd.Function):
@@ -184,6 +184,6 @@ class GatherFromTensorParallel(torch.autograd.Function):
 
 def gather_logits(logits, vocabulary: VocabParallelEmbedding, vocab_size: int):
     """logits [b, s, valid] of each rank's words -> [b, s, vocab_size] on every rank."""
-    padded = F.pad(logits, (0, vocabulary.weight.size(0) - vocabulary.valid))
+    padded = F.pad(logits, (0, vocabulary.weight.size(0) - vocabulary.num_words))
     whole = GatherFromTensorParallel.apply(padded, vocabulary.group) if vocabulary.group.size() > 1 else padded
     return whole[..., :vocab_size]

@@ -180,7 +180,7 @@ class ZeroOptimizer:
         assert self.reports_left == self.reports_needed, "a gradient was never reported as final"
         self.finish_reduces()
         for bucket in self.buckets:
-            for group, is_a_part in (("tp", bucket.kind.of_part), ("embedding", bucket.kind.tied)):
+            for group, is_a_part in (("tp", bucket.kind.partial_gradient), ("embedding", bucket.kind.tied)):
                 if is_a_part:
                     work = dist.all_reduce(bucket.own_grad, group=getattr(self.mesh, f"{group}_group"), async_op=True)
                     self.trace.watch("all_reduce", work, group=group, bytes=bucket.own_grad.nbytes)

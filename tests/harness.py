@@ -20,7 +20,7 @@ from nanodomino.config.setting import names_affecting
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.mesh import make_mesh
-from nanodomino.parallel import local_part
+from nanodomino.parallel import local_shard
 from nanodomino.zero import ZeroOptimizer
 
 VOCABULARY = 29          # padded to 32: the last rank owns fewer words than the others; padded to 64, none
@@ -115,7 +115,7 @@ def build(config: Config, weights=None, trace=NO_TRACE):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weights is not None:
-                weight.copy_(local_part(weights[name], weight, mesh))
+                weight.copy_(local_shard(weights[name], weight, mesh))
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     return mesh, model, optimizer, Domino(model, config.slices, config.columns, config.active_compile_backend, trace)
 
@@ -161,7 +161,7 @@ def reduced_gradients(model, optimizer, divisor) -> dict:
 
 def cut_of(weight):
     """How a shard is cut: None, or (dimension, runs along it of which each rank has a part)."""
-    return None if weight.shard_dim is None else (weight.shard_dim, weight.runs)
+    return None if weight.shard_dim is None else (weight.shard_dim, weight.partition_stride)
 
 
 def whole(outcomes: list[Outcome], shards_of, tp: int) -> dict:

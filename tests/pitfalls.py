@@ -114,11 +114,11 @@ def same_shards(config):
     @torch.no_grad()
     def initialize(self):
         for name, weight in self.named_parameters():
-            if weight.std is None:
-                weight.fill_(weight.value)
+            if weight.init_std is None:
+                weight.fill_(weight.init_value)
             else:
                 generator = masks_and_positions.seeded_generator("cpu", config.seed, name)
-                weight.copy_(torch.empty(weight.shape).normal_(0.0, weight.std, generator=generator))
+                weight.copy_(torch.empty(weight.shape).normal_(0.0, weight.init_std, generator=generator))
     return [(model.GPT, "initialize", initialize)]
 
 
@@ -188,13 +188,13 @@ def own_loss(config):
 
 # ---- tensor parallelism
 
-@pitfall("A row-parallel bias is added before the sum", "`nanodomino/sublayers.py`, `close_residual`: the bias is added once the sum over ranks "
+@pitfall("A row-parallel bias is added before the sum", "`nanodomino/layers/sublayer.py`, `add_residual`: the bias is added once the sum over ranks "
          "is there", **TP)
 def bias_before_the_sum(config):
     """Every rank adds it to its part, and the sum has it t times. A fresh model has biases of zero, so nothing shows at first,
     and the optimizer soon learns biases that are t times too small. A checkpoint of it says something else on another layout."""
-    close = residual_norm.close_residual
-    return [(residual_norm, "close_residual", lambda x, y, bias, mask: close(x, y, bias * config.tp, mask))]
+    close = residual_norm.add_residual
+    return [(residual_norm, "add_residual", lambda x, y, bias, mask: close(x, y, bias * config.tp, mask))]
 
 
 @pitfall("Fused q, k, v cut as one block each", "`nanodomino/sublayers.py`, `Attention.split`: rows run group by group, [g, (q's, k, v), d]",
@@ -203,7 +203,7 @@ def mixed_heads(config):
     """With rows in the order all q, all k, all v, a contiguous cut gives the first rank the queries and half of the keys. It
     takes them for its heads' q, k and v, shapes fit, and it trains: as another model than on one process. Here the rows
     of the right side are put into that order too, so that on one process nothing would differ but their names."""
-    local, sizes = model.local_part, (config.num_attention_heads, 3, config.kv_channels)
+    local, sizes = model.local_shard, (config.num_attention_heads, 3, config.kv_channels)
     qkv_rows = config.qkv_size
 
     def by_kind(whole, weight, mesh):
@@ -219,7 +219,7 @@ def mixed_heads(config):
         b, s, _ = gradient.shape
         gradients = kept[0].backward(gradient.view(b, s, -1, self.head_dim).transpose(1, 2))
         return torch.stack([one.transpose(1, 2) for one in gradients], dim=2).view(b, s, -1)
-    return [(model, "local_part", by_kind), (harness, "local_part", by_kind), (attention.Attention, "split", split),
+    return [(model, "local_shard", by_kind), (harness, "local_shard", by_kind), (attention.Attention, "split", split),
             (attention.Attention, "core_backward", core_backward)]
 
 
@@ -265,13 +265,13 @@ def own_softmax(config):
 
     def own(logits, labels, loss, maximum, sums, gradient, vocabulary, of_rows):
         part = sums.clone()
-        if vocabulary.valid:
+        if vocabulary.num_words:
             part[0] = (logits - maximum.unsqueeze(-1)).exp().sum(dim=-1)
         return backward(logits, labels, loss, maximum, part, gradient, vocabulary, of_rows)
     return [(domino, "cross_entropy_gradient", own)]
 
 
-@pitfall("Cross entropy: a label counts on ranks that do not have it", "`nanodomino/parallel.py`, `parts_of_loss`: zero where the label lies "
+@pitfall("Cross entropy: a label counts on ranks that do not have it", "`nanodomino/layers/cross_entropy.py`, `parts_of_loss`: zero where the label lies "
          "elsewhere", **TP)
 def labels_everywhere(config):
     """A rank that does not own the label looks up row 0 instead of nothing, and the sum has some other word's logit in it. The
@@ -281,7 +281,7 @@ def labels_everywhere(config):
 
     def everywhere(logits, labels, largest, exponentials, maximum, vocabulary):
         sums = parts(logits, labels, largest, exponentials, maximum, vocabulary)
-        row, _ = vocabulary.locate(labels)
+        row, _ = vocabulary.local_rows(labels)
         sums[1] = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) - maximum
         return sums
     return [(domino, "parts_of_loss", everywhere)]
@@ -314,27 +314,27 @@ def swapped_groups(config):
 
 # ---- dropout
 
-@pitfall("Each tensor-parallel rank drops other numbers of the stream", "`nanodomino/surroundings.py`, `Surroundings`: a mask is a function of (seed, "
+@pitfall("Each tensor-parallel rank drops other numbers of the stream", "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions`: a mask is a function of (seed, "
          "sample, place in the model)", hidden_dropout=0.2, **TP)
 def own_masks(config):
     """Between the sublayers the stream is one, of which each rank has a copy. With a mask of its own each has another stream
     from the first site on; their sums mix them, and the copies of norms and biases drift apart."""
-    hidden = masks_and_positions.Surroundings.hidden
-    return [(masks_and_positions.Surroundings, "hidden", lambda self, site, x: hidden(self, site + " elsewhere" * self.mesh.tp_rank, x))]
+    hidden = masks_and_positions.MasksAndPositions.hidden_dropout_mask
+    return [(masks_and_positions.MasksAndPositions, "hidden_dropout_mask", lambda self, site, x: hidden(self, site + " elsewhere" * self.mesh.tp_rank, x))]
 
 
-@pitfall("All ranks drop the same of their heads", "`nanodomino/surroundings.py`, `Surroundings.core`: drawn for all heads, then cut",
+@pitfall("All ranks drop the same of their heads", "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions.attention_inputs`: drawn for all heads, then cut",
          attention_dropout=0.2, **TP)
 def same_masks(config):
     """Inside a sublayer the ranks hold different heads, and one seed for all drops alike in head 0 and head n/t. Nothing
     diverges; the noise is only less independent than it should be, and another on each layout."""
-    core = masks_and_positions.Surroundings.core
+    core = masks_and_positions.MasksAndPositions.attention_inputs
 
     def as_the_first(self, *arguments):
         first = SimpleNamespace(tp=self.mesh.tp, tp_rank=0)
         with mock.patch.object(self, "mesh", first):
             return core(self, *arguments)
-    return [(masks_and_positions.Surroundings, "core", as_the_first)]
+    return [(masks_and_positions.MasksAndPositions, "attention_inputs", as_the_first)]
 
 
 @pitfall("Dropout in evaluation", "`nanodomino/pipeline.py`, `run`: a schedule without backward does not train; no mode is kept anywhere",
@@ -654,19 +654,19 @@ def schedule_again(config):
     return from_its_start(lambda first: [(train, "learning_rate", lambda step, config: rate(step - first, config))])
 
 
-@pitfall("A run that goes on repeats the dropout of its beginning", "`nanodomino/surroundings.py`, `Surroundings`: seeded by the sample's number in the run",
+@pitfall("A run that goes on repeats the dropout of its beginning", "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions`: seeded by the sample's number in the run",
          hidden_dropout=0.2, **RESUMED)
 def dropout_again(config):
     """The generator's state is not saved, and the new process seeds as the first one did. Nothing breaks; but a run that is
     stopped is another run, and no two runs can be compared any more."""
-    draw = masks_and_positions.Surroundings.draw
+    draw = masks_and_positions.MasksAndPositions.draw_masks
 
     def shifted(first):
         def again(self, *arguments):
             old = self.sample_ids and [sample - first * config.global_batch_size for sample in self.sample_ids]
             with mock.patch.object(self, "sample_ids", old):
                 return draw(self, *arguments)
-        return [(masks_and_positions.Surroundings, "draw", again)]
+        return [(masks_and_positions.MasksAndPositions, "draw_masks", again)]
     return from_its_start(shifted)
 
 
@@ -765,18 +765,18 @@ def cost_by_name(config):
 
 # ---- what is computed again
 
-@pitfall("What is computed again drops something else", "`nanodomino/surroundings.py`, `Surroundings`: a mask is a function of (seed, sample, place in the "
+@pitfall("What is computed again drops something else", "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions`: a mask is a function of (seed, sample, place in the "
          "model), also when it is drawn again", world_size=1, hidden_dropout=0.2, attention_dropout=0.2, recompute_granularity="full")
 def new_masks(config):
     """Backward runs a part of the forward again, and the generator has moved on meanwhile: it differentiates another function than
     the one whose loss it was given. Losses of a first step are right, gradients are those of nothing, and more noise is all that shows."""
-    draw = masks_and_positions.Surroundings.draw
+    draw = masks_and_positions.MasksAndPositions.draw_masks
 
     def moved_on(self, site, *others):
         before = self.__dict__.setdefault("drawn", [])
         before.append(site)
         return draw(self, site + " again" * (before.count(site) > 1), *others)
-    return [(masks_and_positions.Surroundings, "draw", moved_on)]
+    return [(masks_and_positions.MasksAndPositions, "draw_masks", moved_on)]
 
 
 # ---- ZeRO-2
@@ -835,38 +835,38 @@ def not_summed_over_the_cut(config):
 def without_sums_over_parts(self, finish=zero.ZeroOptimizer.finalize_gradients):
     kinds = [bucket.kind for bucket in self.buckets]
     for bucket in self.buckets:
-        bucket.kind = dataclasses.replace(bucket.kind, of_part=False)
+        bucket.kind = dataclasses.replace(bucket.kind, partial_gradient=False)
     finish(self)
     for bucket, kind in zip(self.buckets, kinds):
         bucket.kind = kind
 
 
-@pitfall("Masks are drawn for the tokens that a rank has", "`nanodomino/surroundings.py`, `Surroundings.hidden`: drawn for the whole sample, then cut as the "
+@pitfall("Masks are drawn for the tokens that a rank has", "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions.hidden_dropout_mask`: drawn for the whole sample, then cut as the "
          "stream is", hidden_dropout=0.2, sequence_parallel=True, **TP)
 def masks_of_a_part(config):
     """A rank has s/t of a sample's tokens, and draws as many masks, from the seed that all share. The first token of each part then drops what
     the first token of every other part drops: t times the same noise, and another one on each layout. Nothing diverges."""
-    hidden = masks_and_positions.Surroundings.hidden
+    hidden = masks_and_positions.MasksAndPositions.hidden_dropout_mask
 
     def alone(self, *arguments):
-        with mock.patch.object(self, "stream", sequence_parallel.Whole(None)):
+        with mock.patch.object(self, "stream", None):
             return hidden(self, *arguments)
-    return [(masks_and_positions.Surroundings, "hidden", alone)]
+    return [(masks_and_positions.MasksAndPositions, "hidden_dropout_mask", alone)]
 
 
 # ---- the choices of a model
 
-@pitfall("Gate and up of a SwiGLU are cut as one block", "`nanodomino/parallel.py`, `local_part`: each of a matrix's runs is cut, so that a rank has its part of both",
+@pitfall("Gate and up of a SwiGLU are cut as one block", "`nanodomino/parallel.py`, `local_shard`: each of a matrix's runs is cut, so that a rank has its part of both",
          swiglu=True, **TP)
 def one_block(config):
     """W1 has the gate's rows, then up's. A contiguous cut gives the first rank all gates and the second all of up. Each takes what it has for
     its half of both, shapes fit, and it trains: as another model than on one process."""
     def cut(whole, weight, mesh):
         return whole if weight.shard_dim is None else whole.chunk(mesh.tp, dim=weight.shard_dim)[mesh.tp_rank]
-    return [(model, "local_part", cut), (harness, "local_part", cut)]
+    return [(model, "local_shard", cut), (harness, "local_shard", cut)]
 
 
-@pitfall("Norms of q and k learn from a rank's own heads", "`nanodomino/sublayers.py`, `Attention`: their weights say that their gradients are `of_part`, "
+@pitfall("Norms of q and k learn from a rank's own heads", "`nanodomino/layers/attention.py`, `Attention`: their weights say that their gradients are `partial_gradient`, "
          "and are summed over the ranks", qk_layernorm=True, normalization="RMSNorm", **TP)
 def norms_of_own_heads(config):
     """One weight [d] norms q in every head, and each rank has some heads: its gradient is a part of it, though the stream is whole and no other
@@ -874,7 +874,7 @@ def norms_of_own_heads(config):
     return [(zero.ZeroOptimizer, "finalize_gradients", without_sums_over_parts)]
 
 
-@pitfall("Rope turns neighbours, not halves", "`nanodomino/positions.py`, `rotate`: pairs are of the first half and the second, as in Llama's weights on "
+@pitfall("Rope turns neighbours, not halves", "`nanodomino/layers/positions.py`, `rotate`: pairs are of the first half and the second, as in Llama's weights on "
          "Hugging Face", world_size=1, position_embedding_type="rope", kv_channels=4)
 def neighbours(config):
     """RoFormer's paper turns each even number with the odd one behind it, and Meta's own files are for that; those on Hugging Face have their rows

@@ -133,9 +133,9 @@ def masks_of(config, step):
     if not config.hidden_dropout and not config.attention_dropout:
         return None
     ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
-    dropout = masks_and_positions.Surroundings(config, SimpleNamespace(tp=1, tp_rank=0, tp_group=None), list(ids))
+    dropout = masks_and_positions.MasksAndPositions(config, SimpleNamespace(tp=1, tp_rank=0, tp_group=None), list(ids))
     core = {"core": config.attention_dropout}
-    return lambda site, shape: dropout.draw(site, shape[1:], core.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
+    return lambda site, shape: dropout.draw_masks(site, shape[1:], core.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
 
 
 @dataclass

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import train
 from nanodomino.checkpoint.manifest import checkpoints_of, step_of
-from nanodomino.comm.world import Place
+from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
 from nanodomino.run import folder as run_folder
 
@@ -63,7 +63,7 @@ def start_rank(flags: list[str], bad_steps) -> Ended:
           mock.patch.multiple(run_folder, lock_folder=lambda run_dir: None, tolerate_closed_output=lambda *_: None),
           contextlib.redirect_stdout(screen)):
         try:
-            place = Place(rank, world_size, rank, world_size, launched=True)
+            place = LaunchInfo(rank, world_size, rank, world_size, launched=True)
             return Ended(train.main(flags, place), "", screen.getvalue())
         except UserError as error:
             return Ended(None, str(error), screen.getvalue())

@@ -23,7 +23,7 @@ from faults import make_corpus
 
 import train
 from data.prepare import prepare
-from nanodomino.comm.world import Place, find_place
+from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config import setting
 from nanodomino.config.config import Config
 from nanodomino.config.setting import flag_name
@@ -65,7 +65,7 @@ def attempt(corpus, tmp_path, monkeypatch):
         given = shlex.split(flags) if isinstance(flags, str) else flags
         for rank in ranks or (world_size - 1, 0):
             train.main(["--data-path", str(corpus), "--device", "cpu", *given],
-                       Place(rank, world_size, rank, world_size, launched=world_size > 1))
+                       LaunchInfo(rank, world_size, rank, world_size, launched=world_size > 1))
 
     return attempt
 
@@ -452,14 +452,14 @@ def test_half_an_environment_is_refused(changes, needles):
     """Left by a cluster or a shell; guessing the rest would make all believe to be rank 0, or wait for nobody."""
     environment = {name: value for name, value in {**LAUNCHED, **changes}.items() if value is not None}
     with pytest.raises(UserError) as caught:
-        find_place(environment)
+        read_launch_environment(environment)
     assert all(needle in str(caught.value) for needle in needles), str(caught.value)
 
 
 def test_a_whole_environment_or_none_is_a_place():
     """What the refusals above are measured against."""
-    assert find_place(LAUNCHED) == Place(1, 4, 1, 4, launched=True)
-    assert find_place({}) == find_place(dict(MASTER_ADDR="localhost", HOME="/")) == Place()
+    assert read_launch_environment(LAUNCHED) == LaunchInfo(1, 4, 1, 4, launched=True)
+    assert read_launch_environment({}) == read_launch_environment(dict(MASTER_ADDR="localhost", HOME="/")) == LaunchInfo()
 
 
 @pytest.mark.parametrize("rank, error, waits, begin", [
@@ -475,7 +475,7 @@ def test_who_may_be_only_an_echo_waits_before_it_speaks(monkeypatch, capsys, ran
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as caught:
-        report_and_exit(Place(rank, 4, rank, 4, launched=True), error)
+        report_and_exit(LaunchInfo(rank, 4, rank, 4, launched=True), error)
     assert caught.value.code != 0 and bool(slept) == waits and all(seconds <= 13 for seconds in slept)
     last = capsys.readouterr().err.splitlines(keepends=True)[-1]        # after a traceback, where there is one
     assert last.startswith(begin)

@@ -15,7 +15,7 @@ from test_faults import fill
 import nanodomino.run.tensorboard
 import train
 from nanodomino.checkpoint.manifest import checkpoints_of, discard
-from nanodomino.comm.world import Place
+from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.tensorboard import TensorBoardWriter
@@ -147,7 +147,7 @@ def test_without_the_package_every_rank_says_the_same_before_any_talks_to_anothe
     flags = ["--data-path", str(make_corpus(tmp_path)), "--device", "cpu"]
     monkeypatch.setattr(train, "start_world", lambda *_: pytest.fail("reached the group"))
     with pytest.raises(UserError, match="--tensorboard-dir needs a package that can't be imported .*tensorboard.*; pip install -r requirements-extra.txt"):
-        train.main([*flags, "--tensorboard-dir", "board"], Place(rank, 4, rank, 4, launched=True))
+        train.main([*flags, "--tensorboard-dir", "board"], LaunchInfo(rank, 4, rank, 4, launched=True))
     assert not (tmp_path / "board").exists() and not (tmp_path / "runs").exists()
 
 

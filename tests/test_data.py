@@ -729,11 +729,11 @@ def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, m
 def test_what_lies_between_the_models_ends_reads_no_tokens_and_knows_its_samples(corpus, virtual_stages, places):
     import train
     from nanodomino.config.config import Config
-    from nanodomino.mesh import mesh_on_paper
+    from nanodomino.mesh import meta_mesh
     config = Config(seq_length=16, micro_batch_size=4, global_batch_size=16, data_parallel_size=2, pipeline_model_parallel_size=3,
                     virtual_stages=virtual_stages).resolve(6)
     dataset = TokenDataset(corpus, "train", 16, seed=1)
-    ends, middle = (train.get_batch(dataset, config, mesh_on_paper(3, 2, 1, stage, 1), 3, True, 1, chunk) for stage, chunk in places)
+    ends, middle = (train.get_batch(dataset, config, meta_mesh(3, 2, 1, stage, 1), 3, True, 1, chunk) for stage, chunk in places)
     assert middle.tokens is middle.labels is middle.loss_mask is middle.positions is None
     assert middle.sample_ids == ends.sample_ids and ends.tokens.shape == (4, 16)
     assert [part.sample_ids for part in middle.split(3)] == [part.sample_ids for part in ends.split(3)]

@@ -22,10 +22,10 @@ def one_microbatch(data: FixedData, config, stage, model):
         weight.main_grad.zero_()
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
     losses, tape = run_alone(stage.forward(batch))
-    forward_events = [(event.kind, event.about) for event in stage.trace.events]
+    forward_events = [(event.kind, event.args) for event in stage.trace.events]
     stage.trace.events.clear()
     run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
-    backward_events = [(event.kind, event.about) for event in stage.trace.events]
+    backward_events = [(event.kind, event.args) for event in stage.trace.events]
     gradients = {name: (weight.main_grad.clone(), cut_of(weight)) for name, weight in model.named_parameters()}
     return forward_events, backward_events, losses, gradients
 
@@ -249,7 +249,7 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
 @pytest.mark.parametrize("schedule", ["1f1b", "paired", "zb-v"])
 def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool, schedule):
     """Masks agree where the stream is replicated, belong to their heads where it is sharded, to their layers in chunks."""
-    from nanodomino.layers.masks_and_positions import Surroundings
+    from nanodomino.layers.masks_and_positions import MasksAndPositions
     from reference import train_reference, random_weights
     from harness import sizes_of
     import train
@@ -263,9 +263,9 @@ def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool
 
     def masks_of(step):
         ids = [step * config.global_batch_size + row for row in range(config.global_batch_size)]
-        dropout = Surroundings(config, Alone(), ids)
+        dropout = MasksAndPositions(config, Alone(), ids)
         probability = {"core": config.attention_dropout}
-        return lambda site, shape: dropout.draw(site, shape[1:], probability.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
+        return lambda site, shape: dropout.draw_masks(site, shape[1:], probability.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
 
     batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(2)]
     records, final = train_reference(sizes_of(config), weights, batches, [train.learning_rate(step, config) for step in (1, 2)],

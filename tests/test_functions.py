@@ -6,8 +6,8 @@ from harness import tiny
 
 from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.layers.norms import NORMALIZATIONS
-from nanodomino.mesh import mesh_on_paper
-from nanodomino.model import on_paper
+from nanodomino.mesh import meta_mesh
+from nanodomino.model import meta_stage
 
 
 @pytest.mark.parametrize("name", NORMALIZATIONS)
@@ -72,7 +72,7 @@ def test_a_normalization_in_16_bit_stays_within_its_rounding(name, dtype, roundi
 @pytest.mark.parametrize("name", NORMALIZATIONS)
 def test_a_model_on_paper_has_the_parameters_of_its_choices(name):
     config = tiny(1, normalization=name)
-    names = {parameter for parameter, _ in on_paper(config).named_parameters()}
+    names = {parameter for parameter, _ in meta_stage(config).named_parameters()}
     assert ("layers.0.mlp.norm.bias" in names) == ("final_norm.bias" in names) == NORMALIZATIONS[name].has_bias
-    assert all(parameter.is_meta for parameter in on_paper(config).parameters())
-    assert mesh_on_paper(2, 3, 4, 1, 2, 3).rank_of(1, 2, 3) == 23
+    assert all(parameter.is_meta for parameter in meta_stage(config).parameters())
+    assert meta_mesh(2, 3, 4, 1, 2, 3).rank_of(1, 2, 3) == 23

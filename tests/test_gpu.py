@@ -9,13 +9,13 @@ from harness import build, random_data, tiny
 
 import train
 from benchmarks import comm
-from nanodomino.comm.world import Place, check_own_gpu, find_device
+from nanodomino.comm.world import LaunchInfo, check_own_gpu, find_device
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
 
 
 def place(local_rank, local_world_size):
-    return Place(local_rank, local_world_size, local_rank, local_world_size, launched=True)
+    return LaunchInfo(local_rank, local_world_size, local_rank, local_world_size, launched=True)
 
 
 @pytest.mark.parametrize("gpus, shown, processes, local_rank, index", [
@@ -39,8 +39,8 @@ def test_too_few_gpus_are_refused_before_and_a_shared_one_when_the_ranks_meet(mo
     store.set("gpu of rank 0", "a")
     store.set("gpu of rank 1", "b")
     with pytest.raises(UserError, match="ranks 0 and 2 see the same one; start as many processes as there are GPUs"):
-        check_own_gpu("a", Place(2, 3), store)
-    check_own_gpu("c", Place(2, 3), store)
+        check_own_gpu("a", LaunchInfo(2, 3), store)
+    check_own_gpu("c", LaunchInfo(2, 3), store)
 
 
 def warm_rank(config, data):

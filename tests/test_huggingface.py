@@ -21,7 +21,7 @@ from starts import lines, start_rank
 from nanodomino.checkpoint.load import load_weights, read_alone
 from nanodomino.checkpoint.manifest import checkpoints_of, read_manifest, verify
 from nanodomino.checkpoint.safe_load import CarefulReader
-from nanodomino.comm.world import Place
+from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.config.records import from_record
@@ -355,7 +355,7 @@ def test_an_imported_model_is_trained_on_and_exported(pool, package, saved, tmp_
 def test_generate_asks_for_a_tokenizer_where_the_checkpoint_knows_of_none(saved, tmp_path):
     import_model(saved("gpt2")[1], tmp_path / "one")
     with pytest.raises(UserError, match="was imported, not trained, without a tokenizer.json; give a data folder as --data-path"):
-        generate_main(["--load", str(tmp_path / "one"), "--device", "cpu"], Place())
+        generate_main(["--load", str(tmp_path / "one"), "--device", "cpu"], LaunchInfo())
 
 
 # ---- presets, by count: what is exported says of a model what its makers say

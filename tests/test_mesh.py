@@ -15,13 +15,13 @@ from starts import start_rank
 from torch.distributed.distributed_c10d import _process_group_color, _world
 
 from nanodomino import mesh
-from nanodomino.comm.world import Place, start_world
+from nanodomino.comm.world import LaunchInfo, start_world
 from nanodomino.mesh import make_mesh
 
 FAULTS = """
 import ctypes, resource, sys, torch
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)       # no huge pages: a fault is one small page, whatever the system prefers
-from nanodomino.mesh import keep_freed_memory
+from nanodomino.comm.world import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 def step():
@@ -141,8 +141,8 @@ def test_every_group_of_a_run_has_its_timeout(pool, tmp_path):
 
 def test_the_world_has_its_timeout_before_the_first_collective(monkeypatch):
     asked = {}
-    monkeypatch.setattr(mesh, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr("nanodomino.comm.world.keep_freed_memory", lambda: None)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, timeout=None: asked.update(meet=timeout) or iter([(dist.HashStore(), 0, 1)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout=None, **more: asked.update(world=timeout))
-    start_world(Place(launched=True), torch.device("cpu"), 77)
+    start_world(LaunchInfo(launched=True), torch.device("cpu"), 77)
     assert asked == dict(meet=timedelta(seconds=77), world=timedelta(seconds=77))

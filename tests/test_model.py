@@ -8,7 +8,7 @@ from reference import ReferenceGPT
 
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
-from nanodomino.layers.masks_and_positions import Surroundings
+from nanodomino.layers.masks_and_positions import MasksAndPositions
 from nanodomino.model import flops_per_token, parameter_count
 
 
@@ -89,8 +89,8 @@ def huge_logits_rank(config, scale):
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(2, 3, config.vocab_size, generator=generator) * scale
     labels = torch.randint(0, config.vocab_size, (2, 3), generator=generator)
-    words = logits[..., vocabulary.first:vocabulary.first + vocabulary.valid]
-    local = F.pad(words, (0, vocabulary.width - vocabulary.valid), value=1e4).requires_grad_()      # padding that would win
+    words = logits[..., vocabulary.first_row:vocabulary.first_row + vocabulary.num_words]
+    local = F.pad(words, (0, vocabulary.num_logits - vocabulary.num_words), value=1e4).requires_grad_()      # padding that would win
     before = local.detach().clone()
     loss = vocab_parallel_cross_entropy(local, labels, vocabulary)
     loss.sum().backward()
@@ -98,9 +98,9 @@ def huge_logits_rank(config, scale):
     full = logits.requires_grad_()
     expected = F.cross_entropy(full.flatten(0, 1), labels.flatten(), reduction="none").view(2, 3)
     expected.sum().backward()
-    gradient = full.grad[..., vocabulary.first:vocabulary.first + vocabulary.valid]
-    assert not local.grad[..., vocabulary.valid:].any()
-    return loss.detach(), expected.detach(), local.grad[..., :vocabulary.valid], gradient
+    gradient = full.grad[..., vocabulary.first_row:vocabulary.first_row + vocabulary.num_words]
+    assert not local.grad[..., vocabulary.num_words:].any()
+    return loss.detach(), expected.detach(), local.grad[..., :vocabulary.num_words], gradient
 
 
 @pytest.mark.parametrize("scale", [1.0, 300.0])
@@ -114,13 +114,13 @@ def test_vocab_parallel_cross_entropy_in_float32(pool, scale):
 
 class OneRank:
     """All of a vocabulary of 19 words, rounded up to 24."""
-    valid, width = 19, 24
+    num_words, num_logits = 19, 24
 
     class group:
         size = staticmethod(lambda: 1)
 
     @staticmethod
-    def locate(labels):
+    def local_rows(labels):
         return labels, torch.ones_like(labels, dtype=torch.bool)
 
 
@@ -129,7 +129,7 @@ class OneRank:
 def test_cross_entropy_in_chunks_rounds_each_gradient_by_itself(monkeypatch, dtype, rows):
     """However many rows a chunk has; and where the model is sure of the label, whose probability rounds to 1 in 16 bit."""
     from nanodomino.layers import cross_entropy
-    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", rows * 4 * OneRank.width)
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", rows * 4 * OneRank.num_logits)
     logits = torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(6)) * 4
     labels = torch.tensor([[3, 18, 0, 7, 7]])
     logits[0, 4, 7] = logits[0, 4].max() + 9.0                      # p = 0.9995
@@ -145,7 +145,7 @@ def test_cross_entropy_in_chunks_rounds_each_gradient_by_itself(monkeypatch, dty
     assert ((logits.grad[..., :19].double() - exact.grad).abs() <= allowed * exact.grad.abs() + 1e-7).all()
 
 
-class Place:
+class FakeMesh:
     def __init__(self, tp, tp_rank):
         self.tp, self.tp_rank, self.tp_group = tp, tp_rank, None
 
@@ -155,24 +155,24 @@ class FakeAttention:
     site = "layers.0.attention"
 
 
-def masks_of(surroundings, x):
+def masks_of(masks, x):
     """Of an attention's heads, and of the stream behind it."""
-    return surroundings.core(FakeAttention(), x).mask, surroundings.hidden("layers.0.attention.hidden", x)
+    return masks.attention_inputs(FakeAttention(), x).dropout_mask, masks.hidden_dropout_mask("layers.0.attention.hidden", x)
 
 
 def test_dropout_masks_agree_where_replicated_and_differ_where_sharded():
     """The residual stream is one, and must be dropped alike on every rank; the heads are each rank's own."""
     config = tiny(2, tensor_model_parallel_size=2, hidden_dropout=0.5, attention_dropout=0.5)
     x = torch.zeros(2, config.seq_length, config.hidden_size)
-    ranks = [Surroundings(config, Place(2, rank), [10, 11]) for rank in (0, 1)]
+    ranks = [MasksAndPositions(config, FakeMesh(2, rank), [10, 11]) for rank in (0, 1)]
     (core0, hidden0), (core1, hidden1) = (masks_of(dropout, x) for dropout in ranks)
     assert torch.equal(hidden0, hidden1)                        # the residual stream is the same on both
     assert not torch.equal(core0, core1)                        # other heads, other masks
     assert not torch.equal(hidden0[0], hidden0[1])              # other samples too
     assert set(hidden0.unique().tolist()) == {0.0, 2.0}         # scaled by 1 / (1 - p)
-    again = masks_of(Surroundings(config, Place(2, 0), [11]), x[:1])
+    again = masks_of(MasksAndPositions(config, FakeMesh(2, 0), [11]), x[:1])
     assert torch.equal(again[0][0], core0[1]) and torch.equal(again[1][0], hidden0[1])      # however the batch is sliced
-    assert masks_of(Surroundings(config, Place(2, 0), None), x) == (None, None)             # none in evaluation
+    assert masks_of(MasksAndPositions(config, FakeMesh(2, 0), None), x) == (None, None)             # none in evaluation
 
 
 @pytest.mark.parametrize("name, millions", [("nano", 0.93), ("gpt2", 124), ("gpt2-medium", 355), ("gpt2-large", 774), ("gpt2-xl", 1558),

@@ -24,7 +24,7 @@ from pool import WorkerError
 
 import train
 from nanodomino import pipeline
-from nanodomino.mesh import mesh_on_paper
+from nanodomino.mesh import meta_mesh
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement import message_received, timetable
 
@@ -168,7 +168,7 @@ def exchanges(table, stage, turns=((1, 1),)) -> list[list]:
             counts[way] += 1
         return [SimpleNamespace(wait=lambda: None)]
 
-    mesh, paper = replace(mesh_on_paper(len(table.rows), 1, 1, stage), device=torch.device("cpu")), Paper(*turns[stage % len(turns)])
+    mesh, paper = replace(meta_mesh(len(table.rows), 1, 1, stage), device=torch.device("cpu")), Paper(*turns[stage % len(turns)])
     operation = lambda op, tensor, peer, group, tag: SimpleNamespace(op=op, peer=peer, tag=tag)  # noqa: E731
     with mock.patch.multiple(dist, P2POp=operation, batch_isend_irecv=batch):
         pipeline.run(table, paper, mesh, lambda microbatch, chunk: None, paper.forward_step, (1,), torch.float32)

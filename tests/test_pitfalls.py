@@ -92,10 +92,10 @@ def test_a_bug_whose_place_has_gone_is_an_error():
     """It must not pass for one that does no harm."""
     with pytest.raises(AttributeError), replaced([(pitfalls.domino, "close_the_residual", None)]):
         pass
-    kept = pitfalls.domino.close_residual
-    with replaced([(pitfalls.domino, "close_residual", None)]):
-        assert pitfalls.domino.close_residual is None
-    assert pitfalls.domino.close_residual is kept
+    kept = pitfalls.domino.add_residual
+    with replaced([(pitfalls.domino, "add_residual", None)]):
+        assert pitfalls.domino.add_residual is None
+    assert pitfalls.domino.add_residual is kept
 
 
 ALSO_ALONE = ("mean_of_replicas", "padding_counts")               # microbatches, and lengths that are no multiple of 16, are enough

@@ -29,7 +29,7 @@ from nanodomino.config.presets import PRESETS
 from nanodomino.domino import Domino
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.mesh import make_mesh
-from nanodomino.model import flops_per_token, on_paper, parameter_count
+from nanodomino.model import flops_per_token, meta_stage, parameter_count
 from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES, Schedule
 from nanodomino.schedules.simulation import peak_microbatches
@@ -81,7 +81,7 @@ def test_model_state_is_6_and_12_d_bytes_a_parameter_or_8_and_8_d_or_in_zero_2_2
     config = cluster(8 * dp, dtype=dtype, zero_stage=zero_stage, tensor_model_parallel_size=8)
     assert expected_memory.state_bytes_per_parameter(config) == fixed + shared / dp
     state = expected_memory.state_bytes(config, sizes.mesh_at(config))
-    assert sum(state.values()) / sum(weight.numel() for weight in on_paper(config).parameters()) == pytest.approx(fixed + shared / dp, rel=1e-4)
+    assert sum(state.values()) / sum(weight.numel() for weight in meta_stage(config).parameters()) == pytest.approx(fixed + shared / dp, rel=1e-4)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

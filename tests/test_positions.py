@@ -14,9 +14,9 @@ from nanodomino.config.presets import PRESETS
 from nanodomino.data import Batch, Ends
 from nanodomino.domino import run_alone
 from nanodomino.errors import UserError
-from nanodomino.layers.positions import (attention_bias, documents_of, positions_in, rotary_frequencies, rotate,
-                                         rotation, turn_back)
-from nanodomino.model import on_paper, parameter_count
+from nanodomino.layers.positions import (attention_bias, document_ids, inverse_rotation, positions_within_documents,
+                                         rotary_frequencies, rotate, rotation)
+from nanodomino.model import meta_stage, parameter_count
 
 
 def rope(**changes):
@@ -44,7 +44,7 @@ def test_turning_back_undoes_a_turn_and_a_part_of_the_head_may_stay():
     turn = rotation(config, None, 8, x.device)
     turned = rotate(x, turn)
     assert torch.equal(turned[..., 4:], x[..., 4:]) and not torch.allclose(turned[:, 1:, ..., :4], x[:, 1:, ..., :4])
-    assert torch.allclose(rotate(turned, turn_back(turn)), x, rtol=1e-6, atol=1e-6)
+    assert torch.allclose(rotate(turned, inverse_rotation(turn)), x, rtol=1e-6, atol=1e-6)
     assert torch.equal(turned[:, 0], x[:, 0])                  # at place 0 nothing is turned
 
 
@@ -72,12 +72,12 @@ def test_frequencies_are_those_of_transformers_bit_for_bit(kind, options):
 
 def test_documents_and_places_are_those_that_one_counts_by_hand():
     tokens = torch.tensor([[7, 8, 9, 3, 7, 8, 3, 9], [3, 3, 7, 7, 7, 7, 7, 3]])
-    documents = documents_of(tokens, END_OF_TEXT)
+    documents = document_ids(tokens, END_OF_TEXT)
     assert documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2], [0, 1, 2, 2, 2, 2, 2, 2]]
-    assert positions_in(documents).tolist() == [[0, 1, 2, 3, 0, 1, 2, 0], [0, 0, 0, 1, 2, 3, 4, 5]]
+    assert positions_within_documents(documents).tolist() == [[0, 1, 2, 3, 0, 1, 2, 0], [0, 0, 0, 1, 2, 3, 4, 5]]
     drawn = torch.randint(0, 5, (20, 30), generator=torch.Generator().manual_seed(1))
     positions, expected = counted_documents(drawn)
-    assert torch.equal(documents_of(drawn, END_OF_TEXT), expected) and torch.equal(positions_in(expected), positions)
+    assert torch.equal(document_ids(drawn, END_OF_TEXT), expected) and torch.equal(positions_within_documents(expected), positions)
     seen = attention_bias(documents, torch.float64)[0, 0].exp()
     assert seen.sum(dim=1).tolist() == [1, 2, 3, 4, 1, 2, 3, 1] and not seen.triu(1).any()
 
@@ -162,7 +162,7 @@ def test_a_preset_has_the_published_number_of_parameters(name, vocabulary, param
 
 def test_a_flag_counts_more_than_the_presets_choice():
     config = Config(model="nano-llama", swiglu=False, normalization="LayerNorm").resolve(1).with_vocabulary(257)
-    names = dict(on_paper(config).named_parameters())
+    names = dict(meta_stage(config).named_parameters())
     assert names["layers.0.mlp.dense_h_to_4h.weight"].shape == (384, 96) and "final_norm.bias" in names
     assert "layers.0.attention.qkv.bias" not in names and "embedding.position_embeddings.weight" not in names
 

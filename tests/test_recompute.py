@@ -15,7 +15,7 @@ import train
 from benchmarks import comm, memory
 from nanodomino.analysis import expected_memory, expected_traffic, sizes
 from nanodomino.comm.trace import Trace
-from nanodomino.layers.masks_and_positions import Surroundings
+from nanodomino.layers.masks_and_positions import MasksAndPositions
 from nanodomino.overlap.recompute import GRANULARITIES, TapePolicy
 from nanodomino.schedules.definitions import SCHEDULES
 
@@ -65,13 +65,13 @@ def test_several_steps_on_several_stages_have_the_same_bits_too(pool):
 
 def test_a_mask_is_drawn_once_where_it_is_kept_and_twice_where_it_is_not(monkeypatch):
     """Those of the stream are kept but for full recomputation; attention's only where its inside is."""
-    sites, draw = [], Surroundings.draw
+    sites, draw = [], MasksAndPositions.draw_masks
 
     def drawn(self, site, *arguments):
         sites.append(site.split(".")[-1])
         return draw(self, site, *arguments)
 
-    monkeypatch.setattr(Surroundings, "draw", drawn)
+    monkeypatch.setattr(MasksAndPositions, "draw_masks", drawn)
     for granularity, core, hidden, embedding in (("none", 1, 1, 1), ("selective", 2, 1, 1), ("full", 2, 2, 2)):
         sites.clear()
         step_of(tiny(1, **EIGHT, **DROPOUT, recompute_granularity=granularity))
@@ -96,7 +96,7 @@ def test_a_sublayer_is_computed_again_while_the_sum_above_it_travels(slices):
     config = tiny(2, **{**EIGHT, "global_batch_size": 4}, tensor_model_parallel_size=2, slices=slices, recompute_granularity="full")
     trace = Trace()
     step_of(config, prepare=lambda stage: setattr(stage, "trace", trace))
-    events = [(event.kind, event.about.get("site")) for event in trace.events if event.about.get("slice") == 0]
+    events = [(event.kind, event.args.get("site")) for event in trace.events if event.args.get("slice") == 0]
     backward = events[max(i for i, event in enumerate(events) if event == ("wait", "cross_entropy")):]
     sites = ["head", "layers.1.mlp", "layers.1.attention", "layers.0.mlp", "layers.0.attention"]
     for above, site in zip(sites, sites[1:]):

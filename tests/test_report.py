@@ -14,8 +14,8 @@ from harness import tiny
 import nanodomino.run.report
 from nanodomino.analysis.step_time import estimate
 from nanodomino.config.config import Config
-from nanodomino.mesh import make_mesh, mesh_on_paper
-from nanodomino.model import flops_per_token, on_paper
+from nanodomino.mesh import make_mesh, meta_mesh
+from nanodomino.model import flops_per_token, meta_stage
 from nanodomino.run.report import Report, describe_stage, open_metrics
 from nanodomino.run.signals import StopSignal
 from nanodomino.schedules.simulation import picture
@@ -43,14 +43,14 @@ def test_each_stage_says_which_layers_its_chunks_hold(schedule, chunks, layers, 
     config = tiny(2, pipeline_model_parallel_size=2, schedule=schedule, virtual_stages=chunks, num_layers=layers)
     assert [describe_stage(config, stage) for stage in range(2)] == held
     for stage, words in enumerate(held):
-        model, numbers = on_paper(config, stage), [list(map(int, re.findall(r"\d+", one))) for one in words.split(";")]
+        model, numbers = meta_stage(config, stage), [list(map(int, re.findall(r"\d+", one))) for one in words.split(";")]
         assert [[chunk.layers[end].mlp.site for end in (0, -1)] for chunk in model.chunks] == [
             [f"layers.{one[end]}.mlp" for end in (0, -1)] for one in numbers]
         assert ("embedding" in words, "head" in words) == (model.pre_process, model.post_process)
 
 
 def test_the_picture_at_the_start_has_the_chunks_and_the_schedule(tmp_path, capsys):
-    place = dataclasses.replace(mesh_on_paper(2, 1, 1), device=torch.device("cpu"))
+    place = dataclasses.replace(meta_mesh(2, 1, 1), device=torch.device("cpu"))
     corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path, tokens=dict.fromkeys(("train", "valid", "test"), 999))
     config = tiny(2, pipeline_model_parallel_size=2, schedule="interleaved", num_layers=4)
     Report(config, corpus, place, tmp_path, 0, True)
@@ -144,7 +144,7 @@ def test_any_number_of_processes_up_to_eight_has_a_default_layout(processes):
     """Every one of them works, and a stage of it holds a layer."""
     config = Config().resolve(processes).with_vocabulary(257)
     assert config.tp * config.pp * config.dp == processes
-    assert all(len(on_paper(config, stage).layers) >= 1 for stage in range(config.pp))
+    assert all(len(meta_stage(config, stage).layers) >= 1 for stage in range(config.pp))
 
 
 def lines_of(*steps) -> list[bytes]:

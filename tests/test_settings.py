@@ -16,7 +16,7 @@ from data.prepare import prepare
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import check_settings, checkpoints_of, newest_record, verify
 from nanodomino.checkpoint.save import Saver
-from nanodomino.comm.world import Place
+from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.flags import markdown
 from nanodomino.config.records import check_record, from_record
@@ -154,12 +154,12 @@ def test_a_change_is_refused_where_it_would_make_it_another_run_and_honoured_els
     for folder, roles, asked in origins.values():
         config = dataclasses.replace(from_record(newest_record(folder), folder), **asked)
         other = dataclasses.replace(config, **{one.name: changed(one, getattr(config, one.name))})
-        open_run(config, Place())
+        open_run(config, LaunchInfo())
         if one.metadata["affects"] in roles:
             with pytest.raises(UserError, match=f"{one.name.replace('_', '-')} .*, but this run has .*give the same again"):
-                open_run(other, Place())
+                open_run(other, LaunchInfo())
         else:
-            open_run(other, Place())
+            open_run(other, LaunchInfo())
 
 
 def test_other_training_tokens_are_another_run(pool, tmp_path):
@@ -224,7 +224,7 @@ def test_a_run_of_an_older_version_goes_on(tmp_path):
     run = shutil.copytree(OLD_RUN, tmp_path / "run")
     verify(checkpoints_of(run)[0])
     config = dataclasses.replace(settled("--run-dir", run), data_sha256=newest_record(run)["data_sha256"])
-    found = open_run(config, Place())
+    found = open_run(config, LaunchInfo())
     assert found.checkpoint == checkpoints_of(run)[0] and not found.weights_alone
     assert config.num_layers == 1 and config.train_iters == 3
 
@@ -259,11 +259,11 @@ def test_load_brings_the_model_along_and_finetune_nothing_else(tmp_path):
     assert (loaded.num_layers, loaded.hidden_size, loaded.max_position_embeddings) == (1, 8, 8)
     assert loaded.seq_length == 8 and loaded.global_batch_size == 16, "the rest is this run's own"
     with pytest.raises(UserError, match="num-layers 1, but this run has 3"):
-        open_run(settled("--load", OLD_RUN, "--num-layers", 3, "--run-dir", tmp_path / "a"), Place())
+        open_run(settled("--load", OLD_RUN, "--num-layers", 3, "--run-dir", tmp_path / "a"), LaunchInfo())
     lion = ("--load", OLD_RUN, "--seq-length", 8, "--optimizer", "lion", "--run-dir", tmp_path / "b")
     with pytest.raises(UserError, match="optimizer adamw, but this run has lion"):
-        open_run(settled(*lion), Place())
-    found = open_run(settled(*lion[:-1], tmp_path / "c", "--finetune"), Place())
+        open_run(settled(*lion), LaunchInfo())
+    found = open_run(settled(*lion[:-1], tmp_path / "c", "--finetune"), LaunchInfo())
     assert found.weights_alone and found.checkpoint == checkpoints_of(OLD_RUN)[0]
 
 
@@ -294,7 +294,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_from_wha
     """With its own settings, those that it was given at its first start too."""
     run, config = begun("--load", OLD_RUN, "--finetune", "--lr", 0.5)
     again = settled("--run-dir", run, "--load", OLD_RUN, "--finetune")
-    found = open_run(again, Place())
+    found = open_run(again, LaunchInfo())
     assert found.checkpoint == checkpoints_of(OLD_RUN)[0] and found.weights_alone
     assert (again.num_layers, again.lr) == (1, 0.5) and again == config
 

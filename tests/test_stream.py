@@ -187,7 +187,7 @@ def windows_of(config, in_turn=Domino.in_turn):
             for flight in flights:
                 if id(flight) in launched:
                     _, begin = launched.pop(id(flight))
-                    others = Counter(event.kind for event in events[begin:] if event.about.get("slice") != piece.index)
+                    others = Counter(event.kind for event in events[begin:] if event.args.get("slice") != piece.index)
                     found.append((flight.kind, site, piece.index, others["matmul"]))
             return wait(piece, site, flights)
 

@@ -10,8 +10,8 @@ from fake_world import fake_world
 from harness import build, random_data, tiny
 
 import train
-from nanodomino.layers.masks_and_positions import Around
-from nanodomino.layers.positions import attention_bias, documents_of
+from nanodomino.layers.masks_and_positions import AttentionInputs
+from nanodomino.layers.positions import attention_bias, document_ids
 
 
 @pytest.fixture
@@ -38,12 +38,12 @@ def test_attentions_gradient_is_autograds_with_the_engine_and_without(engine_run
     qkv = torch.randn(b, s, 3 * h, generator=generator, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(b, s, h, generator=generator, dtype=torch.float64)
     mask = (torch.rand(b, heads, s, s, generator=generator) > dropout).double() / (1 - dropout) if dropout else None
-    around = Around(mask, None, None)
-    expected = attention.core(qkv, around)
+    inputs = AttentionInputs(mask, None, None)
+    expected = attention.core(qkv, inputs)
     (expected_gradient,) = torch.autograd.grad(expected, qkv, gradient)
     engine_runs.clear()
     with torch.no_grad():
-        activation, kept = attention.core_forward(qkv.detach(), around, training=True)
+        activation, kept = attention.core_forward(qkv.detach(), inputs, training=True)
         found = attention.core_backward(gradient, kept)
     assert len(engine_runs) == runs
     assert torch.equal(activation, expected)
@@ -71,7 +71,7 @@ def test_scores_by_hand_stay_within_fp16():
     attention = model.chunks[0].sublayers[0]
     qkv = torch.full((1, config.seq_length, 3 * 128), 40.0, dtype=torch.float16)
     masks = torch.ones(1, 2, config.seq_length, config.seq_length)
-    assert attention.core(qkv, Around(masks, None, None)).isfinite().all()
+    assert attention.core(qkv, AttentionInputs(masks, None, None)).isfinite().all()
     assert float((qkv[0, 0, :64].double() ** 2).sum()) > 65504
 
 
@@ -83,6 +83,6 @@ def test_attention_by_hand_is_the_fused_one_also_of_heads_that_share_keys(docume
         _, model, _, _ = build(config)
     attention, s = model.chunks[0].sublayers[0], config.seq_length
     qkv = torch.randn(3, s, config.qkv_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    bias = attention_bias(documents_of(torch.randint(0, 3, (3, s), generator=torch.Generator().manual_seed(2)), 0), torch.float64) if documents else None
-    by_hand = attention.core(qkv, Around(torch.ones(3, 8, s, s, dtype=torch.float64), None, bias))
-    assert torch.allclose(by_hand, attention.core(qkv, Around(None, None, bias)), rtol=1e-12, atol=1e-13)
+    bias = attention_bias(document_ids(torch.randint(0, 3, (3, s), generator=torch.Generator().manual_seed(2)), 0), torch.float64) if documents else None
+    by_hand = attention.core(qkv, AttentionInputs(torch.ones(3, 8, s, s, dtype=torch.float64), None, bias))
+    assert torch.allclose(by_hand, attention.core(qkv, AttentionInputs(None, None, bias)), rtol=1e-12, atol=1e-13)

@@ -121,10 +121,10 @@ def test_spans_and_messages_are_the_schedules(pool, schedule, pp):
                     "receive": [(source[0], str(message_received(half))) for half in halves
                                 if (source := placement.source(stage, half))]}
         for kind in MOMENTS:
-            told = [(event.about["peer"], event.about["message"]) for event in of(events, kind)]
+            told = [(event.args["peer"], event.args["message"]) for event in of(events, kind)]
             assert told == [one for one in expected[kind] if one[0] != stage]
-        waited_for = [event.about["microbatch"] for event in of(events, "wait") if "microbatch" in event.about]
-        assert waited_for == [int(event.about["message"][1:].strip("'")) for event in of(events, "receive")]
+        waited_for = [event.args["microbatch"] for event in of(events, "wait") if "microbatch" in event.args]
+        assert waited_for == [int(event.args["message"][1:].strip("'")) for event in of(events, "receive")]
         sums = asdict(totals(events))
         assert sums["step"] == sum(sums[name] for name in ("compute", "optimizer", "exposed", "idle", "other"))
         worked = sum(end - begin for begin, end in minus(union((one.begin, one.end) for one in passes),
@@ -139,17 +139,17 @@ def test_collectives_of_tensor_parallelism(pool, slices, columns):
                        global_batch_size=8, num_layers=2)
     microbatches = 2
     for events in recording.ranks:
-        sums = [event for event in of(events, *WATCHED) if event.about["group"] == "tp"]
+        sums = [event for event in of(events, *WATCHED) if event.args["group"] == "tp"]
         sites = {"embedding": 1, "cross_entropy": 2, "head": columns}
         sites |= {f"layers.{i}.{name}": 2 * columns for i in range(2) for name in ("attention", "mlp")}
-        assert Counter(event.about["site"] for event in sums) == {
+        assert Counter(event.args["site"] for event in sums) == {
             site: count * slices * microbatches for site, count in sites.items()}
         for i, event in enumerate(events):
             if event in sums:
                 wait = next(other for other in events[i:] if other.kind == "wait" and all(
-                    other.about.get(name) == event.about[name] for name in ("group", "slice", "site")))
+                    other.args.get(name) == event.args[name] for name in ("group", "slice", "site")))
                 assert event.begin < event.end <= wait.end + LATE
-                assert event.about["bytes"] > 0
+                assert event.args["bytes"] > 0
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
@@ -159,17 +159,17 @@ def test_collectives_of_the_optimizer(pool, zero_stage):
                        bucket_size=500)
     for events in recording.ranks:
         reduces = [event for event in of(events, "reduce_scatter" if zero_stage else "all_reduce")
-                   if event.about["group"] == "dp"]
+                   if event.args["group"] == "dp"]
         last_backward, update = of(events, "backward")[-1], of(events, "optimizer")
         assert len(reduces) >= 5, "the buckets are too big for this test"
         assert all(last_backward.begin < event.begin < last_backward.end for event in reduces)
         assert of(events, "weight_gradient")[-3].begin > reduces[2].begin, "they must not wait for all of backward"
         assert all(event.begin < event.end <= update[0].begin + LATE for event in reduces)
-        gathers, waited = of(events, "all_gather"), [one for one in of(events, "wait") if one.about["group"] == "dp"]
+        gathers, waited = of(events, "all_gather"), [one for one in of(events, "wait") if one.args["group"] == "dp"]
         assert len(waited) == len(reduces) + len(gathers), "to add up what has arrived is work, not a wait"
         assert len(gathers) == (len(reduces) if zero_stage else 0)
         assert all(update[-1].end <= event.begin < event.end for event in gathers)
-        (of_the_world,) = [event for event in of(events, "all_reduce") if event.about["group"] == "world"]
+        (of_the_world,) = [event for event in of(events, "all_reduce") if event.args["group"] == "world"]
         assert update[0].end <= of_the_world.begin <= of_the_world.end <= update[-1].begin + LATE
 
 
@@ -180,7 +180,7 @@ def test_in_zero_2_each_microbatchs_gradients_are_on_the_wires_while_it_goes_bac
         backwards, reduces = of(events, "backward"), of(events, "reduce_scatter")
         counts = [sum(one.begin < event.begin < one.end for event in reduces) for one in backwards]
         assert len(set(counts)) == 1 and counts[0] >= 5 and sum(counts) == len(reduces)
-        turns = [event.kind for event in events if event.kind == "reduce_scatter" or event.kind == "wait" and event.about["group"] == "dp"]
+        turns = [event.kind for event in events if event.kind == "reduce_scatter" or event.kind == "wait" and event.args["group"] == "dp"]
         gathers = len(of(events, "all_gather"))
         assert turns == ["reduce_scatter"] * 2 + ["wait", "reduce_scatter"] * (len(reduces) - 2) + ["wait"] * (2 + gathers)
 
@@ -209,9 +209,9 @@ def test_every_step_is_the_sum_of_its_parts(recording):
 def test_a_sum_is_ready_on_all_its_ranks_at_the_same_moment(recording):
     """When the last of them has joined: so matched, rank by rank, the collectives of a group are the same ones."""
     for ranks in ([0, 1], [2, 3], [4, 5], [6, 7]):
-        ready = [[event.about["ready"] for event in of(recording.ranks[rank], *WATCHED) if event.about["group"] == "tp"]
+        ready = [[event.args["ready"] for event in of(recording.ranks[rank], *WATCHED) if event.args["group"] == "tp"]
                  for rank in ranks]
-        begun = [[event.begin for event in of(recording.ranks[rank], *WATCHED) if event.about["group"] == "tp"]
+        begun = [[event.begin for event in of(recording.ranks[rank], *WATCHED) if event.args["group"] == "tp"]
                  for rank in ranks]
         assert ready[0] == ready[1] == list(map(max, *begun))
 
@@ -223,7 +223,7 @@ def test_the_examples_in_the_docstring_are_what_is_recorded(recording):
     for example in examples:
         told = {keyword.arg for keyword in example.keywords}
         events = [event for events in recording.ranks for event in of(events, example.args[0].value)]
-        assert any(told <= {*event.about} for event in events), ast.unparse(example)
+        assert any(told <= {*event.args} for event in events), ast.unparse(example)
 
 
 def test_recording_changes_no_number(pool):
@@ -405,12 +405,12 @@ def test_the_legend_names_what_travels(recording):
 def test_gathers_over_tp_are_drawn_as_sums_and_those_over_dp_as_weights(pool, zero_stage):
     """A scatter and a gather are a sum in two steps; of the gathers ZeRO's alone bring weights."""
     recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=zero_stage, slices=2, sequence_parallel=True)
-    gathers = {event.about["group"] for events in recording.ranks for event in of(events, "all_gather")}
+    gathers = {event.args["group"] for events in recording.ranks for event in of(events, "all_gather")}
     assert gathers == ({"tp", "dp"} if zero_stage else {"tp"})
     words = texts(picture([recording]))
     assert "sum over tp" in words and ("weights over dp" in words) == (zero_stage == 1)
     for events in recording.ranks:
-        over_tp = [event for event in of(events, *WATCHED) if event.about["group"] == "tp"]
+        over_tp = [event for event in of(events, *WATCHED) if event.args["group"] == "tp"]
         assert {wire(event) for event in over_tp} == {"tp"} and {event.kind for event in over_tp} == set(WATCHED)
         exposed, idle = waits(events)
         assert union(exposed + idle) == spans_of(events, "wait"), "each wait is for the wires, or for another rank"
@@ -445,7 +445,7 @@ def test_of_steps_that_would_not_be_legible_the_first_is_drawn():
     for i in range(1, 100):
         for events, more in zip(one.ranks, many.ranks):
             more += [Event(event.kind, event.begin + i * 10**8, event.end + i * 10**8,
-                           event.about | ({"step": 7 + i} if event.kind == "step" else {})) for event in events]
+                           event.args | ({"step": 7 + i} if event.kind == "step" else {})) for event in events]
     find_ready(many)
     drawn = picture([many])
     assert "two stages (drawn: step 7)" in texts(drawn)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanodomino.comm.world import Place, collective_timeout
-from nanodomino.mesh import mesh_on_paper
+from nanodomino.comm.world import LaunchInfo, collective_timeout
+from nanodomino.mesh import meta_mesh
 from nanodomino.run import watchdog
 from nanodomino.run.watchdog import Watchdog
 
@@ -44,7 +44,7 @@ def watched(monkeypatch):
 
     def watched(timeout, device, seconds=3.0, backends=(), signals=None):
         ends, begin = [], time.monotonic()
-        one = Watchdog(Place(), mesh_on_paper(1, 1, 1), timeout)
+        one = Watchdog(LaunchInfo(), meta_mesh(1, 1, 1), timeout)
         one.queue, one.backends = device or one.queue, backends
         one.about = dict(step=7, signals=signals)
 

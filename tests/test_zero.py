@@ -189,7 +189,7 @@ def order_rank(config, data):
 
     optimizer.reduce, optimizer.finalize_gradients = watched, finish
     train.train_step(1, stage, optimizer, data, config, mesh)
-    return [(event.kind, event.about) for event in trace.events if event.kind in ("reduce", "weight_gradient")], late
+    return [(event.kind, event.args) for event in trace.events if event.kind in ("reduce", "weight_gradient")], late
 
 
 def test_a_bucket_is_reduced_behind_the_rest_of_backward_and_never_before_it_is_final(pool):

@@ -90,7 +90,7 @@ def layer_tape_bytes(config: Config) -> dict[str, float]:
     own, (q, k, before, after) = residual_bytes(config), qkv_and_mlp_bytes(config)
     scores = n * config.seq_length * config.num_attention_heads // t           # attention probabilities, counted
     kept = {} if offloads_to_host(config) else {"norm inputs": 2 * own}   # x', which the norm differentiates itself at
-    kept["norm statistics"] = 2 * n * norm_statistics_bytes(config) / config.stream_parts
+    kept["norm statistics"] = 2 * n * norm_statistics_bytes(config) / config.sequence_shards
     forgets = GRANULARITIES[config.recompute_granularity]
     if "h" in forgets:
         return kept
@@ -98,7 +98,7 @@ def layer_tape_bytes(config: Config) -> dict[str, float]:
              "qkv": (q + 2 * k) / t,                           # with their bias: attention's backward
              "mlp before activation": before / t}              # the activation's backward
     if config.hidden_dropout:
-        kept["hidden dropout"] = 2 * w * n * config.hidden_size / config.stream_parts
+        kept["hidden dropout"] = 2 * w * n * config.hidden_size / config.sequence_shards
     if "activation" in forgets:
         return kept
     kept |= {"context": q / t,                                 # its output: its backward, dense's weight gradient
@@ -138,7 +138,7 @@ def chunk_tape_bytes(config: Config, at, chunk: Chunk) -> dict[str, float]:
     """Of what is not a layer. The first norm's input is the chunk's: the embedding's or the message before."""
     e, w, n, x = bytes_per_element(config), bytes_per_main_element(config), tokens_per_microbatch(config), residual_bytes(config)
     has_mask = config.hidden_dropout and "h" not in GRANULARITIES[config.recompute_granularity]
-    mask = w * n * config.hidden_size / config.stream_parts if has_mask else 0
+    mask = w * n * config.hidden_size / config.sequence_shards if has_mask else 0
     kept = {}
     if chunk.pre_process or chunk.post_process or config.uses_document_boundaries:       # then all chunks do
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # a row has one more than positions: the last label
@@ -147,7 +147,7 @@ def chunk_tape_bytes(config: Config, at, chunk: Chunk) -> dict[str, float]:
     if chunk.pre_process and mask:
         kept["embedding dropout"] = mask
     if chunk.post_process:                                     # the bridge into the head
-        kept["head"] = x + hidden_bytes(config) + n * norm_statistics_bytes(config) / config.stream_parts
+        kept["head"] = x + hidden_bytes(config) + n * norm_statistics_bytes(config) / config.sequence_shards
         kept["logits"] = e * n * local_vocab_size(config, at)
         kept["losses, maxima, sums"] = 4 * w * n
     else:

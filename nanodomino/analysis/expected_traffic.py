@@ -47,7 +47,7 @@ def tensor_parallel_traffic(config: Config, at, chunks=None) -> list[Traffic]:
     w, n, x, chunks = bytes_per_main_element(config), tokens_per_microbatch(config), hidden_bytes(config), chunks or stage_model(config, at).chunks
     whole = config.microbatches * slice_count(config)
     cut = whole * chunk_count(config.columns, config.hidden_size)
-    is_cut = config.stream_parts > 1
+    is_cut = config.sequence_shards > 1
 
     def sums(calls, size, why, backward=False, kind="reduce_scatter" if is_cut else "all_reduce"):
         return Traffic("tp", kind, calls, config.microbatches * size, why, backward)
@@ -86,7 +86,7 @@ def once_per_step_traffic(config: Config, at) -> list[Traffic]:
     e, w, flat, times = bytes_per_element(config), bytes_per_main_element(config), bucket_sizes(config, at), gradient_reductions(config)
     padded, count = sum(size for _, size in flat), len(flat)
     tied = [size // optimizer_shards(config) for kind, size in flat if kind.tied]
-    copies = [size // optimizer_shards(config) for kind, size in flat if kind.of_part]
+    copies = [size // optimizer_shards(config) for kind, size in flat if kind.partial_gradient]
     found = [Traffic("embedding", "all_reduce", len(tied), w * sum(tied), "tied embedding")] if tied else []
     found += [Traffic("tp", "all_reduce", len(copies), w * sum(copies), "norms, biases")] if copies else []
     if optimizer_shards(config) > 1:

@@ -2,8 +2,8 @@ from functools import lru_cache
 
 from nanodomino.config.config import Config
 from nanodomino.layers.activations import ACTIVATIONS
-from nanodomino.mesh import Mesh, mesh_on_paper
-from nanodomino.model import GPT, on_paper
+from nanodomino.mesh import Mesh, meta_mesh
+from nanodomino.model import GPT, meta_stage
 from nanodomino.optim.buckets import ParameterKind, flat_layout, sort_into_buckets
 
 
@@ -18,7 +18,7 @@ def all_meshes(config: Config) -> list[Mesh]:
 
 def mesh_at(config: Config, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
     """`at` of all that follows. A Mesh of real processes will do as well."""
-    return mesh_on_paper(config.pp, config.dp, config.tp, pp_rank, dp_rank, tp_rank)
+    return meta_mesh(config.pp, config.dp, config.tp, pp_rank, dp_rank, tp_rank)
 
 
 def group_ranks(at: Mesh, group: str) -> list[int]:
@@ -32,7 +32,7 @@ def group_ranks(at: Mesh, group: str) -> list[int]:
 
 def stage_model(config: Config, at: Mesh) -> GPT:
     """The model's stage at this place, without memory."""
-    return on_paper(config, at.pp_rank, at.tp_rank)
+    return meta_stage(config, at.pp_rank, at.tp_rank)
 
 
 def stage_actions(config: Config, at: Mesh) -> tuple:
@@ -67,7 +67,7 @@ def hidden_bytes(config: Config) -> int:
 
 def residual_bytes(config: Config) -> float:
     """Bytes of what a rank has of it between two sublayers: X, or X/t."""
-    return hidden_bytes(config) / config.stream_parts
+    return hidden_bytes(config) / config.sequence_shards
 
 
 # ---- model state
@@ -90,7 +90,7 @@ def gradient_reductions(config: Config) -> int:
 @lru_cache(maxsize=1024)
 def stage_bucket_sizes(config: Config, pp_rank: int) -> list[tuple[ParameterKind, int]]:
     return [(kind, flat_layout(weights, optimizer_shards(config))[1]) for kind, weights in
-            sort_into_buckets(on_paper(config, pp_rank))]
+            sort_into_buckets(meta_stage(config, pp_rank))]
 
 
 def bucket_sizes(config: Config, at: Mesh) -> list[tuple[ParameterKind, int]]:
@@ -108,4 +108,4 @@ def qkv_and_mlp_bytes(config: Config) -> tuple[int, int, int, int]:
 
 def local_vocab_size(config: Config, at: Mesh) -> int:
     """Logits of a token on this rank, whose stage has the head: its words, rounded up (VocabParallelEmbedding)."""
-    return stage_model(config, at).head[0].width
+    return stage_model(config, at).head[0].num_logits

@@ -8,7 +8,7 @@ from nanodomino.checkpoint.manifest import verify
 from nanodomino.checkpoint.safe_load import CarefulReader
 from nanodomino.config.records import from_record
 from nanodomino.errors import UserError, require
-from nanodomino.model import whole_on_paper
+from nanodomino.model import meta_model
 
 
 def export(folder: Path, out: Path):
@@ -21,7 +21,7 @@ def export(folder: Path, out: Path):
     tensors = {name: torch.empty(record.size, dtype=record.properties.dtype)
                for name, record in records.items() if name.startswith("weight.")}
     read_alone(tensors, CarefulReader(folder))
-    whole = whole_on_paper(from_record(manifest["config"], folder))
+    whole = meta_model(from_record(manifest["config"], folder))
     shapes = {name: weight.shape for name, weight in whole.named_parameters()}
     tensors = {name.removeprefix("weight."): tensor for name, tensor in tensors.items()}
     # several runs of rows are one matrix

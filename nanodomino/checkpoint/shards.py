@@ -50,8 +50,8 @@ class Pieces(torch.Tensor):
     def of(cls, weight, mesh: Mesh) -> "Pieces":
         """None yet, of a parameter."""
         shard, cut = list(weight.shape), [dim == weight.shard_dim for dim in range(weight.dim())]
-        if weight.runs > 1:
-            shard[:1], cut[:1] = (weight.runs, shard[0] // weight.runs), (False, True)
+        if weight.partition_stride > 1:
+            shard[:1], cut[:1] = (weight.partition_stride, shard[0] // weight.partition_stride), (False, True)
         size = [length * (mesh.tp if here else 1) for length, here in zip(shard, cut)]
         whole = torch.empty(()).expand(size).as_subclass(cls)            # one number, whatever the size
         whole.shard, whole.pieces = shard, {}

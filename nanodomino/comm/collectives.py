@@ -54,12 +54,12 @@ def all_gather(whole, group):
     return exchange([own] * len(parts), parts, group, TAGS["all_gather"])
 
 
-def exchange(gives, takes, group, tag):
+def exchange(sends, receives, group, tag):
     """Start: one tensor to each other rank, and one from each; the next rank comes first, so that all have somebody
     else to talk to."""
     others = [(group.rank() + distance) % group.size() for distance in range(1, group.size())]
-    return Messages([dist.irecv(takes[other], group=group, group_src=other, tag=tag) for other in others]
-                    + [dist.isend(gives[other], group=group, group_dst=other, tag=tag) for other in others])
+    return Messages([dist.irecv(receives[other], group=group, group_src=other, tag=tag) for other in others]
+                    + [dist.isend(sends[other], group=group, group_dst=other, tag=tag) for other in others])
 
 
 class Messages:

@@ -44,11 +44,11 @@ ROUND_TRIPS = 20
 @dataclass(slots=True)
 class Event:
     """kind: see above; begin, end: nanoseconds of this process's clock (end 0: never; a list, until take(), of what is
-    watched: its end will be in it); about: slice, site, microbatch, bytes, ..."""
+    watched: its end will be in it); args: slice, site, microbatch, bytes, ..."""
     kind: str
     begin: int
     end: int | list
-    about: dict
+    args: dict
 
 
 class Span:
@@ -82,26 +82,26 @@ class Trace:
         event.record()
         return event
 
-    def span(self, kind, **about):
+    def span(self, kind, **args):
         """A context manager: from here to its end."""
         if not self.recording:
             return self.nothing
-        event = Event(kind, self.mark(), 0, about)
+        event = Event(kind, self.mark(), 0, args)
         self.events.append(event)
         return Span(self, event)
 
-    def moment(self, kind, **about):
+    def moment(self, kind, **args):
         if self.recording:
             now = self.mark()
-            self.events.append(Event(kind, now, now, about))
+            self.events.append(Event(kind, now, now, args))
 
-    def watch(self, kind, work, **about):
+    def watch(self, kind, work, **args):
         """A collective that has just been launched: from now until `work` is done, whoever waits for it or not."""
         if self.recording:
             end = []
-            self.events.append(Event(kind, self.mark(), end, about))
+            self.events.append(Event(kind, self.mark(), end, args))
             if self.device.type == "cuda":
-                self.mark_beside(about["group"], work, end)
+                self.mark_beside(args["group"], work, end)
             else:
                 work.get_future().add_done_callback(self.time_to(end))
 
@@ -133,7 +133,7 @@ class Trace:
             if isinstance(event.end, list):
                 event.end = event.end[0] if event.end else 0
         return [Event(event.kind, self.time_of(event.begin) + offset, self.time_of(event.end or event.begin) + offset,
-                      event.about) for event in events]
+                      event.args) for event in events]
 
     def time_of(self, mark) -> int:
         return mark if self.device.type != "cuda" else self.now_time - int(mark.elapsed_time(self.now) * 1e6)

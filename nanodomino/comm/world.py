@@ -15,7 +15,7 @@ LATER = 60          # seconds by which NCCL's own time-out, which aborts the pro
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchInfo:
     """What the launcher told this process: its number in the world and on its host."""
     rank: int = 0
     world_size: int = 1
@@ -25,12 +25,12 @@ class Place:
     restarted: bool = False       # by torchrun --max-restarts, after a rank had died
 
 
-def find_place(environment=os.environ) -> Place:
+def read_launch_environment(environment=os.environ) -> LaunchInfo:
     """Read torchrun's variables; with none of them, one process. Raises UserError if only some are there."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = [name for name in names if environment.get(name)]
     if not found:
-        return Place()
+        return LaunchInfo()
     missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     require(not missing, f"the environment has {', '.join(found)} but not {', '.join(missing)}; "
             "start with torchrun, which sets them all, or unset them for one process")
@@ -41,15 +41,15 @@ def find_place(environment=os.environ) -> Place:
     require(0 < int(environment["MASTER_PORT"]) < 65536,
             f"MASTER_PORT must be from 1 to 65535, but the environment has {environment['MASTER_PORT']}; "
             "start with torchrun, which sets it, or unset it for one process")
-    place = Place(*(int(environment[name]) for name in names), launched=True,
+    launch = LaunchInfo(*(int(environment[name]) for name in names), launched=True,
                   restarted=environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
-    require(place.rank < place.world_size and place.local_rank < place.local_world_size,
-            f"RANK {place.rank} must be below WORLD_SIZE {place.world_size} and LOCAL_RANK {place.local_rank} below "
-            f"LOCAL_WORLD_SIZE {place.local_world_size}; start with torchrun, which sets them")
-    return place
+    require(launch.rank < launch.world_size and launch.local_rank < launch.local_world_size,
+            f"RANK {launch.rank} must be below WORLD_SIZE {launch.world_size} and LOCAL_RANK {launch.local_rank} below "
+            f"LOCAL_WORLD_SIZE {launch.local_world_size}; start with torchrun, which sets them")
+    return launch
 
 
-def find_device(config, place: Place) -> torch.device:
+def find_device(config, launch: LaunchInfo) -> torch.device:
     """This process's device: its own GPU, or the CPU. Raises UserError if there are too few GPUs."""
     # One queue into the device: kernels start in the order of their launches, so that a sum put on the wires before a
     # product does not wait behind it. CUDA reads this once, when it starts.
@@ -59,10 +59,10 @@ def find_device(config, place: Place) -> torch.device:
         return torch.device("cpu")
     require(gpus > 0, "--device cuda needs a GPU that torch can see, and there is none; try --device cpu")
     shown_its_own = gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES")       # as SLURM does: a GPU for each task
-    require(place.local_world_size <= gpus or shown_its_own,
-            f"{place.local_world_size} processes on this host need as many GPUs, and there "
+    require(launch.local_world_size <= gpus or shown_its_own,
+            f"{launch.local_world_size} processes on this host need as many GPUs, and there "
             f"are {gpus}; start torchrun --nproc_per_node {gpus}, or try --device cpu")
-    return torch.device("cuda", 0 if shown_its_own else place.local_rank)
+    return torch.device("cuda", 0 if shown_its_own else launch.local_rank)
 
 
 def keep_freed_memory():
@@ -77,10 +77,10 @@ def keep_freed_memory():
         libc.mallopt(M_TRIM_THRESHOLD, -1)                                     # the heap never shrinks
 
 
-def check_own_gpu(gpu: str, place: Place, store: dist.Store):
+def check_own_gpu(gpu: str, launch: LaunchInfo, store: dist.Store):
     """NCCL knows no two ranks on one GPU. gpu: its number in all the world. Raises UserError on every rank alike."""
-    store.set(f"gpu of rank {place.rank}", gpu)
-    gpus = [store.get(f"gpu of rank {rank}").decode() for rank in range(place.world_size)]
+    store.set(f"gpu of rank {launch.rank}", gpu)
+    gpus = [store.get(f"gpu of rank {rank}").decode() for rank in range(launch.world_size)]
     for gpu in gpus:
         ranks = [str(rank) for rank, other in enumerate(gpus) if other == gpu]
         require(len(ranks) == 1, f"each process needs a GPU of its own, but ranks {' and '.join(ranks)} see the same "
@@ -92,7 +92,7 @@ def collective_timeout(timeout: int, device: torch.device) -> timedelta:
     return timedelta(seconds=timeout + (LATER if device.type == "cuda" else 0))
 
 
-def start_world(place: Place, device: torch.device, timeout: int = TIMEOUT):
+def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):
     """Bring up the default process group: NCCL between GPUs, gloo between CPUs, a world of one without a launcher.
 
     timeout: seconds that a collective may take before it is an error.
@@ -102,22 +102,22 @@ def start_world(place: Place, device: torch.device, timeout: int = TIMEOUT):
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-    if place.world_size > place.local_world_size:              # on several hosts
+    if launch.world_size > launch.local_world_size:              # on several hosts
         choose_interface(os.environ.get("MASTER_ADDR", ""))
     # checkpoints talk on the CPU, behind training
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, patience = dist.HashStore(), timedelta(seconds=timeout)
     try:
-        if place.launched:
-            store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=patience))
+        if launch.launched:
+            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience))
             # torchrun --max-restarts keeps its store, and in it the addresses of the dead: each start has its names
             store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         if device.type == "cuda":
-            check_own_gpu(str(torch.cuda.get_device_properties(device).uuid), place, store)
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, store=store,
+            check_own_gpu(str(torch.cuda.get_device_properties(device).uuid), launch, store)
+        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, store=store,
                                 timeout=collective_timeout(timeout, device),
                                 device_id=device if device.type == "cuda" else None)
     except (dist.DistNetworkError, dist.DistStoreError) as error:     # a port in use, a host or rank that is not there
-        raise UserError(f"the {place.world_size} processes can't meet at MASTER_ADDR {os.environ.get('MASTER_ADDR')}, "
+        raise UserError(f"the {launch.world_size} processes can't meet at MASTER_ADDR {os.environ.get('MASTER_ADDR')}, "
                         f"MASTER_PORT {os.environ.get('MASTER_PORT')} ({str(error).splitlines()[0]}); choose a free "
-                        f"port of a host that all can reach, and start all {place.world_size}") from None
+                        f"port of a host that all can reach, and start all {launch.world_size}") from None

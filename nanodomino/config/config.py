@@ -208,14 +208,14 @@ class Config:
         return self.data_parallel_size
 
     @property
-    def stream_parts(self) -> int:
+    def sequence_shards(self) -> int:
         """Into how many parts the residual stream is cut along its tokens."""
         return self.tp if self.sequence_parallel else 1
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
         """[b, s, h] of what a rank has of a microbatch between two sublayers, or stages."""
-        return self.micro_batch_size, self.seq_length // self.stream_parts, self.hidden_size
+        return self.micro_batch_size, self.seq_length // self.sequence_shards, self.hidden_size
 
     @property
     def params_dtype(self) -> torch.dtype:

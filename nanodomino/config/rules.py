@@ -99,7 +99,7 @@ def check_sizes(c):
             f"slices {c.slices} must be at most micro-batch-size {c.micro_batch_size}, since a slice holds a sample or "
             f"more; try --slices {c.micro_batch_size} or --columns for batches this small")
     require(c.columns <= c.hidden_size, f"columns {c.columns} must be at most hidden-size {c.hidden_size}; try 2 or 4")
-    require(c.seq_length % c.stream_parts == 0,
+    require(c.seq_length % c.sequence_shards == 0,
             f"seq-length {c.seq_length} must be divisible by tensor-model-parallel-size {tp} with --sequence-parallel, "
             f"which cuts the tokens; try --seq-length {-(-c.seq_length // tp) * tp}")
     require(c.recompute_granularity == "full" or not c.checkpoint_in_cpu,

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from nanodomino.checkpoint.load import load_weights
 from nanodomino.checkpoint.manifest import find_checkpoint, read_manifest
-from nanodomino.comm.world import Place, find_device, start_world
+from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.records import from_record
 from nanodomino.config.setting import MAX_INT, flag_name, flag_settings
@@ -144,28 +144,28 @@ def find_tokenizer(checkpoint: Path, config: Config, data_path: str | None) -> t
     return tokenizer or corpus.tokenizer()
 
 
-def main(arguments: list[str], place: Place) -> int:
+def main(arguments: list[str], launch: LaunchInfo) -> int:
     """Texts from a checkpoint of any layout, on as many tensor-parallel processes as there are.
     Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)               # Ctrl-C: all that was written is shown, nothing to save
     flags = command_line(arguments)
-    tp = flags.tp or place.world_size
-    require(tp == place.world_size,
-            f"--tp {tp} needs {tp} processes, but there are {place.world_size}; start torchrun --nproc_per_node {tp}")
+    tp = flags.tp or launch.world_size
+    require(tp == launch.world_size,
+            f"--tp {tp} needs {tp} processes, but there are {launch.world_size}; start torchrun --nproc_per_node {tp}")
     folder = find_checkpoint(Path(flags.load))
     layout = {one.name: one.default for one in flag_settings(Config, "The layout")}
     saved = dataclasses.replace(from_record(read_manifest(folder)["config"], folder), **layout)
     saved = dataclasses.replace(saved, tensor_model_parallel_size=tp, micro_batch_size=1, device=flags.device)
-    config = saved.resolve(place.world_size).with_vocabulary(saved.vocab_size)
+    config = saved.resolve(launch.world_size).with_vocabulary(saved.vocab_size)
     tokenizer = find_tokenizer(folder, config, flags.data_path)     # if it fails, then before the ranks meet
-    device = find_device(config, place)
+    device = find_device(config, launch)
 
-    start_world(place, device, config.timeout)
+    start_world(launch, device, config.timeout)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh)
     load_weights(folder, model, mesh)
     seed = tell(secrets.randbelow(2**31) if flags.seed is None else flags.seed, mesh)
-    if flags.seed is None and place.rank == 0:
+    if flags.seed is None and launch.rank == 0:
         print(f"seed {seed}: --seed {seed} writes the same again", file=sys.stderr)
     write_texts(flags, model, mesh, tokenizer, seed)
     dist.barrier()

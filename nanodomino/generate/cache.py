@@ -1,9 +1,9 @@
 import torch
 import torch.nn.functional as F
 
-from nanodomino.layers.attention import Attention, by_head, fused_attention, join_heads, prepare
-from nanodomino.layers.positions import attention_bias, documents_of, positions_in, rotation
-from nanodomino.layers.sublayer import close_residual
+from nanodomino.layers.attention import Attention, fused_attention, heads_first, join_heads, norm_and_rotate
+from nanodomino.layers.positions import attention_bias, document_ids, positions_within_documents, rotation
+from nanodomino.layers.sublayer import add_residual
 from nanodomino.model import GPT, Chunk
 
 
@@ -28,8 +28,8 @@ class Cache:
         self.positions = torch.arange(self.length, self.length + m, device=tokens.device).unsqueeze(0)
         self.seen, self.bias = 0, None
         if self.end_of_text is not None and self.length == 0:
-            documents = documents_of(tokens, self.end_of_text)
-            self.positions = positions_in(documents) if config.reset_position_ids else self.positions
+            documents = document_ids(tokens, self.end_of_text)
+            self.positions = positions_within_documents(documents) if config.reset_position_ids else self.positions
             self.bias = attention_bias(documents, config.params_dtype) if config.reset_attention_mask else None
         elif self.end_of_text is not None:
             self.positions = self.positions - self.begin * config.reset_position_ids
@@ -46,13 +46,13 @@ class Cache:
     def attend(self, attention: Attention, qkv):
         """qkv [1, m, ..] of the new tokens -> [1, m, heads d]."""
         q, k, v = attention.split(qkv)
-        q, _ = prepare(q, attention.q_layernorm, self.turn)
-        k, _ = prepare(k, attention.k_layernorm, self.turn)
+        q, _ = norm_and_rotate(q, attention.q_layernorm, self.turn)
+        k, _ = norm_and_rotate(k, attention.k_layernorm, self.turn)
         keys, values = self.kept[attention.site]
         end = self.length + qkv.size(1)
-        keys[:, :, self.length:end], values[:, :, self.length:end] = by_head(k), by_head(v)
+        keys[:, :, self.length:end], values[:, :, self.length:end] = heads_first(k), heads_first(v)
         keys, values = keys[:, :, self.seen:end], values[:, :, self.seen:end]
-        return join_heads(fused_attention(by_head(q), keys, values, self.bias))
+        return join_heads(fused_attention(heads_first(q), keys, values, self.bias))
 
     def run(self, chunk: Chunk, tokens, hidden):
         """A chunk on m new tokens [1, m] (hidden [1, m, h] from the layers before) -> hidden,
@@ -63,8 +63,8 @@ class Cache:
         for sublayer in chunk.sublayers:
             columns = sublayer.column(sublayer.norm(x))
             core = self.attend(sublayer, columns) if sublayer.attends else sublayer.core(columns, None)
-            x = close_residual(x, sublayer.row(core), sublayer.row.bias, None)
+            x = add_residual(x, sublayer.row(core), sublayer.row.bias, None)
         if not chunk.post_process:
             return x
         (vocabulary,) = model.head
-        return F.linear(model.final_norm(x[:, -1:]), vocabulary.logits_weight())[..., :vocabulary.valid]
+        return F.linear(model.final_norm(x[:, -1:]), vocabulary.logits_weight())[..., :vocabulary.num_words]

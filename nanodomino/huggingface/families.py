@@ -34,7 +34,7 @@ from nanodomino.config.presets import PRESETS
 from nanodomino.config.setting import MAX_INT, flag_name
 from nanodomino.errors import UserError, require
 from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
-from nanodomino.model import whole_on_paper
+from nanodomino.model import meta_model
 
 LONGEST_SAMPLE = 1024      # of an imported model's seq-length, unless its positions end before
 
@@ -113,7 +113,7 @@ LLAMA_TENSORS = {
 
 def whole_shapes(config: Config) -> dict[str, torch.Size]:
     """{global name: shape} of every parameter, as a checkpoint holds it."""
-    model = whole_on_paper(config)
+    model = meta_model(config)
     return {name: Pieces.of(weight, model.mesh).size() for name, weight in model.named_parameters()}
 
 

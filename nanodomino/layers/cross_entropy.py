@@ -47,18 +47,18 @@ def exponentials_of_rows(logits, maximum, factor, narrow=False):
 
 def maximum_and_sum(logits, vocabulary: VocabParallelEmbedding, of_rows=in_chunks(maximum_and_sum_of_rows)):
     """Both [b, s]; -inf and 0 on a rank that owns nothing but padding. Overwrites the logits of padding."""
-    if not vocabulary.valid:
+    if not vocabulary.num_words:
         nothing = torch.zeros(logits.shape[:-1], dtype=wide(logits), device=logits.device)
         return nothing - torch.inf, nothing
-    logits[..., vocabulary.valid:] = -torch.inf
+    logits[..., vocabulary.num_words:] = -torch.inf
     return [one.view(logits.shape[:-1]) for one in of_rows(logits.flatten(0, 1))]
 
 
 def parts_of_loss(logits, labels, largest, exponentials, maximum, vocabulary: VocabParallelEmbedding):
     """This rank's part of the two sums [2, b, s]. largest, exponentials: what maximum_and_sum found."""
-    row, inside = vocabulary.locate(labels)
+    row, inside = vocabulary.local_rows(labels)
     sums = torch.stack([exponentials * (largest - maximum).exp(), torch.zeros_like(maximum)])
-    if vocabulary.valid:
+    if vocabulary.num_words:
         sums[1] = (logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) - maximum).where(inside, 0)
     return sums
 
@@ -73,8 +73,8 @@ def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabu
     """d loss / d logits = (softmax - one_hot(label)) * gradient, on this shard, in the place of the logits.
 
     At the label, whose probability is exp(-loss), it is expm1(-loss): p - 1 would have lost what p was rounded to."""
-    if vocabulary.valid:
-        row, inside = (tensor.unsqueeze(-1) for tensor in vocabulary.locate(labels))
+    if vocabulary.num_words:
+        row, inside = (tensor.unsqueeze(-1) for tensor in vocabulary.local_rows(labels))
         gradient = gradient.to(loss.dtype)
         at_label = (torch.expm1(-loss) * gradient).to(logits.dtype).unsqueeze(-1)
         of_rows(logits.flatten(0, 1), maximum.flatten(), (gradient / sums[0]).flatten())

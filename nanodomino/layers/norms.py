@@ -85,11 +85,11 @@ NORMALIZATIONS = {
 class Norm(nn.Module):
     """Of config.normalization's kind, over `size` numbers; its parameters are whole on every rank."""
 
-    def __init__(self, config, mesh, size: int, of_part=False):
+    def __init__(self, config, mesh, size: int, partial_gradient=False):
         super().__init__()
-        self.kind = NORMALIZATIONS[config.normalization]
-        self.weight = parameter((size,), config, mesh, value=1.0, of_part=of_part)
-        self.bias = parameter((size,), config, mesh, of_part=of_part) if self.kind.has_bias else None
+        self.normalization = NORMALIZATIONS[config.normalization]
+        self.weight = parameter((size,), config, mesh, value=1.0, partial_gradient=partial_gradient)
+        self.bias = parameter((size,), config, mesh, partial_gradient=partial_gradient) if self.normalization.has_bias else None
         self.epsilon = config.layernorm_epsilon
 
     @property
@@ -98,4 +98,4 @@ class Norm(nn.Module):
         return self.weight, self.bias
 
     def forward(self, x):
-        return self.kind.function(x, self.weight, self.bias, self.epsilon)
+        return self.normalization.function(x, self.weight, self.bias, self.epsilon)

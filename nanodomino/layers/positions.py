@@ -71,29 +71,29 @@ def rotation(config, positions, s: int, device):
     return table[:, :s] if positions is None else table[:, positions]
 
 
-def rotate(x, turn):
-    """x [b, s, groups, heads of each, d] turned, in fp32 or wider; turn: (cos, sin). Its backward: turn_back(turn)."""
-    cos, sin = turn
+def rotate(x, rotary):
+    """x [b, s, groups, heads of each, d] turned, in fp32 or wider; rotary: (cos, sin). Its backward: inverse_rotation(rotary)."""
+    cos, sin = rotary
     first, second, rest = x.split([cos.size(-1), cos.size(-1), x.size(-1) - 2 * cos.size(-1)], dim=-1)
     turned = (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin))
     return torch.cat([*(one.to(x.dtype) for one in turned), rest], dim=-1)
 
 
-def turn_back(turn):
+def inverse_rotation(rotary):
     """The opposite turn."""
-    cos, sin = turn
+    cos, sin = rotary
     return cos, -sin
 
 
 # ---- documents
 
-def documents_of(tokens, end_of_text: int):
+def document_ids(tokens, end_of_text: int):
     """tokens [b, s] -> the number, in its sample, of each one's document [b, s]."""
     ends = (tokens == end_of_text).long()
     return ends.cumsum(dim=1) - ends
 
 
-def positions_in(documents):
+def positions_within_documents(documents):
     """documents [b, s] -> each token's place in its own [b, s]."""
     places = torch.arange(documents.size(1), device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)

@@ -20,7 +20,7 @@ def drop(x, mask):
     return x if mask is None else (x * mask).to(x.dtype)
 
 
-def close_residual(x, y, bias, mask):
+def add_residual(x, y, bias, mask):
     """x + dropout(y + bias): what a sublayer adds, once the sum over ranks is there.
     All [b, s, h]; bias and mask may be None."""
     branch = drop(y if bias is None else y + bias, mask)
@@ -30,11 +30,11 @@ def close_residual(x, y, bias, mask):
 class Sublayer(nn.Module):
     """norm, column-parallel linear, core, row-parallel linear, add. The subclass has `column`, `row` and the core:
 
-    core(c, around) -> activation                                     the definition
-    core_forward(c, around, training) -> (activation, kept)           what training runs; kept: what backward needs
+    core(c, inputs) -> activation                                     the definition
+    core_forward(c, inputs, training) -> (activation, kept)           what training runs; kept: what backward needs
     core_backward(gradient, kept) -> gradient of c; those of parameters of its own are added
 
-    around: what Surroundings.core() says of it.
+    inputs: what MasksAndPositions.attention_inputs() returns.
     """
     attends = False
 
@@ -43,7 +43,7 @@ class Sublayer(nn.Module):
         self.norm = Norm(config, mesh, config.hidden_size)
         self.site = site                                       # names this sublayer's dropout masks
 
-    def forward(self, x, surroundings):
+    def forward(self, x, masks_and_positions):
         """x [b, s, h] -> [b, s, h]: the definition."""
-        y = self.row(self.core(self.column(self.norm(x)), surroundings.core(self, x)))
-        return close_residual(x, y, self.row.bias, surroundings.hidden(self.site + ".hidden", x))
+        y = self.row(self.core(self.column(self.norm(x)), masks_and_positions.attention_inputs(self, x)))
+        return add_residual(x, y, self.row.bias, masks_and_positions.hidden_dropout_mask(self.site + ".hidden", x))

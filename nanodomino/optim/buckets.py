@@ -21,7 +21,7 @@ ALIGNMENT = 16       # elements; a parameter starts at a multiple, as the matrix
 class ParameterKind:
     decay: bool          # a matrix: weight decay applies
     sharded: bool        # cut over tp; else every tp rank holds a copy
-    of_part: bool        # of which each tp rank has a part of the gradient, of the heads, or tokens, that it has
+    partial_gradient: bool    # a copy on every tp rank, but each computes only a part of its gradient
     tied: bool           # the word embedding of which first and last stage hold a copy
 
 
@@ -30,8 +30,8 @@ def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
     open_buckets, full, tied_copy = {}, [], model.tied_copy
     for weight in reversed(list(model.parameters())):
         sharded = weight.shard_dim is not None
-        of_part = not sharded and (weight.of_part or model.config.stream_parts > 1)
-        kind = ParameterKind(decay=weight.dim() >= 2, sharded=sharded, of_part=of_part, tied=weight is tied_copy)
+        partial_gradient = not sharded and (weight.partial_gradient or model.config.sequence_shards > 1)
+        kind = ParameterKind(weight.dim() >= 2, sharded, partial_gradient, tied=weight is tied_copy)
         bucket = open_buckets.setdefault(kind, [])
         bucket.append(weight)
         if sum(one.numel() for one in bucket) >= model.config.bucket_size:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nanodomino.layers.main_grad import wide
-from nanodomino.layers.sublayer import close_residual, drop
+from nanodomino.layers.sublayer import add_residual, drop
 
 
 @dataclass
@@ -34,7 +34,7 @@ def bridge(x, y, bias, mask, weight, norm_bias, epsilon, kind):
     with that sublayer.
     """
     if y is not None:
-        x = close_residual(x, y, bias, mask)
+        x = add_residual(x, y, bias, mask)
     return x, *kind.forward(x, weight, norm_bias, epsilon)
 
 
@@ -46,10 +46,10 @@ def bridge_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, clos
         gradient = gradient.add_(grad_x)
     if not closes:
         return gradient, None, None, grad_weight, grad_norm_bias
-    return *close_residual_backward(gradient, mask, has_bias), grad_weight, grad_norm_bias
+    return *add_residual_backward(gradient, mask, has_bias), grad_weight, grad_norm_bias
 
 
-def close_residual_backward(gradient, mask, has_bias):
+def add_residual_backward(gradient, mask, has_bias):
     """Gradients of x, y and bias. Of x and y they may be one tensor: whoever gets them writes to neither."""
     grad_y = drop(gradient, mask)
     return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide(grad_y)) if has_bias else None

@@ -113,9 +113,9 @@ def all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
 
 def in_words(config) -> str:
     """', sequence parallel' where it is."""
-    return ", sequence parallel" * (config.stream_parts > 1)
+    return ", sequence parallel" * (config.sequence_shards > 1)
 
 
 def stream_of(config, mesh):
     """Whole, or Cut where the config says sequence_parallel and there are ranks to cut it over."""
-    return Cut(mesh.tp_group) if config.stream_parts > 1 else Whole(mesh.tp_group)
+    return Cut(mesh.tp_group) if config.sequence_shards > 1 else Whole(mesh.tp_group)

@@ -22,7 +22,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from nanodomino.comm.world import Place, find_place
+from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.terminal import tolerate_closed_output
 from nanodomino.errors import UserError
 
@@ -38,36 +38,36 @@ SPEAKING = threading.RLock()       # of the thread that ends the process; never 
 # ---- ends
 
 def run_rank(main, arguments: list[str]):
-    """What a launcher starts on every rank: main(arguments, place), of which the screen shows rank 0's words alone.
+    """What a launcher starts on every rank: main(arguments, launch), of which the screen shows rank 0's words alone.
 
     main returns the exit code.
     """
     tolerate_closed_output()
     # who speaks first, should the environment be refused: every rank of a half set one would believe to be rank 0
     numbers = [os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK")]
-    place = Place(local_rank=int(next(filter(str.isdecimal, numbers), 0)))
+    launch = LaunchInfo(local_rank=int(next(filter(str.isdecimal, numbers), 0)))
     try:
-        place = find_place()
-        if place.rank != 0:
+        launch = read_launch_environment()
+        if launch.rank != 0:
             sys.stdout = open(os.devnull, "w")
-        code = main(arguments, place)
+        code = main(arguments, launch)
     except Exception as error:
-        report_and_exit(place, error)
+        report_and_exit(launch, error)
     except KeyboardInterrupt:                                  # in training a StopSignal has taken it
         code = 128 + signal.SIGINT
     sys.stdout.flush()
     sys.exit(code)
 
 
-def report_and_exit(place: Place, error: Exception):
+def report_and_exit(launch: LaunchInfo, error: Exception):
     """End this process after an error; see the module's docstring for who speaks when."""
     SPEAKING.acquire()                                         # the main thread, and the one of watch.py, may come
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)          # there is no step left to finish first
     sys.stdout.flush()
     if isinstance(error, UserError):
-        if place.local_rank > 0:                               # the others have most likely found the same:
-            time.sleep(min(5 + place.local_rank, 13))          # the first one speaks, the next only if nobody has
+        if launch.local_rank > 0:                               # the others have most likely found the same:
+            time.sleep(min(5 + launch.local_rank, 13))          # the first one speaks, the next only if nobody has
         print(f"error: {error}", file=sys.stderr, flush=True)
         tell_torchrun(str(error))
         os._exit(2)
@@ -77,12 +77,12 @@ def report_and_exit(place: Place, error: Exception):
         # torchrun is ending all: it knows who was the first
         if hasattr(error, "signals") and error.signals.number:
             os._exit(1)
-        text, details = f"lost its neighbours{where}{silent_ranks(place)}: {error}", ""
+        text, details = f"lost its neighbours{where}{silent_ranks(launch)}: {error}", ""
         time.sleep(3)                                          # another rank died: let that one be heard first
     else:
         text, details = f"failed{where}: {type(error).__name__}: {error}", "".join(traceback.format_exception(error))
-    print(f"{details}rank {place.rank} {text}", file=sys.stderr, flush=True)
-    tell_torchrun(f"rank {place.rank} {text}")
+    print(f"{details}rank {launch.rank} {text}", file=sys.stderr, flush=True)
+    tell_torchrun(f"rank {launch.rank} {text}")
     os._exit(1)
 
 
@@ -101,15 +101,15 @@ def tell_torchrun(text: str):
         pass                                                   # no torchrun, or a full disk: the text has been printed
 
 
-def silent_ranks(place: Place) -> str:
+def silent_ranks(launch: LaunchInfo) -> str:
     """Which ranks do not say within two seconds that they have lost their neighbours too: those that died or hang."""
     try:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
                               timeout=timedelta(seconds=2))
         round_ = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store.set(f"nanodomino/lonely/{round_}/{place.rank}", "")
+        store.set(f"nanodomino/lonely/{round_}/{launch.rank}", "")
         time.sleep(2)
-        silent = [rank for rank in range(place.world_size) if not store.check([f"nanodomino/lonely/{round_}/{rank}"])]
+        silent = [rank for rank in range(launch.world_size) if not store.check([f"nanodomino/lonely/{round_}/{rank}"])]
     except (KeyError, RuntimeError):
         return ""
     return f" (dead or silent: rank {', '.join(map(str, silent))})" if silent else ""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nanodomino.checkpoint.manifest import (SAVED, check_settings, checkpoints_of, clear_leftovers, find_checkpoint,
                                             newest_record, newest_sound, read_manifest)
-from nanodomino.comm.world import Place
+from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.terminal import tolerate_closed_output
 from nanodomino.errors import UserError, require
@@ -26,11 +26,11 @@ class Run:
     weights_alone: bool = False
 
 
-def open_run(config: Config, place: Place) -> Run:
+def open_run(config: Config, launch: LaunchInfo) -> Run:
     """Find or make the folder of this run. Raises UserError. Called by rank 0 alone."""
     run_dir = Path(config.run_dir or "runs")
     # before a folder is made for nothing; a run that has begun no longer needs what it was loaded from
-    begun = place.restarted or (config.run_dir and os.path.exists(run_dir))
+    begun = launch.restarted or (config.run_dir and os.path.exists(run_dir))
     loaded = None if begun else find_checkpoint_to_load(config)
     try:
         require(not run_dir.is_file(), f"--run-dir {run_dir} is a file; choose another name")
@@ -38,7 +38,7 @@ def open_run(config: Config, place: Place) -> Run:
             check_writable(next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir()))
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.run_dir is None:
-            run_dir = numbered_folder(run_dir, config.model, again=place.restarted,
+            run_dir = numbered_folder(run_dir, config.model, again=launch.restarted,
                                   launch=os.environ.get("TORCHELASTIC_RUN_ID", ""))
         known = (run_dir / "config.json").exists()
         require(known or checkpoints_of(run_dir) or not (run_dir / "metrics.jsonl").exists(), f"--run-dir {run_dir} "

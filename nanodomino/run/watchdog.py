@@ -32,7 +32,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.world import Place
+from nanodomino.comm.world import LaunchInfo
 from nanodomino.mesh import Mesh
 from nanodomino.run.failure import report_and_exit
 
@@ -41,11 +41,11 @@ LOOK = 0.5               # seconds between two looks
 
 
 @contextmanager
-def connection_timeout(place: Place, timeout: float):
+def connection_timeout(launch: LaunchInfo, timeout: float):
     """While it lasts, this process ends if the others can't be reached: they may take `timeout` seconds to come, and as
     many to connect; torch, which tries again and again, some more. gloo would wait for a connection five times as long.
     """
-    timer = threading.Timer(2 * timeout + GRACE, report_and_exit, (place, RuntimeError(
+    timer = threading.Timer(2 * timeout + GRACE, report_and_exit, (launch, RuntimeError(
         f"timed out connecting to the others, after {timeout:.0f} seconds; is GLOO_SOCKET_IFNAME the interface between "
         "the hosts, and does a firewall let them through?")))
     timer.daemon = True
@@ -70,8 +70,8 @@ class HostQueue:
 class Watchdog:
     """A context manager: while it lasts, this process ends if its device waits for ever."""
 
-    def __init__(self, place: Place, mesh: Mesh, timeout: float):
-        self.place, self.timeout = place, timeout
+    def __init__(self, launch: LaunchInfo, mesh: Mesh, timeout: float):
+        self.launch, self.timeout = launch, timeout
         self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else HostQueue()
         groups = (dist.group.WORLD, mesh.tp_group, mesh.dp_group, mesh.pp_group, mesh.embedding_group)
         backends = [group._get_backend(mesh.device) for group in groups if group]
@@ -97,7 +97,7 @@ class Watchdog:
             if text := self.lost():
                 error = RuntimeError(text)
                 error.__dict__.update(self.about)
-                report_and_exit(self.place, error)
+                report_and_exit(self.launch, error)
 
     def lost(self) -> str | None:
         """What tells that the neighbours are lost, if anything does. Called again and again."""

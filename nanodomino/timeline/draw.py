@@ -63,8 +63,8 @@ def words_of(spans) -> str:
 
 def wire(event: Event) -> str:
     """Which of WIRES."""
-    gathers_weights = event.kind == "all_gather" and event.about["group"] == "dp"
-    return "gather" if gathers_weights else event.about["group"]
+    gathers_weights = event.kind == "all_gather" and event.args["group"] == "dp"
+    return "gather" if gathers_weights else event.args["group"]
 
 
 class Panel:
@@ -135,13 +135,13 @@ class Panel:
         """(pass, begin, end, "0a") of each slice's turn, without the wait that it begins with; nothing
         where there is one slice."""
         found, outside = [], None
-        if not any(event.about["slice"] for event in events if event.kind == "resume"):
+        if not any(event.args["slice"] for event in events if event.kind == "resume"):
             return found
         for event in events:
             if event.kind in PASSES:
                 outside = event
             elif event.kind == "resume" and outside:
-                found.append((outside, event.begin, event.end, number(outside) + letter(event.about["slice"])))
+                found.append((outside, event.begin, event.end, number(outside) + letter(event.args["slice"])))
             elif event.kind == "wait" and found and event.end <= found[-1][2]:
                 found[-1] = (found[-1][0], event.end, *found[-1][2:])
         return found
@@ -150,7 +150,7 @@ class Panel:
         """A bar per collective, pale as long as another rank has not joined it; those below a pixel share theirs."""
         narrow = defaultdict(list)
         for event, lane in zip(events, lanes(events)):
-            about, kind, colour = event.about, event.kind.replace("_", "-"), WIRES[wire(event)]
+            about, kind, colour = event.args, event.kind.replace("_", "-"), WIRES[wire(event)]
             at = y + lane * self.lane
             if (event.end - event.begin) * self.scale < 1:
                 narrow[at, colour].append((event.begin, event.end))
@@ -218,7 +218,7 @@ def one_step(recording: Recording, number: int) -> Recording:
             f"--step {number} is not in it; try one of {', '.join(map(str, recording.steps))}")
     ranks = []
     for events in recording.ranks:
-        whole = [step for step in events if step.kind == "step" and step.about["step"] == number]
+        whole = [step for step in events if step.kind == "step" and step.args["step"] == number]
         ranks.append([event for event in events if any(step.begin <= event.begin < step.end for step in whole)])
     return replace(recording, caption=f"{recording.caption} (drawn: step {number})", ranks=ranks)
 
@@ -228,7 +228,7 @@ def part(recording: Recording, first: float, last: float) -> Recording:
     first, last = recording.begin + int(first * 1e6), recording.begin + int(last * 1e6)
     whole = {id(end) for _, left, _, arrived in messages(recording) if first <= left.begin and arrived.begin <= last
              for end in (left, arrived)}
-    ranks = [[Event(event.kind, max(event.begin, first), min(event.end, last), event.about) for event in events
+    ranks = [[Event(event.kind, max(event.begin, first), min(event.end, last), event.args) for event in events
               if id(event) in whole or (event.kind not in MOMENTS and event.begin < last and event.end > first)]
              for events in recording.ranks]
     length = (recording.end - recording.begin) / 1e6

@@ -46,7 +46,7 @@ class Recording:
 
     @property
     def steps(self) -> list[int]:
-        return sorted({event.about["step"] for events in self.ranks for event in events if event.kind == "step"})
+        return sorted({event.args["step"] for events in self.ranks for event in events if event.kind == "step"})
 
     @property
     def begin(self) -> int:
@@ -107,7 +107,7 @@ def actions(events) -> list[list[Event]]:
         step += event.kind == "step"                           # each has the same microbatches
         if event.kind in PASSES:
             passes.append(event)
-            keys.append((step, event.kind, event.about.get("microbatch"), event.about.get("chunk")))
+            keys.append((step, event.kind, event.args.get("microbatch"), event.args.get("chunk")))
     last, found, end = {key: place for place, key in enumerate(keys)}, [], -1
     for place, (event, key) in enumerate(zip(passes, keys)):
         if place > end:
@@ -126,8 +126,8 @@ def messages(recording: Recording) -> list[tuple]:
     for rank, events in enumerate(recording.ranks):
         for event in events:
             if event.kind in MOMENTS:
-                pair = (rank, event.about["peer"]) if event.kind == "send" else (event.about["peer"], rank)
-                ends[event.kind][(*pair, event.about["message"])].append(event)
+                pair = (rank, event.args["peer"]) if event.kind == "send" else (event.args["peer"], rank)
+                ends[event.kind][(*pair, event.args["message"])].append(event)
     return [(sender, left, receiver, arrived) for (sender, receiver, name), sent in ends["send"].items()
             for left, arrived in zip(sent, ends["receive"][sender, receiver, name])]
 
@@ -140,30 +140,30 @@ def find_ready(recording: Recording):
         numbers = Counter()
         for event in events:
             if event.kind in WATCHED:
-                group = event.about["group"]
+                group = event.args["group"]
                 call = (group, *(place[axis] for axis in SHARED[group]), numbers[group])
                 numbers[group] += 1
                 launched[call] = max(launched[call], event.begin)
                 calls.append((event, call))
     for event, call in calls:
-        event.about["ready"] = launched[call]
+        event.args["ready"] = launched[call]
     sent = {id(arrived): left.begin for _, left, _, arrived in messages(recording)}
     for events in recording.ranks:
         for event in events:
-            if event.kind == "wait" and event.about["group"] == "pp":
-                wait, event.about["ready"] = event, event.begin        # for a message of its own to leave, or:
+            if event.kind == "wait" and event.args["group"] == "pp":
+                wait, event.args["ready"] = event, event.begin        # for a message of its own to leave, or:
             elif event.kind == "receive":                              # right after the wait for it
-                wait.about["ready"] = sent.get(id(event), wait.end)
+                wait.args["ready"] = sent.get(id(event), wait.end)
 
 
 def waits(events: list[Event]) -> tuple[list, list]:
     """(exposed, idle) of one rank, after find_ready()."""
     travelling, waited, exposed = defaultdict(list), defaultdict(list), []
     for event in events:
-        if event.kind in WATCHED or (event.kind == "wait" and "ready" in event.about):
-            travelling[event.about["group"]].append((max(event.begin, event.about["ready"]), event.end))
+        if event.kind in WATCHED or (event.kind == "wait" and "ready" in event.args):
+            travelling[event.args["group"]].append((max(event.begin, event.args["ready"]), event.end))
         if event.kind == "wait":
-            waited[event.about["group"]].append((event.begin, event.end))
+            waited[event.args["group"]].append((event.begin, event.end))
     for group in waited:
         exposed += common(union(waited[group]), union(travelling[group]))
     exposed = union(exposed)
@@ -189,7 +189,7 @@ def totals(events: list[Event]) -> Totals:
     work = common(step, minus(spans_of(events, *PASSES, "optimizer"), spans_of(events, "wait")))
     optimizer = common(work, spans_of(events, "optimizer"))
     compute = minus(work, optimizer)
-    wires = union((max(event.begin, event.about["ready"]), event.end) for event in events if event.kind in WATCHED)
+    wires = union((max(event.begin, event.args["ready"]), event.end) for event in events if event.kind in WATCHED)
     step, compute, optimizer, exposed, idle, hidden = (
         sum(end - begin for begin, end in spans)
         for spans in (step, compute, optimizer, exposed, idle, common(work, wires)))
@@ -216,12 +216,12 @@ def letter(index: int) -> str:
 
 def number(event: Event) -> str:
     """Of a pass's microbatch, in the chunk that schedules.py's primes tell: 3, 3', 3''."""
-    return str(event.about["microbatch"]) + "'" * event.about.get("chunk", 0)
+    return str(event.args["microbatch"]) + "'" * event.args.get("chunk", 0)
 
 
 def title(event: Event) -> str:
     """What a person reads on an event."""
-    about = event.about
+    about = event.args
     words = [event.kind.replace("_", "-" if event.kind in WATCHED else " ")]
     words += [str(about[name]) for name in ("group", "step") if name in about]
     words += [number(event)] if "microbatch" in about else []
@@ -253,9 +253,9 @@ def chrome_trace(recording: Recording) -> dict:
                  for tid, name in enumerate(names)]
         rows += [dict(ph="X", name=title(event), cat=event.kind, pid=rank, tid=lane_of.get(id(event), -1) + 1,
                       ts=event.begin / 1e3, dur=moment if event.kind in MOMENTS else (event.end - event.begin) / 1e3,
-                      args=event.about) for event in events]
+                      args=event.args) for event in events]
     for number, (sender, left, receiver, arrived) in enumerate(messages(recording)):
-        flow = dict(name=left.about["message"], cat="message", id=number, tid=0)
+        flow = dict(name=left.args["message"], cat="message", id=number, tid=0)
         rows.append(dict(flow, ph="s", pid=sender, ts=left.begin / 1e3))
         rows.append(dict(flow, ph="f", bp="e", pid=receiver, ts=arrived.begin / 1e3))
     return {"traceEvents": rows, "displayTimeUnit": "ms",
@@ -271,7 +271,7 @@ TYPES = {**dict.fromkeys(("step", "slice", "microbatch", "chunk", "peer", "bytes
 
 def is_possible(event: Event) -> bool:
     """Whether it has its place in time, and all is told about it that whoever adds up or draws it asks for."""
-    kind, about = event.kind, event.about
+    kind, about = event.kind, event.args
     return (type(kind) is str and type(about) is dict and all(name in about for name in NEEDED.get(kind, ()))
             and all(type(value) is TYPES[name] for name, value in about.items() if name in TYPES)
             and about.get("slice", 0) >= 0 and 0 <= about.get("chunk", 0) < 1000
