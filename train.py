@@ -168,10 +168,10 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     trace = Trace(mesh.device, recording=False)
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     stage = Domino(model, config.slices, config.columns, config.active_compile_backend, trace)
-    done = restore(run.checkpoint, model, optimizer, mesh, run.weights_alone) if run.checkpoint else 0
-    saver = Saver(run.folder, mesh, config.keep_last, config.timeout, after=done)
+    done = restore(run.checkpoint, model, optimizer, mesh, run.weights_only) if run.checkpoint else 0
+    saver = Saver(run.folder, mesh, config.keep_last, config.timeout, resumed_from=done)
     report = Report(config, corpus, mesh, run.folder, done, speaks=dist.get_rank() == 0)
-    if run.weights_alone:
+    if run.weights_only:
         report.say(f"from the weights of {run.checkpoint}, and nothing else of it")
     if done < config.train_iters:
         report.estimate(*estimate(config, mesh))

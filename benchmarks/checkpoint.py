@@ -16,8 +16,9 @@ from pathlib import Path
 
 from benchmarks.common import Times, add_config_flags, bytes_text, config_of, gathered, progress, ratios, table
 from nanodomino.analysis.step_time import slowest, synchronize
+from nanodomino.checkpoint.folders import checkpoints_of
 from nanodomino.checkpoint.load import restore
-from nanodomino.checkpoint.manifest import checkpoints_of, verify
+from nanodomino.checkpoint.manifest import verify
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.world import find_device, start_world
 from nanodomino.config.config import Config
@@ -76,7 +77,7 @@ def answer(flags, launch):
             shutil.rmtree(folder)
     times = {name: Times(tuple(seconds[1:])) for name, seconds in measured.items()}
     share = ratios(times["stall"], times["synchronous"], most=1.0)
-    copied = max(gathered(sum(flat.nbytes for *_, flat in saver.host)))
+    copied = max(gathered(sum(copy.values.nbytes for copy in saver.copies)))
     text = (f"{parameter_count(config):,} parameters on dp {config.dp} x tp {config.tp}, ZeRO stage "
             f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {inside}; the rank with most copies "
             f"{bytes_text(copied)}, the largest file has {bytes_text(largest)}\n"

@@ -27,7 +27,7 @@ from forks import LAUNCHER, Running, launcher_environments  # noqa: E402
 
 from data.prepare import prepare  # noqa: E402
 from nanodomino.checkpoint.export import export  # noqa: E402
-from nanodomino.checkpoint.manifest import checkpoints_of  # noqa: E402
+from nanodomino.checkpoint.folders import checkpoints_of  # noqa: E402
 
 PATIENCE = 90           # seconds until a launch counts as stuck
 TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --hidden-dropout 0.1 --attention-dropout 0.1 "

@@ -41,7 +41,8 @@ from harness import build, tiny, train_rank, train_steps  # noqa: E402
 from nanodomino import domino, model, zero  # noqa: E402
 from nanodomino.analysis import expected_memory, sizes  # noqa: E402
 from nanodomino.checkpoint import load, save  # noqa: E402
-from nanodomino.checkpoint.manifest import newest_sound  # noqa: E402
+from nanodomino.checkpoint.folders import newest_intact_checkpoint  # noqa: E402
+from nanodomino.checkpoint.manifest import file_digests, manifest_text  # noqa: E402
 from nanodomino.layers import attention, masks_and_positions  # noqa: E402
 from nanodomino.optim import buckets, loss_scale  # noqa: E402
 from nanodomino.overlap import residual_norm, sequence_parallel  # noqa: E402
@@ -97,7 +98,7 @@ def stopped_and_gone_on(config, weights, data, steps):
         saver.wait()
         assert saver.failure() is None
         built = build(config)
-        load.restore(newest_sound(folder), built[1], built[2], built[0])
+        load.restore(newest_intact_checkpoint(folder), built[1], built[2], built[0])
         after = train_steps(built, config, data, range(half + 1, steps + 1))
         dist.barrier()
     return dataclasses.replace(after, losses=before.losses + after.losses, norms=before.norms + after.norms,
@@ -629,13 +630,13 @@ def from_its_start(change):
     """Replaces what restore() leaves behind: change(first step) -> patches that hold from then on."""
     restore = load.restore
 
-    def restored(folder, gpt, optimizer, mesh, weights_alone=False):
-        first = restore(folder, gpt, optimizer, mesh, weights_alone)
+    def restored(folder, gpt, optimizer, mesh, weights_only=False):
+        first = restore(folder, gpt, optimizer, mesh, weights_only)
         for owner, name, replacement in change(first):
             setattr(owner, name, replacement)
         return first
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in change(0)]
-    return [(save, "restore", restored), *originals]        # replaced by themselves, so that they are put back
+    return [(load, "restore", restored), *originals]        # replaced by themselves, so that they are put back
 
 
 @pitfall("A run that goes on starts the data again", "`nanodomino/data.py`: the samples of a step follow from (seed, step)", **RESUMED)
@@ -689,12 +690,12 @@ def count_lost(config):
 def count_from_step(config):
     """They are the same until a step is skipped. After that, a run that goes on corrects for one update too many; the
     difference is small, and no longer the same bits."""
-    read = save.read_manifest
+    read = load.read_manifest
 
     def as_step(folder):
         manifest = read(folder)
         return {**manifest, "adam_steps": manifest["step"]}
-    return [(save, "read_manifest", as_step)]
+    return [(load, "read_manifest", as_step)]
 
 
 def die_while_saving(folder):
@@ -711,7 +712,7 @@ def nothing_is_taken_for_whole(pool):
     with tempfile.TemporaryDirectory() as folder:
         (failure,) = pool.run(die_while_saving, folder, world_size=1)
         assert "the power is out" in failure
-        found = newest_sound(Path(folder), report=lambda line: None)
+        found = newest_intact_checkpoint(Path(folder), report=lambda line: None)
         assert found is None, f"{found.name} is taken for whole"
 
 
@@ -731,8 +732,8 @@ def named_too_early(config):
         final = self.run_dir / "checkpoints" / f"step-{step:08d}"
         final.mkdir(parents=True)
         (final / ".metadata").touch()
-        files = save.file_digests([final / ".metadata"])
-        (final / "manifest.json").write_text(save.manifest_text({**manifest, "files": files}))
+        files = file_digests([final / ".metadata"])
+        (final / "manifest.json").write_text(manifest_text({**manifest, "files": files}))
         save.dcp.save(tensors, storage_writer=save.dcp.FileSystemWriter(final), process_group=self.group)
     return [(save.Saver, "write", write)]
 

@@ -76,7 +76,7 @@ FLAGS = [Bad(f"train.py {flags[:60]}", "train.py", flags, says) for flags, *says
     ("--num-layers 2000000000", "the fullest of {n} processes would need at least", "GB here; lower --num-layers"),
     ("--hidden-size 4000000 --num-attention-heads 4", "processes would need at least", "more processes (--tp, --pp)"),
     ("--micro-batch-size 40000000 --global-batch-size 160000000", "GB of memory, and each has", "lower --micro-batch-size"),
-    ("--load " + "a" * 5000, "can't be looked for (File name too long)", "give a checkpoint or the folder of a run")]]
+    ("--load " + "a" * 5000, "can't be looked up (File name too long)", "give a checkpoint or the folder of a run")]]
 
 FLAGS += [Bad(f"generate {flags}", "nanodomino.generate", flags, says) for flags, *says in [
     ("--load run --tp 3", "--tp 3 needs 3 processes, but there are {n}", "start torchrun --nproc_per_node 3"),
@@ -96,8 +96,8 @@ FLAGS += [Bad("generate from a prompt that is no text", "nanodomino.generate", "
 FLAGS += [Bad(f"checkpoint {flags}", "nanodomino.checkpoint", flags, says, processes=(1,)) for flags, *says in [
     ("", "usage: python -m nanodomino.checkpoint verify DIR, or: python -m nanodomino.checkpoint export DIR OUT"),
     ("verify", "usage: python -m nanodomino.checkpoint verify DIR, or: "),
-    ("verify nowhere", "nowhere is not a whole checkpoint", ANOTHER),
-    ("export nowhere out.pt", "nowhere is not a whole checkpoint", ANOTHER),
+    ("verify nowhere", "nowhere is not a complete checkpoint", ANOTHER),
+    ("export nowhere out.pt", "nowhere is not a complete checkpoint", ANOTHER),
     (f"export {STEP} {STEP}/manifest.json", "would lie in a checkpoint", "choose another folder"),
     (f"export {STEP} {STEP}/out.pt", "would lie in a checkpoint", "choose another folder"),
     (f"export {STEP} data", "data can't be written (Is a directory)", "choose another"),
@@ -210,31 +210,31 @@ def pipe(name):
 
 
 DAMAGES = {what: (says, spoil) for what, spoil, *says in [
-    ("without a manifest", remove(f"{STEP}/manifest.json"), "is not a whole checkpoint", ANOTHER),
-    ("with an empty manifest", write(f"{STEP}/manifest.json", b""), "is not a whole checkpoint", ANOTHER),
+    ("without a manifest", remove(f"{STEP}/manifest.json"), "is not a complete checkpoint", ANOTHER),
+    ("with an empty manifest", write(f"{STEP}/manifest.json", b""), "is not a complete checkpoint", ANOTHER),
     ("with a flipped bit in its manifest", flip(f"{STEP}/manifest.json", behind=b'"num_layers": '), "manifest.json is damaged", ANOTHER),
-    ("whose manifest lists no files", forge(files=None), "manifest.json does not say files", ANOTHER),
-    ("of a later version", forge(format="nanodomino-checkpoint-9"), "is of format 'nanodomino-checkpoint-9'",
+    ("whose manifest lists no files", forge(files=None), "manifest.json lacks files", ANOTHER),
+    ("of a later version", forge(format="nanodomino-checkpoint-9"), "has format 'nanodomino-checkpoint-9'",
      "use the version that wrote it"),
     ("without a file", remove(f"{STEP}/__0_0.distcp"), "__0_0.distcp is missing", ANOTHER),
     ("with a truncated file", cut(f"{STEP}/__1_0.distcp", -1), "__1_0.distcp should have", ANOTHER),
     ("with a flipped bit in a file", flip(f"{STEP}/__0_0.distcp"), "__0_0.distcp is damaged", ANOTHER),
     ("with a flipped bit in its index", flip(f"{STEP}/.metadata"), ".metadata is damaged", ANOTHER),
-    ("with half an index", forge(cut(f"{STEP}/.metadata", -40)), ".metadata is no index of tensors", ANOTHER),
+    ("with half an index", forge(cut(f"{STEP}/.metadata", -40)), ".metadata is not an index of tensors", ANOTHER),
     ("with a program for an index", forge(write(f"{STEP}/.metadata", pickle.dumps(Program()))),
      "index refers to posix.mkdir", "do not use this checkpoint"),
     ("whose index changes a type", forge(write(f"{STEP}/.metadata", CHANGED_TYPE)),
      "index changes one of torch's own types", "do not use this checkpoint"),
-    ("whose files are a list", forge(files=["a"]), "manifest.json does not say files", ANOTHER),
-    ("of no files", forge(files={}), "names no .metadata", ANOTHER),
+    ("whose files are a list", forge(files=["a"]), "manifest.json lacks files", ANOTHER),
+    ("of no files", forge(files={}), "does not list .metadata", ANOTHER),
     ("of a file elsewhere", forge(files={"../../data/meta.json": {"size": 1, "sha256": ""}}), "files beside it", ANOTHER),
     ("of an absolute file", forge(files={"/etc/passwd": {"size": 1, "sha256": ""}}), "files beside it", ANOTHER),
     ("of a file without a size", forge(files={".metadata": 7}), "must give size and SHA-256", ANOTHER),
     ("of a step below 0", forge(step=-5), "must be from 0 to", ANOTHER),
     ("of an endless step", forge(adam_steps=10**30), "must be from 0 to", ANOTHER),
-    ("whose manifest is a pipe", pipe(f"{STEP}/manifest.json"), "is no file to read but something else", ANOTHER),
+    ("whose manifest is a pipe", pipe(f"{STEP}/manifest.json"), "is not a regular file", ANOTHER),
     ("whose file holds other things than tensors", forge(write(f"{STEP}/__0_0.distcp", b"x" * 100_000)),
-     "holds other tensors than its index says", ANOTHER)]}
+     "does not hold what its index says", ANOTHER)]}
 
 CHECKPOINTS = [Bad(f"--load a checkpoint {what}", "train.py", f"--load {STEP}", *damage)
                for what, damage in DAMAGES.items()]
@@ -247,8 +247,8 @@ CHECKPOINTS += [Bad(what, "train.py", flags, says, spoil) for what, flags, spoil
     ("--load a folder that is not there", "--load nowhere", leave, "there is no folder nowhere to load from",
      "give a checkpoint or the folder of a run"),
     ("--load a file", "--load data/meta.json", leave, "there is no folder data/meta.json to load from"),
-    ("--load a corpus", "--load data", leave, "data is not a whole checkpoint", ANOTHER),
-    ("--load a run without a sound checkpoint", "--load run", flip(f"{STEP}/__0_0.distcp"), "holds no sound checkpoint",
+    ("--load a corpus", "--load data", leave, "data is not a complete checkpoint", ANOTHER),
+    ("--load a run without a sound checkpoint", "--load run", flip(f"{STEP}/__0_0.distcp"), "holds no intact checkpoint",
      "give another one"),
     ("--load a narrower model", f"--load {STEP} --hidden-size 32", leave, "hidden-size 16, but this run has 32",
      "give the same again"),
@@ -332,7 +332,7 @@ def sound(forks, tmp_path_factory):
 
 @pytest.mark.parametrize("command, flags, processes, says", [
     ("train.py", "--help", 4, "usage: train.py"), ("data/prepare.py", "--verify data", 1, "data is as it was prepared"),
-    ("nanodomino.checkpoint", f"verify {STEP}", 1, "is sound: step 2"),
+    ("nanodomino.checkpoint", f"verify {STEP}", 1, "is intact: step 2"),
     ("nanodomino.generate", "--load run --max-tokens 3 --prompt def", 1, "def")], ids=lambda value: str(value)[:20])
 def test_good_input_ends_with_code_0_and_is_answered_once(forks, sound, command, flags, processes, says):
     """Without this, the table would also pass if everything were refused. Of many ranks one answers."""

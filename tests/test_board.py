@@ -14,7 +14,7 @@ from test_faults import fill
 
 import nanodomino.run.tensorboard
 import train
-from nanodomino.checkpoint.manifest import checkpoints_of, discard
+from nanodomino.checkpoint.folders import checkpoints_of, delete_checkpoint
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
 from nanodomino.run.command_line import from_command_line
@@ -61,7 +61,7 @@ def test_a_run_that_goes_on_leaves_no_stale_and_no_double_points(pool, tmp_path,
     make_corpus(tmp_path)
     run, length = tmp_path / "run", ("--save-interval", 2, "--eval-interval", 2)
     start(pool, tmp_path, "--run-dir", run, "--train-iters", 5, *length, "--tensorboard-dir", os.path.relpath(tmp_path / "board"))
-    discard(checkpoints_of(run)[0])
+    delete_checkpoint(checkpoints_of(run)[0])
     assert saved(run) == [4, 2] and shown(tmp_path / "board")["test_loss"][0][0] == 5
     for iterations, test in ((8, 8), (10, 10), (10, 10)):
         start(pool, tmp_path, "--run-dir", run, "--train-iters", iterations, "--lr", 0.001 * iterations)

@@ -22,12 +22,13 @@ from reference import full_shapes
 
 import train
 from nanodomino.checkpoint.export import export
+from nanodomino.checkpoint.folders import checkpoints_of, newest_intact_checkpoint
 from nanodomino.checkpoint.load import load_weights, restore
-from nanodomino.checkpoint.manifest import (FORMAT, check_settings, checkpoints_of, file_digest, manifest_text,
-                                            newest_sound, read_manifest, verify)
-from nanodomino.checkpoint.safe_load import CarefulReader
-from nanodomino.checkpoint.save import Saver, host_memory
-from nanodomino.checkpoint.shards import named_pieces, rectangles
+from nanodomino.checkpoint.manifest import FORMAT, file_digest, manifest_text, read_manifest, verify
+from nanodomino.checkpoint.safe_load import SafeReader
+from nanodomino.checkpoint.save import Saver, allocate_host_copies
+from nanodomino.checkpoint.shards import boxes_of_range, local_boxes
+from nanodomino.config.records import check_settings
 from nanodomino.errors import UserError
 from nanodomino.generate.sampling import generate
 
@@ -124,7 +125,7 @@ def test_rectangles_are_a_range_of_a_flat_tensor_number_by_number(shape):
     """Every range of it: in order, none left out, none twice, at most three of a matrix, one of a vector, five of three dimensions."""
     numbers = torch.arange(torch.Size(shape).numel())
     for begin, end in product(range(len(numbers) + 1), repeat=2):
-        found = rectangles(begin, end, shape) if begin <= end else []
+        found = boxes_of_range(begin, end, shape) if begin <= end else []
         inside = [numbers.view(shape)[tuple(slice(first, first + size) for first, size in zip(*one))] for one in found]
         assert [piece.shape for piece in inside] == [sizes for _, sizes in found]
         assert torch.cat([numbers[:0], *(piece.flatten() for piece in inside)]).tolist() == list(range(begin, end))
@@ -134,9 +135,9 @@ def test_rectangles_are_a_range_of_a_flat_tensor_number_by_number(shape):
 def shares(config):
     """Of this rank: {name: [(where, shape)]} that it saves and that it reads, bytes that it copies, and the blocks of memory they lie in."""
     mesh, model, optimizer, _ = build(config)
-    host = host_memory(optimizer, mesh)
+    host = allocate_host_copies(optimizer, mesh)
     own = [(bucket, "weight", bucket.own_offset, bucket.master) for bucket in optimizer.buckets]
-    saves, reads = ({name: [(where, tuple(piece.shape)) for where, piece in one.pieces.items()] for name, one in named_pieces(model, mesh, ranges).items()}
+    saves, reads = ({name: [(where, tuple(piece.shape)) for where, piece in one.boxes.items()] for name, one in local_boxes(model, mesh, ranges).items()}
                     for ranges in (host, own))
     blocks = {flat.untyped_storage().data_ptr(): flat.untyped_storage().nbytes() for *_, flat in host}
     held = sum(len(bucket.weights) for bucket in optimizer.buckets if mesh.is_first_stage or not bucket.kind.tied)
@@ -200,7 +201,7 @@ def memory_written(config, folder):
         patch.setattr(torch, "save", watched)
         saver.save(1, model, optimizer, config)
         saver.wait()
-    pieces = [piece for one in named_pieces(model, mesh, saver.host).values() for piece in one.pieces.values()]
+    pieces = [piece for one in local_boxes(model, mesh, saver.copies).values() for piece in one.boxes.values()]
     return sorted(written), sorted((piece.data_ptr(), piece.nbytes) for piece in pieces)
 
 
@@ -253,7 +254,7 @@ def saved(pool, tmp_path_factory):
 def test_names_say_nothing_of_ranks_and_a_tied_matrix_is_saved_once(saved):
     """First and last stage both hold it, and would write it twice."""
     run_dir, _, config = saved
-    names = CarefulReader(checkpoints_of(run_dir)[0]).read_metadata().state_dict_metadata
+    names = SafeReader(checkpoints_of(run_dir)[0]).read_metadata().state_dict_metadata
     assert {name: tuple(record.size) for name, record in names.items()} == {
         f"{part}.{name}": tuple(shape) for part in ("weight", "exp_avg", "exp_avg_sq") for name, shape in full_shapes(sizes_of(config)).items()}
 
@@ -333,7 +334,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used_and_the_damage_named(saved,
     else:
         (newest / "manifest.json").write_text("")
     said = []
-    assert newest_sound(run_dir, said.append) == before
+    assert newest_intact_checkpoint(run_dir, said.append) == before
     assert len(said) == 1 and newest.name in said[0]
 
 
@@ -363,11 +364,11 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason_and_the_checkpoint_
         monkeypatch.setattr("builtins.open", play)
         monkeypatch.setattr(io, "open", play)
     said = []
-    assert newest_sound(run_dir, said.append) == before
+    assert newest_intact_checkpoint(run_dir, said.append) == before
     if path.is_file() or name == "manifest.json":
         assert len(said) == 1 and name in said[0] and "can't be read" in said[0] and reason in said[0], said
     else:
-        assert said == [f"warning: {path} is no file but a folder, a device or a link to nowhere; use another checkpoint; going back to the one before"]
+        assert said == [f"warning: {path} is a folder, a device or a broken link, not a file; use another checkpoint; trying the previous checkpoint"]
 
 
 def test_a_folder_that_was_being_written_is_no_checkpoint(saved, tmp_path):
@@ -396,7 +397,7 @@ def test_no_program_in_a_checkpoint_is_run(saved, tmp_path, index):
     (folder / "manifest.json").write_text(manifest_text(manifest))
     verify(folder)
     with pytest.raises(UserError, match="index refers to"):
-        CarefulReader(folder).read_metadata()
+        SafeReader(folder).read_metadata()
     assert not WITNESS.exists()
 
 
@@ -482,7 +483,7 @@ def save_on_full_disks(config, folder):
     sizes = [(folder / "checkpoints" / "step-00000001" / name).stat().st_size for name in ("__0_0.distcp", ".metadata", "manifest.json")]
     for free in (0, 1, sizes[0] // 2, sizes[0] - 1, sizes[0], sizes[0] + sizes[1] - 1, sum(sizes[:2]), sum(sizes) - sizes[2] // 2, sum(sizes) - 1, sum(sizes)):
         failure = save(2, free)
-        told.append((free, failure, newest_sound(folder), checkpoints_of(folder)))
+        told.append((free, failure, newest_intact_checkpoint(folder), checkpoints_of(folder)))
     return told
 
 
@@ -566,7 +567,7 @@ def test_a_manifest_says_counts_that_can_be(tmp_path, name):
     """Older ones know nothing of skipped steps, which then begin at 0."""
     folder = forged(tmp_path / "step-00000003", 3)
     assert (verify(folder)["step"], verify(folder)["skipped_in_a_row"]) == (3, 0)
-    for count, words in ((-1, "must be from 0 to"), (10**30, "must be from 0 to"), (True, "must be from 0 to"), ("two", f"does not say {name}"), (1.5, f"does not say {name}")):
+    for count, words in ((-1, "must be from 0 to"), (10**30, "must be from 0 to"), (True, "must be from 0 to"), ("two", f"lacks {name}"), (1.5, f"lacks {name}")):
         (folder / "manifest.json").write_text(manifest_text(read_manifest(forged(tmp_path / f"{count}" / "step-00000003", 3)) | {name: count}))
         with pytest.raises(UserError, match=words):
             verify(folder)
@@ -579,14 +580,14 @@ def test_only_the_names_that_we_give_are_looked_for(tmp_path):
                        (7, "step-0000000007"), (7, "step-7"), (7, "step-00000007\n"), (7, "step-0000000\u0667")]:
         forged(tmp_path / "checkpoints" / name, step)
     assert [folder.name for folder in checkpoints_of(tmp_path)] == names[::-1]
-    assert newest_sound(tmp_path).name == "step-100000000"
+    assert newest_intact_checkpoint(tmp_path).name == "step-100000000"
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path):
     """Its weights would be taken for those of a later step; under a name of its owner's it may be loaded."""
     forged(tmp_path / "checkpoints" / "step-00000009", 5)
     before, said = forged(tmp_path / "checkpoints" / "step-00000004", 4), []
-    assert newest_sound(tmp_path, said.append) == before and "holds a checkpoint of step 5, which is not what its name says" in said[0]
+    assert newest_intact_checkpoint(tmp_path, said.append) == before and "holds the checkpoint of step 5, but its name says another step" in said[0]
     assert verify(forged(tmp_path / "step-00000009-mine", 5))["step"] == 5
 
 
@@ -598,8 +599,8 @@ def test_a_folder_that_cannot_be_looked_into_is_not_taken_for_an_empty_one(tmp_p
     forged(tmp_path / "checkpoints" / "step-00000009", 9)
     monkeypatch.setattr(Path, "iterdir", refused)
     monkeypatch.setattr(os, "scandir", refused)
-    with pytest.raises(UserError, match="checkpoints can't be read .Permission denied.; mend that"):
-        newest_sound(tmp_path)
+    with pytest.raises(UserError, match="checkpoints can't be read .Permission denied.; fix that"):
+        newest_intact_checkpoint(tmp_path)
 
 
 def test_what_a_user_has_put_beside_the_checkpoints_is_never_deleted(pool, tmp_path):
@@ -613,7 +614,7 @@ def test_what_a_user_has_put_beside_the_checkpoints_is_never_deleted(pool, tmp_p
 def save_after(config, folder, after, steps, keep_last):
     """Checkpoints of these (step, how many were skipped) by a run that goes on after step `after`."""
     mesh, model, optimizer, _ = build(config)
-    saver = Saver(Path(folder), mesh, keep_last, after=after)
+    saver = Saver(Path(folder), mesh, keep_last, resumed_from=after)
     for step, skipped in steps:
         optimizer.skipped_in_a_row = skipped
         saver.save(step, model, optimizer, config)

@@ -27,7 +27,7 @@ from test_bench import listen_to_interrupts
 
 from bench import QUESTIONS
 from benchmarks import common
-from nanodomino.checkpoint.manifest import checkpoints_of
+from nanodomino.checkpoint.folders import checkpoints_of
 from nanodomino.run import failure
 
 PATIENCE = 120           # seconds for any command here; they take one to five if the machine has no other work
@@ -89,7 +89,7 @@ def losses(run_dir: Path) -> list[float]:
     ("nanodomino.checkpoint", "--help", ["usage: python -m nanodomino.checkpoint", "verify", "export", "every byte"]),
     ("nanodomino.huggingface", "--help", ["usage: python -m nanodomino.huggingface", "import", "export", "folder that Transformers loads"]),
     ("nanodomino.checkpoint", "verify --help", ["verify [-h] DIR", "folder of a run"]),
-    ("nanodomino.checkpoint", "export --help", ["export [-h] DIR OUT", "newest sound one", "the file to write"]),
+    ("nanodomino.checkpoint", "export --help", ["export [-h] DIR OUT", "newest intact one", "the file to write"]),
     ("data/prepare.py", "--help", ["usage: python data/prepare.py", "--input TEXT", "end-of-text", "--overwrite"]),
     ("nanodomino.timeline", "--help", ["usage: python -m nanodomino.timeline", "the SVG to write"]),
     ("nanodomino.generate", "--help", ["usage: python -m nanodomino.generate", "0 takes the likeliest"]),
@@ -136,7 +136,7 @@ def test_words_go_through_until_the_reader_has_gone(trained):
     first = process.stdout.readline()
     process.stdout.close()
     err = process.stderr.read()
-    assert process.wait(PATIENCE) == 0 and err == "" and "step-00000006 is sound" in first
+    assert process.wait(PATIENCE) == 0 and err == "" and "step-00000006 is intact" in first
 
 
 @pytest.mark.exhaustive
@@ -206,11 +206,11 @@ def test_verify_looks_at_every_checkpoint_of_a_run(trained, tmp_path):
     code, out, err = end(start(trained, "-m nanodomino.checkpoint", "verify", "run"))
     assert (code, err) == (0, "")
     assert [line.split(",")[0] for line in out.splitlines()] == [
-        f"run/checkpoints/step-0000000{step} is sound: step {step}" for step in (6, 4, 2)]
+        f"run/checkpoints/step-0000000{step} is intact: step {step}" for step in (6, 4, 2)]
     damaged_run(trained, tmp_path)
     code, out, err = end(start(tmp_path, "-m nanodomino.checkpoint", "verify", "run"))
     assert code == 2 and [line.split(":")[0] for line in out.splitlines()] == [
-        f"run/checkpoints/step-0000000{step} is sound" for step in (4, 2)]
+        f"run/checkpoints/step-0000000{step} is intact" for step in (4, 2)]
     assert err.count("\n") == 1 and err.startswith("error: run/checkpoints/step-00000006/__0_0.distcp should have")
 
 
@@ -218,11 +218,11 @@ def test_verify_looks_at_every_checkpoint_of_a_run(trained, tmp_path):
 def test_verify_says_of_a_run_without_checkpoints_that_there_is_nothing(tmp_path):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     code, out, err = end(start(tmp_path, "-m nanodomino.checkpoint", "verify", "run"))
-    assert (code, out) == (2, "") and err == "error: this run has no checkpoint yet; give the folder of another one\n"
+    assert (code, out) == (2, "") and err == "error: this run has no checkpoint yet; give the folder of another run\n"
 
 
 @pytest.mark.exhaustive
-def test_export_takes_the_newest_sound_checkpoint_of_a_run_and_says_which(trained, tmp_path):
+def test_export_takes_the_newest_intact_checkpoint_of_a_run_and_says_which(trained, tmp_path):
     damaged_run(trained, tmp_path)
     code, out, err = end(start(tmp_path, "-m nanodomino.checkpoint", "export", "run", "run.pt"))
     warning, told = out.splitlines()

@@ -17,7 +17,8 @@ from starts import lines, saved, start, start_rank
 from test_bad_input import needs_proc
 
 import train
-from nanodomino.checkpoint.manifest import checkpoints_of, verify
+from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.manifest import verify
 from nanodomino.run.folder import numbered_folder
 
 pytestmark = needs_proc

@@ -18,9 +18,10 @@ from faults import make_corpus
 from harness import FixedData, build, difference, train_steps, whole
 from starts import lines, start_rank
 
-from nanodomino.checkpoint.load import load_weights, read_alone
-from nanodomino.checkpoint.manifest import checkpoints_of, read_manifest, verify
-from nanodomino.checkpoint.safe_load import CarefulReader
+from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.load import load_weights, read_single_process
+from nanodomino.checkpoint.manifest import read_manifest, verify
+from nanodomino.checkpoint.safe_load import SafeReader
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
@@ -130,9 +131,9 @@ def config_of(checkpoint: Path) -> Config:
 def weights_of(checkpoint: Path) -> dict:
     """Every tensor of a checkpoint by its global name, the vocabulary's without padding."""
     config = config_of(checkpoint)
-    index = CarefulReader(checkpoint).read_metadata().state_dict_metadata
+    index = SafeReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(record.size, dtype=record.properties.dtype) for name, record in index.items() if name.startswith("weight.")}
-    read_alone(tensors, CarefulReader(checkpoint))
+    read_single_process(tensors, SafeReader(checkpoint))
     vocabulary = ("embedding.word_embeddings", "output_layer")
     return {name: tensor[:config.vocab_size] if any(one in name for one in vocabulary) else tensor for name, tensor in tensors.items()}
 
@@ -261,7 +262,7 @@ def test_the_paddings_rows_are_zeros(saved, tmp_path):
     """They are no words: nothing is said of them, and nothing exported."""
     import_model(saved("gpt2")[1], tmp_path / "one")
     words = {"weight.embedding.word_embeddings.weight": torch.empty(384, 48, dtype=torch.float64)}
-    read_alone(words, CarefulReader(tmp_path / "one"))
+    read_single_process(words, SafeReader(tmp_path / "one"))
     (words,) = words.values()
     assert not words[VOCABULARY:].any() and words[:VOCABULARY].any(dim=1).all()
 

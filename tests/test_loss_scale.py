@@ -12,7 +12,8 @@ from starts import lines, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from nanodomino.checkpoint.manifest import checkpoints_of, read_manifest
+from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.layers.cross_entropy import exponentials_of_rows, maximum_and_sum_of_rows
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.optim.loss_scale import LossScale, is_valid_state

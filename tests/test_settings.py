@@ -13,13 +13,14 @@ from starts import lines, saved, start
 
 import train
 from data.prepare import prepare
+from nanodomino.checkpoint.folders import checkpoints_of, recorded_settings
 from nanodomino.checkpoint.load import restore
-from nanodomino.checkpoint.manifest import check_settings, checkpoints_of, newest_record, verify
+from nanodomino.checkpoint.manifest import verify
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.flags import markdown
-from nanodomino.config.records import check_record, from_record
+from nanodomino.config.records import check_record, check_settings, from_record
 from nanodomino.config.setting import EFFECTS, check_values, flag_name, flag_settings, setting
 from nanodomino.errors import UserError
 from nanodomino.run.command_line import command_line_parser, from_command_line
@@ -152,7 +153,7 @@ def test_a_change_is_refused_where_it_would_make_it_another_run_and_honoured_els
     """One by one each setting, those to come included, by its role and by what the start goes on from."""
     monkeypatch.setattr("nanodomino.run.folder.lock_folder", lambda run_dir: None)              # which this process would keep
     for folder, roles, asked in origins.values():
-        config = dataclasses.replace(from_record(newest_record(folder), folder), **asked)
+        config = dataclasses.replace(from_record(recorded_settings(folder), folder), **asked)
         other = dataclasses.replace(config, **{one.name: changed(one, getattr(config, one.name))})
         open_run(config, LaunchInfo())
         if one.metadata["affects"] in roles:
@@ -204,7 +205,7 @@ def test_a_file_that_is_no_settings_is_refused_in_a_sentence(tmp_path, text, wor
 # ---- what was made before a setting was there
 
 def test_a_record_that_does_not_know_a_setting_means_what_was_the_only_way_then():
-    record = newest_record(OLD_RUN)
+    record = recorded_settings(OLD_RUN)
     assert not {"optimizer", "normalization", "virtual_stages"} & record.keys(), "else it is no longer an old one"
     config = from_record(record, OLD_RUN)
     assert (config.optimizer, config.normalization, config.virtual_stages) == ("adamw", "LayerNorm", 1)
@@ -223,9 +224,9 @@ def test_a_run_of_an_older_version_goes_on(tmp_path):
     """A new setting must not refuse every checkpoint that was made without it."""
     run = shutil.copytree(OLD_RUN, tmp_path / "run")
     verify(checkpoints_of(run)[0])
-    config = dataclasses.replace(settled("--run-dir", run), data_sha256=newest_record(run)["data_sha256"])
+    config = dataclasses.replace(settled("--run-dir", run), data_sha256=recorded_settings(run)["data_sha256"])
     found = open_run(config, LaunchInfo())
-    assert found.checkpoint == checkpoints_of(run)[0] and not found.weights_alone
+    assert found.checkpoint == checkpoints_of(run)[0] and not found.weights_only
     assert config.num_layers == 1 and config.train_iters == 3
 
 
@@ -238,7 +239,7 @@ def restore_rank(config, folder):
 
 def test_an_older_checkpoint_still_holds_the_optimizers_state(pool):
     """In which each tensor is one piece; two replicas read of it what each owns."""
-    alone = dataclasses.replace(from_record(newest_record(OLD_RUN), OLD_RUN), train_iters=5)
+    alone = dataclasses.replace(from_record(recorded_settings(OLD_RUN), OLD_RUN), train_iters=5)
     found = {}
     for dp in (1, 2):
         config = dataclasses.replace(alone, data_parallel_size=dp, world_size=dp)
@@ -264,7 +265,7 @@ def test_load_brings_the_model_along_and_finetune_nothing_else(tmp_path):
     with pytest.raises(UserError, match="optimizer adamw, but this run has lion"):
         open_run(settled(*lion), LaunchInfo())
     found = open_run(settled(*lion[:-1], tmp_path / "c", "--finetune"), LaunchInfo())
-    assert found.weights_alone and found.checkpoint == checkpoints_of(OLD_RUN)[0]
+    assert found.weights_only and found.checkpoint == checkpoints_of(OLD_RUN)[0]
 
 
 def test_finetune_without_load_is_refused():
@@ -295,7 +296,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_from_wha
     run, config = begun("--load", OLD_RUN, "--finetune", "--lr", 0.5)
     again = settled("--run-dir", run, "--load", OLD_RUN, "--finetune")
     found = open_run(again, LaunchInfo())
-    assert found.checkpoint == checkpoints_of(OLD_RUN)[0] and found.weights_alone
+    assert found.checkpoint == checkpoints_of(OLD_RUN)[0] and found.weights_only
     assert (again.num_layers, again.lr) == (1, 0.5) and again == config
 
 
@@ -314,7 +315,7 @@ def finetune_rank(config, folder, weights):
     losses = []
     for anew in (False, True):
         mesh, model, optimizer, stage = build(config, weights if anew else None)
-        step = 0 if anew else restore(checkpoints_of(Path(folder))[0], model, optimizer, mesh, weights_alone=True)
+        step = 0 if anew else restore(checkpoints_of(Path(folder))[0], model, optimizer, mesh, weights_only=True)
         assert step == optimizer.updates == optimizer.skipped_in_a_row == 0
         losses.append([train.train_step(step, stage, optimizer, random_data(config, 3, seed=1), config, mesh).loss for step in (1, 2, 3)])
     return losses

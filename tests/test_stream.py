@@ -13,7 +13,7 @@ from side_by_side import masks_of
 
 import train
 from nanodomino.checkpoint import load, save
-from nanodomino.checkpoint.manifest import newest_sound
+from nanodomino.checkpoint.folders import newest_intact_checkpoint
 from nanodomino.comm.trace import Trace
 from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
@@ -135,7 +135,7 @@ def stopped_rank(configs, weights, data, folder):
     saver.wait()
     assert saver.failure() is None
     mesh, model, optimizer, stage = build(second)
-    load.restore(newest_sound(folder), model, optimizer, mesh)
+    load.restore(newest_intact_checkpoint(folder), model, optimizer, mesh)
     after = train_steps((mesh, model, optimizer, stage), second, data, range(2, 3))
     after.losses[:0] = before.losses
     return after

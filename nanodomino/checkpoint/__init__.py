@@ -1,6 +1,16 @@
-"""Saves checkpoints that any layout can resume from, and that are either complete or not there.
+"""Checkpoints that any layout can load, and that are either complete or absent.
 
-Read shards.py (the rectangles of a tensor that a rank holds), save.py, load.py, manifest.py (size and SHA-256 of
-each file), safe_load.py (reads an index without running code from it), export.py (one file of plain weights).
-`python -m nanodomino.checkpoint` lists, verifies and exports them.
+    runs/nano-001/checkpoints/step-00000100/
+        manifest.json        step, counters, settings, size and SHA-256 of every other file; written last
+        .metadata            the index of torch.distributed.checkpoint: which file holds which box of which tensor
+        __0_0.distcp ...     the tensors that rank 0 wrote, ...
+
+    shards.py                which boxes of the full tensors a rank holds: why any layout can load any checkpoint
+    save.py                  each rank writes its share in the background; renaming the folder completes the checkpoint
+    load.py, safe_load.py    fill a model and an optimizer; run no program that a checkpoint might contain
+    manifest.py, folders.py  find damage; find the newest intact checkpoint of a run
+    export.py                one plain torch file with the full weights
+
+The data order, the dropout masks and the learning rate are functions of (seed, step), so they need no saving: weights,
+optimizer state and a few counters are enough to resume with the same bits.
 """

@@ -1,14 +1,19 @@
+"""Verify or export checkpoints of any layout, in one process without a GPU.
+
+    python -m nanodomino.checkpoint verify DIR        check every byte of a checkpoint, or of all checkpoints of a run
+    python -m nanodomino.checkpoint export DIR OUT    write one plain torch file of full tensors, {name: tensor}
+"""
+
 import argparse
 import sys
 from pathlib import Path
 
 from nanodomino.checkpoint.export import export
-from nanodomino.checkpoint.manifest import checkpoints_of, find_checkpoint, verify
+from nanodomino.checkpoint.folders import checkpoints_of, find_checkpoint
+from nanodomino.checkpoint.manifest import verify
 from nanodomino.config.terminal import run_command
 from nanodomino.errors import UserError, require
 
-
-# ---- the command line
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -18,13 +23,13 @@ class Parser(argparse.ArgumentParser):
 
 def command_line() -> Parser:
     parser = Parser("python -m nanodomino.checkpoint", allow_abbrev=False,
-                    description="Look at checkpoints, whatever layout wrote them, on one process without a GPU.")
+                    description="Verify or export checkpoints of any layout, in one process without a GPU.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="verify | export")
-    for name, does, folder in [
+    for name, action, folder in [
             ("verify", "check every byte", "a checkpoint, or the folder of a run: all its checkpoints, newest first"),
-            ("export", "write one plain torch file of whole tensors, {name: tensor}",
-             "a checkpoint, or the folder of a run: its newest sound one")]:
-        command = commands.add_parser(name, help=does, description=f"{does.capitalize()}.", allow_abbrev=False)
+            ("export", "write one plain torch file of full tensors, {name: tensor}",
+             "a checkpoint, or the folder of a run: its newest intact one")]:
+        command = commands.add_parser(name, help=action, description=f"{action.capitalize()}.", allow_abbrev=False)
         command.add_argument("folder", metavar="DIR", type=Path, help=folder)
         if name == "export":
             command.add_argument("out", metavar="OUT", type=Path, help="the file to write; torch.load(OUT) reads it")
@@ -32,29 +37,29 @@ def command_line() -> Parser:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code. Raises UserError."""
+    """Run a command and return its exit code. Raises UserError."""
     flags = command_line().parse_args(arguments)
-    of_run = (flags.folder / "checkpoints").is_dir()
+    is_run = (flags.folder / "checkpoints").is_dir()
     if flags.command == "verify":
-        return verify_all(checkpoints_of(flags.folder) if of_run else [flags.folder])
+        return verify_all(checkpoints_of(flags.folder) if is_run else [flags.folder])
     try:
-        folder = find_checkpoint(flags.folder) if of_run else flags.folder
+        folder = find_checkpoint(flags.folder) if is_run else flags.folder
         tensors = export(folder, flags.out)
     except OSError as error:
         raise UserError(str(error)) from None
-    print(f"{flags.out}: {len(tensors)} tensors, {sum(tensor.numel() for tensor in tensors.values()):,} numbers, of "
-          f"{folder}")
+    print(f"{flags.out}: {len(tensors)} tensors with {sum(tensor.numel() for tensor in tensors.values()):,} elements "
+          f"from {folder}")
     return 0
 
 
 def verify_all(folders: list[Path]) -> int:
-    """A line for each checkpoint; the exit code, 2 if one is damaged. Raises UserError if there is none."""
-    require(folders, "this run has no checkpoint yet; give the folder of another one")
+    """Print a line for each checkpoint. Return the exit code: 2 if one is damaged. Raises UserError if there is none."""
+    require(folders, "this run has no checkpoint yet; give the folder of another run")
     code = 0
     for folder in folders:
         try:
             manifest = verify(folder)
-            print(f"{folder} is sound: step {manifest['step']}, {len(manifest['files'])} files, "
+            print(f"{folder} is intact: step {manifest['step']}, {len(manifest['files'])} files, "
                   f"{sum(file['size'] for file in manifest['files'].values()):,} bytes", flush=True)
         except (UserError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)

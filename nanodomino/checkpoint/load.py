@@ -1,60 +1,65 @@
+"""Fill a model and an optimizer of any layout from a checkpoint.
+
+Each rank reads the part of every parameter that it owns, straight into place: under ZeRO 1/dp of what it holds. Then the
+replicas all-gather the weights, exactly as after each step.
+"""
+
 import warnings
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 
 from nanodomino.checkpoint.manifest import read_manifest
-from nanodomino.checkpoint.safe_load import CarefulReader
-from nanodomino.checkpoint.shards import Pieces, named_pieces
+from nanodomino.checkpoint.safe_load import SafeReader
+from nanodomino.checkpoint.shards import BucketRange, LocalBoxes, local_boxes
 from nanodomino.errors import UserError, require
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.zero import ZeroOptimizer
 
 
-def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weights_alone=False) -> int:
-    """Fill the model and the optimizer of any layout from a checkpoint; returns its step. Each rank reads what it owns,
-    straight into its place; then the replicas gather the weights. All ranks call it together.
-    weights_alone: a new optimizer at step 0, which has seen nothing yet."""
+def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weights_only=False) -> int:
+    """Fill the model and the optimizer; return the checkpoint's step. All ranks must call it together.
+    weights_only: leave the optimizer as it is, and return step 0. Raises UserError."""
     manifest = read_manifest(folder)
-    if not weights_alone:
+    if not weights_only:
         optimizer.updates, optimizer.skipped_in_a_row = manifest["adam_steps"], manifest["skipped_in_a_row"]
         optimizer.loss_scale.restore(manifest["loss_scale"])
-    parts = optimizer.state_names if optimizer.updates else ("weight",)
-    own = [(bucket, part, bucket.own_offset, optimizer.allocate_own_state(bucket, part))
-           for bucket in optimizer.buckets for part in parts]
-    read(named_pieces(model, mesh, own), folder)
+    states = optimizer.state_names if optimizer.updates else ("weight",)
+    own = [BucketRange(bucket, state, bucket.own_offset, optimizer.allocate_own_state(bucket, state))
+           for bucket in optimizer.buckets for state in states]
+    read_tensors(local_boxes(model, mesh, own), folder)
     optimizer.gather_weights()
-    return 0 if weights_alone else manifest["step"]
+    return 0 if weights_only else manifest["step"]
 
 
-# ---- reading without running
+def load_weights(folder: Path, model: GPT, mesh: Mesh):
+    """Fill a model of any layout, without an optimizer. Raises UserError."""
+    tensors = {}
+    for name, weight in model.named_parameters():
+        tensors[f"weight.{name}"] = LocalBoxes.of(weight, mesh)
+        tensors[f"weight.{name}"].add(weight.detach().view(-1))
+    read_tensors(tensors, folder)
 
-def read(tensors: dict, folder: Path):
-    """Fill the tensors from a checkpoint. Raises UserError; dcp.load would tell the same in a traceback per rank."""
-    known = CarefulReader(folder).read_metadata().state_dict_metadata
+
+def read_tensors(tensors: dict, folder: Path):
+    """Fill {name: tensor} from a checkpoint; all ranks call it together.
+    Raises UserError, where dcp.load would print a traceback per rank."""
+    reader = SafeReader(folder)
+    known = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         require(name in known and known[name].size == tensor.size(),
                 f"{folder} lacks {name} of shape {tuple(tensor.size())}; use another checkpoint")
     try:
-        dcp.load(tensors, storage_reader=CarefulReader(folder))
-    except dcp.CheckpointException as error:                   # of any rank, told to all: files that fit their
-        rank, (first, _) = next(iter(error.failures.items()))  # checksums, and not the index
-        raise UserError(f"{folder} holds other tensors than its index says (rank {rank}: {type(first).__name__}: "
+        dcp.load(tensors, storage_reader=reader)
+    except dcp.CheckpointException as error:                   # raised on all ranks: a file has the right checksum, but
+        rank, (first, _) = next(iter(error.failures.items()))  # not the tensors that the index promises
+        raise UserError(f"{folder} does not hold what its index says (rank {rank}: {type(first).__name__}: "
                         f"{str(first).splitlines()[0] if str(first) else ''}); use another checkpoint") from None
 
 
-def read_alone(tensors: dict, reader: CarefulReader):
-    """Fill whole tensors on one process, without a group."""
+def read_single_process(tensors: dict, reader: SafeReader):
+    """Fill {name: full tensor} from a checkpoint in a process without a process group."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")                        # dcp warns that there is no process group
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-
-
-def load_weights(folder: Path, model: GPT, mesh: Mesh):
-    """Fill a model of any layout, without an optimizer."""
-    tensors = {}
-    for name, weight in model.named_parameters():
-        tensors[f"weight.{name}"] = Pieces.of(weight, mesh)
-        tensors[f"weight.{name}"].add(weight.detach().view(-1))
-    read(tensors, folder)

@@ -1,39 +1,57 @@
+"""Read a checkpoint without running any program that it might contain.
+
+The index of torch.distributed.checkpoint (.metadata) is a pickle, and pickle.load calls whatever function a pickle
+names. RestrictedUnpickler knows the record types of the index and refuses everything else. The tensors themselves are
+safe already: torch's reader loads them with weights_only=True.
+"""
+
 import pickle
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from nanodomino.checkpoint.manifest import require_plain_file
 from nanodomino.config.presets import DTYPES
 from nanodomino.errors import UserError, require
 
 
-class CarefulReader(dcp.FileSystemReader):
-    """torch's reader, with an index that is data and not a program
-    (pickle.load would run what a stranger wrote into it)."""
+def require_regular_file(path: Path):
+    """Raise UserError for a pipe or a device, which could block or never end. Opening a folder or a missing file fails
+    by itself."""
+    require(path.is_file() or path.is_dir() or not path.exists(),
+            f"{path} is not a regular file; use another checkpoint")
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch's reader, but its index is read by RestrictedUnpickler, and only once."""
+    index = None
 
     def read_metadata(self, *args, **kwargs):
-        path = Path(self.path) / ".metadata"
-        try:
-            require_plain_file(path)
-            with open(path, "rb") as file:
-                metadata = CarefulUnpickler(file).load()
-            metadata.storage_meta = metadata.storage_meta or StorageMeta()
-            metadata.storage_meta.load_id = self.load_id
-            return metadata
-        except UserError:
-            raise
-        except Exception as error:                           # bytes that are no pickle can raise anything
-            raise UserError(f"{path} is no index of tensors ({type(error).__name__}: {error}); use another "
-                            "checkpoint") from None
+        if self.index is None:
+            self.index = read_index(Path(self.path) / ".metadata")
+            self.index.storage_meta = self.index.storage_meta or StorageMeta()
+            self.index.storage_meta.load_id = self.load_id
+        return self.index
 
 
-class CarefulUnpickler(pickle._Unpickler):                     # in Python, whose operations can be looked at
-    """Knows the record types that an index of tensors is made of; anything else is refused."""
+def read_index(path: Path):
+    """Return the index of a checkpoint. Raises UserError."""
+    try:
+        require_regular_file(path)
+        with open(path, "rb") as file:
+            return RestrictedUnpickler(file).load()
+    except UserError:
+        raise
+    except Exception as error:                                 # arbitrary bytes can make an unpickler raise anything
+        raise UserError(f"{path} is not an index of tensors ({type(error).__name__}: {error}); use another "
+                        "checkpoint") from None
+
+
+class RestrictedUnpickler(pickle._Unpickler):                  # in Python: C's load_build can't be overridden
+    """An unpickler that knows only the types in an index of torch.distributed.checkpoint."""
     dispatch = dict(pickle._Unpickler.dispatch)
 
-    records = {"torch.distributed.checkpoint.metadata": ("ChunkStorageMetadata", "Metadata", "MetadataIndex",
+    allowed = {"torch.distributed.checkpoint.metadata": ("ChunkStorageMetadata", "Metadata", "MetadataIndex",
                                                          "StorageMeta", "TensorProperties",
                                                          "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
                "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
@@ -42,13 +60,13 @@ class CarefulUnpickler(pickle._Unpickler):                     # in Python, whos
                "pathlib": ("PosixPath",), "pathlib._local": ("PosixPath",)}
 
     def find_class(self, module, name):
-        require(name in self.records.get(module, ()),
-                f"the checkpoint's index refers to {module}.{name}, which no index of nanodomino's "
-                "does; do not use this checkpoint")
+        require(name in self.allowed.get(module, ()),
+                f"the checkpoint's index refers to {module}.{name}, which does not belong in an index; do not use this "
+                "checkpoint")
         return super().find_class(module, name)
 
     def load_build(self):
-        """Fill a record. A type is none: filled, it would be another one for this whole process."""
+        """Set the attributes of a record, but never those of a class or function: they would change this process."""
         require(not isinstance(self.stack[-2], type) and not callable(self.stack[-2]),
                 "the checkpoint's index changes one of torch's own types; do not use this checkpoint")
         super().load_build()

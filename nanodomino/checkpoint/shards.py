@@ -1,22 +1,22 @@
-"""Which rectangles of a whole tensor does a rank have, when it has a range of a flat buffer?
+"""Which boxes of a full tensor does a rank hold, if it owns a range of a flat buffer?
 
-A flat buffer forgets where rows end, so a range of it cuts through a matrix like a page through a text: the end of a
-row, whole rows, the begin of a row. At most three rectangles; of a vector, one.
+torch.distributed.checkpoint stores boxes, each at an offset in a full tensor, and reads any other boxes back, whatever
+rank and layout they belong to. So a rank only has to name its boxes. But a flat buffer does not know where rows end: a
+range of it holds the end of one row of a matrix, some whole rows, and the start of another, at most three boxes:
 
-    numbers 4 .. 20 of a matrix of      . . . . 4 5        rectangles, each (where, how large):
-    four rows of six                    6 7 8 . . .            (0, 4), 1 x 2
-                                        . . . . . .            (1, 0), 2 x 6
-                                        18 19 . . . .          (3, 0), 1 x 2
+    elements 4 .. 19 of a matrix         .  .  .  .  4  5        boxes (offset, size):
+    of four rows and six columns         6  7  8  9 10 11            (0, 4), 1 x 2
+                                        12 13 14 15 16 17            (1, 0), 2 x 6
+                                        18 19  .  .  .  .            (3, 0), 1 x 2
 
-With tensor parallelism that matrix is a shard, which begins somewhere else in the whole one. Where a rank has a part of
-each of several runs of rows (gate and up of a SwiGLU), the whole is stored as [runs, rows, columns], so that a shard is
-one box in it; of three dimensions a range fills at most five boxes.
-torch.distributed.checkpoint stores and reads rectangles at places in whole tensors, whatever rank and layout they come
-from; so that is all that has to be said.
+With tensor parallelism that matrix is a shard, at some offset in the full tensor. gate and up of a SwiGLU are one
+parameter with two runs of rows, and a rank holds rows of both. The full tensor is stored as [runs, rows, columns], which
+makes every shard one box; a range of a three-dimensional tensor fills at most five boxes.
 """
 
 import math
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -27,77 +27,92 @@ from nanodomino.model import GPT
 from nanodomino.optim.buckets import Bucket
 
 
-def rectangles(begin: int, end: int, shape) -> list[tuple[tuple, tuple]]:
-    """The rectangles, or boxes, that the numbers begin .. end of a flattened tensor of this shape fill, in order: of
-    each (where it begins, how large it is)."""
+class Box(NamedTuple):
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+class BucketRange(NamedTuple):
+    """A contiguous range of a flat bucket's weights, or of one of its moments."""
+    bucket: Bucket
+    state: str                  # "weight" or the name of a moment: one of ZeroOptimizer.state_names
+    begin: int                  # in elements from the start of the bucket
+    values: torch.Tensor        # flat
+
+
+def boxes_of_range(begin: int, end: int, shape) -> list[Box]:
+    """The boxes that elements begin .. end - 1 of a flattened tensor of this shape fill, in order."""
     if len(shape) == 1:
-        return [((begin,), (end - begin,))] * (begin < end)
-    inner, found = math.prod(shape[1:]), []
-    cuts = {begin, min(-(-begin // inner) * inner, end), max(end // inner * inner, begin), end}
-    for first, last in pairwise(sorted(cuts)):
-        rows, row = (last - first) // inner, first // inner
-        found += ([((row, *[0] * len(shape[1:])), (rows, *shape[1:]))] if rows else
-                  [((row, *where), (1, *size)) for where, size in
-                   rectangles(first - row * inner, last - row * inner, shape[1:])])
-    return found
+        return [Box((begin,), (end - begin,))] * (begin < end)
+    row_size, boxes = math.prod(shape[1:]), []
+    rows_begin, rows_end = -(-begin // row_size) * row_size, end // row_size * row_size        # of whole rows
+    for first, last in pairwise(sorted({begin, min(rows_begin, end), max(rows_end, begin), end})):
+        row, rows = first // row_size, (last - first) // row_size
+        if rows:
+            boxes.append(Box((row, *[0] * len(shape[1:])), (rows, *shape[1:])))
+        else:
+            boxes += [Box((row, *offset), (1, *size))
+                      for offset, size in boxes_of_range(first - row * row_size, last - row * row_size, shape[1:])]
+    return boxes
 
 
-class Pieces(torch.Tensor):
-    """A whole tensor's size, and what this rank has of it: {where: rectangle}. torch.distributed.checkpoint asks for
-    that through the three methods with underscores, as it asks a DTensor, which can't be more than one rectangle."""
+class LocalBoxes(torch.Tensor):
+    """The boxes of a full tensor that this rank holds: `boxes` {offset in the full tensor: values}.
+
+    It has the size of the full tensor, but memory for one element. torch.distributed.checkpoint asks for the boxes
+    through the three methods with underscores, as it asks a DTensor, which can't have more than one box."""
 
     @classmethod
-    def of(cls, weight, mesh: Mesh) -> "Pieces":
-        """None yet, of a parameter."""
-        shard, cut = list(weight.shape), [dim == weight.shard_dim for dim in range(weight.dim())]
+    def of(cls, weight, mesh: Mesh) -> "LocalBoxes":
+        """No boxes yet, of the full tensor of a parameter."""
+        shape, sharded = list(weight.shape), [dim == weight.shard_dim for dim in range(weight.dim())]
         if weight.partition_stride > 1:
-            shard[:1], cut[:1] = (weight.partition_stride, shard[0] // weight.partition_stride), (False, True)
-        size = [length * (mesh.tp if here else 1) for length, here in zip(shard, cut)]
-        whole = torch.empty(()).expand(size).as_subclass(cls)            # one number, whatever the size
-        whole.shard, whole.pieces = shard, {}
-        whole.corner = [length * mesh.tp_rank if here else 0 for length, here in zip(shard, cut)]
-        return whole
+            shape[:1], sharded[:1] = (weight.partition_stride, shape[0] // weight.partition_stride), (False, True)
+        full_size = [length * (mesh.tp if cut else 1) for length, cut in zip(shape, sharded)]
+        full = torch.empty(()).expand(full_size).as_subclass(cls)
+        full.shard_shape, full.boxes = shape, {}
+        full.shard_offset = [length * mesh.tp_rank if cut else 0 for length, cut in zip(shape, sharded)]
+        return full
 
-    def add(self, flat, begin: int = 0):
-        """The numbers from `begin` on of this rank's shard are `flat`."""
-        for where, sizes in rectangles(begin, begin + len(flat), self.shard):
-            piece, flat = flat[:math.prod(sizes)], flat[math.prod(sizes):]
-            self.pieces[torch.Size(map(sum, zip(self.corner, where)))] = piece.view(sizes)
+    def add(self, values, begin: int = 0):
+        """Add the boxes of flat values, which start at element `begin` of this rank's shard."""
+        for offset, size in boxes_of_range(begin, begin + len(values), self.shard_shape):
+            box, values = values[:math.prod(size)], values[math.prod(size):]
+            self.boxes[torch.Size(map(sum, zip(self.shard_offset, offset)))] = box.view(size)
 
     def __create_chunk_list__(self):
-        return [ChunkStorageMetadata(where, piece.shape) for where, piece in self.pieces.items()]
+        return [ChunkStorageMetadata(offset, box.shape) for offset, box in self.boxes.items()]
 
     def __create_write_items__(self, name, _):
-        return [WriteItem(MetadataIndex(name, where), WriteItemType.SHARD, tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(where, piece.shape), TensorProperties(piece.dtype), self.size()))
-                for where, piece in self.pieces.items()]
+        return [WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(offset, box.shape), TensorProperties(box.dtype), self.size()))
+                for offset, box in self.boxes.items()]
 
     def __get_tensor_shard__(self, index):
-        return self.pieces[index.offset]
+        return self.boxes[index.offset]
 
 
-# ---- tensors under global names
-
-def named_pieces(model: GPT, mesh: Mesh, ranges) -> dict[str, Pieces]:
-    """{'<part>.<global name>': what is there of it}; ranges: (bucket, part, begin, the numbers of it from there on)."""
+def local_boxes(model: GPT, mesh: Mesh, ranges: list[BucketRange]) -> dict[str, LocalBoxes]:
+    """Return {"STATE.GLOBAL_NAME": boxes} of all parameters in some bucket ranges, such as
+    "exp_avg.layers.7.attention.qkv.weight". Global names contain no rank and no stage."""
     names = {weight: name for name, weight in model.named_parameters()}
     found = {}
-    for bucket, part, begin, flat in ranges:
+    for bucket, state, begin, values in ranges:
         for weight in bucket.parameters:
-            first = bucket.offsets[weight]
-            here = flat[max(first - begin, 0):max(first - begin + weight.numel(), 0)]
-            if len(here):
-                pieces = found.setdefault(f"{part}.{names[weight]}", Pieces.of(weight, mesh))
-                pieces.add(here, max(begin - first, 0))
+            start = bucket.offsets[weight]
+            part = values[max(start - begin, 0):max(start - begin + weight.numel(), 0)]
+            if len(part):
+                found.setdefault(f"{state}.{names[weight]}", LocalBoxes.of(weight, mesh)).add(part, max(begin - start, 0))
     return found
 
 
-def to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
-    """Begin and end of what this rank saves of a bucket. It is dealt out over all ranks that hold the same: the
-    replicas, each of which gets what it owns in ZeRO-1, and tp ranks where they are copies. A tied matrix is saved by
-    the first stage."""
-    holders, mine = mesh.dp, mesh.dp_rank
+def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
+    """Return the range (begin, end) of a bucket that this rank saves.
+
+    All ranks that hold the same values share the work: the dp replicas, and also the tp ranks if the bucket is not
+    sharded over them. A replica saves the part that it owns under ZeRO-1. The first stage saves a tied embedding."""
+    holders, index = mesh.dp, mesh.dp_rank
     if not bucket.kind.sharded:
-        holders, mine = holders * mesh.tp, mine * mesh.tp + mesh.tp_rank
+        holders, index = holders * mesh.tp, index * mesh.tp + mesh.tp_rank
     size = len(bucket.weights) if mesh.is_first_stage or not bucket.kind.tied else 0
-    return size * mine // holders, size * (mine + 1) // holders
+    return size * index // holders, size * (index + 1) // holders

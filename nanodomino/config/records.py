@@ -1,6 +1,7 @@
 import dataclasses
 
 from nanodomino.config.config import Config
+from nanodomino.config.setting import flag_settings, names_affecting
 from nanodomino.errors import require
 
 
@@ -30,3 +31,15 @@ def with_legacy_defaults(record: dict, source) -> dict:
 def from_record(record: dict, source) -> Config:
     """The Config of a whole record."""
     return Config(**with_legacy_defaults(record, source) | {"given": tuple(record.get("given", ()))})
+
+
+def check_settings(record: dict, source, config: Config, *roles):
+    """Raise UserError with both values if a setting of these roles differs from the record: it can't change."""
+    saved = from_record(record, source)
+    derived = {setting.name: setting.metadata["derived"] for setting in flag_settings(Config)}
+    # name the setting that was changed, not one derived from it
+    for name in sorted(names_affecting(Config, *roles), key=lambda name: derived.get(name, False)):
+        recorded, asked = getattr(saved, name), getattr(config, name)
+        require(recorded == asked, f"{source} was made with {name.replace('_', '-')} {recorded}, but this run has "
+                f"{asked}; give the same again, or start another run (with --load FOLDER --finetune from its weights, "
+                "if the model is the same)")

@@ -32,8 +32,9 @@ from pathlib import Path
 import tiktoken
 import torch.distributed as dist
 
+from nanodomino.checkpoint.folders import find_checkpoint
 from nanodomino.checkpoint.load import load_weights
-from nanodomino.checkpoint.manifest import find_checkpoint, read_manifest
+from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.records import from_record

@@ -63,7 +63,7 @@ def command_line() -> Parser:
                        help="the checkpoint to write, for --load of train.py and of nanodomino.generate")
     give = commands.add_parser("export", help="make a folder that Transformers loads", allow_abbrev=False)
     give.add_argument("folder", metavar="CHECKPOINT", type=Path,
-                      help="a checkpoint, or the folder of a run (its newest sound one)")
+                      help="a checkpoint, or the folder of a run (its newest intact one)")
     give.add_argument("out", metavar="DIR", type=Path, help="the folder to write, for from_pretrained")
     give.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the run's, or what was imported)")
     give.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file (default 5GB)")

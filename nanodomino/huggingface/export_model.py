@@ -3,9 +3,10 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.load import read_alone
-from nanodomino.checkpoint.manifest import find_checkpoint, read_manifest
-from nanodomino.checkpoint.safe_load import CarefulReader
+from nanodomino.checkpoint.folders import find_checkpoint
+from nanodomino.checkpoint.load import read_single_process
+from nanodomino.checkpoint.manifest import read_manifest
+from nanodomino.checkpoint.safe_load import SafeReader
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
 from nanodomino.config.records import from_record
@@ -18,7 +19,7 @@ from nanodomino.huggingface.safetensors_files import (GENERATION, INDEX, SPECIAL
 
 # ---- export
 
-class ReadsIndexOnce(CarefulReader):
+class ReadsIndexOnce(SafeReader):
     """For many reads of one checkpoint."""
     index = None
 
@@ -45,7 +46,7 @@ def split(one: Placed, reader: ReadsIndexOnce, config: Config, dtype: torch.dtyp
     require(about and about.size == one.shape,
             f"{reader.path} lacks {one.name} of shape {tuple(one.shape)}; use another checkpoint")
     whole = torch.empty(one.shape, dtype=about.properties.dtype)
-    read_alone({f"weight.{one.name}": whole}, reader)
+    read_single_process({f"weight.{one.name}": whole}, reader)
     parts = {}
     for name, part in zip(one.theirs, one.packing.split(whole, config)):
         parts[name] = part.to(dtype).contiguous()

@@ -28,7 +28,7 @@ from types import SimpleNamespace
 
 import torch
 
-from nanodomino.checkpoint.shards import Pieces
+from nanodomino.checkpoint.shards import LocalBoxes
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.config.setting import MAX_INT, flag_name
@@ -114,7 +114,7 @@ LLAMA_TENSORS = {
 def whole_shapes(config: Config) -> dict[str, torch.Size]:
     """{global name: shape} of every parameter, as a checkpoint holds it."""
     model = meta_model(config)
-    return {name: Pieces.of(weight, model.mesh).size() for name, weight in model.named_parameters()}
+    return {name: LocalBoxes.of(weight, model.mesh).size() for name, weight in model.named_parameters()}
 
 
 # ---- config.json

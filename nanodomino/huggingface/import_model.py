@@ -7,8 +7,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from nanodomino.checkpoint.manifest import FORMAT, step_of
-from nanodomino.checkpoint.save import complete, write_alone
+from nanodomino.checkpoint.manifest import FORMAT, step_of, write_manifest
+from nanodomino.checkpoint.save import write_single_process
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
 from nanodomino.errors import require
@@ -49,7 +49,7 @@ def match(placed: list[Placed], stored: dict[str, Stored], family: Family, confi
 # ---- import
 
 class MadeWhenWritten(torch.Tensor):
-    """A tensor of a checkpoint that is made when the writer asks for it, and forgotten when it is written. See Pieces
+    """A tensor of a checkpoint that is made when the writer asks for it, and forgotten when it is written. See LocalBoxes
     for the methods with underscores."""
 
     @classmethod
@@ -93,12 +93,12 @@ def import_model(folder: Path, output: Path) -> str:
     tensors = {f"weight.{one.name}": MadeWhenWritten.of(one.shape, wide, partial(join, one, found, config, wide))
                for one in placed}
     with made_whole(output) as temporary:
-        write_alone(tensors, temporary)
+        write_single_process(tensors, temporary)
         carried = copy_along((*TOKENIZER_FILES, GENERATION), folder, temporary)
         special = {name: values[name] for name in SPECIAL_TOKENS if values.get(name) is not None}
         if GENERATION not in carried and special:              # else they would be lost with config.json
             write_json(temporary / GENERATION, special)
-        complete(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
+        write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
                                  config=dataclasses.asdict(config)), "import it again")
     return (f"{output}: {family.architecture}, {len(placed)} tensors, {count(placed):,} numbers in {name}, "
             f"{told_of(carried)}")

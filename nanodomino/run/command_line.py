@@ -15,7 +15,7 @@ import os
 import re
 from pathlib import Path
 
-from nanodomino.checkpoint.manifest import newest_record
+from nanodomino.checkpoint.folders import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
 from nanodomino.config.presets import SHORT_DTYPES
@@ -43,13 +43,13 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
         record = read_settings(Path(asked["config"]))
         unset = {name: None for name, value in record.items() if value is None and name not in names_affecting(Config, "launch")}
         asked = unset | remembered(record) | asked             # null: the default, whatever a run remembers
-    run = newest_record(Path(asked["run_dir"])) if asked.get("run_dir") else None
+    run = recorded_settings(Path(asked["run_dir"])) if asked.get("run_dir") else None
     before = remembered(with_legacy_defaults(run, asked["run_dir"])) if run else {}
     given = {*asked, *(run or {}).get("given", ())}
     if "dtype" not in asked and any(asked.get(name) for name in SHORT_DTYPES):     # another word for it has been given
         before.pop("dtype", None)
         given.discard("dtype")
-    if not run and asked.get("load") and (loaded := newest_record(Path(asked["load"]))):
+    if not run and asked.get("load") and (loaded := recorded_settings(Path(asked["load"]))):
         brought = names_affecting(Config, *(("model",) if asked.get("finetune") else ("model", "optimizer"))) + ("seq_length",)
         before = {name: value for name, value in with_legacy_defaults(loaded, asked["load"]).items() if name in brought}
         given |= before.keys()

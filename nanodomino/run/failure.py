@@ -1,7 +1,7 @@
 """How a run begins and how it ends, well or badly.
 
 Begin: everything that can be wrong is found before a process group forms, by every rank alike; then the run's folder
-is found or made, with the newest sound checkpoint in it.
+is found or made, with the newest intact checkpoint in it.
 
 End: a run may be told to stop (SIGTERM, Ctrl-C), lose a rank (kill -9, out of memory), or wait for one that hangs.
 Nobody waits for ever: a rank whose neighbour is gone gets an error from its next collective at once, one whose

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.checkpoint.manifest import (SAVED, check_settings, checkpoints_of, clear_leftovers, find_checkpoint,
-                                            newest_record, newest_sound, read_manifest)
+from nanodomino.checkpoint.folders import (SAVED_MARKER, checkpoints_of, clear_leftovers, find_checkpoint,
+                                           newest_intact_checkpoint, recorded_settings)
+from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
+from nanodomino.config.records import check_settings
 from nanodomino.config.terminal import tolerate_closed_output
 from nanodomino.errors import UserError, require
 
@@ -23,7 +25,7 @@ class Run:
     """Where a run lives and what it starts from: a checkpoint or nothing, and of it perhaps the weights alone."""
     folder: Path
     checkpoint: Path | None
-    weights_alone: bool = False
+    weights_only: bool = False
 
 
 def open_run(config: Config, launch: LaunchInfo) -> Run:
@@ -48,20 +50,20 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
         lock_folder(run_dir)
         clear_leftovers(run_dir)
         check_writable(run_dir)
-        checkpoint = newest_sound(run_dir)
+        checkpoint = newest_intact_checkpoint(run_dir)
         (run_dir / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} can't be written to ({error.strerror}); choose another folder") from None
     if checkpoint:                                             # a run that has begun goes on with its own
         check_settings(read_manifest(checkpoint)["config"], checkpoint, config, "model", "optimizer", "run")
         return Run(run_dir, checkpoint)
-    if known and (record := newest_record(run_dir)):           # killed before its first checkpoint, it may begin again
+    if known and (record := recorded_settings(run_dir)):           # killed before its first checkpoint, it may begin again
         check_settings(record, f"--run-dir {run_dir}", config, "model", "optimizer", "run")
     left = checkpoints_of(run_dir)
-    require(not left and not (run_dir / SAVED).exists(),
+    require(not left and not (run_dir / SAVED_MARKER).exists(),
             f"--run-dir {run_dir} has been saved before, but of the {len(left)} checkpoints that are in it now none is "
             "sound, and to begin again would cut its metrics.jsonl; bring one back, or move it all away to begin anew")
-    return Run(run_dir, find_checkpoint_to_load(config) if begun else loaded, weights_alone=config.finetune)
+    return Run(run_dir, find_checkpoint_to_load(config) if begun else loaded, weights_only=config.finetune)
 
 
 def find_checkpoint_to_load(config: Config) -> Path | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanodomino.analysis.hardware import find_peak_flops, peak_memory
-from nanodomino.checkpoint.manifest import newest_record
+from nanodomino.checkpoint.folders import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
 from nanodomino.corpus.folder import Corpus
@@ -176,7 +176,7 @@ def describe_stage(config: Config, stage: int) -> str:
 
 def changed_settings(run_dir: Path, config: Config) -> list[str]:
     """How a run goes on otherwise than when it was last started, such as 'lr 0.004, before 0.001'."""
-    before = newest_record(run_dir) or {}
+    before = recorded_settings(run_dir) or {}
     return [f"{name} {getattr(config, name)}, before {before[name]}"
             for name in names_affecting(Config, "optimizer", "run", "losses", "nothing")
             if name in before and before[name] != getattr(config, name)]

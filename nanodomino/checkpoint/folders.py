@@ -1,0 +1,94 @@
+"""Find the checkpoints of a run, and delete old ones.
+
+    runs/nano-001/config.json                           the settings of the latest start
+    runs/nano-001/saved                                 exists if the run has ever completed a checkpoint
+    runs/nano-001/checkpoints/step-00000100/            a checkpoint: only a complete one gets such a name
+    runs/nano-001/checkpoints/.step-00000200.unfinished/
+    runs/nano-001/checkpoints/.step-00000050.discarded/
+
+A kill can leave the two hidden kinds behind; the next start deletes them. A folder with any other name, such as a
+user's copy of a checkpoint, is never loaded by itself and never deleted.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
+from nanodomino.errors import UserError, require
+
+SAVED_MARKER = "saved"
+
+
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """The checkpoints in a run's folder, newest first. Raises UserError if the folder can't be read."""
+    parent = run_dir / "checkpoints"
+    try:
+        found = list(parent.iterdir()) if parent.is_dir() else []
+    except OSError as error:                                   # never mistake an unreadable folder for an empty one
+        raise UserError(f"{parent} can't be read ({error.strerror}); fix that, or choose another folder") from None
+    return sorted((path for path in found if step_of(path) is not None), key=step_of, reverse=True)
+
+
+def newest_intact_checkpoint(run_dir: Path, report=print) -> Path | None:
+    """The newest checkpoint of a run in which every byte is right. Damaged ones are reported and skipped."""
+    for folder in checkpoints_of(run_dir):
+        try:
+            verify(folder)
+            return folder
+        except UserError as error:
+            report(f"warning: {error}; trying the previous checkpoint")
+    return None
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint that --load names: the folder itself, or the newest intact checkpoint of a run.
+    Raises UserError."""
+    try:
+        exists = folder.is_dir()
+    except OSError as error:                                   # such as a name that is too long
+        raise UserError(f"--load {str(folder)[:80]}... can't be looked up ({error.strerror}); give a checkpoint or the "
+                        "folder of a run") from None
+    require(exists, f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
+    if (folder / "checkpoints").is_dir():
+        checkpoint = newest_intact_checkpoint(folder)
+        require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint; give another folder")
+        return checkpoint
+    verify(folder)
+    return folder
+
+
+def recorded_settings(folder: Path) -> dict | None:
+    """The settings of a run's latest start, or of a checkpoint; None if none can be read."""
+    try:
+        record = json.loads((folder / "config.json").read_text())
+        if isinstance(record, dict):
+            return record
+    except (OSError, ValueError, RecursionError):
+        pass                                                   # not a run, or killed while it wrote config.json
+    try:
+        candidates = [folder, *checkpoints_of(folder)]
+    except UserError:                                          # such as a name that is too long
+        return None
+    for checkpoint in candidates:
+        try:
+            return read_manifest(checkpoint)["config"]
+        except UserError:
+            pass
+    return None
+
+
+def delete_checkpoint(folder: Path):
+    """Rename a checkpoint, then delete it: a half-deleted folder must not look like a checkpoint."""
+    hidden = folder.with_name(f".{folder.name}.discarded")
+    folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def clear_leftovers(run_dir: Path):
+    """Delete what a killed process left behind, which would keep a full disk full."""
+    for suffix in ("unfinished", "discarded"):
+        for folder in (run_dir / "checkpoints").glob(f".step-*.{suffix}"):
+            shutil.rmtree(folder, ignore_errors=True)
+    for file in run_dir.glob(".shared-*"):
+        file.unlink(missing_ok=True)
