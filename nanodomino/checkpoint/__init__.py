@@ -7,6 +7,7 @@
 
     shards.py                which boxes of the full tensors a rank holds: why any layout can load any checkpoint
     save.py                  each rank writes its share in the background; renaming the folder completes the checkpoint
+    pinned_memory.py         host memory for the copies that save.py writes
     load.py, safe_load.py    fill a model and an optimizer; run no program that a checkpoint might contain
     manifest.py, folders.py  find damage; find the newest intact checkpoint of a run
     export.py                one plain torch file with the full weights
