@@ -11,7 +11,7 @@ from harness import build, random_data, tiny
 
 import train
 from nanodomino.model import stage_layers
-from nanodomino.schedules import actions, simulation
+from nanodomino.schedules import actions, definitions, simulation
 from nanodomino.schedules.actions import Backward, Forward, Pair
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement import Placement, Timetable, message_received, message_sent, timetable
@@ -242,15 +242,11 @@ def test_a_schedule_that_cannot_be_executed_is_refused(rows):
         simulate(Timetable(Placement(len(rows)), tuple(map(tuple, rows))))
 
 
-@pytest.mark.parametrize("name, microbatches, chunks, lines", [
-    ("1f1b", 3, 1, ["  stage 0 |F0 F1       B0 B0 F2 B1 B1    B2 B2",
-                 "  stage 1 |   F0 B0 B0 F1 B1 B1 F2 B2 B2"]),
-    ("paired", 4, 1, ["  stage 0 |F0 F1 F2       B0 B0 F3 B1 B1    B2 B2 B3 B3",
-                      "  stage 1 |   F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3"]),
-    ("zb-v", 3, 2, ["  stage 0 |F0  F1  F2  F0' I0' W0' F1' I1' W1' B0  B0  F2' I2' W2' B1  B1  B2  B2",
-                    "  stage 1 |    F0  F0' F1  F1' I0' W0' F2  I0  W0  F2' I1' W1' I1  I2' I2  W1  W2' W2"])])
-def test_the_picture(name, microbatches, chunks, lines):
-    assert simulation.picture(name, 2, microbatches, chunks).splitlines()[1:] == lines
+@pytest.mark.parametrize("schedule, arguments", [
+    (definitions.one_f_one_b, ("1f1b", 4, 6)), (definitions.paired, ("paired", 3, 6)), (definitions.zb_v, ("zb-v", 2, 4, 2))])
+def test_docstrings_show_the_pictures_that_are_printed(schedule, arguments):
+    lines = [line.strip() for line in schedule.__doc__.splitlines() if "|" in line]
+    assert lines == [line.strip() for line in simulation.picture(*arguments).splitlines()[1:]]
 
 
 @pytest.mark.parametrize("layers, stages", [(8, 2), (9, 4), (5, 3), (4, 4), (7, 1)])

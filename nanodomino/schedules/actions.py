@@ -1,16 +1,24 @@
+"""What a pipeline stage does with a microbatch, in one of its chunks of layers: four passes, and a pair of two.
+
+    F    Forward          receives hidden states, sends hidden states on
+    B    Backward         receives the gradient of its output, sends the gradient of its input, adds weight gradients
+    I    InputBackward    the half of B that another stage waits for: the gradient of the input
+    W    WeightBackward   the other half, for which no stage waits: the weight gradients
+    BF   Pair             a B and the F of a later microbatch at the same time
+
+Zero-bubble schedules split B (2401.10241; the paper calls the halves B and W).
+"""
+
 from dataclasses import dataclass
 
 
-# ---- actions
-
 @dataclass(frozen=True)
 class Action:
-    """What a stage does with one microbatch, in one of its chunks."""
     microbatch: int
     chunk: int = 0
     letter, kind = "", ""
-    length = 1               # in the picture's units: a forward's products
-    direction = 0            # of the message that it takes and the one that it gives: 1 down the model, -1 up, 0 none
+    length = 1               # in the unit of the pictures: the matmuls of a forward
+    direction = 0            # of the messages it receives and sends: 1 down the model, -1 up the model, 0 no messages
 
     def __str__(self):
         return f"{self.letter}{self.microbatch}" + "'" * self.chunk
@@ -25,26 +33,23 @@ class Forward(Action):
 
 
 class Backward(Action):
-    """Input and weight gradients, these as the cover of those's wires."""
     letter, kind, length, direction = "B", "backward", 2, -1
 
 
 class InputBackward(Action):
-    """What the stage before waits for."""
     letter, kind, direction = "I", "input_backward", -1
 
 
 class WeightBackward(Action):
-    """What an InputBackward left to do."""
     letter, kind = "W", "weight_backward"
 
 
-PASSES = (Forward, Backward, InputBackward, WeightBackward)      # of a microbatch through a chunk
+PASSES = (Forward, Backward, InputBackward, WeightBackward)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A backward and the forward of a later microbatch, both under way at once."""
+    """Runs both halves slice by slice in turn, so that the matmuls of one hide the all-reduces of the other."""
     backward: Backward
     forward: Forward
     kind, length = "pair", 3

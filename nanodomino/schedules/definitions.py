@@ -1,40 +1,36 @@
-"""Pipeline schedules as data: what each stage does in a step, in which order, and what that costs.
+"""Six pipeline schedules. Each is a pure function that returns the actions of one stage in order.
 
-Stage r of p holds a run of layers. A global batch is cut into m microbatches, and what a stage does in a step is a list
-of actions, made by a pure function of (stage, stages, microbatches, chunks): it can be printed, counted and tested
-without a process; pipeline.py executes it. p = 4, m = 6, a backward twice as long as a forward:
+Stage r of p holds a run of layers, and a global batch is cut into m microbatches. In which order a stage runs their
+forwards and backwards decides how long it idles and how many activations it holds. Because a schedule is data, it can
+be printed, counted and tested without a process (simulation.py); pipeline.py executes it.
 
-    stage 0 |F0 F1 F2 F3                   B0 B0 F4 B1 B1 F5 B2 B2    B3 B3    B4 B4    B5 B5
-    stage 1 |   F0 F1 F2             B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5            1F1B: at most p - r
-    stage 2 |      F0 F1       B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 F5 B4 B4    B5 B5                  microbatches alive
-    stage 3 |         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5                        on stage r
+The *bubble* is the time for which the busiest stage idles, divided by the time for which it computes. The table gives
+the idle time of a step and the number of microbatches whose activations stage r holds at once. F, B and W are the
+durations of a stage's forward, input gradients and weight gradients:
 
-The *bubble* is the time in which a stage is idle, as a part of the ideal time, in which it is busy. In this project the
-word means nothing else. F, B, W: a forward, a backward's input gradients, its weight gradients, of one stage:
+                 idle time of a step        microbatches held           source
+    gpipe        (p - 1)(F + B + W)         m                           1811.06965
+    1f1b         (p - 1)(F + B + W)         p - r                       2006.09503; 2104.04473, section 2.2
+    paired       (p - 1)(F + B + W)         2 (p - r)                   combined 1F1B of Megatron-Core, DualPipe
+    interleaved  (p - 1)(F + B + W)/v       p + (p - 2 r - 1)/v         2104.04473, section 2.2; v chunks a stage
+    zb-h1        (p - 1)(F + B - W)         p                           2401.10241, section 2.1
+    zb-v         (p - 1) F/2                p                           2401.10241, section 6; 2405.15362
 
-                 idle in a step             microbatches alive             source
-    gpipe        (p - 1)(F + B + W)         m                              1811.06965
-    1f1b         the same                   p - r                          2006.09503; 2104.04473, section 2.2
-    paired       the same                   2 (p - r)                      Megatron-Core's combined 1F1B, DualPipe
-    interleaved  the same / v               p + (p - 2 r - 1)/v            2104.04473, section 2.2
-    zb-h1        (p - 1)(F + B - W)         p                              2401.10241, section 2.1
-    zb-v         (p - 1) F/2 if F = B = W   p                              2401.10241, section 6; 2405.15362
+Three ideas improve on 1F1B:
 
-Three ideas stand behind them. A stage may hold v *chunks*, shorter runs of layers: then the pipeline fills in shorter
-steps. Input gradients are what the stage before waits for, weight gradients nobody waits for: done later, they fill
-idle time. And a forward and a backward of two microbatches, done as a *pair*, hide each other's wires (domino.py).
+  - If each stage holds v *chunks*, shorter runs of layers, the pipeline fills in v times shorter steps.
+  - The previous stage waits for input gradients, but no stage waits for weight gradients. Those can be computed later,
+    when the stage would otherwise idle.
+  - If a backward and the forward of another microbatch run as a *pair*, each hides the other's all-reduces (domino.py).
 
-Of few microbatches more is idle: of fewer than p in zb-h1, than (3 p - 1)/2 in zb-v. (p - 1)(F + B - W) holds where W
-is not longer than B, else it is (p - 1) F; interleaved stages want m divisible by p.
+The formulas assume enough microbatches: p for zb-h1, (3 p - 1)/2 for zb-v, a multiple of p for interleaved. zb-h1's
+assumes W <= B; otherwise its idle time is (p - 1) F. zb-v's assumes F = B = W. There no stage idles between its first
+and its last action, but each starts later than the first stage and ends later by as much, and gradient clipping makes
+all stages wait for the global norm. The paper updates before the norm is known and rolls back if need be (section 4);
+we do not. Of the 2 (p - r) microbatches that paired holds, two share a pair: one tape grows while the other shrinks.
 
-zb-v's (p - 1) F/2 is no stage's own idle time: each begins so much later than the first, and ends so much later. But
-clipping by the global norm joins all stages at each step's end. The paper's post-validation (section 4), which updates
-before the norm is known and takes back what it should not have done, would save it. 2 (p - r) microbatches are alive in
-a pair, but one tape grows as the other shrinks.
-
-What a schedule costs is read off its actions, and never asked by its name: how many microbatches are alive at once, and
-by playing it through, with any durations and with messages that take time, its step and its bubble; the order of the
-messages too. So a new schedule is one function and one line in SCHEDULES.
+No code asks for a schedule's name to know its cost. The number of activations, the step time, the bubble and the order
+of messages all follow from the actions. So a new schedule is one function here and one line in SCHEDULES.
 """
 
 from collections import deque
@@ -43,16 +39,21 @@ from dataclasses import dataclass
 from nanodomino.schedules.actions import Backward, Forward, InputBackward, Pair, WeightBackward
 
 
-# ---- schedules: the actions of one stage
-
 def gpipe(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """All forwards, then all backwards: simple, and all microbatches are alive at once."""
+    """Run all forwards, then all backwards: simple, but every microbatch's activations are held at once."""
     return [Forward(i) for i in range(microbatches)] + [Backward(i) for i in range(microbatches)]
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """After a warm-up that is the longer the earlier the stage, a forward and a backward in turn: one activation comes,
-    one goes."""
+    """Alternate one forward and one backward, after a warm-up of one forward for each later stage.
+
+    In the steady state each backward frees an activation before the next forward stores one.
+
+        stage 0 |F0 F1 F2 F3                   B0 B0 F4 B1 B1 F5 B2 B2    B3 B3    B4 B4    B5 B5
+        stage 1 |   F0 F1 F2             B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
+        stage 2 |      F0 F1       B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 F5 B4 B4    B5 B5
+        stage 3 |         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
+    """
     warm_up = min(stages - stage - 1, microbatches)
     actions = [Forward(i) for i in range(warm_up)]
     for i in range(microbatches - warm_up):
@@ -61,11 +62,15 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
 
 def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """1F1B with each backward and the forward after it as a pair.
+    """1F1B in which each backward and the forward after it run as a pair, drawn here as B B F.
 
-    A pair takes its gradient from the pair of the next stage, so it begins when that one ends; and what it sends
-    forward is wanted there after that stage's next pair. Hence two forwards of warm-up for each stage that follows, and
-    one for the pair's own. With fewer, a pair would wait for a pair that waits for it.
+        stage 0 |F0 F1 F2 F3 F4             B0 B0 F5 B1 B1    B2 B2 B3 B3    B4 B4 B5 B5
+        stage 1 |   F0 F1 F2       B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4 B5 B5
+        stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
+
+    A pair needs the gradient from the next stage's pair, so it starts after that pair ends. The next stage consumes the
+    pair's activation one pair later. So the warm-up has two forwards for each later stage, and one for the pair itself.
+    With fewer, two pairs would wait for each other.
     """
     warm_up = min(2 * (stages - stage - 1) + 1, microbatches)
     return ([Forward(i) for i in range(warm_up)]
@@ -74,9 +79,12 @@ def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
 
 def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list:
-    """1F1B over chunks. They take turns: `stages` microbatches through the first, the same through the second, and so
-    on; so a microbatch comes back to the stage when the stage is done with the others. In a last round of fewer
-    microbatches a stage waits where the others would be."""
+    """1F1B over several chunks per stage.
+
+    A round takes `stages` microbatches through chunk 0, then through chunk 1, and so on. When the first of them comes
+    back to this stage, the stage has just finished the others. If the last round has fewer microbatches, the stage
+    idles in place of the missing ones.
+    """
     rounds = range(0, microbatches, stages)
     order = [(i, chunk) for first in rounds for chunk in range(chunks) for i in range(first, first + stages)]
     forwards = [Forward(i, chunk) for i, chunk in order]
@@ -85,29 +93,35 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
     actions = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards):
         actions += [forward, backward]
-    return only_first(microbatches, actions + backwards[len(order) - warm_up:])
+    return drop_missing(actions + backwards[len(order) - warm_up:], microbatches)
 
 
 def zb_h1(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """1F1B whose weight gradients come `stage` microbatches late: on the last stages they are left for the cool-down,
-    where 1F1B would be idle. So each stage holds p microbatches, as 1F1B's first one does."""
+    """1F1B in which each weight gradient is computed `stage` microbatches late.
+
+    The last stages then compute weight gradients at the end of the step, where 1F1B lets them idle. In return each
+    stage holds p microbatches, as many as 1F1B's first stage.
+    """
     warm_up, actions = min(stages - stage - 1, microbatches), []
     for i in range(microbatches + stages):
         actions += [Forward(i)] if i < microbatches else []
-        if 0 <= (back := i - warm_up) < microbatches:
-            actions += [InputBackward(back)] if stage else [Backward(back)]      # nobody waits for the first stage's
+        if 0 <= (ready := i - warm_up) < microbatches:
+            actions += [InputBackward(ready)] if stage else [Backward(ready)]    # no stage waits for the first stage
         if stage and 0 <= (late := i - warm_up - stage) < microbatches:
             actions += [WeightBackward(late)]
     return actions
 
 
 def zb_v(stage: int, stages: int, microbatches: int, chunks=2) -> list:
-    """Two chunks in a V: down the stages and up again, so that the first stage holds both ends of the model, and the
-    last one turns a forward into the next at once.
+    """Two chunks per stage in a V: chunk 0 runs down the stages, chunk 1 (primed) runs up again.
 
-    In the steady state each stage does F, B, W of one chunk, then of the other. Before it, the stage fills up while the
-    first microbatches go down and come up; after it, input gradients go on and weight gradients fill what is idle. The
-    pattern needs 2 p - 1 microbatches: of fewer, a stage waits where the others would be.
+        stage 0 |F0  F1  F2  F0' I0' W0' F1' I1' W1' F3  B0  B0  F2' I2' W2' B1  B1  F3' I3' W3' B2  B2  B3  B3
+        stage 1 |    F0  F0' F1  F1' I0' W0' F2  I0  W0  F2' I1' W1' F3  I1  W1  F3' I2' W2' I2  I3' I3  W2  W3' W3
+
+    The first stage holds both ends of the model; the last stage passes a microbatch from chunk 0 to chunk 1 at once. In
+    the warm-up the stage fills up while the first microbatches run down and up. In the steady state it alternates
+    F, I, W of one chunk and F, I, W of the other. In the cool-down, weight gradients fill the gaps between input
+    gradients. The pattern needs 2 p - 1 microbatches; with fewer, the stage idles in place of the missing ones.
     """
     count = max(microbatches, 2 * stages - 1)
     down, up = [{action: deque(action(i, chunk) for i in range(count))
@@ -127,24 +141,21 @@ def zb_v(stage: int, stages: int, microbatches: int, chunks=2) -> list:
     do(stage, (down, InputBackward), (up, InputBackward))
     do(stages - stage, (down, InputBackward), (down, WeightBackward))
     actions += [*up[WeightBackward], *down[WeightBackward]]
-    return only_first(microbatches, actions if stage else undivided(actions, chunk=0))
+    if stage == 0:
+        # No stage waits for the input gradient of the model's first layers: a whole backward hides its own all-reduces.
+        actions = [Backward(action.microbatch) if isinstance(action, InputBackward) and action.chunk == 0 else action
+                   for action in actions if not (isinstance(action, WeightBackward) and action.chunk == 0)]
+    return drop_missing(actions, microbatches)
 
 
-def undivided(actions: list, chunk: int) -> list:
-    """With both gradients of a chunk in one action again, so that the wires have their cover: nobody waits for the
-    input gradient of the model's first layers."""
-    return [Backward(one.microbatch, chunk) if isinstance(one, InputBackward) and one.chunk == chunk else one
-            for one in actions if not (isinstance(one, WeightBackward) and one.chunk == chunk)]
-
-
-def only_first(microbatches: int, actions: list) -> list:
-    """Without those of microbatches that are not there: whatever the others wait for is among them, in this order."""
+def drop_missing(actions: list, microbatches: int) -> list:
+    """Drop the actions of microbatches that do not exist. The other actions never wait for them."""
     return [action for action in actions if action.microbatch < microbatches]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """actions: one of the functions above; chunks: how many of them a stage may hold; folded: they lie in a V."""
+    """actions: one of the functions above; chunks: the permitted numbers per stage; folded: whether they lie in a V."""
     actions: object
     chunks: range = range(1, 2)
     folded: bool = False

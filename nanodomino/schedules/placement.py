@@ -1,3 +1,13 @@
+"""Which layers each stage holds, and which messages a schedule's actions send to which stage.
+
+A model is cut into stages x chunks runs of layers, its *virtual stages*. A microbatch passes through them in order.
+Stages take turns in holding them, round by round; if the placement is folded, every second round runs backwards:
+
+    3 stages, 2 chunks      stage 0   stage 1   stage 2
+    chunk 0                    0         1         2
+    chunk 1                    3         4         5         folded:   5   4   3
+"""
+
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -7,12 +17,8 @@ from nanodomino.schedules.actions import Action, Forward, InputBackward
 from nanodomino.schedules.definitions import SCHEDULES
 
 
-# ---- where the chunks lie, and who gives what to whom
-
 @dataclass(frozen=True)
 class Placement:
-    """Each stage's chunks among the stages x chunks runs of layers, the virtual stages, that a microbatch goes through
-    one after the other: round and round, or folded, every second round backwards."""
     stages: int
     chunks: int = 1
     folded: bool = False
@@ -24,7 +30,7 @@ class Placement:
 
     @property
     def neighbours(self) -> list[tuple[int, int]]:
-        """The pairs of stages that send each other messages."""
+        """The pairs of stages that exchange messages."""
         route = [self.location(virtual_stage)[0] for virtual_stage in range(self.last + 1)]
         return sorted({(min(pair), max(pair)) for pair in zip(route, route[1:]) if pair[0] != pair[1]})
 
@@ -32,25 +38,27 @@ class Placement:
         return chunk * self.stages + (self.stages - 1 - stage if self.folded and chunk % 2 else stage)
 
     def location(self, virtual_stage: int) -> tuple[int, int] | None:
-        """(stage, chunk); None beyond the ends."""
+        """Return (stage, chunk), or None beyond either end of the model."""
         if not 0 <= virtual_stage <= self.last:
             return None
-        chunk, place = divmod(virtual_stage, self.stages)
-        return (self.stages - 1 - place if self.folded and chunk % 2 else place), chunk
+        chunk, index = divmod(virtual_stage, self.stages)
+        return (self.stages - 1 - index if self.folded and chunk % 2 else index), chunk
 
     def source(self, stage: int, half):
-        """(stage, chunk) whose output is the input of an action, or of a message's taker; None at the ends, and where
-        there is none."""
+        """Return the (stage, chunk) that sends an action its input, or that sends this message to `stage`.
+
+        None at the ends of the model and for weight gradients, which need no message.
+        """
         return self.location(self.virtual_stage(stage, half.chunk) - half.direction) if half.direction else None
 
     def target(self, stage: int, half):
-        """(stage, chunk) that takes this action's output; None as above."""
+        """Return the (stage, chunk) that receives an action's output; None as in source()."""
         return self.location(self.virtual_stage(stage, half.chunk) + half.direction) if half.direction else None
 
 
 @dataclass(frozen=True)
 class Message:
-    """To one of a stage's chunks: a microbatch's hidden states (direction 1), or their gradient (-1)."""
+    """A microbatch's hidden states (direction 1) or their gradient (-1), sent to a chunk of the receiving stage."""
     microbatch: int
     chunk: int
     direction: int
@@ -61,35 +69,37 @@ class Message:
 
 @dataclass(frozen=True)
 class Timetable:
-    """The actions of all stages."""
+    """The actions of all stages, a row for each."""
     placement: Placement
     rows: tuple[tuple, ...]
 
     def __hash__(self):
-        """Cheap, since each step looks its messages up by it; that of the rows would go through every action."""
+        """Hash the lengths only: each step looks up its receives by the table, and rows hold thousands of actions."""
         return hash((self.placement, *map(len, self.rows)))
 
     @cached_property
     def forwards(self) -> "Timetable":
-        """Evaluation: the same without what comes after."""
+        """The forwards alone, for evaluation."""
         return Timetable(self.placement, tuple(
             tuple(half for action in row for half in action.halves if half.kind == "forward") for row in self.rows))
 
     @cached_property
     def dependencies(self) -> list[list[tuple]]:
-        """For each stage's actions: (the action, what it needs, what there is at its end, and a message's time later).
-        Numbers stand for messages and for what is done, as a plan plays thousands of actions again and again."""
-        number, placement = defaultdict(count().__next__), self.placement
-        dependencies = [[] for _ in self.rows]
+        """For each stage a list of (action, events it waits for, events at its end, arrivals of the messages it sends).
+
+        An event is a finished half or an arrived message, numbered because planning simulates thousands of actions.
+        """
+        number, table = defaultdict(count().__next__), [[] for _ in self.rows]
         for stage, row in enumerate(self.rows):
             for action in row:
-                given = [one for half in action.halves if (one := message_sent(placement, stage, half))]
-                dependencies[stage].append((
+                needed = [event for half in action.halves for event in prerequisites(self.placement, stage, half)]
+                sent = [target for half in action.halves if (target := message_sent(self.placement, stage, half))]
+                table[stage].append((
                     action,
-                    [number[stage, one] for half in action.halves for one in prerequisites(placement, stage, half)],
-                    [number[stage, half] for half in action.halves] + [number[one] for one in given if one[0] == stage],
-                    [number[one] for one in given if one[0] != stage]))
-        return dependencies
+                    [number[stage, event] for event in needed],
+                    [number[stage, half] for half in action.halves] + [number[t] for t in sent if t[0] == stage],
+                    [number[t] for t in sent if t[0] != stage]))
+        return table
 
 
 @lru_cache(maxsize=256)
@@ -100,18 +110,18 @@ def timetable(name: str, stages: int, microbatches: int, chunks=1) -> Timetable:
 
 
 def prerequisites(placement: Placement, stage: int, half: Action) -> list:
-    """A message, and what the stage itself must have done before."""
-    before = {"forward": (), "weight_backward": (InputBackward,)}.get(half.kind, (Forward,))
+    """Return the earlier action of this stage, and the message, that an action waits for, if it waits for any."""
+    earlier = {"forward": (), "weight_backward": (InputBackward,)}.get(half.kind, (Forward,))
     message = [message_received(half)] if placement.source(stage, half) else []
-    return [kind(half.microbatch, half.chunk) for kind in before] + message
+    return [action(half.microbatch, half.chunk) for action in earlier] + message
 
 
 def message_received(half: Action) -> Message:
-    """The message that an action takes, where it has a source."""
+    """Return the message that an action receives if it has a source."""
     return Message(half.microbatch, half.chunk, half.direction)
 
 
 def message_sent(placement: Placement, stage: int, half: Action) -> tuple[int, Message] | None:
-    """(stage, message) that an action's output is."""
+    """Return (receiving stage, message) of an action's output, or None if it has no target."""
     target = placement.target(stage, half)
     return target and (target[0], Message(half.microbatch, target[1], half.direction))

@@ -1,3 +1,10 @@
+"""Simulates a schedule: when each stage runs each action, what that costs, and when each message is sent.
+
+Actions have durations and messages have delays, in any unit of time. An action starts when its stage has finished the
+previous one and its inputs have arrived. From the times follow the step time, the bubble, a picture, and the moment at
+which pipeline.py must post each receive.
+"""
+
 from bisect import bisect_left
 from collections import deque
 from functools import lru_cache
@@ -5,81 +12,83 @@ from functools import lru_cache
 from nanodomino.schedules.placement import Message, Timetable, message_sent, timetable
 
 
-# ---- what a schedule costs
-
-def peak_microbatches(actions, size=lambda chunk: 1):
-    """The most that is held at once of microbatches that have gone forward and have something left to do: their number,
-    or the sum of size(chunk). (What an InputBackward frees, it needs for the gradients that it leaves behind.)"""
-    alive = most = 0
-    for action in actions:
-        for half in reversed(action.halves):                 # a pair holds both
-            if half.kind == "forward":
-                alive += size(half.chunk)
-                most = max(most, alive)
-            elif half.kind in ("backward", "weight_backward"):
-                alive -= size(half.chunk)
-    return most
-
-
 def simulate(table: Timetable, duration=lambda stage, action: action.length, message=0) -> list[list[tuple]]:
-    """When each stage would do what: for each stage a list of (action, begin, end).
+    """Return (action, start, end) for each stage's actions.
 
-    duration(stage, action): of the action there; message: from the end of an action until its output is at another
-    stage, which nobody spends working. Any unit of time.
-    Raises ValueError if the schedule can't be executed (somebody waits for a message that is never sent).
+    duration(stage, action): of the action on that stage; message: the delay between an action's end and the arrival of
+    its output on another stage. Raises ValueError if the stages wait for each other forever.
     """
     queues, rows = [deque(row) for row in table.dependencies], [[] for _ in table.rows]
-    there = {}                                       # number of a message, or of what is done -> since when
+    times = {}                                       # when each event happened
     while any(queues):
-        before = len(there)
+        before = len(times)
         for stage, queue in enumerate(queues):
             free = rows[stage][-1][2] if rows[stage] else 0
-            while queue and all(one in there for one in queue[0][1]):
-                action, needed, done, sent = queue.popleft()
-                begin = max([free, *[there[one] for one in needed]])
-                free = begin + duration(stage, action)
-                rows[stage].append((action, begin, free))
-                there.update(dict.fromkeys(done, free))
-                there.update(dict.fromkeys(sent, free + message))
-        if len(there) == before:
+            while queue and all(event in times for event in queue[0][1]):
+                action, needed, finished, sent = queue.popleft()
+                start = max([free, *[times[event] for event in needed]])
+                free = start + duration(stage, action)
+                rows[stage].append((action, start, free))
+                times.update(dict.fromkeys(finished, free))
+                times.update(dict.fromkeys(sent, free + message))
+        if len(times) == before:
             raise ValueError(f"the schedule stops with {[str(queue[0][0]) for queue in queues if queue]} waiting for "
                              "each other")
     return rows
 
 
 def step_time(rows) -> float:
-    """From the first action's begin to the last one's end, over all stages."""
+    """Return the time from the first action's start to the last action's end, over all stages."""
     return max(end for row in rows for _, _, end in row)
 
 
 def busy_time(rows) -> float:
-    """Of the stage that has most to do: the step's ideal time, as nothing is shorter."""
-    return max(sum(end - begin for _, begin, end in row) for row in rows)
+    """Return how long the busiest stage computes: the ideal step time, which no schedule can beat."""
+    return max(sum(end - start for _, start, end in row) for row in rows)
 
 
 def bubble(rows) -> float:
-    """Idle time of the busiest stage as a part of the ideal time: (p - 1)/m for 1F1B and GPipe with equal stages."""
+    """Return the busiest stage's idle time divided by the ideal time: (p - 1)/m for 1F1B and GPipe on equal stages."""
     return step_time(rows) / busy_time(rows) - 1
+
+
+def peak_microbatches(actions, size=lambda chunk: 1):
+    """Return how many microbatches, weighted by size(chunk), a stage holds at most.
+
+    A microbatch is held from its forward to its last backward action: what an InputBackward could free is needed again
+    for the weight gradients. A pair holds both of its microbatches.
+    """
+    held = peak = 0
+    for action in actions:
+        for half in reversed(action.halves):
+            if half.kind == "forward":
+                held += size(half.chunk)
+                peak = max(peak, held)
+            elif half.kind in ("backward", "weight_backward"):
+                held -= size(half.chunk)
+    return peak
 
 
 @lru_cache(maxsize=16)
 def receives_to_post(table: Timetable, actions_ahead=0) -> list[list[list[Message]]]:
-    """For each stage and each of its actions the messages whose receive is posted before that action begins: those that
-    others have sent by then, when the schedule is simulated, or `actions_ahead` actions earlier. pipeline.py says
-    why."""
+    """Return for each stage and action the messages whose receives the stage posts before that action starts.
+
+    They are the messages that have been sent, in the simulation, by the start of that action or, if actions_ahead is
+    given, of an action that many places later. pipeline.py says why.
+    """
     rows = simulate(table)
-    sent = sorted(((end, place, *given) for place, row in enumerate(rows) for action, _, end in row
-                   for half in action.halves if (given := message_sent(table.placement, place, half))
-                   and given[0] != place),
-                  key=lambda one: one[:3])               # of a pair, whose two may have one taker, in the halves' order
-    begins, receives = [[begin for _, begin, _ in row] for row in rows], [[[] for _ in row] for row in rows]
-    for moment, _, taker, message in sent:
-        receives[taker][max(bisect_left(begins[taker], moment) - actions_ahead, 0)].append(message)
+    sent = sorted(((end, sender, *target) for sender, row in enumerate(rows) for action, _, end in row
+                   for half in action.halves if (target := message_sent(table.placement, sender, half))
+                   and target[0] != sender),
+                  key=lambda message: message[:3])       # stable: a pair sends its backward's output first
+    starts, receives = [[start for _, start, _ in row] for row in rows], [[[] for _ in row] for row in rows]
+    for time, _, receiver, message in sent:
+        receives[receiver][max(bisect_left(starts[receiver], time) - actions_ahead, 0)].append(message)
     return receives
 
 
 def picture(name: str, stages: int, microbatches: int, chunks=1, shown=8) -> str:
-    """The schedule as text, a column per unit of time; at most `shown` microbatches are drawn."""
+    """Return the schedule as text, one column per unit of time, drawn for at most `shown` microbatches."""
     drawn = min(microbatches, shown)
     rows = simulate(timetable(name, stages, drawn, chunks))
     cost = bubble(simulate(timetable(name, stages, microbatches, chunks)))
@@ -89,7 +98,7 @@ def picture(name: str, stages: int, microbatches: int, chunks=1, shown=8) -> str
              + (f" through {chunks} chunks a stage" if chunks > 1 else "") + f", bubble {cost:.0%} of the ideal time"]
     for stage, row in enumerate(rows):
         cells = [""] * row[-1][2]
-        for action, begin, end in row:
-            cells[begin:end] = [half for one in action.halves for half in [str(one)] * one.length]
+        for action, start, end in row:
+            cells[start:end] = [str(half) for half in action.halves for _ in range(half.length)]
         lines.append(f"  stage {stage} |" + "".join(f"{cell:{width}}" for cell in cells).rstrip())
     return "\n".join(lines)
