@@ -321,9 +321,9 @@ def test_messages_of_megabytes_do_not_deadlock(pool):
     assert len(set(losses)) == 1
 
 
-def test_the_readmes_table_is_what_the_schedules_give():
+def test_the_table_in_the_documents_is_what_the_schedules_give():
     """Bubbles and microbatches alive, of each schedule that is there."""
-    table = re.findall(r"^\| (`[^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    table = re.findall(r"^\| (`[^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", (ROOT / "docs/schedules.md").read_text(), re.MULTILINE)
     rows = [(re.findall("`([^`]+)`", names), rest) for names, *rest in table if re.match("`[a-z0-9]", names)]
     assert sorted(name for names, _ in rows for name in names) == sorted(SCHEDULES)
     for names, (bubbles_of_4, alive_of_4, bubbles_of_8, alive_of_8) in rows:
