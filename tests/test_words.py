@@ -172,7 +172,7 @@ def test_with_one_yield_too_many_on_one_rank_slices_are_added_to_each_other_and_
 
 def first_stage_rank(config, data):
     """On the first stage's ranks: forward's events from the last slice's last launch on, and all events of backward."""
-    mesh, model, _, stage = build(config, trace=Trace())
+    _, model, _, stage = build(config, trace=Trace())
     if not model.pre_process:
         return None
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
