@@ -10,7 +10,7 @@ norm and the gradients stands in docs/pitfalls.md.
     python tests/pitfalls.py --write         measure all, and write docs/pitfalls.md
 
 A bug is a function: its docstring is the lesson, and it returns what is to be replaced, as (object, name, replacement).
-Workers of the pool replace it, run, and put it back (side_by_side.py). test_pitfalls.py holds that every check is green
+Workers of the pool replace it, run, and put it back (support/pitfall_runner.py). test_pitfalls.py holds that every check is green
 without the bug and red with it.
 """
 
@@ -31,13 +31,11 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
-import harness  # noqa: E402
 import test_domino  # noqa: E402
 import test_zero  # noqa: E402
 import train  # noqa: E402
-from harness import build, tiny, train_rank, train_steps  # noqa: E402
 from nanodomino import domino, model, zero  # noqa: E402
 from nanodomino.analysis import expected_memory, sizes  # noqa: E402
 from nanodomino.checkpoint import load, save  # noqa: E402
@@ -48,8 +46,11 @@ from nanodomino.optim import buckets, loss_scale  # noqa: E402
 from nanodomino.overlap import residual_norm, sequence_parallel  # noqa: E402
 from nanodomino.overlap.sequence_parallel import Flight  # noqa: E402
 from nanodomino.schedules import actions, definitions  # noqa: E402
-from pool import Pool  # noqa: E402
-from side_by_side import CHECKED, END, LONG, TABLE, TOLERANCE, Pitfall, Side, check, judge, measure, pitfall, worst  # noqa: E402
+from support import harness  # noqa: E402
+from support.delayed_collectives import delayed_collectives  # noqa: E402
+from support.harness import build, tiny, train_rank, train_steps  # noqa: E402
+from support.pitfall_runner import CHECKED, END, LONG, TABLE, TOLERANCE, Pitfall, Side, check, judge, measure, pitfall, worst  # noqa: E402
+from support.pool import Pool  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "pitfalls.md"
 MACHINE = "2 shared virtual cores, AMD EPYC, torch 2.13.0 CPU, 2026-11-21"
@@ -60,9 +61,9 @@ EVEN = dict(micro_batch_size=4)                      # as many samples in one sl
 
 # ---- conditions
 
-def wires(kind):
+def delayed(when):
     """Collectives that only start: carried out when somebody waits (late), or at once (early)."""
-    return lambda config: test_domino.wires(kind)
+    return lambda config: delayed_collectives(when)
 
 
 def one_bad_number(config):
@@ -350,7 +351,7 @@ def dropped_in_evaluation(config):
 # ---- overlap
 
 @pitfall("A sum is waited for too late", "`nanodomino/domino.py`, `Domino.forward_sublayer` and `input_gradient`: who launches waits, in one "
-         "function", conditions=wires("late"), slices=2, **TP, **EVEN)
+         "function", conditions=delayed("late"), slices=2, **TP, **EVEN)
 def waited_too_late(config):
     """Somebody reads a buffer before its sum has arrived. On quick wires it mostly has: a race, which looks like noise. Here
     the wires move nothing until somebody waits, and each wait is one launch late."""
@@ -394,7 +395,7 @@ class CopiedBack:
 
 
 @pitfall("A buffer on the wires is used again", "`nanodomino/domino.py`, `Domino.launch`: every sum has a tensor of its own; "
-         "`tests/test_hazards.py` watches them all", conditions=wires("late"), slices=2, **TP, **EVEN)
+         "`tests/gpu/test_hazards.py` watches them all", conditions=delayed("late"), slices=2, **TP, **EVEN)
 def shared_buffer(config):
     """To save memory, one buffer of each size serves all sums. It is safe as long as one is under way at a time, that is
     without overlap: the second slice writes its part over the first one's."""
@@ -429,7 +430,7 @@ def other_order(config):
 # ---- the pipeline
 
 @pitfall("The reduce over replicas starts with the first backward", "`nanodomino/zero.py`, `ZeroOptimizer.on_gradients_ready`: a bucket waits for each "
-         "microbatch", conditions=wires("early"))
+         "microbatch", conditions=delayed("early"))
 def reduced_too_soon(config):
     """The gradients of a bucket are sent as soon as one microbatch has been there; what later ones add stays at home. The
     training sees a part of its batch: noisier, and just as plausible."""
@@ -783,7 +784,7 @@ def new_masks(config):
 # ---- ZeRO-2
 
 @pitfall("The owner keeps the last microbatch's gradients", "`nanodomino/zero.py`, `ZeroOptimizer.finish_reduces`: what has arrived is added to the own part",
-         zero_stage=2, conditions=wires("early"))
+         zero_stage=2, conditions=delayed("early"))
 def kept_and_not_added(config):
     """Each microbatch's gradients are reduced to their owner, who takes the place of its part for the place where they arrive: what
     earlier ones brought is gone. With one microbatch a step it is right, and else the training sees a part of its batch."""
@@ -890,46 +891,46 @@ def neighbours(config):
 
 GUARDED = [
     ("Positions that begin anew at every cached token", "A key that was turned for place 0 is right for the first token alone; so are those of a window that "
-     "has slid.", "test_generate.py", "test_every_family_writes_what_the_plain_model_does_within_documents_and_up_to_their_end"),
+     "has slid.", "generate/test_generate.py", "test_every_family_writes_what_the_plain_model_does_within_documents_and_up_to_their_end"),
     ("A square matrix from elsewhere that should have been transposed", "It fits as it is. GPT-2's own files hold all matrices so.",
-     "test_huggingface.py", "test_every_gradient_is_that_of_transformers"),
+     "huggingface/test_huggingface.py", "test_every_gradient_is_that_of_transformers"),
     ("A token that looks into the document before its own", "Nothing breaks; the model learns from what has nothing to do with it, and is another one where each "
-     "document stands alone.", "test_positions.py", "test_a_packed_sample_is_its_documents_one_by_one"),
+     "document stands alone.", "layers/test_positions.py", "test_a_packed_sample_is_its_documents_one_by_one"),
     ("Messages whose order only works while they are small", "A send returns at once as long as the transport takes the message into a "
      "buffer of its own; the first larger one waits for its receive, and two stages that both send wait for ever.",
      "test_pipeline.py", "test_messages_of_megabytes_do_not_deadlock"),
     ("Two stages that meet for the first time", "NCCL connects two ranks at their first message, on the host, until both have come. Two stages "
-     "that first want something else of each other stand still, and no watchdog sees it.", "test_nccl.py", "test_without_its_precaution_a_pipeline_hangs"),
+     "that first want something else of each other stand still, and no watchdog sees it.", "gpu/test_nccl.py", "test_without_its_precaution_a_pipeline_hangs"),
     ("A receive that is posted early", "On a GPU it occupies the device: what waits for the whole device waits for the message, which may wait "
-     "for that. And a batch's messages go in order: a receive before a send holds the send up, and a circle of them never ends.", "test_nccl.py",
+     "for that. And a batch's messages go in order: a receive before a send holds the send up, and a circle of them never ends.", "gpu/test_nccl.py",
      "test_no_stage_waits_for_ever"),
     ("A message that is asked for only when it is needed", "Its sender is held up until then. Where stages send each other messages both ways, two of "
-     "them hold each other up for ever; so the schedule says when to ask.", "test_nccl.py",
+     "them hold each other up for ever; so the schedule says when to ask.", "gpu/test_nccl.py",
      "test_who_asks_only_when_a_message_is_needed_holds_up_its_sender_for_ever"),
     ("A weight that is called final with its input gradient", "With backward in two halves what comes later stays at home: a weight is final after its last "
-     "weight gradient, which may be microbatches behind.", "test_words.py", "test_a_sublayers_gradients_are_all_there_when_it_is_called_final"),
+     "weight gradient, which may be microbatches behind.", "docs/test_words.py", "test_a_sublayers_gradients_are_all_there_when_it_is_called_final"),
     ("Memory for gradients that is used again while they travel", "A bucket that hands it on before its reduce is done sums what another one adds, or zeros.",
-     "test_hazards.py", "test_nothing_is_touched_while_it_travels"),
-    ("More stages than microbatches", "The warm-up is longer than the work, and a stage waits for a microbatch that never comes.", "test_layouts.py",
+     "gpu/test_hazards.py", "test_nothing_is_touched_while_it_travels"),
+    ("More stages than microbatches", "The warm-up is longer than the work, and a stage waits for a microbatch that never comes.", "exactness/test_layouts.py",
      "test_training_equals_one_plain_process"),
     ("Shards of replicas that no longer agree", "One kernel here and another there: copies part in the last bit, which no loss shows.",
-     "test_faults.py", "test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save"),
-    ("Validation text in the training split", "Cut by tokens, a document lies on both sides; a copy of it does so too.", "test_data.py",
+     "run/test_interrupted_runs.py", "test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save"),
+    ("Validation text in the training split", "Cut by tokens, a document lies on both sides; a copy of it does so too.", "data/test_data.py",
      "test_copies_never_reach_a_second_split"),
-    ("Evaluation in another order, or around the end", "Windows that are shuffled or wrap around are counted twice, or never.", "test_data.py",
+    ("Evaluation in another order, or around the end", "Windows that are shuffled or wrap around are counted twice, or never.", "data/test_data.py",
      "test_evaluation_stops_at_the_end_and_counts_no_token_twice"),
     ("A tensor of the logits' size too many", "A softmax in fp32 that the tape keeps, or a product that is rounded before it is added: memory, "
-     "and nothing else.", "test_fake_cuda.py", "test_memory_of_gpt2"),
+     "and nothing else.", "gpu/test_fake_cuda.py", "test_memory_of_gpt2"),
     ("A sum that is repeated with what is computed again", "A sublayer that runs again up to its end puts its sum on the wires again, and who adds it "
-     "adds it twice.", "test_recompute.py", "test_no_sum_is_repeated"),
+     "adds it twice.", "overlap/test_recompute.py", "test_no_sum_is_repeated"),
     ("Memory that is given up while a copy still reads it", "Copies to the host and back run beside training. A tensor is freed, its memory is given to "
-     "another, and the copy takes what it finds; or somebody reads what has not come back yet.", "test_recompute.py",
+     "another, and the copy takes what it finds; or somebody reads what has not come back yet.", "overlap/test_recompute.py",
      "test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits"),
-    ("A new setting that refuses every older checkpoint", "What was not recorded is compared with today's default.", "test_settings.py",
+    ("A new setting that refuses every older checkpoint", "What was not recorded is compared with today's default.", "config/test_settings.py",
      "test_a_run_of_an_older_version_goes_on"),
     ("A sign of a zero", "An optimizer that takes the sign of a gradient makes a full step of the rounding of a true zero, and the layouts part.",
-     "test_optimizers.py", "test_lion_agrees_on_every_layout_but_where_the_true_gradient_is_zero"),
-    ("A saved record that runs a program", "A pickle is one; whoever can write a checkpoint could run it on every rank.", "test_checkpoint.py",
+     "optim/test_optimizers.py", "test_lion_agrees_on_every_layout_but_where_the_true_gradient_is_zero"),
+    ("A saved record that runs a program", "A pickle is one; whoever can write a checkpoint could run it on every rank.", "checkpoint/test_checkpoint.py",
      "test_no_program_in_a_checkpoint_is_run"),
 ]
 
@@ -1023,7 +1024,7 @@ HEAD = f"""# How a training goes wrong without a word
 
 Few bugs of a distributed training run end it. Most leave a curve that falls. AdamW divides each gradient by its own size, so that a
 factor does not show; half of a model learns too; and nobody knows what the loss would have been. Here {{count}} such bugs are put back into this code, one
-at a time, and measured beside the right numbers. `tests/test_pitfalls.py` holds, at every run of the tests, that each of them
+at a time, and measured beside the right numbers. `tests/docs/test_pitfalls.py` holds, at every run of the tests, that each of them
 turns a check red, that without it the check is green, and that this page says what was measured.
 
 **Read the table by its columns.** Where the two losses are the same to the last digit, no curve will ever tell. Where the norms differ, a
@@ -1032,7 +1033,7 @@ those agree, the weights after a step, the evaluation, or what the entry below n
 loss is the *lower* one: which of two curves of so small a model ends lower is luck, and neither looks like a bug.
 
 Each line is the training of a tiny model (3 layers of 16, 24 samples of 8 tokens a step, most of which follow from the one before; AdamW; clipping at
-0.1) on the smallest layout that shows the bug. Right is the plain model of `tests/reference.py`; where a run stops and goes on, it is the run that
+0.1) on the smallest layout that shows the bug. Right is the plain model of `tests/support/reference.py`; where a run stops and goes on, it is the run that
 did not stop, and where a number is not finite, the run that skips the step. loss: the mean of steps {LONG - END + 1} to {LONG}. norm, gradient: of
 step {CHECKED}, an error relative to the largest entry of that tensor; these the tests compare with what they find. Each line is of
 `python tests/pitfalls.py NUMBER --steps {LONG}`, all are of `python tests/pitfalls.py --write`; {MACHINE}.

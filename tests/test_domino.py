@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import FixedData, build, cut_of, difference, random_data, reference_for, relative, tiny, train_rank, whole
+from support.delayed_collectives import delayed_collectives
+from support.harness import FixedData, build, cut_of, difference, random_data, reference_for, relative, tiny, train_rank, whole
 
-from nanodomino.comm import collectives
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_alone
 
@@ -95,48 +95,10 @@ def test_columns_start_each_chunk_on_the_wires_while_the_next_is_computed(pool):
 # ---- right, however the wires behave
 
 
-class LateWork:
-    """A wire that moves nothing until somebody waits."""
-
-    def __init__(self, collective):
-        self.collective = collective
-
-    def wait(self):
-        if self.collective:
-            self.collective()
-            self.collective = None
-
-
-class EarlyWork:
-    """A wire that was done before anybody looked."""
-
-    def wait(self):
-        pass
-
-
-def wires(kind):
-    """Collectives that are carried out at wait() ('late') or at once ('early'), as [(object, name, replacement)]."""
-    sums, exchanges = dist.all_reduce, collectives.exchange
-
-    def carry_out(collective):
-        if kind == "late":
-            return LateWork(collective)
-        collective()
-        return EarlyWork()
-
-    def all_reduce(*arguments, async_op=False, **options):
-        return carry_out(lambda: sums(*arguments, **options)) if async_op else sums(*arguments, **options)
-
-    def exchange(*arguments):
-        return carry_out(lambda: exchanges(*arguments).wait())
-
-    return [(dist, "all_reduce", all_reduce), (collectives, "exchange", exchange)]
-
-
-def with_wires(kind, *arguments):
+def with_delayed_collectives(kind, *arguments):
     """train_rank, on such wires."""
     with ExitStack() as stack:
-        for patch in wires(kind):
+        for patch in delayed_collectives(kind):
             stack.enter_context(mock.patch.object(*patch))
         return train_rank(*arguments)
 
@@ -146,7 +108,7 @@ def test_slow_and_fast_wires_give_the_same_bits(pool, world_size, options):
     """Whoever reads a sum before wait(), or writes to a buffer on the wires, computes something else here."""
     config = tiny(world_size, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2, **options)
     weights, data, records, _ = reference_for(config, 2)
-    early, late = (pool.run(with_wires, kind, config, weights, data, 2, world_size=world_size) for kind in ("early", "late"))
+    early, late = (pool.run(with_delayed_collectives, kind, config, weights, data, 2, world_size=world_size) for kind in ("early", "late"))
     for one, other in zip(early, late):
         assert one.losses == other.losses and one.norms == other.norms
         assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in one.weights)
@@ -250,8 +212,8 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
 def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool, schedule):
     """Masks agree where the stream is replicated, belong to their heads where it is sharded, to their layers in chunks."""
     from nanodomino.layers.masks_and_positions import MasksAndPositions
-    from reference import train_reference, random_weights
-    from harness import sizes_of
+    from support.reference import train_reference, random_weights
+    from support.harness import sizes_of
     import train
     options = dict(hidden_dropout=0.2, attention_dropout=0.3)
     layout = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, num_layers=5, schedule=schedule)

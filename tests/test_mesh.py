@@ -4,14 +4,14 @@ import platform
 import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from faults import TINY, make_corpus
-from starts import start_rank
+from support import ROOT
+from support.jobs import TINY, make_corpus
+from support.train_in_pool import start_rank
 from torch.distributed.distributed_c10d import _process_group_color, _world
 
 from nanodomino import mesh
@@ -38,7 +38,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.g
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is about glibc")
 def test_freed_memory_serves_the_next_step():
     """Without it, the kernel takes back 160 MB after every step, and clears as many again."""
-    share = {way: float(subprocess.run([sys.executable, "-c", FAULTS, way], cwd=Path(__file__).parent.parent,
+    share = {way: float(subprocess.run([sys.executable, "-c", FAULTS, way], cwd=ROOT,
                                        capture_output=True, text=True, check=True).stdout) for way in ("kept", "left")}
     assert share["kept"] < 0.01
     assert share["left"] > 0.5, "then there is no need for it any more"

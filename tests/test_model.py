@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Outcome, build, cut_of, reference_for, sizes_of, tiny, whole
-from reference import ReferenceGPT
+from support.harness import Outcome, build, cut_of, reference_for, sizes_of, tiny, whole
+from support.reference import ReferenceGPT
 
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS

@@ -4,10 +4,10 @@ import gc
 import re
 import weakref
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from harness import build, random_data, tiny
+from support import ROOT
+from support.harness import build, random_data, tiny
 
 import train
 from nanodomino.model import stage_layers
@@ -17,7 +17,6 @@ from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement import Placement, Timetable, message_received, message_sent, timetable
 from nanodomino.schedules.simulation import bubble, busy_time, peak_microbatches, receives_to_post, simulate, step_time
 
-ROOT = Path(__file__).resolve().parent.parent
 STAGES, MICROBATCHES = range(1, 9), range(1, 18)
 ALL = [(name, chunks) for name in SCHEDULES for chunks in (SCHEDULES[name].chunks if len(SCHEDULES[name].chunks) == 1 else (2, 3))]
 EACH = pytest.mark.parametrize("name, chunks", ALL, ids=str)

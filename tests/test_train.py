@@ -7,15 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from faults import make_corpus
-from forks import launcher_environments
-from harness import build, sizes_of, tiny
-from reference import random_weights
-from starts import lines, saved, start
+from support import ROOT
+from support.jobs import make_corpus
+from support.fork_server import launcher_environments
+from support.harness import build, sizes_of, tiny
+from support.reference import random_weights
+from support.train_in_pool import lines, saved, start
 
 import train
 from data.prepare import prepare
@@ -25,7 +25,6 @@ from nanodomino.domino import run_alone
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.report import changed_settings
 
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +36,11 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(forks):
+def run(fork_server):
     """run(folder, processes, *flags): train.py in `folder`, which must go well; returns what it printed. processes None: without a launcher."""
     def run(folder, processes, *flags):
         places = launcher_environments(processes) if processes else [{}]
-        ended = forks.launch("train.py", [(list(map(str, flags)), place) for place in places], folder, 180)
+        ended = fork_server.launch("train.py", [(list(map(str, flags)), place) for place in places], folder, 180)
         assert ended.code == 0 and not ended.late, ended.output
         return ended.output
 

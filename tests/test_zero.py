@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from harness import build, random_data, reference_for, relative, tiny, train_rank
+from support.harness import build, random_data, reference_for, relative, tiny, train_rank
 
 import train
 from nanodomino.analysis import expected_memory

@@ -1,0 +1,691 @@
+"""What bench.py comm, memory and plan say is what happens: formulas against counts, plans against reality."""
+
+import collections
+import dataclasses
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.fake_world import fake_world
+from support import ROOT
+from support.clusters import cluster, machine
+from support.harness import FAMILIES, tiny
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import train
+from benchmarks import comm, memory, plan
+from benchmarks.common import config_of, main, parse, seconds_text
+from nanodomino import pipeline
+from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
+from nanodomino.config.config import Config
+from nanodomino.config.presets import PRESETS
+from nanodomino.domino import Domino
+from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.mesh import make_mesh
+from nanodomino.model import flops_per_token, meta_stage, parameter_count
+from nanodomino.overlap.recompute import GRANULARITIES
+from nanodomino.schedules.definitions import SCHEDULES, Schedule
+from nanodomino.schedules.simulation import peak_microbatches
+from nanodomino.zero import ZeroOptimizer
+
+ACTIVATIONS = 1e-3       # relative: of the tape every tensor has its term, so another one, or one less, shows
+PEAK = 0.08              # relative: an estimate
+TIME = 4.0               # a factor: on a machine that others use too
+TP8 = dict(tensor_model_parallel_size=8)
+
+
+# ---- formulas on their own
+
+@pytest.mark.parametrize("model, parameters", [
+    ("gpt2", 124_439_808), ("gpt2-xl", 1_557_611_200), ("gpt3-13b", 12_853_386_240), ("llama2-7b", 6_738_415_616),
+    ("llama3-8b", 8_030_261_248), ("llama3.2-1b", 1_235_814_400), ("qwen2.5-0.5b", 494_032_768),
+    ("qwen3-0.6b", 596_049_920), ("smollm2-135m", 134_515_008)])
+def test_a_preset_with_its_published_vocabulary_has_the_published_number_of_parameters(model, parameters):
+    """A plan for --model llama3-8b must not count GPT-2's vocabulary."""
+    flags = parse(plan, ["plan", "--model", model, "--gpus", "1", "--tp", "1", "--pp", "1"])
+    plan.processes(flags)
+    assert parameter_count(config_of(flags, 1)) == parameters
+
+
+@pytest.mark.parametrize("model", ["gpt2", "gpt2-xl", "gpt3-13b"])
+@pytest.mark.parametrize("tp, pp, untied", [(1, 1, False), (1, 1, True), (2, 4, False), (4, 3, True), (8, 2, False)])
+def test_the_ranks_of_a_replica_hold_every_parameter_once(model, tp, pp, untied):
+    """Shards added, replicas once, without the last stage's copy of a tied matrix and the vocabulary's padding."""
+    heads = -(-PRESETS[model]["num_attention_heads"] // tp) * tp
+    config = cluster(tp * pp, model=model, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+                     hidden_size=64 * heads, num_attention_heads=heads, untie_embeddings_and_output_weights=untied)
+    held = sum(weight.numel() for at in sizes.all_meshes(config) for weight in sizes.stage_model(config, at).parameters()
+               if weight.shard_dim is not None or at.tp_rank == 0)
+    words = config.padded_vocab_size * config.hidden_size
+    copies = (2 if untied or pp > 1 else 1) * words - (2 if untied else 1) * config.vocab_size * config.hidden_size
+    assert held - copies == parameter_count(config)
+
+
+@pytest.mark.parametrize("zero_stage, dtype, fixed, shared", [
+    (1, "bfloat16", 6, 12), (1, "float32", 8, 8), (2, "bfloat16", 2, 16), (2, "float32", 4, 12), (0, "bfloat16", 18, 0)])
+@pytest.mark.parametrize("dp", [1, 4])
+def test_model_state_is_6_and_12_d_bytes_a_parameter_or_8_and_8_d_or_in_zero_2_2_and_16_d(zero_stage, dtype, fixed, shared, dp):
+    config = cluster(8 * dp, dtype=dtype, zero_stage=zero_stage, tensor_model_parallel_size=8)
+    assert expected_memory.state_bytes_per_parameter(config) == fixed + shared / dp
+    state = expected_memory.state_bytes(config, sizes.mesh_at(config))
+    assert sum(state.values()) / sum(weight.numel() for weight in meta_stage(config).parameters()) == pytest.approx(fixed + shared / dp, rel=1e-4)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_microbatches_alive_are_those_of_the_schedule(schedule):
+    """40 layers here: where a stage holds two chunks, each is half of it."""
+    for pp, m in [(1, 1), (2, 1), (4, 3), (4, 16), (10, 8)]:
+        config = cluster(pp, pipeline_model_parallel_size=pp, schedule=schedule, global_batch_size=m)
+        for stage, actions in enumerate(config.timetable.rows):
+            alive = expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, stage))
+            assert alive == peak_microbatches(actions) / config.virtual_stages
+
+
+def test_of_a_chunk_with_more_layers_more_is_alive():
+    """5 layers in 2 x 2 chunks: the first stage's are of 2 and 1."""
+    config = cluster(2, pipeline_model_parallel_size=2, schedule="interleaved", num_layers=5, global_batch_size=2)
+    first, last = (expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, stage)) for stage in range(2))
+    assert first == pytest.approx(2) and last == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("schedule, fits", [("1f1b", 4), ("gpipe", 16), ("paired", 7), ("zb-h1", 4)])
+def test_tapes_are_as_many_as_microbatches_alive_but_a_pair_has_one_that_grows_as_the_other_shrinks(schedule, fits):
+    config = cluster(4, pipeline_model_parallel_size=4, schedule=schedule, global_batch_size=16)
+    at = sizes.mesh_at(config)
+    (chunk,) = sizes.stage_model(config, at).chunks
+    one = (10 * sum(expected_memory.layer_tape_bytes(config).values())
+           + sum(expected_memory.chunk_tape_bytes(config, at, chunk).values()))
+    assert expected_memory.tape_bytes(config, at) == pytest.approx(fits * one)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("granularity, stream, cut", [("none", 4, 12), ("selective", 4, 7), ("full", 2, 0)])
+def test_a_layer_keeps_so_many_activations(granularity, stream, cut, tp, sequence_parallel):
+    """(4 + 12/t) X; without attention's and gelu's inside (4 + 7/t) X; x alone 2 X. A stream that is cut has 4 X/t in place of
+    4 X, or 2 X/t. Beside them what a token has of each norm and head."""
+    config = cluster(8, tensor_model_parallel_size=tp, recompute_granularity=granularity, sequence_parallel=sequence_parallel)
+    kept = expected_memory.layer_tape_bytes(config)
+    small = sum(kept.pop(name, 0) for name in ("norm statistics", "logsumexp"))
+    ours = (stream / tp if sequence_parallel else stream) + cut / tp
+    assert sum(kept.values()) == ours * sizes.hidden_bytes(config) > 100 * small
+
+
+def test_what_full_recomputation_keeps_goes_to_the_host_of_a_gpu_and_stays_where_there_is_none():
+    """2 X a layer of each microbatch that is alive: here four, of ten layers. On the GPU stays what is not a layer's."""
+    config = cluster(4, pipeline_model_parallel_size=4, global_batch_size=16, recompute_granularity="full", device="cuda")
+    at, away = sizes.mesh_at(config), dataclasses.replace(config, checkpoint_in_cpu=True)
+    moved = 4 * 10 * 2 * sizes.hidden_bytes(config)
+    assert expected_memory.host_bytes(away, at) == moved and expected_memory.host_bytes(config, at) == 0
+    assert expected_memory.tape_bytes(config, at) - expected_memory.tape_bytes(away, at) == moved
+    assert expected_memory.tape_bytes(config, at) < 1.02 * moved + 5 * sizes.hidden_bytes(config)
+    on_cpu, kept = (dataclasses.replace(one, device="cpu") for one in (away, config))
+    assert expected_memory.host_bytes(on_cpu, at) == 0 and expected_memory.tape_bytes(on_cpu, at) == expected_memory.tape_bytes(kept, at)
+
+
+def test_what_is_left_for_weight_gradients_is_the_same_however_little_was_kept():
+    """What was computed again stays for them."""
+    left = [expected_memory.layer_weight_gradient_bytes(cluster(8, **TP8, recompute_granularity=one)) for one in GRANULARITIES]
+    assert left[0] == left[1] == left[2]
+
+
+def test_what_waits_for_its_weight_gradients_holds_as_much_as_before_but_for_small_terms():
+    """What is alive is the same then, however late weight gradients are."""
+    config = cluster(8, **TP8)
+    kept, left = (sum(found.values()) for found in (expected_memory.layer_tape_bytes(config), expected_memory.layer_weight_gradient_bytes(config)))
+    small = expected_memory.layer_tape_bytes(config)
+    assert kept - left == small["norm statistics"] + small["logsumexp"] < 0.01 * kept
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_every_boundary_between_stages_has_a_message_each_way_for_each_microbatch_and_one_inside_has_none(schedule, pp):
+    config = cluster(pp, pipeline_model_parallel_size=pp, schedule=schedule, global_batch_size=8)
+    sent = collections.Counter()
+    for stage in range(pp):
+        for one in expected_traffic.pipeline_traffic(config, sizes.mesh_at(config, stage)):
+            sent[one.kind, one.why] += one.calls
+            assert one.bytes == one.calls * sizes.hidden_bytes(config) and one.backward == (one.why == "gradients")
+    inside = config.virtual_stages - 1 if pp == 1 or config.placement.folded else 0
+    boundaries = (pp * config.virtual_stages - 1 - inside) * 8
+    assert sent == ({(kind, why): boundaries for kind in ("send", "receive") for why in ("activations", "gradients")}
+                    if boundaries else {})
+
+
+def test_a_ring_sums_by_scattering_and_gathering():
+    for ranks in (1, 2, 8):
+        scattered, gathered = (expected_traffic.bytes_sent(kind, 1024, ranks) for kind in ("reduce_scatter", "all_gather"))
+        assert expected_traffic.bytes_sent("all_reduce", 1024, ranks) == scattered + gathered == 2 * 1024 * (ranks - 1) / ranks
+
+
+@pytest.mark.parametrize("slices, columns", [(1, 1), (2, 1), (2, 4)])
+@pytest.mark.parametrize("sequence_parallel, sums, calls", [(False, 4, 4), (True, 5, 10)])
+def test_a_layer_costs_four_sums_of_x_however_it_is_cut(slices, columns, sequence_parallel, sums, calls):
+    """8 (t-1)/t X on the wires a layer and microbatch (Megatron-LM, 1909.08053, section 3). Along the tokens it is four scatters and six
+    gathers, which is the same and, for the inputs of two products, a gather each more: 10 (t-1)/t X."""
+    config = cluster(8, **TP8, micro_batch_size=2, slices=slices, columns=columns, sequence_parallel=sequence_parallel)
+    found = [one for one in expected_traffic.tensor_parallel_traffic(config, sizes.mesh_at(config)) if one.why.startswith("layers")]
+    wire = sum(expected_traffic.bytes_sent(one.kind, one.bytes, 8) for one in found)
+    assert wire / config.num_layers / config.microbatches == 2 * sums * 7 / 8 * sizes.hidden_bytes(config)
+    assert sum(one.calls for one in found) == calls * config.num_layers * config.microbatches * slices * columns
+
+
+@pytest.mark.parametrize("model", ["gpt3-13b", "llama3-8b", "qwen3-0.6b"])
+def test_the_products_of_all_ranks_are_the_models_flops(model):
+    """Within the vocabulary's padding and what is no product: norms and biases count in 6 N. Heads may share keys and values, be of another
+    size than h / n, an MLP have a third matrix."""
+    config = cluster(64, model=model, tensor_model_parallel_size=8, pipeline_model_parallel_size=4)
+    forward = sum(sum(step_time.forward_flops(config, at, chunk)) for at in sizes.all_meshes(config)
+                  for chunk in sizes.stage_model(config, at).chunks) * config.microbatches
+    looked_up = 0 if config.tied else 6 * config.vocab_size * config.hidden_size       # of N, and no product
+    said = (flops_per_token(config) - looked_up) * config.global_batch_size * config.seq_length
+    assert 3 * forward == pytest.approx(said, rel=1e-3)
+
+
+def test_zero_1_sends_6_bytes_a_parameter_and_a_tied_matrix_4_over_two_stages():
+    """6 (d-1)/d and, over two ranks, all of V/t x h in fp32, of which the owner of 1/d sends its part."""
+    config = cluster(32, **TP8, pipeline_model_parallel_size=2)
+    at = sizes.mesh_at(config, 1)
+    found, padded = expected_traffic.once_per_step_traffic(config, at), sum(size for _, size in sizes.bucket_sizes(config, at))
+    wire = {group: sum(expected_traffic.bytes_sent(one.kind, one.bytes, 2) for one in found if one.group == group)
+            for group in ("dp", "embedding")}
+    assert wire["dp"] == 6 * padded / 2
+    assert wire["embedding"] == 4 * config.padded_vocab_size / 8 * config.hidden_size / 2
+
+
+def test_zero_2_scatters_as_often_as_there_are_microbatches():
+    """(4 m + 2)(d-1)/d a parameter; what first and last stage agree on, and the gather, as in ZeRO-1."""
+    one, two = (cluster(32, **TP8, pipeline_model_parallel_size=2, zero_stage=stage) for stage in (1, 2))
+    at, m = sizes.mesh_at(two, 1), two.microbatches
+    found = {stage: {(row.group, row.kind): row for row in expected_traffic.once_per_step_traffic(config, at)} for stage, config in ((1, one), (2, two))}
+    scattered = {stage: rows.pop(("dp", "reduce_scatter")) for stage, rows in found.items()}
+    assert found[1] == found[2] and m == 512
+    assert (scattered[2].calls, scattered[2].bytes) == (m * scattered[1].calls, m * scattered[1].bytes)
+
+
+# ---- a step's time on imaginary machines
+
+def test_with_free_wires_the_step_is_the_products_and_a_bubble_of_p_minus_1_by_m():
+    config = cluster(32, **TP8, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
+    parts = step_time.step_seconds(config, machine(products=1e12))
+    assert parts["bubble"] / parts["products"] == pytest.approx(3 / 16, rel=1e-3)
+    assert sum(parts.values()) == pytest.approx(parts["products"] + parts["bubble"])
+    (chunk,) = sizes.stage_model(config, sizes.mesh_at(config, 3)).chunks
+    alone = sum(step_time.forward_flops(config, sizes.mesh_at(config, 3), chunk)) * 3 * 16 / 1e12
+    assert parts["products"] == pytest.approx(alone)
+    paired = step_time.step_seconds(dataclasses.replace(config, schedule="paired"), machine(products=1e12))
+    assert paired == {name: pytest.approx(part) for name, part in parts.items()}, "without wires there is nothing to hide"
+
+
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_chunks_shorten_the_bubble_by_their_number(chunks):
+    config = cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
+    whole, cut = (step_time.step_seconds(one, machine(products=1e12)) for one in
+                  (config, dataclasses.replace(config, schedule="interleaved", virtual_stages=chunks)))
+    assert cut["products"] == whole["products"] and cut["bubble"] == pytest.approx(whole["bubble"] / chunks, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_where_weight_gradients_fill_the_bubble_only_a_part_of_it_is_left(schedule):
+    """(p - 1)(F + B - W) of (p - 1)(F + B + W), which is a third if all are equal; attention has no W."""
+    config = cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
+    plain, zero = (step_time.step_seconds(one, machine(products=1e12)) for one in
+                   (config, cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16, schedule=schedule)))
+    assert zero["products"] == plain["products"] and zero["bubble"] < 0.45 * plain["bubble"]
+
+
+def pair_of_halves(config, one) -> tuple:
+    """(forward, backward, both as a pair), in seconds, of the only stage."""
+    costs = step_time.action_costs(config, one, sizes.mesh_at(config))
+    forward, backward = costs["forward", 0], costs["backward", 0]
+    return forward, backward, step_time.action_seconds(config, forward, backward)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_pair_takes_as_long_as_all_work_or_all_wires_of_both(slices):
+    """At two wires, one of which is faster than the work of both and one slower."""
+    config = cluster(8, **TP8, micro_batch_size=2, slices=slices)
+    for near in (3e10, 2e9):
+        forward, backward, both = pair_of_halves(config, machine(products=1e13, near=near))
+        work = forward.work + backward.work + backward.cover
+        assert both == pytest.approx(max(work, forward.wires + backward.wires))
+        assert (near == 3e10) == (both == pytest.approx(work))
+
+
+def test_weight_gradients_that_are_done_apart_cover_no_wires():
+    config = cluster(8, **TP8, micro_batch_size=2, slices=1, vocab_size=128)
+    costs = step_time.action_costs(config, machine(products=1e12, near=1e10), sizes.mesh_at(config))
+    whole, apart, rest = (costs[kind, 0] for kind in ("backward", "input_backward", "weight_backward"))
+    assert apart.cover < 0.01 * whole.cover and rest.wires == rest.cover == 0
+    assert apart.work + apart.cover + rest.work == pytest.approx(whole.work + whole.cover)
+    together, both = (step_time.action_seconds(config, whole),
+                      step_time.action_seconds(config, apart) + step_time.action_seconds(config, rest))
+    assert both - together == pytest.approx(min(whole.wires, whole.cover), rel=0.02)
+
+
+@pytest.mark.parametrize("granularity, again", [("selective", lambda dense, attention: attention),
+                                                ("full", lambda dense, attention: 7 / 12 * dense + attention)])
+def test_what_is_computed_again_is_added_to_the_products(granularity, again):
+    """Attention's own; of the matrices q, k, v and the first of the MLP, 3 + 4 of 12 h^2: less than a third of a step."""
+    plain = cluster(32, **TP8, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
+    config, at, one = dataclasses.replace(plain, recompute_granularity=granularity), sizes.mesh_at(plain), machine(products=1e12)
+    (chunk,) = sizes.stage_model(plain, at).chunks
+    dense, _, attention = step_time.forward_flops(plain, at, chunk)
+    before, after = step_time.step_seconds(plain, one), step_time.step_seconds(config, one)
+    assert after["again"] == pytest.approx(16 * again(dense, attention) / 1e12)
+    assert after["products"] == before["products"] and after["bubble"] / before["bubble"] == pytest.approx(1 + after["again"] / after["products"], rel=0.01)
+    assert 0.01 < after["again"] / after["products"] < 0.25
+
+
+def test_what_is_computed_again_covers_sums_as_weight_gradients_do():
+    """With one slice, at sums that take longer than these."""
+    config = cluster(8, **TP8, micro_batch_size=1, slices=1, vocab_size=128)
+    again = dataclasses.replace(config, recompute_granularity="full")
+    at, one = sizes.mesh_at(config), machine(products=1e13, near=1e9)
+    plain, longer = (step_time.action_costs(each, one, at)["backward", 0] for each in (config, again))
+    assert plain.wires > longer.cover > plain.cover
+    assert step_time.action_seconds(config, plain) == step_time.action_seconds(again, longer)
+
+
+def test_copies_to_the_host_take_time_where_they_are_longer_than_all_else():
+    """Of each rank: they are not shared over tp."""
+    config = cluster(8, **TP8, vocab_size=128, global_batch_size=2, recompute_granularity="full", checkpoint_in_cpu=True, device="cuda")
+    one, copied = machine(products=1e14), 2 * 2 * 2 * 40 * sizes.hidden_bytes(config)     # 2 microbatches, out and back, of 2 x 40 sublayers
+    fast, slow = (step_time.step_seconds(config, dataclasses.replace(one, host=rate)) for rate in (1e15, 1e9))
+    assert fast["host copies"] == pytest.approx(0.0) and sum(slow.values()) == pytest.approx(copied / 1e9)
+    assert slow["products"] == fast["products"] and slow["host copies"] > 0.5 * copied / 1e9
+
+
+def exposed_of(config, one) -> tuple:
+    """(seconds that the only stage's actions take, those of the last of them, by which its sums outlast them)."""
+    at = sizes.mesh_at(config)
+    (row,), _ = step_time.simulate_schedule(config, one, [step_time.action_costs(config, one, at)])
+    gathered = [found for found in expected_traffic.once_per_step_traffic(config, at) if not found.backward]
+    outlast = step_time.exposed_data_parallel_seconds(config, one, at, row) - step_time.communication_seconds(config, one, at, gathered)
+    return row[-1][2], row[-1][2] - row[-1][1], outlast
+
+
+def test_gradients_of_a_chunk_travel_while_the_others_go_backward():
+    """Their sums take as long as three backwards of a chunk: of two chunks the upper one's half a backward more than the lower one's
+    backward, and then the lower one's; of a whole stage all, but for its last backward."""
+    chunks = cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, schedule="interleaved", global_batch_size=4,
+                     vocab_size=128)
+    whole, at = dataclasses.replace(chunks, schedule="1f1b", virtual_stages=1), sizes.mesh_at(chunks)
+    fast = machine(products=1e13)
+    end, last, outlast = exposed_of(chunks, fast)
+    assert outlast == pytest.approx(0, abs=1e-9 * end)
+    sums = [found for found in expected_traffic.once_per_step_traffic(chunks, at) if found.backward]
+    slow = dataclasses.replace(fast, near=step_time.communication_seconds(chunks, machine(near=1.0), at, sums) / (3 * last))
+    assert exposed_of(chunks, slow)[2] == pytest.approx(last, rel=0.01)
+    assert exposed_of(whole, slow)[1:] == (pytest.approx(2 * last, rel=0.01), pytest.approx(last, rel=0.02))
+    slower = dataclasses.replace(slow, near=slow.near / 2)
+    assert (exposed_of(chunks, slower)[2], exposed_of(whole, slower)[2]) == (pytest.approx(4 * last, rel=0.01),) * 2
+
+
+def test_zero_2_costs_nothing_where_backward_hides_its_wires_and_else_m_times_what_it_does_not_hide():
+    """On one stage: 8 microbatches, whose sums take half as long as their backward, or twice as long."""
+    one, two = (cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, zero_stage=stage, global_batch_size=16, vocab_size=128)
+                for stage in (1, 2))
+    at, fast = sizes.mesh_at(two), machine(products=1e13)
+    backward = step_time.action_seconds(one, step_time.action_costs(one, fast, at)["backward", 0])
+    sums, _ = step_time.data_parallel_seconds(two, machine(near=1.0), at)
+    for factor, lost in ((0.5, 0.0), (2.0, 8 * backward)):
+        slow = dataclasses.replace(fast, near=sums / (factor * backward))
+        once, often = (step_time.step_seconds(config, slow) for config in (one, two))
+        _, gathered = step_time.data_parallel_seconds(one, slow, at)
+        assert often["dp wires"] == pytest.approx(lost + gathered, rel=0.01, abs=1e-6 * backward)
+        assert once["dp wires"] == pytest.approx(max(0, factor - 1) * backward + gathered, rel=0.01, abs=1e-6 * backward)
+        assert {name: part for name, part in often.items() if name not in ("dp wires", "optimizer")} == {
+            name: part for name, part in once.items() if name not in ("dp wires", "optimizer")}
+
+
+def test_messages_delay_every_turn_of_1f1b_and_only_the_ends_of_gpipe():
+    """Two stages on two hosts, 16 microbatches, whose messages take as long as a thousandth of the work."""
+    config = cluster(16, **TP8, pipeline_model_parallel_size=2, vocab_size=128, global_batch_size=16)
+    one = machine(products=1e12, far=1e9)
+    message = sizes.hidden_bytes(config) / one.far
+    for schedule, messages in (("1f1b", 16), ("gpipe", 2)):
+        parts = step_time.step_seconds(dataclasses.replace(config, schedule=schedule), one)
+        assert parts["pp wires"] == pytest.approx(messages * message, rel=0.1)
+
+
+@pytest.mark.parametrize("slices, columns, exposed", [(1, 1, 1.0), (2, 1, 0.0), (1, 4, 0.25)])
+def test_slices_hide_wires_that_are_faster_than_work_and_columns_all_but_one_chunk(slices, columns, exposed):
+    """Forward; backward, the weight gradients cover wires that are this fast."""
+    config = cluster(8, **TP8, micro_batch_size=2, global_batch_size=2, slices=slices, columns=columns)
+    one = machine(products=1e12, near=1e12)
+    at = sizes.mesh_at(config)
+    sums = [found for found in expected_traffic.tensor_parallel_traffic(config, at) if not found.backward]
+    wires = step_time.communication_seconds(config, one, at, sums)
+    parts = step_time.step_seconds(config, one)
+    assert wires < parts["products"] / 10
+    assert parts["tp wires"] == pytest.approx(exposed * wires)
+
+
+def test_where_wires_are_slower_than_work_the_step_is_as_long_as_its_wires():
+    config = cluster(8, **TP8, micro_batch_size=2, global_batch_size=2, slices=2)
+    at, one = sizes.mesh_at(config), machine(products=1e18, near=1e9)
+    wires = step_time.communication_seconds(config, one, at, expected_traffic.tensor_parallel_traffic(config, at))
+    assert sum(step_time.step_seconds(config, one).values()) == pytest.approx(wires)
+
+
+def test_a_group_that_leaves_its_host_travels_on_the_network():
+    config = cluster(16, tensor_model_parallel_size=8, global_batch_size=2)
+    at, one = sizes.mesh_at(config), machine(near=1e9, far=1e3)
+    gathered = [found for found in expected_traffic.once_per_step_traffic(config, at) if found.kind == "all_gather"]
+    assert step_time.communication_seconds(config, one, at, gathered) == pytest.approx(gathered[0].bytes / 2 / 1e3)
+    wider = dataclasses.replace(one, per_host=16)
+    assert step_time.communication_seconds(config, wider, at, gathered) == pytest.approx(gathered[0].bytes / 2 / 1e9)
+
+
+# ---- against ranks that run
+
+def held_rank(config):
+    """Memory and communication of this rank: (measured, predicted) of each."""
+    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
+    model = train.model_builder(config, mesh)
+    optimizer, stage = ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
+    dataset = memory.CopiedRandomTokens(config)
+    held = memory.measure(config, mesh, optimizer, stage, dataset)
+    with comm.CollectiveCounter(mesh) as listener:
+        train.train_step(3, stage, optimizer, dataset, config, mesh)
+    return (held, memory.predict(config, mesh)), (listener.counts, expected_traffic.totals_by_group(expected_traffic.step_traffic(config, mesh)))
+
+
+def check_memory(held, said, peak=math.inf):
+    assert {name: held[name] for name in memory.STATE} == {name: said[name] for name in memory.STATE}
+    assert held["activations"] == pytest.approx(said["activations"], rel=ACTIVATIONS)
+    assert held["peak"] == pytest.approx(said["peak"], rel=peak)
+
+
+@pytest.mark.parametrize("world_size, changes", [
+    (1, dict(slices=2, dtype="bfloat16", hidden_dropout=0.1, attention_dropout=0.1)),
+    (2, dict(pipeline_model_parallel_size=2, schedule="gpipe", untie_embeddings_and_output_weights=True)),
+    (2, dict(tensor_model_parallel_size=2, normalization="RMSNorm", dtype="float16", optimizer="lion", fp16_lm_cross_entropy=True)),
+    (4, dict(tensor_model_parallel_size=4, slices=3, columns=7, global_batch_size=3, hidden_dropout=0.1)),
+    (4, dict(pipeline_model_parallel_size=2, zero_stage=0, micro_batch_size=1, bucket_size=1)),
+    (4, dict(pipeline_model_parallel_size=2, zero_stage=2, schedule="zb-h1", micro_batch_size=1, slices=1, untie_embeddings_and_output_weights=True)),
+    (4, dict(tensor_model_parallel_size=2, zero_stage=2, dtype="bfloat16", slices=2)),
+    (8, dict(**TP8, slices=1, columns=5, global_batch_size=3, dtype="float32", attention_dropout=0.1)),
+    (8, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, dtype="bfloat16")),
+    (2, dict(tensor_model_parallel_size=2, slices=2, columns=2, recompute_granularity="selective", hidden_dropout=0.1, attention_dropout=0.1)),
+    (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, dtype="bfloat16", recompute_granularity="full",
+             hidden_dropout=0.1, attention_dropout=0.1)),
+    (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, columns=3, sequence_parallel=True)),
+    (4, dict(tensor_model_parallel_size=4, slices=3, dtype="bfloat16", recompute_granularity="full", sequence_parallel=True,
+             hidden_dropout=0.1, attention_dropout=0.1)),
+    (4, dict(tensor_model_parallel_size=2, zero_stage=2, recompute_granularity="selective", sequence_parallel=True)),
+    *[(2, dict(tensor_model_parallel_size=2, slices=2, **FAMILIES[family], **more)) for family in FAMILIES if family != "gpt2"
+      for more in ({}, dict(recompute_granularity="selective", attention_dropout=0.1, dtype="bfloat16"))],
+    (2, dict(pipeline_model_parallel_size=2, slices=2, **FAMILIES["llama"], reset_position_ids=True, reset_attention_mask=True)),
+    (2, dict(tensor_model_parallel_size=2, **FAMILIES["qwen3"], reset_attention_mask=True, attention_dropout=0.1, sequence_parallel=True)),
+], ids=["dropout", "gpipe-untied", "rmsnorm-lion", "tp4-columns", "zero0-buckets", "zero2-zb-h1", "zero2-tp2", "tp8", "tp2-pp2-dp2", "selective", "full",
+        "cut-columns", "cut-full", "cut-selective-zero2", *(f"{family}{more}" for family in FAMILIES if family != "gpt2" for more in ("", "-again")),
+        "llama-documents", "qwen3-documents-cut"])
+def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_size, changes):
+    config = tiny(world_size, **{"global_batch_size": 12, "num_layers": 2, "device": "cpu", **changes})
+    for of_memory, (counted, said) in pool.run(held_rank, config, world_size=world_size):
+        check_memory(*of_memory)
+        assert counted == said
+
+
+@pytest.mark.parametrize("tp, slices, granularity", [
+    (2, 2, "none"), (1, 2, "full"),
+    *(pytest.param(1, slices, granularity, marks=pytest.mark.exhaustive) for slices, granularity in itertools.product((1, 3), GRANULARITIES))])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_holds_and_sends_what_its_actions_say(pool, schedule, tp, slices, granularity):
+    """5 layers on two stages: chunks are not equal."""
+    config = tiny(2 * tp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2, schedule=schedule, slices=slices,
+                  num_layers=5, global_batch_size=18, hidden_size=32, device="cpu", hidden_dropout=0.1 * (slices == 3),
+                  recompute_granularity=granularity)
+    for of_memory, (counted, said) in pool.run(held_rank, config, world_size=2 * tp):
+        check_memory(*of_memory, PEAK)
+        assert counted == said
+
+
+def messages_rank(config):
+    """Bytes of messages that this rank holds at once, beside its tapes: (measured, predicted)."""
+    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
+    model = train.model_builder(config, mesh)
+    stage = memory.TapeMeter(Domino(model, config.slices, config.columns), {})
+    optimizer, most, make, send = ZeroOptimizer(model, config, mesh), 0, pipeline.P2PCommunicator, torch.distributed.batch_isend_irecv
+    mails = []
+
+    def weighed(ops):
+        nonlocal most
+        tensors = [*(op.tensor for op in ops), *(tensor for _, tensor in (*mails[-1].sends_in_flight, *mails[-1].inbox.values()))]
+        on_tape = memory.reachable_storages(list(stage.tapes.values()))
+        most = max(most, sum(size for key, size in dict(map(memory.storage, tensors)).items() if key not in on_tape))
+        return send(ops)
+
+    pipeline.P2PCommunicator = lambda *arguments: mails.append(make(*arguments)) or mails[-1]
+    torch.distributed.batch_isend_irecv = weighed
+    try:
+        train.train_step(1, stage, optimizer, memory.CopiedRandomTokens(config), config, mesh)
+    finally:
+        pipeline.P2PCommunicator, torch.distributed.batch_isend_irecv = make, send
+    return most, expected_memory.message_bytes(config, mesh)
+
+
+@pytest.mark.parametrize("slices, tp", [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_under_way_are_those_that_are_counted_in_the_actions(pool, schedule, slices, tp):
+    """Of a stream that is cut over tp each rank sends its own part."""
+    config = tiny(2 * tp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2, schedule=schedule, slices=slices, num_layers=4,
+                  global_batch_size=18, device="cpu", sequence_parallel=tp > 1)
+    for measured, said in pool.run(messages_rank, config, world_size=2 * tp):
+        assert measured == said > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_each_normalization_keeps_what_it_says(pool, name, dtype):
+    """Exactly: as little as a number too much of each token would show."""
+    config = tiny(1, global_batch_size=12, num_layers=2, device="cpu", normalization=name, dtype=dtype)
+    (((held, said), _),) = pool.run(held_rank, config, world_size=1)
+    assert held["activations"] == said["activations"]
+
+
+def reality_rank(config):
+    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
+    model = train.model_builder(config, mesh)
+    optimizer, stage = ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
+    return plan.run_here(config, mesh, optimizer, stage, repeats=5)
+
+
+@pytest.mark.parametrize("world_size, tp, pp, dtype", [
+    (1, 1, 1, "float32"), (4, 2, 2, "float32"), pytest.param(8, 2, 2, "bfloat16", marks=pytest.mark.exhaustive)])
+def test_plan_against_reality(pool, world_size, tp, pp, dtype):
+    """Three layouts: bytes exact, activations within 0.1 %, the peak within 8 %, a step's time within a factor of 4."""
+    config = Config(num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=64, vocab_size=500,
+                    micro_batch_size=4, global_batch_size=8 * world_size // (tp * pp), tensor_model_parallel_size=tp,
+                    pipeline_model_parallel_size=pp, dtype=dtype, device="cpu").resolve(world_size)
+    found = pool.run(reality_rank, config, world_size=world_size)[0]
+    assert found["comm_exact"]
+    errors = found["memory_errors"]
+    assert [errors[name] for name in memory.STATE] == [0.0, 0.0, 0.0]
+    assert errors["activations"] <= ACTIVATIONS and errors["peak"] <= PEAK
+    assert 1 / TIME <= min(found["measured_s"]) / min(found["predicted_s"]) <= TIME      # the least: what noise leaves
+
+
+# ---- against one rank of a cluster, whose tensors have shapes and no numbers
+
+@contextmanager
+def rank_of_a_cluster(rank, config):
+    """(mesh, model, optimizer) of one rank: torch's fake process group stands in for the others."""
+    with fake_world(rank, config.world_size):
+        mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
+        with FakeTensorMode():
+            model = train.model_builder(config, mesh)
+            yield mesh, model, ZeroOptimizer(model, config, mesh)
+
+
+GPT3_13B = dict(**TP8, pipeline_model_parallel_size=4, global_batch_size=8, device="cpu")
+
+
+@pytest.mark.parametrize("rank", [0, 23, 40, 63])
+def test_gpt3_13b_on_64_ranks_has_the_parameters_of_the_formulas(rank):
+    """A rank of each of the four stages."""
+    config = cluster(64, **GPT3_13B)
+    with rank_of_a_cluster(rank, config) as (mesh, model, optimizer):
+        assert ([one.shape for one in sizes.stage_model(config, mesh).parameters()]
+                == [one.shape for one in model.parameters()])
+        bucket_sizes = [(bucket.kind, bucket.weights.numel()) for bucket in optimizer.buckets]
+    assert bucket_sizes == sizes.bucket_sizes(config, mesh)
+
+
+@pytest.mark.parametrize("rank, schedule, tokens", [
+    (63, "1f1b", 2048), (16, "interleaved", 2048), (32, "paired", 2048), (48, "zb-h1", 2048), (0, "zb-v", 1024),
+    *(pytest.param(rank, name, 2048, marks=pytest.mark.exhaustive) for rank, name in ((0, "1f1b"), (0, "zb-v"), (63, "zb-v")))])
+def test_a_step_of_gpt3_13b_keeps_and_sends_what_the_formulas_say(rank, schedule, tokens):
+    """Of few tokens, the most is there when one chunk's gradients are received, and the other's tapes are not used up yet."""
+    config = cluster(64, **GPT3_13B, schedule=schedule, seq_length=tokens)
+    with rank_of_a_cluster(rank, config) as (mesh, model, optimizer):
+        stage = memory.TapeMeter(Domino(model, config.slices, config.columns), memory.state_storages(model, optimizer))
+        with comm.CollectiveCounter(mesh) as listener, memory.AllocationPeak() as allocations:
+            optimizer.zero_grad()
+            train.run_schedule(config.timetable, 0, stage, memory.CopiedRandomTokens(config), config, mesh, True, optimizer.on_gradients_ready)
+            optimizer.finalize_gradients()
+            optimizer.gather_weights()
+    assert stage.most == pytest.approx(expected_memory.tape_bytes(config, mesh), rel=ACTIVATIONS)
+    step = [one for one in expected_traffic.step_traffic(config, mesh) if one.group != "world"]       # its sum has no numbers here
+    assert listener.counts == expected_traffic.totals_by_group(step)
+    beside_state = expected_memory.peak_bytes(config, mesh) - sum(expected_memory.state_bytes(config, mesh).values())
+    assert allocations.most == pytest.approx(beside_state, rel=PEAK)
+
+
+def test_communicators_cost_a_gpu_memory_by_the_ring_and_a_cpu_none():
+    """World, tp, dp, and a tied matrix's on the first and last stage, of 24 channels each; messages have 4, to each neighbour
+    and in the ring where they meet. An axis of one has no communicator."""
+    ring, connection = 24 * 12 * 2**20, 12 * 2**20
+    sizes = dict(num_layers=8, num_attention_heads=8, hidden_size=64)
+    box = cluster(32, **sizes, tensor_model_parallel_size=4, pipeline_model_parallel_size=4, global_batch_size=8)
+    assert box.tied and box.dp == 2
+    found = [expected_memory.communicator_bytes(dataclasses.replace(box, device="cuda"), sizes.mesh_at(box, stage)) for stage in range(4)]
+    assert found == [4 * ring + 8 * connection, 3 * ring + 12 * connection, 3 * ring + 12 * connection, 4 * ring + 8 * connection]
+    for size, axis, rings in ((1, "tensor", 0), (8, "tensor", 2), (8, "data", 2)):
+        config = cluster(size, **sizes, pipeline_model_parallel_size=1, global_batch_size=8,
+                         tensor_model_parallel_size=size if axis == "tensor" else 1)
+        assert expected_memory.communicator_bytes(dataclasses.replace(config, device="cuda"), sizes.mesh_at(config)) == rings * ring
+        assert expected_memory.communicator_bytes(dataclasses.replace(config, device="cpu"), sizes.mesh_at(config)) == 0
+
+
+# ---- as a person runs them
+
+def bench(capsys, *arguments):
+    """(exit code, what is printed before the last line, the record, the error) of bench.py, in this process."""
+    threads = torch.get_num_threads()
+    code = main(("comm", "memory", "recompute", "plan"), "", [str(one) for one in arguments])
+    torch.set_num_threads(threads)
+    printed, error = capsys.readouterr()
+    *text, last = printed.splitlines() or [""]
+    return code, "\n".join(text), json.loads(last or "{}"), error
+
+
+SMALL = ("--num-layers", 2, "--hidden-size", 16, "--num-attention-heads", 2, "--seq-length", 8, "--vocab-size", 30,
+         "--micro-batch-size", 2, "--global-batch-size", 4, "--tp", 1, "--pp", 1, "--dp", 1)
+
+
+@pytest.mark.exhaustive
+def test_bench_comm_starts_its_processes_and_finds_every_count_exact():
+    flags = [*map(str, SMALL), "--tp", "2"]
+    command = [sys.executable, str(ROOT / "bench.py"), "comm", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert record["exact"] is True
+    assert {(row["group"], row["kind"]) for row in record["rows"]} == {("tp", "all_reduce"), ("world", "all_reduce")}
+    assert "every count equals its formula" in done.stdout
+
+
+def test_bench_memory_finds_the_state_exact(capsys):
+    code, text, record, _ = bench(capsys, "memory", *SMALL, "--bf16")
+    assert code == 0 and record["exact"] is True and record["activations_error"] <= ACTIVATIONS
+    assert "norm inputs" in text and "2.000" in text, "what a layer keeps is shown in units of X"
+
+
+def test_bench_recompute_finds_the_same_bits_and_the_formulas_activations(capsys):
+    code, text, record, _ = bench(capsys, "recompute", *SMALL, "--hidden-dropout", 0.1, "--repeats", 2)
+    assert code == 0 and record["none_products"] == 1 < record["selective_products"] < record["full_products"] < 1.34
+    assert all(record[f"{one}_activations_error"] <= ACTIVATIONS for one in GRANULARITIES)
+    assert record["none_activations"] > record["selective_activations"] > record["full_activations"] > 0
+    assert "gradients have the same bits in all three" in text and "recompute_granularity" not in record
+
+
+def test_bench_plan_of_gpt3_13b_on_64_gpus(capsys):
+    code, text, record, _ = bench(capsys, "plan", "--model", "gpt3-13b", "--gpus", 64, "--tp", 8, "--pp", 4)
+    assert code == 0 and record["fits"] is True and record["parameters"] == 12_853_386_240
+    assert record["bubble"] == pytest.approx(3 / 512, rel=0.1) and 0.2 < record["mfu"] < 0.6
+    assert sum(record["parts_s"].values()) == pytest.approx(record["step_s"])
+    assert all(set(need) == set(plan.MEMORY_TERMS) for need in record["memory"]) and len(record["memory"]) == 4
+    for said in ("stage 3", "tp: layers forward", "dp: weights", "(p - 1)/m if stages are equal", "--columns 2 would", "--product-efficiency",
+                 "--schedule paired would take"):
+        assert said in text
+
+
+def test_a_plan_proposes_the_fastest_schedule_that_fits_with_all_its_flags(capsys):
+    """At a wire that is nothing to speak of, few microbatches and many stages, it is one that has no bubble, if two chunks deal the
+    layers evenly; and with it there is nothing better."""
+    flags = ["--gpus", 8, "--tp", 1, "--pp", 8, "--num-layers", 32, "--global-batch-size", 16, "--vocab-size", 128]
+    _, text, before, _ = bench(capsys, "plan", *flags)
+    told = re.search(r"(--schedule \S+(?: --virtual-stages \d+)?) would take ([\d.]+ m?s) a step", text)
+    assert "zb-v" in told[1] and before["schedule"] == "1f1b"
+    _, text, after, _ = bench(capsys, "plan", *flags, *told[1].split())
+    assert after["step_s"] < 0.9 * before["step_s"] and "would take" not in text
+    assert seconds_text(after["step_s"]) == told[2] and after["virtual_stages"] == 2
+    assert "zb-v with 2 chunks a stage" in text
+
+
+def test_a_plan_knows_a_schedule_that_was_added_later(capsys, monkeypatch):
+    """From its line in SCHEDULES: here GPipe, the other way round."""
+    def last_in_first_out(stage, stages, microbatches, chunks=1):
+        actions = SCHEDULES["gpipe"].actions(stage, stages, microbatches)
+        return actions[:microbatches] + actions[:microbatches - 1:-1]
+
+    monkeypatch.setitem(SCHEDULES, "lifo", Schedule(last_in_first_out))
+    config = dataclasses.replace(cluster(4, pipeline_model_parallel_size=4, global_batch_size=6), schedule="lifo")
+    assert expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, 3)) == 6
+    assert any({"schedule": "lifo"} in changes for changes in plan.other_schedules(dataclasses.replace(config, schedule="1f1b")))
+    assert step_time.step_seconds(config, machine(products=1e12))["bubble"] > 0
+
+
+@pytest.mark.parametrize("flags, reason, remedy", [
+    (["--tp", 2, "--pp", 1, "--micro-batch-size", 8, "--gpu", "A100"], "activations", "--micro-batch-size 1"),
+    (["--tp", 4, "--pp", 1, "--micro-batch-size", 16, "--gpu", "A100"], "activations", "--recompute-granularity full"),
+    (["--tp", 4, "--pp", 1, "--micro-batch-size", 16, "--gpu", "A100", "--recompute-granularity", "selective"], "activations",
+     "--recompute-granularity full --checkpoint-in-cpu"),
+    (["--tp", 8, "--pp", 1, "--gpus", 8, "--micro-batch-size", 16], "activations", "--sequence-parallel"),
+    pytest.param(["--tp", 8, "--pp", 4, "--schedule", "gpipe"], "activations", "--schedule 1f1b", marks=pytest.mark.exhaustive),
+    (["--tp", 8, "--pp", 1, "--zero-stage", 0, "--gpu", "A10"], "optimizer", "--zero-stage 1"),
+    (["--tp", 4, "--pp", 1, "--gpu", "A10"], "gradients", "--zero-stage 2"),
+    (["--tp", 1, "--pp", 1], "gradients", "--pipeline-model-parallel-size 2"),
+    (["--tp", 8, "--pp", 1, "--gpus", 8, "--gpu", "A10"], "optimizer", "--gpus 32")])
+def test_a_plan_that_does_not_fit_says_why_and_what_helps(capsys, flags, reason, remedy):
+    code, text, record, _ = bench(capsys, "plan", *flags)
+    assert code == 0 and record["fits"] is False
+    most = max(sum(need.values()) for need in record["memory"])
+    told = re.search(r"does not fit: stage \d needs [\d.]+ GB, ([\d.]+) GB too much; the largest terms are (\w+)", text)
+    assert float(told[1]) == pytest.approx((most - record["usable_bytes"]) / 1e9, rel=0.01) and told[2] == reason
+    assert f"would fit with {remedy}" in text or f"or {remedy}" in text
+    assert bench(capsys, "plan", *flags, *remedy.split())[2]["fits"] is True
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["plan", "--gpus", 63, "--tp", 8, "--pp", 4], "world size 63 must equal tensor x pipeline x data parallel"),
+    (["plan", "--gpu", "abacus"], "invalid choice: 'abacus'"),
+    (["plan", "--reserve", 2], "--reserve must be from 0 to 0.9, but is 2.0"),
+    (["plan", "--dtype", "float32"], "--gpu H100 needs --dtype bfloat16 or float16"),
+    (["comm", "--tp", 3], "num-attention-heads 8 must be divisible by tensor-model-parallel-size 3"),
+    (["plan", "--checkpoint-in-cpu"], "--checkpoint-in-cpu needs --recompute-granularity full"),
+    (["comm", "--dp", 0], "--data-parallel-size must be at least 1, but is 0"),
+    (["memory", "--slices", 9], "slices 9 must be at most micro-batch-size 4")])
+def test_wrong_flags_give_one_sentence(capsys, arguments, words):
+    code, text, record, error = bench(capsys, *arguments)
+    assert code == 2 and not text and not record
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1

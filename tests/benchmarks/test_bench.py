@@ -1,0 +1,281 @@
+"""bench.py: each question ends with a line of JSON whose figures fit together; the slow wire is slow, and goes away.
+
+The sizes are tiny: what is tested is the arithmetic around the times, not the times.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from nanodomino.errors import UserError
+
+import pytest
+import torch
+from support import ROOT
+from support.benchmark import ask, within
+from support.harness import tiny
+from support.jobs import listen_to_interrupts
+
+from bench import QUESTIONS
+from benchmarks import throughput
+from benchmarks.common import Figure, RandomTokens, Times, compare, main, ratios
+from benchmarks.overlap import figures_of
+from benchmarks.plain import Plain
+from benchmarks.scaling import speedup, worlds
+from benchmarks.wire import LARGEST_PACKET, build, parse_rate, slow_wire
+
+TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16"]
+
+
+def namespaces() -> list[str]:
+    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True)
+    return [line.split()[0] for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def wire():
+    """slow_wire, where it can be."""
+    try:
+        with slow_wire("1gbit", 1):
+            pass
+    except UserError as error:
+        pytest.skip(str(error))
+    return slow_wire
+
+
+@pytest.fixture
+def slow_if_possible() -> list[str]:
+    """The flags of a run over the slow wire; none where it can't be made, and the loopback serves."""
+    try:
+        with slow_wire("100mbit", 2):
+            return ["--wire", "100mbit", "--device", "cpu"]
+    except UserError:
+        return []
+
+
+# ---- the questions
+
+@pytest.mark.exhaustive
+def test_overlap_compares_four_ways_to_talk_and_two_halves_of_the_work(slow_if_possible):
+    """A sum after each sublayer forward and backward, one at each end, two in the cross entropy; in three slices."""
+    record = ask("overlap", *TINY, "--micro-batch-size", "6", "--slices", "3", "--repeats", "2", *slow_if_possible)
+    times = ("blocking_s", "megatron_s", "domino_s", "no_comm_s", "comm_s", "dtensor_s")
+    assert all(0 < record[name] < 60 for name in times)
+    assert all(within(record[name], spread) for name, spread in record["spread"].items())
+    assert 0 < record["hideable"] <= 1
+    assert (record["hidden_size"], record["num_layers"], record["repeats"]) == (32, 2, 2)
+    tokens, layers = 6 * 16, 2
+    assert record["collectives"] == 3 * (4 * layers + 2 + 2)
+    assert record["bytes"] == 4 * tokens * ((4 * layers + 2) * 32 + 3)
+    assert record["wire"] == (slow_if_possible[1] if slow_if_possible else None)
+
+
+@pytest.mark.parametrize("domino, compute, wires, hidden, bound", [
+    (10, 10, 5, 1, 1), (15, 10, 5, 0, 1.5), (12, 10, 8, 0.75, 1.2), (20, 10, 20, 0.5, 1),
+    (9, 10, 10, None, None),                # quicker than the work alone
+    (15, 10, 20, None, None),               # quicker than the wires alone
+    (30, 10, 5, None, 3)])                  # slower than both, one after the other: not hidden, but something else
+def test_hidden_is_the_part_of_the_wires_time_for_which_there_is_work(domino, compute, wires, hidden, bound):
+    rounds = {"blocking": 18, "megatron": 16, "domino": domino, "compute": compute, "wires": wires}
+    hideable, figures = figures_of({name: Times((seconds,) * 3) for name, seconds in rounds.items()})
+    assert hideable == min(1, compute / wires)
+    assert figures["hidden"].value == hidden and figures["bound_ratio"].value == bound
+    assert (figures["speedup"].value, figures["megatron_ratio"].value) == (18 / domino, 16 / domino)
+
+
+def test_host_times_are_of_a_layer_and_slice_beside_autograds():
+    record = ask("host", "--num-layers", "2", "--slices", "3", "--columns", "2", "--normalization", "RMSNorm", "--repeats", "2")
+    assert (record["tp"], record["slices"], record["columns"], record["num_layers"]) == (2, 3, 2, 2)
+    for side in ("autograd", "nanodomino"):
+        assert 5 < record[f"{side}_forward_us"] and 5 < record[f"{side}_us"] < 1e5
+    assert "nanodomino_compiled_us" not in record and len(record["nanodomino_gain_spread"]) == 2
+
+
+@pytest.mark.exhaustive
+def test_throughput_compares_the_same_training():
+    record = ask("throughput", *TINY, "--global-batch-size", "8", "--repeats", "3")
+    assert record["loss_difference"] < 1e-4 and len(record["losses"]) == throughput.COMPARED_STEPS
+    assert record["losses"][-1] < record["losses"][0] < 7, "the steps must train"
+    for side in ("nanodomino", "plain"):
+        assert record[f"{side}_tokens_per_s"] == pytest.approx(8 * 16 / record[f"{side}_s"])
+    assert within(record["ratio"], record["ratio_spread"])
+    assert record["mfu"] is None or 0 < record["mfu"] < 1
+
+
+def test_throughput_refuses_to_compare_different_work():
+    losses = {"nanodomino": [5.0, 4.9], "plain": [5.0, 4.8]}
+    with pytest.raises(UserError, match="can't be compared"):
+        throughput.report(tiny(dtype="float32"), None, {}, losses)
+
+
+@pytest.mark.exhaustive
+def test_scaling_starts_worlds_and_relates_them_to_one_process():
+    record = ask("scaling", *TINY, "--max-processes", "2", "--repeats", "1")
+    assert record["processes"] in ([1, 2], [1])                # a single GPU can't be shared
+    for layout in ("dp", "tp"):
+        for way in ("weak", "strong"):
+            figures = record[f"{layout}_{way}"]
+            for i, count in enumerate(record["processes"]):
+                samples = 8 * count if way == "weak" else 8
+                assert figures["tokens_per_s"][i] == pytest.approx(samples * 16 / figures["step_s"][i])
+                gain = figures["speedup"][i]
+                assert within(gain, figures["speedup_spread"][i])
+                assert figures["efficiency"][i] == (None if gain is None else pytest.approx(gain / count))
+
+
+def test_a_world_is_held_against_one_process_by_tokens_a_second():
+    """Four processes that need twice as long for four times the work do twice as much; for the same work, half."""
+    assert speedup([2.0, 2.0], [1.0, 1.0, 1.0], 4, work=4).value == 2
+    assert speedup([2.0, 2.0], [1.0, 1.0, 1.0], 4, work=1).value == 0.5
+    assert speedup([1.0], [1.4], 2, work=2).value is None, "2.8 times as much as one"
+
+
+def test_worlds_double_up_to_the_largest():
+    for largest, sizes in [(1, [1]), (2, [1, 2]), (3, [1, 2]), (8, [1, 2, 4, 8])]:
+        assert worlds(type("Flags", (), dict(max_processes=largest))) == sizes
+
+
+def test_stages_of_the_plain_model_make_the_whole():
+    config = tiny(dtype="float32")
+    whole = Plain(config)
+    first = Plain(config, range(1), post_process=False).load(whole.state_dict())
+    last = Plain(config, range(1, config.num_layers), pre_process=False).load(whole.state_dict())
+    tokens = RandomTokens(config).batch(0, 0, 0, 1, 2, 24).tokens
+    assert torch.equal(last(first(tokens)), whole(tokens))
+
+
+# ---- bad input
+
+@pytest.mark.parametrize("arguments, rule", [
+    (["speed"], "there is no question 'speed'"),
+    (["overlap", "--fast"], "unrecognized arguments: --fast"),
+    (["overlap", "--tp", "1"], "--tp must be at least 2"),
+    (["overlap", "--slices", "9"], "slices 9 must be at most micro-batch-size 8"),
+    (["overlap", "--wire", "fast"], "--wire must be a rate"),
+    (["overlap", "--hidden-size", "some"], "invalid int value: 'some'"),
+    (["throughput", "--model", "huge"], "invalid choice: 'huge'"),
+    (["throughput", "--repeats", "0"], "--repeats must be at least 1"),
+    (["throughput", "--dtype", "float16"], "the plain side scales no loss, so --dtype must not be float16"),
+    (["scaling", "--max-processes", "0"], "--max-processes must be at least 1"),
+    (["scaling", "--global-batch-size", "6", "--micro-batch-size", "2"], "must be divisible by micro-batch-size x"),
+])
+def test_a_mistake_is_one_sentence_and_exit_code_2(capsys, arguments, rule):
+    assert main(QUESTIONS, "", arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and rule in err
+
+
+# ---- the slow wire
+
+@pytest.mark.parametrize("text, bits", [("500mbit", 500e6), ("10gbit", 10e9), ("1.5gbit", 1.5e9), ("2000kbit", 2e6)])
+def test_a_rate_is_read_as_tc_reads_it(text, bits):
+    assert parse_rate(text) == bits
+
+
+@pytest.mark.parametrize("text", ["", "500", "mbit", "-5mbit", "500mbps", "500 mbit", "1e3mbit", "nan", "0mbit",
+                                  "10kbit", "999gbit", "5mbit; reboot"])
+def test_nonsense_is_no_rate(text):
+    with pytest.raises(UserError, match="must be a rate from 1mbit to 100gbit"):
+        parse_rate(text)
+
+
+def test_every_rank_gets_a_limit_of_its_own():
+    commands = build("hub", ["a", "b", "c"], 500_000_000)
+    limits = [line for line in commands if line.startswith("tc ")]
+    assert [line.split()[2] for line in limits] == ["a", "b", "c"]
+    assert all("tbf rate 500000000bit" in line for line in limits)
+    assert len({line.split()[5] for line in commands if "address add" in line}) == 3
+
+
+RECEIVE = """
+import socket, time
+connection, _ = socket.create_server(("10.77.0.2", 5000)).accept()
+begin, count = time.perf_counter(), 0
+while part := connection.recv(1 << 20):
+    count += len(part)
+print(count, time.perf_counter() - begin)
+"""
+SEND = """
+import socket, time
+for _ in range(100):
+    try:
+        connection = socket.create_connection(("10.77.0.2", 5000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+connection.sendall(bytes(4_000_000))
+"""
+
+
+def test_bytes_take_their_time_on_the_wire(wire):
+    with wire("80mbit", 2) as places:
+        commands = [[*prefix, sys.executable, "-c", code] for (prefix, _), code in zip(places, (SEND, RECEIVE))]
+        sender, receiver = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands)
+        count, seconds = map(float, receiver.communicate(timeout=60)[0].split())
+        assert sender.wait(10) == 0
+    assert count == 4_000_000
+    assert seconds > 0.9 * (count - 2 * LARGEST_PACKET) * 8 / 80e6
+    assert not [name for name in namespaces() if f"-{os.getpid()}-" in name]
+
+
+HOLD = """
+import sys, time
+from benchmarks.wire import slow_wire
+with slow_wire("1gbit", 2):
+    print("up", flush=True)
+    {}
+"""
+
+
+@pytest.mark.parametrize("ends", ["SIGTERM", "SIGINT", "SIGHUP", "exception", "SIGKILL"])
+def test_nothing_is_left_of_the_wire(wire, ends):
+    """Of a process that was killed the next start removes it."""
+    code = HOLD.format("1 / 0" if ends == "exception" else "time.sleep(60)")
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                               preexec_fn=listen_to_interrupts)
+    assert process.stdout.readline() == b"up\n"
+    if ends != "exception":
+        assert len([name for name in namespaces() if f"-{process.pid}-" in name]) == 3
+        process.send_signal(getattr(signal, ends))
+    assert process.wait(20) != 0
+    if ends == "SIGKILL":
+        with wire("1gbit", 1):
+            pass
+    assert not [name for name in namespaces() if f"-{process.pid}-" in name]
+
+
+def test_figures_are_related_round_by_round():
+    """A load that comes and goes falls on both."""
+    assert ratios(Times((2.0, 20.0, 4.0)), Times((1.0, 10.0, 2.0))) == Figure((2.0, 2.0, 2.0))
+
+
+@pytest.mark.parametrize("figure, text", [
+    (Figure((0.9, 1.0, 1.2)), "1.00 [0.90 .. 1.20]"),
+    (Figure((0.6, 1.0, 1.9)), "too noisy to tell [0.60 .. 1.90]"),
+    (Figure((1.0,) * 6 + (9.0,)), "1.00 [1.00 .. 9.00]"),                       # one round that was disturbed
+    (Figure((1.0, 2.6)), "too noisy to tell [1.00 .. 2.60]"), (Figure((1.8, 2.6)), "2.20 [1.80 .. 2.60]"),
+    (Figure((3.0,)), "3.00 [3.00 .. 3.00]"),
+    (Figure((0.02, 0.1, 0.3), most=1.0, size=1.0), "0.10 [0.02 .. 0.30]"),      # a part of a whole is near 0 or not
+    (Figure((-0.3, 0.5, 1.6), most=1.0, size=1.0), "too noisy to tell [-0.30 .. 1.60]"),
+    (Figure((-0.2, -0.1, -0.1), most=1.0, size=1.0), "too noisy to tell [-0.20 .. -0.10]"),
+    (Figure((1.02, 1.03, 1.06), most=1.0, size=1.0), "1.03 [1.02 .. 1.06]"),    # as good as 1
+    (Figure((1.1, 1.1, 1.2), most=1.0, size=1.0), "too noisy to tell [1.10 .. 1.20]"),
+    (Figure((0.9, 0.9, 1.1), least=1.0), "too noisy to tell [0.90 .. 1.10]")], ids=str)
+def test_what_noise_has_made_impossible_is_not_told(figure, text):
+    """The spread is; JSON says null."""
+    assert f"{figure:.2f}" == text
+    record = figure.record("gain")
+    assert record["gain_spread"] == (min(figure.rounds), max(figure.rounds))
+    assert (record["gain"] is None) == text.startswith("too noisy") and (record["gain"] in (None, figure.median))
+
+
+def test_alternatives_are_compared_in_all_orders():
+    """What runs first leaves memory and caches to the next: no one may always follow the same one."""
+    ran = []
+    times = compare({name: partial(ran.append, name) for name in "abcd"}, repeats=60)
+    rounds = [ran[i:i + 4] for i in range(0, len(ran), 4)]
+    assert all(sorted(one) == list("abcd") for one in rounds) and len(rounds) == 61
+    pairs = {pair for one in rounds for pair in zip(one, one[1:])}
+    assert len(pairs) == 12
+    assert {name: len(one.seconds) for name, one in times.items()} == dict.fromkeys("abcd", 60)

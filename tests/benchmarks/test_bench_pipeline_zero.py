@@ -1,0 +1,168 @@
+"""bench.py pipeline and zero: the same work on all sides, and figures that fit together and to the formulas.
+
+The sizes are tiny: what is tested is the arithmetic around the times, not the times.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.harness import tiny
+from support.benchmark import ask, within
+
+from bench import QUESTIONS
+from benchmarks import pipeline, zero
+from benchmarks.common import main, parse
+from nanodomino.analysis import expected_memory, sizes
+from nanodomino.comm.trace import Event
+from nanodomino.errors import UserError
+from nanodomino.schedules.definitions import SCHEDULES
+from nanodomino.schedules.placement import timetable
+from nanodomino.schedules.simulation import bubble, simulate, step_time
+
+TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16", "--device", "cpu"]
+
+
+# ---- pipeline
+
+@pytest.mark.exhaustive
+def test_pipeline_compares_every_schedule_with_torchs():
+    record = ask("pipeline", *TINY, "--num-layers", "4", "--microbatches", "2", "3", "--repeats", "2")
+    rows = {(row["microbatches"], row["schedule"], row["side"]): row for row in record["rows"]}
+    runner = {"1f1b", "gpipe", "interleaved"}
+    assert set(rows) == {(m, schedule, side) for m in (2, 3) for schedule in SCHEDULES for side in ("domino", "runner", "torch")
+                         if side == "domino" or schedule in (runner if side == "runner" else pipeline.TORCHS)}
+    for (m, schedule, side), row in rows.items():
+        assert row["even"] == pytest.approx(1 / (m + 1)) or schedule not in ("1f1b", "gpipe", "paired")
+        assert 0 < row["idle_spread"][0] < 1 and within(row["idle"], row["idle_spread"])
+        assert len(row["idle_of_stages"]) == 2 and 1 <= row["imbalance"] < 2
+        assert 0 < row["step_s"] < 60 and within(row["of_1f1b"], row["of_1f1b_spread"])
+        assert (row["speed"] is None) or within(row["speed"], row["speed_spread"])
+        assert side != "torch" or row["speed"] == 1 and row["simulated"] is None
+        assert side == "torch" or 0 < row["simulated"] < 1 and row["simulated_of_1f1b"] > 0
+        assert schedule != "1f1b" or row["of_1f1b"] == 1 and row["simulated_of_1f1b"] in (1, None)
+        assert 5 < row["loss"] < 7, "of 256 words drawn at random"
+    kinds = {name for stage in rows[3, "paired", "domino"]["seconds"] for name in stage}
+    assert kinds == {"forward 0", "pair 0", "backward 0"}
+    assert [len(stage) for stage in rows[3, "zb-v", "domino"]["seconds"]] == [5, 6], "F, I, W of each chunk, or F, B"
+    for key in ("1f1b_domino", "1f1b_runner", "gpipe_domino", "interleaved_runner", "zb-h1_domino", "zb-v_domino"):
+        least, (schedule, side) = record[f"speed_{key}"], key.split("_")
+        assert least in [rows[m, schedule, side]["speed"] for m in (2, 3)]
+        assert all(least is None or rows[m, schedule, side]["speed"] in (None, least)
+                   or rows[m, schedule, side]["speed"] > least for m in (2, 3))
+
+
+def worked(row) -> dict:
+    """What a stage would record that needs exactly as long as it was played."""
+    found = {}
+    for action, begin, end in row:
+        found.setdefault((action.kind, action.halves[0].chunk), []).append(end - begin)
+    return found
+
+
+@pytest.mark.parametrize("work", [(1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (1.0, 3.0), (2.0, 1.0, 1.5)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_idle_time_is_the_simulations_where_stages_work_without_delay(schedule, work):
+    """Of even stages the bubble's own; of uneven ones the step is as long as the slowest stage makes it."""
+    m, p = 6, len(work)
+    plan = timetable(schedule, p, m, SCHEDULES[schedule].chunks[0])
+    rows = simulate(plan, lambda stage, action: action.length * work[stage])
+    found = pipeline.idle(plan, [step_time(rows)] * 2, [[worked(row)] * 2 for row in rows])
+    assert found["idle"].value == pytest.approx(found["simulated"]) and found["simulated_step_s"] == step_time(rows)
+    assert found["imbalance"] == pytest.approx(max(work) * p / sum(work))
+    if len(set(work)) == 1:
+        assert found["even"] == pytest.approx(found["simulated"]) == pytest.approx(bubble(rows) / (1 + bubble(rows)))
+
+
+def test_an_actions_work_is_what_it_did_not_wait():
+    """A pair's turns are one action."""
+    def event(kind, begin, end, microbatch=0):
+        return Event(kind, begin * 10**9, end * 10**9, dict(microbatch=microbatch, chunk=0))
+
+    events = [event("forward", 0, 3), event("wait", 1, 2), event("backward", 4, 5), event("forward", 5, 7, 1),
+              event("backward", 7, 8), event("backward", 9, 11, 1), event("wait", 8, 10)]
+    assert pipeline.work_of(events) == {("forward", 0): [2.0], ("pair", 0): [4.0], ("backward", 0): [1.0]}
+
+
+class Side:
+    """Finds this loss and this gradient."""
+
+    def __init__(self, loss, gradient, placement=""):
+        self.step, self.gradients, self.parts = lambda: loss, lambda: [torch.tensor([gradient])], SimpleNamespace(placement=placement)
+
+
+@pytest.mark.parametrize("other", [(5.01, 3.0), (5.0, 3.01), (float("nan"), 3.0), (5.0, float("nan"))])
+def test_pipeline_refuses_to_compare_different_work(monkeypatch, other):
+    """Gradients may differ where a stage holds other layers; the loss never."""
+    monkeypatch.setattr(pipeline, "gathered", lambda value: [value])
+    sides = {("1f1b", "domino"): Side(5.0, 3.0), ("zb-v", "domino"): Side(5.0, 2.0, "folded"), ("1f1b", "torch"): Side(*other)}
+    with pytest.raises(UserError, match="1f1b torch and 1f1b domino or 1f1b domino do different work"):
+        pipeline.check_same_work(tiny(dtype="float32"), sides)
+    sides["zb-v", "domino"].step, _ = lambda: 5.01, sides.pop(("1f1b", "torch"))
+    with pytest.raises(UserError, match="zb-v domino and 1f1b domino or zb-v domino do different work"):
+        pipeline.check_same_work(tiny(dtype="float32"), sides)
+
+
+# ---- zero
+
+@pytest.mark.exhaustive
+def test_zero_compares_seven_ways_to_train_the_same():
+    wider = [*TINY, "--hidden-size", "256", "--microbatches", "2"]       # 19 MB of state: resident memory must show it
+    record = ask("zero", *wider, "--repeats", "2")
+    sides = record["sides"]
+    assert list(sides) == ["zero-1", "zero-0", "zero-2", "ddp-zero", "ddp", "fsdp2", "fsdp2-keep"]
+    assert [side["formula"] for side in sides.values()] == [12, 16, 10, 12, 16, 8, 8] and record["microbatches"] == 2
+    for side in sides.values():
+        assert side["losses"] == pytest.approx(sides["ddp"]["losses"], rel=1e-4)
+        assert side["losses"][-1] < side["losses"][0] < 7, "the steps must train"
+        # A rank may own a parameter more than another.
+        assert side["bytes_per_parameter"] == pytest.approx(side["formula"], rel=0.2)
+        assert side["bytes_per_parameter"] == side["state_bytes"] / record["parameters"]
+        assert 0 < side["step_s"] < 60 and side["peak_bytes"] > side["state_bytes"] / 2
+        assert within(side["step_over_zero_1"], side["spread"])
+    assert sides["zero-1"]["step_over_zero_1"] == 1
+    assert record["speed_over_ddp_zero"] == sides["ddp-zero"]["step_over_zero_1"]
+    # Of nanodomino's own sides, to the byte: the padding and AdamW's counts of steps are in the formula.
+    config = zero.config_for(parse(zero, ["zero", *wider]))
+    for stage in (0, 1, 2):
+        expected = expected_memory.state_bytes(replace(config, zero_stage=stage), sizes.mesh_at(config))
+        assert sides[f"zero-{stage}"]["state_bytes"] == sum(expected.values())
+
+
+def test_storages_are_counted_once():
+    whole = torch.zeros(100)
+    assert zero.counted_bytes([whole, whole[10:20], whole.view(10, 10).t(), torch.zeros(5, dtype=torch.int64)]) == 440
+
+
+@pytest.mark.parametrize("dtype, expected", [("float32", [10, 16, 7, 10, 16, 4, 4]), ("bfloat16", [9, 18, 6, 10, 16, 4, 4])])
+def test_formulas_of_a_parameters_bytes(dtype, expected):
+    config = tiny(4, data_parallel_size=4, dtype=dtype)
+    assert [zero.formula_bytes(name, config) for name in zero.ABOUT] == expected
+
+
+@pytest.mark.parametrize("losses", [[5.0, 4.8], [5.0, float("nan")]])
+def test_zero_refuses_to_compare_different_work(losses):
+    with pytest.raises(UserError, match="can't be compared"):
+        zero.check_same_work(tiny(dtype="float32"), {"zero-1": losses, "ddp": [5.0, 4.9]})
+
+
+# ---- bad input
+
+@pytest.mark.parametrize("arguments, rule", [
+    (["pipeline", "--pp", "1"], "--pp must be at least 2"),
+    (["pipeline", "--microbatches", "8", "1"], "--microbatches must be at least --pp 2"),
+    (["pipeline", "--microbatches", "7"], "--microbatches 7 must be divisible by the 3 rounds"),
+    (["pipeline", "--pp", "16", "--microbatches", "16"], "num-layers 8 must be at least"),
+    (["pipeline", "--hidden-size", "100"], "hidden-size 100 must be divisible by num-attention-heads 8"),
+    (["pipeline", "--schedule", "gpipe"], "unrecognized arguments: --schedule gpipe"),
+    (["zero", "--dp", "1"], "--dp must be at least 2"),
+    (["zero", "--dp", "0"], "--dp must be at least 2"),
+    (["zero", "--microbatches", "0"], "--microbatches must be at least 1"),
+    (["zero", "--num-layers", "0"], "--num-layers must be at least 1"),
+    (["zero", "--dtype", "float16"], "torch's sides scale no loss, so --dtype must not be float16"),
+])
+def test_a_mistake_is_one_sentence_and_exit_code_2(capsys, arguments, rule):
+    assert main(QUESTIONS, "", arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and rule in err

@@ -1,0 +1,72 @@
+"""Hosts find each other without being told through which interface."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.wire import INTERFACE, address, slow_wire
+from support import ROOT
+from nanodomino.comm import network_interface
+from nanodomino.errors import UserError
+
+
+
+def test_the_way_to_oneself_is_the_loopback():
+    assert network_interface.interface_of(network_interface.address_towards("127.0.0.1")) in ("lo", "lo0")
+    assert network_interface.interface_of("192.0.2.77") is None
+
+
+@pytest.mark.parametrize("master, before, after", [
+    ("10.0.0.7", None, "eth1"), ("10.0.0.7", "ib0", "ib0"), ("localhost", None, "eth0"), ("nobody.invalid", None, None)],
+    ids=["towards-the-master", "the-users-wins", "the-masters-own-name", "no-such-host"])
+def test_the_interface_towards_the_master_is_chosen_unless_somebody_has(monkeypatch, master, before, after):
+    def towards(host):
+        if host == "nobody.invalid":
+            raise socket.gaierror("no such name")
+        return {"10.0.0.7": "10.0.0.9", "localhost": "127.0.1.1", network_interface.ELSEWHERE: "172.16.0.3"}[host]
+
+    monkeypatch.setattr(network_interface, "address_towards", towards)
+    monkeypatch.setattr(network_interface, "interface_of", {"10.0.0.9": "eth1", "172.16.0.3": "eth0"}.get)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "unset")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME") if before is None else monkeypatch.setenv("GLOO_SOCKET_IFNAME", before)
+    network_interface.choose_interface(master)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == after
+
+
+def two_hosts(tmp_path, **environment):
+    """A run of two processes, each in a network namespace of its own, where its name stands for 127.0.0.1
+    -> [(output, exit code, seconds)]. Skips where there is no right to make one."""
+    flags = ["--tp", "2", "--pp", "1", "--train-iters", "2", "--num-layers", "2", "--eval-iters", "0", "--sample-tokens", "0",
+             "--timeout", "15", "--run-dir", str(tmp_path / "run")]
+    try:
+        with slow_wire("1gbit", 2) as places:
+            processes, begin = [], time.monotonic()
+            for rank, (prefix, _) in enumerate(places):
+                of_rank = {name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")}
+                of_rank |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
+                            "MASTER_ADDR": address(0), "MASTER_PORT": "29511", "TORCH_CPP_LOG_LEVEL": "ERROR", **environment}
+                processes.append(subprocess.Popen([*prefix, sys.executable, str(ROOT / "train.py"), *flags], env=of_rank, text=True,
+                                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT))
+            return [(process.communicate(timeout=90)[0], process.returncode, time.monotonic() - begin) for process in reversed(processes)][::-1]
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def test_two_hosts_train_together_without_a_word_about_interfaces(tmp_path):
+    (output, *_), _ = ended = two_hosts(tmp_path)
+    assert [code for _, code, _ in ended] == [0, 0], ended
+    assert "2 of 2 steps done" in output and INTERFACE == "wire"
+
+
+@pytest.mark.exhaustive
+def test_hosts_that_cannot_reach_each_other_end_within_twice_the_timeout(tmp_path):
+    """The user's own word on the interface wins, even where it leads nowhere; gloo alone would wait for 75 seconds,
+    and end with a traceback."""
+    ended = two_hosts(tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert [code for _, code, _ in ended] == [1, 1] and max(seconds for *_, seconds in ended) < 80, ended
+    assert all("lost its neighbours" in output and "Traceback" not in output for output, *_ in ended), ended
+    assert any("GLOO_SOCKET_IFNAME" in output for output, *_ in ended), "the one that waits to be called"

@@ -1,0 +1,354 @@
+"""A setting is declared once, and all that depends on it follows: what a run remembers, what it may change, what an old
+checkpoint means that does not know it."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support import ROOT
+from support.jobs import make_corpus
+from support.harness import build, random_data, tiny
+from support.train_in_pool import lines, saved, start
+
+import train
+from data.prepare import prepare
+from nanodomino.checkpoint.folders import checkpoints_of, recorded_settings
+from nanodomino.checkpoint.load import restore
+from nanodomino.checkpoint.manifest import verify
+from nanodomino.checkpoint.save import Saver
+from nanodomino.comm.world import LaunchInfo
+from nanodomino.config.config import Config
+from nanodomino.config.flags import markdown
+from nanodomino.config.records import check_record, check_settings, from_record
+from nanodomino.config.setting import EFFECTS, check_values, flag_name, flag_settings, setting
+from nanodomino.errors import UserError
+from nanodomino.run.command_line import command_line_parser, from_command_line
+from nanodomino.run.folder import open_run
+
+OLD_RUN = ROOT / "tests" / "support" / "run-2026-11-20"       # as the version of that day left it: 3 steps of a tiny model
+
+
+def settled(*flags, world_size=1) -> Config:
+    """The Config of a command line, with a vocabulary."""
+    return from_command_line([str(flag) for flag in flags], world_size).with_vocabulary(257)
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A run that has begun with some settings, by its config.json."""
+    def begin(*flags, world_size=1):
+        config = settled(*flags, "--run-dir", tmp_path / "run", world_size=world_size)
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+        return tmp_path / "run", config
+    return begin
+
+
+def test_a_range_may_have_any_ends():
+    """Each sentence says both."""
+    @dataclasses.dataclass
+    class Settings:
+        part: float = setting("Some", 0.5, "a part", affects="losses", above=0.0, below=1.0)
+        rate: float = setting("Some", 0.5, "a rate", affects="losses", above=0.0)
+        count: int = setting("Some", 5, "a count", affects="losses", at_least=2)
+
+    check_values(Settings())
+    for wrong, words in ((Settings(part=1.0), "--part must be above 0 and below 1, but is 1.0"), (Settings(part=0.0), "above 0 and below 1"),
+                         (Settings(rate=0.0), "--rate must be a finite number above 0"), (Settings(rate=float("nan")), "above 0"),
+                         (Settings(count=1), "--count must be at least 2, but is 1")):
+        with pytest.raises(UserError, match=words):
+            check_values(wrong)
+
+
+def test_every_setting_has_a_role_a_type_and_a_word_of_help():
+    for one in dataclasses.fields(Config):
+        assert one.metadata["affects"] in EFFECTS
+    shown = " ".join(command_line_parser().format_help().split())
+    for one in flag_settings(Config):
+        assert one.metadata["type"] in (int, float, bool, str) and flag_name(one.name) in shown
+        assert one.default is None or isinstance(one.default, one.metadata["type"])
+        assert not one.metadata["choices"] or one.default in (None, *one.metadata["choices"])
+
+
+def test_the_page_of_settings_is_made_from_them():
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert page.endswith(markdown(Config) + "\n"), "run python -m nanodomino.flags > docs/settings.md"
+    assert all(f"- *{role}*: {meaning}" in page for role, meaning in EFFECTS.items())
+
+
+# ---- going on
+
+def test_a_run_goes_on_with_its_own_settings_and_no_flag_but_its_folder(begun):
+    run, config = begun("--num-layers", 3, "--lr", 0.5, "--clip-grad", 0.25, "--log-interval", 7, "--bf16", "--seed", 9,
+                        "--exit-interval", 2, "--trace", "1:2", "--micro-batch-size", 2)
+    again = settled("--run-dir", run)
+    assert again.exit_interval is None and again.trace is None, "these are of one start alone"
+    assert dataclasses.replace(again, exit_interval=2, trace="1:2") == config
+
+
+def test_what_is_given_counts_more_than_what_is_remembered(begun):
+    run, _ = begun("--train-iters", 50, "--lr", 0.5, "--num-layers", 3)
+    again = settled("--run-dir", run, "--train-iters", 80, "--lr", 0.1)
+    assert (again.train_iters, again.lr, again.num_layers) == (80, 0.1, 3)
+    assert again.min_lr == 0.01, "what follows from the rate follows the new one"
+
+
+def test_a_sentence_says_which_of_its_numbers_nobody_gave_now(begun):
+    run, _ = begun("--schedule", "interleaved", "--virtual-stages", 3, "--num-layers", 6, world_size=2)
+    with pytest.raises(UserError, match=r"virtual-stages must be 2 .* but is 3; .* \(as remembered from before: --virtual-stages 3\)$"):
+        settled("--run-dir", run, "--schedule", "zb-v", world_size=2)
+    with pytest.raises(UserError, match=r"with schedule interleaved, but is 1; [^(]* \(as remembered from before: --schedule interleaved\)$"):
+        settled("--run-dir", run, "--virtual-stages", 1, world_size=2)
+    with pytest.raises(UserError, match=r"with schedule zb-v, but is 3; [^(]*$"):
+        settled("--run-dir", run, "--virtual-stages", 3, "--schedule", "zb-v", world_size=2)
+
+
+def test_what_follows_from_the_number_of_processes_is_filled_in_anew_unless_it_was_once_given(begun):
+    run, config = begun(world_size=8)
+    assert (config.tp, config.pp, config.dp, config.slices) == (2, 2, 2, 2)
+    again = settled("--run-dir", run, world_size=2)
+    assert (again.tp, again.pp, again.dp, again.slices) == (2, 1, 1, 2)
+    alone = settled("--run-dir", run)
+    assert (alone.tp, alone.pp, alone.dp, alone.slices) == (1, 1, 1, 1)
+
+
+def test_a_layout_that_was_given_is_kept_by_every_later_start(begun):
+    run, _ = begun("--pp", 2, "--micro-batch-size", 2, world_size=4)
+    again = settled("--run-dir", run, world_size=2)
+    assert (again.pp, again.tp, again.dp, again.micro_batch_size) == (2, 1, 1, 2)
+    (run / "config.json").write_text(json.dumps(dataclasses.asdict(again)))
+    assert settled("--run-dir", run, world_size=8).pp == 2
+
+
+def test_the_dataclass_keeps_what_was_given_through_json(begun):
+    run, config = begun("--slices", 1)
+    assert from_record(json.loads((run / "config.json").read_text()), run) == config and "slices" in config.given
+
+
+@pytest.fixture(scope="module")
+def origins(tmp_path_factory):
+    """{what a start goes on from: (its folder, the roles of what must not change, what else is asked for)}"""
+    killed, run, fresh = (tmp_path_factory.mktemp("origins") / name for name in ("killed", "run", "fresh"))
+    shutil.copytree(OLD_RUN, run)
+    killed.mkdir()
+    shutil.copy(run / "config.json", killed)
+    return {"a run": (run, ("model", "optimizer", "run"), dict(run_dir=str(run))),
+            "a run that was killed before its first checkpoint": (killed, ("model", "optimizer", "run"), dict(run_dir=str(killed))),
+            "--load": (run, ("model", "optimizer"), dict(run_dir=str(fresh), load=str(run))),
+            "--load --finetune": (run, ("model",), dict(run_dir=str(fresh), load=str(run), finetune=True))}
+
+
+def changed(one: dataclasses.Field, value):
+    """Another value of a setting."""
+    if choices := one.metadata.get("choices"):
+        return next(choice for choice in choices if choice != value)
+    other = {bool: lambda: not value, int: lambda: 2 * (value or 1), float: lambda: 2 * (value or 0) + 0.125}
+    return other.get(one.metadata.get("type"), lambda: "something else")()
+
+
+@pytest.mark.parametrize("one", [one for one in dataclasses.fields(Config) if one.name not in ("run_dir", "load", "finetune")], ids=lambda one: one.name)
+def test_a_change_is_refused_where_it_would_make_it_another_run_and_honoured_elsewhere(origins, monkeypatch, one):
+    """One by one each setting, those to come included, by its role and by what the start goes on from."""
+    monkeypatch.setattr("nanodomino.run.folder.lock_folder", lambda run_dir: None)              # which this process would keep
+    for folder, roles, asked in origins.values():
+        config = dataclasses.replace(from_record(recorded_settings(folder), folder), **asked)
+        other = dataclasses.replace(config, **{one.name: changed(one, getattr(config, one.name))})
+        open_run(config, LaunchInfo())
+        if one.metadata["affects"] in roles:
+            with pytest.raises(UserError, match=f"{one.name.replace('_', '-')} .*, but this run has .*give the same again"):
+                open_run(other, LaunchInfo())
+        else:
+            open_run(other, LaunchInfo())
+
+
+def test_other_training_tokens_are_another_run(pool, tmp_path):
+    """Whatever their folder is called, and wherever it lies; only --finetune is there for them."""
+    tokens, run, text = make_corpus(tmp_path), tmp_path / "run", tmp_path / "text.txt"
+    text.write_text(text.read_text().replace("line 7 ", "line 8 "))
+    prepare(text, tmp_path / "other", progress=False)
+    tokens.rename(tmp_path / "moved")
+    assert start(pool, tmp_path, "--run-dir", run, "--train-iters", 1, "--data-path", tmp_path / "moved").code == 0
+    (tmp_path / "moved").rename(tokens)
+    assert start(pool, tmp_path, "--run-dir", run, "--train-iters", 2, "--data-path", tokens).code == 0
+    ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 3, "--data-path", tmp_path / "other")
+    assert ended.code is None and "was made with data-sha256 " in ended.error
+    assert start(pool, tmp_path, "--run-dir", tmp_path / "next", "--load", run, "--finetune", "--train-iters", 1, "--data-path", tmp_path / "other").code == 0
+
+
+def test_a_file_of_settings_counts_less_than_flags(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"lr": 0.5, "num_layers": 3, "exit_interval": 4}))
+    config = settled("--config", path, "--num-layers", 2)
+    assert (config.lr, config.num_layers, config.exit_interval) == (0.5, 2, None)
+
+
+def test_a_runs_config_json_is_such_a_file(begun):
+    run, config = begun("--num-layers", 3, "--lr", 0.5, world_size=8)
+    again = settled("--config", run / "config.json")
+    assert (again.num_layers, again.lr, again.world_size, again.tp) == (3, 0.5, 1, 1)
+
+
+@pytest.mark.parametrize("text, words", [
+    ('{"lr": "fast"}', "has 'fast' as lr, which must be of type float"), ('{"lr": true}', "has True as lr"),
+    ('{"num_layers": 2.5}', "has 2.5 as num_layers, which must be of type int"), ("[1]", "must hold one JSON object"),
+    ('{"layers": 3}', "settings that this version does not know (layers)"), ("{", "can't be read"), ("[" * 99999, "can't be read")])
+def test_a_file_that_is_no_settings_is_refused_in_a_sentence(tmp_path, text, words):
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        from_command_line(["--config", str(path)], 1)
+    assert words in str(error.value)
+
+
+# ---- what was made before a setting was there
+
+def test_a_record_that_does_not_know_a_setting_means_what_was_the_only_way_then():
+    record = recorded_settings(OLD_RUN)
+    assert not {"optimizer", "normalization", "virtual_stages"} & record.keys(), "else it is no longer an old one"
+    config = from_record(record, OLD_RUN)
+    assert (config.optimizer, config.normalization, config.virtual_stages) == ("adamw", "LayerNorm", 1)
+
+
+def test_what_is_the_default_today_is_not_what_an_older_run_was_made_with(tmp_path, monkeypatch):
+    """Its folder, a checkpoint that is loaded, and a model that writes: all take what was so then."""
+    run = shutil.copytree(OLD_RUN, tmp_path / "run")
+    (field,) = [one for one in dataclasses.fields(Config) if one.name == "normalization"]
+    monkeypatch.setattr(field, "default", "RMSNorm")
+    for flags in (("--run-dir", run), ("--load", run), ("--load", run, "--finetune")):
+        assert from_command_line([str(flag) for flag in flags], 1).normalization == "LayerNorm"
+
+
+def test_a_run_of_an_older_version_goes_on(tmp_path):
+    """A new setting must not refuse every checkpoint that was made without it."""
+    run = shutil.copytree(OLD_RUN, tmp_path / "run")
+    verify(checkpoints_of(run)[0])
+    config = dataclasses.replace(settled("--run-dir", run), data_sha256=recorded_settings(run)["data_sha256"])
+    found = open_run(config, LaunchInfo())
+    assert found.checkpoint == checkpoints_of(run)[0] and not found.weights_only
+    assert config.num_layers == 1 and config.train_iters == 3
+
+
+def restore_rank(config, folder):
+    mesh, model, optimizer, stage = build(config)
+    step = restore(Path(folder), model, optimizer, mesh)
+    data = random_data(config, 5)
+    return step, optimizer.updates, [train.train_step(number, stage, optimizer, data, config, mesh).loss for number in (4, 5)]
+
+
+def test_an_older_checkpoint_still_holds_the_optimizers_state(pool):
+    """In which each tensor is one piece; two replicas read of it what each owns."""
+    alone = dataclasses.replace(from_record(recorded_settings(OLD_RUN), OLD_RUN), train_iters=5)
+    found = {}
+    for dp in (1, 2):
+        config = dataclasses.replace(alone, data_parallel_size=dp, world_size=dp)
+        (step, updates, found[dp]), *_ = pool.run(restore_rank, config, str(checkpoints_of(OLD_RUN)[0]), world_size=dp)
+        assert step == updates == 3
+    assert all(0 < loss < 10 for loss in found[1]) and found[2] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_setting_of_a_later_version_is_named():
+    with pytest.raises(UserError, match="settings that this version does not know .warp_drive."):
+        check_record({"warp_drive": True}, "it")
+
+
+# ---- from weights
+
+def test_load_brings_the_model_along_and_finetune_nothing_else(tmp_path):
+    loaded = settled("--load", OLD_RUN)
+    assert (loaded.num_layers, loaded.hidden_size, loaded.max_position_embeddings) == (1, 8, 8)
+    assert loaded.seq_length == 8 and loaded.global_batch_size == 16, "the rest is this run's own"
+    with pytest.raises(UserError, match="num-layers 1, but this run has 3"):
+        open_run(settled("--load", OLD_RUN, "--num-layers", 3, "--run-dir", tmp_path / "a"), LaunchInfo())
+    lion = ("--load", OLD_RUN, "--seq-length", 8, "--optimizer", "lion", "--run-dir", tmp_path / "b")
+    with pytest.raises(UserError, match="optimizer adamw, but this run has lion"):
+        open_run(settled(*lion), LaunchInfo())
+    found = open_run(settled(*lion[:-1], tmp_path / "c", "--finetune"), LaunchInfo())
+    assert found.weights_only and found.checkpoint == checkpoints_of(OLD_RUN)[0]
+
+
+def test_finetune_without_load_is_refused():
+    with pytest.raises(UserError, match="--finetune takes the weights of --load"):
+        settled("--finetune")
+
+
+@pytest.mark.parametrize("again", [["--finetune"], []], ids=["finetune", "load"])
+def test_the_command_that_began_a_run_from_another_goes_on_with_its_own_when_given_again(pool, tmp_path, again):
+    """A scheduler gives it at each start. What the run has done since then must not be thrown away for where it came from,
+    which by then may even be gone."""
+    make_corpus(tmp_path)
+    assert start(pool, tmp_path, "--run-dir", tmp_path / "from", "--train-iters", 3).code == 0
+    command = ["--load", tmp_path / "from", *again, "--run-dir", tmp_path / "run", "--train-iters", 8, "--exit-interval", 2]
+    begin = 0 if again else 3
+    for steps in (2, 4, 6) if again else (4, 6, 8):
+        ended = start(pool, tmp_path, *command)
+        assert (ended.code, ended.error) == (0, "")
+        assert [step for step, _ in lines(tmp_path / "run", "loss")] == list(range(begin + 1, steps + 1))
+        assert saved(tmp_path / "run")[0] == steps
+        assert ("and nothing else of it" in ended.output) == (bool(again) and steps == 2)
+        if steps == 4:
+            shutil.rmtree(tmp_path / "from")
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_from_what_it_loads(begun):
+    """With its own settings, those that it was given at its first start too."""
+    run, config = begun("--load", OLD_RUN, "--finetune", "--lr", 0.5)
+    again = settled("--run-dir", run, "--load", OLD_RUN, "--finetune")
+    found = open_run(again, LaunchInfo())
+    assert found.checkpoint == checkpoints_of(OLD_RUN)[0] and found.weights_only
+    assert (again.num_layers, again.lr) == (1, 0.5) and again == config
+
+
+def save_rank(config, folder):
+    mesh, model, optimizer, stage = build(config)
+    for step in (1, 2):
+        train.train_step(step, stage, optimizer, random_data(config, 2), config, mesh)
+    saver, optimizer.skipped_in_a_row = Saver(Path(folder), mesh, keep_last=1), 3
+    saver.save(2, model, optimizer, config)
+    saver.wait()
+    return saver.failure(), {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def finetune_rank(config, folder, weights):
+    """Step 1 from the checkpoint's weights alone, and from the same weights in a model that never was elsewhere."""
+    losses = []
+    for anew in (False, True):
+        mesh, model, optimizer, stage = build(config, weights if anew else None)
+        step = 0 if anew else restore(checkpoints_of(Path(folder))[0], model, optimizer, mesh, weights_only=True)
+        assert step == optimizer.updates == optimizer.skipped_in_a_row == 0
+        losses.append([train.train_step(step, stage, optimizer, random_data(config, 3, seed=1), config, mesh).loss for step in (1, 2, 3)])
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+def test_finetune_begins_at_step_0_with_an_optimizer_that_has_seen_nothing(pool, tmp_path, optimizer):
+    """Other data, another optimizer, another layout."""
+    ((failure, weights),) = pool.run(save_rank, tiny(1), str(tmp_path), world_size=1)
+    assert failure is None
+    config = tiny(2, data_parallel_size=2, optimizer=optimizer, lr=1e-3)
+    for loaded, anew in pool.run(finetune_rank, config, str(tmp_path), weights, world_size=2):
+        assert loaded == anew
+
+
+def test_what_a_run_remembers_can_be_taken_back(tmp_path):
+    """A switch by its --no- form, anything else by null in a --config file; the sentence about a contradiction says so."""
+    run = tmp_path / "run"
+    run.mkdir()
+    flags = ["--run-dir", str(run), "--fp16", "--loss-scale", "256", "--recompute-granularity", "full", "--checkpoint-in-cpu", "--tensorboard-dir", str(tmp_path / "board")]
+    config = from_command_line(flags, 1)
+    (run / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    again = from_command_line(flags[:2], 1)
+    assert (again.loss_scale, again.checkpoint_in_cpu, again.tensorboard_dir) == (256.0, True, str(tmp_path / "board"))
+    with pytest.raises(UserError, match=r"remembered from before: --checkpoint-in-cpu, which --no-checkpoint-in-cpu turns off"):
+        from_command_line([*flags[:2], "--recompute-granularity", "none"], 1)
+    (tmp_path / "off.json").write_text(json.dumps({"loss_scale": None, "tensorboard_dir": None}))
+    other = from_command_line([*flags[:2], "--recompute-granularity", "none", "--no-checkpoint-in-cpu", "--config", str(tmp_path / "off.json")], 1)
+    assert (other.loss_scale, other.checkpoint_in_cpu, other.tensorboard_dir, other.dtype) == (None, False, None, "float16")
+    assert from_command_line([*flags[:2], "--bf16"], 1).dtype == "bfloat16"
+
+
+def test_of_a_change_that_is_refused_the_setting_is_named_that_was_given_and_not_what_follows_from_it():
+    record = dataclasses.asdict(tiny(1))
+    with pytest.raises(UserError, match="^a run was made with swiglu False, but this run has True"):
+        check_settings(record, "a run", tiny(1, swiglu=True), "model")

@@ -1,0 +1,129 @@
+"""Each bug of pitfalls.py turns its check red, the code as it is turns it green, and docs/pitfalls.md says what was measured."""
+
+import dataclasses
+import re
+
+import pytest
+import pitfalls
+from pitfalls import DOCUMENT, GUARDED, ROOT, document, row_of, rows_of_document
+from support.pool import WorkerError
+from support.pitfall_runner import CHECKED, TABLE, Around, check, judge, measure, plain, replaced, worst
+
+TESTS = ROOT / "tests"
+EVERY = 8                # by default of these entries only
+
+
+def cases(entries, also_by_default=lambda entry: False):
+    """By default one entry in eight."""
+    return pytest.mark.parametrize("entry", [
+        pytest.param(entry, id=f"{entry.number}-{entry.bug.__name__}",
+                     marks=[] if entry.number % EVERY == 0 or also_by_default(entry) else pytest.mark.exhaustive) for entry in entries])
+
+
+@cases(TABLE)
+def test_the_code_as_it_is_passes(pool, entry):
+    check(pool, entry, wrong=False)
+
+
+@cases(TABLE, also_by_default=lambda entry: True)
+def test_put_back_it_is_found_and_does_what_the_page_says(pool, entry):
+    """By an assertion of the check, and not because something broke."""
+    if entry.check:
+        with pytest.raises((AssertionError, WorkerError)) as failure:
+            entry.check(Around(pool, entry, wrong=True))
+        assert isinstance(failure.value, AssertionError) or re.search(r"^AssertionError", str(failure.value), re.MULTILINE), str(failure.value)
+    else:
+        right, found = measure(pool, entry, wrong=True, steps=CHECKED)
+        with pytest.raises(AssertionError):
+            judge(right, found)
+        *_, right_norm, wrong_norm, gradient = cells(rows_of_document()[entry.number])
+        *_, right_now, wrong_now, gradient_now = cells(row_of(entry, right, found, (0.0, 0.0)))
+        assert (float(right_norm), float(wrong_norm)) == pytest.approx((float(right_now), float(wrong_now)), rel=0.01, nan_ok=True)
+        if " %" not in gradient:
+            assert numbers_of(gradient) == pytest.approx(numbers_of(gradient_now), rel=0.1)
+            return
+        assert error_in(gradient) == pytest.approx(error_in(gradient_now), rel=0.1)
+        name = re.search("`(.*)`", gradient)[1]                             # another one may be as far off
+        named = worst(*({name: side.gradients[-1][name]} for side in (found, right)))[0]
+        assert 100 * named == pytest.approx(error_in(gradient), rel=0.1)
+
+
+def cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def error_in(gradient: str) -> float:
+    return float(re.search(r"([\d.]+) %", gradient)[1])
+
+
+def numbers_of(text: str) -> list[float]:
+    """Those with a point, or small ones; those in names have neither."""
+    return [float(number) for number in re.findall(r"\d+\.\d+(?:e-\d+)?", text)]
+
+
+def test_the_page_is_made_from_the_table():
+    """python tests/pitfalls.py --write makes it anew."""
+    rows = rows_of_document()
+    assert list(rows) == [entry.number for entry in TABLE]
+    for entry in TABLE:
+        assert cells(rows[entry.number])[1:3] == [entry.title, pitfalls.applies(entry)]
+    assert DOCUMENT.read_text() == document(list(rows.values()))
+
+
+def test_what_prevents_a_bug_is_there():
+    """Each file, and in it each name."""
+    for entry in TABLE:
+        text = None
+        for word in re.findall("`([^`]+)`", entry.guard):
+            if word.endswith(".py"):
+                text = (ROOT / word).read_text()
+            else:
+                assert all(re.search(rf"\b{part}\b", text) for part in word.split(".")), f"{entry.number}: {word}"
+        assert text, f"{entry.number} names no file"
+
+
+@pytest.mark.parametrize("title, _, path, name", GUARDED, ids=lambda value: value if value.startswith("test_") else "")
+def test_a_bug_that_is_not_put_back_here_has_a_test_of_its_own(title, _, path, name):
+    assert re.search(rf"^def {name}\(", (TESTS / path).read_text(), re.MULTILINE), f"{title}: {path} has no {name}"
+
+
+def test_a_bug_whose_place_has_gone_is_an_error():
+    """It must not pass for one that does no harm."""
+    with pytest.raises(AttributeError), replaced([(pitfalls.domino, "close_the_residual", None)]):
+        pass
+    kept = pitfalls.domino.add_residual
+    with replaced([(pitfalls.domino, "add_residual", None)]):
+        assert pitfalls.domino.add_residual is None
+    assert pitfalls.domino.add_residual is kept
+
+
+ALSO_ALONE = ("mean_of_replicas", "padding_counts")               # microbatches, and lengths that are no multiple of 16, are enough
+ALONE = [entry for entry in TABLE if entry.world_size > 1 and not entry.check and not entry.straight and entry.bug.__name__ not in ALSO_ALONE]
+
+
+def alone(entry):
+    return dataclasses.replace(entry, world_size=1, options={name: value for name, value in entry.options.items() if "parallel" not in name})
+
+
+def alone_rank(number):
+    entry = alone(TABLE[number - 1])
+    weights, data, _ = plain(entry, CHECKED)
+    with replaced(entry.conditions(entry.config)), replaced(entry.bug(entry.config)):
+        return entry.runner(entry.config, None if entry.drawn else weights, data, CHECKED).losses
+
+
+@cases(ALONE)
+def test_on_one_process_it_does_no_harm(pool, entry):
+    """Which is where code is written. And so nothing but what it is said to be makes it wrong elsewhere."""
+    (losses,) = pool.run(alone_rank, entry.number, world_size=1)
+    assert losses == pytest.approx(plain(alone(entry), CHECKED)[2].losses, rel=1e-9)
+
+
+def test_one_is_shown_with_right_and_wrong_side_by_side(pool, capsys):
+    (entry,) = [entry for entry in TABLE if entry.bug.__name__ == "not_divided"]
+    pitfalls.show(pool, entry, steps=2)
+    shown = capsys.readouterr().out
+    right, wrong = (float(number) for number in re.search(r"\n   1 +[\d.]+ +[\d.]+ +([\d.]+) +([\d.]+) ", shown).groups())
+    assert wrong / right == pytest.approx(entry.config.microbatches) and "layers." in shown
+    pitfalls.main(["--list"])
+    assert len(capsys.readouterr().out.splitlines()) == len(TABLE)

@@ -1,0 +1,153 @@
+"""Every layout computes what one plain process computes: losses, every gradient, norms, weights, to 1e-9 in float64.
+
+The other side is support/reference.py: torch.nn, nothing of nanodomino. Biases are not zero, the loss mask is uneven, the
+clipping bites, layers do not divide by stages, samples not by slices, words not by ranks.
+"""
+
+import dataclasses
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from support.harness import FAMILIES, build, difference, reference_for, relative, sizes_of, tiny, train_rank, whole
+from support.reference import ReferenceGPT, masked_loss
+
+import train
+from nanodomino.corpus.folder import Corpus
+from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.overlap.recompute import GRANULARITIES
+from nanodomino.schedules.definitions import SCHEDULES
+
+TOLERANCE = 1e-9
+STEPS = 3
+LAYOUTS = [(tp, pp, dp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in (1, 2, 4, 8) if tp * pp * dp <= 8]
+SMALL = [layout for layout in LAYOUTS if math.prod(layout) <= 4]
+OPTIONS = dict(slices=(1, 2, 3), columns=(1, 2), zero=(0, 1, 2), schedule=tuple(SCHEDULES), untied=(False, True),
+               normalization=tuple(NORMALIZATIONS), recompute_granularity=tuple(GRANULARITIES),
+               loss_scale=(None, 2.0**12), sequence_parallel=(False, True), family=tuple(FAMILIES), documents=(False, True))
+
+
+def case(tp, pp, dp, slices=1, columns=1, zero=1, schedule="1f1b", untied=False, exhaustive=False, family="gpt2",
+         documents=False, **more):
+    """A layout and its options, with a readable name."""
+    name = f"tp{tp}-pp{pp}-dp{dp}-slices{slices}-columns{columns}-zero{zero}-{schedule}-{'untied' if untied else 'tied'}"
+    name += f"-{family}{'-documents' * documents}" + "".join(f"-{key}{value}" for key, value in more.items())
+    more = FAMILIES[family] | ({"num_query_groups": 8} if tp == 8 else {}) | dict(reset_position_ids=documents, reset_attention_mask=documents) | more
+    options = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices, columns=columns, zero_stage=zero,
+                   schedule=schedule, untie_embeddings_and_output_weights=untied, **{"num_layers": 2 * pp + 1} | more)
+    return pytest.param(tp * pp * dp, options, id=name, marks=pytest.mark.exhaustive if exhaustive else [])
+
+
+def pairs_of(row: dict) -> set:
+    return set(itertools.combinations(row.items(), 2))
+
+
+def in_all_pairs(options: dict) -> list[dict]:
+    """Rows of one value each, until any two values of two options stand in one row; else a new one could hide behind an old
+    one. Each row is the best of some that are drawn, by how many new pairs it has."""
+    draw, rows = random.Random("layouts"), []
+    left = {pair for row in map(dict, itertools.product(*([(name, value) for value in values] for name, values in options.items())))
+            for pair in pairs_of(row)}
+    while left:
+        rows.append(max(({name: draw.choice(values) for name, values in options.items()} for _ in range(200)),
+                        key=lambda row: len(left & pairs_of(row))))
+        left -= pairs_of(rows[-1])
+    return rows
+
+
+def dealt(rows: list[dict], layouts, **more) -> list:
+    """The rows on these layouts, in turn."""
+    return [case(*layout, **row, **more, micro_batch_size={8: 12, 4: 6}.get(layout[0], 3)) for row, layout in zip(rows, itertools.cycle(layouts))]
+
+
+# All pairs of options, on small layouts in turn; then corners of their own. Exhaustive: with the layout as one more option, where
+# there are stages.
+CASES = dealt(in_all_pairs(OPTIONS), [layout for layout in SMALL if layout != (1, 1, 1)])
+CASES += [case(1, 4, 1, schedule=name) for name in SCHEDULES]
+CASES += [
+    case(1, 1, 1, slices=3, micro_batch_size=6),
+    case(2, 2, 2, slices=2, zero=1),                            # train.py's own choice for eight processes
+    case(2, 1, 1, slices=2, columns=3, micro_batch_size=8),     # 8 samples in 2 slices, 16 features in 3 columns
+    *(case(1, 4, 1, micro_batch_size=24, schedule=name) for name in SCHEDULES),           # 1 microbatch, 4 stages
+    case(1, 2, 2, schedule="interleaved", virtual_stages=3, micro_batch_size=4, num_layers=7),     # 3 microbatches: a round of 1
+    case(1, 2, 2, slices=2, zero=2, schedule="interleaved"),    # chunks share buckets, which microbatches of both then fill in turn
+    case(1, 2, 2, slices=2, zero=2, schedule="zb-v", bucket_size=1),
+    case(2, 1, 2, slices=2, bucket_size=10_000_000),            # everything in one bucket of each kind
+    case(2, 1, 2, slices=2, bucket_size=1),                     # every parameter in a bucket of its own
+    case(2, 2, 1, slices=2, clip_grad=0.0),                     # no clipping
+]
+CASES += [
+    case(2, 2, 2, slices=3, columns=2, zero=0, untied=True, exhaustive=True),
+    case(1, 4, 2, micro_batch_size=6, exhaustive=True),                          # 2 microbatches, 4 stages
+    case(4, 2, 1, slices=2, micro_batch_size=12, make_vocab_size_divisible_by=64, exhaustive=True),      # half of the ranks own only padding
+]
+CASES += dealt(in_all_pairs(OPTIONS)[:10], [layout for layout in LAYOUTS if layout[1] == 1], exhaustive=True)
+for row in in_all_pairs(OPTIONS | {"layout": tuple(layout for layout in LAYOUTS if layout[1] > 1)}):
+    CASES += dealt([{name: value for name, value in row.items() if name != "layout"}], [row["layout"]], exhaustive=True)
+
+
+@pytest.mark.parametrize("world_size, options", CASES)
+def test_training_equals_one_plain_process(pool, world_size, options):
+    """In whole training steps: each shard, sum, division and mask is in the place where one process would have it."""
+    config = tiny(world_size, **options)
+    weights, data, records, final = reference_for(config, STEPS)
+    outcomes = pool.run(train_rank, config, weights, data, STEPS, world_size=world_size)
+
+    assert all(record.gradient_norm > 0.11 for record in records), "the clipping must bite"
+    for outcome in outcomes:                                    # every rank reports the whole batch, not its own share
+        assert (outcome.losses, outcome.norms) == (outcomes[0].losses, outcomes[0].norms)
+    assert relative(outcomes[0].losses, [record.loss for record in records]) < TOLERANCE
+    assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < TOLERANCE
+    for step, record in enumerate(records):
+        gradients = whole(outcomes, lambda outcome: outcome.gradients[step], config.tp)
+        assert difference(gradients, record.gradients) < TOLERANCE, f"gradients of step {step + 1}"
+    assert difference(whole(outcomes, lambda outcome: outcome.weights, config.tp), final) < TOLERANCE
+    assert relative([outcomes[0].evaluation], [plain_evaluation(config, final, data)]) < TOLERANCE
+
+
+def evaluate_rank(config, weights, corpora):
+    """Validation losses of several corpora, each over one global batch and over all of it."""
+    mesh, _, _, stage = build(config, weights)
+    validation_sets = [train.dataset_builder(config, corpus, mesh.device)["valid"] for corpus in corpora]
+    return [train.evaluate(stage, data, dataclasses.replace(config, eval_iters=count), mesh)
+            for data in validation_sets for count in (1, 9)]
+
+
+@pytest.mark.parametrize("world_size, options", [
+    (1, {}), (4, dict(pipeline_model_parallel_size=2)), (4, dict(tensor_model_parallel_size=2))], ids=["one", "pp2-dp2", "tp2-dp2"])
+def test_validation_is_the_mean_over_the_first_windows_as_they_are_stored(pool, tmp_path, world_size, options):
+    """Every token once, also of 5 windows where a global batch takes 24, and of 40 where the second batch is not full."""
+    config = tiny(world_size, **options)
+    weights, _, _, _ = reference_for(tiny(1), 1)
+    model, generator = ReferenceGPT(sizes_of(config)).double().load_full(weights), np.random.default_rng(0)
+    corpora, expected = [], []
+    for windows in (5, 40):
+        folder = tmp_path / str(windows)
+        folder.mkdir()
+        rows = {split: generator.integers(0, config.vocab_size, windows * config.seq_length + 3).astype("<u2")
+                for split in ("train", "valid")}
+        for split, row in rows.items():
+            row.tofile(folder / f"{split}.bin")
+        sizes = {split: len(row) for split, row in rows.items()} | {"test": 0}
+        corpora.append(Corpus(folder, "byte", config.vocab_size, 0, np.dtype("<u2"), sizes, {}, 0.0, 0.0, {}))
+        stored = torch.from_numpy(rows["valid"].astype("int64"))
+        for used in (min(windows, config.global_batch_size), windows):
+            tokens, labels = (stored[first:first + used * config.seq_length].view(used, -1) for first in (0, 1))
+            with torch.no_grad():
+                logits = model(tokens, torch.arange(config.seq_length))
+            expected.append(float(masked_loss(logits, labels, torch.ones_like(labels).double())))
+    for found in pool.run(evaluate_rank, config, weights, corpora, world_size=world_size):
+        assert relative(found, expected) < TOLERANCE
+
+
+def plain_evaluation(config, weights, data):
+    """The mean over every token that counts, of all batches at once: no mean of means."""
+    model = ReferenceGPT(sizes_of(config)).double().load_full(weights)
+    tokens, labels, loss_mask = (tensor.flatten(0, 1) for tensor in (data.tokens, data.labels, data.loss_mask))
+    positions = torch.arange(config.seq_length) if data.positions is None else data.positions.flatten(0, 1)
+    documents = None if data.documents is None else data.documents.flatten(0, 1)
+    with torch.no_grad():
+        return float(masked_loss(model(tokens, positions, documents=documents), labels, loss_mask.double()))

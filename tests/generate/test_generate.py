@@ -1,0 +1,348 @@
+"""What a model writes: the same on every layout, shown as it comes, and quick whatever the number of threads.
+
+    generate() in the pool's workers          layouts, samples, who is shown a token and who stops
+    the Writer                                characters that are cut over tokens
+    python -m nanodomino.generate, torchrun   what a person sees, and what a pipe does
+"""
+
+import dataclasses
+import io
+import math
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import tiktoken
+import torch
+from support.jobs import LAUNCHER, ROOT, TINY, make_corpus
+from support.fork_server import launcher_environments
+from support.harness import END_OF_TEXT, FAMILIES, build, counted_documents, reference_for, sizes_of, tiny
+from support.reference import ReferenceGPT, random_weights
+
+from nanodomino.config.config import Config
+from nanodomino.corpus.tokenizer import build_tokenizer
+from nanodomino.errors import UserError
+from nanodomino.generate.__main__ import command_line
+from nanodomino.generate.sampling import choose, generate, useful_threads
+from nanodomino.generate.writing import SEPARATOR, Writer
+
+PATIENCE = 90           # seconds until a process counts as stuck; it takes 6, but the machine may have other work
+
+
+# ---- the tokens
+
+def test_choose_is_greedy_at_zero_and_stays_among_the_top_k():
+    logits = torch.tensor([1.0, 5.0, 4.0, -1.0])
+    generator = torch.Generator().manual_seed(0)
+    assert choose(logits, 0.0, 0, generator) == 1
+    drawn = [choose(logits, 1.0, 2, generator) for _ in range(200)]
+    assert set(drawn) == {1, 2}
+    assert drawn.count(1) / 200 == pytest.approx(1 / (1 + math.exp(-1)), abs=0.12)
+    assert {choose(logits, 50.0, 0, generator) for _ in range(200)} == {0, 1, 2, 3}
+
+
+def generate_rank(config, weights):
+    mesh, model, _, _ = build(config, weights)
+    return [generate(model, mesh, [1, 2], 12, 20, temperature, 5, seed=3, sample=sample)
+            for temperature, sample in ((0.0, 0), (1.0, 0), (1.0, 1))]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_what_a_model_writes_does_not_depend_on_the_layout(pool, schedule):
+    """Over stages, their chunks, and shards, and beyond the context length (8 tokens here); each sample is another text."""
+    config = tiny(1, num_layers=5)
+    weights, _, _, _ = reference_for(config, 1)
+    (alone,) = pool.run(generate_rank, config, weights, world_size=1)
+    assert len(alone[0]) == 14 and len(set(map(tuple, alone))) == 3
+    assert max(map(max, alone)) < 20, "a model with more words than the tokenizer writes only the tokenizer's"
+    several = tiny(4, num_layers=5, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule=schedule)
+    assert pool.run(generate_rank, several, weights, world_size=4) == [alone] * 4
+
+
+def greedy_rank(config, weights, prompts):
+    mesh, model, _, _ = build(config, weights)
+    return [generate(model, mesh, prompt, 14, 20, temperature=0.0) for prompt in prompts]
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_the_likeliest_tokens_are_those_of_the_plain_model_however_long_the_text_is(pool, world_size):
+    """Of a context of 8 tokens the model sees the last 8 of a longer prompt; where it is full, the last 4 are read anew."""
+    weights = dict(reference_for(tiny(1), 1)[0])
+    weights["embedding.position_embeddings.weight"] = 2 * weights["embedding.position_embeddings.weight"]      # else it stammers
+    plain, draw = ReferenceGPT(sizes_of(tiny(1))).double().load_full(weights), random.Random(0)
+    prompts = [[draw.randrange(20) for _ in range(length)] for length in (1, 5, 7, 8, 9, 12, 30)]
+    expected = []
+    for prompt in prompts:
+        text, window = list(prompt), prompt[-8:]
+        for _ in range(14):
+            window = window if len(window) <= 8 else window[-4:]
+            with torch.no_grad():
+                logits = plain(torch.tensor([window]), torch.arange(len(window)))[0, -1, :20]
+            text, window = text + [int(logits.argmax())], window + [int(logits.argmax())]
+        expected.append(text)
+    config = tiny(world_size, tensor_model_parallel_size=2, pipeline_model_parallel_size=2) if world_size > 1 else tiny(1)
+    assert pool.run(greedy_rank, config, weights, prompts, world_size=world_size) == [expected] * world_size
+    assert all(len(set(text[-14:])) > 2 for text in expected), "a text that repeats itself would show nothing"
+
+
+def documents_rank(config, weights, prompts):
+    mesh, model, _, _ = build(config, weights)
+    return [[generate(model, mesh, prompt, 14, 20, temperature=0.0, use_cache=cache, end_of_text=END_OF_TEXT) for prompt in prompts]
+            for cache in (True, False)]
+
+
+RESETS = dict(both=(True, True), positions=(True, False), attention=(False, True), neither=(False, False))
+
+
+@pytest.mark.parametrize("family, resets", [
+    pytest.param(family, resets, id=f"{family}-{name}", marks=[] if i % len(RESETS) == j else pytest.mark.exhaustive)
+    for i, family in enumerate(FAMILIES) for j, (name, resets) in enumerate(RESETS.items())])
+def test_every_family_writes_what_the_plain_model_does_within_documents_and_up_to_their_end(pool, family, resets):
+    """Of a prompt whose tokens belong to several documents, with a cache and without, over shards and stages, in windows that slide."""
+    options = FAMILIES[family] | dict(reset_position_ids=resets[0], reset_attention_mask=resets[1],
+                                       untie_embeddings_and_output_weights=True)
+    config, draw = tiny(1, **options), random.Random(family)
+    weights = {name: weight * (3 if weight.dim() > 1 else 1) for name, weight in random_weights(sizes_of(config), seed=5).items()}
+    plain = ReferenceGPT(sizes_of(config)).double().load_full(weights)
+    prompts = [[draw.choice([*range(20), END_OF_TEXT, END_OF_TEXT]) for _ in range(length)] for length in (1, 4, 7, 8, 11)]
+    expected = []
+    for prompt in prompts:
+        text, window = list(prompt), prompt[-8:]
+        while len(text) < len(prompt) + 14:
+            window = window if len(window) <= 8 else window[-4:]
+            tokens = torch.tensor([window])
+            positions, documents = counted_documents(tokens)
+            with torch.no_grad():
+                logits = plain(tokens, positions if resets[0] else torch.arange(len(window)), documents=documents if resets[1] else None)
+            token = int(logits[0, -1, :20].argmax())
+            if token == END_OF_TEXT:
+                break
+            text, window = text + [token], window + [token]
+        expected.append(text)
+    assert pool.run(documents_rank, config, weights, prompts, world_size=1) == [[expected, expected]]
+    several = tiny(4, **options, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert pool.run(documents_rank, several, weights, prompts, world_size=4) == [[expected, expected]] * 4
+    assert len(set(map(tuple, (text[-3:] for text in expected)))) > 2, "a text that repeats itself would show nothing"
+
+
+def show_rank(config, weights):
+    mesh, model, _, _ = build(config, weights)
+    shown = []
+
+    def show(token):
+        shown.append(token)
+        return len(shown) < 5
+
+    whole = generate(model, mesh, [1, 2], 12, 20, 1.0, 0, seed=3)
+    return shown, whole, generate(model, mesh, [1, 2], 12, 20, 1.0, 0, seed=3, show=show)
+
+
+def test_each_token_is_shown_on_every_rank_until_one_is_enough(pool):
+    weights, _, _, _ = reference_for(tiny(1), 1)
+    config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    for shown, whole, stopped in pool.run(show_rank, config, weights, world_size=4):
+        assert whole[:7] == stopped == [1, 2, *shown] and len(whole) == 14
+
+
+# ---- the threads
+
+def threads_rank(config, given):
+    mesh, model, _, _ = build(config)
+    torch.set_num_threads(given)
+    during = []
+    generate(model, mesh, [1], 3, 20, show=lambda token: not during.append(torch.get_num_threads()))
+    return during, torch.get_num_threads()
+
+
+def test_little_products_are_not_shared_among_threads(pool):
+    """Where another program has the core of one of them, all wait for it: 20 tokens/s of nano where one writes 600."""
+    assert pool.run(threads_rank, tiny(1), 3, world_size=1) == [([1, 1, 1], 3)]
+
+
+def test_big_products_are_and_never_among_more_threads_than_given(pool):
+    """The threads come back to what they were: the training after it needs them all."""
+    wide = tiny(1, num_layers=1, hidden_size=1024, ffn_hidden_size=4096, dtype="float32")
+    assert pool.run(threads_rank, wide, 8, world_size=1) == [([2, 2, 2], 8)]
+    assert pool.run(threads_rank, wide, 1, world_size=1) == [([1, 1, 1], 1)]
+
+
+def test_the_work_of_a_step_says_how_many_threads_it_is_worth():
+    nano, gpt2, large = (Config(model=name).resolve(1) for name in ("nano", "gpt2", "gpt3-13b"))
+    assert useful_threads(nano, 1) == useful_threads(nano, 64) == useful_threads(gpt2, 1) == 1
+    assert useful_threads(gpt2, 512) > 500 and useful_threads(large, 1) == 50
+    assert useful_threads(dataclasses.replace(large, tensor_model_parallel_size=5), 1) == 10
+
+
+def alone_rank(config):
+    mesh, model, _, _ = build(config)
+    with mock.patch("torch.distributed.all_gather", side_effect=AssertionError("a message to oneself")):
+        return generate(model, mesh, [1], 3, 20)
+
+
+def test_a_process_alone_sends_itself_no_logits(pool):
+    """gloo hands a message to a thread of its own: a second one to wait for at every token."""
+    assert len(pool.run(alone_rank, tiny(1), world_size=1)[0]) == 4
+
+
+# ---- the characters
+
+def test_no_half_of_a_character_is_ever_shown(monkeypatch):
+    """Bytes, and pieces of byte-pair encoding that begin in one character and end in the next."""
+    bytes_alone, text = build_tokenizer("byte"), "aé€😀z"
+    pieces = [b"a\xc3", b"\xa9\xe2\x82", b"\xac\xf0\x9f", b"\x98\x80", b"z"]
+    pairs = tiktoken.Encoding("pairs", pat_str=".", special_tokens={},
+                              mergeable_ranks={piece: rank for rank, piece in enumerate(pieces)})
+    by_bytes = ["a", "a", "aé", "aé", "aé", "aé€", "aé€", "aé€", "aé€", "aé€😀", text]
+    for tokenizer, tokens, seen in ((bytes_alone, bytes_alone.encode(text), by_bytes),
+                                    (pairs, range(5), ["a", "aé", "aé€", "aé€😀", text])):
+        shown = io.BytesIO()                        # what has left this process's buffers, as a terminal sees it
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "utf-8"))
+        writer = Writer(tokenizer, SimpleNamespace(tp=1, device="cpu"))
+        for token, expected in zip(tokens, seen, strict=True):
+            assert writer.write_token(token) and shown.getvalue() == expected.encode()
+        assert writer.end_text() and shown.getvalue() == text.encode() + b"\n"
+
+
+def test_bytes_that_are_no_character_are_marked_as_soon_as_that_is_sure(monkeypatch):
+    """A model of bytes that has learned little writes such; a text may end within a character, the next begins anew."""
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "utf-8"))
+    writer = Writer(build_tokenizer("byte"), SimpleNamespace(tp=1, device="cpu"))
+    for byte, expected in zip(b"\xe2\x82a\xff\xc3", ("", "", "\ufffda", "\ufffda\ufffd", "\ufffda\ufffd")):
+        writer.write_token(byte)
+        assert shown.getvalue().decode() == expected
+    writer.end_text()
+    writer.write_token(ord("b"))
+    assert shown.getvalue().decode() == "\ufffda\ufffd\ufffd\nb"
+
+
+def test_a_terminal_of_few_characters_gets_question_marks(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
+    Writer(build_tokenizer("byte"), SimpleNamespace(tp=1, device="cpu")).write("a€b")
+    assert shown.getvalue() == b"a?b"
+
+
+# ---- the command
+
+@pytest.fixture(scope="module")
+def folder(fork_server, tmp_path_factory):
+    """A folder with a run in float64, so that two layouts can't differ by a rounding, long enough for a text to depend
+    on what stands before."""
+    folder = tmp_path_factory.mktemp("generate") / "folder"
+    folder.mkdir()
+    corpus = make_corpus(folder)
+    flags = [*TINY, "--dtype", "float64", "--data-path", str(corpus), "--run-dir", "run", "--train-iters", "100"]
+    ended = fork_server.launch("train.py", [(flags, {})], folder, PATIENCE)
+    assert ended.code == 0, ended.output
+    return folder
+
+
+@pytest.fixture
+def written(fork_server, folder):
+    """written(flags, processes): (all that is on the screen but the line of the rate; that line's number of tokens)"""
+    def written(flags, processes=1):
+        places = launcher_environments(processes) if processes > 1 else [{}]
+        ranks = [(["--load", "run", *shlex.split(flags)], place) for place in places]
+        ended = fork_server.launch("nanodomino.generate", ranks, folder, PATIENCE)
+        assert ended.code == 0 and "Traceback" not in ended.output, ended
+        (rate,) = re.findall(r"(?m)^(\d+) tokens in \d+\.\d\d s, \d+\.\d tokens/s\n", ended.output)
+        return re.sub(r"(?m)^\d+ tokens in .*\n", "", ended.output), int(rate)
+    return written
+
+
+@pytest.mark.exhaustive
+def test_a_seed_writes_the_same_texts_again_and_on_two_processes(written):
+    """A text does not depend on how many others are asked for; and one process of several writes."""
+    texts, tokens = written("--prompt 'line 1' --max-tokens 30 --num-samples 3 --seed 7")
+    each = texts.split("\n" + SEPARATOR)
+    assert tokens == 90 and len(set(each)) == 3 and all(text.startswith("line 1") for text in each)
+    assert written("--prompt 'line 1' --max-tokens 30 --num-samples 3 --seed 7", processes=2) == (texts, 90)
+    assert written("--prompt 'line 1' --max-tokens 30 --seed 7") == (each[0] + "\n", 30)
+    assert written("--prompt 'line 1' --max-tokens 30 --seed 8")[0] != each[0] + "\n"
+
+
+def test_without_a_seed_one_is_drawn_that_all_ranks_share_and_that_can_be_repeated(written):
+    """Hot enough for words of both ranks' shards, or two ranks with two seeds could write rank 0's text all the same."""
+    texts, flags = [], "--prompt line --max-tokens 300 --temperature 2"
+    for processes in (1, 2):
+        said, text = written(flags, processes)[0].split("\n", 1)
+        (seed,) = re.fullmatch(r"seed (\d+): --seed \1 writes the same again", said).groups()
+        assert written(f"{flags} --seed {seed}")[0] == text
+        texts.append((seed, text))
+    assert texts[0][0] != texts[1][0] and texts[0][1] != texts[1][1]
+
+
+def test_prompts_of_every_kind(written, folder):
+    """None, a file with its line ends, the name of end-of-text, more than the 16 tokens of context; no word added."""
+    (folder / "prompt.txt").write_text("ö\nline\n")
+    assert written("--max-tokens 0 --seed 1") == ("\n", 0)
+    twice = f"ö\nline\n\n{SEPARATOR}ö\nline\n\n"
+    assert written("--max-tokens 0 --seed 1 --prompt FILE:prompt.txt --num-samples 2") == (twice, 0)
+    nothing, _ = written("--max-tokens 9 --seed 1")
+    assert written("--max-tokens 9 --seed 1 --prompt '<|endoftext|>'") == ("<|endoftext|>" + nothing, 9)
+    long, tokens = written("--max-tokens 3 --seed 1 --prompt 'line 1 of a text that'", processes=2)
+    assert tokens == 3 and long.startswith("the prompt has 21 tokens, of which the model sees the last 16, its "
+                                           "seq-length\nline 1 of a text that")
+
+
+@pytest.fixture
+def endless(folder):
+    """endless(processes): a process that would write for an hour, alone or under torchrun."""
+    started = []
+
+    def endless(processes):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        command = [sys.executable, *(launcher if processes else []), "-m", "nanodomino.generate",
+                   *shlex.split("--load run --prompt line --max-tokens 10000000 --seed 1")]
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+        environment = {"GLOO_SOCKET_IFNAME": "lo", **environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE))
+        assert started[-1].stdout.read(20).startswith(b"line")
+        return started[-1]
+
+    yield endless
+    for process in started:
+        process.terminate()                         # torchrun ends its ranks too; killed, it would leave them behind
+        process.communicate()
+
+
+@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_pipe_that_is_closed_ends_it_quietly(endless, processes):
+    """`| head`. Rank 0 alone sees it, and the others must not wait for rank 0 in their next sum."""
+    process = endless(processes)
+    process.stdout.close()
+    assert (process.wait(PATIENCE), process.stderr.read()) == (0, b"")
+
+
+def test_control_c_ends_it_without_a_traceback(endless):
+    process = endless(None)
+    process.send_signal(signal.SIGINT)
+    assert (process.wait(PATIENCE), process.stderr.read()) == (-signal.SIGINT, b"")
+
+
+@pytest.mark.parametrize("flag", ["--num-samples", "--max-tokens", "--top-k", "--seed"])
+def test_no_number_is_larger_than_any_machine_can_count_to(flag):
+    """It would be a traceback later, or no end."""
+    assert getattr(command_line(["--load", "run", flag, "2147483647"]), flag[2:].replace("-", "_")) == 2**31 - 1
+    with pytest.raises(UserError, match=f"^{flag} must be at most 2147483647, but is 10+$"):
+        command_line(["--load", "run", flag, "1" + 30 * "0"])
+
+
+def test_help_lists_every_flag_and_its_default(capsys):
+    with pytest.raises(SystemExit):
+        command_line(["--help"])
+    flags = re.findall(r"(?ms)^  (--[a-z-]+)(.*?)(?=^  --|\Z)", capsys.readouterr().out)
+    assert len(flags) == 12 and all("(default" in text for name, text in flags if name != "--load")
+    defaults = vars(command_line(["--load", "run"]))
+    for name, text in flags:
+        if isinstance(value := defaults[name[2:].replace("-", "_")], (int, float)) and not isinstance(value, bool):
+            assert f"(default {value})" in " ".join(text.split())

@@ -1,0 +1,96 @@
+"""Compiled graphs are few and final: every layer runs the same ones, and after the warm-up none is made any more.
+
+A graph that a step makes anew stops a GPU, and all ranks that wait for this one, for seconds; a graph for each layer
+makes the start of a deep model take minutes. Counted is what torch.compile captures, whichever backend compiles it.
+"""
+
+import pytest
+import torch
+from support.fake_world import fake_world
+from support.harness import build, random_data, tiny
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
+from torch._inductor.scheduler import Scheduler
+
+import train
+from nanodomino.domino import Domino
+from nanodomino.layers.cross_entropy import exponentials_of_rows, maximum_and_sum_of_rows
+
+# bridge: opens the stage, or closes a sublayer; its backward: out of the head, of a sublayer, into the stage; cross
+# entropy: forward, backward
+GRAPHS = 7
+
+
+def graphs(layers, micro_batch_size=4, one_differs=False, dropout=0.0, recompute_granularity="none"):
+    """Captured by each of: the warm-up, a step, an evaluation, another step. one_differs: one norm's weight is of
+    another type than the others'."""
+    torch._dynamo.reset()
+    counters.clear()
+    config = tiny(2, tensor_model_parallel_size=2, num_layers=layers, slices=2, micro_batch_size=micro_batch_size,
+                  global_batch_size=2 * micro_batch_size, dtype="bfloat16", hidden_dropout=dropout,
+                  recompute_granularity=recompute_granularity)
+    data, found = random_data(config, 2), []
+    with fake_world(0, 2):
+        mesh, model, optimizer, _ = build(config)
+        stage = Domino(model, config.slices, config.columns, compile_backend="eager")
+        if one_differs:
+            step = stage.steps[model.chunks[0]][1]
+            weight, bias = step.norm
+            step.norm = weight.detach(), bias
+            step.norm[0].main_grad = weight.main_grad
+        for act in (lambda: train.warm_up(stage, optimizer, config, mesh),
+                    lambda: train.train_step(1, stage, optimizer, data, config, mesh),
+                    lambda: train.evaluate(stage, data, config, mesh),
+                    lambda: train.train_step(2, stage, optimizer, data, config, mesh)):
+            before = counters["stats"]["unique_graphs"]
+            act()
+            found.append(counters["stats"]["unique_graphs"] - before)
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.exhaustive
+def test_compiled_cross_entropy_reads_the_logits_twice_and_writes_them_once(monkeypatch):
+    """gpt2's, of 16 x 1024 tokens in 16 bit, by the compiler's own count of what its kernels move: 12 GB at most, of 46 that
+    fp32 softmaxes once moved. Here the kernels are for a CPU; what is in one kernel the compiler decides alike for all."""
+    rows, words = 128, 50264
+    logits = torch.zeros(rows, words, dtype=torch.bfloat16)
+    moved, codegen = [], Scheduler.codegen
+
+    def counting(scheduler):
+        moved.extend(node.get_read_write_buffers_sizes() for node in scheduler.nodes)
+        return codegen(scheduler)
+
+    monkeypatch.setattr(Scheduler, "codegen", counting)
+    with torch.no_grad(), inductor.patch(force_disable_caches=True):
+        for function, inputs in ((maximum_and_sum_of_rows, (logits,)), (exponentials_of_rows, (logits, *torch.ones(2, rows)))):
+            torch._dynamo.reset()
+            torch.compile(function)(*inputs)
+    torch._dynamo.reset()
+    assert 2.9 * logits.nbytes < sum(moved) < 3.1 * logits.nbytes
+    assert sum(moved) * 16 * 1024 / rows < 12e9
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_a_model_of_any_depth_has_the_same_few_graphs(layers):
+    assert graphs(layers) == [GRAPHS, 0, 0, 0]
+
+
+def test_a_norm_that_is_computed_again_has_the_graph_that_opens_a_stage():
+    assert graphs(2, recompute_granularity="full") == [GRAPHS, 0, 0, 0]
+
+
+def test_an_evaluation_which_drops_nothing_has_its_graph_from_the_warm_up():
+    made, *later = graphs(2, dropout=0.1)
+    assert made == GRAPHS + 1 and later == [0, 0, 0]
+
+
+def test_a_smaller_last_slice_adds_a_set_for_any_size():
+    """5 samples are slices of 3 and 2; a graph that meets a second size is made again, for all sizes."""
+    made, *later = graphs(2, micro_batch_size=5)
+    assert GRAPHS < made <= 2 * GRAPHS and later == [0, 0, 0]
+
+
+def test_what_differs_between_layers_is_counted():
+    """Else the tests above could not fail."""
+    assert graphs(2, one_differs=True)[0] > GRAPHS

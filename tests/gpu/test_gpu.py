@@ -1,0 +1,92 @@
+"""What can be said of GPUs without one: who gets which, what a start does before the first message, what must not be there."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness import build, random_data, tiny
+
+import train
+from benchmarks import comm
+from nanodomino.comm.world import LaunchInfo, check_own_gpu, find_device
+from nanodomino.config.config import Config
+from nanodomino.errors import UserError
+
+
+def place(local_rank, local_world_size):
+    return LaunchInfo(local_rank, local_world_size, local_rank, local_world_size, launched=True)
+
+
+@pytest.mark.parametrize("gpus, shown, processes, local_rank, index", [
+    (8, None, 8, 5, 5), (8, "0,1,2,3,4,5,6,7", 8, 5, 5), (1, None, 1, 0, 0), (1, "3", 1, 0, 0), (1, "3", 8, 5, 0)])
+def test_each_process_takes_its_own_gpu_also_where_it_sees_no_other(monkeypatch, gpus, shown, processes, local_rank, index):
+    """SLURM shows each task a GPU of its own, which then is number 0."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if shown:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert find_device(Config(), place(local_rank, processes)) == torch.device("cuda", index)
+
+
+def test_too_few_gpus_are_refused_before_and_a_shared_one_when_the_ranks_meet(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError, match="8 processes on this host need as many GPUs, and there are 1"):
+        find_device(Config(), place(5, 8))
+    store = dist.HashStore()
+    store.set("gpu of rank 0", "a")
+    store.set("gpu of rank 1", "b")
+    with pytest.raises(UserError, match="ranks 0 and 2 see the same one; start as many processes as there are GPUs"):
+        check_own_gpu("a", LaunchInfo(2, 3), store)
+    check_own_gpu("c", LaunchInfo(2, 3), store)
+
+
+def warm_rank(config, data):
+    """(the first step's loss after a warm-up, whether that left every number as it was)."""
+    mesh, model, optimizer, stage = build(config)
+    before = [bucket.weights.clone() for bucket in optimizer.buckets]
+    train.warm_up(stage, optimizer, config, mesh)
+    same = all(torch.equal(bucket.weights, weights) and not bucket.own_grad.any() for bucket, weights in zip(optimizer.buckets, before))
+    same = same and optimizer.updates == 0
+    return train.train_step(1, stage, optimizer, data, config, mesh).loss, same
+
+
+def cold_rank(config, data):
+    mesh, _, optimizer, stage = build(config)
+    return train.train_step(1, stage, optimizer, data, config, mesh).loss
+
+
+@pytest.mark.parametrize("dtype, zero_stage", [("float32", 1), ("bfloat16", 1), ("bfloat16", 2)])
+def test_a_warm_up_changes_no_number(pool, dtype, zero_stage):
+    """Also with dropout, whose masks are a function of the sample; in 16 bit the weights come back from their masters."""
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2, dtype=dtype,
+                  hidden_dropout=0.1, attention_dropout=0.1, zero_stage=zero_stage)
+    data = random_data(config, 1)
+    warm = pool.run(warm_rank, config, data)
+    assert all(same for _, same in warm) and [loss for loss, _ in warm] == pool.run(cold_rank, config, data)
+
+
+def first_times_rank(config, data):
+    """(kinds of collectives and messages of the warm-up, those of a step), each with its group."""
+    mesh, _, optimizer, stage = build(config)
+    with comm.CollectiveCounter(mesh) as warm:
+        train.warm_up(stage, optimizer, config, mesh)
+    with comm.CollectiveCounter(mesh) as step:
+        train.train_step(1, stage, optimizer, data, config, mesh)
+    return set(warm.counts), set(step.counts)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_a_step_does_for_the_first_time_the_warm_up_has_done_before(pool, sequence_parallel):
+    """A communicator's first act and a kernel's first load wait for the whole device."""
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2, sequence_parallel=sequence_parallel)
+    for warm, step in pool.run(first_times_rank, config, random_data(config, 1)):
+        assert step <= warm and len(step) > 3, step - warm
+
+
+def test_no_backend_of_the_compiler_hands_memory_out_twice():
+    """CUDA graphs of torch.compile take their pool again at the next forward, while the microbatch before still needs it."""
+    choices = next(one for one in dataclasses.fields(Config) if one.name == "compile_backend").metadata["choices"]
+    assert "cudagraphs" not in choices

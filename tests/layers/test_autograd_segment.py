@@ -1,0 +1,88 @@
+"""A fused attention's backward is one call of its node; attention by hand, many nodes, goes through autograd's engine.
+
+The engine hands each GPU's work over to a thread of its own and waits for it: at every layer and slice, with nothing to
+do meanwhile. Both ways give the gradients of plain autograd.
+"""
+
+import pytest
+import torch
+from support.fake_world import fake_world
+from support.harness import build, random_data, tiny
+
+import train
+from nanodomino.layers.masks_and_positions import AttentionInputs
+from nanodomino.layers.positions import attention_bias, document_ids
+
+
+@pytest.fixture
+def engine_runs(monkeypatch):
+    """A list with an entry for each time that autograd's engine has run."""
+    runs, run = [], torch.autograd._engine_run_backward
+
+    def counted(*arguments, **options):
+        runs.append(1)
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", counted)
+    return runs
+
+
+@pytest.mark.parametrize("dropout, runs", [(0.0, 0), (0.3, 1)], ids=["fused", "by-hand"])
+def test_attentions_gradient_is_autograds_with_the_engine_and_without(engine_runs, dropout, runs):
+    config = tiny(2, tensor_model_parallel_size=2)
+    generator = torch.Generator().manual_seed(1)
+    with fake_world(0, 2):
+        _, model, _, _ = build(config)
+    attention = model.chunks[0].sublayers[0]
+    b, s, heads, h = 2, config.seq_length, attention.groups, config.hidden_size // 2
+    qkv = torch.randn(b, s, 3 * h, generator=generator, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(b, s, h, generator=generator, dtype=torch.float64)
+    mask = (torch.rand(b, heads, s, s, generator=generator) > dropout).double() / (1 - dropout) if dropout else None
+    inputs = AttentionInputs(mask, None, None)
+    expected = attention.core(qkv, inputs)
+    (expected_gradient,) = torch.autograd.grad(expected, qkv, gradient)
+    engine_runs.clear()
+    with torch.no_grad():
+        activation, kept = attention.core_forward(qkv.detach(), inputs, training=True)
+        found = attention.core_backward(gradient, kept)
+    assert len(engine_runs) == runs
+    assert torch.equal(activation, expected)
+    assert torch.allclose(found, expected_gradient, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("rank", [0, 7], ids=["first-stage", "last-stage"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_in_a_step_the_engine_runs_for_the_loss_alone(engine_runs, rank, dropout):
+    """Once a microbatch, on the last stage; and for each slice's attention where its probabilities are dropped."""
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, num_layers=4,
+                  attention_dropout=dropout)
+    with fake_world(rank, 8):
+        mesh, model, optimizer, stage = build(config)
+        train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
+    attentions = len(model.layers) * config.slices if dropout else 0
+    assert len(engine_runs) == config.microbatches * (model.post_process + attentions)
+
+
+def test_scores_by_hand_stay_within_fp16():
+    """The products alone, of 64 numbers up to 40, would be above 65504."""
+    config = tiny(1, hidden_size=128, num_attention_heads=2, num_layers=1, dtype="float16")
+    with fake_world(0, 1):
+        _, model, _, _ = build(config)
+    attention = model.chunks[0].sublayers[0]
+    qkv = torch.full((1, config.seq_length, 3 * 128), 40.0, dtype=torch.float16)
+    masks = torch.ones(1, 2, config.seq_length, config.seq_length)
+    assert attention.core(qkv, AttentionInputs(masks, None, None)).isfinite().all()
+    assert float((qkv[0, 0, :64].double() ** 2).sum()) > 65504
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_by_hand_is_the_fused_one_also_of_heads_that_share_keys(documents):
+    """With a mask that drops nothing; each head with the keys of its own group, and of its own document alone."""
+    config = tiny(1, num_query_groups=2, kv_channels=4)
+    with fake_world(0, 1):
+        _, model, _, _ = build(config)
+    attention, s = model.chunks[0].sublayers[0], config.seq_length
+    qkv = torch.randn(3, s, config.qkv_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    bias = attention_bias(document_ids(torch.randint(0, 3, (3, s), generator=torch.Generator().manual_seed(2)), 0), torch.float64) if documents else None
+    by_hand = attention.core(qkv, AttentionInputs(torch.ones(3, 8, s, s, dtype=torch.float64), None, bias))
+    assert torch.allclose(by_hand, attention.core(qkv, AttentionInputs(None, None, bias)), rtol=1e-12, atol=1e-13)

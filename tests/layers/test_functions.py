@@ -1,0 +1,78 @@
+"""The choices of a model, each against its formula and torch's own; what they keep for backward is what formulas count."""
+
+import pytest
+import torch
+from support.harness import tiny
+
+from nanodomino.layers.activations import ACTIVATIONS
+from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.mesh import meta_mesh
+from nanodomino.model import meta_stage
+
+
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_a_normalization_and_its_gradients_are_torchs_own(name):
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias, gradient = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+                                 for shape in ((2, 3, 16), (16,), (16,), (2, 3, 16)))
+    kind = NORMALIZATIONS[name]
+    theirs = getattr(torch.nn, name)(16, eps=1e-3).double()
+    parameters = [weight, bias] if kind.has_bias else [weight]
+    with torch.no_grad():
+        for one, value in zip(theirs.parameters(), parameters):
+            one.copy_(value)
+    ours, expected = kind.function(x, weight, bias, 1e-3), theirs(x)
+    assert torch.allclose(ours, expected, rtol=1e-13, atol=1e-13)
+    mine = torch.autograd.grad(ours, [x, *parameters], gradient)
+    for one, other in zip(mine, torch.autograd.grad(expected, [x, *theirs.parameters()], gradient), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 0.05), (torch.float16, 0.05 / 8)])
+@pytest.mark.parametrize("name", [*NORMALIZATIONS, *ACTIVATIONS])
+def test_what_training_runs_is_what_the_definition_says(name, dtype, tolerance):
+    """Forward and backward by hand, against the definition under autograd."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight, bias, gradient = (torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+                                 for shape in ((2, 3, 16), (16,), (16,), (2, 3, 16)))
+    if name in ACTIVATIONS:
+        kind = ACTIVATIONS[name]
+        inputs, expected, ours = [x], kind.function(x), [kind.function(x.detach())]
+        mine = [kind.backward(gradient.detach()[..., :16 // kind.inputs], x.detach())]
+        gradient = gradient[..., :16 // kind.inputs]
+    else:
+        kind = NORMALIZATIONS[name]
+        inputs, expected = [x, weight, bias] if kind.has_bias else [x, weight], kind.function(x, weight, bias, 1e-3)
+        bias = bias if kind.has_bias else None
+        with torch.no_grad():
+            ours = kind.forward(x, weight, bias, 1e-3)
+            mine = kind.backward(gradient, x, ours[1:], weight, bias)
+    assert ours[0].dtype == dtype and torch.allclose(ours[0], expected, rtol=tolerance, atol=tolerance)
+    theirs = torch.autograd.grad(expected, inputs, gradient)
+    for one, other in zip([one for one in mine if one is not None], theirs, strict=True):
+        assert one.dtype == dtype or one.dim() == 1 and one.dtype == torch.float32, "a sum over tokens may be wider"
+        assert one.dtype == torch.float32 or one.dim() > 1 or dtype != torch.float16, "and of fp16 it must be"
+        assert torch.allclose(one, other.to(one.dtype), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_a_normalization_in_16_bit_stays_within_its_rounding(name, dtype, rounding):
+    """bfloat16 has 8 bits, fp16 has 11: 2^-8 or 2^-11 of the size for each of a handful of operations."""
+    x = torch.randn(4, 8, 256, generator=torch.Generator().manual_seed(2)) * 500             # whose squares fp16 does not hold
+    weight, bias = torch.ones(256), torch.zeros(256)
+    kind = NORMALIZATIONS[name]
+    exact = kind.function(x.to(dtype).double(), weight.double(), bias.double(), 1e-5)
+    for ours in (kind.function(x.to(dtype), weight.to(dtype), bias.to(dtype), 1e-5),
+                 kind.forward(x.to(dtype), weight.to(dtype), bias.to(dtype) if kind.has_bias else None, 1e-5)[0]):
+        assert ours.dtype == dtype
+        assert ((ours.double() - exact).abs() <= 4 * rounding * exact.abs() + rounding / 4).all()
+
+
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_a_model_on_paper_has_the_parameters_of_its_choices(name):
+    config = tiny(1, normalization=name)
+    names = {parameter for parameter, _ in meta_stage(config).named_parameters()}
+    assert ("layers.0.mlp.norm.bias" in names) == ("final_norm.bias" in names) == NORMALIZATIONS[name].has_bias
+    assert all(parameter.is_meta for parameter in meta_stage(config).parameters())
+    assert meta_mesh(2, 3, 4, 1, 2, 3).rank_of(1, 2, 3) == 23

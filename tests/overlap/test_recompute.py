@@ -1,0 +1,252 @@
+"""What backward computes again has the same bits, puts nothing on the wires, covers them, and is gone when it is done with."""
+
+import dataclasses
+import weakref
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.fake_world import fake_world, only_views, operands, tensors, writes
+from support.harness import build, random_data, reference_for, tiny, train_rank
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from benchmarks import comm, memory
+from nanodomino.analysis import expected_memory, expected_traffic, sizes
+from nanodomino.comm.trace import Trace
+from nanodomino.layers.masks_and_positions import MasksAndPositions
+from nanodomino.overlap.recompute import GRANULARITIES, TapePolicy
+from nanodomino.schedules.definitions import SCHEDULES
+
+DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3)
+EIGHT = dict(micro_batch_size=4, global_batch_size=8, num_layers=2)          # two microbatches of four samples
+
+
+def step_of(config, prepare=lambda stage: None, around=lambda mesh: nullcontext()):
+    """(the gradients, what around() gave) of one step of rank 0, whose sums reach nobody."""
+    with fake_world(0, config.world_size):
+        mesh, model, optimizer, stage = build(config)
+        prepare(stage)
+        with around(mesh) as given:
+            train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
+        return {name: weight.main_grad.clone() for name, weight in model.named_parameters()}, given
+
+
+def same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    return all(torch.equal(found[name], expected[name]) and found[name].isfinite().all() for name in found)
+
+
+# ---- the same numbers
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("changes", [{}, dict(slices=3, columns=2, normalization="RMSNorm"), dict(slices=2, **DROPOUT),
+                                     dict(schedule="zb-v", slices=2, num_layers=3, **DROPOUT), dict(slices=2, columns=2, sequence_parallel=True, **DROPOUT)],
+                         ids=["one-slice", "slices-columns", "dropout", "zb-v-dropout", "sequence-parallel"])
+def test_gradients_have_the_same_bits(dtype, changes):
+    """No operation changes its operands or its order; masks are the same masks."""
+    config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "dtype": dtype, **changes})
+    plain, *others = (step_of(dataclasses.replace(config, recompute_granularity=one))[0] for one in GRANULARITIES)
+    assert all(same_bits(other, plain) for other in others)
+
+
+def test_several_steps_on_several_stages_have_the_same_bits_too(pool):
+    """With real sums and messages, uneven slices, input and weight gradients apart."""
+    config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule="zb-h1", slices=2, **DROPOUT)
+    weights, data, _, _ = reference_for(dataclasses.replace(config, hidden_dropout=0.0, attention_dropout=0.0), 2)
+    plain, *others = (pool.run(train_rank, dataclasses.replace(config, recompute_granularity=one), weights, data, 2, world_size=4)
+                      for one in GRANULARITIES)
+    for other in others:
+        for mine, theirs in zip(other, plain):
+            assert (mine.losses, mine.norms) == (theirs.losses, theirs.norms)
+            assert all(torch.equal(mine.weights[name][0], theirs.weights[name][0]) for name in theirs.weights)
+
+
+def test_a_mask_is_drawn_once_where_it_is_kept_and_twice_where_it_is_not(monkeypatch):
+    """Those of the stream are kept but for full recomputation; attention's only where its inside is."""
+    sites, draw = [], MasksAndPositions.draw_masks
+
+    def drawn(self, site, *arguments):
+        sites.append(site.split(".")[-1])
+        return draw(self, site, *arguments)
+
+    monkeypatch.setattr(MasksAndPositions, "draw_masks", drawn)
+    for granularity, core, hidden, embedding in (("none", 1, 1, 1), ("selective", 2, 1, 1), ("full", 2, 2, 2)):
+        sites.clear()
+        step_of(tiny(1, **EIGHT, **DROPOUT, recompute_granularity=granularity))
+        counts = [sites.count(site) / 2 for site in ("core", "hidden", "embedding")]
+        assert counts == [2 * core, 4 * hidden, embedding]
+
+
+# ---- the wires
+
+@pytest.mark.parametrize("schedule, sequence_parallel", [*((schedule, False) for schedule in SCHEDULES), ("1f1b", True), ("zb-v", True)])
+def test_no_sum_is_repeated(schedule, sequence_parallel):
+    """As many collectives and bytes as without, by count and by formula. Of a stream that is cut, too: backward gathers a product's input
+    again, whether it was kept or computed again."""
+    config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=2, columns=2, schedule=schedule, sequence_parallel=sequence_parallel)
+    counts = [step_of(dataclasses.replace(config, recompute_granularity=one), around=comm.CollectiveCounter)[1].counts for one in GRANULARITIES]
+    assert counts[0] == counts[1] == counts[2] == expected_traffic.totals_by_group(expected_traffic.step_traffic(config, sizes.mesh_at(config)))
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_sublayer_is_computed_again_while_the_sum_above_it_travels(slices):
+    """Between that sum's launch and its wait; so with one slice, too, there is more than weight gradients to hide it."""
+    config = tiny(2, **{**EIGHT, "global_batch_size": 4}, tensor_model_parallel_size=2, slices=slices, recompute_granularity="full")
+    trace = Trace()
+    step_of(config, prepare=lambda stage: setattr(stage, "trace", trace))
+    events = [(event.kind, event.args.get("site")) for event in trace.events if event.args.get("slice") == 0]
+    backward = events[max(i for i, event in enumerate(events) if event == ("wait", "cross_entropy")):]
+    sites = ["head", "layers.1.mlp", "layers.1.attention", "layers.0.mlp", "layers.0.attention"]
+    for above, site in zip(sites, sites[1:]):
+        launch, wait = backward.index(("all_reduce", above)), backward.index(("wait", above))
+        assert backward[launch:wait].count(("matmul", site)) == 1, "the column-parallel product"
+
+
+# ---- memory
+
+def test_what_was_computed_again_is_gone_before_the_next_sublayers_turn(monkeypatch):
+    """Of all slices one has one sublayer whole at a time. What a weight gradient needs stays where that is done later."""
+    again, found, restore = [], [], TapePolicy.restore
+
+    def watched(self, stage, piece):
+        before, lacks = [one() for one in again], bool(piece.links) and piece.links[-1].activation is None
+        restore(self, stage, piece)
+        if lacks:
+            found.append(sum(one is not None for one in before))
+            (h,) = piece.links[-1].arriving
+            again.extend(map(weakref.ref, (h.tensor, piece.links[-1].activation)))
+
+    monkeypatch.setattr(TapePolicy, "restore", watched)
+    for schedule, most in (("1f1b", 0), ("zb-v", 2 * 2 * 3 - 2)):              # of three slices all but one, and that one's MLP
+        again.clear(), found.clear()
+        step_of(tiny(2, **{**EIGHT, "global_batch_size": 4}, tensor_model_parallel_size=2, slices=3, schedule=schedule,
+                     recompute_granularity="full"))
+        assert len(found) == 3 * 4 and max(found) == most
+
+
+# ---- the host's memory, behind a GPU that is not there
+
+class Stream:
+    """Of copies, which are made when training's stream waits for them, and no sooner."""
+
+    def __init__(self, gpu):
+        self.gpu, self.seen, self.copies = gpu, 0, []
+
+    def wait_stream(self, training):
+        assert training is self.gpu.training
+        self.seen = self.gpu.clock
+
+    def record_event(self):
+        return SimpleNamespace(stream=self, position=len(self.copies))
+
+    def wait_event(self, event):
+        def run():
+            for i in range(event.position):
+                copy, event.stream.copies[i] = event.stream.copies[i], None
+                if copy:
+                    copy()
+
+        run() if self is self.gpu.training else self.copies.append(run)
+
+
+class Gpu(TorchDispatchMode):
+    """Streams and pinned memory as torch.cuda has them, on a CPU. What training's stream computes is there at once; a copy
+    in another one finds its memory as it is when somebody waits for it. Fresh memory holds no numbers, so that who reads
+    too early computes none; memory that is given up before its copy is made is missed."""
+
+    def __init__(self):
+        super().__init__()
+        self.clock = self.products = 0                         # operations of training's stream, and those that take their time
+        self.windows = []                                      # products between the begin of each copy back and the wait for it
+        self.current = self.training = Stream(self)
+        self.pinned, self.written = {}, {}                     # storage: itself; when training last wrote to it, or was given it
+
+    @contextmanager
+    def enter(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs, name = dict(kwargs or {}), function.__name__.split(".")[0]
+        if self.current is not self.training:
+            assert name == "copy_", f"{name} in a stream of copies"
+            return self.copy(*args, **kwargs)
+        pin = kwargs.pop("pin_memory", False)
+        result = function(*args, **kwargs)
+        self.clock += 1
+        self.products += name in ("mm", "addmm", "bmm")
+        if name.startswith("empty") and result.is_floating_point():
+            result.fill_(torch.nan)
+        if pin:
+            self.pinned[result.untyped_storage()._cdata] = result.untyped_storage()
+        changed = [] if only_views(function) else tensors(result)
+        changed += [tensor for tensor, argument in operands(function, args, kwargs) if writes(argument)]
+        self.written |= {tensor.untyped_storage()._cdata: self.clock for tensor in changed}
+        return result
+
+    def copy(self, target, source, non_blocking=False):
+        (here,) = (one for one in (target, source) if one.untyped_storage()._cdata not in self.pinned)
+        host, back, begun = (source if here is target else target), here is target, self.products
+        assert non_blocking and self.current.seen >= self.written[here.untyped_storage()._cdata], "training may not be there yet"
+        storage, view = weakref.ref(here.untyped_storage()), (here.storage_offset(), here.shape, here.stride())
+
+        def late():
+            assert storage() is not None, "given up before its copy was made"
+            there = torch.empty(0, dtype=host.dtype).set_(storage(), *view)
+            (there.copy_(host) if back else host.copy_(there))
+            if back:
+                self.windows.append(self.products - begun)
+
+        self.current.copies.append(late)
+        return target
+
+
+def step_on_host(config, monkeypatch):
+    """(the gradients of a step with --checkpoint-in-cpu, the Gpu, bytes on the tapes at most: of it, and of its host)."""
+    gpu, config, most = Gpu(), dataclasses.replace(config, checkpoint_in_cpu=True), [0, 0]
+    for name, stands_in in (("Stream", lambda device: Stream(gpu)), ("stream", gpu.enter), ("current_stream", lambda: gpu.current)):
+        monkeypatch.setattr(torch.cuda, name, stands_in)
+
+    def prepare(stage):
+        stage.tapes = TapePolicy(config, torch.device("cuda"), config.slices)
+        stage.tapes.host.device = torch.device("cpu")
+        state, forward, tapes = {memory.storage(one)[0] for one in stage.model.parameters()}, stage.forward, []
+
+        def weighed(*arguments):
+            output, tape = yield from forward(*arguments)
+            tapes.extend(map(weakref.ref, tape))
+            alive = [piece() for piece in tapes if piece()]
+            found = {key: size for key, size in memory.reachable_storages(alive).items() if key not in state}
+            for host in (False, True):
+                most[host] = max(most[host], sum(size for key, size in found.items() if (key in gpu.pinned) == host))
+            return output, tape
+
+        stage.forward = weighed
+
+    gradients, _ = step_of(config, prepare, around=lambda mesh: gpu)
+    return gradients, gpu, most
+
+
+@pytest.mark.parametrize("changes", [{}, dict(slices=3, columns=2), dict(slices=2, schedule="gpipe", **DROPOUT),
+                                     dict(slices=2, schedule="paired"), dict(schedule="zb-v", num_layers=3), dict(slices=2, sequence_parallel=True)],
+                         ids=["one-slice", "slices", "gpipe-dropout", "paired", "zb-v", "sequence-parallel"])
+def test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits(monkeypatch, changes):
+    """However late copies are, nothing is read before it is there, and no memory is given up while a copy needs it."""
+    config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "global_batch_size": 16, "recompute_granularity": "full", **changes})
+    gradients, gpu, _ = step_on_host(config, monkeypatch)
+    assert same_bits(gradients, step_of(config)[0])
+    first = config.microbatches * config.slices * config.virtual_stages            # of each tape nothing was to do before
+    assert len(gpu.windows) > first and sum(products > 0 for products in gpu.windows) >= len(gpu.windows) - first
+
+
+@pytest.mark.parametrize("slices, schedule", [(3, "gpipe"), (2, "interleaved"), (1, "interleaved")])
+def test_the_gpus_memory_holds_no_x_but_those_that_are_leaving(monkeypatch, slices, schedule):
+    """One sublayer's; all others are on the host, as the formulas say, also what came from the layers before."""
+    config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=slices, schedule=schedule, recompute_granularity="full", **DROPOUT)
+    _, _, most = step_on_host(config, monkeypatch)
+    config = dataclasses.replace(config, checkpoint_in_cpu=True, device="cuda")
+    at = sizes.mesh_at(config)
+    assert most == [expected_memory.tape_bytes(config, at) + sizes.hidden_bytes(config), expected_memory.host_bytes(config, at)]

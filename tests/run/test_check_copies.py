@@ -1,0 +1,77 @@
+"""Copies of a parameter are compared bit for bit: what differs is named with its ranks, and what does not is not."""
+
+import sys
+
+import pytest
+import torch
+from support.harness import build, random_data, tiny
+
+import train
+from nanodomino.run import check_copies
+from nanodomino.run.check_copies import checksum, drifted_copies, make_compiler_deterministic
+
+BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2)
+
+
+def nudged_rank(config, data, nudges):
+    """What is said after a step, once rank `rank` has changed the last bit of element `place` of `name`, for each nudge."""
+    mesh, model, optimizer, stage = build(config)
+    train.train_step(1, stage, optimizer, data, config, mesh)
+    before = drifted_copies(model, optimizer, mesh)
+    for rank, name, place in nudges:
+        if rank == torch.distributed.get_rank():
+            weight = dict(model.named_parameters())[name.removeprefix("the master of ")]
+            numbers = weight.detach()
+            if name.startswith("the master of "):              # of the own part, which begins with it
+                numbers = optimizer.bucket_of[weight].master
+                place += optimizer.bucket_of[weight].offsets[weight]
+            numbers.view(-1).view({4: torch.int32, 2: torch.int16}[numbers.element_size()])[place] ^= 1
+    return before, drifted_copies(model, optimizer, mesh)
+
+
+@pytest.mark.parametrize("nudges, said", [
+    ([], []),
+    ([(1, "layers.0.attention.norm.weight", 0)], ["layers.0.attention.norm.weight differs between rank 0, 2, 3 and rank 1)"]),
+    ([(2, "layers.0.mlp.dense_h_to_4h.weight", 5)], ["layers.0.mlp.dense_h_to_4h.weight differs between rank 0 and rank 2)"]),
+    ([(5, "the master of final_norm.weight", 3)],
+     ["(the master of final_norm.weight differs between rank 4 and rank 5)"]),
+    ([(7, "embedding.word_embeddings.weight", 9)], ["embedding.word_embeddings.weight differs between rank 1, 3, 5 and rank 7)"]),
+    ([(4, f"layers.2.{name}", 1) for name in ("attention.norm.weight", "attention.norm.bias", "mlp.norm.weight", "mlp.norm.bias")],
+     ["layers.2.attention.norm.weight differs between rank 4 and rank 5, 6, 7", ", and 1 more)"])],
+    ids=["sound", "tp", "dp", "master", "tied", "many"])
+def test_what_differs_is_named_with_its_ranks(pool, nudges, said):
+    """Over tp what is not cut, over dp everything, on first and last stage the tied matrix: each against its own copies alone."""
+    config = tiny(8, **BOX, dtype="bfloat16")
+    results = pool.run(nudged_rank, config, random_data(config, 1), nudges)
+    assert len(set(results)) == 1 and results[0][0] == "", results[0]
+    assert all(words in results[0][1] for words in said) and bool(results[0][1]) == bool(said), results[0][1]
+
+
+def test_a_checksum_sees_every_bit_and_its_place(monkeypatch):
+    """Also drifts of a last bit up and another down, which a plain sum would not; and whatever the size of a piece."""
+    weight = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    before = int(checksum(weight))
+    for bit in range(32):
+        changed = weight.clone()
+        changed.view(torch.int32)[777] ^= torch.tensor(1 << bit if bit < 31 else -1 << 31, dtype=torch.int64).to(torch.int32)
+        assert int(checksum(changed)) != before
+    monkeypatch.setattr(check_copies, "CHUNK", 64)
+    before = int(checksum(weight))
+    for one, other in ((3, 500), (3, 3 + 64), (0, 1)):
+        changed = weight.clone()
+        changed.view(torch.int32)[one] += 1
+        changed.view(torch.int32)[other] -= 1
+        assert int(checksum(changed)) != before
+    assert int(checksum(weight.view(10, 100))) == before
+
+
+def test_the_compiler_is_asked_to_choose_by_rule_where_it_knows_the_word(monkeypatch):
+    from torch._inductor import config as inductor
+    if hasattr(inductor, "deterministic"):
+        with inductor.patch(deterministic=False):
+            make_compiler_deterministic()
+            assert inductor.deterministic is True
+    older = type(sys)("config")
+    monkeypatch.setattr("torch._inductor.config", older)
+    make_compiler_deterministic()
+    assert not hasattr(older, "deterministic")

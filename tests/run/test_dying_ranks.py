@@ -1,0 +1,137 @@
+"""No rank outlives another: one that dies or raises takes the others with it within seconds, and whoever looks at the
+screen sees which one it was, and why. test_interrupted_runs.py has what such a run has saved by then.
+"""
+
+import signal
+import time
+
+import pytest
+from support.jobs import ROOT, TINY, Job, make_corpus, needs_proc
+from support.fork_server import launcher_environments
+
+from nanodomino.run.failure import caused_by_peer
+
+END_TOGETHER = 60        # seconds from the start until all have ended; it takes 4, if the machine has no other work
+
+# What goes wrong, on rank 2, is the first argument.
+DRIVER = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+
+fault, rank, train_step, start_world = sys.argv.pop(1), int(os.environ["RANK"]), train.train_step, train.start_world
+
+def dies(place, device, timeout):
+    if (fault, rank) == ("dies before the group forms", 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+    start_world(place, device, timeout)
+
+def step(number, *others, **more):
+    if (fault, number, rank) == ("dies in a step", 3, 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (fault, number, rank) == ("raises", 3, 2):
+        raise ValueError("rank 2 has had enough")
+    return train_step(number, *others, **more)
+
+train.train_step, train.start_world = step, dies
+train.run_rank(train.main, sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("dying"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    return tmp_path
+
+
+def only_rank_2_is_blamed(output: str):
+    """After its traceback, in a line of its own."""
+    words = "rank 2 failed in step 3: ValueError: rank 2 has had enough"
+    assert f"\n{words}\n" in output.split("Traceback (most recent call last)")[1], output
+    assert output.count("failed in step") == output.count(words) and "peer" not in output, output
+
+
+@pytest.mark.parametrize("fault", ["dies in a step", "dies before the group forms", "raises"])
+def test_a_rank_takes_the_others_with_it_and_is_heard_alone(fork_server, folder, corpus, fault):
+    """Killed, as the kernel does when memory runs out, or by an error. The others, who wait for it in a collective or a
+    rendezvous of ten minutes, only see a closed connection: they must not blame each other, nor bury its words."""
+    (folder / "run").mkdir()
+    flags = [fault, *TINY, "--data-path", str(corpus), "--train-iters", "1000000", "--eval-interval", "1000000"]
+    ended = fork_server.launch(str(folder / "driver.py"), [(flags, place) for place in launcher_environments(4)],
+                         folder / "run", END_TOGETHER)
+    assert not ended.late and ended.code == (1 if fault == "raises" else -signal.SIGKILL), ended
+    if fault == "raises":
+        only_rank_2_is_blamed(ended.output)
+    else:
+        assert not any(word in ended.output for word in ("failed", "lost", "error: ")), ended.output
+
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {}, NCCL version 2.27.5\n{}\nLast error:\n{}"
+ANOTHERS_END = [
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:41234",
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Read error [127.0.0.1]:2134: Connection reset by peer",
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:459] writev [127.0.0.1]:8871: Broken pipe",
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete",
+    "Application timeout caused pair closure",
+    "Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.h:311] Connect timeout [none]",
+    "Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] timed out connecting: SO_ERROR: "
+    "Connection refused, remote=[10.0.0.2]:52011",
+    "wait timeout after 300000ms, keys: /default_pg/0//cuda//timeout_dump",
+    "Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
+    "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+    NCCL.format("remote process exited or there was a network error", "ncclRemoteError: A call failed possibly due to a network "
+                "error or a remote process exiting prematurely.", "socketProgress: Connection closed by remote peer node2<42830>"),
+    NCCL.format("internal error - please report this issue to the NCCL developers", "ncclInternalError: Internal check failed.",
+                "Net : Connection closed by remote peer user<50260>"),
+    NCCL.format("unhandled system error (run with NCCL_DEBUG=INFO for details)", "ncclSystemError: System call (e.g. socket, malloc) "
+                "or external library call failed or device error.", "socketStartConnect: Connect to 10.0.0.2<45231> failed : "
+                "Connection refused"),
+    "[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=ALLREDUCE, NumelIn=112, NumelOut=112, "
+    "Timeout(ms)=660000) ran for 660010 milliseconds before timing out.",
+    "NCCL communicator was aborted on rank 1.",
+    "timed out waiting for the device, which has made no progress for 600 seconds",
+]
+OWN_ERROR = [
+    NCCL.format("invalid usage (run with NCCL_DEBUG=WARN for details)", "ncclInvalidUsage: This usually reflects invalid usage of "
+                "NCCL library.", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"),
+    NCCL.format("unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "ncclUnhandledCudaError: Call to CUDA function failed.",
+                "Cuda failure 2 'out of memory'"),
+    NCCL.format("unhandled system error (run with NCCL_DEBUG=INFO for details)", "ncclSystemError: System call (e.g. socket, malloc) "
+                "or external library call failed or device error.", "Error while creating shared memory segment /dev/shm/nccl-qXv9Ng "
+                "(size 9637888): No space left on device (28)"),
+    "ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 5.00 MiB is free.",
+    "CUDA error: peer access is not supported between these two devices",
+    "CUDA error: the launch timed out and was terminated",
+    "CUDA error: an illegal memory access was encountered",
+    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+]
+
+
+@pytest.mark.parametrize("text, lonely", [(text, True) for text in ANOTHERS_END] + [(text, False) for text in OWN_ERROR])
+def test_only_what_follows_from_anothers_end_counts_as_lost_neighbours(text, lonely):
+    """As gloo, the store, NCCL and CUDA put it: an error of one's own must be said with its traceback."""
+    assert caused_by_peer(RuntimeError(text)) == lonely
+    assert not caused_by_peer(ValueError(text)), "only what torch raises"
+
+
+@pytest.mark.exhaustive
+@needs_proc
+def test_torchrun_names_the_rank_that_raised(folder, corpus):
+    """The same under the real launcher, whose report is the last thing on the screen."""
+    job = Job(folder, corpus, "run", "--train-iters", 1_000_000, "--eval-interval", 1_000_000, processes=4,
+              script=folder / "driver.py", word="raises")
+    try:
+        assert job.end() != 0 and not job.ranks() and job.steps() == 2, job.output()
+        assert time.time() - (job.run_dir / "metrics.jsonl").stat().st_mtime < 15, job.output()
+        only_rank_2_is_blamed(job.output())
+        cause = job.output().split("Root Cause")[-1]
+        assert "(local_rank: 2)" in cause and "exitcode  : 1" in cause, job.output()
+        assert "rank 2 failed in step 3: ValueError: rank 2 has had enough" in cause.splitlines()[-2], "the last words"
+    finally:
+        job.close()

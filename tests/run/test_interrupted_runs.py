@@ -1,0 +1,427 @@
+"""A run that is interrupted, killed, starved or damaged says so and ends; started again, it goes on with the same bits.
+
+Most are black boxes: two or four ranks on a tiny corpus, forks that start at once (support/fork_server.py); where torchrun itself matters, under torchrun.
+tests/random_kills.py does the same at random moments, for as long as one likes.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+from support.jobs import ROOT, TINY, Job, differences, fill_disk, make_corpus, needs_proc, wait_until
+from support.train_in_pool import lines, saved, start, start_rank
+
+import train
+from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.manifest import verify
+from nanodomino.run.folder import numbered_folder
+
+pytestmark = needs_proc
+LENGTH = ["--train-iters", 24, "--save-interval", 5]
+END_TOGETHER = 30        # seconds from the death of one rank to the end of all
+
+# What goes wrong is the first argument; RANK and the step decide where.
+DRIVER = f"""
+import errno, os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+import train
+from nanodomino.checkpoint import save
+from nanodomino.run import watchdog
+
+fault, rank, now = sys.argv.pop(1), int(os.environ["RANK"]), 0
+train_step, loss_func, on_gradients_ready, write_data = train.train_step, train.loss_func, train.ZeroOptimizer.on_gradients_ready, save.dcp.FileSystemWriter.write_data
+
+def step(number, *others, **more):
+    global now
+    now = number
+    if "slow" in fault:
+        time.sleep(0.1)
+    result = train_step(number, *others, **more)
+    if (fault, rank, number) == ("drift", 1, 5):            # one bit of one copy, after the step and before the save
+        others[0].model.final_norm.weight.detach().view(torch.int32)[3] += 1
+    return result
+
+def poisoned_loss(mask, losses):
+    total, tokens = loss_func(mask, losses)
+    bad = rank == 3 and (fault == "loss" and now in (3, 7) or fault == "losses" and now > 7)
+    return total * (float("nan") if bad else 1.0), tokens
+
+def poisoned_gradients(optimizer, modules):
+    if (fault, rank, now) == ("copy", 1, 3):             # a vector that both ranks hold, and rank 0 counts: only its copy is bad
+        for weight in (weight for module in modules for weight in module.parameters() if weight.shard_dim is None):
+            weight.main_grad.view(-1)[0] = float("inf")
+    return on_gradients_ready(optimizer, modules)
+
+def full_disk(*arguments):
+    if fault == "full" and rank == 1 and 9 < now < 20 or fault == "full at the end" and now == 24:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return write_data(*arguments)
+
+if "device" in fault:                                    # as on NCCL: a queue with work in it, and collectives that do not raise in time
+    start_world, make_mesh = train.start_world, train.make_mesh
+    train.start_world = lambda place, device, timeout: start_world(place, device, timeout + 600)
+    train.make_mesh = lambda pp, dp, tp, device, timeout: make_mesh(pp, dp, tp, device, timeout + 600)
+    watchdog.HostQueue.query = lambda queue: False
+    watchdog.HostQueue.record_event = lambda queue: type("Mark", (), dict(query=lambda mark: True))()
+    watchdog.GRACE = 4.0
+
+train.train_step, train.loss_func, train.ZeroOptimizer.on_gradients_ready = step, poisoned_loss, poisoned_gradients
+save.dcp.FileSystemWriter.write_data = full_disk
+train.run_rank(train.main, sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture
+def job(tmp_path, corpus, fork_server):
+    """job(run_dir, *flags, ...): a launch in tmp_path; whatever is left of it is ended after the test."""
+    jobs = []
+    (tmp_path / "driver.py").write_text(DRIVER)
+
+    def job(run_dir, *flags, fault=None, torchrun=False, **options):
+        script = dict(script=tmp_path / "driver.py") if fault else {}
+        jobs.append(Job(tmp_path, corpus, run_dir, *flags, word=fault, fork_server=None if torchrun else fork_server, **script, **options))
+        return jobs[-1]
+
+    yield job
+    for one in jobs:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, corpus, fork_server):
+    """The folder of the uninterrupted run of LENGTH and more flags, once for each."""
+    made = {}
+
+    def alone(*flags, **options):
+        if flags not in made:
+            folder = tmp_path_factory.mktemp("alone")
+            one = Job(folder, corpus, "run", *LENGTH, *flags, fork_server=fork_server, **options)
+            try:
+                assert one.end() == 0, one.output()
+            finally:
+                one.close()
+            made[flags] = one.run_dir
+        return made[flags]
+
+    return alone
+
+
+def last_checkpoint(one) -> str:
+    newest = checkpoints_of(one.run_dir)[0]
+    verify(newest)
+    return newest.name
+
+
+# Told to stop
+
+@pytest.mark.parametrize("number, whom, flags, processes", [
+    (signal.SIGTERM, "a rank", [], 2),
+    pytest.param(signal.SIGINT, "torchrun", ["--tp", 2, "--pp", 2], 4, marks=pytest.mark.exhaustive)], ids=["a rank", "torchrun, tp 2 pp 2"])
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_with_the_same_bits(job, alone, number, whom, flags, processes):
+    """The step in which the signal comes is the last, and the checkpoint is of that step, whatever the save interval."""
+    first = job("run", *LENGTH, *flags, processes=processes, torchrun=whom == "torchrun", fault="slow")
+    first.wait_for(lambda: first.steps() >= 7)
+    before, ranks = first.steps(), first.ranks()
+    os.kill(ranks[1] if whom == "a rank" else first.process.pid, number)
+    assert first.end() != 0
+    if whom == "a rank":
+        assert f"exitcode  : {128 + number}" in first.output(), first.output()
+    stopped_after = first.steps()
+    assert before <= stopped_after <= before + 3 and last_checkpoint(first) == f"step-{stopped_after:08d}", first.output()
+    second = job("run", *LENGTH, *flags, processes=processes)
+    assert second.end() == 0 and f"going on after step {stopped_after} of 24" in second.output(), second.output()
+    assert not differences(second.run_dir, alone(*flags, processes=processes))
+
+
+def test_a_second_signal_ends_a_rank_that_waits_for_a_silent_one(job):
+    """Inside a collective no Python handler runs; the time-out may be ten minutes away."""
+    one = job("run", "--train-iters", 100_000)
+    one.wait_for(lambda: one.steps() >= 3)
+    one.send(1, signal.SIGSTOP)
+    time.sleep(1)
+    waiting = one.send(0, signal.SIGTERM)
+    time.sleep(2.5)
+    assert one.ranks()[0] == waiting, "the first signal asks for a checkpoint"
+    one.send(0, signal.SIGTERM)
+    wait_until(lambda: 0 not in one.ranks(), seconds=3)
+    one.send(1, signal.SIGKILL)
+    one.end()
+    assert "exitcode  : 143" in one.output(), one.output()
+
+
+@pytest.mark.exhaustive
+def test_a_signal_ends_a_rank_whose_device_waits_for_a_dead_one(job):
+    """The step that it should finish first never ends; torchrun's own patience is half a minute, a scheduler's may be hours."""
+    one = job("run", "--train-iters", 100_000, fault="device")
+    one.wait_for(lambda: one.steps() >= 3)
+    one.send(1, signal.SIGSTOP)
+    time.sleep(1)
+    waiting, moment = one.send(0, signal.SIGTERM), time.monotonic()
+    time.sleep(2)
+    assert one.ranks()[0] == waiting, "the step might still end"
+    wait_until(lambda: 0 not in one.ranks(), seconds=20)
+    assert time.monotonic() - moment > 3
+    one.send(1, signal.SIGKILL)
+    assert one.end() != 0 and "exitcode  : 1 " in one.output(), one.output()
+
+
+# Killed
+
+def test_a_rank_killed_during_a_save_costs_the_steps_since_the_last_one(job, alone):
+    """At most; all ranks end soon, with the reason."""
+    first = job("run", *LENGTH, "--tp", 2, "--pp", 2, processes=4)
+    first.wait_for(lambda: first.steps() >= 10 and first.saving())
+    moment = time.monotonic()
+    first.send(3, signal.SIGKILL)
+    assert first.end() != 0 and time.monotonic() - moment < END_TOGETHER and not first.ranks()
+    assert "exitcode  : -9" in first.output(), first.output()
+    saved, reached = int(last_checkpoint(first)[5:]), first.steps()
+    assert reached - saved <= 10, "the last save may have been under way"
+    second = job("run", *LENGTH, "--tp", 2, "--pp", 2, processes=4)
+    assert second.end() == 0 and f"going on after step {saved} " in second.output(), second.output()
+    assert not differences(second.run_dir, alone("--tp", 2, "--pp", 2, processes=4))
+    assert not second.saving(), "what the killed one left is gone"
+
+
+@pytest.mark.exhaustive
+def test_torchrun_restarts_a_killed_run_by_itself_in_the_default_folder(job, alone, tmp_path):
+    """The folder that this launch made, not merely the newest one: another run may have begun since."""
+    one = job(None, *LENGTH, "--pp", 2, restarts=3, fault="slow", torchrun=True)
+    one.wait_for(lambda: one.steps() >= 7)
+    shutil.copytree(one.run_dir, tmp_path / "runs" / "nano-002", ignore=lambda *_: ["launch.txt", "checkpoints"])
+    one.send(0, signal.SIGKILL)
+    assert one.end() == 0 and "going on after step " in one.output(), one.output()
+    assert not differences(one.run_dir, alone("--pp", 2))
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["nano-001", "nano-002"]
+
+
+def test_a_restart_goes_on_in_the_folder_of_its_own_launch(tmp_path):
+    """A launch that was killed before it had one must not fall into that of an earlier run."""
+    earlier = numbered_folder(tmp_path, "nano", again=False, launch="monday")
+    assert numbered_folder(tmp_path, "nano", again=True, launch="monday") == earlier
+    assert numbered_folder(tmp_path, "nano", again=True, launch="tuesday").name == "nano-002"
+
+
+@pytest.mark.exhaustive
+def test_a_folder_in_use_is_refused_until_its_run_has_ended(job, alone):
+    """torchrun killed with -9 leaves its ranks behind: they still train, and a second run would write over their files."""
+    first = job("run", *LENGTH, fault="slow")
+    first.wait_for(lambda: first.steps() >= 3)
+    left_behind = first.ranks()
+    for pid in (first.process.pid, *left_behind.values()):
+        os.kill(pid, signal.SIGKILL if pid == first.process.pid else signal.SIGSTOP)       # or they would be done too soon
+    first.end()
+    second = job("run", *LENGTH)
+    assert second.end() != 0
+    assert f"is in use by process {left_behind[0]}, which is still training in it; end that one first" in second.output(), second.output()
+    for pid in left_behind.values():
+        os.kill(pid, signal.SIGKILL)
+    third = job("run", *LENGTH)
+    assert third.end() == 0 and not differences(third.run_dir, alone()), third.output()
+
+
+# Silent
+
+@pytest.mark.parametrize("fault", [None, pytest.param("device", marks=pytest.mark.exhaustive)], ids=["gloo", "as on a GPU"])
+def test_a_rank_that_hangs_is_named_with_the_step(job, fault):
+    """Every group has --timeout: torch's own is half an hour, and a new group does not inherit that of the world. On a GPU
+    the host sits in a call that does not raise, and a thread sees to it."""
+    one = job("run", "--train-iters", 100_000, "--timeout", 5, "--tp", 2, "--pp", 2, processes=4, fault=fault)
+    one.wait_for(lambda: one.steps() >= 3)
+    hanging = one.send(2, signal.SIGSTOP)
+    moment, steps = time.monotonic(), one.steps()
+    one.wait_for(lambda: "lost its neighbours" in one.output(), seconds=25)
+    assert 4 < time.monotonic() - moment
+    wait_until(lambda: set(one.ranks().values()) <= {hanging}, seconds=15)
+    one.send(2, signal.SIGKILL)                     # torchrun would do it, after 30 seconds
+    assert one.end() != 0
+    assert any(f"lost its neighbours in step {step} (dead or silent: rank 2)" in one.output() for step in (steps + 1, steps + 2)), one.output()
+
+
+@pytest.mark.exhaustive
+def test_a_device_that_is_never_idle_is_not_taken_for_one_that_hangs(job):
+    """Each forward and backward is progress, however long the run."""
+    one = job("run", "--train-iters", 80, "--timeout", 6, "--eval-iters", 0, fault="slow device")
+    assert one.end() == 0 and one.steps() == 80, one.output()
+
+
+# Not finite
+
+@pytest.mark.parametrize("fault, skipped, flags, processes", [
+    ("loss", [3, 7], ["--tp", 2, "--pp", 2], 4), pytest.param("copy", [3], [], 2, marks=pytest.mark.exhaustive)])
+def test_what_is_not_finite_on_one_rank_is_skipped_by_all(job, fault, skipped, flags, processes):
+    """And so they stay in step. Also where the bad number is in a copy that the global norm does not count."""
+    one = job("run", "--train-iters", 10, *flags, fault=fault, processes=processes)
+    assert one.end() == 0, one.output()
+    steps = [line for line in one.metrics() if "loss" in line]
+    assert [line["step"] for line in steps if line["skipped"]] == skipped and len(steps) == 10
+    assert all(line["loss"] is not None and line["loss"] < 6 for line in steps if not line["skipped"])
+    assert last_checkpoint(one) == "step-00000010"
+
+
+def test_too_many_skipped_steps_end_the_run(job):
+    """With a sentence, and with the weights of the last good step."""
+    one = job("run", "--train-iters", 100, "--save-interval", 5, "--max-skipped-steps", 3, "--tp", 2, "--pp", 2, fault="losses", processes=4)
+    assert one.end() != 0
+    assert "error: 3 steps in a row, up to step 10, had a loss or gradient that is not finite; start from" in one.output(), one.output()
+    assert "failed in step" not in one.output() and last_checkpoint(one) == "step-00000005"
+
+
+def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(pool, tmp_path):
+    """Step 2 is the last good one; what is skipped after it is saved by three starts."""
+    make_corpus(tmp_path)
+    command = ("--run-dir", tmp_path / "run", "--train-iters", 20, "--save-interval", 1, "--keep-last", 1, "--max-skipped-steps", 6)
+    for at_once in (4, 1, 1, 9):
+        ended = start(pool, tmp_path, *command, "--exit-interval", at_once, bad_steps=range(3, 20))
+    assert ended.code is None and "6 steps in a row, up to step 8, had a loss" in ended.error
+    assert saved(tmp_path / "run") == [7, 6, 5, 4, 3, 2]
+
+
+@pytest.mark.parametrize("bad, last", [((1, 3, 5), None), ((2, 4, 5), 5)], ids=["here and there", "in a row"])
+@pytest.mark.parametrize("at_once", [9, 2], ids="{} steps a start".format)
+def test_only_skipped_steps_in_a_row_end_a_run_however_often_it_is_started_again(pool, tmp_path, bad, last, at_once):
+    """Bad numbers here and there are no divergence. But a run that is stopped every few steps, or restarted, must not go on for
+    ever without a good one: the count goes on where the checkpoint was made."""
+    make_corpus(tmp_path)
+    run, ended = tmp_path / "run", None
+    while ended is None or "stopped as told" in ended.output:
+        ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 6, "--max-skipped-steps", 2, "--exit-interval", at_once, bad_steps=bad)
+    assert [step for step, skipped in lines(run, "skipped") if skipped] == list(bad)
+    if last:
+        assert ended.code is None and f"2 steps in a row, up to step {last}, had a loss or gradient that is not finite" in ended.error
+    else:
+        assert ended.code == 0 and saved(run)[0] == 6
+
+
+# Drifted apart
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flags", [["--tp", 2], ["--tp", 1, "--pp", 1]], ids=["tp 2", "dp 2"])
+def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(job, flags):
+    """On tp others follow it; over dp its owner sends all of it anew at the next step. Training goes on."""
+    one = job("run", "--train-iters", 8, "--save-interval", 5, *flags, fault="drift")
+    assert one.end() == 0 and last_checkpoint(one) == "step-00000008", one.output()
+    said = [line for line in one.output().splitlines() if "drifted apart" in line]
+    assert "(final_norm.weight differs between rank 0 and rank 1)" in said[0], one.output()
+    assert len(said) == (2 if flags == ["--tp", 2] else 1), one.output()
+
+
+# Not shared
+
+def unshared_rank(flags):
+    """As on two hosts, each with a disk of its own."""
+    rank, check_shared_folder = int(os.environ["RANK"]), train.check_shared_folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "check_shared_folder", lambda run_dir: check_shared_folder(run_dir / "of another host" if rank > 1 else run_dir))
+        return start_rank(flags, bad_steps=())
+
+
+def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(pool, tmp_path):
+    """By all ranks alike, in a sentence. The first save would be too late: training would go on to its end for nothing."""
+    run = tmp_path / "run"
+    flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(run), "--train-iters", "1"]
+    for ended in pool.run(unshared_rank, flags, world_size=4):
+        assert ended.code is None and "is not the same folder on all hosts: what rank 0 writes there, rank 2, 3 can't see; choose one" in ended.error
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints"] and not list((run / "checkpoints").iterdir())
+
+
+# No room
+
+def test_a_save_that_fails_is_a_warning_and_the_next_one_is_tried(job, alone):
+    """One rank's disk is full: all know, training goes on with the same bits, what was there stays."""
+    one = job("run", *LENGTH, fault="full")
+    assert one.end() == 0, one.output()
+    for step in (10, 15):
+        assert f"warning: the checkpoint of step {step} could not be written: rank 1: OSError: [Errno 28] No space left" in one.output(), one.output()
+    assert [folder.name for folder in checkpoints_of(one.run_dir)] == ["step-00000024", "step-00000020", "step-00000005"]
+    assert not differences(one.run_dir, alone())
+    assert not one.saving(), "an unfinished one would keep a full disk full"
+
+
+@pytest.mark.exhaustive
+def test_the_last_save_must_not_fail(job):
+    """There is no later one: the exit code says it, the one before stays."""
+    one = job("run", *LENGTH, fault="full at the end")
+    assert one.end() != 0 and "the checkpoint of step 24 could not be written" in one.output(), one.output()
+    assert last_checkpoint(one) == "step-00000020"
+
+
+@pytest.mark.exhaustive
+def test_a_read_only_folder_does_not_stop_training(job, alone, tmp_path):
+    """The disk with the checkpoints turns read-only, as disks do that fail; later it can be written to again."""
+    folder = tmp_path / "run" / "checkpoints"
+    one = job("run", *LENGTH, fault="slow")
+    one.wait_for(lambda: checkpoints_of(one.run_dir) and not one.saving())
+    if subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        one.wait_for(lambda: "could not be written" in one.output())
+        assert "Read-only file system" in one.output(), one.output()
+        assert len(checkpoints_of(one.run_dir)) == 1
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+    assert one.end() == 0, one.output()
+    assert not differences(one.run_dir, alone())
+
+
+@pytest.mark.exhaustive
+def test_a_really_full_disk_does_not_stop_training(job, alone, tmp_path):
+    """metrics.jsonl lies on it too; its lines are written when there is room again."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        one = job("disk/run", *LENGTH, fault="slow")
+        one.wait_for(lambda: one.steps() >= 6 and checkpoints_of(one.run_dir) and not one.saving())
+        fill_disk(disk / "ballast")
+        one.wait_for(lambda: "could not be written" in one.output())
+        (disk / "ballast").unlink()
+        assert one.end() == 0, one.output()
+        assert not differences(one.run_dir, alone())
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+# Damage
+
+@pytest.mark.exhaustive
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(job, alone, tmp_path):
+    """A flipped byte, a truncated and a missing file: three checkpoints, three warnings, and the fourth is good."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(alone("--keep-last", 4), run_dir)
+    newest, second, third, good = checkpoints_of(run_dir)
+    data = [sorted(folder.glob("*.distcp"))[0] for folder in (newest, second, third)]
+    content = bytearray(data[0].read_bytes())
+    content[len(content) // 2] ^= 1
+    data[0].write_bytes(content)
+    data[1].write_bytes(data[1].read_bytes()[:-1])
+    data[2].unlink()
+    one = job("run", *LENGTH, "--keep-last", 4)
+    assert one.end() == 0 and f"going on after step {int(good.name[5:])} of 24" in one.output(), one.output()
+    for path, what in zip(data, ("is damaged", "should have", "is missing")):
+        assert any(line.startswith(f"warning: {path} {what}") for line in one.output().splitlines()), one.output()
+    assert not differences(run_dir, alone("--keep-last", 4))
+
+
+def test_damaged_checkpoints_push_out_no_good_one_when_the_run_goes_on_before_them(pool, tmp_path):
+    """Or a second damage would cost all of the run."""
+    make_corpus(tmp_path)
+    command = ("--run-dir", tmp_path / "run", "--keep-last", 2, "--train-iters")
+    start(pool, tmp_path, *command, 4, "--save-interval", 1, "--keep-last", 3)
+    assert saved(tmp_path / "run") == [4, 3, 2]
+    for step in (4, 3):
+        (tmp_path / "run" / "checkpoints" / f"step-0000000{step}" / "__0_0.distcp").unlink()
+    for last, kept in ((5, [5, 4, 3, 2]), (6, [6, 5])):
+        ended = start(pool, tmp_path, *command, last, "--save-interval", 5)
+        assert ended.code == 0 and saved(tmp_path / "run") == kept, ended.output

@@ -1,0 +1,195 @@
+"""What a person is told of a run: before the first step, within a step that takes long, when it is told to stop."""
+
+import json
+import dataclasses
+import re
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.harness import tiny
+
+import nanodomino.run.report
+from nanodomino.analysis.step_time import estimate
+from nanodomino.config.config import Config
+from nanodomino.mesh import make_mesh, meta_mesh
+from nanodomino.model import flops_per_token, meta_stage
+from nanodomino.run.report import Report, describe_stage, open_metrics
+from nanodomino.run.signals import StopSignal
+from nanodomino.schedules.simulation import picture
+from nanodomino.zero import StepResult
+
+
+@pytest.fixture
+def report(tmp_path):
+    """report(tokens by split): of a run of a tiny model."""
+    def report(speaks=True, **tokens):
+        place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: "")
+        corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
+                                 tokens={"train": 999, "valid": 999, "test": 999} | tokens)
+        return Report(tiny(1), corpus, place, tmp_path, 0, speaks)
+    return report
+
+
+@pytest.mark.parametrize("schedule, chunks, layers, held", [
+    ("1f1b", 1, 5, ["embedding, layers 0 to 2", "layers 3 to 4, head"]),
+    ("interleaved", 2, 5, ["embedding, layers 0 to 1; layer 3", "layer 2; layer 4, head"]),
+    ("interleaved", 3, 6, ["embedding, layer 0; layer 2; layer 4", "layer 1; layer 3; layer 5, head"]),
+    ("zb-v", 2, 8, ["embedding, layers 0 to 1; layers 6 to 7, head", "layers 2 to 3; layers 4 to 5"])])
+def test_each_stage_says_which_layers_its_chunks_hold(schedule, chunks, layers, held):
+    """And they are those of the model."""
+    config = tiny(2, pipeline_model_parallel_size=2, schedule=schedule, virtual_stages=chunks, num_layers=layers)
+    assert [describe_stage(config, stage) for stage in range(2)] == held
+    for stage, words in enumerate(held):
+        model, numbers = meta_stage(config, stage), [list(map(int, re.findall(r"\d+", one))) for one in words.split(";")]
+        assert [[chunk.layers[end].mlp.site for end in (0, -1)] for chunk in model.chunks] == [
+            [f"layers.{one[end]}.mlp" for end in (0, -1)] for one in numbers]
+        assert ("embedding" in words, "head" in words) == (model.pre_process, model.post_process)
+
+
+def test_the_picture_at_the_start_has_the_chunks_and_the_schedule(tmp_path, capsys):
+    place = dataclasses.replace(meta_mesh(2, 1, 1), device=torch.device("cpu"))
+    corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path, tokens=dict.fromkeys(("train", "valid", "test"), 999))
+    config = tiny(2, pipeline_model_parallel_size=2, schedule="interleaved", num_layers=4)
+    Report(config, corpus, place, tmp_path, 0, True)
+    said = capsys.readouterr().out
+    assert "stage 1   [1]   layer 1; layer 3, head" in said
+    assert picture("interleaved", 2, config.microbatches, 2) in said and "through 2 chunks a stage" in said
+
+
+def test_a_split_of_a_few_samples_says_so(report, capsys):
+    """Samples of 8 tokens here."""
+    report(valid=25, test=8)
+    said = capsys.readouterr().out
+    assert "the valid split holds 3 samples of 8 tokens: its loss will say little" in said
+    assert "the test split holds 0 samples of 8 tokens: there will be no loss of it" in said
+
+
+def test_splits_with_enough_samples_are_not_talked_about(report, capsys):
+    report()
+    assert "split holds" not in capsys.readouterr().out
+
+
+def test_a_step_that_takes_long_is_announced_and_a_short_one_is_not(report, capsys):
+    one = report()
+    capsys.readouterr()
+    one.estimate(0.3, 10**9)
+    assert capsys.readouterr().out == ""
+    one.estimate(41.2, 12_345_678_901)
+    assert "a step will take about 41 s, and the fullest rank about 12.3 GB of memory" in capsys.readouterr().out
+
+
+def test_the_bar_moves_within_a_step_that_takes_long(report, monkeypatch):
+    one, said = report(), []
+    one.bar = SimpleNamespace(set_postfix_str=said.append)
+    one.action(1, 8)
+    assert said == [], "the step has just begun"
+    monkeypatch.setattr(nanodomino.run.report, "PATIENCE", 0.0)
+    time.sleep(0.01)
+    one.action(3, 8)
+    assert said == ["in this step 3 of 8 forwards and backwards"]
+    silent = report(speaks=False)
+    silent.bar = one.bar
+    silent.action(5, 8)
+    assert len(said) == 1, "only rank 0 has a screen"
+
+
+def test_mfu_is_a_part_of_what_all_gpus_of_the_world_could_do(tmp_path, monkeypatch):
+    """Of two hosts with eight each, not of one host's nor of one."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    config = tiny(16, dtype="bfloat16", global_batch_size=48, tensor_model_parallel_size=2)
+    place = SimpleNamespace(device=torch.device("cuda"), pp=1, picture=lambda held: "")
+    corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path, tokens=dict(train=999, valid=999, test=999))
+    one = Report(config, corpus, place, tmp_path, 0, speaks=True)
+    one.step(1, StepResult(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0), 0.1, seconds=1e-6)
+    mfu = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["mfu"]
+    assert mfu == pytest.approx(48 * 8 * flops_per_token(config) / 1e-6 / (16 * 989e12), rel=1e-12)
+
+
+def estimate_rank(config):
+    return estimate(config, make_mesh(config.pp, config.dp, config.tp, torch.device("cpu")))
+
+
+def test_all_ranks_come_to_the_same_estimate_and_more_work_takes_longer(pool):
+    small, large = (tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, num_layers=layers, hidden_size=64, seq_length=64)
+                    for layers in (2, 40))
+    found = [pool.run(estimate_rank, config, world_size=4) for config in (small, large)]
+    for of_ranks in found:
+        assert len(set(of_ranks)) == 1 and of_ranks[0][0] > 0
+    assert found[1][0][0] > 2 * found[0][0][0] and found[1][0][1] > 5 * found[0][0][1]
+
+
+def test_whoever_tells_a_run_to_stop_hears_that_it_will():
+    """In the middle of a step, on the thread that listens."""
+    said, kept = [], {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        signals = StopSignal(said.append)
+        signal.raise_signal(signal.SIGINT)
+        end = time.monotonic() + 5
+        while not said and time.monotonic() < end:
+            time.sleep(0.01)
+        assert signals.number == signal.SIGINT
+        assert said == ["stopping after this step, with a checkpoint; a second Ctrl-C ends at once"]
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("processes", range(1, 9))
+def test_any_number_of_processes_up_to_eight_has_a_default_layout(processes):
+    """Every one of them works, and a stage of it holds a layer."""
+    config = Config().resolve(processes).with_vocabulary(257)
+    assert config.tp * config.pp * config.dp == processes
+    assert all(len(meta_stage(config, stage).layers) >= 1 for stage in range(config.pp))
+
+
+def lines_of(*steps) -> list[bytes]:
+    return [b'{"step": %d, "loss": 1.0}\n' % step for step in steps]
+
+
+def reopened(tmp_path, first_step, *lines) -> tuple[list[bytes], str]:
+    """(the lines that are left, what was said)"""
+    said, path = [], tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(lines))
+    with open_metrics(path, first_step, said.append) as metrics:
+        metrics.write(b"new\n")
+    *left, new = path.read_bytes().splitlines(keepends=True)
+    assert new == b"new\n"
+    return left, " ".join(said)
+
+
+@pytest.mark.parametrize("bad", [b"\n", b"{\n", b"\xff\xff\n", b"[1]\n", b'{"step": "two"}\n', b"[" * 99999 + b"\n", b"\0" * 4096 + b"\n"], ids=len)
+def test_a_line_that_cannot_be_read_costs_no_line_after_it(tmp_path, bad):
+    """A disk or a hand has damaged it. It is named and stays."""
+    before, after = lines_of(0, 1, 2), lines_of(4, 5)
+    left, said = reopened(tmp_path, 5, *before, bad, bad, *after, *lines_of(6, 7))
+    assert left == [*before, bad, bad, *after] and "metrics.jsonl can't be read in line 4, 5, which is left as it is" in said
+
+
+@pytest.mark.parametrize("last", [b'{"step": 5, "lo', b'{"step": 5, "loss": 1.0}', b"\0\0", b'{"step": 5, "test_loss": 1.0}\n', b"{\n"])
+def test_what_does_not_count_at_the_end_is_cut_without_a_word(tmp_path, last):
+    """Half a line of a killed run, a test loss of what was then the end."""
+    assert reopened(tmp_path, 5, *lines_of(0, 1, 5), last) == (lines_of(0, 1, 5), "")
+    assert reopened(tmp_path, 0, *lines_of(0, 1, 5), last) == ([], "")
+
+
+def test_a_line_of_which_the_disk_took_a_part_is_finished_when_there_is_room(report, tmp_path, capsys):
+    """A nearly full disk stores what fits and says how much that was; only the next write is an error."""
+    one = report()
+    write, room = one.metrics.write, [12, 0, 0, 5]
+
+    def nearly_full(data):
+        fits = room.pop(0) if room else len(data)
+        if not fits:
+            raise OSError(28, "No space left on device")
+        return write(data[:fits])
+
+    one.metrics = SimpleNamespace(write=nearly_full)
+    for step in range(1, 7):
+        one.record(step=step, loss=1.0)
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[1:] == lines_of(*range(1, 7))
+    assert capsys.readouterr().out.count("metrics.jsonl can't be written") == 1

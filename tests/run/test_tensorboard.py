@@ -1,0 +1,155 @@
+"""TensorBoard shows what metrics.jsonl holds: each point once, after a stop too; and nothing of it may end a run."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.jobs import fill_disk, make_corpus
+from support.train_in_pool import lines, saved, start
+
+import nanodomino.run.tensorboard
+import train
+from nanodomino.checkpoint.folders import checkpoints_of, delete_checkpoint
+from nanodomino.comm.world import LaunchInfo
+from nanodomino.errors import UserError
+from nanodomino.run.command_line import from_command_line
+from nanodomino.run.tensorboard import TensorBoardWriter
+
+
+@pytest.fixture
+def shown():
+    """shown(folder) -> {name: [(step, value)]}, as TensorBoard's own reader finds them."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator",
+                                 reason="needs tensorboard: pip install -r requirements-extra.txt")
+
+    def shown(folder):
+        accumulator = reader.EventAccumulator(str(folder), size_guidance={reader.SCALARS: 0}).Reload()
+        return {name: [(event.step, event.value) for event in accumulator.Scalars(name)] for name in accumulator.Tags()["scalars"]}
+
+    return shown
+
+
+def told(path: Path) -> dict:
+    """The same of a metrics.jsonl; of its lines in order of their steps."""
+    found = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        for name, value in line.items():
+            if name != "step" and value is not None:
+                found.setdefault(name, []).append((line["step"], pytest.approx(float(value), rel=1e-6)))      # it keeps fp32
+    return found
+
+
+def test_it_shows_the_lines_of_metrics(pool, tmp_path, shown):
+    """Every number of them, at its step; a skipped step as 1; what is not finite, null there, is a gap."""
+    make_corpus(tmp_path)
+    ended = start(pool, tmp_path, "--run-dir", tmp_path / "run", "--tensorboard-dir", tmp_path / "board", "--train-iters", 5, "--eval-interval", 2,
+                  world_size=2, bad_steps=[3])
+    assert ended.code == 0 and len(os.listdir(tmp_path / "board")) == 1, "one rank writes"
+    expected = told(tmp_path / "run" / "metrics.jsonl")
+    assert shown(tmp_path / "board") == expected and {"loss", "skipped", "loss_scale", "valid_loss", "test_loss", "bigram_entropy"} < expected.keys()
+    assert [step for step, _ in expected["loss"]] == [1, 2, 4, 5] and expected["skipped"][2] == (3, 1.0)
+
+
+def test_a_run_that_goes_on_leaves_no_stale_and_no_double_points(pool, tmp_path, shown):
+    """Set back behind steps that were shown; at the end, whose test loss was the test loss of another length; and at its end again. It remembers the
+    folder, wherever it is started."""
+    make_corpus(tmp_path)
+    run, length = tmp_path / "run", ("--save-interval", 2, "--eval-interval", 2)
+    start(pool, tmp_path, "--run-dir", run, "--train-iters", 5, *length, "--tensorboard-dir", os.path.relpath(tmp_path / "board"))
+    delete_checkpoint(checkpoints_of(run)[0])
+    assert saved(run) == [4, 2] and shown(tmp_path / "board")["test_loss"][0][0] == 5
+    for iterations, test in ((8, 8), (10, 10), (10, 10)):
+        start(pool, tmp_path, "--run-dir", run, "--train-iters", iterations, "--lr", 0.001 * iterations)
+        found = shown(tmp_path / "board")
+        assert found == told(run / "metrics.jsonl")
+        assert [step for step, _ in found["loss"]] == list(range(1, iterations + 1)) and [step for step, _ in found["test_loss"]] == [test]
+    assert len(os.listdir(tmp_path / "board")) == 4
+
+
+def test_what_is_said_is_there_at_once(tmp_path, shown):
+    """A kill in the next moment costs nothing. Half a line waits for its rest, a damaged one is passed over."""
+    path, said = tmp_path / "metrics.jsonl", []
+    one = TensorBoardWriter(tmp_path / "board", path, 0, said.append)
+    with open(path, "ab", buffering=0) as metrics:
+        for text, steps in ((b'{"step": 1, "loss": 1.0}\n', [1]), (b'{"step": 2, "lo', [1]), (b'ss": 2.0}\nnothing\n', [1, 2]), (b'{"step": 3, "loss": 3.0}\n', [1, 2, 3])):
+            metrics.write(text)
+            one.read_on()
+            assert [step for step, _ in shown(tmp_path / "board").get("loss", [])] == steps
+    assert not said
+
+
+def test_what_can_not_be_written_is_written_when_there_is_room(tmp_path, shown, monkeypatch):
+    """One warning for as long as it lasts. Also where the writer itself has failed, which may have written a part."""
+    from torch.utils import tensorboard
+
+    path, said, flush = tmp_path / "metrics.jsonl", [], tensorboard.SummaryWriter.flush
+    one = TensorBoardWriter(tmp_path / "board", path, 0, said.append)
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    faults = {3: [(nanodomino.run.tensorboard, "check_writable", full)], 4: [(nanodomino.run.tensorboard, "check_writable", full)], 6: [(tensorboard.SummaryWriter, "flush", lambda writer: flush(writer) or full())],
+              7: [(tensorboard, "SummaryWriter", full)]}
+    with open(path, "ab", buffering=0) as metrics:
+        for step in range(1, 10):
+            metrics.write(b'{"step": %d, "loss": %d.0}\n' % (step, step))
+            with monkeypatch.context() as patch:
+                for fault in faults.get(step, ()):
+                    patch.setattr(*fault)
+                one.read_on()
+            assert len(said) == (step > 2) + (step > 5)
+    assert shown(tmp_path / "board") == {"loss": [(step, step) for step in range(1, 10)]}
+    assert "can't be written (No space left on device); training goes on" in said[0]
+
+
+@pytest.mark.parametrize("folder", ["file", "file/board", "/proc/board"])
+def test_a_folder_that_can_not_be_written_is_a_warning_and_the_numbers_are_the_same(pool, tmp_path, shown, folder):
+    make_corpus(tmp_path)
+    (tmp_path / "file").touch()
+    for name, flags in (("with", ("--tensorboard-dir", tmp_path / folder)), ("without", ())):
+        ended = start(pool, tmp_path, "--run-dir", tmp_path / name, "--train-iters", 3, *flags)
+        assert ended.code == 0 and ended.output.count("can't be written") == (name == "with"), ended.output
+    assert lines(tmp_path / "with", "loss") == lines(tmp_path / "without", "loss")
+
+
+@pytest.mark.exhaustive
+def test_a_really_full_disk_costs_no_point(tmp_path, shown):
+    disk, said = tmp_path / "disk", []
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        one = TensorBoardWriter(disk / "board", tmp_path / "metrics.jsonl", 0, said.append)
+        with open(tmp_path / "metrics.jsonl", "ab", buffering=0) as metrics:
+            for step in range(1, 31):
+                if step == 10:
+                    fill_disk(disk / "ballast")
+                if step == 20:
+                    (disk / "ballast").unlink()
+                metrics.write(b'{"step": %d, "loss": %d.0}\n' % (step, step))
+                one.read_on()
+        assert len(said) == 1 and shown(disk / "board") == {"loss": [(step, step) for step in range(1, 31)]}
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_without_the_package_every_rank_says_the_same_before_any_talks_to_another(tmp_path, monkeypatch, rank):
+    for name in [name for name in sys.modules if name.startswith(("tensorboard", "torch.utils.tensorboard"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--data-path", str(make_corpus(tmp_path)), "--device", "cpu"]
+    monkeypatch.setattr(train, "start_world", lambda *_: pytest.fail("reached the group"))
+    with pytest.raises(UserError, match="--tensorboard-dir needs a package that can't be imported .*tensorboard.*; pip install -r requirements-extra.txt"):
+        train.main([*flags, "--tensorboard-dir", "board"], LaunchInfo(rank, 4, rank, 4, launched=True))
+    assert not (tmp_path / "board").exists() and not (tmp_path / "runs").exists()
+
+
+def test_the_folder_is_remembered_with_its_whole_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert from_command_line(["--tensorboard-dir", "board"], 1).tensorboard_dir == str(tmp_path / "board")

@@ -1,0 +1,258 @@
+"""A training with a bug beside the right one: what pitfalls.py is run with, and measured by.
+
+    what is right     plain()     reference.py's model on one process, step by step
+    what is found     side_of()   what the ranks of the pool come to, put together; each with the bug, or without
+    the difference    judge()     AssertionError, if there is one beyond rounding
+
+Everything is float64 and agrees to 1e-9, or is wrong. A bug may make ranks disagree that should not, so nothing here asks
+them to; harness.py's `whole` would.
+"""
+
+import dataclasses
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from support.harness import FixedData, Outcome, joined_runs, sizes_of, tiny, train_rank
+from support.reference import ReferenceGPT, masked_loss, random_weights, train_reference
+
+import train
+from nanodomino import model
+from nanodomino.layers import masks_and_positions
+
+TOLERANCE = 1e-9         # of everything, in float64
+CHECKED = 2              # steps: the second one sees the weights that the first one made
+LONG, END = 40, 10       # steps of the curves in docs/pitfalls.md; the mean loss of the last ones is shown there
+
+
+# ---- the table
+
+@dataclass(frozen=True, eq=False)
+class Pitfall:
+    number: int
+    title: str
+    lesson: str                  # what goes wrong, and why
+    guard: str                   # what in the code prevents it: file, function
+    bug: object                  # bug(config) -> [(object, name, replacement)]
+    world_size: int
+    options: dict                # of tiny()
+    runner: object               # function(config, weights, data, steps) -> Outcome, in a worker
+    drawn: bool                  # start from the weights that the model draws, not from given ones
+    conditions: object           # of the right side too, of the form of a bug: wires that are late, a number that is not finite
+    straight: bool               # what is right is the same run without a stop, not the plain model
+    check: object                # check(pool), where the numbers of the training do not show the bug
+    shown: str                   # ... and how it shows itself then
+
+    @property
+    def config(self):
+        return tiny(self.world_size, **dict(train_iters=LONG, lr=2e-2, lr_warmup_fraction=0.05) | self.options)
+
+
+TABLE: list[Pitfall] = []
+
+
+def nothing(config):
+    return []
+
+
+def pitfall(title, guard, world_size=2, runner=train_rank, drawn=False, conditions=nothing, straight=False, check=None, shown="", **options):
+    """Enters a bug into the table."""
+    def enter(bug):
+        if bug.__module__ == "pitfalls":                 # and not the command, whose module has another name
+            TABLE.append(Pitfall(len(TABLE) + 1, title, " ".join(bug.__doc__.split()), guard, bug, world_size, options, runner, drawn, conditions,
+                                 straight, check, shown))
+        return bug
+    return enter
+
+
+# ---- to run with a bug
+
+def replaced(patches):
+    """A context in which all of them are replaced. AttributeError, if there is no longer such a thing to replace."""
+    stack = ExitStack()
+    with stack:
+        for owner, name, replacement in patches:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        return stack.pop_all()
+
+
+def in_worker(number, wrong, function, *arguments):
+    import pitfalls  # noqa: F401    fills the table, in a worker too
+
+    entry = TABLE[number - 1]
+    with replaced(entry.conditions(entry.config)):
+        with replaced(entry.bug(entry.config) if wrong else []):
+            return function(*arguments)
+
+
+class Around:
+    """A pool whose workers have the bug, or the conditions alone; for tests that ask for a pool."""
+
+    def __init__(self, pool, entry: Pitfall, wrong: bool):
+        self.pool, self.entry, self.wrong = pool, entry, wrong
+
+    def run(self, function, *arguments, **options):
+        return self.pool.run(in_worker, self.entry.number, self.wrong, function, *arguments, **options)
+
+
+# ---- what is right
+
+class Text(FixedData):
+    """Five of each batch's 24 rows count for nothing, and a split ends before them: its last batch is not full."""
+
+    @property
+    def windows(self):
+        return super().windows - 5
+
+
+@lru_cache
+def text(vocabulary, samples, length, steps) -> Text:
+    """Something to learn: mostly the next token follows from the last one. Of the rows that count, unevenly many do."""
+    batches, masks = [], []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(1000 + step)
+        rows = torch.randint(0, vocabulary, (samples, length + 1), generator=generator)
+        follows = torch.rand(samples, length, generator=generator) < 0.9
+        for place in range(length):
+            rows[:, place + 1] = torch.where(follows[:, place], (5 * rows[:, place] + 3) % vocabulary, rows[:, place + 1])
+        share = torch.linspace(-0.2, 1.2, samples)[torch.randperm(samples, generator=generator)]
+        mask = (torch.rand(samples, length, generator=generator) < share[:, None]).float()
+        mask[-5:] = 0
+        batches.append(rows)
+        masks.append(mask)
+    rows = torch.stack(batches)
+    return Text(rows[..., :-1], rows[..., 1:], torch.stack(masks))
+
+
+def masks_of(config, step):
+    """The dropout masks of a step as reference.py asks for them."""
+    if not config.hidden_dropout and not config.attention_dropout:
+        return None
+    ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
+    dropout = masks_and_positions.MasksAndPositions(config, SimpleNamespace(tp=1, tp_rank=0, tp_group=None), list(ids))
+    core = {"core": config.attention_dropout}
+    return lambda site, shape: dropout.draw_masks(site, shape[1:], core.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
+
+
+@dataclass
+class Side:
+    """What a run came to. gradients: of each step, whole tensors by name; apart: parameters whose copies are not the same."""
+    losses: list
+    norms: list
+    gradients: list
+    weights: dict
+    evaluation: float
+    apart: frozenset = frozenset()
+
+
+@lru_cache
+def plain(entry: Pitfall, steps: int):
+    """(weights to start from, data, the plain model's Side)."""
+    config = entry.config
+    sizes = sizes_of(config)
+    data = text(config.vocab_size, config.global_batch_size, config.seq_length, steps)
+    weights = drawn_weights(config) if entry.drawn else random_weights(sizes, seed=3)
+    rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
+    batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(steps)]
+    records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad, (config.adam_beta1, config.adam_beta2),
+                                     config.adam_eps, masks=[masks_of(config, step) for step in range(steps)])
+    count = min(config.eval_iters, steps)
+    reference = ReferenceGPT(sizes).double().load_full(final)
+    with torch.no_grad():
+        tokens, labels, mask = (tensor[:count].flatten(0, 1) for tensor in (data.tokens, data.labels, data.loss_mask))
+        evaluation = float(masked_loss(reference(tokens, torch.arange(config.seq_length)), labels, mask.double()))
+    side = Side([record.loss for record in records], [record.gradient_norm for record in records],
+                [record.gradients for record in records], final, evaluation)
+    return weights, data, side
+
+
+def drawn_weights(config):
+    """As one process draws them, by name."""
+    whole = dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    alone = SimpleNamespace(pp=1, dp=1, tp=1, pp_rank=0, dp_rank=0, tp_rank=0, device=torch.device("cpu"), tp_group=None)
+    return {name: weight.detach() for name, weight in model.GPT(whole, alone).named_parameters()}
+
+
+# ---- what is found
+
+def joined(outcomes: list[Outcome], shards_of):
+    """(whole tensors by name from every rank's shards, names whose copies differ)."""
+    parts, apart = {}, set()
+    for outcome in outcomes:
+        for name, (tensor, cut) in shards_of(outcome).items():
+            here = parts.setdefault(name, (cut, {}))[1].setdefault(outcome.place[2], tensor)
+            if not torch.equal(here, tensor):
+                apart.add(name)
+    whole = {}
+    for name, (cut, by_rank) in parts.items():
+        pieces = [by_rank[rank] for rank in sorted(by_rank)]
+        whole[name] = pieces[0] if cut is None else joined_runs(pieces, *cut)
+        if cut is None and not all(torch.equal(pieces[0], piece) for piece in pieces):
+            apart.add(name)
+    return whole, apart
+
+
+def side_of(outcomes: list[Outcome]) -> Side:
+    """Losses and norms are rank 0's; if another rank has others, so is that said."""
+    gradients = [joined(outcomes, lambda outcome: outcome.gradients[step])[0] for step in range(len(outcomes[0].gradients))]
+    weights, apart = joined(outcomes, lambda outcome: outcome.weights)
+    for what in ("losses", "norms", "evaluation"):
+        if len({repr(getattr(outcome, what)) for outcome in outcomes}) > 1:
+            apart.add(what)
+    first = outcomes[0]
+    return Side(first.losses, first.norms, gradients, weights, first.evaluation, frozenset(apart))
+
+
+def error_of(ours: float, theirs: float) -> float:
+    """Relative. Two numbers that are not finite agree."""
+    if not math.isfinite(theirs) or not math.isfinite(ours):
+        return 0.0 if math.isfinite(ours) == math.isfinite(theirs) else math.inf
+    return abs(ours - theirs) / (abs(theirs) or 1.0)
+
+
+def worst(ours: dict, theirs: dict) -> tuple[float, str]:
+    """The largest deviation of a tensor, as a part of its own largest entry, and its name."""
+    if missing := sorted(theirs.keys() - ours.keys()):
+        return math.inf, missing[0]
+    if not all(tensor.isfinite().all() for tensor in theirs.values()):
+        return 0.0, ""                                             # of a step that must be skipped
+    errors = {name: float((ours[name] - theirs[name]).abs().max()) / (float(theirs[name].abs().max()) or 1.0) for name in theirs}
+    return max((math.inf if math.isnan(error) else error, name) for name, error in errors.items())
+
+
+def measure(pool, entry: Pitfall, wrong: bool, steps: int) -> tuple[Side, Side]:
+    """(what is right, what the ranks come to with or without the bug)."""
+    weights, data, right = plain(entry, steps)
+    arguments = entry.config, None if entry.drawn else weights, data, steps
+    found = side_of(Around(pool, entry, wrong).run(entry.runner, *arguments, world_size=entry.world_size))
+    if entry.straight:
+        right = side_of(Around(pool, entry, False).run(train_rank, *arguments, world_size=entry.world_size))
+    return right, found
+
+
+def judge(right: Side, found: Side):
+    """AssertionError, with what differs first."""
+    assert not found.apart, f"ranks that must agree do not: {', '.join(sorted(found.apart))}"
+    for step, (ours, theirs) in enumerate(zip(found.losses, right.losses, strict=True), start=1):
+        assert error_of(ours, theirs) < TOLERANCE, f"loss of step {step}: {ours}, not {theirs}"
+    for step, (ours, theirs) in enumerate(zip(found.norms, right.norms, strict=True), start=1):
+        assert error_of(ours, theirs) < TOLERANCE, f"norm of step {step}: {ours}, not {theirs}"
+    for step, (ours, theirs) in enumerate(zip(found.gradients, right.gradients, strict=True), start=1):
+        error, name = worst(ours, theirs)
+        assert error < TOLERANCE, f"gradient of {name} in step {step} is off by {error:.1e}"
+    error, name = worst(found.weights, right.weights)
+    assert error < TOLERANCE, f"weight {name} is off by {error:.1e}"
+    assert error_of(found.evaluation, right.evaluation) < TOLERANCE, f"evaluation: {found.evaluation:.5f}, not {right.evaluation:.5f}"
+
+
+def check(pool, entry: Pitfall, wrong: bool):
+    """AssertionError if the code, with or without the bug, is wrong. Returns what was measured, if training was."""
+    if entry.check:
+        return entry.check(Around(pool, entry, wrong))
+    right, found = measure(pool, entry, wrong, CHECKED)
+    judge(right, found)
+    return right, found

@@ -1,0 +1,81 @@
+"""All of train.py in the pool's workers, from the flags to the exit code: what a person starts, in a fraction of a second.
+
+    start(pool, folder, *flags, world_size=2) -> Ended of rank 0
+
+A worker lends its process group, and gives it the run's time-out. What would change it for the tests after this one is left out: the lock on the run's
+folder and the signals, both of which last as long as the process. test_interrupted_runs.py has those, with processes of their own.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch.distributed as dist
+from support.jobs import TINY
+from support.pool import Pool
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+import train
+from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.manifest import step_of
+from nanodomino.comm.world import LaunchInfo
+from nanodomino.errors import UserError
+from nanodomino.run import folder as run_folder
+
+
+@dataclass
+class Ended:
+    """code: None after a mistake, of which `error` is the sentence; output: what rank 0 wrote on its screen."""
+    code: int | None
+    error: str
+    output: str
+
+
+def start(pool: Pool, folder: Path, *flags, world_size=1, bad_steps=()) -> Ended:
+    """`train.py FLAGS` with a corpus of make_corpus(), in which each of `bad_steps` has a loss that is not finite."""
+    given = [*TINY, "--seq-length", "12", "--data-path", str(folder / "tokens"), *map(str, flags)]      # short, for the test split
+    ended = pool.run(start_rank, given, bad_steps, world_size=world_size)
+    assert len({(one.code, one.error) for one in ended}) == 1, "ranks disagree"
+    return ended[0]
+
+
+def start_rank(flags: list[str], bad_steps) -> Ended:
+    """On one rank, in a worker."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    get_batch, screen = train.get_batch, io.StringIO()
+
+    def poisoned(dataset, config, mesh, step, shuffle, microbatch, chunk):
+        batch = get_batch(dataset, config, mesh, step, shuffle, microbatch, chunk)
+        bad = shuffle and step + 1 in bad_steps and batch.loss_mask is not None
+        return dataclasses.replace(batch, loss_mask=batch.loss_mask * float("nan")) if bad else batch
+
+    def start_world(place, device, timeout):
+        _set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
+
+    with (mock.patch.multiple(train, get_batch=poisoned, start_world=start_world,
+                              StopSignal=lambda say: SimpleNamespace(number=0, received_at=0.0)),
+          mock.patch.multiple(run_folder, lock_folder=lambda run_dir: None, tolerate_closed_output=lambda *_: None),
+          contextlib.redirect_stdout(screen)):
+        try:
+            place = LaunchInfo(rank, world_size, rank, world_size, launched=True)
+            return Ended(train.main(flags, place), "", screen.getvalue())
+        except UserError as error:
+            return Ended(None, str(error), screen.getvalue())
+
+
+def lines(run_dir: Path, name: str) -> list[tuple]:
+    """(step, value) of each line of metrics.jsonl that has a value of that name."""
+    found = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line[name]) for line in found if name in line]
+
+
+def saved(run_dir: Path) -> list[int]:
+    """The steps of its checkpoints, newest first."""
+    return [step_of(folder) for folder in checkpoints_of(run_dir)]

@@ -1,0 +1,578 @@
+"""A recording tells what happened: in the schedule's order, on one clock, every moment of a step accounted for once.
+
+    recordings of tiny runs   spans, messages and collectives against what the schedule and the layers must do
+    recordings made by hand   totals to the nanosecond, and a picture that shows what it should
+"""
+
+import ast
+import functools
+import json
+import random
+import re
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness import build, random_data, tiny
+
+import nanodomino.comm.trace
+import train
+from nanodomino.comm.trace import Event, Trace, clock_offset
+from nanodomino.errors import UserError
+from nanodomino.schedules.definitions import SCHEDULES
+from nanodomino.schedules.placement import message_received, message_sent
+from nanodomino.timeline.__main__ import main
+from nanodomino.timeline.draw import WORK, draw_timeline, gather, one_step, part, picture, wire
+from nanodomino.timeline.recording import (MOMENTS, PASSES, WATCHED, Recording, actions, chrome_trace, common,
+                                           find_ready, from_chrome_trace, minus, number, spans_of, totals, union, waits)
+
+LATE = 250_000_000       # nanoseconds that a busy machine may take to say that something is done
+
+
+def traced(config, data, steps, recording=True):
+    """Runs in a worker. `steps` training steps -> (the recording, on rank 0; losses; this rank's weights)."""
+    trace = Trace(recording=recording)
+    mesh, model, optimizer, stage = build(config, trace=trace)
+    optimizer.trace = trace
+    losses = [train.train_step(step, stage, optimizer, data, config, mesh).loss for step in range(1, steps + 1)]
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    if not recording:
+        return trace.events, losses, weights
+    return gather(trace, mesh), losses, weights
+
+
+def record(pool, world_size, steps=1, **changes) -> Recording:
+    config = tiny(world_size, **changes)
+    return pool.run(traced, config, random_data(config, steps), steps, world_size=world_size)[0][0]
+
+
+class Streams:
+    """torch.cuda's streams and events, of which one can only see in which stream what was done: log[stream] = [...]."""
+
+    def __init__(self, monkeypatch):
+        self.current, self.made, self.log = "training's", 0, {"training's": []}
+        for name, stands_in in (("Stream", self.make), ("stream", self.enter), ("Event", self.event)):
+            monkeypatch.setattr(torch.cuda, name, stands_in)
+
+    def make(self, device):
+        self.made += 1
+        self.log[f"stream {self.made}"] = []
+        return f"stream {self.made}"
+
+    @contextmanager
+    def enter(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def event(self, enable_timing):
+        return SimpleNamespace(record=lambda: self.log[self.current].append("mark"))
+
+    def work(self, name):
+        """A collective on NCCL: whoever waits for it has it waited for by the stream that is current there."""
+        def wait():
+            self.log[self.current].append(f"wait for {name}")
+        return SimpleNamespace(wait=wait, get_future=lambda: SimpleNamespace(wait=wait))
+
+
+def test_on_a_gpu_a_collectives_end_is_marked_in_a_stream_of_its_group(monkeypatch):
+    """One stream a group and never more; training's own must not wait for what it overlaps."""
+    streams = Streams(monkeypatch)
+    trace = Trace(torch.device("cuda", 0))
+    for name in ("first", "second"):
+        for group in ("tp", "dp", "world"):
+            trace.watch("all_reduce", streams.work(f"{name} of {group}"), group=group, bytes=8)
+    assert streams.made == 3
+    assert [streams.log[f"stream {number}"] for number in (1, 2, 3)] == [
+        [f"wait for first of {group}", "mark", f"wait for second of {group}", "mark"] for group in ("tp", "dp", "world")]
+    assert streams.log["training's"] == 6 * ["mark"], "where each was launched"
+    assert [len(event.end) for event in trace.events] == 6 * [1]
+
+
+def of(events, *kinds):
+    return [event for event in events if event.kind in kinds]
+
+
+# ---- what is recorded
+
+@pytest.mark.parametrize("schedule, pp", [("1f1b", 2), *((schedule, 3) for schedule in SCHEDULES)])
+def test_spans_and_messages_are_the_schedules(pool, schedule, pp):
+    """Each stage's actions in the schedule's order, one after the other, pairs in turns; a message for each with another
+    stage at its other end; and totals that add up."""
+    config = tiny(pp, pipeline_model_parallel_size=pp, schedule=schedule, num_layers=2 * pp, global_batch_size=12)
+    recording = pool.run(traced, config, random_data(config, 1), 1, world_size=pp)[0][0]
+    placement = config.placement
+    for stage, (events, row) in enumerate(zip(recording.ranks, config.timetable.rows)):
+        found = actions(events)
+        assert [{(one.kind, number(one)) for one in spans} for spans in found] == [
+            {(half.kind, str(half)[1:]) for half in action.halves} for action in row]
+        assert all((len(spans) > 2) == (action.kind == "pair") for spans, action in zip(found, row))
+        passes = of(events, *PASSES)
+        assert all(one.end <= other.begin for one, other in zip(passes, passes[1:]))
+        halves = [half for action in row for half in action.halves]
+        expected = {"send": [(given[0], str(given[1])) for half in halves if (given := message_sent(placement, stage, half))],
+                    "receive": [(source[0], str(message_received(half))) for half in halves
+                                if (source := placement.source(stage, half))]}
+        for kind in MOMENTS:
+            told = [(event.args["peer"], event.args["message"]) for event in of(events, kind)]
+            assert told == [one for one in expected[kind] if one[0] != stage]
+        waited_for = [event.args["microbatch"] for event in of(events, "wait") if "microbatch" in event.args]
+        assert waited_for == [int(event.args["message"][1:].strip("'")) for event in of(events, "receive")]
+        sums = asdict(totals(events))
+        assert sums["step"] == sum(sums[name] for name in ("compute", "optimizer", "exposed", "idle", "other"))
+        worked = sum(end - begin for begin, end in minus(union((one.begin, one.end) for one in passes),
+                                                         union((one.begin, one.end) for one in of(events, "wait"))))
+        assert sums["compute"] == worked
+
+
+@pytest.mark.parametrize("slices, columns", [(2, 1), (1, 2)])
+def test_collectives_of_tensor_parallelism(pool, slices, columns):
+    """So many at each place as Domino's arithmetic says, each over before its wait is."""
+    recording = record(pool, 2, tensor_model_parallel_size=2, slices=slices, columns=columns, micro_batch_size=4,
+                       global_batch_size=8, num_layers=2)
+    microbatches = 2
+    for events in recording.ranks:
+        sums = [event for event in of(events, *WATCHED) if event.args["group"] == "tp"]
+        sites = {"embedding": 1, "cross_entropy": 2, "head": columns}
+        sites |= {f"layers.{i}.{name}": 2 * columns for i in range(2) for name in ("attention", "mlp")}
+        assert Counter(event.args["site"] for event in sums) == {
+            site: count * slices * microbatches for site, count in sites.items()}
+        for i, event in enumerate(events):
+            if event in sums:
+                wait = next(other for other in events[i:] if other.kind == "wait" and all(
+                    other.args.get(name) == event.args[name] for name in ("group", "slice", "site")))
+                assert event.begin < event.end <= wait.end + LATE
+                assert event.args["bytes"] > 0
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_collectives_of_the_optimizer(pool, zero_stage):
+    """A bucket's gradients are on the wires before backward ends; its weights come back once, after the update."""
+    recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=zero_stage,
+                       bucket_size=500)
+    for events in recording.ranks:
+        reduces = [event for event in of(events, "reduce_scatter" if zero_stage else "all_reduce")
+                   if event.args["group"] == "dp"]
+        last_backward, update = of(events, "backward")[-1], of(events, "optimizer")
+        assert len(reduces) >= 5, "the buckets are too big for this test"
+        assert all(last_backward.begin < event.begin < last_backward.end for event in reduces)
+        assert of(events, "weight_gradient")[-3].begin > reduces[2].begin, "they must not wait for all of backward"
+        assert all(event.begin < event.end <= update[0].begin + LATE for event in reduces)
+        gathers, waited = of(events, "all_gather"), [one for one in of(events, "wait") if one.args["group"] == "dp"]
+        assert len(waited) == len(reduces) + len(gathers), "to add up what has arrived is work, not a wait"
+        assert len(gathers) == (len(reduces) if zero_stage else 0)
+        assert all(update[-1].end <= event.begin < event.end for event in gathers)
+        (of_the_world,) = [event for event in of(events, "all_reduce") if event.args["group"] == "world"]
+        assert update[0].end <= of_the_world.begin <= of_the_world.end <= update[-1].begin + LATE
+
+
+def test_in_zero_2_each_microbatchs_gradients_are_on_the_wires_while_it_goes_backward(pool):
+    """And are waited for behind others': two may be under way."""
+    recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=2, bucket_size=500)
+    for events in recording.ranks:
+        backwards, reduces = of(events, "backward"), of(events, "reduce_scatter")
+        counts = [sum(one.begin < event.begin < one.end for event in reduces) for one in backwards]
+        assert len(set(counts)) == 1 and counts[0] >= 5 and sum(counts) == len(reduces)
+        turns = [event.kind for event in events if event.kind == "reduce_scatter" or event.kind == "wait" and event.args["group"] == "dp"]
+        gathers = len(of(events, "all_gather"))
+        assert turns == ["reduce_scatter"] * 2 + ["wait", "reduce_scatter"] * (len(reduces) - 2) + ["wait"] * (2 + gathers)
+
+
+EVERYTHING = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, micro_batch_size=2,
+                  global_batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def recording(pool):
+    """Two steps of tp 2, pp 2, dp 2, with two slices."""
+    return record(pool, 8, steps=2, **EVERYTHING)
+
+
+def test_every_step_is_the_sum_of_its_parts(recording):
+    assert recording.steps == [1, 2] and len(recording.ranks) == 8 and recording.begin == 0
+    for events in recording.ranks:
+        sums = asdict(totals(events))
+        assert min(sums.values()) >= 0 and sums["compute"] > 0 and sums["optimizer"] > 0 and sums["exposed"] > 0
+        assert sums["step"] == sum(event.end - event.begin for event in of(events, "step"))
+        assert sums["step"] == sum(sums[name] for name in ("compute", "optimizer", "exposed", "idle", "other"))
+        exposed, idle = waits(events)
+        assert union(exposed + idle) == union((event.begin, event.end) for event in of(events, "wait"))
+
+
+def test_a_sum_is_ready_on_all_its_ranks_at_the_same_moment(recording):
+    """When the last of them has joined: so matched, rank by rank, the collectives of a group are the same ones."""
+    for ranks in ([0, 1], [2, 3], [4, 5], [6, 7]):
+        ready = [[event.args["ready"] for event in of(recording.ranks[rank], *WATCHED) if event.args["group"] == "tp"]
+                 for rank in ranks]
+        begun = [[event.begin for event in of(recording.ranks[rank], *WATCHED) if event.args["group"] == "tp"]
+                 for rank in ranks]
+        assert ready[0] == ready[1] == list(map(max, *begun))
+
+
+def test_the_examples_in_the_docstring_are_what_is_recorded(recording):
+    """Each of them names an event that a run records, about which the same is told."""
+    examples = [ast.parse(call).body[0].value for call in re.findall(r"trace\.\w+\(.*?\)", nanodomino.comm.trace.__doc__)]
+    assert [example.func.attr for example in examples] == ["span", "moment", "watch"]
+    for example in examples:
+        told = {keyword.arg for keyword in example.keywords}
+        events = [event for events in recording.ranks for event in of(events, example.args[0].value)]
+        assert any(told <= {*event.args} for event in events), ast.unparse(example)
+
+
+def test_recording_changes_no_number(pool):
+    """With recording off nothing is kept."""
+    config = tiny(8, **EVERYTHING, bucket_size=500)
+    data = random_data(config, 2)
+    on = pool.run(traced, config, data, 2)
+    off = pool.run(traced, config, data, 2, False)
+    for (_, losses, weights), (events, other_losses, other_weights) in zip(on, off):
+        assert events == [] and losses == other_losses
+        assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+# ---- one clock
+
+def offset_with_wrong_clocks(seconds):
+    """Runs in a worker: rank r's clock is r x seconds ahead."""
+    right = time.perf_counter_ns
+    dist.barrier()
+    try:
+        time.perf_counter_ns = lambda: right() + int(dist.get_rank() * seconds * 1e9)
+        return clock_offset()
+    finally:
+        time.perf_counter_ns = right
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, -3.0])
+def test_clocks_are_aligned_to_5_ms(pool, seconds):
+    offsets = pool.run(offset_with_wrong_clocks, seconds, world_size=3)
+    assert offsets == pytest.approx([-rank * seconds * 1e9 for rank in range(3)], abs=5e6)
+
+
+# ---- arithmetic, by hand
+
+def test_intervals_are_sets():
+    generator = random.Random(0)
+    for _ in range(200):
+        one, other = ([sorted(generator.sample(range(40), 2)) for _ in range(generator.randrange(6))] for _ in range(2))
+        one, other = map(union, (map(tuple, one), map(tuple, other)))
+        sets = [{point for begin, end in spans for point in range(begin, end)} for spans in
+                (one, other, minus(one, other), common(one, other))]
+        assert sets[2] == sets[0] - sets[1] and sets[3] == sets[0] & sets[1]
+    assert union([(5, 7), (0, 2), (3, 3), (1, 3)]) == [(0, 3), (5, 7)]
+    assert union([(0, 1), (2, 3), (6, 7)], gap=1) == [(0, 3), (6, 7)]
+
+
+def two_stages() -> Recording:
+    """One step in ms: stage 0 runs F0, F1, waits, B0, B1; stage 1 F0, B0, F1, B1, while its sums over tp travel."""
+    def event(kind, begin, end, **about):
+        return Event(kind, begin * 10**6, end * 10**6, about)
+
+    stage_0 = [event("step", 0, 100, step=7),
+               event("forward", 0, 10, microbatch=0), event("send", 10, 10, message="F0", peer=1, bytes=8),
+               event("forward", 10, 20, microbatch=1), event("send", 20, 20, message="F1", peer=1, bytes=8),
+               event("wait", 20, 42, group="pp", microbatch=0), event("receive", 42, 42, message="B0", peer=1),
+               event("backward", 42, 60, microbatch=0),
+               event("wait", 60, 80, group="pp", microbatch=1), event("receive", 80, 80, message="B1", peer=1),
+               event("backward", 80, 92, microbatch=1),
+               event("optimizer", 92, 94), event("all_reduce", 94, 96, group="world", bytes=32),
+               event("wait", 94, 97, group="world"), event("optimizer", 98, 100)]
+    stage_1 = [event("step", 1, 99, step=7),
+               event("wait", 1, 12, group="pp", microbatch=0), event("receive", 12, 12, message="F0", peer=0),
+               event("forward", 12, 24, microbatch=0), event("all_reduce", 14, 22, group="tp", bytes=4),
+               event("wait", 18, 22, group="tp"),
+               event("backward", 24, 40, microbatch=0), event("weight_gradient", 26, 30, slice=0),
+               event("send", 40, 40, message="B0", peer=0, bytes=8),
+               event("wait", 40, 45, group="pp", microbatch=1), event("receive", 45, 45, message="F1", peer=0),
+               event("forward", 45, 60, microbatch=1), event("backward", 60, 75, microbatch=1),
+               event("send", 75, 75, message="B1", peer=0, bytes=8),
+               event("all_reduce", 80, 96, group="world", bytes=32), event("wait", 80, 96, group="world"),
+               event("optimizer", 96, 99)]
+    recording = Recording("two stages", [(0, 0, 0), (1, 0, 0)], [stage_0, stage_1])
+    find_ready(recording)
+    return recording
+
+
+def test_totals_to_the_nanosecond():
+    """A wait before the message has left, or before the last has joined, is idle; after that it is exposed."""
+    stage_0, stage_1 = (asdict(totals(events)) for events in two_stages().ranks)
+    # waits: 20-40 until B0 left, 2 on the wires; 60-75 until B1 left, 5; the world's sum: 94-96 wires, 96-97 after them
+    assert stage_0 == {name: value * 10**6 for name, value in dict(
+        step=100, compute=50, optimizer=4, exposed=2 + 5 + 2, idle=20 + 15 + 1, other=1, hidden=0).items()}
+    # waits: 1-10 until F0 left, 2; the sum 18-22; F1 had long left: 5; the world's sum: 80-94 for rank 0, 2
+    assert stage_1 == {name: value * 10**6 for name, value in dict(
+        step=98, compute=8 + 16 + 15 + 15, optimizer=3, exposed=2 + 4 + 5 + 2, idle=9 + 14, other=5,
+        hidden=4).items()}
+
+
+def test_the_wait_for_a_late_partner_is_not_communication_that_was_hidden():
+    """Rank 0 asks for a sum at 10 and computes on; rank 1 joins at 30, and until 50 it travels: hidden on rank 0 while that
+    still computes, to 45, and on rank 1, which goes on with its own work at once, up to the end."""
+    def events(joins, computes, waits_until):
+        return [Event("step", 0, 60, {"step": 1}), Event("backward", 0, waits_until, {"microbatch": 0}),
+                Event("all_reduce", joins, 50, {"group": "tp", "bytes": 8}), Event("wait", computes, waits_until, {"group": "tp"})]
+
+    late = Recording("late", [(0, 0, 0), (0, 0, 1)], [events(10, 45, 52), events(30, 51, 52)])
+    find_ready(late)
+    rank_0, rank_1 = map(totals, late.ranks)
+    assert (rank_0.hidden, rank_0.exposed, rank_0.compute) == (45 - 30, 50 - 45, 45)
+    assert (rank_1.hidden, rank_1.exposed, rank_1.compute) == (50 - 30, 0, 51)
+
+
+# ---- what is written
+
+def texts(svg) -> list[str]:
+    """Of a picture that must be well-formed XML; those with a halo count once."""
+    root = ElementTree.fromstring(svg)
+    assert root.get("viewBox").startswith("0 0 ")
+    return [element.text for element in root.iter("{http://www.w3.org/2000/svg}text") if element.get("class") != "halo"]
+
+
+def test_the_picture_numbers_every_microbatch_and_shows_the_totals():
+    words = texts(picture([two_stages()]))
+    assert Counter(words)["0"] == Counter(words)["1"] == 4                         # two forwards, two backwards each
+    assert {"two stages", "rank 0", "rank 1", "stage 0", "stage 1", "ms", "idle", "36%"} <= {*words}
+    assert {"exposed communication", "world's sum"} <= {*words} and "gradients over dp" not in words
+
+
+def drawn_by_hand(*spans) -> tuple[list[str], str]:
+    """(texts, SVG) of a rank that did this in one step: (kind, milliseconds, microbatch, chunk)."""
+    events, now = [Event("step", 0, 100 * 10**6, dict(step=1))], 0
+    for kind, length, microbatch, chunk in spans:
+        events.append(Event(kind, now, now + length * 10**6, dict(microbatch=microbatch, chunk=chunk)))
+        now += length * 10**6
+    svg = picture([Recording("by hand", [(0, 0, 0)], [events])])
+    return texts(svg), svg
+
+
+def test_a_pair_is_one_box_of_two_colours_with_both_names():
+    """Its turns have no room for numbers; what follows it is not taken for a part of it."""
+    turns = [("backward", 1, 0, 0), ("forward", 1, 3, 0)] * 8 + [("backward", 1, 0, 0)]
+    words, svg = drawn_by_hand(("forward", 20, 2, 0), *turns, ("backward", 20, 1, 0), ("optimizer", 5, 0, 0))
+    assert [word for word in words if word in ("0", "1", "2", "3", "B0F3")] == ["2", "B0F3", "1"]
+    assert svg.count(WORK["forward"]) == 1 + 8 + 1 and svg.count(WORK["backward"]) == 9 + 1 + 1      # and the legend
+    assert svg.count('fill="none" stroke="#1f1f1f"') == 1
+
+
+def test_chunks_and_the_halves_of_a_backward_are_told_apart():
+    words, svg = drawn_by_hand(("forward", 20, 0, 0), ("forward", 20, 0, 1), ("input_backward", 20, 0, 1),
+                               ("weight_backward", 20, 0, 1), ("backward", 20, 0, 0))
+    assert [word for word in words if word and word.strip("'") == "0"] == ["0", "0'", "0'", "0'", "0"]
+    assert {"forward", "input backward", "weight backward", "backward"} <= {*words} and "weight gradient" not in words
+    assert [svg.count(WORK[kind]) for kind in PASSES] == [3, 2, 2, 2]
+    assert len(set(WORK.values())) == len(WORK)
+
+
+def test_weight_gradients_are_shown_where_they_are_cover():
+    """A weight backward is nothing else, and has its own colour."""
+    events = [Event(kind, begin * 10**6, end * 10**6, about) for kind, begin, end, about in (
+        ("step", 0, 100, dict(step=1)), ("backward", 0, 50, dict(microbatch=0)), ("weight_gradient", 10, 20, dict(slice=0)),
+        ("weight_backward", 50, 90, dict(microbatch=1)), ("weight_gradient", 60, 80, dict(slice=0)))]
+    svg = picture([Recording("by hand", [(0, 0, 0)], [events])])
+    assert svg.count(WORK["weight_gradient"]) == 1 + 1                                               # and the legend
+
+
+def test_half_a_backward_is_work():
+    events = [Event("step", 0, 100, dict(step=1)), Event("input_backward", 10, 40, dict(microbatch=0, chunk=0)),
+              Event("wait", 20, 25, dict(group="pp")), Event("weight_backward", 50, 80, dict(microbatch=0, chunk=0))]
+    find_ready(Recording("", [(0, 0, 0)], [events]))
+    assert asdict(totals(events)) == dict(step=100, compute=25 + 30, optimizer=0, exposed=5, idle=0, other=40, hidden=0)
+
+
+def test_the_legend_explains_arrows_where_there_are_any():
+    """Four messages and the legend's own arrow; without a second stage neither."""
+    alone = two_stages()
+    alone.ranks = [of(alone.ranks[0], "step", "forward", "optimizer")]
+    alone.places = alone.places[:1]
+    for recording, arrows in ((two_stages(), 5), (alone, 0)):
+        drawn = picture([recording])
+        assert drawn.count("marker-end") == arrows and ("message between stages" in texts(drawn)) == (arrows > 0)
+
+
+def test_the_legend_names_what_travels(recording):
+    words = texts(picture([part(recording, 0, recording.end / 1e6)]))
+    assert {"stage 1, dp 0, tp 1", "sum over tp", "gradients over dp", "weights over dp", "tied embedding"} <= {*words}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_gathers_over_tp_are_drawn_as_sums_and_those_over_dp_as_weights(pool, zero_stage):
+    """A scatter and a gather are a sum in two steps; of the gathers ZeRO's alone bring weights."""
+    recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=zero_stage, slices=2, sequence_parallel=True)
+    gathers = {event.args["group"] for events in recording.ranks for event in of(events, "all_gather")}
+    assert gathers == ({"tp", "dp"} if zero_stage else {"tp"})
+    words = texts(picture([recording]))
+    assert "sum over tp" in words and ("weights over dp" in words) == (zero_stage == 1)
+    for events in recording.ranks:
+        over_tp = [event for event in of(events, *WATCHED) if event.args["group"] == "tp"]
+        assert {wire(event) for event in over_tp} == {"tp"} and {event.kind for event in over_tp} == set(WATCHED)
+        exposed, idle = waits(events)
+        assert union(exposed + idle) == spans_of(events, "wait"), "each wait is for the wires, or for another rank"
+
+
+def test_the_picture_letters_the_slices():
+    """In the turns of each; of a second chunk with its prime."""
+    events = [Event("step", 0, 80 * 10**6, dict(step=1))]
+    for chunk in (0, 1):
+        events.append(Event("forward", chunk * 40 * 10**6, (chunk * 40 + 40) * 10**6, dict(microbatch=3, chunk=chunk)))
+        events += [Event("resume", (chunk * 40 + turn * 10) * 10**6, (chunk * 40 + turn * 10 + 10) * 10**6,
+                         dict(slice=turn % 2)) for turn in range(4)]
+    words = texts(picture([Recording("by hand", [(0, 0, 0)], [events])]))
+    assert [word for word in words if word and word[0] == "3" and word[-1] in "ab"] == ["3a", "3b", "3a", "3b", "3'a", "3'b", "3'a", "3'b"]
+
+
+def test_two_recordings_share_one_scale_and_keep_their_captions():
+    short, long = two_stages(), two_stages()
+    short.caption, long.caption = "1 < 2 & so on", "the other"
+    long.ranks[0][0].end *= 2
+    both = picture([short, long])
+    assert {"1 < 2 & so on", "the other"} <= {*texts(both)}
+
+    def widths(svg):
+        return {line.split('width="')[1].split('"')[0] for line in svg.splitlines() if ">forward 0: 10.00 ms" in line}
+
+    assert len(widths(both)) == 1 and widths(both) == widths(picture([long])) != widths(picture([short]))
+
+
+def test_of_steps_that_would_not_be_legible_the_first_is_drawn():
+    one, many = two_stages(), two_stages()
+    for i in range(1, 100):
+        for events, more in zip(one.ranks, many.ranks):
+            more += [Event(event.kind, event.begin + i * 10**8, event.end + i * 10**8,
+                           event.args | ({"step": 7 + i} if event.kind == "step" else {})) for event in events]
+    find_ready(many)
+    drawn = picture([many])
+    assert "two stages (drawn: step 7)" in texts(drawn)
+    assert Counter(texts(drawn))["0"] == 4 and ElementTree.fromstring(drawn).get("width") == "1000"
+    assert texts(picture([one_step(many, 50)]))[1:] == texts(drawn)[1:], "steps that are alike look alike"
+
+
+def test_chrome_trace_holds_everything(recording):
+    trace = json.loads(json.dumps(chrome_trace(recording)))
+    again = from_chrome_trace(trace)
+    assert again.ranks == recording.ranks and again.caption == recording.caption
+    assert again.places == list(map(list, recording.places))
+
+    complete = [row for row in trace["traceEvents"] if row["ph"] == "X"]
+    assert len(complete) == sum(map(len, recording.ranks))
+    open_until = {}
+    for row in complete:                                       # on a thread, events lie within or after each other
+        assert row["dur"] >= 0 and row["ts"] >= 0 and row["name"] and row["cat"]
+        ends = open_until.setdefault((row["pid"], row["tid"]), [])
+        while ends and ends[-1] <= row["ts"] + 1e-3:
+            ends.pop()
+        assert not ends or row["ts"] + row["dur"] <= ends[-1] + 1e-3, f"{row} ends after what it lies in"
+        ends.append(row["ts"] + row["dur"])
+    threads = {(row["pid"], row["tid"]): row["args"]["name"] for row in trace["traceEvents"]
+               if row["name"] == "thread_name"}
+    assert set(open_until) <= set(threads) and threads[0, 0] == "compute" and threads[0, 1] == "wires"
+
+    flows = [row for row in trace["traceEvents"] if row["ph"] in "sf"]
+    sends = {(row["pid"], row["ts"]) for row in complete if row["cat"] == "send"}
+    receives = {(row["pid"], row["ts"]) for row in complete if row["cat"] == "receive"}
+    assert {(row["pid"], row["ts"]) for row in flows if row["ph"] == "s"} == sends
+    assert {(row["pid"], row["ts"]) for row in flows if row["ph"] == "f"} == receives
+    assert Counter(row["id"] for row in flows) == {i: 2 for i in range(len(sends))}
+
+
+def draw(folder):
+    """Runs in a worker -> what draw_timeline tells, once where it can write and once where it can't."""
+    config = tiny(2, tensor_model_parallel_size=2)
+    trace = Trace()
+    mesh, _, optimizer, stage = build(config, trace=trace)
+    said = []
+    for path in (Path(folder) / "trace-00000001", Path(folder) / "missing" / "trace-00000001"):
+        train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
+        said.append(draw_timeline(trace, mesh, path))
+    return said
+
+
+def test_rank_0_writes_both_files_and_a_full_disk_is_only_a_warning(pool, tmp_path):
+    (said, warned), others = pool.run(draw, str(tmp_path), world_size=2)
+    assert others == ["", ""]
+    assert said.startswith("timeline of tp 2, pp 1, dp 1: step 1\n") and "rank 1" in said and "warning" not in said
+    assert "warning: the timeline can't be written" in warned and "training goes on" in warned and "rank 1" in warned
+    texts((tmp_path / "trace-00000001.svg").read_text())
+
+    file, output = str(tmp_path / "trace-00000001.json"), tmp_path / "both.svg"
+    assert main([file, file, "--caption", "one", "two", "--output", str(output)]) == 0
+    assert {"one", "two"} <= {*texts(output.read_text())}
+
+
+def refused(message: str, *arguments):
+    """In one sentence."""
+    with pytest.raises(UserError) as error:
+        main([*map(str, arguments)])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_is_no_recording_is_named(tmp_path):
+    file, output = tmp_path / "x.json", str(tmp_path / "x.svg")
+    for wrong in ("", "[]", "{}", "[" * 10**5, '{"traceEvents": [], "otherData": {"caption": "", "places": []}}',
+                  '{"traceEvents": [{"ph": "X", "ts": 1e999}], "otherData": {"caption": "", "places": []}}'):
+        file.write_text(wrong)
+        refused(f"{file} is no recording (", file, "--output", output)
+    file.write_text(json.dumps(chrome_trace(two_stages())))
+    for flags, message in ((["--caption", "a", "b"], "--caption needs a text for each of the 1 recordings"),
+                           (["--milliseconds", "5"], "--milliseconds must be FIRST:LAST"),
+                           (["--milliseconds", "9:3"], "--milliseconds must be FIRST:LAST"),
+                           (["--milliseconds", "0:inf"], "--milliseconds must be FIRST:LAST"),
+                           (["--milliseconds", "0:1e308"], "--milliseconds must be FIRST:LAST"),
+                           (["--milliseconds", "200:300"], "must begin within the recording, which is 100.0 ms long"),
+                           (["--step", "3"], "--step 3 is not in it; try one of 7")):
+        refused(message, file, "--output", output, *flags)
+    with pytest.raises(UserError):
+        from_chrome_trace({"traceEvents": []})
+
+
+def test_a_recording_that_somebody_has_changed_is_named_and_never_a_traceback(tmp_path):
+    """Each field of each kind of event in turn: without it, of another type, or as large as a number can be. What a picture can
+    do without is drawn; all else is one sentence."""
+    file, output, sound = tmp_path / "x.json", tmp_path / "x.svg", chrome_trace(two_stages())
+    sound["traceEvents"].append(dict(ph="X", name="", cat="resume", pid=1, tid=0, ts=13e3, dur=1e3, args={"slice": 0}))
+    sound["traceEvents"].append(dict(ph="X", name="", cat="weight_backward", pid=1, tid=0, ts=14e3, dur=1e3,
+                                     args={"microbatch": 1, "chunk": 1}))
+    kinds = {row["cat"]: i for i, row in enumerate(sound["traceEvents"]) if row["ph"] == "X"}
+    values, refused = ("gone", "7", [7], -7, 10**15, 1e300), Counter()
+    places = [("traceEvents",), ("traceEvents", 9), ("otherData",), ("otherData", "places"), ("otherData", "places", 0, 1)]
+    for kind, i in kinds.items():
+        places += [("traceEvents", i, name) for name in ("cat", "ts", "dur", "args")]
+        places += [("traceEvents", i, "args", name) for name in sound["traceEvents"][i]["args"]]
+    for place in places:
+        for value in values:
+            changed = json.loads(json.dumps(sound))
+            inner = functools.reduce(lambda part, name: part[name], place[:-1], changed)
+            if value == "gone":
+                del inner[place[-1]]
+            else:
+                inner[place[-1]] = value
+            file.write_text(json.dumps(changed))
+            try:
+                main([str(file), "--output", str(output), "--step", "7"])
+            except UserError as error:
+                assert str(error).startswith(f"{file} is no recording (") and "\n" not in str(error) and len(str(error)) < 400
+                refused[place[-1]] += 1
+    assert min(refused[name] for name in ("ts", "step", "microbatch", "peer", "group", "bytes", "ready", "slice", "places")) > 3
+    assert output.exists()
+
+
+def test_what_cannot_be_read_or_written_is_named(tmp_path):
+    """And what a picture is drawn from is never written over."""
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(chrome_trace(two_stages())))
+    before = file.read_text()
+    for given, output, message in (
+            (tmp_path / "missing.json", "x.svg", "missing.json can't be read (No such file or directory); give a"),
+            (tmp_path, "x.svg", f"{tmp_path} can't be read (Is a directory); give a"),
+            (file, "missing/x.svg", "missing/x.svg can't be written (No such file or directory); choose another file"),
+            (file, ".", f"--output {tmp_path} can't be written (Is a directory); choose another file"),
+            (file, "x.json", "x.json is what the picture is drawn from, and would be lost; choose another file"),
+            (file, "../" + tmp_path.name + "/x.json", "x.json is what the picture is drawn from")):
+        refused(message, given, "--output", tmp_path / output)
+    assert file.read_text() == before and [*tmp_path.iterdir()] == [file], "nothing is left behind"
