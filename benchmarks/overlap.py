@@ -45,11 +45,12 @@ from nanodomino import pipeline
 from nanodomino.comm.collectives import all_gather, reduce_scatter
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import find_device, start_world
-from nanodomino.domino import Domino, arrived
+from nanodomino.domino import Domino
 from nanodomino.errors import require
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
-from nanodomino.overlap.sequence_parallel import Whole
+from nanodomino.overlap.flight import result_of
+from nanodomino.overlap.sequence_parallel import ReplicatedStream
 from nanodomino.schedules.actions import Forward, InputBackward, WeightBackward
 from nanodomino.schedules.placement import Placement, Timetable, timetable
 from nanodomino.timeline.draw import gather, picture
@@ -131,9 +132,8 @@ def prepare(config, mesh, batches):
     megatron, domino = Domino(model, 1, 1, backend), Domino(model, config.slices, config.columns, backend)
     later = apart(len(batches))
     whole = Domino(model, config.slices, config.columns, backend)
-    whole.stream = Whole(mesh.tp_group)
-    listening = Listening(model, config.slices, config.columns)
-    silent = Silent(model, config.slices, config.columns, backend)
+    whole.ops.stream = ReplicatedStream(mesh.tp_group)
+    silent = silenced(Domino(model, config.slices, config.columns, backend))
     plain = dtensor_model(config, mesh)
     steps = {"blocking": lambda: blocking_step(model, batches),
              "megatron": lambda: domino_step(megatron, batches),
@@ -150,9 +150,9 @@ def prepare(config, mesh, batches):
     worst = max(abs(loss - losses["blocking"]) for loss in losses.values())
     require(worst <= SAME[config.dtype] * abs(losses["blocking"]),
             f"the alternatives find different losses, {losses}, so their times can't be compared; this is a bug")
-    domino_step(listening, batches)
-    wires = Wires(listening.sums, max(2, config.slices * config.columns), mesh)
-    return {**steps, "compute": lambda: domino_step(silent, batches), "wires": wires.run}, listening.sums
+    sums = sums_of(Domino(model, config.slices, config.columns), batches)
+    wires = Wires(sums, max(2, config.slices * config.columns), mesh)
+    return {**steps, "compute": lambda: domino_step(silent, batches), "wires": wires.run}, sums
 
 
 def blocking_step(model: GPT, batches) -> float:
@@ -218,27 +218,25 @@ def dtensor_step(model: Plain, batches) -> float:
     return torch.stack(means).mean().item()
 
 
-class Silent(Domino):
-    """The same work in the same order, and nothing is sent."""
-
-    def launch(self, piece, site, flight):
-        return flight
-
-    def wait(self, piece, site, flights):
-        return arrived(flights)
+def silenced(stage: Domino) -> Domino:
+    """The same work in the same order, but nothing is sent."""
+    stage.ops.launch = lambda slice, site, flight: flight
+    stage.ops.wait = lambda slice, site, flights: result_of(flights)
+    return stage
 
 
-class Listening(Domino):
-    """Notes what is sent: (kind, elements, dtype) of each collective, in order."""
+def sums_of(stage: Domino, batches) -> list[tuple]:
+    """(kind, elements, dtype) of each tensor-parallel collective of a step, in order."""
+    sums, launch = [], stage.ops.launch
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.sums = []
-
-    def launch(self, piece, site, flight):
+    def noted(slice, site, flight):
         if flight.kind:
-            self.sums.append((flight.kind, flight.sent.numel(), flight.sent.dtype))
-        return super().launch(piece, site, flight)
+            sums.append((flight.kind, flight.sent.numel(), flight.sent.dtype))
+        return launch(slice, site, flight)
+
+    stage.ops.launch = noted
+    domino_step(stage, batches)
+    return sums
 
 
 class Wires:

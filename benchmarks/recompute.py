@@ -42,7 +42,7 @@ def answer(flags, launch):
     dataset = CopiedRandomTokens(config, mesh.device)
 
     def step(granularity, watched=None):
-        stage.tapes = TapePolicy(changed(config, granularity), mesh.device, config.slices)
+        stage.tape_policy = TapePolicy(changed(config, granularity), mesh.device, config.slices, stage.residual_norm)
         optimizer.zero_grad()
         train.run_schedule(config.timetable, 0, watched or stage, dataset, config, mesh)
 

@@ -41,10 +41,10 @@ from nanodomino.analysis import expected_memory, sizes  # noqa: E402
 from nanodomino.checkpoint import load, save  # noqa: E402
 from nanodomino.checkpoint.folders import newest_intact_checkpoint  # noqa: E402
 from nanodomino.checkpoint.manifest import file_digests, manifest_text  # noqa: E402
-from nanodomino.layers import attention, masks_and_positions  # noqa: E402
+from nanodomino.layers import attention, linear_pair, masks_and_positions  # noqa: E402
 from nanodomino.optim import buckets, loss_scale  # noqa: E402
-from nanodomino.overlap import residual_norm, sequence_parallel  # noqa: E402
-from nanodomino.overlap.sequence_parallel import Flight  # noqa: E402
+from nanodomino.overlap import embedding_and_head, flight, residual_norm, sequence_parallel, slice_ops  # noqa: E402
+from nanodomino.overlap.flight import Flight  # noqa: E402
 from nanodomino.schedules import actions, definitions  # noqa: E402
 from support import harness  # noqa: E402
 from support.delayed_collectives import delayed_collectives  # noqa: E402
@@ -233,10 +233,10 @@ def summed_twice(config):
     large, and those below point elsewhere."""
     backward = domino.Domino.backward_sublayer
 
-    def again(self, piece, link, grad_x, grad_y, finish):
+    def again(self, slice, entry, grad_x, grad_y, ready):
         grad_y = grad_y.clone()
         dist.all_reduce(grad_y, group=self.mesh.tp_group)
-        return (yield from backward(self, piece, link, grad_x, grad_y, finish))
+        return (yield from backward(self, slice, entry, grad_x, grad_y, ready))
     return [(domino.Domino, "backward_sublayer", again)]
 
 
@@ -244,18 +244,17 @@ def summed_twice(config):
 def not_summed(config):
     """The other half of the mirror: every rank has a copy of h, and knows a part of its gradient. Without the sum each goes on
     with its own part. The norms' weights, of which every rank has a copy, part at the first step, and from then on the ranks train different models."""
-    gradient = domino.Domino.input_gradient
+    inside, head = linear_pair.LinearPair.backward, embedding_and_head.EmbeddingAndHead.head_backward
 
-    def alone(self, *arguments):
-        with mock.patch.object(self.stream, "join", Flight):
-            steps = gradient(self, *arguments)
-            next(steps)
-        yield
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-    return [(domino.Domino, "input_gradient", alone)]
+    def inside_alone(self, ops, *arguments):
+        with mock.patch.object(ops.stream, "reduce", Flight):
+            return (yield from inside(self, ops, *arguments))
+
+    def head_alone(self, *arguments):
+        with mock.patch.object(self.ops.stream, "reduce", Flight):
+            return head(self, *arguments)
+    return [(linear_pair.LinearPair, "backward", inside_alone),
+            (embedding_and_head.EmbeddingAndHead, "head_backward", head_alone)]
 
 
 @pitfall("Cross entropy: the gradient forgets the sum over ranks", "`nanodomino/parallel.py`, `cross_entropy_gradient`: the sums that come "
@@ -263,14 +262,14 @@ def not_summed(config):
 def own_softmax(config):
     """Each rank divides its exponentials by the sum over its own words. The loss is right; every word's probability is too
     large in the gradient, so that of a token's logits no longer sums to zero."""
-    backward = domino.cross_entropy_gradient
+    backward = embedding_and_head.cross_entropy_gradient
 
     def own(logits, labels, loss, maximum, sums, gradient, vocabulary, of_rows):
         part = sums.clone()
         if vocabulary.num_words:
             part[0] = (logits - maximum.unsqueeze(-1)).exp().sum(dim=-1)
         return backward(logits, labels, loss, maximum, part, gradient, vocabulary, of_rows)
-    return [(domino, "cross_entropy_gradient", own)]
+    return [(embedding_and_head, "cross_entropy_gradient", own)]
 
 
 @pitfall("Cross entropy: a label counts on ranks that do not have it", "`nanodomino/layers/cross_entropy.py`, `parts_of_loss`: zero where the label lies "
@@ -279,14 +278,14 @@ def labels_everywhere(config):
     """A rank that does not own the label looks up row 0 instead of nothing, and the sum has some other word's logit in it. The
     loss is wrong, and may fall below zero; here the gradient at the label is computed from the loss, and is wrong with it. Where it is not,
     the training is right and the curve is not."""
-    parts = domino.parts_of_loss
+    parts = embedding_and_head.parts_of_loss
 
     def everywhere(logits, labels, largest, exponentials, maximum, vocabulary):
         sums = parts(logits, labels, largest, exponentials, maximum, vocabulary)
         row, _ = vocabulary.local_rows(labels)
         sums[1] = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) - maximum
         return sums
-    return [(domino, "parts_of_loss", everywhere)]
+    return [(embedding_and_head, "parts_of_loss", everywhere)]
 
 
 @pitfall("Cross entropy: each rank subtracts its own maximum", "`nanodomino/domino.py`, `Domino.forward_head`: the maximum over all ranks "
@@ -294,11 +293,11 @@ def labels_everywhere(config):
 def own_maximum(config):
     """Sums of exponentials that were scaled differently are added. Wherever both ranks' largest logits are near each other,
     as in a fresh model, it is nearly right."""
-    reduce = domino.Domino.all_reduce
+    reduce = slice_ops.SliceOps.all_reduce
 
     def no_maximum(self, piece, site, tensor, op=dist.ReduceOp.SUM):
         return reduce(self, piece, site, tensor, op) if op == dist.ReduceOp.SUM else iter(())
-    return [(domino.Domino, "all_reduce", no_maximum)]
+    return [(slice_ops.SliceOps, "all_reduce", no_maximum)]
 
 
 @pitfall("Groups along the wrong axis of the grid", "`nanodomino/mesh.py`, `make_mesh`: one box, box[pp, dp, tp]; a test names every row",
@@ -355,14 +354,14 @@ def dropped_in_evaluation(config):
 def waited_too_late(config):
     """Somebody reads a buffer before its sum has arrived. On quick wires it mostly has: a race, which looks like noise. Here
     the wires move nothing until somebody waits, and each wait is one launch late."""
-    wait = domino.Domino.wait
+    wait = slice_ops.SliceOps.wait
 
     def late(self, piece, site, flights):
         due, self.overdue = getattr(self, "overdue", []), flights
         if due:
             wait(self, piece, site, due)
-        return domino.arrived(flights)
-    return [(domino.Domino, "wait", late)]
+        return flight.result_of(flights)
+    return [(slice_ops.SliceOps, "wait", late)]
 
 
 def every_window_is_filled(pool):
@@ -374,13 +373,13 @@ def every_window_is_filled(pool):
 def waited_too_early(config):
     """In autograd's own order, or in a caller's that wants the result at once, the wait follows the launch. Every number is
     right, and nothing is hidden."""
-    launch, wait = domino.Domino.launch, domino.Domino.wait
+    launch, wait = slice_ops.SliceOps.launch, slice_ops.SliceOps.wait
 
-    def at_once(self, piece, site, flight):
-        launch(self, piece, site, flight)
-        wait(self, piece, site, [flight])
-        return flight
-    return [(domino.Domino, "launch", at_once), (domino.Domino, "wait", lambda self, piece, site, flights: domino.arrived(flights))]
+    def at_once(self, slice, site, launched):
+        launch(self, slice, site, launched)
+        wait(self, slice, site, [launched])
+        return launched
+    return [(slice_ops.SliceOps, "launch", at_once), (slice_ops.SliceOps, "wait", lambda self, piece, site, flights: flight.result_of(flights))]
 
 
 class CopiedBack:
@@ -410,7 +409,7 @@ def shared_buffer(config):
             buffer.copy_(tensor)
             return CopiedBack(dist.all_reduce(buffer, op, group=group, async_op=True), buffer, tensor), None
         return Flight(tensor, "all_reduce", tensor, start)
-    return [(owner, "all_reduce", shared) for owner in (sequence_parallel, domino)]
+    return [(owner, "all_reduce", shared) for owner in (sequence_parallel, slice_ops)]
 
 
 @pitfall("One rank resumes its slices in another order", "`nanodomino/domino.py`, `interleave`: the order follows from the number of slices, "
@@ -538,7 +537,7 @@ def bfloat16_accumulates(pool):
 def added_in_16_bit(config):
     """bfloat16 has 8 bits: of many microbatches, the later ones are each too small beside the sum to change it, and from 256
     equal ones on it stands still. The more microbatches, the worse; with one, all is well."""
-    weight_gradient, gradients = domino.add_weight_gradient, domino.add_gradients
+    weight_gradient, gradients = slice_ops.add_weight_gradient, residual_norm.add_gradients
 
     def rounded(main_grad):
         main_grad.copy_(main_grad.bfloat16())
@@ -552,7 +551,8 @@ def added_in_16_bit(config):
         for weight in weights:
             if weight is not None:
                 rounded(weight.main_grad)
-    return [(domino, "add_weight_gradient", one), (domino, "add_gradients", several)]
+    return [(slice_ops, "add_weight_gradient", one), (domino, "add_gradients", several),
+            (residual_norm, "add_gradients", several)]
 
 
 @pitfall("Padding of a flat buffer counts", "`nanodomino/buckets.py`, `Bucket`; `nanodomino/zero.py`, `ZeroOptimizer.zero_grad`: all of a "

@@ -82,7 +82,7 @@ def forward_flops(config: Config, at, chunk: Chunk) -> tuple[float, float, float
 def recomputed_flops(config: Config, at, chunk: Chunk) -> float:
     """What its backward computes again of them: attention's own, and the column-parallel products."""
     *_, attention = forward_flops(config, at, chunk)
-    columns = 2 * sizes.tokens_per_microbatch(config) * sum(sublayer.column.weight.numel() for sublayer in chunk.sublayers)
+    columns = 2 * sizes.tokens_per_microbatch(config) * sum(sublayer.inside().restored_elements for sublayer in chunk.sublayers)
     forgets = GRANULARITIES[config.recompute_granularity]
     return attention * ("activation" in forgets) + columns * ("h" in forgets)
 

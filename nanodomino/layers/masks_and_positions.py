@@ -54,10 +54,10 @@ class MasksAndPositions:
         """Return the dropout mask for the residual stream; x [b, s, h] is the part that this rank holds."""
         if site in self.kept:
             return self.kept.pop(site)
-        s = x.size(1) * (self.stream.parts if self.stream else 1)
+        s = x.size(1) * (self.stream.shards if self.stream else 1)
         mask = self.draw_masks(site, (s, x.size(2)), self.config.hidden_dropout, x)
         if mask is not None and self.stream:
-            mask = self.stream.own(mask)
+            mask = self.stream.own_rows(mask)
         if self.keep:
             self.kept[site] = mask
         return mask

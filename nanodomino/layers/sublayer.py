@@ -12,6 +12,7 @@ keys and values (2305.13245); without, each is a group of its own. The fused qkv
 
 from torch import nn
 
+from nanodomino.layers.linear_pair import LinearPair
 from nanodomino.layers.norms import Norm
 
 
@@ -42,6 +43,10 @@ class Sublayer(nn.Module):
         super().__init__()
         self.norm = Norm(config, mesh, config.hidden_size)
         self.site = site                                       # names this sublayer's dropout masks
+
+    def inside(self) -> LinearPair:
+        """What domino.py runs between the gather of h and the reduce of y."""
+        return LinearPair(self)
 
     def forward(self, x, masks_and_positions):
         """x [b, s, h] -> [b, s, h]: the definition."""

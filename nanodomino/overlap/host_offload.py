@@ -1,3 +1,19 @@
+"""Activations in the host's memory (--checkpoint-in-cpu, DeepSpeed's name): each x leaves the GPU while later sublayers
+compute, and comes back one sublayer before backward needs it. On a CPU there is nothing to move.
+
+Two streams copy, one in each direction, and events order the copies with training's stream:
+
+    forward      compute   | sublayer 0 | sublayer 1 | sublayer 2 | ...          GPU memory of x is freed only after
+                 out                    | x0         | x1         | ...          training's stream has waited for the copy
+    backward     compute   | ... | sublayer 2 | sublayer 1 | sublayer 0 |
+                 back            | x1         | x0         |
+
+Why not record_stream()? It would spare training's stream the wait, but then memory is free only when the *host* sees
+that the copy is done. A host that runs ahead of its GPU would see no copy done, and allocate new memory for every x.
+torch's allocator of pinned memory has the same problem, so this module keeps its pinned buffers and reuses each after an
+event.
+"""
+
 from collections import deque
 from dataclasses import dataclass
 
@@ -5,58 +21,52 @@ import torch
 
 
 @dataclass
-class Away:
-    """An x that has left for the host."""
-    host: torch.Tensor                   # pinned
-    x: torch.Tensor | None               # on the GPU: until it has gone, and again once it is on its way back
-    back: torch.cuda.Event | None = None               # when it is there again
+class Offloaded:
+    """An x in the host's memory."""
+    host: torch.Tensor                             # pinned
+    x: torch.Tensor | None                         # on the GPU: until the copy is done, and again once it is fetched
+    fetched: torch.cuda.Event | None = None        # recorded after the copy back
 
 
 class HostMemory:
-    """The host's memory behind a GPU, with a stream for each way.
+    """Moves activations between a GPU and pinned host memory. max_leaving: copies to the host that may be in flight."""
 
-    Memory of the GPU is given up where training's stream has waited for the copy, so that whoever is given it next
-    comes later. record_stream() would not hold that stream up; but then the memory is free only when the host sees that
-    the copy is over, and a host that runs ahead of its GPU would find no x gone, and take new memory for each. The same
-    holds for torch's pinned memory, so that is kept here: who is given it again waits for the copy out of it.
-    """
+    def __init__(self, device, max_leaving: int):
+        self.device, self.max_leaving = device, max_leaving
+        self.out_stream, self.back_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.leaving = deque()                     # (Offloaded, event after its copy)
+        self.free = {}                             # (shape, dtype) -> [(pinned buffer, event after the last copy out of it)]
 
-    def __init__(self, device, most: int):
-        self.device, self.most = device, most                  # x's that may be leaving at once
-        self.there, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.leaving = deque()
-        self.free = {}                                         # shape and type -> [(pinned memory, when it is free)]
-
-    def leave(self, x) -> Away:
-        """Begin to copy it to the host."""
+    def leave(self, x) -> Offloaded:
+        """Start to copy x to the host."""
         free = self.free.setdefault((x.shape, x.dtype), [])
         host, emptied = free.pop(0) if free else (torch.empty(x.shape, dtype=x.dtype, pin_memory=True), None)
-        away = Away(host, x)
+        offloaded = Offloaded(host, x)
         if emptied:
-            self.there.wait_event(emptied)
-        self.there.wait_stream(torch.cuda.current_stream())    # which computes x
-        with torch.cuda.stream(self.there):
-            away.host.copy_(x, non_blocking=True)
-        self.leaving.append((away, self.there.record_event()))
-        if len(self.leaving) > self.most:
+            self.out_stream.wait_event(emptied)
+        self.out_stream.wait_stream(torch.cuda.current_stream())             # x may still be being computed
+        with torch.cuda.stream(self.out_stream):
+            offloaded.host.copy_(x, non_blocking=True)
+        self.leaving.append((offloaded, self.out_stream.record_event()))
+        if len(self.leaving) > self.max_leaving:
             gone, copied = self.leaving.popleft()
             torch.cuda.current_stream().wait_event(copied)
             gone.x = None
-        return away
+        return offloaded
 
-    def fetch(self, away: Away):
-        """Begin to copy it back, if it has gone."""
-        if away.x is None:
-            away.x = torch.empty(away.host.shape, dtype=away.host.dtype, device=self.device)
-            self.back.wait_stream(torch.cuda.current_stream())  # which may still use this memory for something else
-            with torch.cuda.stream(self.back):
-                away.x.copy_(away.host, non_blocking=True)
-            away.back = self.back.record_event()
+    def fetch(self, offloaded: Offloaded):
+        """Start to copy x back, unless it is still on the GPU."""
+        if offloaded.x is None:
+            offloaded.x = torch.empty(offloaded.host.shape, dtype=offloaded.host.dtype, device=self.device)
+            self.back_stream.wait_stream(torch.cuda.current_stream())        # which may still use this memory
+            with torch.cuda.stream(self.back_stream):
+                offloaded.x.copy_(offloaded.host, non_blocking=True)
+            offloaded.fetched = self.back_stream.record_event()
 
-    def take(self, away: Away):
-        """x, for whoever computes in the current stream."""
-        self.fetch(away)
-        if away.back:
-            torch.cuda.current_stream().wait_event(away.back)
-            self.free[away.host.shape, away.host.dtype].append((away.host, away.back))
-        return away.x
+    def take(self, offloaded: Offloaded):
+        """Return x, ready for the current stream."""
+        self.fetch(offloaded)
+        if offloaded.fetched:
+            torch.cuda.current_stream().wait_event(offloaded.fetched)
+            self.free[offloaded.host.shape, offloaded.host.dtype].append((offloaded.host, offloaded.fetched))
+        return offloaded.x

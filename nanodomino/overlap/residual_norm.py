@@ -1,55 +1,92 @@
-"""What stands between two sums: the end of one sublayer and the norm that opens the next, forward and backward.
+"""What lies between two sums over the tensor-parallel ranks: the end of one sublayer and the start of the next.
 
-    x' = x + dropout(y + bias)        y, bias of the sublayer before
-    h  = norm(x')                     of the one that follows
+    x' = x + dropout(y + bias)        y: the previous sublayer's output, summed over ranks; bias: its row-parallel bias
+    h  = norm(x')                     the norm of the sublayer that follows
 
-Row by row: each token for itself, so it does not ask whether the rank has all rows of the stream or some (stream.py);
-[b, s, h] means the rows that it has. No product, but as many bytes through memory as there are: where a compiler is on,
-each direction is one kernel of it.
+                     attention              |  residual + norm  |            MLP
+      ... W1 -> core -> W2 -> all-reduce -> | + bias, drop, add |  norm  -> W1 -> gelu -> W2 -> all-reduce -> ...
+                                            |  of attention     | of MLP
+
+So a residual + norm belongs to two sublayers: y, bias and dropout mask to the previous one, the norm's weights to the
+next one. A sublayer's row bias gets its gradient when the backward of the residual + norm *above* it runs, which is
+before the backward of the sublayer itself.
+
+Every operation treats each token on its own, so it does not matter whether a rank holds all rows or a shard; [b, s, h]
+below means the rows that the rank holds. There is no matmul, but many bytes are read and written: where a compiler is
+on, each direction is one kernel.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from nanodomino.layers.main_grad import wide
+from nanodomino.layers.main_grad import add_gradients, wide
 from nanodomino.layers.sublayer import add_residual, drop
 
 
 @dataclass
-class Bridge:
-    """What backward needs of one."""
-    weights: tuple                       # of the norm: weight, bias
-    before: object                       # domino.Step of the sublayer that it closes; None at a chunk's start
-    x: torch.Tensor                      # x' [b, s, h], at which the norm is differentiated
+class SavedResidualNorm:
+    """What backward needs of a residual + norm."""
+    weights: tuple                       # of the norm: (weight, bias)
+    previous: object                     # domino.SublayerStep whose output is added; None at a chunk's start
+    x: torch.Tensor                      # x' [b, s, h], the input of the norm
     statistics: tuple
 
 
-def bridge(x, y, bias, mask, weight, norm_bias, epsilon, kind):
-    """Close the sublayer before (y is its sum over ranks; None at a stage's start), open the next with a norm of this
-    kind: x', h, both [b, s, h], and the norm's statistics.
+class ResidualNorm:
+    """Runs residual + norm forward and backward for slices. norm: any of the model's norms, since all are of one kind."""
 
-    So it straddles two: x, y, bias and mask belong to the sublayer before, the norm to the one that follows. A
-    sublayer's row.bias gets its gradient from the bridge behind it, whose backward has run when backward is through
-    with that sublayer.
-    """
+    def __init__(self, norm, compiled):
+        kind, epsilon = norm.normalization, norm.epsilon
+        # lambdas, because torch.compile takes every functools.partial for the same function and keeps few versions of it
+        self.forward_kernel = compiled(lambda *inputs: residual_norm(*inputs, epsilon, kind))
+        self.backward_kernel = compiled(lambda *inputs: residual_norm_backward(*inputs, kind))
+
+    def forward(self, slice, x, y, previous, weights):
+        """x, y [b, s, h] of the previous sublayer (y None at a chunk's start) -> (h [b, s, h], what backward needs)."""
+        x, h, *statistics = self.forward_kernel(x, y, *bias_and_mask(slice, previous, y), *weights)
+        return h, SavedResidualNorm(weights, previous, x, statistics)
+
+    def norm_again(self, saved: SavedResidualNorm):
+        """Recompute h from the saved x'."""
+        return self.forward_kernel(saved.x, None, None, None, *saved.weights)[1]
+
+    def backward(self, slice, saved: SavedResidualNorm, grad_x, grad_h):
+        """Gradients of x' (None if only h is used) and h -> gradients of x and y; the parameters' are added to theirs."""
+        bias, mask = bias_and_mask(slice, saved.previous, grad_h)
+        grad_x, grad_y, *gradients = self.backward_kernel(
+            grad_x, grad_h, saved.x, saved.statistics, *saved.weights, mask, saved.previous is not None,
+            bias is not None)
+        add_gradients((bias, *saved.weights), gradients)
+        return grad_x, grad_y
+
+
+def bias_and_mask(slice, sublayer, like):
+    """The row-parallel bias and the dropout mask of a sublayer's output; (None, None) if there is no sublayer."""
+    if sublayer is None:
+        return None, None
+    return sublayer.output_bias, slice.masks_and_positions.hidden_dropout_mask(sublayer.site + ".hidden", like)
+
+
+def residual_norm(x, y, bias, mask, weight, norm_bias, epsilon, kind):
+    """Return x', h (both [b, s, h]) and the norm's statistics. y None: there is nothing to add."""
     if y is not None:
         x = add_residual(x, y, bias, mask)
     return x, *kind.forward(x, weight, norm_bias, epsilon)
 
 
-def bridge_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, closes, has_bias, kind):
-    """Gradients of x, y, bias (None where it `closes` nothing, or that has none), and of the norm's weight and bias,
-    from those of x' (None if only h is used) and h."""
+def residual_norm_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, has_residual, has_bias, kind):
+    """Gradients of x' and h -> gradients of x, y, bias, norm weight and norm bias; y's and bias's may be None."""
     gradient, grad_weight, grad_norm_bias = kind.backward(grad_h, x, statistics, weight, norm_bias)
     if grad_x is not None:
         gradient = gradient.add_(grad_x)
-    if not closes:
+    if not has_residual:
         return gradient, None, None, grad_weight, grad_norm_bias
-    return *add_residual_backward(gradient, mask, has_bias), grad_weight, grad_norm_bias
+    return *residual_backward(gradient, mask, has_bias), grad_weight, grad_norm_bias
 
 
-def add_residual_backward(gradient, mask, has_bias):
-    """Gradients of x, y and bias. Of x and y they may be one tensor: whoever gets them writes to neither."""
+def residual_backward(gradient, mask, has_bias):
+    """Gradient of x + dropout(y + bias) -> gradients of x, y and bias. x's and y's may be one tensor: do not write to
+    either."""
     grad_y = drop(gradient, mask)
     return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide(grad_y)) if has_bias else None

@@ -1,121 +1,94 @@
-"""How the residual stream x lies on the tensor-parallel ranks: whole on each of them, or cut along its tokens
-(sequence parallelism: 2205.05198, section 4.2.2).
+"""Sequence parallelism: tensor-parallel ranks shard the residual stream along its tokens (2205.05198, section 4.2.2).
 
-Between two pairs of products all is row by row: x' = x + dropout(y + bias), h = norm(x'), of each token for itself.
-Where the stream is whole, t ranks do the same work on the same rows, and keep the same. Cut it, and each does, and
-keeps, its own. But a column-parallel product wants all rows of h, and a row-parallel one leaves on each rank a part of
-every row's sum. So one thing happens on the way into a pair of products, another on the way out:
+Between two pairs of matmuls everything works row by row: x' = x + dropout(y + bias), h = norm(x'), each token on its
+own. If every rank holds the whole stream, t ranks do the same work on the same rows and keep the same activations. If
+the stream is sharded, each rank does and keeps 1/t of that. But a column-parallel matmul needs all rows of h, and a
+row-parallel matmul leaves on each rank an addend of every row. So one operation is needed on the way into a pair of
+matmuls and another on the way out:
 
-                   whole on each         cut along its tokens
-      spread       nothing               all-gather                rows of the stream -> all rows, on every rank
-      join         all-reduce            reduce-scatter            parts of sums of all rows -> rows of the stream
+                   replicated stream     sharded stream
+      gather       nothing               all-gather              rows of this rank -> all rows, on every rank
+      reduce       all-reduce            reduce-scatter          addends of all rows -> summed rows of this rank
 
-and these two are each other's backward. What every rank was given has a gradient on every rank, each a part of a sum;
-the gradient of a sum is that of each of its parts. So f and g of parallel.py are, either way,
+Each is the backward of the other, so f and g of parallel.py are, for either kind of stream:
 
-      f, before the products     forward spread     backward join
-      g, behind them             forward join       backward spread
+      f, into the matmuls        forward: gather      backward: reduce
+      g, out of the matmuls      forward: reduce      backward: gather
 
-An all-reduce is a reduce-scatter and then an all-gather, so the bytes on the wires are the same, but for one: backward
-needs all rows of h again, for the weight gradient of the column-parallel product. The tape keeps h as it is in the
-stream, and spreads it once more, which is how activations come to be all cut by t.
+An all-reduce is a reduce-scatter followed by an all-gather, so both streams send the same bytes, except for one gather:
+backward needs all rows of h again for the weight gradient of the column-parallel matmul. The tape keeps this rank's
+rows of h and gathers them once more in backward. That is the price of keeping only 1/t of each activation.
 
-**Whose are which rows.** Of the b x s rows [h] of a slice the first b s / t are rank 0's, and so on: a part is one
-run of memory, and what is gathered is whole without a copy. The part is called [b, s/t, h], which is its size: with
-several samples its rows are not those of s/t places in each. That is no matter: what belongs to a token (its position,
-its dropout mask) is cut in the same way, by `own`; stages pass on parts as they are; and each slice is cut for itself,
-so that its samples can be told from another's.
+**Which rows belong to which rank.** A slice has b x s rows of h numbers. The first b s / t rows belong to rank 0, the
+next to rank 1, and so on, so that a shard is contiguous and an all-gather needs no copy afterwards. The shard is called
+[b, s/t, h], which is its size; with several samples its rows are not s/t positions of each sample. That does no harm,
+because everything that belongs to a token (its position, its dropout mask) is sharded by the same function, own_rows;
+pipeline stages pass shards on as they are; and each slice is sharded separately.
 
-What is whole on every rank and works on the rows of one (norms, row-parallel biases, positions) gets a part of its
-gradient there. They are summed over the ranks once a step, where they lie side by side (zero.py).
+**Two slices, one turn apart.** Every sublayer now has a collective before its first matmul and another after its second.
+If both slices were at the same point, both would wait for a gather at the same time and nothing would be hidden. So
+each slice also yields between its two matmuls, and slice b starts one turn after slice a. From left to right in time:
+
+      slice a   norm [gather             W1 core                W2 [reduce              norm [gather
+      slice b                 W2 [reduce         norm [gather              W1 core                    W2 [reduce
+
+      a's gather is hidden by b's W2, b's gather by a's W2; a's reduce by b's W1 and core, b's reduce by a's W1 and core
+
+**Gradients.** Parameters that every rank holds whole but applies to its own rows only (norms, row-parallel biases,
+position embeddings) get a different addend of their gradient on each rank. zero.py sums the addends once a step.
 """
 
-from dataclasses import dataclass
-
-import torch
-import torch.distributed as dist
-
 from nanodomino.comm.collectives import all_gather, reduce_scatter
+from nanodomino.overlap.flight import Flight, all_reduce
 
 
-@dataclass
-class Flight:
-    """A tensor that is to travel. start() begins that, and returns (work, all ranks' parts of a sum [t, size] that are
-    still to be added up, or None); kind: of the collective, "" where there is nothing to send; sent: the whole tensor,
-    see formulas.Traffic."""
-    tensor: torch.Tensor
-    kind: str = ""
-    sent: torch.Tensor | None = None
-    start: object = None
-    work: object = None
-    received: torch.Tensor | None = None
-
-    def begin(self):
-        self.work, self.received = self.start()
-
-    def land(self):
-        """The tensor, once `work` has been waited for."""
-        if self.received is not None:
-            torch.sum(self.received, dim=0, out=self.tensor.view(-1))
-            self.received = None
-        return self.tensor
-
-
-class Whole:
-    """On every rank; f and g of parallel.py are its blocking version."""
-    parts = 1
+class ReplicatedStream:
+    """Every tensor-parallel rank holds the whole residual stream."""
+    shards = 1
 
     def __init__(self, group):
         self.group = group
 
-    def spread(self, x) -> Flight:
+    def gather(self, x) -> Flight:
         return Flight(x)
 
-    def join(self, partial) -> Flight:
-        return all_reduce(partial, self.group)
+    def reduce(self, addend) -> Flight:
+        return all_reduce(addend, self.group)
 
-    def own(self, whole):
-        """This rank's rows."""
+    def own_rows(self, whole):
         return whole
 
 
-class Cut:
-    """Along its tokens."""
+class ShardedStream:
+    """Each tensor-parallel rank holds 1/t of the rows."""
 
     def __init__(self, group):
-        self.group, self.parts = group, group.size()
+        self.group, self.shards = group, group.size()
 
-    def spread(self, x) -> Flight:
-        """[b, s/t, f] -> [b, s, f]."""
+    def gather(self, x) -> Flight:
+        """Prepare an all-gather: [b, s/t, f] -> [b, s, f]."""
         b, s, f = x.shape
-        whole = x.new_empty(b, s * self.parts, f)
-        whole.view(self.parts, *x.shape)[self.group.rank()] = x
+        whole = x.new_empty(b, s * self.shards, f)
+        whole.view(self.shards, *x.shape)[self.group.rank()] = x
         return Flight(whole, "all_gather", whole, lambda: (all_gather(whole.view(-1), self.group), None))
 
-    def join(self, partial) -> Flight:
-        """[b, s, f], overwritten -> [b, s/t, f]."""
-        flat = partial.view(-1)
-        own = flat.chunk(self.parts)[self.group.rank()].view(len(partial), -1, partial.size(-1))
+    def reduce(self, addend) -> Flight:
+        """Prepare a reduce-scatter: [b, s, f], which is overwritten -> [b, s/t, f]."""
+        flat = addend.view(-1)
+        own = flat.chunk(self.shards)[self.group.rank()].view(len(addend), -1, addend.size(-1))
         return Flight(own, "reduce_scatter", flat, lambda: reduce_scatter(flat, self.group))
 
-    def own(self, whole):
-        """Of [b, s, ..]: this rank's rows, [b, s/t, ..]. A copy: a view would keep the whole in memory."""
-        rows = whole.flatten(0, 1).chunk(self.parts)[self.group.rank()]
+    def own_rows(self, whole):
+        """Copy this rank's rows [b, s/t, ..] out of [b, s, ..]. A view would keep all of `whole` in memory."""
+        rows = whole.flatten(0, 1).chunk(self.shards)[self.group.rank()]
         return rows.view(len(whole), -1, *whole.shape[2:]).clone()
 
 
-def all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
-    """Of a tensor that must be left alone meanwhile; one rank has nothing to send."""
-    if group.size() == 1:
-        return Flight(tensor)
-    return Flight(tensor, "all_reduce", tensor, lambda: (dist.all_reduce(tensor, op, group=group, async_op=True), None))
+def residual_stream(config, mesh) -> ReplicatedStream | ShardedStream:
+    """Return the kind of stream that config.sequence_parallel asks for; with tp = 1 there is nothing to shard."""
+    return (ShardedStream if config.sequence_shards > 1 else ReplicatedStream)(mesh.tp_group)
 
 
 def in_words(config) -> str:
-    """', sequence parallel' where it is."""
+    """Return ', sequence parallel' if the stream is sharded, else ''."""
     return ", sequence parallel" * (config.sequence_shards > 1)
-
-
-def stream_of(config, mesh):
-    """Whole, or Cut where the config says sequence_parallel and there are ranks to cut it over."""
-    return Cut(mesh.tp_group) if config.sequence_shards > 1 else Whole(mesh.tp_group)

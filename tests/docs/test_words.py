@@ -148,10 +148,10 @@ def test_autograd_waits_for_each_gradient_at_once():
 class OneYieldTooMany(Domino):
     """On tp rank 1, slice 0 lets the others go first once more than on the other ranks."""
 
-    def forward_sublayer(self, piece, sublayer, *arguments):
-        if self.mesh.tp_rank == 1 and piece.index == 0 and sublayer.site == "layers.1.attention":
+    def forward_sublayer(self, slice, step, *arguments):
+        if self.mesh.tp_rank == 1 and slice.index == 0 and step.site == "layers.1.attention":
             yield
-        return (yield from super().forward_sublayer(piece, sublayer, *arguments))
+        return (yield from super().forward_sublayer(slice, step, *arguments))
 
 
 def losses_rank(config, weights, data, kind):

@@ -35,9 +35,9 @@ def graphs(layers, micro_batch_size=4, one_differs=False, dropout=0.0, recompute
         stage = Domino(model, config.slices, config.columns, compile_backend="eager")
         if one_differs:
             step = stage.steps[model.chunks[0]][1]
-            weight, bias = step.norm
-            step.norm = weight.detach(), bias
-            step.norm[0].main_grad = weight.main_grad
+            weight, bias = step.norm_weights
+            step.norm_weights = weight.detach(), bias
+            step.norm_weights[0].main_grad = weight.main_grad
         for act in (lambda: train.warm_up(stage, optimizer, config, mesh),
                     lambda: train.train_step(1, stage, optimizer, data, config, mesh),
                     lambda: train.evaluate(stage, data, config, mesh),

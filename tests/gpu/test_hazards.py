@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from nanodomino import pipeline
 from nanodomino.comm import collectives
-from nanodomino.domino import Domino, arrived
+from nanodomino.overlap.flight import result_of
+from nanodomino.overlap.slice_ops import SliceOps
 from nanodomino.pipeline import P2PCommunicator
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.zero import ZeroOptimizer
@@ -132,11 +133,11 @@ def test_nor_where_inputs_are_asked_for_as_on_a_gpu():
 
 
 @pytest.mark.parametrize("owner, name, sequence_parallel", [
-    (Domino, "all_reduce", False), (Domino, "reduce_scatter", True), (Domino, "all_gather", True), (P2PCommunicator, "irecv", False),
+    (SliceOps, "all_reduce", False), (SliceOps, "reduce_scatter", True), (SliceOps, "all_gather", True), (P2PCommunicator, "irecv", False),
     (ZeroOptimizer, "reduce_scatter", False), (ZeroOptimizer, "all_gather", False)])
 def test_whoever_does_not_wait_is_found(owner, name, sequence_parallel):
     """Else the tests above could not fail."""
-    with mock.patch.object(owner, "wait", lambda self, *given, **options: arrived(given[-1]) if owner is Domino else None):
+    with mock.patch.object(owner, "wait", lambda self, *given, **options: result_of(given[-1]) if owner is SliceOps else None):
         wires = two_steps(0, tiny(8, **EIGHT, slices=2, sequence_parallel=sequence_parallel))
     assert any(f"what {name} has received" in one for one in wires.touched), wires.touched
 

@@ -15,6 +15,7 @@ import train
 from benchmarks import comm, memory
 from nanodomino.analysis import expected_memory, expected_traffic, sizes
 from nanodomino.comm.trace import Trace
+from nanodomino.layers.linear_pair import LinearPair
 from nanodomino.layers.masks_and_positions import MasksAndPositions
 from nanodomino.overlap.recompute import GRANULARITIES, TapePolicy
 from nanodomino.schedules.definitions import SCHEDULES
@@ -95,7 +96,7 @@ def test_a_sublayer_is_computed_again_while_the_sum_above_it_travels(slices):
     """Between that sum's launch and its wait; so with one slice, too, there is more than weight gradients to hide it."""
     config = tiny(2, **{**EIGHT, "global_batch_size": 4}, tensor_model_parallel_size=2, slices=slices, recompute_granularity="full")
     trace = Trace()
-    step_of(config, prepare=lambda stage: setattr(stage, "trace", trace))
+    step_of(config, prepare=lambda stage: [setattr(owner, "trace", trace) for owner in (stage, stage.ops)])
     events = [(event.kind, event.args.get("site")) for event in trace.events if event.args.get("slice") == 0]
     backward = events[max(i for i, event in enumerate(events) if event == ("wait", "cross_entropy")):]
     sites = ["head", "layers.1.mlp", "layers.1.attention", "layers.0.mlp", "layers.0.attention"]
@@ -108,17 +109,16 @@ def test_a_sublayer_is_computed_again_while_the_sum_above_it_travels(slices):
 
 def test_what_was_computed_again_is_gone_before_the_next_sublayers_turn(monkeypatch):
     """Of all slices one has one sublayer whole at a time. What a weight gradient needs stays where that is done later."""
-    again, found, restore = [], [], TapePolicy.restore
+    again, found, restore = [], [], LinearPair.restore
 
-    def watched(self, stage, piece):
-        before, lacks = [one() for one in again], bool(piece.links) and piece.links[-1].activation is None
-        restore(self, stage, piece)
-        if lacks:
-            found.append(sum(one is not None for one in before))
-            (h,) = piece.links[-1].arriving
-            again.extend(map(weakref.ref, (h.tensor, piece.links[-1].activation)))
+    def watched(self, ops, slice, tape, h):
+        alive = sum(tensor() is not None for tensor in again)
+        assert tape.activation is None
+        yield from restore(self, ops, slice, tape, h)
+        found.append(alive)
+        again.extend(map(weakref.ref, (h[0].tensor, tape.activation)))
 
-    monkeypatch.setattr(TapePolicy, "restore", watched)
+    monkeypatch.setattr(LinearPair, "restore", watched)
     for schedule, most in (("1f1b", 0), ("zb-v", 2 * 2 * 3 - 2)):              # of three slices all but one, and that one's MLP
         again.clear(), found.clear()
         step_of(tiny(2, **{**EIGHT, "global_batch_size": 4}, tensor_model_parallel_size=2, slices=3, schedule=schedule,
@@ -211,8 +211,8 @@ def step_on_host(config, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, stands_in)
 
     def prepare(stage):
-        stage.tapes = TapePolicy(config, torch.device("cuda"), config.slices)
-        stage.tapes.host.device = torch.device("cpu")
+        stage.tape_policy = TapePolicy(config, torch.device("cuda"), config.slices, stage.residual_norm)
+        stage.tape_policy.host.device = torch.device("cpu")
         state, forward, tapes = {memory.storage(one)[0] for one in stage.model.parameters()}, stage.forward, []
 
         def weighed(*arguments):

@@ -19,7 +19,7 @@ from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
 from nanodomino.domino import Domino, run_alone
 from nanodomino.mesh import make_mesh
-from nanodomino.overlap.sequence_parallel import Cut, Whole, stream_of
+from nanodomino.overlap.sequence_parallel import ReplicatedStream, ShardedStream, residual_stream
 from nanodomino.run.check_copies import drifted_copies
 
 STEPS = 2
@@ -35,9 +35,9 @@ def numbers(seed, shape, dtype):
 
 def arrive(flight):
     if flight.kind:
-        flight.begin()
+        flight.launch()
         flight.work.wait()
-    return flight.land()
+    return flight.result()
 
 
 def three_of(kind, shape, dtype):
@@ -45,10 +45,10 @@ def three_of(kind, shape, dtype):
     its own tensor, a part of a sum, is joined to."""
     mesh = make_mesh(1, 1, torch.distributed.get_world_size(), torch.device("cpu"))
     stream = kind(mesh.tp_group)
-    rows = stream.own(numbers(99, shape, dtype))
-    assert kind is Whole or rows.untyped_storage().nbytes() == rows.nbytes, "a view would keep all rows in memory"
-    return rows, arrive(stream.spread(rows)), [arrive(stream.spread(part)) for part in rows.chunk(2, dim=-1)], arrive(
-        stream.join(numbers(mesh.tp_rank, shape, dtype)))
+    rows = stream.own_rows(numbers(99, shape, dtype))
+    assert kind is ReplicatedStream or rows.untyped_storage().nbytes() == rows.nbytes, "a view would keep all rows in memory"
+    return rows, arrive(stream.gather(rows)), [arrive(stream.gather(part)) for part in rows.chunk(2, dim=-1)], arrive(
+        stream.reduce(numbers(mesh.tp_rank, shape, dtype)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -57,7 +57,7 @@ def test_rows_are_spread_to_all_and_parts_of_sums_joined_to_rows(pool, ranks, dt
     """Three samples of eight tokens: rows in order, where they are also of two samples; the sum's bits are those of one call."""
     shape, whole_of_it = (3, 8, 6), numbers(99, (3, 8, 6), dtype)
     total = torch.stack([numbers(rank, shape, dtype) for rank in range(ranks)]).sum(dim=0)
-    found = pool.run(three_of, Cut, shape, dtype, world_size=ranks)
+    found = pool.run(three_of, ShardedStream, shape, dtype, world_size=ranks)
     for rank, (own, spread, chunks, joined) in enumerate(found):
         for one, of in ((own, whole_of_it), (joined, total)):
             assert one.shape == (3, 8 // ranks, 6)
@@ -68,7 +68,7 @@ def test_rows_are_spread_to_all_and_parts_of_sums_joined_to_rows(pool, ranks, dt
 def test_where_it_is_whole_rows_are_all_rows_and_join_is_a_sum(pool):
     shape, dtype = (3, 8, 6), torch.float64
     total = numbers(0, shape, dtype) + numbers(1, shape, dtype)
-    for own, spread, chunks, joined in pool.run(three_of, Whole, shape, dtype, world_size=2):
+    for own, spread, chunks, joined in pool.run(three_of, ReplicatedStream, shape, dtype, world_size=2):
         assert torch.equal(own, spread) and torch.equal(own, numbers(99, shape, dtype)) and torch.equal(joined, total)
 
 
@@ -76,16 +76,16 @@ def two_products(kind, shape):
     """(<spread x, y>, <x, join y>) of this rank's part x of something, and a y of its own."""
     mesh = make_mesh(1, 1, torch.distributed.get_world_size(), torch.device("cpu"))
     stream = kind(mesh.tp_group)
-    x, y = stream.own(numbers(99, shape, torch.float64)), numbers(mesh.tp_rank, shape, torch.float64)
-    return float((arrive(stream.spread(x)) * y).sum()), float((x * arrive(stream.join(y.clone()))).sum())
+    x, y = stream.own_rows(numbers(99, shape, torch.float64)), numbers(mesh.tp_rank, shape, torch.float64)
+    return float((arrive(stream.gather(x)) * y).sum()), float((x * arrive(stream.reduce(y.clone()))).sum())
 
 
-@pytest.mark.parametrize("kind", [Cut, Whole])
+@pytest.mark.parametrize("kind", [ShardedStream, ReplicatedStream])
 def test_spread_and_join_are_each_others_backward(pool, kind):
     """<spread x, y> = <x, join y>, over all ranks; of a whole stream each rank's copy says all of the second already."""
     products = pool.run(two_products, kind, (3, 8, 6), world_size=4)
     spread, joined = (sum(side) for side in zip(*products))
-    assert spread == pytest.approx(joined / (4 if kind is Whole else 1), rel=1e-12)
+    assert spread == pytest.approx(joined / (4 if kind is ReplicatedStream else 1), rel=1e-12)
 
 
 # ---- the same training
@@ -170,12 +170,12 @@ def test_copies_over_tp_keep_the_same_bits(pool, zero_stage):
 
 # ---- what is between a launch and its wait
 
-def windows_of(config, in_turn=Domino.in_turn):
+def windows_of(config, staggered=Domino.staggered):
     """Of forward and backward of a microbatch on rank 0: (kind, site, slice, products of other slices meanwhile) of all that travels."""
     found, launched = [], {}
-    with fake_world(0, config.world_size), mock.patch.object(Domino, "in_turn", in_turn):
+    with fake_world(0, config.world_size), mock.patch.object(Domino, "staggered", staggered):
         _, _, _, stage = build(config, trace=Trace())
-        launch, wait, events = stage.launch, stage.wait, stage.trace.events
+        launch, wait, events = stage.ops.launch, stage.ops.wait, stage.trace.events
 
         def launched_at(piece, site, flight):
             launch(piece, site, flight)
@@ -191,7 +191,7 @@ def windows_of(config, in_turn=Domino.in_turn):
                     found.append((flight.kind, site, piece.index, others["matmul"]))
             return wait(piece, site, flights)
 
-        stage.launch, stage.wait = launched_at, waited_at
+        stage.ops.launch, stage.ops.wait = launched_at, waited_at
         batch = random_data(config, 1).batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
         losses, tape = run_alone(stage.forward(batch))
         forward, found = found, []
@@ -222,7 +222,7 @@ def test_every_gather_and_every_scatter_travels_behind_another_slices_product(sl
 @pytest.mark.parametrize("slices", [2, 3])
 def test_since_slices_come_a_turn_after_each_other(slices):
     """Without that, the first slice's gather and the last one's scatter of each sublayer find all others waiting too."""
-    forward, backward = windows_of(tiny(2, **FOUR, slices=slices), in_turn=lambda self, piece, generator: generator)
+    forward, backward = windows_of(tiny(2, **FOUR, slices=slices), staggered=lambda self, piece, generator: generator)
     for windows in (forward, backward):
         assert {one for one in bare(windows) if one[1].startswith("layers.1.")} == {
             one for site in ("layers.1.attention", "layers.1.mlp") for one in (("all_gather", site, 0), ("reduce_scatter", site, slices - 1))}
@@ -234,6 +234,6 @@ def test_a_stream_that_is_whole_has_no_turns_to_keep():
         for cut in (False, True):
             config = tiny(2, **FOUR | dict(sequence_parallel=cut), slices=2)
             _, _, _, stage = build(config)
-            assert isinstance(stage.stream, Cut if cut else Whole) and isinstance(stream_of(config, stage.mesh), type(stage.stream))
-            turns = list(stage.in_turn(type("Piece", (), dict(index=3)), iter(())))
+            assert type(stage.ops.stream) is type(residual_stream(config, stage.mesh)) is (ShardedStream if cut else ReplicatedStream)
+            turns = list(stage.staggered(type("Piece", (), dict(index=3)), iter(())))
             assert len(turns) == (3 if cut else 0)

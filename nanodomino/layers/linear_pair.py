@@ -1,0 +1,73 @@
+"""The inside of attention and MLP: column-parallel matmul, core, row-parallel matmul.
+
+A sublayer is a norm, a gather of the norm's output h, its *inside*, a reduce of the result y, and a residual. domino.py
+runs all of that except the inside, which is an object of the sublayer with three generators:
+
+    forward(ops, slice, h)                   -> (flights of y, tape)
+    backward(ops, slice, tape, grad_y, h)    -> (flights of the gradient of h, matmuls of the weight gradients)
+    restore(ops, slice, tape, h)             fills in what recomputation dropped from the tape
+
+h, grad_y: flights (overlap/flight.py), which the inside waits for. ops: overlap/slice_ops.py, with which it multiplies,
+launches and yields. tape: whatever backward needs; the caller keeps it. The matmuls of weight gradients are returned,
+not run, since the caller hides the reduce of h's gradient with them.
+
+    forward     c = h W1^T + b1      a = core(c)      y = sum over ranks of a W2^T
+    backward    grad_a = grad_y W2   grad_c = core_backward(grad_a)   grad_h = sum over ranks of grad_c W1
+    later       grad W2 = grad_y^T a      grad W1 = grad_c^T h      grad b1 = sum of grad_c over the rows
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class LinearPairTape:
+    """What backward needs; a field that recomputation drops is None."""
+    column_output: torch.Tensor | None   # c [b, s, .../t]
+    core: object                         # what core_backward needs
+    activation: torch.Tensor | None      # a [b, s, .../t], the input of the row-parallel matmul
+
+
+class LinearPair:
+    """Holds the sublayer's parameters as plain attributes: a Module's lookups would take a tenth of the host's time."""
+
+    def __init__(self, sublayer):
+        self.sublayer, self.site = sublayer, sublayer.site
+        self.column, self.column_bias = sublayer.column.weight, sublayer.column.bias       # [out/t, h], [out/t]
+        self.row, self.output_bias = sublayer.row.weight, sublayer.row.bias                # [h, in/t], [h]
+
+    @property
+    def restored_elements(self) -> int:
+        """Elements of the matrices that full recomputation multiplies by again."""
+        return self.column.numel()
+
+    def core(self, slice, c):
+        """Return (activation, what core_backward needs)."""
+        return self.sublayer.core_forward(c, slice.masks_and_positions.attention_inputs(self.sublayer, c), slice.training)
+
+    def forward(self, ops, slice, h):
+        c = ops.linear(slice, self.site, h, self.column, self.column_bias)
+        activation, core = self.core(slice, c)
+        tape = LinearPairTape(c, core, activation)
+        yield from ops.yield_if_sharded()
+        return ops.linear_then_reduce(slice, self.site, activation, self.row), tape
+
+    def restore(self, ops, slice, tape: LinearPairTape, h):
+        """Waits for h only if c has to be recomputed; never yields, since nothing is launched."""
+        c = tape.column_output
+        if c is None:
+            c = ops.linear(slice, self.site, h, self.column, self.column_bias)
+        tape.column_output = None
+        tape.activation, tape.core = self.core(slice, c)
+        return
+        yield
+
+    def backward(self, ops, slice, tape: LinearPairTape, grad_y, h):
+        gradient, grad_y = ops.linear(slice, self.site, grad_y, self.row.t()), ops.wait(slice, self.site, grad_y)
+        gradient = self.sublayer.core_backward(gradient, tape.core)                         # of c
+        yield from ops.yield_if_sharded()
+        weight_gradients = [(self.row, grad_y, tape.activation),
+                            (self.column, gradient, ops.wait(slice, self.site, h)),
+                            (self.column_bias, gradient, None)]
+        return ops.linear_then_reduce(slice, self.site, gradient, self.column.t()), weight_gradients

@@ -1,0 +1,85 @@
+"""The two ends of the model, slice by slice: word embedding, and final norm + head + cross entropy.
+
+Both matrices are cut along the vocabulary (parallel.py), so each end has collectives of its own, hidden like all others:
+
+    embedding    forward    reduce of the word vectors              backward    gather of the gradient (sharded stream)
+    head         forward    gather of h (sharded stream)            backward    reduce of the gradient of h
+    loss         forward    all-reduce of the maximum logit, and    backward    nothing
+                            of two sums, one fp32 per token each
+
+Each function is a generator that yields while a collective is in flight. The logits [b, s, v/t] are the largest tensor
+of the model. They exist once: their gradient takes their place.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from nanodomino.layers.cross_entropy import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
+                                             maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss)
+from nanodomino.layers.main_grad import main_grad_of, wide
+from nanodomino.layers.sublayer import drop
+from nanodomino.overlap.flight import result_of
+
+
+@dataclass
+class HeadTape:
+    """What the head's backward needs of a slice."""
+    norm: object                         # residual_norm.SavedResidualNorm
+    h: torch.Tensor                      # [b, s, h], all rows: small beside the logits
+    logits: torch.Tensor                 # [b, s, width]
+    maximum: torch.Tensor                # [b, s], over all ranks
+    sums: torch.Tensor                   # [2, b, s], see layers/cross_entropy.py
+
+
+class EmbeddingAndHead:
+    def __init__(self, model, ops, residual_norm, compiled=None):
+        """compiled: torch.compile with its backend, or None. A compiler fuses the cross entropy, so that no temporary is
+        as large as the logits; without one it works on some rows at a time."""
+        self.model, self.ops, self.residual_norm = model, ops, residual_norm
+        narrow = model.config.fp16_lm_cross_entropy
+        self.maximum_and_sum_of_rows, self.exponentials_of_rows = map(compiled or in_chunks, (
+            lambda *rows: maximum_and_sum_of_rows(*rows, narrow), lambda *rows: exponentials_of_rows(*rows, narrow)))
+
+    def embed(self, slice):
+        """Generator: the slice's tokens -> x [b, s, h]."""
+        embedding, stream = self.model.embedding, self.ops.stream
+        addend = embedding.word_embeddings.partial_embeddings(slice.batch.tokens)
+        words = yield from self.ops.yield_then_wait(
+            slice, "embedding", [self.ops.launch(slice, "embedding", stream.reduce(addend))])
+        return embedding.add_positions(words, stream.own_rows(slice.batch.positions),
+                                       slice.masks_and_positions.hidden_dropout_mask("embedding", words))
+
+    def embed_backward(self, slice, grad_x):
+        """Generator: adds the gradients of word and position embeddings. grad_x: of the embedding's output."""
+        gradient = drop(grad_x, slice.masks_and_positions.hidden_dropout_mask("embedding", grad_x))
+        words, flights = self.model.embedding.word_embeddings, self.ops.gather(slice, "embedding", gradient)
+        self.model.embedding.add_position_gradients(gradient, self.ops.stream.own_rows(slice.batch.positions))
+        yield from self.ops.yield_if_in_flight(flights)
+        gradient = self.ops.wait(slice, "embedding", flights)
+        row, inside = words.local_rows(slice.batch.tokens)
+        gradient = (gradient.to(wide(gradient)) * inside.unsqueeze(-1)).flatten(0, 1)
+        main_grad_of(words.weight).index_add_(0, row.flatten(), gradient)
+
+    def head(self, slice, x, y, previous):
+        """Generator: x, y of the last sublayer -> (loss of each token [b, s], the HeadTape)."""
+        ops, (vocabulary,) = self.ops, self.model.head
+        h, norm = self.residual_norm.forward(slice, x, y, previous, self.model.final_norm.weights)
+        flights = ops.gather(slice, "head", h)
+        yield from ops.yield_if_in_flight(flights)
+        logits = ops.linear(slice, "head", flights, vocabulary.logits_weight())
+        largest, exponentials = maximum_and_sum(logits, vocabulary, self.maximum_and_sum_of_rows)
+        maximum = largest.clone()
+        yield from ops.all_reduce(slice, "cross_entropy", maximum, dist.ReduceOp.MAX)
+        sums = parts_of_loss(logits, slice.batch.labels, largest, exponentials, maximum, vocabulary)
+        yield from ops.all_reduce(slice, "cross_entropy", sums)
+        return cross_entropy(sums), HeadTape(norm, result_of(flights), logits, maximum, sums)
+
+    def head_backward(self, slice, tape: HeadTape, gradient):
+        """Gradient of the losses [b, s] -> (flights of the gradient of h, the head's weight gradient to compute)."""
+        (vocabulary,) = self.model.head
+        grad_logits = cross_entropy_gradient(tape.logits, slice.batch.labels, slice.output, tape.maximum, tape.sums,
+                                             gradient, vocabulary, self.exponentials_of_rows)
+        flights = self.ops.linear_then_reduce(slice, "head", grad_logits, vocabulary.logits_weight().t())
+        return flights, [(vocabulary.weight, grad_logits, tape.h)]

@@ -1,0 +1,53 @@
+"""A collective from its preparation to its result, so that other work can run while it is in flight.
+
+    flight = all_reduce(tensor, group)     prepared: no byte has moved
+    flight.launch()                        in flight: `tensor` must not be read or written
+    flight.work.wait()                     done
+    flight.result()                        the tensor, complete
+
+Where nothing has to be sent (one rank, or rows that every rank already has), `kind` is "" and only result() is called.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Flight:
+    """A tensor and the collective that completes it.
+
+    start() launches the collective and returns (work, received). Where `received` [ranks, size] is not None, it holds
+    every rank's addend after work.wait(), and result() sums them (see reduce_scatter in comm/collectives.py).
+    """
+    tensor: torch.Tensor
+    kind: str = ""                                  # "all_reduce", "all_gather", "reduce_scatter"; "": nothing to send
+    sent: torch.Tensor | None = None                # the whole tensor whose bytes analysis/expected_traffic.py counts
+    start: Callable | None = None
+    work: object = None
+    received: torch.Tensor | None = None
+
+    def launch(self):
+        self.work, self.received = self.start()
+
+    def result(self):
+        """The tensor. Call it only after work.wait()."""
+        if self.received is not None:
+            torch.sum(self.received, dim=0, out=self.tensor.view(-1))
+            self.received = None
+        return self.tensor
+
+
+def all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
+    """Prepare an in-place all-reduce. A group of one rank has nothing to send."""
+    if group.size() == 1:
+        return Flight(tensor)
+    return Flight(tensor, "all_reduce", tensor, lambda: (dist.all_reduce(tensor, op, group=group, async_op=True), None))
+
+
+def result_of(flights: list[Flight]):
+    """One tensor from flights that are done and hold chunks of its last dimension."""
+    chunks = [flight.result() for flight in flights]
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)

@@ -1,0 +1,105 @@
+"""The steps that a slice's generator is made of: launch a collective, yield, wait for it, multiply what arrives.
+
+A generator yields to let the other slices compute. Whether it does depends on what is in flight:
+
+    yield_if_in_flight(flights)    yields only if one of these flights sends something
+    yield_if_sharded()             yields only if the residual stream is sharded (sequence_parallel.py says why)
+    yield_then_wait(flights)       always yields, then waits
+
+The *column split* (Domino, 2409.15241, section 3.3) works within one slice, so it also helps at batch 1: a matrix is
+cut into `columns` chunks of the features that are communicated, and each chunk's collective is in flight while the
+next chunk is computed. A tensor in flight is therefore a list of flights, one for each chunk of its last dimension.
+"""
+
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
+from nanodomino.overlap.flight import Flight, all_reduce, result_of
+
+
+class SliceOps:
+    """slice: the domino.Slice at work; site: the name of the sublayer. Both label the spans of the trace."""
+
+    def __init__(self, stream, columns: int, trace):
+        self.stream, self.columns, self.trace = stream, columns, trace
+
+    # ---- collectives
+
+    def launch(self, slice, site, flight: Flight) -> Flight:
+        """Launch a flight, if it sends anything. Its tensor must be left alone until wait()."""
+        if flight.kind:
+            flight.launch()
+            self.trace.watch(flight.kind, flight.work, group="tp", slice=slice.index, site=site,
+                             bytes=flight.sent.nbytes)
+        return flight
+
+    def gather(self, slice, site, x) -> list[Flight]:
+        """Launch the gather of all rows of x [b, s/t, h], in chunks of its features."""
+        chunks = self.column_chunks(x, -1) if self.stream.shards > 1 else [x]
+        return [self.launch(slice, site, self.stream.gather(chunk)) for chunk in chunks]
+
+    def wait(self, slice, site, flights):
+        """Wait for all flights and return their tensor."""
+        if any(flight.kind for flight in flights):
+            with self.trace.span("wait", group="tp", slice=slice.index, site=site):
+                for flight in flights:
+                    flight.work.wait()
+        return result_of(flights)
+
+    def all_reduce(self, slice, site, tensor, op=dist.ReduceOp.SUM):
+        """Generator: all-reduce a tensor in place."""
+        flight = all_reduce(tensor, self.stream.group, op)
+        yield from self.yield_then_wait(slice, site, [self.launch(slice, site, flight)])
+
+    # ---- turns
+
+    def yield_if_in_flight(self, flights):
+        """Generator: let other slices compute if any of the flights sends something."""
+        if any(flight.kind for flight in flights):
+            yield
+
+    def yield_if_sharded(self):
+        """Generator: let other slices compute if the stream is sharded, although nothing of this slice is in flight."""
+        if self.stream.shards > 1:
+            yield
+
+    def yield_then_wait(self, slice, site, flights):
+        """Generator: let other slices compute, then wait."""
+        yield
+        return self.wait(slice, site, flights)
+
+    # ---- matmuls
+
+    def column_chunks(self, tensor, dim):
+        """Cut a matrix for the column split, along the dimension that is communicated."""
+        return [tensor] if self.columns == 1 else tensor.chunk(self.columns, dim)
+
+    def linear(self, slice, site, flights, weight, bias=None):
+        """Return x W^T + bias for an x in flight: each chunk of its features is multiplied as it arrives."""
+        total = None
+        for flight, chunk in zip(flights, weight.chunk(len(flights), dim=1)):
+            x = self.wait(slice, site, [flight])
+            with self.trace.span("matmul", slice=slice.index, site=site):
+                if total is None:
+                    total = F.linear(x, chunk, bias)
+                else:
+                    total.flatten(0, 1).addmm_(x.flatten(0, 1), chunk.t())
+        return total
+
+    def linear_then_reduce(self, slice, site, x, weight) -> list[Flight]:
+        """Compute this rank's addend of x W^T in chunks of W's rows, and launch each chunk's reduce once it is there."""
+        flights = []
+        for chunk in self.column_chunks(weight, 0):
+            with self.trace.span("matmul", slice=slice.index, site=site):
+                addend = F.linear(x, chunk)
+            flights.append(self.launch(slice, site, self.stream.reduce(addend)))
+        return flights
+
+    def weight_gradients(self, slice, site, matmuls: list[tuple]):
+        """Add every (weight, grad_output, input) of `matmuls` to the weight's main_grad, and empty the list."""
+        with self.trace.span("weight_gradient", slice=slice.index, site=site):
+            while matmuls:
+                weight, grad_output, x = matmuls.pop(0)
+                if weight is not None:                       # a head has no gradient for the last padded rows
+                    add_weight_gradient(main_grad_of(weight)[:grad_output.size(-1)], grad_output, x)
