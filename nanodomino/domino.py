@@ -12,8 +12,8 @@ of slice 0 is in flight:
 
 **Slices are generators.** A slice yields whenever it has launched a collective, and `interleave` resumes the slices in
 turn: cooperative multitasking, on one thread. Every rank resumes them in the same order, so every rank launches the
-same collectives in the same order. That order is all that matches them: a collective has no name, and the n-th of one rank
-meets the n-th of the other ranks of its group. With one yield too many on one rank, its slice a would be added to the
+same collectives in the same order. That order is all that matches them: a collective has no name, and the n-th of one
+rank meets the n-th of the other ranks of its group. With one yield too many on one rank, its slice a would be added to the
 other ranks' slice b: silently wrong sums or, if the shapes differ, an error or a hang.
 
 **Backward walks a tape.** It cannot be left to autograd. Of all nodes that are ready, autograd's engine takes the one
@@ -160,8 +160,8 @@ class Domino:
         """
         count = min(self.slices, len(batch.sample_ids))
         hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
-        slices = [Slice(index, self.model.chunks[chunk], samples, hidden, self.masks_and_positions(samples, training), training)
-                  for index, (samples, hidden) in enumerate(zip(batch.split(count), hiddens))]
+        slices = [Slice(index, self.model.chunks[chunk], samples, hidden, self.masks_and_positions(samples, training),
+                        training) for index, (samples, hidden) in enumerate(zip(batch.split(count), hiddens))]
         yield from interleave([self.staggered(slice, self.forward_slice(slice)) for slice in slices], self.trace)
         return slices[0].output if count == 1 else torch.cat([slice.output for slice in slices]), slices
 
@@ -174,8 +174,8 @@ class Domino:
     def backward(self, slices, gradient, on_gradients_ready=None, later=False):
         """Generator: gradient of forward's output -> gradient of `hidden` (None if the chunk starts the model).
 
-        on_gradients_ready(modules) is called when no slice of this microbatch will add to the gradients of these modules
-        any more, so that their reduce over the replicas can overlap the rest of backward.
+        on_gradients_ready(modules) is called when no slice of this microbatch will add to the gradients of `modules` any
+        more, so that their reduce over the replicas can overlap the rest of backward.
         later: leave weight gradients to weight_backward(), except the head's, which would keep the logits alive.
         """
         for slice in slices:

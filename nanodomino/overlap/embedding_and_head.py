@@ -1,6 +1,6 @@
 """The two ends of the model, slice by slice: word embedding, and final norm + head + cross entropy.
 
-Both matrices are cut along the vocabulary (parallel.py), so each end has collectives of its own, hidden like all others:
+Both matrices are cut along the vocabulary (parallel.py), so each end has collectives, which are hidden like all others:
 
     embedding    forward    reduce of the word vectors              backward    gather of the gradient (sharded stream)
     head         forward    gather of h (sharded stream)            backward    reduce of the gradient of h
@@ -35,8 +35,8 @@ class HeadTape:
 
 class EmbeddingAndHead:
     def __init__(self, model, ops, residual_norm, compiled=None):
-        """compiled: torch.compile with its backend, or None. A compiler fuses the cross entropy, so that no temporary is
-        as large as the logits; without one it works on some rows at a time."""
+        """compiled: torch.compile with its backend, or None. A compiler fuses the cross entropy, so that no temporary
+        is as large as the logits; without a compiler it works on some rows at a time."""
         self.model, self.ops, self.residual_norm = model, ops, residual_norm
         narrow = model.config.fp16_lm_cross_entropy
         self.maximum_and_sum_of_rows, self.exponentials_of_rows = map(compiled or in_chunks, (

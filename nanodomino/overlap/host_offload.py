@@ -3,15 +3,15 @@ compute, and comes back one sublayer before backward needs it. On a CPU there is
 
 Two streams copy, one in each direction, and events order the copies with training's stream:
 
-    forward      compute   | sublayer 0 | sublayer 1 | sublayer 2 | ...          GPU memory of x is freed only after
-                 out                    | x0         | x1         | ...          training's stream has waited for the copy
+    forward      compute   | sublayer 0 | sublayer 1 | sublayer 2 | ...      GPU memory of x is freed only after
+                 out                    | x0         | x1         | ...      training's stream waited for the copy
     backward     compute   | ... | sublayer 2 | sublayer 1 | sublayer 0 |
                  back            | x1         | x0         |
 
 Why not record_stream()? It would spare training's stream the wait, but then memory is free only when the *host* sees
 that the copy is done. A host that runs ahead of its GPU would see no copy done, and allocate new memory for every x.
-torch's allocator of pinned memory has the same problem, so this module keeps its pinned buffers and reuses each after an
-event.
+torch's allocator of pinned memory has the same problem, so this module keeps its pinned buffers and reuses each one
+after an event.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ class HostMemory:
         self.device, self.max_leaving = device, max_leaving
         self.out_stream, self.back_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.leaving = deque()                     # (Offloaded, event after its copy)
-        self.free = {}                             # (shape, dtype) -> [(pinned buffer, event after the last copy out of it)]
+        self.free = {}                             # (shape, dtype) -> [(pinned buffer, event after its last use)]
 
     def leave(self, x) -> Offloaded:
         """Start to copy x to the host."""

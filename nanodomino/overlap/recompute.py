@@ -11,12 +11,12 @@ X the bytes of one activation [b, s, h] (analysis/expected_memory.py counts othe
     selective    x, h, c                          (4 +  7/t) X     the core: attention, gelu
     full         x                                       2 X       the norm, the column-parallel matmul, the core
 
-If the residual stream is sharded (sequence_parallel.py), x and h are 1/t of that, so each number without a 1/t gets one.
-Recomputing c then needs all rows of h, but backward gathers them anyway for a weight gradient.
+If the residual stream is sharded (sequence_parallel.py), x and h are 1/t of that, so each number without a 1/t gets
+one. Recomputing c then needs all rows of h, but backward gathers them anyway for a weight gradient.
 
-**No reduce is repeated.** x is kept from after the previous all-reduce, and a is the last tensor that backward needs, so
-everything that is recomputed lies between two all-reduces. The row-parallel matmul is not repeated either: nothing needs
-its result. Full recomputation repeats attention and 7/12 of a GPT-2 layer's matmuls (about 2/3 with SwiGLU). Dropout
+**No reduce is repeated.** x is kept from after the previous all-reduce, and a is the last tensor that backward needs,
+so everything that is recomputed lies between two all-reduces. The row-parallel matmul is not repeated either: nothing
+needs its result. Full recomputation repeats attention and 7/12 of a GPT-2 layer's matmuls (about 2/3 with SwiGLU). Dropout
 masks are drawn again from sample and site, so they are the same. Every operation sees the same operands, so gradients
 have the same bits, with one exception: a compiler that fuses residual + norm computes h from an x' that is not yet
 rounded to 16 bit, and recomputes it from the rounded one.
@@ -24,8 +24,8 @@ rounded to 16 bit, and recomputes it from the rounded one.
 **When.** Recomputation waits for no reduce, so it hides one. While the gradient of h of sublayer k is in flight, the
 slice restores sublayer k - 1; so at most one sublayer's activations exist beyond what the tape keeps:
 
-    backward of k     W2^T, core, W1^T  ->  [ all-reduce of the gradient of h .................. ]  wait, residual + norm
-                                            fetch x, h of k - 1 | weight gradients of k | c, a of k - 1
+    backward of k     W2, core, W1  ->  [ all-reduce of the gradient of h .................. ]  wait, residual + norm
+                                        fetch x, h of k - 1 | weight gradients of k | c, a of k - 1
 
 Domino (domino.py) owns the tape, and launches and waits. TapePolicy below decides what a tape entry keeps, and brings
 h back; the sublayer's inside (layers/linear_pair.py) restores its own part of the entry.

@@ -34,11 +34,11 @@ class SavedResidualNorm:
 
 
 class ResidualNorm:
-    """Runs residual + norm forward and backward for slices. norm: any of the model's norms, since all are of one kind."""
+    """Runs residual + norm for slices. norm: any norm of the model, since all are of one kind."""
 
     def __init__(self, norm, compiled):
         kind, epsilon = norm.normalization, norm.epsilon
-        # lambdas, because torch.compile takes every functools.partial for the same function and keeps few versions of it
+        # lambdas, because torch.compile takes every functools.partial for one function and keeps few versions of it
         self.forward_kernel = compiled(lambda *inputs: residual_norm(*inputs, epsilon, kind))
         self.backward_kernel = compiled(lambda *inputs: residual_norm_backward(*inputs, kind))
 
@@ -52,7 +52,7 @@ class ResidualNorm:
         return self.forward_kernel(saved.x, None, None, None, *saved.weights)[1]
 
     def backward(self, slice, saved: SavedResidualNorm, grad_x, grad_h):
-        """Gradients of x' (None if only h is used) and h -> gradients of x and y; the parameters' are added to theirs."""
+        """Gradients of x' (None if only h is used) and h -> gradients of x and y. Parameters' gradients are added."""
         bias, mask = bias_and_mask(slice, saved.previous, grad_h)
         grad_x, grad_y, *gradients = self.backward_kernel(
             grad_x, grad_h, saved.x, saved.statistics, *saved.weights, mask, saved.previous is not None,

@@ -25,9 +25,10 @@ next to rank 1, and so on, so that a shard is contiguous and an all-gather needs
 because everything that belongs to a token (its position, its dropout mask) is sharded by the same function, own_rows;
 pipeline stages pass shards on as they are; and each slice is sharded separately.
 
-**Two slices, one turn apart.** Every sublayer now has a collective before its first matmul and another after its second.
-If both slices were at the same point, both would wait for a gather at the same time and nothing would be hidden. So
-each slice also yields between its two matmuls, and slice b starts one turn after slice a. From left to right in time:
+**Two slices, one turn apart.** Every sublayer now has a collective before its first matmul and another after its
+second. If both slices were at the same point, both would wait for a gather at the same time and nothing would be
+hidden. So each slice also yields between its two matmuls, and slice b starts one turn after slice a. From left to right
+in time:
 
       slice a   norm [gather             W1 core                W2 [reduce              norm [gather
       slice b                 W2 [reduce         norm [gather              W1 core                    W2 [reduce

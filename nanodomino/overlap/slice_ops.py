@@ -88,7 +88,7 @@ class SliceOps:
         return total
 
     def linear_then_reduce(self, slice, site, x, weight) -> list[Flight]:
-        """Compute this rank's addend of x W^T in chunks of W's rows, and launch each chunk's reduce once it is there."""
+        """Compute this rank's addend of x W^T in chunks of W's rows; launch each chunk's reduce when it is computed."""
         flights = []
         for chunk in self.column_chunks(weight, 0):
             with self.trace.span("matmul", slice=slice.index, site=site):
