@@ -1,3 +1,5 @@
+"""Settings as command-line flags, and as the tables of docs/settings.md."""
+
 import argparse
 import dataclasses
 
@@ -5,48 +7,46 @@ from nanodomino.config.setting import flag_name, flag_settings
 from nanodomino.errors import UserError
 
 
-# ---- the command line
-
 class Parser(argparse.ArgumentParser):
-    """argparse that raises UserError: every rank parses, one of them prints."""
+    """An ArgumentParser that raises UserError, since every rank parses but only one may print."""
 
     def error(self, message):
         raise UserError(f"{message}; {self.prog} --help lists every flag")
 
 
-def add_flags(parser, flags: list[dataclasses.Field], **defaults):
-    """These settings as flags; `defaults` take the place of their own."""
+def add_flags(parser, settings: list[dataclasses.Field], **defaults):
+    """Add a flag for each of these settings; `defaults` override their own defaults."""
     groups = {}
-    for one in flags:
-        about, default, text = one.metadata, one.default, one.metadata["help"].replace("%", "%%")
-        if one.name in defaults:
-            default, text = defaults[one.name], text.partition(" (default")[0]
+    for setting in settings:
+        options, default, help = setting.metadata, setting.default, setting.metadata["help"].replace("%", "%%")
+        if setting.name in defaults:
+            default, help = defaults[setting.name], help.partition(" (default")[0]
         if default is not None and default is not False:
-            text += f" (default {default})"
-        if parser.argument_default is not None:                # the parser's own word on what is not given
+            help += f" (default {default})"
+        if parser.argument_default is not None:                # SUPPRESS: parse only the flags that are given
             default = parser.argument_default
-        spellings = [flag_name(one.name)] + ([about["alias"]] if about["alias"] else [])
-        if about["section"] not in groups:
-            groups[about["section"]] = parser.add_argument_group(about["section"])
-        group = groups[about["section"]]
-        if about["type"] is bool:
-            group.add_argument(*spellings, action=argparse.BooleanOptionalAction, default=default, help=text)
+        flags = [flag_name(setting.name)] + ([options["alias"]] if options["alias"] else [])
+        if options["section"] not in groups:
+            groups[options["section"]] = parser.add_argument_group(options["section"])
+        group = groups[options["section"]]
+        if setting.type is bool:
+            group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=default, help=help)
         else:
-            metavar = None if about["choices"] else about["type"].__name__.upper()
-            group.add_argument(*spellings, type=about["type"], choices=about["choices"] or None, metavar=metavar,
-                               default=default, help=text)
+            metavar = None if options["choices"] else setting.type.__name__.upper()
+            group.add_argument(*flags, type=setting.type, choices=options["choices"] or None, metavar=metavar,
+                               default=default, help=help)
 
 
 def markdown(config) -> str:
-    """The table of all flags, a section each."""
+    """Return the tables of all flags, one for each section."""
     lines, section = [], None
-    for one in flag_settings(config):
-        about = one.metadata
-        if about["section"] != section:
-            section = about["section"]
-            lines += ["", f"## {section}", "", "| flag | default | | when a run goes on |", "|---|---|---|---|"]
-        spellings = ", ".join(f"`{name}`" for name in (about["alias"], flag_name(one.name)) if name)
-        default = "" if one.default is None else f"`{one.default}`" if one.default is not False else "off"
-        choices = f": {', '.join(f'`{choice}`' for choice in about['choices'])}" if about["choices"] else ""
-        lines.append(f"| {spellings} | {default} | {about['help']}{choices} | {about['affects']} |")
+    for setting in flag_settings(config):
+        options = setting.metadata
+        if options["section"] != section:
+            section = options["section"]
+            lines += ["", f"## {section}", "", "| flag | default | meaning | a change affects |", "|---|---|---|---|"]
+        flags = ", ".join(f"`{flag}`" for flag in (options["alias"], flag_name(setting.name)) if flag)
+        default = "" if setting.default is None else "off" if setting.default is False else f"`{setting.default}`"
+        choices = f": {', '.join(f'`{choice}`' for choice in options['choices'])}" if options["choices"] else ""
+        lines.append(f"| {flags} | {default} | {options['help']}{choices} | {options['affects']} |")
     return "\n".join(lines)

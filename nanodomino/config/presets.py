@@ -1,17 +1,19 @@
+"""The sizes of published models, the defaults of their families, and the tables that settings choose from."""
+
 import math
 
 import torch
 
-# What a family of models has chosen; each preset's sizes come on top.
+# The architecture of each family of models; a preset adds its sizes.
 GPT2 = dict(normalization="LayerNorm", layernorm_epsilon=1e-5, position_embedding_type="learned_absolute",
             rotary_base=10_000.0, use_rope_scaling=False, rope_scaling_factor=8.0, swiglu=False,
             disable_bias_linear=False, add_qkv_bias=False, qk_layernorm=False,
             untie_embeddings_and_output_weights=False)
 LLAMA = GPT2 | dict(normalization="RMSNorm", position_embedding_type="rope", swiglu=True, disable_bias_linear=True)
 
-# GPT-2's sizes (the "gpt2" family), GPT-3's (2005.14165, table 2.1, with its learning rates), and what the makers of
-# the others publish with their weights (2307.09288, 2407.21783, 2412.15115, 2505.09388, 2502.02737); nano and
-# nano-llama are made for a laptop.
+# Sources: GPT-2's published weights; GPT-3 (2005.14165, table 2.1), whose learning rates the gpt2 presets use too; the
+# configurations published with the other models' weights (2307.09288, 2407.21783, 2412.15115, 2505.09388, 2502.02737).
+# nano and nano-llama are sized for a laptop.
 PRESET_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr", "global_batch_size",
                  "micro_batch_size", "init_method_std")
 LLAMA_FIELDS = ("num_query_groups", "ffn_hidden_size")
@@ -41,12 +43,14 @@ PRESETS = {name: GPT2 | dict(zip(PRESET_FIELDS, values)) for name, *values in (
     ("smollm2-135m", 30,  576,  9, 2048, 3e-3,   512,  8, 0.04,  3,  1536, dict(rotary_base=100_000.0)),
 )}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}   # settings that stand for one of them
-LR_DECAY_STYLES = {"cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)), "linear": lambda done: 1.0 - done,
-                   "constant": lambda done: 1.0}         # what is left of the way from min_lr to lr, done from 0 to 1
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}   # the switches --bf16 and --fp16
 
-# (tp, pp) when neither is given, by the number of processes that share a model: wires of every kind, as soon as there
-# can be, and no replicas where they would be 3, 5 or 7, by which few batches can be divided.
+# (lr(progress) - min_lr) / (max_lr - min_lr); progress runs from 0 after the warm-up to 1 at the last step.
+LR_DECAY_STYLES = {"cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+                   "linear": lambda progress: 1.0 - progress, "constant": lambda progress: 1.0}
+
+# {ranks per replica: (tp, pp)} for runs that set neither: use tensor and pipeline parallelism together as soon as
+# possible, and avoid a dp of 3, 5 or 7, which rarely divides the batch.
 DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (1, 5), 6: (2, 3), 7: (1, 7), 8: (4, 2)}
 
 # The vocabulary that each preset's weights were published with, for estimates without data (bench.py plan). Training

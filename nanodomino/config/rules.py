@@ -1,49 +1,39 @@
+"""The rules that settings must obey together, and the defaults that depend on several settings.
+
+A rule is one require() call, whose message gives the rule, the numbers and a fix. Config.resolve() applies them all.
+"""
+
 from nanodomino.errors import require
 from nanodomino.layers.positions import rotary_size
 from nanodomino.schedules.definitions import SCHEDULES
 
 
-def check_trace(config):
-    """--trace FIRST:LAST. Raises UserError."""
-    if config.trace is None:
-        return
-    numbers = config.trace.split(":")
-    require(len(numbers) == 2 and all(number.isdecimal() for number in numbers) and len(config.trace) < 20
-            and 1 <= int(numbers[0]) <= int(numbers[1]),
-            f"--trace must be FIRST:LAST, two steps from 1 on and the second not before the first, but is "
-            f"{config.trace}; try --trace 10:12")
-    require(int(numbers[1]) <= config.train_iters,
-            f"--trace {config.trace} must end by train-iters {config.train_iters}; lower it, or train longer")
+def default_ffn_hidden_size(config) -> int:
+    """Return the default width of the MLP, at which SwiGLU's three matrices have as many parameters as GELU's two.
 
-
-def divisors(number: int, limit: int = 64) -> str:
-    """For error messages: what would divide it."""
-    return ", ".join(str(d) for d in range(1, min(number, limit) + 1) if number % d == 0)
-
-
-def largest_divisor(number: int, limit: int) -> int | None:
-    """Of `number`, that is at most `limit`; None if there is none."""
-    return next((d for d in range(min(number, limit), 0, -1) if number % d == 0), None)
-
-
-def usual_ffn_hidden_size(config) -> int:
-    """As many parameters with SwiGLU's three matrices as with two; Megatron-LM rounds that down to a multiple of 64."""
+    Megatron-LM rounds SwiGLU's width, 8/3 h, down to a multiple of 64.
+    """
     return max(8 * config.hidden_size // (3 * 64), 1) * 64 if config.swiglu else 4 * config.hidden_size
 
 
 def default_schedule(virtual_stages: int) -> str:
-    """The first that takes so many; else the one that takes most."""
-    return next((name for name, one in SCHEDULES.items() if virtual_stages in one.chunks),
+    """Return the first schedule that supports this many chunks per stage, else the one that supports the most."""
+    return next((name for name, schedule in SCHEDULES.items() if virtual_stages in schedule.chunks),
                 max(SCHEDULES, key=lambda name: SCHEDULES[name].chunks[-1]))
 
 
-def chunk_counts(schedule: str) -> str:
-    counts = SCHEDULES[schedule].chunks
-    return str(counts[0]) if len(counts) == 1 else f"from {counts[0]} to {counts[-1]}"
+def divisors(number: int, limit: int = 64) -> str:
+    """Return the divisors of `number` up to `limit`, as text for a message."""
+    return ", ".join(str(d) for d in range(1, min(number, limit) + 1) if number % d == 0)
 
 
-def enough_layers(c) -> str:
-    """What may be changed where a chunk has no layer."""
+def largest_divisor(number: int, limit: int) -> int | None:
+    """Return the largest divisor of `number` up to `limit`; None if limit < 1."""
+    return next((d for d in range(min(number, limit), 0, -1) if number % d == 0), None)
+
+
+def flags_for_enough_layers(c) -> str:
+    """Return flags, for a message, that would give each chunk a layer."""
     advice = f"--num-layers {c.pp * c.virtual_stages}"
     fewer_chunks = c.num_layers // c.pp
     if fewer_chunks < c.virtual_stages and fewer_chunks in SCHEDULES[c.schedule].chunks:
@@ -52,8 +42,20 @@ def enough_layers(c) -> str:
     return advice + (f" or --pp {fewer_stages}" if fewer_stages else "")
 
 
+def check_trace(config):
+    """Check --trace FIRST:LAST. Raises UserError."""
+    if config.trace is None:
+        return
+    numbers = config.trace.split(":")
+    require(len(numbers) == 2 and all(number.isdecimal() for number in numbers) and len(config.trace) < 20
+            and 1 <= int(numbers[0]) <= int(numbers[1]),
+            f"--trace must be FIRST:LAST, two steps with 1 <= FIRST <= LAST, but is {config.trace}; try --trace 10:12")
+    require(int(numbers[1]) <= config.train_iters,
+            f"--trace {config.trace} must end by train-iters {config.train_iters}; lower it, or train longer")
+
+
 def check_sizes(c):
-    """The rules that tie the sizes together; each message names the rule, the numbers and a fix. Raises UserError."""
+    """Check a resolved Config. Raises UserError."""
     tp, pp, dp = c.tp, c.pp, c.dp
     require(tp * pp * dp == c.world_size,
             f"world size {c.world_size} must equal tensor x pipeline x data parallel = "
@@ -70,47 +72,48 @@ def check_sizes(c):
             f"try --num-query-groups {divisors(c.num_attention_heads)}")
     require(c.num_query_groups % tp == 0,
             f"num-query-groups {c.num_query_groups} must be divisible by tensor-model-parallel-size {tp}, since each "
-            f"rank has whole groups; try --tp {divisors(c.num_query_groups)}")
+            f"rank holds whole groups; try --tp {divisors(c.num_query_groups)}")
     require(not c.rope or 0 < rotary_size(c) <= c.kv_channels and rotary_size(c) % 2 == 0,
-            f"rope turns {rotary_size(c)} numbers of a head, rotary-percent {c.rotary_percent:g} x kv-channels "
-            f"{c.kv_channels}, which must be an even number from 2 to {c.kv_channels}; try "
+            f"RoPE must rotate an even number of channels from 2 to {c.kv_channels}, but rotary-percent "
+            f"{c.rotary_percent:g} x kv-channels {c.kv_channels} is {rotary_size(c)}; try "
             + (f"--kv-channels {c.kv_channels + 1}" if c.kv_channels % 2 else "--rotary-percent 1"))
     require(c.rope or not c.use_rope_scaling and c.rotary_percent == c.rotary_seq_len_interpolation_factor == 1.0,
-            f"--use-rope-scaling, --rotary-percent and --rotary-seq-len-interpolation-factor belong to rope, but "
-            f"position-embedding-type is {c.position_embedding_type}; add --position-embedding-type rope, or leave "
-            "them out")
+            "--use-rope-scaling, --rotary-percent and --rotary-seq-len-interpolation-factor need "
+            f"--position-embedding-type rope, but it is {c.position_embedding_type}; change it, or leave them out")
     require(c.ffn_hidden_size % tp == 0,
             f"ffn-hidden-size {c.ffn_hidden_size} must be divisible by tensor-model-parallel-size {tp}; "
             f"try --tp {divisors(c.ffn_hidden_size)}")
-    require(c.virtual_stages in SCHEDULES[c.schedule].chunks,
-            f"virtual-stages must be {chunk_counts(c.schedule)} with schedule {c.schedule}, but is {c.virtual_stages}; "
-            f"try --virtual-stages {min(SCHEDULES[c.schedule].chunks, key=lambda one: abs(one - c.virtual_stages))}"
-            + "".join(
-                f" or --schedule {name}" for name, one in SCHEDULES.items() if c.virtual_stages in one.chunks))
+    chunks = SCHEDULES[c.schedule].chunks
+    allowed = str(chunks[0]) if len(chunks) == 1 else f"from {chunks[0]} to {chunks[-1]}"
+    require(c.virtual_stages in chunks,
+            f"virtual-stages must be {allowed} with schedule {c.schedule}, but is {c.virtual_stages}; "
+            f"try --virtual-stages {min(chunks, key=lambda count: abs(count - c.virtual_stages))}"
+            + "".join(f" or --schedule {name}" for name, schedule in SCHEDULES.items()
+                      if c.virtual_stages in schedule.chunks))
     require(c.num_layers >= pp * c.virtual_stages,
             f"num-layers {c.num_layers} must be at least pipeline-model-parallel-size {pp}"
             + (f" x virtual-stages {c.virtual_stages} = {pp * c.virtual_stages}" if c.virtual_stages > 1 else "")
-            + f", since each holds a layer or more; try {enough_layers(c)}")
+            + f", since each stage's chunks need at least one layer; try {flags_for_enough_layers(c)}")
     require(c.global_batch_size % (c.micro_batch_size * dp) == 0,
             f"global-batch-size {c.global_batch_size} must be divisible by micro-batch-size x data parallel = "
             f"{c.micro_batch_size} x {dp} = {c.micro_batch_size * dp}; try --global-batch-size "
             f"{-(-c.global_batch_size // (c.micro_batch_size * dp)) * c.micro_batch_size * dp}")
     require(c.slices <= c.micro_batch_size,
-            f"slices {c.slices} must be at most micro-batch-size {c.micro_batch_size}, since a slice holds a sample or "
-            f"more; try --slices {c.micro_batch_size} or --columns for batches this small")
+            f"slices {c.slices} must be at most micro-batch-size {c.micro_batch_size}, since each slice needs a "
+            f"sample; try --slices {c.micro_batch_size}, or --columns 2 to overlap within a slice")
     require(c.columns <= c.hidden_size, f"columns {c.columns} must be at most hidden-size {c.hidden_size}; try 2 or 4")
     require(c.seq_length % c.sequence_shards == 0,
             f"seq-length {c.seq_length} must be divisible by tensor-model-parallel-size {tp} with --sequence-parallel, "
-            f"which cuts the tokens; try --seq-length {-(-c.seq_length // tp) * tp}")
+            f"which splits the sequence; try --seq-length {-(-c.seq_length // tp) * tp}")
     require(c.recompute_granularity == "full" or not c.checkpoint_in_cpu,
-            "--checkpoint-in-cpu needs --recompute-granularity full, since it moves what that keeps, but "
+            "--checkpoint-in-cpu needs --recompute-granularity full, whose stored layer inputs it offloads, but "
             f"recompute-granularity is {c.recompute_granularity}; give both, or neither")
     require(c.seq_length <= c.max_position_embeddings,
             f"seq-length {c.seq_length} must be at most max-position-embeddings {c.max_position_embeddings}; "
             f"try --max-position-embeddings {c.seq_length}")
-    require(c.load or not c.finetune, "--finetune takes the weights of --load, and there is none; add --load FOLDER")
+    require(c.load or not c.finetune, "--finetune needs a checkpoint to take the weights from; add --load FOLDER")
     require(c.min_loss_scale <= c.initial_loss_scale, f"min-loss-scale {c.min_loss_scale:g} must be at most "
             f"initial-loss-scale {c.initial_loss_scale:g}; try --min-loss-scale {c.initial_loss_scale:g}")
     require(c.dtype == "float16" or not c.fp16_lm_cross_entropy,
             f"--fp16-lm-cross-entropy needs --fp16, but --dtype is {c.dtype}; add --fp16, or leave it out")
-    require(c.min_lr <= c.lr, f"min-lr {c.min_lr} must be at most lr {c.lr}; lower it or leave it out")
+    require(c.min_lr <= c.lr, f"min-lr {c.min_lr} must be at most lr {c.lr}; lower it, or leave it out")

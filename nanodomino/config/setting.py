@@ -1,6 +1,6 @@
 """How a setting is declared: one line in Config gives a field its flag, its help text, its range and its rules.
 
-    min_lr: float = setting("The training", None, "final learning rate", affects="losses", type=float, derived=True)
+    min_lr: float = setting("The training", None, "final learning rate", affects="losses", derived=True)
 
 The flag, its line in --help and in docs/settings.md, its range check, and what happens when a run is resumed or an
 older checkpoint is loaded all follow from this line. Five questions about four settings:
@@ -37,21 +37,17 @@ EFFECTS = {"model": "refused: the checkpoint's weights would not fit, or would m
            "launch": "applies to one launch only; a resumed run does not remember it"}
 
 
-def setting(section, default, help, *, affects, choices=(), alias=None, type=None, at_least=None, above=None,
-            below=None, derived=False, legacy_default=...):
-    """Declare a field of Config that is also a command-line flag.
+def setting(section, default, help, *, affects, choices=(), alias=None, at_least=None, above=None, below=None,
+            derived=False, legacy_default=...):
+    """Declare a field of Config that is also a command-line flag; the field's annotation is the flag's type.
 
     section: heading in --help; affects: a key of EFFECTS; choices: the allowed values; alias: a second spelling of the
-    flag; type: defaults to the default's type; at_least, above, below: the range (if neither at_least nor above is
-    given, integers start at 1 and floats at 0); derived: Config.resolve() computes a missing value from other settings;
-    legacy_default: the value that checkpoints older than the setting were made with, or a function of their record;
-    by default today's default.
+    flag; at_least, above, below: the range (without at_least and above, integers start at 1 and floats at 0); derived:
+    Config.resolve() computes a missing value from other settings; legacy_default: the value that checkpoints older than
+    the setting were made with, or a function of their record (today's default if not given).
     """
-    type = type or default.__class__
-    if at_least is None and above is None:
-        at_least = {int: 1, float: 0.0}.get(type)
     return field(default=default, metadata=dict(
-        section=section, help=help, affects=affects, choices=tuple(choices), alias=alias, type=type, at_least=at_least,
+        section=section, help=help, affects=affects, choices=tuple(choices), alias=alias, at_least=at_least,
         above=above, below=below, derived=derived,
         legacy_default=default if legacy_default is ... else legacy_default))
 
@@ -81,14 +77,15 @@ def check_values(config):
             continue
         require(not rules["choices"] or value in rules["choices"],
                 f"unknown {flag} '{value}'; try one of {', '.join(map(str, rules['choices']))}")
-        if rules["type"] is int:
-            require(value >= rules["at_least"], f"{flag} must be at least {rules['at_least']}, but is {value}")
+        at_least, above, below = rules["at_least"], rules["above"], rules["below"]
+        if setting.type is int:
+            at_least = 1 if at_least is None else at_least
+            require(value >= at_least, f"{flag} must be at least {at_least}, but is {value}")
             require(value <= MAX_INT, f"{flag} must be at most {MAX_INT}, but is {value}")
-        elif rules["type"] is float:
-            at_least, above, below = rules["at_least"], rules["above"], rules["below"]
-            low = f"above {above:g}" if at_least is None else f"at least {at_least:g}"
+        elif setting.type is float:
+            inside = value >= (at_least or 0.0) if above is None else value > above
+            low = f"at least {at_least or 0.0:g}" if above is None else f"above {above:g}"
             rule = (f"{low} and below {below:g}" if below is not None
-                    else f"a finite number {'of ' if at_least is not None else ''}{low}")
-            inside = value > above if at_least is None else value >= at_least
+                    else f"a finite number {'of ' if above is None else ''}{low}")
             require(inside and value < (math.inf if below is None else below),
                     f"{flag} must be {rule}, but is {value}")

@@ -67,8 +67,8 @@ def test_every_setting_has_a_role_a_type_and_a_word_of_help():
         assert one.metadata["affects"] in EFFECTS
     shown = " ".join(command_line_parser().format_help().split())
     for one in flag_settings(Config):
-        assert one.metadata["type"] in (int, float, bool, str) and flag_name(one.name) in shown
-        assert one.default is None or isinstance(one.default, one.metadata["type"])
+        assert one.type in (int, float, bool, str) and flag_name(one.name) in shown
+        assert one.default is None or isinstance(one.default, one.type)
         assert not one.metadata["choices"] or one.default in (None, *one.metadata["choices"])
 
 
@@ -145,7 +145,7 @@ def changed(one: dataclasses.Field, value):
     if choices := one.metadata.get("choices"):
         return next(choice for choice in choices if choice != value)
     other = {bool: lambda: not value, int: lambda: 2 * (value or 1), float: lambda: 2 * (value or 0) + 0.125}
-    return other.get(one.metadata.get("type"), lambda: "something else")()
+    return other.get(one.type, lambda: "something else")()
 
 
 @pytest.mark.parametrize("one", [one for one in dataclasses.fields(Config) if one.name not in ("run_dir", "load", "finetune")], ids=lambda one: one.name)
@@ -269,7 +269,7 @@ def test_load_brings_the_model_along_and_finetune_nothing_else(tmp_path):
 
 
 def test_finetune_without_load_is_refused():
-    with pytest.raises(UserError, match="--finetune takes the weights of --load"):
+    with pytest.raises(UserError, match="--finetune needs a checkpoint to take the weights from"):
         settled("--finetune")
 
 

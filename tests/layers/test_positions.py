@@ -130,15 +130,15 @@ LLAMA = dict(FAMILIES["llama"])
 @pytest.mark.parametrize("options, sentence", [
     (dict(num_query_groups=3), "num-attention-heads 8 must be divisible by num-query-groups 3; try --num-query-groups 1, 2, 4, 8"),
     (dict(num_query_groups=2, tensor_model_parallel_size=4), "num-query-groups 2 must be divisible by tensor-model-parallel-size 4, since each "
-     "rank has whole groups; try --tp 1, 2"),
+     "rank holds whole groups; try --tp 1, 2"),
     (dict(group_query_attention=True), "--group-query-attention needs --num-query-groups below num-attention-heads 8, but there are 8; "
      "try --num-query-groups 4"),
-    (dict(position_embedding_type="rope", kv_channels=3), "rope turns 3 numbers of a head, rotary-percent 1 x kv-channels 3, which must be an "
-     "even number from 2 to 3; try --kv-channels 4"),
+    (dict(position_embedding_type="rope", kv_channels=3), "RoPE must rotate an even number of channels from 2 to 3, but "
+     "rotary-percent 1 x kv-channels 3 is 3; try --kv-channels 4"),
     (dict(group_query_attention=False, num_query_groups=2, given=("group_query_attention", "num_query_groups")),
-     "--no-group-query-attention and --num-query-groups 2 contradict each other, of 8 heads; try --num-query-groups 8"),
-    (dict(position_embedding_type="rope", rotary_percent=0.1), "rope turns 0 numbers of a head"),
-    (dict(use_rope_scaling=True), "--use-rope-scaling, --rotary-percent and --rotary-seq-len-interpolation-factor belong to rope"),
+     "--no-group-query-attention and --num-query-groups 2 contradict each other, since there are 8 heads; try --num-query-groups 8"),
+    (dict(position_embedding_type="rope", rotary_percent=0.1), "RoPE must rotate an even number of channels from 2 to 2, but rotary-percent 0.1 x kv-channels 2 is 0"),
+    (dict(use_rope_scaling=True), "--use-rope-scaling, --rotary-percent and --rotary-seq-len-interpolation-factor need --position-embedding-type rope"),
     (dict(position_embedding_type="alibi"), "unknown --position-embedding-type 'alibi'; try one of learned_absolute, rope, none"),
     (dict(hidden_size=18), "hidden-size 18 must be divisible by num-attention-heads 8"),
 ])

@@ -126,8 +126,8 @@ BAD_FLAGS = [
     (1, "--hidden-size 4", "hidden-size 4", "divisible by num-attention-heads 8", "try 8"),
     (4, "--tp 4 --num-attention-heads 6", "heads 6", "parallel-size 4", "try --tp 1, 2, 3, 6"),
     (4, "--tp 4 --ffn-hidden-size 10", "ffn-hidden-size 10", "tensor-model-parallel-size 4", "try --tp 1, 2, 5, 10"),
-    (4, "--tp 4 --make-vocab-size-divisible-by 1", "to 257", "size 4", "try --make-vocab-size-divisible-by 512"),
-    (8, "--tp 8 --make-vocab-size-divisible-by 5", "to 260", "size 8", "try --make-vocab-size-divisible-by 1024"),
+    (4, "--tp 4 --make-vocab-size-divisible-by 1", "vocabulary of 257", "size 4", "try --make-vocab-size-divisible-by 512"),
+    (8, "--tp 8 --make-vocab-size-divisible-by 5", "vocabulary of 260", "size 8", "try --make-vocab-size-divisible-by 1024"),
     (1, "--model gpt2-xl --num-attention-heads 12", "hidden-size 1600", "num-attention-heads 12"),
     # The batch
     (3, "--pp 1", "global-batch-size 16", "4 x 3 = 12", "try --global-batch-size 24"),
@@ -166,7 +166,7 @@ BAD_FLAGS = [
     (1, "--zero-stage 3", "--zero-stage", "3", "0, 1"),
     (1, "--optimizer abacus", "--optimizer", "'abacus'", *OPTIMIZERS),
     (1, "--normalization abnormal", "--normalization", "'abnormal'", *NORMALIZATIONS),
-    (1, "--finetune", "--finetune takes the weights of --load", "add --load FOLDER"),
+    (1, "--finetune", "--finetune needs a checkpoint to take the weights from", "add --load FOLDER"),
     (1, "--device tpu", "--device", "'tpu'", "cpu", "cuda"),
     (1, "--lr-decay-style step", "--lr-decay-style", "'step'", "cosine", "linear"),
     (1, "--tensor-parallel 2", "--tensor-parallel 2", "--help lists every flag"),
@@ -185,7 +185,7 @@ def test_flags_that_cannot_work_are_refused_with_the_numbers_and_a_fix(refusal, 
 
 
 def flags_of(kind):
-    return [flag_name(one.name) for one in setting.flag_settings(Config) if one.metadata["type"] is kind]
+    return [flag_name(one.name) for one in setting.flag_settings(Config) if one.type is kind]
 
 
 @pytest.mark.parametrize("flag", flags_of(int))
