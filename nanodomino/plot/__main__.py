@@ -1,3 +1,5 @@
+"""Draws the loss curves of runs: python -m nanodomino.plot RUN [RUN ...] [--output PICTURE.svg]"""
+
 import argparse
 import sys
 from pathlib import Path
@@ -8,18 +10,16 @@ from nanodomino.plot.curves import COLOURS, differences, picture, read
 from nanodomino.plot.svg import write_output
 
 
-# ---- from the command line
-
 def main(arguments: list[str]) -> int:
-    """python -m nanodomino.plot RUN [RUN ...] [--output PICTURE.svg]"""
     parser = argparse.ArgumentParser("python -m nanodomino.plot", allow_abbrev=False,
-                                     description="Draw the curves of runs of train.py, also while they train.")
+                                     description="Draw the curves of finished runs and of runs that still train.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or its metrics.jsonl")
     parser.add_argument("--output", type=Path, metavar="PICTURE.svg",
-                        help="the SVG to write (default: loss.svg in the run's folder; of several, compared.svg here)")
+                        help="the SVG to write (default: loss.svg in the run's folder; for several runs compared.svg "
+                             "in the current folder)")
     flags = parser.parse_args(arguments)
-    require(len(flags.runs) <= len(COLOURS), f"{len(flags.runs)} runs are more than the {len(COLOURS)} that can be "
-            "told apart; give fewer")
+    require(len(flags.runs) <= len(COLOURS), f"there are colours for {len(COLOURS)} runs, but {len(flags.runs)} are "
+            "given; give fewer")
     curves, settings = zip(*map(read, flags.runs))
     if len({curve.name for curve in curves}) < len(curves):
         for curve, folder in zip(curves, flags.runs):

@@ -1,11 +1,9 @@
-"""What every picture is drawn with: a frame, text, boxes, lines, ticks, a legend, as the text of an SVG.
+"""Building blocks for SVG pictures: a frame, text, boxes, lines, axis ticks and a legend.
 
-A picture is a list of such elements in pixels, the later ones painted over the earlier, y downwards:
+A picture is a list of elements in pixels, y pointing down; later elements are painted over earlier ones:
 
-    body = [text(8, 18, "Loss", "title"), box(92, 30, 200, 26, "#9bd1f4", tip="what a mouse sees")]
+    body = [text(8, 18, "Loss", "title"), box(92, 30, 200, 26, "#9bd1f4", tip="shown under the mouse")]
     write(Path("loss.svg"), frame(1000, 70, body))
-
-No library is asked for: a browser, a README and a printer all read the elements used here.
 """
 
 import math
@@ -15,8 +13,8 @@ from xml.sax.saxutils import escape
 
 from nanodomino.errors import UserError, require
 
-WIDTH = 1000             # pixels of a picture; a README shows some 1000, a browser more
-LINE, LETTER = 18, 7     # the height of a line of text, the width of a character
+WIDTH = 1000             # pixels of a picture
+LINE, LETTER = 18, 7     # the height of a line of text and the width of a character, in pixels
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" \
 height="{height:.0f}">
 <style>text{{font:12px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;fill:#1f1f1f}}
@@ -30,69 +28,71 @@ height="{height:.0f}">
 
 
 def frame(width, height, body: list[str], definitions="") -> str:
-    """The whole picture. definitions: patterns, markers and clips that its elements name."""
+    """Return the whole picture. definitions: the patterns, markers and clip paths that the elements refer to."""
     return SVG.format(width=width, height=height, definitions=definitions, body="\n".join(body))
 
 
-def plain(words) -> str:
-    """As SVG may hold it: what a folder's name can hold is not always a character."""
-    return escape("".join(one if one.isprintable() else "?" for one in str(words)))
+def printable(words) -> str:
+    """Escape text for XML. A folder's name may hold bytes that are not characters; they become '?'."""
+    return escape("".join(character if character.isprintable() else "?" for character in str(words)))
 
 
-def text(x, y, words, kind="") -> str:
-    """kind: classes of the style, such as "small pale"."""
-    return f'<text x="{x:.1f}" y="{y:.1f}"' + (f' class="{kind}"' if kind else "") + f">{plain(words)}</text>"
+def text(x, y, words, style="") -> str:
+    """style: classes of the style sheet above, such as "small pale"."""
+    return f'<text x="{x:.1f}" y="{y:.1f}"' + (f' class="{style}"' if style else "") + f">{printable(words)}</text>"
 
 
 def box(x, y, width, height, fill, tip="", stroke="", opacity=1.0) -> str:
     look = (f' stroke="{stroke}" stroke-width="0.7"' if stroke and width > 2 else "")
     look += f' opacity="{opacity}"' if opacity < 1 else ""
     return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.3):.1f}" height="{height:.1f}" fill="{fill}"{look}'
-            + (f"><title>{plain(tip)}</title></rect>" if tip else "/>"))
+            + (f"><title>{printable(tip)}</title></rect>" if tip else "/>"))
 
 
 def line(path, stroke, look="") -> str:
-    """path: SVG's own words for one, such as "M0 0L6 3"; look: further attributes."""
+    """path: SVG path data, such as "M0 0L6 3"; look: further attributes."""
     return f'<path d="{path}" stroke="{stroke}"{look and " " + look}/>'
 
 
-def tick_step(scale, apart) -> float:
-    """The smallest 1, 2 or 5 times a power of ten that spans `apart` pixels, at `scale` pixels a unit."""
-    power = math.floor(math.log10(apart / scale))
+def tick_step(scale, minimum_pixels) -> float:
+    """Return the smallest 1, 2 or 5 times a power of ten that spans `minimum_pixels`. scale: pixels per unit."""
+    power = math.floor(math.log10(minimum_pixels / scale))
     return next(step for exponent in (power, power + 1) for step in (factor * 10.0 ** exponent for factor in (1, 2, 5))
-                if step * scale >= apart)
+                if step * scale >= minimum_pixels)
 
 
 def legend(entries, y) -> tuple[list[str], float]:
-    """In as many lines as it takes. entries: (sample(x, y) -> an element of 14 x 12 pixels, name) -> (elements, where
-    they end)."""
-    parts, x = [], 8
+    """Lay out (sample, name) pairs in as many lines as they need; return the elements and the y below them.
+
+    sample(x, y) returns an element of 14 x 12 pixels.
+    """
+    elements, x = [], 8
     for sample, name in entries:
         if x + 19 + LETTER * len(name) > WIDTH:
             x, y = 8, y + LINE
-        parts += [sample(x, y), text(x + 19, y + 10.5, name)]
+        elements += [sample(x, y), text(x + 19, y + 10.5, name)]
         x += 19 + LETTER * len(name) + 12
-    return parts, y + LINE
+    return elements, y + LINE
 
 
 def write(path: Path, picture: str):
-    """Whole at any moment, also where it replaces another: written beside, then renamed."""
+    """Write a temporary file and rename it, so that a reader never sees half a picture."""
     if path.exists() and not path.is_file():
-        path.write_text(picture, encoding="utf-8")             # /dev/stdout: nothing to replace
+        path.write_text(picture, encoding="utf-8")             # /dev/stdout can't be replaced
         return
     path = path.resolve()
-    beside = path.with_name(f".{path.name}-{os.getpid()}")     # two processes may draw the same run
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")  # two processes may draw the same run
     try:
-        beside.write_text(picture, encoding="utf-8")
-        beside.replace(path)
+        temporary.write_text(picture, encoding="utf-8")
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_output(path: Path, picture: str, inputs: list[Path]):
-    """What a command's --output names. Raises UserError."""
-    require(path.resolve() not in [one.resolve() for one in inputs],
-            f"--output {path} is what the picture is drawn from, and would be lost; choose another file")
+    """Write the file that --output names. Raises UserError if it can't be written or is one of the inputs."""
+    require(path.resolve() not in [source.resolve() for source in inputs],
+            f"--output {path} would overwrite an input of the picture; choose another file")
     try:
         write(path, picture)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The curve of a run says what its metrics.jsonl holds, whatever that is; and no run ends because of its picture.
+"""loss.svg shows what metrics.jsonl holds, and a failure to draw it never ends a run.
 
-    runs of train.py     leave loss.svg, also killed, also given up; a full disk is a warning
-    files made by hand   odd, damaged, huge, growing: a sound picture, or one sentence
+    runs of train.py     leave loss.svg, even if killed or given up; a full disk is a warning
+    files made by hand   odd, damaged, huge or growing: a valid picture, or a one-sentence error
 """
 
 import json
@@ -23,15 +23,16 @@ from support.harness import tiny
 import nanodomino.run.report
 from nanodomino.errors import UserError
 from nanodomino.plot.__main__ import main
-from nanodomino.plot.curves import COLOURS, SERIES, Curve, differences, mean_around, picture, polyline, thinned
+from nanodomino.plot.curves import COLOURS, Curve, differences, mean_around, picture, polyline, thinned
 from nanodomino.plot.svg import tick_step, write
 from nanodomino.run.report import Report
 
-LIMIT = 120              # seconds for a run of few steps; it takes two
+LIMIT = 120              # seconds for a short run; it takes two
 SHAPES = "{http://www.w3.org/2000/svg}"
-YARDSTICKS = dict(step=0, unigram_entropy=3.2, bigram_entropy=2.4)
+SKIPPED_MARK = "v-9"     # in the path of a skipped step's mark
+ENTROPIES = dict(step=0, unigram_entropy=3.2, bigram_entropy=2.4)
 
-# The run is killed as soon as it has recorded its fifth step.
+# Kills the run as soon as it has recorded its fifth step.
 DRIVER = f"""
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -49,7 +50,7 @@ train.run_rank(train.main, sys.argv[1:])
 
 
 def texts(svg: str) -> list[str]:
-    """Of a picture that must be well-formed, every number of which must be one."""
+    """Return the picture's texts, after checking that it is well-formed XML without nan, inf or None."""
     root = ElementTree.fromstring(svg)
     for shape in root.iter():
         for attribute, value in shape.items():
@@ -69,7 +70,7 @@ def curve_of(*lines) -> Curve:
 
 
 def leave(folder: Path, *lines, **settings) -> Path:
-    """A run's folder."""
+    """Make a run's folder with these lines in metrics.jsonl and these settings in config.json."""
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.json").write_text(json.dumps(settings))
@@ -85,7 +86,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def run(fork_server, corpus, tmp_path):
-    """run(flags, script): train.py alone in tmp_path/run, with flags -> how it ended."""
+    """run(flags, script): trains in one process in tmp_path/run and returns how it ended."""
     (tmp_path / "driver.py").write_text(DRIVER)
     (tmp_path / "here").mkdir()
 
@@ -96,7 +97,7 @@ def run(fork_server, corpus, tmp_path):
 
 
 def test_a_run_leaves_its_curve_and_the_command_draws_the_same(run, corpus, tmp_path, capsys):
-    """The yardsticks are the text's; they are told once, also when the run goes on."""
+    """The entropies are the text's; a resumed run does not record them again."""
     run_dir, meta = tmp_path / "run", json.loads((corpus / "meta.json").read_text())
     for steps in (3, 8):
         ended = run(f"--train-iters {steps} --eval-interval 4")
@@ -104,7 +105,7 @@ def test_a_run_leaves_its_curve_and_the_command_draws_the_same(run, corpus, tmp_
         drawn = (run_dir / "loss.svg").read_text()
         words = texts(drawn)
         assert f"unigram {meta['unigram_entropy']:.3f}" in words and f"bigram {meta['bigram_entropy']:.3f}" in words
-        assert {"run", str(steps), "each step", "validation", "test"} <= {*words}
+        assert any(re.fullmatch(rf"run, {steps} steps, loss .*", word) for word in words), words
         (run_dir / "loss.svg").unlink()
         assert main([str(run_dir)]) == 0 and capsys.readouterr().out == f"drawn in {run_dir / 'loss.svg'}\n"
         assert (run_dir / "loss.svg").read_text() == drawn
@@ -115,40 +116,41 @@ def test_a_run_leaves_its_curve_and_the_command_draws_the_same(run, corpus, tmp_
 def test_a_killed_run_has_the_curve_of_its_last_validation_or_checkpoint(run, tmp_path, flags):
     ended = run(f"--train-iters 9 {flags}", str(tmp_path / "driver.py"))
     assert ended.code == -signal.SIGKILL, ended.output
-    words = texts((tmp_path / "run" / "loss.svg").read_text())
-    assert words[words.index("run") + 1] == "3", words
+    assert any(word.startswith("run, 3 steps, ") for word in texts((tmp_path / "run" / "loss.svg").read_text()))
 
 
 def test_a_run_that_gives_up_shows_when_it_went_wrong(run, tmp_path):
     ended = run("--train-iters 20 --lr 1e30 --max-skipped-steps 4 --eval-interval 50 --save-interval 50")
     assert ended.code == 2 and "4 steps in a row" in ended.output, ended.output
-    assert "skipped step" in texts((tmp_path / "run" / "loss.svg").read_text())
+    assert SKIPPED_MARK in (tmp_path / "run" / "loss.svg").read_text()
 
 
 @pytest.fixture
 def report(tmp_path):
     """report(speaks): one of a run of ours, without a run."""
     place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: "")
-    corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, tokens=dict.fromkeys(("train", "valid", "test"), 999), path=tmp_path)
+    corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
+                             tokens=dict.fromkeys(("train", "valid", "test"), 999))
     return lambda speaks=True: Report(tiny(1), corpus, place, tmp_path, 0, speaks)
 
 
-def test_what_goes_wrong_with_the_picture_ends_no_run(report, tmp_path, capsys, monkeypatch):
-    """A disk that can't be written to, and what nobody has thought of."""
+def test_a_failure_to_draw_is_a_warning(report, tmp_path, capsys, monkeypatch):
+    """Neither an unwritable file nor a bug."""
     one = report()
     (tmp_path / "loss.svg").mkdir()
     one.losses(1, "valid", 2.5)
     assert "warning: loss.svg can't be drawn: [Errno 21] Is a directory" in capsys.readouterr().out
     (tmp_path / "loss.svg").rmdir()
-    monkeypatch.setattr(nanodomino.report, "picture", lambda curves: 1 / 0)
+    monkeypatch.setattr(nanodomino.run.report, "picture", lambda curves: 1 / 0)
     one.losses(2, "valid", math.nan)
     assert "warning: loss.svg can't be drawn: division by zero; training goes on" in capsys.readouterr().out
     monkeypatch.undo()
     one.losses(3, "valid", 2.4)
-    assert "warning" not in capsys.readouterr().out and "2.400" in texts((tmp_path / "loss.svg").read_text())
+    assert "warning" not in capsys.readouterr().out
+    assert "validation 2.400" in "".join(texts((tmp_path / "loss.svg").read_text()))
 
 
-def test_it_is_drawn_if_there_is_something_new_and_by_rank_0(report, tmp_path):
+def test_rank_0_alone_draws_and_only_if_there_are_new_lines(report, tmp_path):
     report(speaks=False).losses(1, "valid", 2.5)
     assert not (tmp_path / "loss.svg").exists()
     one = report()
@@ -159,26 +161,26 @@ def test_it_is_drawn_if_there_is_something_new_and_by_rank_0(report, tmp_path):
         assert not (tmp_path / "loss.svg").exists()
 
 
-def test_a_run_that_begins_again_tells_its_yardsticks_again(report, tmp_path):
-    """Killed before its first checkpoint, it begins with an empty file."""
+def test_a_run_that_starts_again_records_the_entropies_again(report, tmp_path):
+    """A run killed before its first checkpoint starts again with an empty file."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps(step_line(1, 5.0)) + "\n")
     report()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == YARDSTICKS
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == ENTROPIES
 
 
 # ---- from values to points
 
-def test_the_mean_is_that_of_the_neighbours_which_are_there():
+def test_the_mean_is_over_the_finite_neighbours():
     values = np.array([1.0, np.nan, 4.0, 2.0, np.nan, np.nan, np.nan, 7.0])
     around = [1.0, 2.5, 3.0, 3.0, 2.0, np.nan, 7.0, 7.0]
     assert mean_around(values, 1) == pytest.approx(around, nan_ok=True)
     assert mean_around(values, 0) == pytest.approx(values, nan_ok=True)
     assert mean_around(np.array([]), 3).size == 0
-    spiked = np.where(np.arange(20_000) == 5, 1e9, 2.0)
-    assert mean_around(spiked, 100)[-1000:] == pytest.approx(2.0, abs=1e-6), "a spike has cost the others their digits"
+    spiked = np.where(np.arange(20_000) == 5, 1e30, 2.0)
+    assert mean_around(spiked, 100)[-1000:] == pytest.approx(2.0, abs=1e-6), "a spike affects only its neighbours"
 
 
-def test_of_each_column_the_least_and_the_largest_value_are_drawn():
+def test_each_pixel_column_keeps_its_smallest_and_largest_value():
     generator = np.random.default_rng(0)
     x, values = np.sort(generator.uniform(52, 900, 5000)), generator.normal(size=5000)
     values[generator.random(5000) < 0.3] = np.nan
@@ -188,16 +190,13 @@ def test_of_each_column_the_least_and_the_largest_value_are_drawn():
         drawn, there = thin[thin_x // 2 == column], values[x // 2 == column]
         there = there[np.isfinite(there)]
         assert sorted(drawn) == [there.min(), there.max()] if len(there) else np.isnan(drawn).all()
-    for slope in (1, -1):
-        thin_x, thin = thinned(x, slope * x, 2)
-        assert np.array_equal(thin, slope * thin_x), "a straight line has become stairs"
-    assert [one.size for one in thinned(np.array([]), np.array([]), 1)] == [0, 0]
+    assert [each.size for each in thinned(np.array([]), np.array([]), 1)] == [0, 0]
 
 
-def test_a_gap_parts_a_line_and_a_point_alone_is_a_dot():
+def test_nan_is_a_gap_and_a_single_point_a_dot():
     x, y = np.arange(7.0), np.array([5, 6, np.nan, 7, np.nan, 8, 9.04])
     pieces = polyline(x, y).split("M")[1:]
-    assert pieces[0] == "0 5 1 6" and pieces[1].startswith("3 7m") and pieces[2] == "5 8 6 9"
+    assert pieces == ["0 5 1 6h0", "3 7h0", "5 8 6 9h0"]
 
 
 def test_ticks_are_1_2_or_5_times_a_power_of_ten_and_as_close_as_may_be():
@@ -215,38 +214,36 @@ def test_ticks_are_1_2_or_5_times_a_power_of_ten_and_as_close_as_may_be():
 
 def fall(steps: int, noise=0.0, **others) -> list[dict]:
     generator = random.Random(steps)
-    return [YARDSTICKS] + [step_line(step, 2 + 4 / (1 + step) + noise * generator.gauss(0, 1), **others)
+    return [ENTROPIES] + [step_line(step, 2 + 4 / (1 + step) + noise * generator.gauss(0, 1), **others)
                            for step in range(1, steps + 1)]
 
 
 def test_the_picture_says_what_it_draws():
-    words = texts(picture([curve_of(*fall(400, 0.1), dict(step=400, valid_loss=2.5), dict(step=400, test_loss=2.6))]))
-    assert {"loss, nats per token", "gradient norm, logarithmic", "learning rate", "unigram 3.200", "bigram 2.400",
-            "each step", "mean over 9 steps, centred", "validation", "test"} <= {*words}
-    assert words[words.index("a-run") + 1] == "400" and {"2.500", "2.600"} <= {*words}
-    assert "skipped step" not in words
-    words = texts(picture([curve_of(*fall(99))]))
-    assert "each step" in words and "2.500" not in words
-    assert not any(word.startswith("mean") for word in words), "of few steps each is drawn strong"
+    drawn = picture([curve_of(*fall(400, 0.1), dict(step=400, valid_loss=2.5), dict(step=400, test_loss=2.6))])
+    words = texts(drawn)
+    assert {"loss, nats per token", "gradient norm", "learning rate", "unigram 3.200", "bigram 2.400"} <= {*words}
+    assert any(re.fullmatch(r"a-run, 400 steps, mean loss \S+, validation 2.500, test 2.600", word) for word in words)
+    assert any("mean over 9 steps, centred" in word for word in words)
+    assert SKIPPED_MARK not in drawn
+    assert "mean" not in "".join(texts(picture([curve_of(*fall(99))]))), "a short run has no mean"
 
 
 def heights(svg: str, colour: str) -> list[float]:
-    """The y of all points of the lines of this colour in the first panel, from the top."""
+    """Return the y of all points of the lines of this colour in the loss panel, counted from the top."""
     found = re.findall(rf'<path d="M([^"]*)" stroke="{colour}"[^>]*url\(#loss\)', svg)
     assert found, "no line of this colour"
-    return [float(y) for path in found for y in re.split("[ML ]", path.split("m")[0])[1::2]]
+    return [float(y) for path in found for piece in path.split("M") for y in re.split(" ", piece[:-2])[1::2]]
 
 
 def test_lines_lie_where_the_values_are():
-    """Measured against the yardsticks' lines, whose values are known."""
-    drawn = picture([curve_of(YARDSTICKS, *(step_line(step, loss) for step, loss in enumerate((5.0, 4.0, 2.0), 1)))])
-    unigram, bigram = (float(y) for y in re.findall(r'd="M\d+ ([\d.]+)H\d+" stroke="#444"', drawn))
+    """Relative to the lines of the two entropies, whose values are known."""
+    drawn = picture([curve_of(ENTROPIES, *(step_line(step, loss) for step, loss in enumerate((5.0, 4.0, 2.0), 1)))])
+    unigram, bigram = sorted(float(y) for y in re.findall(r'd="M\d+ ([\d.]+)H\d+" stroke="#444"', drawn))
     by_hand = [bigram + (2.4 - loss) * (bigram - unigram) / 0.8 for loss in (5.0, 4.0, 2.0)]
     assert heights(drawn, COLOURS[0]) == pytest.approx(by_hand, abs=0.3)
 
 
 def test_a_long_run_stays_small_and_loses_no_spike():
-    """100,000 steps, and six such runs."""
     generator = random.Random(0)
     lines = [step_line(step, 2 + 4 * math.exp(-step / 20_000) + generator.gauss(0, 0.1),
                        math.exp(generator.gauss(0, 1))) for step in range(1, 100_001)]
@@ -256,43 +253,41 @@ def test_a_long_run_stays_small_and_loses_no_spike():
     spiked = curve_of(*lines)
     alone, six = picture([spiked]), picture([spiked] * 6)
     texts(alone), texts(six)
-    assert len(alone) < 100_000 and len(six) < 200_000
-    assert calm.splitlines()[-3:] == alone.splitlines()[-3:]
+    assert len(alone) < 150_000 and len(six) < 250_000
     changed = {*heights(alone, COLOURS[0])} - {*heights(calm, COLOURS[0])}
-    assert min(changed) < sorted(heights(alone, COLOURS[0]))[200], "the spike is as high as where the run began"
+    assert min(changed) < sorted(heights(alone, COLOURS[0]))[200], "the spike is as high as the first losses"
 
 
 def test_skipped_steps_are_gaps_with_a_mark():
     lines = fall(40)
     lines[20] = step_line(20, None, None, skipped=True)
     drawn = picture([curve_of(*lines)])
-    assert "skipped step" in texts(drawn)
+    assert SKIPPED_MARK in drawn
     (strong,) = re.findall(r'<path d="(M[^"]*)" [^>]*url\(#loss\)', drawn)
     assert strong.count("M") == 2
 
 
-ODD = {"one step": [YARDSTICKS, step_line(1, 5.5)], "no yardsticks": [step_line(1, 5.0), step_line(2, 4.0)],
-       "nothing finite": [YARDSTICKS] + [step_line(step, None, None, skipped=True) for step in range(1, 9)],
-       "all the same": [step_line(step, 3.0, 0.5, 0.0) for step in range(1, 300)],
+ODD = {"one step": [ENTROPIES, step_line(1, 5.5)], "no entropies": [step_line(1, 5.0), step_line(2, 4.0)],
+       "nothing finite": [ENTROPIES] + [step_line(step, None, None, skipped=True) for step in range(1, 9)],
+       "constant": [step_line(step, 3.0, 0.5, 0.0) for step in range(1, 300)],
        "zeros": [step_line(step, 0.0, 0.0, 0.0) for step in range(1, 300)],
-       "below zero": [step_line(step, -3.0 * step, 1.0) for step in range(1, 9)],
-       "NaN and Infinity": [dict(YARDSTICKS, bigram_entropy=None, unigram_entropy=math.nan), step_line(1, math.nan),
+       "negative": [step_line(step, -3.0 * step, 1.0) for step in range(1, 9)],
+       "NaN and Infinity": [dict(ENTROPIES, bigram_entropy=None, unigram_entropy=math.nan), step_line(1, math.nan),
                             step_line(2, math.inf, -math.inf), step_line(3, 2.0), dict(step=3, valid_loss=math.inf)],
-       "without bounds": [step_line(step, 10.0 ** (step % 300), 10.0 ** -(step % 300)) for step in range(1, 700)]
-       + [step_line(700, 10 ** 400)],
+       "up to 1e299": [step_line(step, 10.0 ** (step % 300), 10.0 ** -(step % 300)) for step in range(1, 700)],
        "few steps of many": [step_line(step, 2.0) for step in (3, 70_000, 2**31 - 1)],
-       "set back": [step_line(step, 3.0 + step) for step in (*range(1, 400), *range(200, 500))],
-       "a test alone": [YARDSTICKS, dict(step=0, test_loss=2.0)], "other keys": [dict(step_line(1, 2.0), more=[])]}
+       "steps twice": [step_line(step, 3.0 + step) for step in (*range(1, 400), *range(200, 500))],
+       "only a test": [ENTROPIES, dict(step=0, test_loss=2.0)], "unknown keys": [dict(step_line(1, 2.0), more=[])]}
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_runs_have_a_sound_picture(tmp_path, name):
+def test_odd_runs_have_a_valid_picture(tmp_path, name):
     folder = leave(tmp_path / "odd", *ODD[name])
     assert main([str(folder)]) == 0
     texts((folder / "loss.svg").read_text())
 
 
-def test_half_a_last_line_is_read_when_it_is_whole(tmp_path):
+def test_an_unfinished_line_is_read_once_it_is_complete(tmp_path):
     folder = leave(tmp_path / "run", *fall(3))
     path, more = folder / "metrics.jsonl", json.dumps(step_line(4, 2.125)) + "\n"
     curve = Curve(path)
@@ -302,16 +297,16 @@ def test_half_a_last_line_is_read_when_it_is_whole(tmp_path):
     assert not curve.read_on() and main([str(folder)]) == 0
     with open(path, "a") as file:
         file.write(more[20:])
-    assert curve.read_on() and curve.series["loss"][0].tolist() == [1, 2, 3, 4] and curve.series["loss"][1][-1] == 2.125
+    assert curve.read_on() and curve.arrays("loss").tolist()[0] == [1, 2, 3, 4] and curve.arrays("loss")[1, -1] == 2.125
     whole = Curve(path)
     whole.read_on()
-    assert all(whole.series[name] == curve.series[name] for name in SERIES)
+    assert whole.points == curve.points
 
 
 # ---- several runs
 
 def test_runs_are_compared_by_what_differs(tmp_path, capsys):
-    """Each in its colour, with its name and its settings, but for that of its folder, as far as there is room."""
+    """Each has its colour, its name and the settings that differ, except the folder's; long ones are cut off."""
     first = leave(tmp_path / "first", *fall(150), dict(step=150, valid_loss=2.25), lr=0.004, seed=1, run_dir="a", tp=2)
     second = leave(tmp_path / "second", *fall(120), lr=0.008, seed=1, run_dir="b", tp=2, data_path="x" * 99, dp=4)
     bare = leave(tmp_path / "bare <&>", *fall(100))
@@ -319,11 +314,13 @@ def test_runs_are_compared_by_what_differs(tmp_path, capsys):
     output = tmp_path / "all.svg"
     assert main([*map(str, (first, second / "metrics.jsonl", bare)), "--output", str(output)]) == 0
     drawn = output.read_text()
-    assert {"first", "second", "bare <&>", "lr 0.004", "lr 0.008, ...", "150", "120", "100", "2.250"} <= {*texts(drawn)}
+    words = "\n".join(texts(drawn))
+    for expected in (r"first, 150 steps, mean loss \S+, validation 2.250, lr 0.004\n",
+                     r"second, 120 steps, .*, lr 0.008, data_path x+\n", r"bare <&>, 100 steps, mean loss \S+\n"):
+        assert re.search(expected, words), words
     assert all(heights(drawn, colour) for colour in COLOURS[:3]) and COLOURS[3] not in drawn
-    assert differences([dict(tensor_model_parallel_size=1), dict(tensor_model_parallel_size=2)]) == [["tp 1"], ["tp 2"]]
-    assert differences([dict(a=1), {}, dict(a=1)]) == [[], [], []]
-    assert differences([dict(a=1.0, b=2), dict(a=1e-5, c=None)]) == [["a 1", "b 2"], ["a 1e-05"]]
+    assert differences([dict(a=1), {}, dict(a=1)]) == ["", "", ""]
+    assert differences([dict(a=1.0, b=2), dict(a=1e-5, c=None)]) == ["a 1.0, b 2", "a 1e-05"]
 
 
 def test_runs_of_one_name_are_named_by_their_paths(tmp_path, monkeypatch):
@@ -332,30 +329,23 @@ def test_runs_of_one_name_are_named_by_their_paths(tmp_path, monkeypatch):
         Path(parent).mkdir()
         leave(Path(parent) / "run", *fall(5))
     assert main(["a/run", "b/run/metrics.jsonl"]) == 0
-    assert {"a/run", "b/run/metrics.jsonl"} <= {*texts(Path("compared.svg").read_text())}
+    words = texts(Path("compared.svg").read_text())
+    assert all(any(word.startswith(name) for word in words) for name in ("a/run, ", "b/run/metrics.jsonl, "))
 
 
-def test_texts_of_their_own_have_yardsticks_in_their_runs_colours():
-    same, other = curve_of(*fall(9)), curve_of(dict(YARDSTICKS, bigram_entropy=2.1), *fall(9)[1:])
-    drawn = picture([same, other])
-    assert {"unigram 3.200", "bigram 2.400", "bigram 2.100"} <= {*texts(drawn)}
-    colours = re.findall(r'H\d+" stroke="(#\w+)" stroke-width', drawn)
-    assert colours == ["#444", COLOURS[0], COLOURS[1]]
-
-
-def test_what_cannot_be_drawn_is_named_in_one_sentence(tmp_path, capsys):
-    sound, empty = leave(tmp_path / "sound", *fall(3)), leave(tmp_path / "empty", YARDSTICKS)
+def test_bad_input_is_refused_in_one_sentence(tmp_path, capsys):
+    sound, empty = leave(tmp_path / "sound", *fall(3)), leave(tmp_path / "empty", ENTROPIES)
     before = {path: path.read_bytes() for path in sound.iterdir()}
     (tmp_path / "folder").mkdir()
     broken = leave(tmp_path / "broken", *fall(3)) / "metrics.jsonl"
     table = [([tmp_path / "missing"], f"{tmp_path}/missing can't be read (No such file or directory); give a run's"),
              ([tmp_path / "folder"], f"{tmp_path}/folder/metrics.jsonl can't be read (No such file or directory)"),
              ([empty], "empty/metrics.jsonl holds no step yet; wait for the first"),
-             ([sound] * (len(COLOURS) + 1), "7 runs are more than the 6 that can be told apart; give fewer"),
+             ([sound] * (len(COLOURS) + 1), "there are colours for 6 runs, but 7 are given; give fewer"),
              ([sound, "--output", tmp_path], f"--output {tmp_path} can't be written (Is a directory); choose"),
              ([sound, "--output", tmp_path / "no" / "x.svg"], "can't be written (No such file or directory); choose"),
-             ([sound, "--output", sound / "metrics.jsonl"], "is what the picture is drawn from, and would be lost"),
-             ([tmp_path / "empty/../sound", "--output", sound / "config.json"], "is what the picture is drawn from")]
+             ([sound, "--output", sound / "metrics.jsonl"], "would overwrite an input of the picture"),
+             ([tmp_path / "empty/../sound", "--output", sound / "config.json"], "would overwrite an input of the")]
     for arguments, message in table:
         refused(arguments, message, capsys)
     for wrong in ("{}", "[]", "7", "{", '{"step": "x"}', '{"step": -1}', '{"step": 1e9}', '{"step": 1, "loss": "x"}',
@@ -363,8 +353,8 @@ def test_what_cannot_be_drawn_is_named_in_one_sentence(tmp_path, capsys):
         lines = broken.read_bytes().splitlines(keepends=True)
         lines[1] = wrong.encode("latin-1") + b"\n"
         broken.write_bytes(b"".join(lines))
-        refused([broken.parent], "broken/metrics.jsonl is no metrics.jsonl: line 2 is no object with a step", capsys)
-    assert {path: path.read_bytes() for path in sound.iterdir()} == before, "nothing is left behind"
+        refused([broken.parent], "broken/metrics.jsonl, line 2: not an object with a step and numbers; give", capsys)
+    assert {path: path.read_bytes() for path in sound.iterdir()} == before, "the run's files have changed"
 
 
 def refused(arguments, message: str, capsys):
@@ -375,8 +365,8 @@ def refused(arguments, message: str, capsys):
 
 # ---- files
 
-def test_a_picture_is_whole_at_any_moment(tmp_path):
-    """Whoever looks while it is replaced sees the one or the other."""
+def test_a_reader_never_sees_half_a_picture(tmp_path):
+    """A reader sees either the old or the new picture while it is replaced."""
     path, pictures, seen, done = tmp_path / "x.svg", ["a" * 300_000, "b" * 300_000], set(), threading.Event()
     write(path, pictures[0])
 
@@ -393,7 +383,7 @@ def test_a_picture_is_whole_at_any_moment(tmp_path):
     assert seen <= {*pictures} and [*tmp_path.iterdir()] == [path]
 
 
-def test_a_disk_that_fills_up_leaves_the_picture_before(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_previous_picture(tmp_path, monkeypatch):
     path, whole = tmp_path / "x.svg", Path.write_text
     write(path, "before")
 
@@ -417,7 +407,7 @@ def test_a_link_is_followed(tmp_path):
     assert not Path("/dev/null").is_file()
 
 
-def test_a_name_may_hold_anything(tmp_path):
+def test_a_folder_name_may_hold_any_byte(tmp_path):
     folder = leave(tmp_path / "a\x01b<\udcff>&", *fall(3))
     assert main([str(folder)]) == 0
-    assert "a?b<?>&" in texts((folder / "loss.svg").read_text())
+    assert any(word.startswith("a?b<?>&, ") for word in texts((folder / "loss.svg").read_text()))
