@@ -1,25 +1,27 @@
-"""Who am I among the processes: rank <-> (pp, dp, tp), and a process group for each direction of talk.
+"""The grid of ranks: rank <-> (pp_rank, dp_rank, tp_rank), with a process group for each axis.
 
-A rank is a process's number in the world, which is all processes of the run. They share the model in two ways, tensor
-parallel (tp: each matrix is cut) and pipeline parallel (pp: each stage has some layers), and the samples in a third,
-data parallel (dp: each replica is a whole model). A group is the ranks that do something together: a collective, such
-as an all-reduce, which gives everybody the sum of what each has brought. The wires are whatever carries it.
+A rank is a process's number in the world, which is all processes of the run. Each axis of the grid splits the work
+in its own way:
 
-The ranks are the numbers of a box, counted with tp fastest, then dp, then pp (Megatron-LM's pipeline paper,
-2104.04473, section 3):
+    tp    tensor parallel      each matrix is cut over tp ranks
+    dp    data parallel        each of dp replicas is a whole model and trains on its own samples
+    pp    pipeline parallel    each of pp stages holds some of the layers
+
+Ranks are numbered with tp fastest, then dp, then pp (Megatron-LM's pipeline paper, 2104.04473, section 3):
 
     rank = (pp_rank * dp + dp_rank) * tp + tp_rank
 
-                     dp 0        dp 1            tp_group: the ranks of one bracket. They share every matrix and
-      stage 0       [0  1]      [2  3]           talk four times a layer: neighbours on the fastest wires.
+                     dp 0        dp 1            tp_group: the ranks in one bracket. They all-reduce four times per
+      stage 0       [0  1]      [2  3]           layer and microbatch, so they must be neighbours on the fastest link.
       stage 1       [4  5]      [6  7]           dp_group: 0 and 2, 1 and 3, ... hold the same shard of different
-                     tp 0 1      tp 0 1          replicas and sum their gradients once a step.
-                                                 pp: 0 and 4, 1 and 5, ... pass activations down, gradients up.
+                     tp 0 1      tp 0 1          replicas. They sum their gradients once per step.
+                                                 pp_group: 0 and 4, 1 and 5, ... pass activations to the next stage
+                                                 and gradients to the previous one.
 
-Build a group along the wrong axis and the sums are still sums, of the wrong things: nothing crashes. So the grid is
-made in this one place and handed to everyone as one `Mesh`.
+A group along the wrong axis does not crash: it computes sums of the wrong tensors. So this file is the only place
+that builds the grid, and everything else receives it as a `Mesh`.
 
-A single process is a world of one: the same code, groups of one member, no wires.
+A single process is a world of size 1. It runs the same code, and its groups have one member.
 """
 
 from dataclasses import dataclass
@@ -30,12 +32,12 @@ import torch.distributed as dist
 from nanodomino.comm.world import TIMEOUT, collective_timeout
 from nanodomino.errors import UserError
 
-MESSAGE_BLOCKS = 4  # thread blocks of a GPU that messages between stages may hold
+PIPELINE_THREAD_BLOCKS = 4  # at most; an NCCL receive occupies its thread blocks until the sender arrives
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's coordinates, its device, and its groups. Made by make_mesh()."""
+    """This process's coordinates, device and process groups. make_mesh() builds it."""
     pp: int
     dp: int
     tp: int
@@ -43,27 +45,27 @@ class Mesh:
     dp_rank: int
     tp_rank: int
     device: torch.device
-    tp_group: dist.ProcessGroup                   # all None in a mesh on paper
+    tp_group: dist.ProcessGroup                   # all groups are None in a meta_mesh()
     dp_group: dist.ProcessGroup
-    pp_group: dist.ProcessGroup                   # the stages of a replica: activations travel down, gradients up
-    embedding_group: dist.ProcessGroup | None     # first and last stage, which both hold a tied embedding; the others
-                                                  # have one without a use; None if there is one stage
+    pp_group: dist.ProcessGroup                   # the stages of one replica, first to last
+    embedding_group: dist.ProcessGroup | None     # the first and last stage, which both hold a tied embedding; the
+                                                  # stages between have a group without use; None if pp = 1
 
     def rank_of(self, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
-        """Coordinates -> rank in the world."""
+        """Return the world rank of the process at these coordinates."""
         return (pp_rank * self.dp + dp_rank) * self.tp + tp_rank
 
     def stage_rank(self, pp_rank: int) -> int:
-        """World rank of the process at stage pp_rank that shares this one's dp_rank and tp_rank."""
+        """Return the world rank of stage pp_rank in this process's own pipeline (same dp_rank and tp_rank)."""
         return self.rank_of(pp_rank, self.dp_rank, self.tp_rank)
 
     @property
     def is_first_stage(self) -> bool:
-        """It holds the model's beginning, whatever the schedule; where the end lies is the placement's to say."""
+        """Whether this stage holds the embedding. Which one holds the head depends on the schedule's placement."""
         return self.pp_rank == 0
 
     def picture(self, stages: list[str]) -> str:
-        """The box as text; stages[i] says what stage i holds."""
+        """Return the grid as text; stages[i] describes what stage i holds."""
         width = len(str(self.pp * self.dp * self.tp - 1))
         lines = [f"rank grid: {self.pp} pp x {self.dp} dp x {self.tp} tp; a bracket is a tensor-parallel group, a "
                  "column of brackets a replica"]
@@ -74,49 +76,57 @@ class Mesh:
         return "\n".join(lines)
 
 
-def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
-    """Any place of any grid, without processes: it has no groups, and its device is torch's `meta`, where tensors have
-    shapes and no memory. A model that is built on it tells what a rank would hold."""
-    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, torch.device("meta"), None, None, None, None)
+def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT) -> Mesh:
+    """Arrange the world as a pp x dp x tp grid. Every rank must call this with the same sizes.
+
+    timeout: seconds, as in start_world(); a new group does not inherit the world's timeout.
+    Raises UserError if pp x dp x tp is not the world size.
+    """
+    world_size = dist.get_world_size()
+    if pp * dp * tp != world_size:
+        raise UserError(f"world size {world_size} must equal pp x dp x tp = {pp} x {dp} x {tp}; change one of them")
+    grid = torch.arange(world_size).view(pp, dp, tp)                           # grid[pp_rank, dp_rank, tp_rank] = rank
+
+    def new_group(rows: list[list[int]], **nccl) -> dist.ProcessGroup:
+        """Create the process group of the row that holds this rank. `rows` covers every rank of the world once.
+
+        NCCL splits a communicator in one collective call, in which each rank names its row. So an axis costs one
+        split, however many rows it has. If every row has a single rank, gloo spares the split and its GPU memory.
+        """
+        row = next(row for row in rows if dist.get_rank() in row)
+        options = {}
+        if device.type == "cuda":
+            options = nccl_options(**nccl) if max(map(len, rows)) > 1 else dict(backend="gloo")
+        return dist.new_group(row, timeout=collective_timeout(timeout, device), use_local_synchronization=True,
+                              **options)
+
+    pipelines = grid.reshape(pp, -1).t()                                       # a row: the ranks of one pipeline
+    pp_rank, dp_rank, tp_rank = (grid == dist.get_rank()).nonzero()[0].tolist()
+    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device,
+                tp_group=new_group(grid.reshape(-1, tp).tolist(), high_priority=True),
+                dp_group=new_group(grid.transpose(1, 2).reshape(-1, dp).tolist(), high_priority=True),
+                pp_group=new_group(pipelines.tolist(), thread_blocks=PIPELINE_THREAD_BLOCKS),
+                # the middle stages take part because NCCL's split needs every rank
+                embedding_group=new_group([*pipelines[:, [0, -1]].tolist(), *pipelines[:, 1:-1].tolist()])
+                if pp > 1 else None)
 
 
-def nccl(urgent=False, most_blocks=None) -> dict:
-    """How NCCL is to run a group's collectives. urgent: in a stream that the device serves first, or a sum would queue
-    behind products that were launched after it; most_blocks: thread blocks that it may take from the products beside
-    it: a message that waits for its sender holds them all the time."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
-    if most_blocks:
-        options.config.max_ctas = most_blocks
+def nccl_options(high_priority=False, thread_blocks=None) -> dict:
+    """Return new_group's arguments for an NCCL group.
+
+    high_priority: run on a high-priority CUDA stream, or an all-reduce would queue behind matmuls launched after it.
+    thread_blocks: the most that a collective may take away from the kernels running beside it.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    if thread_blocks:
+        options.config.max_ctas = thread_blocks
     return dict(backend="nccl", pg_options=options)
 
 
-def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT) -> Mesh:
-    """Cut the world into pp x dp x tp. Every rank of the world must call this, with the same numbers.
+def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
+    """Return the mesh of any rank of any grid, without processes or groups.
 
-    timeout: as in start_world; a group does not inherit it. Raises UserError if the world has another size.
+    Its device is torch's `meta`, where tensors have shapes but no memory. A model built on it has the parameter shapes
+    of that rank, which is what the estimates of memory and traffic need.
     """
-    world = dist.get_world_size()
-    if pp * dp * tp != world:
-        raise UserError(f"world size {world} must equal pp x dp x tp = {pp} x {dp} x {tp}; change one of them")
-    box = torch.arange(world).view(pp, dp, tp)                                 # box[pp_rank, dp_rank, tp_rank] = rank
-
-    def group(rows: list[list[int]], **about) -> dist.ProcessGroup:
-        """The process group of this rank's row. Every rank of the world is in one row, and makes the group of that.
-
-        NCCL splits a communicator in one act of all of its ranks, in which each says which part it wants. So an axis
-        costs one split, not one for each row; where all rows are of one rank it costs none, and no memory of a GPU.
-        """
-        row = next(row for row in rows if dist.get_rank() in row)
-        on_gpu, alone = device.type == "cuda", max(map(len, rows)) == 1
-        how = {} if not on_gpu else dict(backend="gloo") if alone else nccl(**about)
-        return dist.new_group(row, timeout=collective_timeout(timeout, device), use_local_synchronization=True, **how)
-
-    pipelines = box.reshape(pp, -1).t()                                        # a row: the stages' ranks, first to last
-    pp_rank, dp_rank, tp_rank = (box == dist.get_rank()).nonzero()[0].tolist()
-    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device,
-                tp_group=group(box.reshape(-1, tp).tolist(), urgent=True),
-                dp_group=group(box.transpose(1, 2).reshape(-1, dp).tolist(), urgent=True),
-                pp_group=group(pipelines.tolist(), most_blocks=MESSAGE_BLOCKS),
-                # the stages between are a row too, of no use but to the split
-                embedding_group=group([*pipelines[:, [0, -1]].tolist(), *pipelines[:, 1:-1].tolist()])
-                if pp > 1 else None)
+    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, torch.device("meta"), None, None, None, None)

@@ -257,7 +257,7 @@ def not_summed(config):
             (embedding_and_head.EmbeddingAndHead, "head_backward", head_alone)]
 
 
-@pitfall("Cross entropy: the gradient forgets the sum over ranks", "`nanodomino/parallel.py`, `cross_entropy_gradient`: the sums that come "
+@pitfall("Cross entropy: the gradient forgets the sum over ranks", "`nanodomino/layers/cross_entropy.py`, `cross_entropy_gradient`: the sums that come "
          "from all ranks", **TP)
 def own_softmax(config):
     """Each rank divides its exponentials by the sum over its own words. The loss is right; every word's probability is too
@@ -272,20 +272,20 @@ def own_softmax(config):
     return [(embedding_and_head, "cross_entropy_gradient", own)]
 
 
-@pitfall("Cross entropy: a label counts on ranks that do not have it", "`nanodomino/layers/cross_entropy.py`, `parts_of_loss`: zero where the label lies "
+@pitfall("Cross entropy: a label counts on ranks that do not have it", "`nanodomino/layers/cross_entropy.py`, `partial_loss_sums`: zero where the label lies "
          "elsewhere", **TP)
 def labels_everywhere(config):
     """A rank that does not own the label looks up row 0 instead of nothing, and the sum has some other word's logit in it. The
     loss is wrong, and may fall below zero; here the gradient at the label is computed from the loss, and is wrong with it. Where it is not,
     the training is right and the curve is not."""
-    parts = embedding_and_head.parts_of_loss
+    parts = embedding_and_head.partial_loss_sums
 
-    def everywhere(logits, labels, largest, exponentials, maximum, vocabulary):
-        sums = parts(logits, labels, largest, exponentials, maximum, vocabulary)
+    def everywhere(logits, labels, largest, sum_exp, maximum, vocabulary):
+        sums = parts(logits, labels, largest, sum_exp, maximum, vocabulary)
         row, _ = vocabulary.local_rows(labels)
         sums[1] = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) - maximum
         return sums
-    return [(embedding_and_head, "parts_of_loss", everywhere)]
+    return [(embedding_and_head, "partial_loss_sums", everywhere)]
 
 
 @pitfall("Cross entropy: each rank subtracts its own maximum", "`nanodomino/domino.py`, `Domino.forward_head`: the maximum over all ranks "

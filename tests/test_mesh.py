@@ -49,7 +49,7 @@ def test_freed_memory_serves_the_next_step():
 def made(monkeypatch, pp, dp, tp, device):
     """[the calls of dist.new_group that make_mesh makes on a rank] for each rank of such a box; a call as (ranks, options)."""
     calls = [[] for _ in range(pp * dp * tp)]
-    monkeypatch.setattr(mesh, "nccl", lambda **about: dict(backend="nccl", **about))
+    monkeypatch.setattr(mesh, "nccl_options", lambda **settings: dict(backend="nccl", **settings))
     monkeypatch.setattr(dist, "get_world_size", lambda: len(calls))
     for rank in range(len(calls)):
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
@@ -76,7 +76,7 @@ def test_an_axis_costs_one_split_in_which_every_rank_takes_part(monkeypatch, pp,
         assert sorted(rank for row in rows for rank in row) == list(range(pp * dp * tp)), "each rank is in one row"
         assert all(rank in ranks for rank, (ranks, _) in enumerate(axis)), "and makes that"
         assert {options["backend"] for _, options in axis} == {"gloo" if size == 1 else "nccl"}
-    assert all(options.get("urgent") for axis in axes[:2] for ranks, options in axis if len(ranks) > 1)
+    assert all(options.get("high_priority") for axis in axes[:2] for ranks, options in axis if len(ranks) > 1)
 
 
 def test_on_cpus_groups_are_the_worlds_kind(monkeypatch):

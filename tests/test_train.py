@@ -26,7 +26,6 @@ from nanodomino.run.command_line import from_command_line
 from nanodomino.run.report import changed_settings
 
 
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A small prepared text: this project's own source code."""

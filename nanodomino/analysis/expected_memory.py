@@ -44,7 +44,7 @@ from nanodomino.config.config import Config
 from nanodomino.layers.cross_entropy import CHUNK_BYTES
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.positions import rotary_size
-from nanodomino.mesh import MESSAGE_BLOCKS, Mesh
+from nanodomino.mesh import PIPELINE_THREAD_BLOCKS, Mesh
 from nanodomino.model import Chunk, parameter_count
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.overlap.recompute import GRANULARITIES
@@ -341,5 +341,5 @@ def communicator_bytes(config: Config, at: Mesh) -> int:
     tied = stage_model(config, at).tied_copy is not None
     rings = CHANNELS * sum((config.world_size > 1, config.tp > 1, config.dp > 1, tied))
     neighbours = sum(at.pp_rank in pair for pair in config.placement.neighbours)
-    messages = MESSAGE_BLOCKS * (1 + neighbours) if config.pp > 1 else 0           # stages meet in a ring, once
+    messages = PIPELINE_THREAD_BLOCKS * (1 + neighbours) if config.pp > 1 else 0           # stages meet in a ring, once
     return CONNECTION_BYTES * (rings + messages)

@@ -1,3 +1,11 @@
+"""The activation functions of an MLP, each with its backward.
+
+    gelu(x)            = x P(X < x), X normal; the tanh approximation (1606.08415), as in GPT-2
+    swiglu(gate, up)   = silu(gate) * up, silu(x) = x sigmoid(x) (2002.05202), as in Llama
+
+An activation works element by element, so each rank applies it to its own ffn/t features without communication.
+"""
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,10 +15,9 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Activation:
-    """What stands between an MLP's two products, number by number.
+    """function(c [.., inputs x ffn]) -> [.., ffn]; backward(gradient [.., ffn], c) -> the gradient of c.
 
-    function(c [.., inputs x ffn]) -> [.., ffn]; backward(gradient [.., ffn], c) -> gradient of c. inputs: numbers of c
-    for each of the result's; they lie in so many runs, one behind the other.
+    inputs: how many numbers of c make one number of the result (2 for SwiGLU: gate, up).
     """
     function: Callable
     backward: Callable
@@ -18,7 +25,6 @@ class Activation:
 
 
 def gelu(x):
-    """x P(X < x) of a normal X, by its tanh approximation (1606.08415), as GPT-2 has it."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -27,18 +33,18 @@ def gelu_backward(gradient, x):
 
 
 def swiglu(c):
-    """silu(gate) * up of c = (gate, up); silu(x) = x sigmoid(x) (2002.05202)."""
     gate, up = c.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def swiglu_backward(gradient, c):
-    (gate, up), both = c.chunk(2, dim=-1), torch.empty_like(c)
-    grad_gate, grad_up = both.chunk(2, dim=-1)
+    """Write both gradients into one tensor, which saves a temporary and a torch.cat."""
+    (gate, up), grad_c = c.chunk(2, dim=-1), torch.empty_like(c)
+    grad_gate, grad_up = grad_c.chunk(2, dim=-1)
     torch.mul(gradient, up, out=grad_gate)
     torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
     torch.ops.aten.silu.out(gate, out=grad_up).mul_(gradient)
-    return both
+    return grad_c
 
 
 ACTIVATIONS = {"gelu": Activation(gelu, gelu_backward, inputs=1),

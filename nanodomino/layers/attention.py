@@ -1,3 +1,24 @@
+"""Causal self-attention, cut over t tensor-parallel ranks by heads (Megatron-LM, 1909.08053, section 3).
+
+    h [b, s, h] -> Wqkv -> q, k, v of this rank's heads -> softmax(q k^T / sqrt(d) + bias) v -> Wdense -> y [b, s, h]
+                (column-parallel)                                                          (row-parallel)
+
+Heads come in groups that share one key and one value head (GQA, 2305.13245). With as many groups as heads it is the
+usual multi-head attention. The rows of Wqkv are stored group by group, so that cutting them into t contiguous parts
+gives each rank whole groups:
+
+    [ q q k v | q q k v | q q k v | q q k v ]      4 groups, 2 query heads each; every letter is d rows
+      rank 0              rank 1                   (all q, then all k, then all v would give rank 0 only queries)
+
+Optionally q and k pass through a norm of their own (qk_layernorm), then the rotary positions (positions.py).
+
+Without attention dropout, torch's fused kernel never writes the [s, s] probabilities to memory. With dropout they are
+computed explicitly, because the fused kernel would draw its own mask, and that mask would depend on the layout.
+
+Training calls core_forward and core_backward. Autograd differentiates only attend() in them (autograd_segment.py); the
+norms and rotations around it have their backward written out.
+"""
+
 from functools import partial
 
 import torch
@@ -12,7 +33,7 @@ from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
 
 
 class Attention(Sublayer):
-    """Causal attention of this rank's heads."""
+    """Attention over this rank's heads: `groups` groups of `group_size` query heads with `head_dim` numbers each."""
     attends = True
 
     def __init__(self, config, mesh, site: str):
@@ -23,7 +44,8 @@ class Attention(Sublayer):
         self.dense = RowParallelLinear(width, config.hidden_size, config, mesh, has_bias)
         self.groups, self.head_dim = config.num_query_groups // mesh.tp, config.kv_channels
         self.group_size = config.num_attention_heads // config.num_query_groups
-        self.q_layernorm, self.k_layernorm = (         # which see this rank's heads
+        # one weight [d] for all heads, of which each rank sees only its own: its gradient is partial
+        self.q_layernorm, self.k_layernorm = (
             Norm(config, mesh, self.head_dim, partial_gradient=True) if config.qk_layernorm else None for _ in range(2))
 
     @property
@@ -35,7 +57,7 @@ class Attention(Sublayer):
         return self.dense
 
     def split(self, qkv):
-        """qkv [b, s, ..] -> q [b, s, groups, heads of each, d], and k and v, which have one: [b, s, groups, 1, d]."""
+        """qkv [b, s, ..] -> q [b, s, groups, group_size, d], k and v [b, s, groups, 1, d]."""
         b, s, _ = qkv.shape
         return qkv.view(b, s, self.groups, -1, self.head_dim).split([self.group_size, 1, 1], dim=3)
 
@@ -43,10 +65,10 @@ class Attention(Sublayer):
         """q [b, heads, s, d], k and v [b, groups, s, d] -> [b, heads, s, d]."""
         if inputs.dropout_mask is None:
             return fused_attention(q, k, v, inputs.attention_bias)
-        s = q.size(2)                                          # by hand, since SDPA draws its own mask
+        s = q.size(2)
         k, v = repeat_kv(q, k, v)
-        factor = self.head_dim ** -0.5                         # the products alone may be too large for fp16
-        scores = torch.baddbmm(q.new_empty(()), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=factor)
+        scale = self.head_dim ** -0.5          # applied inside the matmul: unscaled scores may overflow in fp16
+        scores = torch.baddbmm(q.new_empty(()), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=scale)
         scores = scores.view(inputs.dropout_mask.shape)
         if inputs.attention_bias is None:
             scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
@@ -55,42 +77,43 @@ class Attention(Sublayer):
         return drop(scores.softmax(dim=-1), inputs.dropout_mask) @ v
 
     def core(self, qkv, inputs):
-        """qkv [b, s, ..] -> [b, s, heads d]."""
+        """qkv [b, s, ..] -> [b, s, heads d]: the definition."""
         q, k, v = self.split(qkv)
-        q, k = (one if norm is None else norm(one) for one, norm in ((q, self.q_layernorm), (k, self.k_layernorm)))
-        q, k = (one if inputs.rotary is None else rotate(one, inputs.rotary) for one in (q, k))
+        q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_layernorm), (k, self.k_layernorm)))
+        q, k = (x if inputs.rotary is None else rotate(x, inputs.rotary) for x in (q, k))
         return join_heads(self.attend(*map(heads_first, (q, k, v)), inputs))
 
     def core_forward(self, qkv, inputs, training):
         if not training:
             return self.core(qkv, inputs), None
         q, k, v = self.split(qkv)
-        q, before_q = norm_and_rotate(q, self.q_layernorm, inputs.rotary)
-        k, before_k = norm_and_rotate(k, self.k_layernorm, inputs.rotary)
-        if before_q is None and inputs.rotary is not None:
-            v = v.clone()                                      # q and k are new, so nothing else wants the rest of qkv
-        heads = [heads_first(one) for one in (q, k, v)]
-        if inputs.dropout_mask is not None:                            # else products keep copies of their own, beside qkv
-            heads = [one.contiguous() for one in heads]
+        q, saved_q = norm_and_rotate(q, self.q_layernorm, inputs.rotary)
+        k, saved_k = norm_and_rotate(k, self.k_layernorm, inputs.rotary)
+        if saved_q is None and inputs.rotary is not None:
+            v = v.clone()                      # q and k are new tensors; a view as v would keep all of qkv in memory
+        heads = [heads_first(x) for x in (q, k, v)]
+        if inputs.dropout_mask is not None:    # the matmuls would save contiguous copies in addition to qkv
+            heads = [x.contiguous() for x in heads]
         context, segment = run_segment(partial(self.attend, inputs=inputs), *heads)
-        return join_heads(context), (segment, inputs.rotary, before_q, before_k)
+        return join_heads(context), (segment, inputs.rotary, saved_q, saved_k)
 
-    def core_backward(self, gradient, kept):
-        segment, rotary, before_q, before_k = kept
+    def core_backward(self, gradient, saved):
+        segment, rotary, saved_q, saved_k = saved
         b, s, _ = gradient.shape
         gradient = gradient.view(b, s, -1, self.head_dim).transpose(1, 2)
-        q, k, v = (one.transpose(1, 2).unflatten(2, (self.groups, -1)) for one in segment.backward(gradient))
-        q = norm_and_rotate_backward(q, self.q_layernorm, rotary, before_q)
-        k = norm_and_rotate_backward(k, self.k_layernorm, rotary, before_k)
+        q, k, v = (x.transpose(1, 2).unflatten(2, (self.groups, -1)) for x in segment.backward(gradient))
+        q = norm_and_rotate_backward(q, self.q_layernorm, rotary, saved_q)
+        k = norm_and_rotate_backward(k, self.k_layernorm, rotary, saved_k)
         return torch.cat([q, k, v], dim=3).view(b, s, -1)
 
 
 def fused_attention(q, k, v, bias):
-    """softmax(q k^T / sqrt(d) + bias) v of q [b, heads, m, d], k and v [b, groups, s, d]. Without a bias it is causal,
-    if m = s; else the m tokens are the last ones, and m = 1: it sees all.
+    """softmax(q k^T / sqrt(d) + bias) v for q [b, heads, m, d], k and v [b, groups, s, d] -> [b, heads, m, d].
 
-    On CUDA what reads the keys of a group once is flash attention alone, for 16-bit numbers without a bias. For others
-    torch would write all scores out, without a word, and keep them; so there each head gets keys and values of its own.
+    Without a bias it is causal if m = s. Generation has m = 1: the last token, which sees all s tokens.
+
+    On CUDA only flash attention reads the keys of a group once for all its heads, and it takes 16-bit inputs without a
+    bias. In other cases torch silently falls back to a kernel that stores all scores, so k and v are repeated first.
     """
     if q.is_cuda and (bias is not None or q.element_size() > 2):
         k, v = repeat_kv(q, k, v)
@@ -99,13 +122,13 @@ def fused_attention(q, k, v, bias):
 
 
 def repeat_kv(q, k, v):
-    """Of k and v [b, groups, s, d] what each head of q wants [b, heads, s, d]."""
+    """Repeat k and v [b, groups, s, d] so that every head of q has its own: [b, heads, s, d]."""
     times = q.size(1) // k.size(1)
-    return (k, v) if times == 1 else (one.repeat_interleave(times, dim=1) for one in (k, v))
+    return (k, v) if times == 1 else (x.repeat_interleave(times, dim=1) for x in (k, v))
 
 
 def heads_first(x):
-    """[b, s, groups, heads of each, d] -> [b, heads, s, d]."""
+    """[b, s, groups, heads per group, d] -> [b, heads, s, d]."""
     return x.flatten(2, 3).transpose(1, 2)
 
 
@@ -115,20 +138,23 @@ def join_heads(context):
 
 
 def norm_and_rotate(x, norm, rotary):
-    """q or k [b, s, groups, heads of each, d], as the scores want it: normed, turned. (That, what backward needs.)"""
-    before = None
+    """Apply the norm and the rotary positions to q or k [b, s, groups, heads per group, d]; each may be None.
+
+    Returns (the result, what norm_and_rotate_backward() needs).
+    """
+    saved = None
     if norm is not None:
-        before, (x, *statistics) = x, norm.normalization.forward(x, *norm.weights, norm.epsilon)
-        before = before, statistics
-    return (x if rotary is None else rotate(x, rotary)), before
+        normed, *statistics = norm.normalization.forward(x, *norm.weights, norm.epsilon)
+        x, saved = normed, (x, statistics)
+    return (x if rotary is None else rotate(x, rotary)), saved
 
 
-def norm_and_rotate_backward(gradient, norm, rotary, before):
-    """The gradient of x from that of what norm_and_rotate() made of it; those of the norm's weights are added to theirs."""
+def norm_and_rotate_backward(gradient, norm, rotary, saved):
+    """Return the gradient of norm_and_rotate()'s x; the gradients of the norm's weights are added to main_grad."""
     if rotary is not None:
         gradient = rotate(gradient, inverse_rotation(rotary))
     if norm is None:
         return gradient
-    gradient, *gradients = norm.normalization.backward(gradient, *before, *norm.weights)
-    add_gradients(norm.weights, gradients)
+    gradient, *weight_gradients = norm.normalization.backward(gradient, *saved, *norm.weights)
+    add_gradients(norm.weights, weight_gradients)
     return gradient

@@ -1,101 +1,118 @@
+"""Cross entropy over a vocabulary that is cut over t tensor-parallel ranks, without gathering the logits.
+
+For one token, with all its logits z on one rank:
+
+    maximum = z.max()                                     # without it exp would overflow
+    exps    = (z - maximum).exp()
+    sum_exp = exps.sum()
+    loss    = sum_exp.log() - (z[label] - maximum)        # = -log softmax(z)[label]
+    grad_z  = exps / sum_exp                              # = softmax(z), minus 1 at the label:
+    grad_z[label] -= 1
+
+With v/t logits on each rank, two all-reduces of a few numbers per token replace gathering v of them (Megatron-LM,
+1909.08053, section 3):
+
+    local_max_and_sum_exp      this rank's largest logit, and its sum of exp(z - that), both [b, s]
+      all-reduce (max)         maximum [b, s]
+    partial_loss_sums          [2, b, s]: this rank's sum_exp, rescaled to the common maximum; z[label] - maximum on the
+      all-reduce (sum)         rank that has the label, 0 elsewhere
+    loss_from_sums             loss [b, s]
+    cross_entropy_gradient     softmax(z) - one_hot(label), on this rank's logits, without communication
+
+**Memory.** Logits are the largest tensor of a step. They stay in their own dtype until the gradient overwrites them,
+and no other tensor of their size exists: fp32 temporaries are made for a chunk of rows at a time. Sums are fp32 or
+wider; `narrow` (--fp16-lm-cross-entropy) keeps the temporaries in the logits' dtype.
+"""
+
 import torch
 import torch.distributed as dist
 
 from nanodomino.layers.main_grad import wide
 from nanodomino.parallel import VocabParallelEmbedding
 
-# Cross entropy of logits z [b, s, width] that lie on t ranks:
-#
-#     loss = log(sum_j exp(z_j - max)) - (z_label - max)      d loss / d z = exp(z - max) / sum - one_hot(label)
-#
-#     maximum_and_sum          -> this rank's largest logit, and sum_j exp(z_j - that), both [b, s]
-#                                 maximum over ranks [b, s]: without it exp would overflow, a local one would differ
-#     parts_of_loss            -> this rank's part of two sums, packed [2, b, s]: of exp(z_j - maximum); of the label's
-#                                 z - maximum, which one rank has
-#     cross_entropy            -> loss [b, s]
-#     cross_entropy_gradient      in the place of the logits: no wires
-#
-# One tensor of the size of the logits is ever whole: they stay in their own type until the gradient takes their place.
-# Sums are of fp32 or wider, and so are the temporaries, some rows at a time; `narrow` ones are of the logits' own type.
-
-CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # of a temporary: a CPU's caches hold it; a GPU is kept busy by it
+CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # of a temporary: fits a CPU's caches, or keeps a GPU busy
 
 
 def in_chunks(function):
-    """function(logits [rows, width], others [rows] ...) -> results [rows] ..., run on some rows at a time."""
-    def over_chunks(logits, *others):
+    """Make function(logits [rows, n], *others [rows]) -> results [rows] work on a chunk of the rows at a time."""
+    def chunked(logits, *others):
         rows = max(1, CHUNK_BYTES[logits.device.type] // (4 * logits.size(-1)))
-        results = [function(*some) for some in zip(*(tensor.split(rows) for tensor in (logits, *others)))]
-        return [torch.cat(parts) for parts in zip(*results)]
-    return over_chunks
+        results = [function(*chunk) for chunk in zip(*(tensor.split(rows) for tensor in (logits, *others)))]
+        return [torch.cat(chunks) for chunks in zip(*results)]
+    return chunked
 
 
-def maximum_and_sum_of_rows(logits, narrow=False):
-    """logits [n, width] -> (the largest, sum of exp(z - largest)), both [n], in fp32 or wider."""
+def max_and_sum_exp_of_rows(logits, narrow=False):
+    """logits [rows, n] -> (largest logit, sum of exp(z - largest)), both [rows], in fp32 or wider."""
     narrow_largest = logits.amax(dim=-1)
     largest = narrow_largest.to(wide(logits))
-    exponentials = (logits - (narrow_largest if narrow else largest).unsqueeze(-1)).exp_()
-    return largest, exponentials.sum(dim=-1, dtype=wide(logits))
+    exps = (logits - (narrow_largest if narrow else largest).unsqueeze(-1)).exp_()
+    return largest, exps.sum(dim=-1, dtype=wide(logits))
 
 
-def exponentials_of_rows(logits, maximum, factor, narrow=False):
-    """logits [n, width] become exp(logits - maximum [n]) * factor [n]."""
-    maximum, factor = (one.unsqueeze(-1).to(logits.dtype if narrow else one.dtype) for one in (maximum, factor))
+def scaled_exp_of_rows(logits, maximum, factor, narrow=False):
+    """Overwrite logits [rows, n] with exp(logits - maximum [rows]) * factor [rows]."""
+    maximum, factor = (x.unsqueeze(-1).to(logits.dtype if narrow else x.dtype) for x in (maximum, factor))
     torch.mul((logits - maximum).exp_(), factor, out=logits)
     return ()
 
 
-def maximum_and_sum(logits, vocabulary: VocabParallelEmbedding, of_rows=in_chunks(maximum_and_sum_of_rows)):
-    """Both [b, s]; -inf and 0 on a rank that owns nothing but padding. Overwrites the logits of padding."""
+def local_max_and_sum_exp(logits, vocabulary: VocabParallelEmbedding, of_rows=in_chunks(max_and_sum_exp_of_rows)):
+    """logits [b, s, num_logits] -> (largest, sum_exp), both [b, s]. Overwrites the logits of padding rows with -inf.
+
+    A rank that owns nothing but padding returns -inf and 0.
+    """
     if not vocabulary.num_words:
-        nothing = torch.zeros(logits.shape[:-1], dtype=wide(logits), device=logits.device)
-        return nothing - torch.inf, nothing
+        zeros = torch.zeros(logits.shape[:-1], dtype=wide(logits), device=logits.device)
+        return zeros - torch.inf, zeros
     logits[..., vocabulary.num_words:] = -torch.inf
-    return [one.view(logits.shape[:-1]) for one in of_rows(logits.flatten(0, 1))]
+    return [x.view(logits.shape[:-1]) for x in of_rows(logits.flatten(0, 1))]
 
 
-def parts_of_loss(logits, labels, largest, exponentials, maximum, vocabulary: VocabParallelEmbedding):
-    """This rank's part of the two sums [2, b, s]. largest, exponentials: what maximum_and_sum found."""
-    row, inside = vocabulary.local_rows(labels)
-    sums = torch.stack([exponentials * (largest - maximum).exp(), torch.zeros_like(maximum)])
+def partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary: VocabParallelEmbedding):
+    """Return this rank's terms of the two sums, [2, b, s]. largest, sum_exp: from local_max_and_sum_exp()."""
+    row, is_local = vocabulary.local_rows(labels)
+    sums = torch.stack([sum_exp * (largest - maximum).exp(), torch.zeros_like(maximum)])
     if vocabulary.num_words:
-        sums[1] = (logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) - maximum).where(inside, 0)
+        sums[1] = (logits.gather(-1, row.unsqueeze(-1)).squeeze(-1) - maximum).where(is_local, 0)
     return sums
 
 
-def cross_entropy(sums):
-    """Loss [b, s] from the sums over all ranks."""
+def loss_from_sums(sums):
+    """sums [2, b, s] over all ranks -> loss [b, s]."""
     return sums[0].log() - sums[1]
 
 
 def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabulary: VocabParallelEmbedding,
-                           of_rows=in_chunks(exponentials_of_rows)):
-    """d loss / d logits = (softmax - one_hot(label)) * gradient, on this shard, in the place of the logits.
+                           of_rows=in_chunks(scaled_exp_of_rows)):
+    """Overwrite this rank's logits with (softmax - one_hot(label)) * gradient, gradient [b, s] of the loss.
 
-    At the label, whose probability is exp(-loss), it is expm1(-loss): p - 1 would have lost what p was rounded to."""
+    At the label, softmax - 1 is computed as expm1(-loss). When the model is sure of a label, its probability rounds to
+    1 in 16 bits, and the difference would be 0.
+    """
     if vocabulary.num_words:
-        row, inside = (tensor.unsqueeze(-1) for tensor in vocabulary.local_rows(labels))
+        row, is_local = (tensor.unsqueeze(-1) for tensor in vocabulary.local_rows(labels))
         gradient = gradient.to(loss.dtype)
         at_label = (torch.expm1(-loss) * gradient).to(logits.dtype).unsqueeze(-1)
         of_rows(logits.flatten(0, 1), maximum.flatten(), (gradient / sums[0]).flatten())
-        logits.scatter_(-1, row, at_label.where(inside, logits.gather(-1, row)))
+        logits.scatter_(-1, row, at_label.where(is_local, logits.gather(-1, row)))
     return logits
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The steps with blocking reduces, for the plain forward."""
+    """The steps above with blocking all-reduces, for the model's plain forward."""
 
     @staticmethod
     def forward(ctx, logits, labels, vocabulary):
         logits = logits.clone()
-        largest, exponentials = maximum_and_sum(logits, vocabulary)
+        largest, sum_exp = local_max_and_sum_exp(logits, vocabulary)
         maximum = largest.clone()
         if vocabulary.group.size() > 1:
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=vocabulary.group)
-        sums = parts_of_loss(logits, labels, largest, exponentials, maximum, vocabulary)
+        sums = partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary)
         if vocabulary.group.size() > 1:
             dist.all_reduce(sums, group=vocabulary.group)
-        loss = cross_entropy(sums)
+        loss = loss_from_sums(sums)
         ctx.save_for_backward(logits, labels, loss, maximum, sums)
         ctx.vocabulary = vocabulary
         return loss
@@ -107,5 +124,5 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(logits, labels, vocabulary: VocabParallelEmbedding):
-    """logits [b, s, width] of this rank, labels [b, s] -> loss of each token [b, s] in fp32 or wider, on every rank."""
+    """This rank's logits [b, s, num_logits], labels [b, s] -> loss [b, s] on every rank, in fp32 or wider."""
     return VocabParallelCrossEntropy.apply(logits, labels, vocabulary)

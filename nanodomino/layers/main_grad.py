@@ -1,46 +1,49 @@
-"""How gradients are added to what is there of them: in fp32 or wider, each weight's main_grad.
+"""Gradient accumulation in fp32 or wider: each weight's main_grad (Megatron-LM's name).
 
-Backward adds many small contributions, of microbatches and slices. In 16 bit most of them would be rounded away beside
-the sum. So a sum is wide, and where torch can, a 16-bit product is added to it without being rounded in between.
+Backward adds many small contributions, from microbatches and slices. In 16 bits most of them would be rounded away
+against the running sum. So the sum is kept in fp32, and where torch can, a 16-bit matmul adds to it without being
+rounded first.
 """
 
 import torch
 
 
 def main_grad_of(weight):
-    """Where its gradients are added up. ZeRO-2 takes memory for them only now."""
+    """Return the tensor that accumulates this weight's gradient. ZeRO-2 allocates it here, at its first use."""
     if weight.main_grad is None:
         weight.bucket.allocate_gradients()
     return weight.main_grad
 
 
 def add_gradients(weights, gradients):
-    """To their main_grad, in one call for all of them that there are (None: there is no such parameter)."""
-    found = [main_grad_of(weight) for weight in weights if weight is not None]
-    if found:
-        torch._foreach_add_(found, [gradient for gradient in gradients if gradient is not None])
+    """Add each gradient to its weight's main_grad, in one call. None stands for a parameter that doesn't exist."""
+    main_grads = [main_grad_of(weight) for weight in weights if weight is not None]
+    if main_grads:
+        torch._foreach_add_(main_grads, [gradient for gradient in gradients if gradient is not None])
 
 
-# torch from 2.8 on, on CUDA: 16-bit products are added to fp32 without being rounded, or stored, in between
-WIDENS = "dtype_out" in torch.ops.aten.addmm.overloads()
+# From torch 2.8 on, CUDA can add the matmul of 16-bit tensors to an fp32 tensor without rounding or storing it first.
+ADDS_TO_FP32 = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def add_weight_gradient(main_grad, grad_output, activation):
-    """main_grad [out, in] += grad_output^T activation, over all b x s rows; of a bias [out], whose activation is None,
-    += the sum of the rows. main_grad may be of a wider type."""
+    """Add grad_output^T activation, over all b x s rows, to a weight's main_grad [out, in].
+
+    activation None: add the sum of grad_output's rows to a bias's main_grad [out]. main_grad may be the wider type.
+    """
     grad_output = grad_output.flatten(0, 1)
     if activation is None:
         main_grad.add_(grad_output.sum(dim=0, dtype=main_grad.dtype))
     elif main_grad.dtype == grad_output.dtype:
         main_grad.addmm_(grad_output.t(), activation.flatten(0, 1))
-    elif main_grad.is_cuda and WIDENS:
+    elif main_grad.is_cuda and ADDS_TO_FP32:
         torch.addmm(main_grad, grad_output.t(), activation.flatten(0, 1), out_dtype=main_grad.dtype, out=main_grad)
-    elif grad_output.dtype == torch.float16:               # in which a sum over tokens may be too large
+    elif grad_output.dtype == torch.float16:               # a sum over tokens may overflow fp16
         main_grad.addmm_(grad_output.t().to(main_grad.dtype), activation.flatten(0, 1).to(main_grad.dtype))
     else:
         main_grad.add_(grad_output.t() @ activation.flatten(0, 1))
 
 
 def wide(tensor) -> torch.dtype:
-    """fp32, or the tensor's own type if that is wider."""
+    """Return fp32, or the tensor's own dtype if that is wider: the dtype for sums over many numbers."""
     return torch.promote_types(tensor.dtype, torch.float32)

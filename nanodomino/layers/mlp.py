@@ -1,17 +1,23 @@
+"""The MLP of a transformer layer, cut over t tensor-parallel ranks (Megatron-LM, 1909.08053, section 3).
+
+    h [b, s, h] -> W1 (column-parallel) -> c [b, s, ffn/t] -> activation -> [b, s, ffn/t] -> W2 (row-parallel) -> y
+
+With SwiGLU, W1 stacks two matrices: [gate; up], ffn rows each. Each of the two is cut on its own (partition_stride=2),
+so that every rank has the gate and the up projection of the same ffn/t features.
+"""
+
 from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.layers.sublayer import Sublayer
 from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
 
 
 class MLP(Sublayer):
-    """h -> ffn -> h with config.activation between, on this rank's part of the ffn features."""
-
     def __init__(self, config, mesh, site: str):
         super().__init__(config, mesh, site)
         self.activation, has_bias = ACTIVATIONS[config.activation], not config.disable_bias_linear
-        stride = self.activation.inputs
-        self.dense_h_to_4h = ColumnParallelLinear(config.hidden_size, stride * config.ffn_hidden_size, config, mesh,
-                                                  has_bias, stride)
+        matrices = self.activation.inputs
+        self.dense_h_to_4h = ColumnParallelLinear(config.hidden_size, matrices * config.ffn_hidden_size, config, mesh,
+                                                  has_bias, partition_stride=matrices)
         self.dense_4h_to_h = RowParallelLinear(config.ffn_hidden_size, config.hidden_size, config, mesh, has_bias)
 
     @property
@@ -23,7 +29,6 @@ class MLP(Sublayer):
         return self.dense_4h_to_h
 
     def core(self, c, inputs):
-        """[b, s, inputs x ffn/t] -> [b, s, ffn/t]."""
         return self.activation.function(c)
 
     def core_forward(self, c, inputs, training):

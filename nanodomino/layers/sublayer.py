@@ -1,13 +1,14 @@
-"""Attention and MLP: two products with a core between them, opened by a norm, added to the stream.
+"""What attention and MLP have in common: two matmuls with a core between them, after a norm, added to the stream.
 
-    norm -> f -> column-parallel product -> core -> row-parallel product -> g -> + bias, dropout, residual
+    x -> norm -> f -> column-parallel matmul -> core -> row-parallel matmul -> g -> + bias, dropout -> + x
 
-The core works on what this rank has of the product: its heads, its features; no rank knows of another there. It comes
-twice: as its definition, which autograd differentiates, and as the pair of forward and backward that training runs.
+The core works on this rank's output of the first matmul: its own heads, or its own ffn features. No rank needs another
+rank's output there, so f and g (parallel.py) are the only communication.
 
-Shapes: b samples, s tokens, h hidden, n heads of d numbers, t tensor-parallel ranks. Heads are in groups that share
-keys and values (2305.13245); without, each is a group of its own. The fused qkv matrix is stored group by group,
-[groups, (its q's, k, v), d], so that a contiguous cut of its rows is a set of whole groups.
+A core comes in two forms: its definition, which autograd differentiates, and a pair of forward and backward, which
+training runs. Tests hold the pair against the definition.
+
+Shapes in this folder: b samples, s tokens, h hidden size, d numbers per head, t tensor-parallel ranks.
 """
 
 from torch import nn
@@ -17,38 +18,37 @@ from nanodomino.layers.norms import Norm
 
 
 def drop(x, mask):
-    """x * mask; the mask may be of a wider type, since 1/(1 - p) is not a 16-bit number. No mask: x."""
+    """x * mask, in x's dtype. The mask may be wider, since 16 bits can't hold 1/(1 - p) exactly. No mask: x itself."""
     return x if mask is None else (x * mask).to(x.dtype)
 
 
 def add_residual(x, y, bias, mask):
-    """x + dropout(y + bias): what a sublayer adds, once the sum over ranks is there.
-    All [b, s, h]; bias and mask may be None."""
+    """x + dropout(y + bias), all [b, s, h]; y is the sum over tp ranks. bias and mask may be None."""
     branch = drop(y if bias is None else y + bias, mask)
     return x + branch if branch is y else branch.add_(x)
 
 
 class Sublayer(nn.Module):
-    """norm, column-parallel linear, core, row-parallel linear, add. The subclass has `column`, `row` and the core:
+    """The base of Attention and MLP, which supply `column`, `row` (the two matmuls) and the core:
 
-    core(c, inputs) -> activation                                     the definition
-    core_forward(c, inputs, training) -> (activation, kept)           what training runs; kept: what backward needs
-    core_backward(gradient, kept) -> gradient of c; those of parameters of its own are added
+    core(c, inputs) -> activation                              the definition
+    core_forward(c, inputs, training) -> (activation, saved)   as training runs it; saved: what backward needs
+    core_backward(gradient, saved) -> gradient of c            adds the gradients of the core's own parameters
 
-    inputs: what MasksAndPositions.attention_inputs() returns.
+    inputs is what MasksAndPositions.attention_inputs() returns: AttentionInputs, None for an MLP.
     """
     attends = False
 
     def __init__(self, config, mesh, site: str):
         super().__init__()
         self.norm = Norm(config, mesh, config.hidden_size)
-        self.site = site                                       # names this sublayer's dropout masks
+        self.site = site                                       # the name that seeds this sublayer's dropout masks
 
     def inside(self) -> LinearPair:
         """What domino.py runs between the gather of h and the reduce of y."""
         return LinearPair(self)
 
     def forward(self, x, masks_and_positions):
-        """x [b, s, h] -> [b, s, h]: the definition."""
+        """x [b, s, h] -> [b, s, h], with blocking all-reduces and plain autograd: the definition."""
         y = self.row(self.core(self.column(self.norm(x)), masks_and_positions.attention_inputs(self, x)))
         return add_residual(x, y, self.row.bias, masks_and_positions.hidden_dropout_mask(self.site + ".hidden", x))

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nanodomino.layers.cross_entropy import (cross_entropy, cross_entropy_gradient, exponentials_of_rows, in_chunks,
-                                             maximum_and_sum, maximum_and_sum_of_rows, parts_of_loss)
+from nanodomino.layers.cross_entropy import (cross_entropy_gradient, in_chunks, local_max_and_sum_exp, loss_from_sums,
+                                             max_and_sum_exp_of_rows, partial_loss_sums, scaled_exp_of_rows)
 from nanodomino.layers.main_grad import main_grad_of, wide
 from nanodomino.layers.sublayer import drop
 from nanodomino.overlap.flight import result_of
@@ -39,8 +39,8 @@ class EmbeddingAndHead:
         is as large as the logits; without a compiler it works on some rows at a time."""
         self.model, self.ops, self.residual_norm = model, ops, residual_norm
         narrow = model.config.fp16_lm_cross_entropy
-        self.maximum_and_sum_of_rows, self.exponentials_of_rows = map(compiled or in_chunks, (
-            lambda *rows: maximum_and_sum_of_rows(*rows, narrow), lambda *rows: exponentials_of_rows(*rows, narrow)))
+        self.max_and_sum_exp_of_rows, self.scaled_exp_of_rows = map(compiled or in_chunks, (
+            lambda *rows: max_and_sum_exp_of_rows(*rows, narrow), lambda *rows: scaled_exp_of_rows(*rows, narrow)))
 
     def embed(self, slice):
         """Generator: the slice's tokens -> x [b, s, h]."""
@@ -69,17 +69,17 @@ class EmbeddingAndHead:
         flights = ops.gather(slice, "head", h)
         yield from ops.yield_if_in_flight(flights)
         logits = ops.linear(slice, "head", flights, vocabulary.logits_weight())
-        largest, exponentials = maximum_and_sum(logits, vocabulary, self.maximum_and_sum_of_rows)
+        largest, sum_exp = local_max_and_sum_exp(logits, vocabulary, self.max_and_sum_exp_of_rows)
         maximum = largest.clone()
         yield from ops.all_reduce(slice, "cross_entropy", maximum, dist.ReduceOp.MAX)
-        sums = parts_of_loss(logits, slice.batch.labels, largest, exponentials, maximum, vocabulary)
+        sums = partial_loss_sums(logits, slice.batch.labels, largest, sum_exp, maximum, vocabulary)
         yield from ops.all_reduce(slice, "cross_entropy", sums)
-        return cross_entropy(sums), HeadTape(norm, result_of(flights), logits, maximum, sums)
+        return loss_from_sums(sums), HeadTape(norm, result_of(flights), logits, maximum, sums)
 
     def head_backward(self, slice, tape: HeadTape, gradient):
         """Gradient of the losses [b, s] -> (flights of the gradient of h, the head's weight gradient to compute)."""
         (vocabulary,) = self.model.head
         grad_logits = cross_entropy_gradient(tape.logits, slice.batch.labels, slice.output, tape.maximum, tape.sums,
-                                             gradient, vocabulary, self.exponentials_of_rows)
+                                             gradient, vocabulary, self.scaled_exp_of_rows)
         flights = self.ops.linear_then_reduce(slice, "head", grad_logits, vocabulary.logits_weight().t())
         return flights, [(vocabulary.weight, grad_logits, tape.h)]

@@ -14,7 +14,6 @@ from nanodomino.comm import network_interface
 from nanodomino.errors import UserError
 
 
-
 def test_the_way_to_oneself_is_the_loopback():
     assert network_interface.interface_of(network_interface.address_towards("127.0.0.1")) in ("lo", "lo0")
     assert network_interface.interface_of("192.0.2.77") is None

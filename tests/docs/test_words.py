@@ -25,7 +25,6 @@ from nanodomino.parallel import ReduceFromTensorParallel
 from nanodomino.run.command_line import from_command_line
 
 
-
 # ---- parallel.py: g's backward, written as another all-reduce
 
 class SummedTwice(ReduceFromTensorParallel):

@@ -14,7 +14,7 @@ from torch._inductor.scheduler import Scheduler
 
 import train
 from nanodomino.domino import Domino
-from nanodomino.layers.cross_entropy import exponentials_of_rows, maximum_and_sum_of_rows
+from nanodomino.layers.cross_entropy import max_and_sum_exp_of_rows, scaled_exp_of_rows
 
 # bridge: opens the stage, or closes a sublayer; its backward: out of the head, of a sublayer, into the stage; cross
 # entropy: forward, backward
@@ -63,7 +63,7 @@ def test_compiled_cross_entropy_reads_the_logits_twice_and_writes_them_once(monk
 
     monkeypatch.setattr(Scheduler, "codegen", counting)
     with torch.no_grad(), inductor.patch(force_disable_caches=True):
-        for function, inputs in ((maximum_and_sum_of_rows, (logits,)), (exponentials_of_rows, (logits, *torch.ones(2, rows)))):
+        for function, inputs in ((max_and_sum_exp_of_rows, (logits,)), (scaled_exp_of_rows, (logits, *torch.ones(2, rows)))):
             torch._dynamo.reset()
             torch.compile(function)(*inputs)
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from nanodomino.checkpoint.folders import checkpoints_of
 from nanodomino.checkpoint.manifest import read_manifest
-from nanodomino.layers.cross_entropy import exponentials_of_rows, maximum_and_sum_of_rows
+from nanodomino.layers.cross_entropy import max_and_sum_exp_of_rows, scaled_exp_of_rows
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.optim.loss_scale import LossScale, is_valid_state
 
@@ -206,11 +206,11 @@ def test_each_exponential_of_a_narrow_cross_entropy_is_rounded_and_no_sum_is():
     allowed = 1.01 * ((distance + 1) * rounding * terms + least).sum(dim=-1)
     off = {}
     for narrow in (False, True):
-        largest, sums = maximum_and_sum_of_rows(logits, narrow)
+        largest, sums = max_and_sum_exp_of_rows(logits, narrow)
         assert largest.dtype == sums.dtype == torch.float32 and torch.equal(largest.double(), exact.amax(dim=-1))
         off[narrow] = (sums.double() - terms.sum(dim=-1)).abs()
         factor, gradient = torch.full_like(sums, 1000.0) / sums, logits.clone()
-        exponentials_of_rows(gradient, largest, factor, narrow)
+        scaled_exp_of_rows(gradient, largest, factor, narrow)
         bound = ((distance + 1) * narrow + 2) * rounding * terms * factor.unsqueeze(-1) * 1.01 + least * (1 + factor.unsqueeze(-1))
         assert ((gradient.double() - terms * factor.double().unsqueeze(-1)).abs() <= bound).all()
     assert (off[True] <= allowed).all() and (off[False] <= 1e-6 * terms.sum(dim=-1)).all() and off[True].mean() > 10 * off[False].mean()
@@ -232,8 +232,8 @@ class Largest(TorchDispatchMode):
 def test_a_narrow_cross_entropy_has_no_wide_temporary(narrow):
     logits = torch.randn(16, 300).half()
     with Largest() as largest:
-        maximum, sums = maximum_and_sum_of_rows(logits, narrow)
-        exponentials_of_rows(logits, maximum, 1.0 / sums, narrow)
+        maximum, sums = max_and_sum_exp_of_rows(logits, narrow)
+        scaled_exp_of_rows(logits, maximum, 1.0 / sums, narrow)
     assert largest.elements == (16 if narrow else 16 * 300)
 
 

@@ -41,7 +41,7 @@ from nanodomino.zero import ZeroOptimizer  # noqa: E402
 from support.fake_world import fake_world, only_views, operands, tensors, writes  # noqa: E402
 
 VOCABULARY = 50257
-CROSS_ENTROPY = ("maximum_and_sum", "parts_of_loss", "cross_entropy", "cross_entropy_gradient")
+CROSS_ENTROPY = ("local_max_and_sum_exp", "partial_loss_sums", "loss_from_sums", "cross_entropy_gradient")
 LOOK_UPS = {"gather", "embedding", "scatter_", "index_add_"}      # touch a few rows of their first operand, not all
 OVERWRITES = {"zero_", "fill_", "copy_"}                          # do not read what they write to
 COPIES = {"_to_copy", "copy_"}
