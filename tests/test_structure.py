@@ -35,7 +35,6 @@ def imported_modules(path):
             yield node.module
 
 
-@pytest.mark.xfail(reason="layers.masks_and_positions still imports overlap")
 def test_imports_point_only_to_the_left():
     backward = []
     for path in sorted(PACKAGE.glob("**/*.py")):
