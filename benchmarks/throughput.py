@@ -32,7 +32,8 @@ from nanodomino.analysis.hardware import find_peak_flops
 from nanodomino.comm.world import find_device, start_world
 from nanodomino.domino import Domino
 from nanodomino.errors import UserError, require
-from nanodomino.huggingface.families import family_of, tensors_of, write_config
+from nanodomino.huggingface.families import family_of, write_config
+from nanodomino.huggingface.tensor_mapping import map_tensors
 from nanodomino.mesh import make_mesh
 from nanodomino.model import flops_per_token, parameter_count
 from nanodomino.zero import ZeroOptimizer
@@ -149,9 +150,9 @@ def model_of_transformers(config, ours):
         transformers.AutoConfig.for_model(**record | {"torch_dtype": None}), dtype=torch.float32)
     weights = dict(ours.named_parameters())
     theirs = {}
-    for one in tensors_of(config, family_of(config)):
-        parts = one.packing.split(weights[one.name].detach().float().view(one.shape), config)
-        theirs |= {name: part.clone() for name, part in zip(one.theirs, parts)}
+    for mapping in map_tensors(config, family_of(config).modules):
+        parts = mapping.conversion.to_hf(weights[mapping.name].detach().float().view(mapping.shape), config)
+        theirs |= {name: part.clone() for name, part in zip(mapping.hf_shapes, parts)}
     missing = [name for name in model.load_state_dict(theirs, strict=False).missing_keys if name != "lm_head.weight"]
     require(not missing, f"Transformers wants {', '.join(missing[:3])} too, which we have not; this is a bug")
     return Logits(model)

@@ -45,4 +45,5 @@ def full_weights(folder: Path, settings: dict) -> dict[str, torch.Tensor]:
     model = meta_model(from_record(settings, folder))
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
     tensors = {name.removeprefix("weight."): tensor for name, tensor in stored.items()}
-    return {name: tensor.view(shapes.get(name, tensor.shape)) for name, tensor in tensors.items()}  # runs of rows joined
+    # join the two runs of rows in a SwiGLU's matrix, which a checkpoint holds as [2, rows, columns]
+    return {name: tensor.view(shapes.get(name, tensor.shape)) for name, tensor in tensors.items()}

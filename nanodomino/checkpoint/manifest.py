@@ -4,8 +4,8 @@
                                     "skipped_in_a_row", "loss_scale", "config",
                                     "files": {name: {"size", "sha256"}}}
 
-The manifest is written last, when all other files are on the disk. Whatever happens to them afterwards, a flipped bit, a
-truncated or a missing file, verify() finds it.
+The manifest is written last, when all other files are on the disk. verify() finds whatever happens to them afterwards:
+flipped bits, truncated or missing files.
 """
 
 import hashlib
@@ -60,8 +60,8 @@ def manifest_text(content: dict) -> str:
 # ---- write
 
 def write_manifest(folder: Path, content: dict, advice: str):
-    """Complete a checkpoint with its manifest and flush both to the disk. Raises UserError, which ends with `advice`, if
-    a file that the index refers to is missing."""
+    """Complete a checkpoint with its manifest, and flush both to the disk.
+    Raises UserError, with `advice`, if a file is missing that the index refers to."""
     content["files"] = file_digests(sorted(folder.iterdir()))
     needed = {info.relative_path for info in SafeReader(folder).read_metadata().storage_data.values()}
     require(needed <= content["files"].keys(),
@@ -98,8 +98,8 @@ def read_manifest(folder: Path) -> dict:
         content = json.loads(text)
         intact = isinstance(content, dict) and text == manifest_text(content)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder} is not a complete checkpoint: its manifest.json can't be read ({error}); use another "
-                        "checkpoint") from None
+        raise UserError(f"{folder} is not a complete checkpoint: its manifest.json can't be read ({error}); "
+                        "use another checkpoint") from None
     require(intact, f"{path} is damaged: its checksum is wrong; use another checkpoint")
     require(content.get("format") == FORMAT, f"{path} has format {content.get('format')!r}, but this version reads "
             f"{FORMAT!r}; use the version that wrote it")
@@ -124,7 +124,7 @@ def check_manifest(content: dict, path: Path):
     for name, entry in content["files"].items():               # a path could name any file of this machine
         require(name == Path(name).name and name not in ("", ".", "..", path.name) and isinstance(entry, dict)
                 and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str),
-                f"{path} must give size and SHA-256 of files in its own folder, but has '{name[:80]}': "
+                f"{path} must give size and SHA-256 of files beside it, but has '{name[:80]}': "
                 f"{str(entry)[:80]}; use another checkpoint")
     require(".metadata" in content["files"],
             f"{path} does not list .metadata, the index of the tensors; use another checkpoint")

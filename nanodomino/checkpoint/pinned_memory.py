@@ -1,7 +1,7 @@
 """Host memory for a checkpoint's copies, in blocks whose lengths are powers of two.
 
-torch rounds each block of pinned memory up to the next power of two, which can almost double it. Blocks with the lengths
-of n's binary digits, such as 4 + 1 for n = 5, hold n elements and are not rounded up.
+torch rounds a block of pinned memory up to the next power of two, which can almost double it. For n elements allocate a
+block for each binary digit of n instead, such as 4 + 1 for n = 5: nothing is rounded up.
 """
 
 import torch

@@ -27,24 +27,21 @@ class SafeReader(dcp.FileSystemReader):
     index = None
 
     def read_metadata(self, *args, **kwargs):
+        """Return the index. Raises UserError."""
         if self.index is None:
-            self.index = read_index(Path(self.path) / ".metadata")
-            self.index.storage_meta = self.index.storage_meta or StorageMeta()
-            self.index.storage_meta.load_id = self.load_id
+            path = Path(self.path) / ".metadata"
+            try:
+                require_regular_file(path)
+                with open(path, "rb") as file:
+                    self.index = RestrictedUnpickler(file).load()
+                self.index.storage_meta = self.index.storage_meta or StorageMeta()
+                self.index.storage_meta.load_id = self.load_id
+            except UserError:
+                raise
+            except Exception as error:                         # arbitrary bytes can make an unpickler raise anything
+                raise UserError(f"{path} is not an index of tensors ({type(error).__name__}: {error}); use another "
+                                "checkpoint") from None
         return self.index
-
-
-def read_index(path: Path):
-    """Return the index of a checkpoint. Raises UserError."""
-    try:
-        require_regular_file(path)
-        with open(path, "rb") as file:
-            return RestrictedUnpickler(file).load()
-    except UserError:
-        raise
-    except Exception as error:                                 # arbitrary bytes can make an unpickler raise anything
-        raise UserError(f"{path} is not an index of tensors ({type(error).__name__}: {error}); use another "
-                        "checkpoint") from None
 
 
 class RestrictedUnpickler(pickle._Unpickler):                  # in Python: C's load_build can't be overridden

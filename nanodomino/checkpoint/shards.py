@@ -10,8 +10,8 @@ range of it holds the end of one row of a matrix, some whole rows, and the start
                                         18 19  .  .  .  .            (3, 0), 1 x 2
 
 With tensor parallelism that matrix is a shard, at some offset in the full tensor. gate and up of a SwiGLU are one
-parameter with two runs of rows, and a rank holds rows of both. The full tensor is stored as [runs, rows, columns], which
-makes every shard one box; a range of a three-dimensional tensor fills at most five boxes.
+parameter with two runs of rows, and a rank holds rows of both. The full tensor is stored as [2, rows, columns], so that
+every shard is one box; a range of a three-dimensional tensor fills at most five boxes.
 """
 
 import math
@@ -102,7 +102,8 @@ def local_boxes(model: GPT, mesh: Mesh, ranges: list[BucketRange]) -> dict[str, 
             start = bucket.offsets[weight]
             part = values[max(start - begin, 0):max(start - begin + weight.numel(), 0)]
             if len(part):
-                found.setdefault(f"{state}.{names[weight]}", LocalBoxes.of(weight, mesh)).add(part, max(begin - start, 0))
+                boxes = found.setdefault(f"{state}.{names[weight]}", LocalBoxes.of(weight, mesh))
+                boxes.add(part, max(begin - start, 0))
     return found
 
 

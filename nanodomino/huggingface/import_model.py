@@ -1,104 +1,102 @@
+"""Import: write a checkpoint from a Hugging Face folder, one tensor in memory at a time."""
+
 import dataclasses
 import re
 from functools import partial, reduce
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from nanodomino.checkpoint.manifest import FORMAT, step_of, write_manifest
 from nanodomino.checkpoint.save import write_single_process
+from nanodomino.checkpoint.shards import LocalBoxes
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
 from nanodomino.errors import require
-from nanodomino.huggingface.families import Family, Placed, family_of_record, read_config, tensors_of
+from nanodomino.huggingface.families import Family, family_of_json, read_config
 from nanodomino.huggingface.safetensors_files import (GENERATION, SPECIAL_TOKENS, STORED_DTYPES, TOKENIZER_FILES,
-                                                      WEIGHTS, Stored, copy_along, count, made_whole, read_json,
-                                                      safetensors, stored_tensors, told_of, write_json)
+                                                      WEIGHTS, StoredTensor, copy_files, new_folder, read_json,
+                                                      safetensors, stored_tensors, tokenizer_summary, write_json)
+from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, map_tensors
 
 
-def match(placed: list[Placed], stored: dict[str, Stored], family: Family, config: Config,
-          folder: Path) -> dict[str, Stored]:
-    """{the family's name: what is stored} of exactly the model's tensors. Raises UserError."""
-    wanted = {name: tuple(shape) for one in placed for name, shape in one.theirs.items()}
-    (embedding, *_), found = next(iter(placed)).theirs, {}
-    for name, one in stored.items():
-        full = name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name
-        if re.fullmatch(family.leftovers, full):
+def match_tensors(mappings: list[TensorMapping], stored: dict[str, StoredTensor], family: Family, config: Config,
+                  folder: Path) -> dict[str, StoredTensor]:
+    """Return {Hugging Face name: stored tensor} of exactly the tensors that the model needs. Raises UserError."""
+    needed = {name: tuple(shape) for mapping in mappings for name, shape in mapping.hf_shapes.items()}
+    (embedding, *_), found = mappings[0].hf_shapes, {}
+    for stored_name, tensor in stored.items():
+        name = stored_name if stored_name.startswith((family.prefix, "lm_head.")) else family.prefix + stored_name
+        if re.fullmatch(family.ignored_tensors, name):
             continue
-        if full == "lm_head.weight" and config.tied:           # a copy, which some writers keep
-            wanted[full] = wanted[embedding]
-        require(full in wanted and full not in found, f"{one.path} holds {name[:80]}, which a {family.architecture} of "
-                "this config.json does not have; import a model whose files belong together")
-        require(one.shape == wanted[full], f"{name} of {one.path} is of shape {one.shape}, but by config.json it must "
-                f"be of {wanted[full]}; import a model whose files belong together")
-        require(one.kind in STORED_DTYPES, f"{name} of {one.path} is of type {one.kind}, but weights are read in "
-                f"{', '.join(STORED_DTYPES)} alone; import a model that is not quantized")
-        found[full] = one
-    missing = [name for name in wanted if name not in found]
+        if name == "lm_head.weight" and config.tied:           # some writers store the tied matrix twice
+            needed[name] = needed[embedding]
+        require(name in needed and name not in found,
+                f"{tensor.path} holds {stored_name[:80]}, which a {family.architecture} with this config.json does not "
+                "have; import a model whose files belong together")
+        require(tensor.shape == needed[name], f"{stored_name} in {tensor.path} has shape {tensor.shape}, but "
+                f"config.json implies {needed[name]}; import a model whose files belong together")
+        require(tensor.dtype_name in STORED_DTYPES, f"{stored_name} in {tensor.path} has type {tensor.dtype_name}, but "
+                f"weights must be of type {', '.join(STORED_DTYPES)}; import a model that is not quantized")
+        found[name] = tensor
+    missing = [name for name in needed if name not in found]
     require(not missing, f"{folder} lacks {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}, which a "
-            f"{family.architecture} of this config.json has; get the folder's files again")
+            f"{family.architecture} with this config.json has; download the folder again")
     copy = found.pop("lm_head.weight", None) if config.tied else None
     require(copy is None or torch.equal(copy.load(), found[embedding].load()),
-            f"{folder} has tie_word_embeddings, but its lm_head.weight is not equal to its {embedding}; set "
+            f"{folder} has tie_word_embeddings, but its lm_head.weight differs from its {embedding}; set "
             "tie_word_embeddings to false in its config.json if the head is a matrix of its own")
     return found
 
 
-# ---- import
-
-class MadeWhenWritten(torch.Tensor):
-    """A tensor of a checkpoint that is made when the writer asks for it, and forgotten when it is written. See LocalBoxes
-    for the methods with underscores."""
+class LazyTensor(LocalBoxes):
+    """A full tensor, as one box, that is made when torch.distributed.checkpoint writes it, and freed afterwards."""
 
     @classmethod
-    def of(cls, shape, dtype, make) -> "MadeWhenWritten":
-        """make() -> the tensor of this shape and type."""
-        whole = torch.empty((), dtype=dtype).expand(shape).as_subclass(cls)      # one number, whatever the size
-        whole.make = make
-        return whole
-
-    def __create_write_items__(self, name, _):
-        where = torch.Size([0] * self.dim())
-        return [WriteItem(MetadataIndex(name, where), WriteItemType.SHARD, tensor_data=TensorWriteData(
-            ChunkStorageMetadata(where, self.size()), TensorProperties(self.dtype), self.size()))]
+    def of(cls, shape, dtype, make) -> "LazyTensor":
+        """make() -> the tensor, with this shape and dtype."""
+        tensor = torch.empty((), dtype=dtype).expand(shape).as_subclass(cls)     # memory for one element
+        tensor.make, tensor.boxes = make, {torch.Size([0] * len(shape)): tensor}
+        return tensor
 
     def __get_tensor_shard__(self, _):
         return self.make()
 
 
-def join(one: Placed, found: dict[str, Stored], config: Config, dtype: torch.dtype) -> torch.Tensor:
-    """One of our tensors, from the family's."""
-    return one.packing.join([found[name].load() for name in one.theirs], config).to(dtype).contiguous()
+def convert_from_hf(mapping: TensorMapping, found: dict[str, StoredTensor], config: Config,
+                    dtype: torch.dtype) -> torch.Tensor:
+    """Return a parameter's full tensor, made of the Hugging Face tensors that hold its values."""
+    parts = [found[name].load() for name in mapping.hf_shapes]
+    return mapping.conversion.from_hf(parts, config).to(dtype).contiguous()
 
 
 def import_model(folder: Path, output: Path) -> str:
-    """Write a checkpoint of the model in a folder of Hugging Face's; says what it is. Raises UserError."""
+    """Write a checkpoint of the model in a Hugging Face folder, and return a sentence about it. Raises UserError."""
     safetensors()
     require(folder.is_dir(), f"there is no folder {folder}; give one with config.json and {WEIGHTS}")
     require((folder / "config.json").is_file(), f"{folder} has no config.json; give the folder of a model")
-    require(step_of(output) in (None, 0), f"--output {output} is a name for step {step_of(output)}, but what is "
-            "imported is at step 0; choose another name")
+    require(step_of(output) in (None, 0), f"--output {output} is a name for step {step_of(output)}, but an imported "
+            "model is at step 0; choose another name")
     values = read_json(folder / "config.json")
-    family = family_of_record(values, folder / "config.json")
+    family = family_of_json(values, folder / "config.json")
     stored = stored_tensors(folder)
     config = read_config(values, folder / "config.json")
-    placed = tensors_of(config, family)
-    found = match(placed, stored, family, config, folder)
-    dtype = reduce(torch.promote_types, (STORED_DTYPES[one.kind] for one in found.values()))     # that holds them all
-    (name,) = (name for name, one in DTYPES.items() if one == dtype)
-    config = dataclasses.replace(config, dtype=name)
-    wide = torch.promote_types(dtype, torch.float32)           # as a run's own master weights
-    tensors = {f"weight.{one.name}": MadeWhenWritten.of(one.shape, wide, partial(join, one, found, config, wide))
-               for one in placed}
-    with made_whole(output) as temporary:
+    mappings = map_tensors(config, family.modules)
+    found = match_tensors(mappings, stored, family, config, folder)
+    dtype = reduce(torch.promote_types, (STORED_DTYPES[tensor.dtype_name] for tensor in found.values()))
+    (dtype_name,) = (name for name, candidate in DTYPES.items() if candidate == dtype)
+    config = dataclasses.replace(config, dtype=dtype_name)
+    wide = torch.promote_types(dtype, torch.float32)           # the dtype of a run's master weights
+    tensors = {f"weight.{mapping.name}":
+               LazyTensor.of(mapping.shape, wide, partial(convert_from_hf, mapping, found, config, wide))
+               for mapping in mappings}
+    with new_folder(output) as temporary:
         write_single_process(tensors, temporary)
-        carried = copy_along((*TOKENIZER_FILES, GENERATION), folder, temporary)
+        copied = copy_files((*TOKENIZER_FILES, GENERATION), folder, temporary)
         special = {name: values[name] for name in SPECIAL_TOKENS if values.get(name) is not None}
-        if GENERATION not in carried and special:              # else they would be lost with config.json
+        if GENERATION not in copied and special:               # a checkpoint has no other file for them
             write_json(temporary / GENERATION, special)
         write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
-                                 config=dataclasses.asdict(config)), "import it again")
-    return (f"{output}: {family.architecture}, {len(placed)} tensors, {count(placed):,} numbers in {name}, "
-            f"{told_of(carried)}")
+                                       config=dataclasses.asdict(config)), "import it again")
+    return (f"{output}: {family.architecture}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
+            f"{dtype_name}, {tokenizer_summary(copied)}")

@@ -1,3 +1,5 @@
+"""Read safetensors files by their headers, and write folders that are either complete or absent."""
+
 import json
 import os
 import shutil
@@ -8,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from nanodomino.checkpoint.manifest import flush_folder
+from nanodomino.checkpoint.manifest import flush_folder, write_flushed
 from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.errors import UserError, require
 
@@ -19,102 +21,105 @@ STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 
 
 def safetensors():
-    """The package. Raises UserError where it is missing."""
+    """Return the package safetensors. Raises UserError if it can't be imported."""
     try:
         import safetensors.torch
         return safetensors
-    except Exception as error:                                 # what it imports in turn can raise anything
-        raise UserError(f"the files of Hugging Face's models need the package safetensors, which can't be imported "
+    except Exception as error:                                 # its own imports can raise anything
+        raise UserError("the files of Hugging Face models need the package safetensors, which can't be imported "
                         f"({error}); pip install -r requirements-extra.txt") from None
 
 
-# ---- a folder of Hugging Face's
+# ---- read
 
 def read_json(path: Path) -> dict:
-    """One JSON object. Raises UserError."""
+    """Return the JSON object in a file. Raises UserError."""
     try:
         values = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} can't be read ({getattr(error, 'strerror', None) or error}); get the folder's files "
+        raise UserError(f"{path} can't be read ({getattr(error, 'strerror', None) or error}); download the folder "
                         "again") from None
-    require(isinstance(values, dict), f"{path} must hold one JSON object; get the folder's files again")
+    require(isinstance(values, dict), f"{path} must hold one JSON object; download the folder again")
     return values
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a safetensors file, known by its header."""
+class StoredTensor:
+    """A tensor in a safetensors file, known from the file's header."""
     path: Path
     name: str
     shape: tuple[int, ...]
-    kind: str                   # of STORED_DTYPES, if it is a weight
+    dtype_name: str             # a key of STORED_DTYPES if the tensor can be a weight
 
     def load(self) -> torch.Tensor:
-        """A view of the file: pages come as they are read, and go when the tensor goes."""
+        """Map the tensor into memory: pages are read when used, and freed with the tensor."""
         with safetensors().safe_open(self.path, framework="pt") as file:
             return file.get_tensor(self.name)
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """All of them by their names, from the headers of all files. Raises UserError."""
-    paths, mapped = [folder / WEIGHTS], None
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return {name: tensor} from the headers of all weight files in a folder. Raises UserError."""
+    paths, weight_map = [folder / WEIGHTS], {}
     if not paths[0].exists():
-        require((folder / INDEX).exists(),
-                f"{folder} has neither {WEIGHTS} nor {INDEX}; give a folder with weights in this format, as "
-                "save_pretrained(DIR) writes them")
-        mapped = read_json(folder / INDEX).get("weight_map")
-        require(isinstance(mapped, dict) and mapped and all(
-            isinstance(name, str) and name == Path(name).name and name not in ("", ".", "..")
-            for name in mapped.values()), f"{folder / INDEX} must say of each tensor which file beside it it is in, "
-            "as weight_map; get the folder's files again")
-        paths = [folder / name for name in sorted(set(mapped.values()))]
+        require((folder / INDEX).exists(), f"{folder} has neither {WEIGHTS} nor {INDEX}; give a folder in the format "
+                "that save_pretrained(DIR) writes")
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        require(isinstance(weight_map, dict) and weight_map and all(
+            isinstance(file, str) and file == Path(file).name and file not in ("", ".", "..")
+            for file in weight_map.values()), f"{folder / INDEX} must have a weight_map from each tensor to a file in "
+            "the same folder; download the folder again")
+        paths = [folder / file for file in sorted(set(weight_map.values()))]
     found = {}
     for path in paths:
-        for one in header(path):
-            other = found.setdefault(one.name, one)
-            require(other is one, f"{one.name[:80]} is in {other.path} and in {path}; get the folder's files again")
-    for name, file in (mapped or {}).items():
+        for tensor in read_header(path):
+            first = found.setdefault(tensor.name, tensor)
+            require(first is tensor,
+                    f"{tensor.name[:80]} is in both {first.path} and {path}; download the folder again")
+    for name, file in weight_map.items():
         require(name in found and found[name].path.name == file,
-                f"{folder / INDEX} says that {name[:80]} is in {file}, but it is not; get the folder's files again")
+                f"{folder / INDEX} lists {name[:80]} in {file}, but it is not there; download the folder again")
     return found
 
 
-def header(path: Path) -> list[Stored]:
-    """What a file holds. Raises UserError."""
+def read_header(path: Path) -> list[StoredTensor]:
+    """Return the tensors that a safetensors file declares. Raises UserError."""
     package = safetensors()
     try:
-        require(path.is_file(), f"{path} is missing; get the folder's files again")
+        require(path.is_file(), f"{path} is missing; download the folder again")
         with package.safe_open(path, framework="pt") as file:
-            about = {name: file.get_slice(name) for name in file.keys()}
-            return [Stored(path, name, tuple(one.get_shape()), one.get_dtype()) for name, one in about.items()]
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return [StoredTensor(path, name, tuple(slice_.get_shape()), slice_.get_dtype())
+                    for name, slice_ in slices.items()]
     except (OSError, package.SafetensorError) as error:
-        raise UserError(f"{path} is damaged or no safetensors file ({error}); get it again") from None
+        raise UserError(f"{path} is damaged or not a safetensors file ({error}); download it again") from None
 
 
-# ---- whole or not there
+# ---- write
 
 @contextmanager
-def made_whole(final: Path):
-    """A hidden folder that takes its name when the block is done, and is gone when it fails. Raises UserError."""
-    require(not os.path.lexists(final), f"{final} is there already, and nothing is overwritten; choose another name, "
-            "or move it away")
-    place = final.absolute()
-    temporary = place.with_name(f".{place.name}.unfinished")
+def new_folder(final: Path):
+    """Yield a hidden folder that is renamed to `final` if the block succeeds, and deleted if it fails.
+    Raises UserError if `final` exists or can't be written."""
+    require(not os.path.lexists(final), f"{final} already exists, and nothing is overwritten; choose another name, or "
+            "move it away")
+    absolute = final.absolute()
+    temporary = absolute.with_name(f".{absolute.name}.unfinished")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)           # of one that was killed
+        shutil.rmtree(temporary, ignore_errors=True)           # left by a process that was killed
         temporary.mkdir(parents=True)
         yield temporary
         flush_folder(temporary)
         temporary.rename(final)
         flush_folder(temporary.parent)
     except (OSError, RuntimeError, dcp.CheckpointException, safetensors().SafetensorError) as error:
-        raise UserError(f"{final} can't be written ({reason(error)}); make room, or choose another place") from None
+        raise UserError(f"{final} can't be written ({root_cause(error)}); free some space, or choose another "
+                        "folder") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def reason(error: BaseException) -> str:
-    """What the system has said, which torch's writer wraps, and follows with an error of its own."""
+def root_cause(error: BaseException) -> str:
+    """Return the system's message: torch's writer wraps it, or raises a second error after it."""
     while isinstance(error, dcp.CheckpointException):
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
@@ -122,29 +127,17 @@ def reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
 
-def write_flushed(path: Path, data: bytes):
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def write_json(path: Path, values: dict):
     write_flushed(path, (json.dumps(values, indent=2) + "\n").encode())
 
 
-def copy_along(names, source: Path, target: Path) -> list[str]:
-    """Those of these files that are there."""
+def copy_files(names, source: Path, target: Path) -> list[str]:
+    """Copy the files that exist, and return their names."""
     found = [name for name in names if (source / name).is_file()]
     for name in found:
         write_flushed(target / name, (source / name).read_bytes())
     return found
 
 
-def count(placed) -> int:
-    """Numbers of the model, without padding."""
-    return sum(shape.numel() for one in placed for shape in one.theirs.values())
-
-
-def told_of(carried: list[str]) -> str:
-    return f"with {', '.join(carried)}" if carried else "without a tokenizer, as none lies beside it"
+def tokenizer_summary(copied: list[str]) -> str:
+    return f"with {', '.join(copied)}" if copied else "without a tokenizer, since no file of one was found"

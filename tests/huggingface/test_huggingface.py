@@ -32,12 +32,13 @@ from nanodomino.errors import UserError
 from nanodomino.generate.__main__ import main as generate_main
 from nanodomino.huggingface import export_model as exporting, import_model as importing
 from nanodomino.huggingface.__main__ import main, size_in_bytes
-from nanodomino.huggingface.export_model import cut_into_files, export_model
-from nanodomino.huggingface.families import FAMILIES, family_of, read_config, tensors_of, write_config
+from nanodomino.huggingface.export_model import export_model, split_into_files
+from nanodomino.huggingface.families import FAMILIES, family_of, read_config, write_config
 from nanodomino.huggingface.import_model import import_model
 from nanodomino.huggingface.safetensors_files import GENERATION
+from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
 
-HOMES = {"join": importing, "split": exporting}
+HOMES = {"convert_from_hf": importing, "convert_to_hf": exporting}
 VOCABULARY, LENGTH = 300, 24
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=104, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
              max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=5, pad_token_id=None)
@@ -200,7 +201,8 @@ def test_every_gradient_is_that_of_transformers(pool, saved, tmp_path, name, lay
     expected_loss = F.cross_entropy(exact(model)(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten())
     expected_loss.backward()
     theirs = {one: weight.grad for one, weight in model.named_parameters()}
-    expected = {one.name: one.packing.join([theirs[part] for part in one.theirs], config) for one in tensors_of(config, family_of(config))}
+    expected = {mapping.name: mapping.conversion.from_hf([theirs[name] for name in mapping.hf_shapes], config)
+                for mapping in map_tensors(config, family_of(config).modules)}
     outcomes = pool.run(gradients_rank, tmp_path / "checkpoint", options, data, world_size=tp * pp)
     found = whole(outcomes, lambda outcome: outcome.gradients[0], tp)
     assert outcomes[0].losses == [pytest.approx(float(expected_loss.detach()), rel=1e-9)]
@@ -306,7 +308,7 @@ def test_a_tied_file_may_hold_the_head_too_if_it_is_the_same(saved, folder, tmp_
     import_model(saved("gpt2")[1], tmp_path / "other")
     assert same_bits(weights_of(tmp_path / "one"), weights_of(tmp_path / "other"))
     change_tensors(spoiled, lambda tensors: tensors["lm_head.weight"].view(-1)[-1:].add_(1))
-    with pytest.raises(UserError, match="lm_head.weight is not equal to its transformer.wte.weight; set tie_word_embeddings to false"):
+    with pytest.raises(UserError, match="lm_head.weight differs from its transformer.wte.weight; set tie_word_embeddings to false"):
         import_model(spoiled, tmp_path / "third")
 
 
@@ -380,11 +382,11 @@ def test_every_preset_has_a_family_and_comes_back(choices):
 
 def test_files_are_cut_between_our_tensors(saved):
     config = read_config(json.loads((saved("llama")[1] / "config.json").read_text()), "config.json")
-    placed = tensors_of(config, FAMILIES["llama"])
+    mappings = map_tensors(config, LLAMA_MODULES)
     for most in (1, 30_000, 10**9):
-        files = cut_into_files(placed, torch.float32, most)
-        assert sum(files, []) == placed and all(files)
-        sizes = [[4 * sum(shape.numel() for shape in one.theirs.values()) for one in file] for file in files]
+        files = split_into_files(mappings, torch.float32, most)
+        assert sum(files, []) == mappings and all(files)
+        sizes = [[4 * sum(shape.numel() for shape in mapping.hf_shapes.values()) for mapping in file] for file in files]
         assert all(sum(some) <= most or len(some) == 1 for some in sizes)
         assert all(sum(first) + second[0] > most for first, second in zip(sizes, sizes[1:])), "each as full as it goes"
     assert [size_in_bytes(text) for text in ("5GB", "500 mb", "7kb", "12")] == [5 * 10**9, 5 * 10**8, 7000, 12]
@@ -404,7 +406,7 @@ def test_no_model_is_ever_whole(package, tmp_path, monkeypatch):
     sizes = GPT2_SIZES | dict(n_embd=256, n_inner=1024, n_layer=20, n_head=4)
     package.AutoModelForCausalLM.from_config(package.AutoConfig.for_model("gpt2", **sizes)).bfloat16().save_pretrained(tmp_path / "model")
     seen = []
-    for name in ("join", "split"):
+    for name in ("convert_from_hf", "convert_to_hf"):
         def look(*arguments, inner=getattr(HOMES[name], name)):
             made = inner(*arguments)
             seen.append(anonymous_bytes())
@@ -421,50 +423,50 @@ def test_no_model_is_ever_whole(package, tmp_path, monkeypatch):
 # ---- what is refused, and how
 
 CONFIGS = [      # model, what its config.json says instead, the sentence
-    ("gpt2", dict(activation_function="gelu"), 'has activation_function "gelu", but .* can have "gelu_new" or "gelu_pytorch_tanh" alone'),
+    ("gpt2", dict(activation_function="gelu"), 'has activation_function "gelu", but nanodomino supports only "gelu_new" or "gelu_pytorch_tanh"'),
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "has scale_attn_by_inverse_layer_idx true, but"),
     ("gpt2", dict(scale_attn_weights=False), "has scale_attn_weights false, but"),
     ("gpt2", dict(reorder_and_upcast_attn=True), "has reorder_and_upcast_attn true, but"),
     ("gpt2", dict(add_cross_attention=True), "has add_cross_attention true, but"),
-    ("gpt2", dict(n_layer=0), "must have a whole number from 1 on as n_layer, but has 0; correct it"),
-    ("gpt2", dict(n_embd=...), "must have a whole number from 1 on as n_embd, but has null; correct it"),
-    ("gpt2", dict(n_head="4"), 'must have a whole number from 1 on as n_head, but has "4"'),
-    ("gpt2", dict(n_positions=True), "must have a whole number from 1 on as n_positions, but has true"),
-    ("gpt2", dict(n_head=5), "can't be built: hidden-size 48 must be divisible by num-attention-heads 5"),
-    ("gpt2", dict(layer_norm_epsilon=-1.0), "must have a positive number as layer_norm_epsilon, but has -1.0"),
-    ("gpt2", dict(tie_word_embeddings="yes"), 'has tie_word_embeddings "yes", but the model that is built here can have true or false alone'),
-    ("gpt2", dict(architectures=["BertForMaskedLM"]), 'has the architecture "BertForMaskedLM", but what can be imported are GPT2LMHeadModel, Llama'),
-    ("gpt2", dict(architectures=["GPT2LMHeadModel", "LlamaForCausalLM"]), "has the architecture .*, but what can be imported are"),
+    ("gpt2", dict(n_layer=0), "has n_layer 0, but it must be a positive whole number; correct it"),
+    ("gpt2", dict(n_embd=...), "has n_embd null, but it must be a positive whole number"),
+    ("gpt2", dict(n_head="4"), 'has n_head "4", but it must be a positive whole number'),
+    ("gpt2", dict(n_positions=True), "has n_positions true, but it must be a positive whole number"),
+    ("gpt2", dict(n_head=5), "describes an impossible model: hidden-size 48 must be divisible by num-attention-heads 5"),
+    ("gpt2", dict(layer_norm_epsilon=-1.0), "has layer_norm_epsilon -1.0, but it must be a positive number"),
+    ("gpt2", dict(tie_word_embeddings="yes"), 'has tie_word_embeddings "yes", but nanodomino supports only true or false'),
+    ("gpt2", dict(architectures=["BertForMaskedLM"]), 'has the architecture "BertForMaskedLM", but only GPT2LMHeadModel, Llama'),
+    ("gpt2", dict(architectures=["GPT2LMHeadModel", "LlamaForCausalLM"]), "has the architecture .*, but only GPT2LMHeadModel"),
     ("gpt2", dict(model_type="llama"), 'has the architecture GPT2LMHeadModel and model_type "llama", which contradict each other'),
     ("gpt2", dict(model_type=["gpt2"]), "which contradict each other"),
-    ("gpt2", dict(model_type="mamba", architectures=...), 'has model_type "mamba" and no architectures, but .* are gpt2, llama, mistral, qwen2, qwen3'),
-    ("gpt2", dict(quantization_config={"bits": 4}), 'has quantization_config {"bits": 4}, of which nothing is known here'),
-    ("llama", dict(logit_scale=2.0), "has logit_scale 2.0, of which nothing is known here, so that the model may be another one"),
-    ("llama", dict(output_multiplier=2.0), "has output_multiplier 2.0, of which nothing is known here"),
-    ("llama", dict(rope_interleaved=True), "has rope_interleaved true, of which nothing is known here"),
-    ("llama", dict(hidden_act="gelu"), 'has hidden_act "gelu", but the model that is built here can have "silu" or "swish" alone'),
-    ("llama", dict(attention_bias=True), "has attention_bias true and mlp_bias false, but the model that is built here can have all biases or none"),
+    ("gpt2", dict(model_type="mamba", architectures=...), 'has model_type "mamba" and no architectures, but only gpt2, llama, mistral, qwen2, qwen3 can be imported'),
+    ("gpt2", dict(quantization_config={"bits": 4}), 'has quantization_config {"bits": 4}, which nanodomino does not know'),
+    ("llama", dict(logit_scale=2.0), "has logit_scale 2.0, which nanodomino does not know and which may change the logits"),
+    ("llama", dict(output_multiplier=2.0), "has output_multiplier 2.0, which nanodomino does not know"),
+    ("llama", dict(rope_interleaved=True), "has rope_interleaved true, which nanodomino does not know"),
+    ("llama", dict(hidden_act="gelu"), 'has hidden_act "gelu", but nanodomino supports only "silu" or "swish"'),
+    ("llama", dict(attention_bias=True), "has attention_bias true and mlp_bias false, but nanodomino has biases in both or in neither"),
     ("llama", dict(mlp_bias=True), "has attention_bias false and mlp_bias true, but"),
-    ("llama", dict(num_key_value_heads=3), "can't be built: num-attention-heads 4 must be divisible by num-query-groups 3"),
+    ("llama", dict(num_key_value_heads=3), "describes an impossible model: num-attention-heads 4 must be divisible by num-query-groups 3"),
     ("llama", dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, but"),
     ("llama", dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), "has partial_rotary_factor 0.5, but"),
-    ("llama", dict(rope_scaling=dict(type="yarn", factor=4.0)), 'has rope of type "yarn", but what is built here has default, linear, llama3 alone'),
+    ("llama", dict(rope_scaling=dict(type="yarn", factor=4.0)), 'has rope of type "yarn", but nanodomino supports only default, linear, llama3'),
     ("llama", dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), 'has rope of type "dynamic", but'),
-    ("llama", dict(rope_scaling=[2.0]), r"must have an object as rope_scaling, but has \[2.0\]"),
-    ("llama", dict(rope_scaling=dict(rope_type="linear")), "must have a positive number as factor, but has null"),
-    ("llama", dict(rope_scaling=LLAMA3 | dict(low_freq_factor=2.0)), "has low_freq_factor 2.0, but the model that is built here can have 1 alone"),
+    ("llama", dict(rope_scaling=[2.0]), r"has rope_scaling \[2.0\], but it must be an object"),
+    ("llama", dict(rope_scaling=dict(rope_type="linear")), "has factor null, but it must be a positive number"),
+    ("llama", dict(rope_scaling=LLAMA3 | dict(low_freq_factor=2.0)), "has low_freq_factor 2.0, but nanodomino supports only 1"),
     ("llama", dict(rope_scaling=LLAMA3 | dict(high_freq_factor=8.0)), "has high_freq_factor 8.0, but"),
-    ("llama", dict(rope_scaling=LLAMA3 | dict(original_max_position_embeddings=4096)), "has rope that was scaled from original_max_position_embeddings"),
-    ("llama", dict(rope_scaling=LLAMA3, original_max_position_embeddings=4096), "has rope that was scaled from original_max_position_embeddings"),
-    ("llama", dict(rope_parameters=dict(rope_type="default", attention_factor=2.0)), "has attention_factor 2.0, of which nothing is known here"),
-    ("llama", dict(rope_parameters=dict(full_attention=dict(rope_theta=1.0))), "has full_attention .*, of which nothing is known here"),
-    ("llama", dict(rope_parameters=dict(rope_theta=0)), "must have a positive number as rope_theta, but has 0"),
-    ("mistral", dict(sliding_window=LENGTH - 1), f"has sliding_window {LENGTH - 1}, within max_position_embeddings {LENGTH}, but attention here sees all"),
-    ("mistral", dict(sliding_window=..., max_position_embeddings=8192), "has sliding_window 4096, within max_position_embeddings 8192, but"),
-    ("mistral", dict(attention_bias=True), "has attention_bias true, of which nothing is known here"),
+    ("llama", dict(rope_scaling=LLAMA3 | dict(original_max_position_embeddings=4096)), "scales rope from original_max_position_embeddings"),
+    ("llama", dict(rope_scaling=LLAMA3, original_max_position_embeddings=4096), "scales rope from original_max_position_embeddings"),
+    ("llama", dict(rope_parameters=dict(rope_type="default", attention_factor=2.0)), "has attention_factor 2.0, which nanodomino does not know"),
+    ("llama", dict(rope_parameters=dict(full_attention=dict(rope_theta=1.0))), "has full_attention .*, which nanodomino does not know"),
+    ("llama", dict(rope_parameters=dict(rope_theta=0)), "has rope_theta 0, but it must be a positive number"),
+    ("mistral", dict(sliding_window=LENGTH - 1), f"has sliding_window {LENGTH - 1}, below max_position_embeddings {LENGTH}, but nanodomino's attention sees all"),
+    ("mistral", dict(sliding_window=..., max_position_embeddings=8192), "has sliding_window 4096, below max_position_embeddings 8192, but"),
+    ("mistral", dict(attention_bias=True), "has attention_bias true, which nanodomino does not know"),
     ("qwen2", dict(use_sliding_window=True), "has use_sliding_window true, but"),
-    ("qwen2", dict(layer_types=["full_attention", "sliding_attention", "full_attention"]), "has layer_types .*, but every layer here has full attention"),
-    ("qwen3", dict(attention_bias=True), "has attention_bias true, but the model that is built here can have false alone"),
+    ("qwen2", dict(layer_types=["full_attention", "sliding_attention", "full_attention"]), "has layer_types .*, but nanodomino has full attention in every layer"),
+    ("qwen3", dict(attention_bias=True), "has attention_bias true, but nanodomino supports only false"),
 ]
 
 
@@ -479,15 +481,15 @@ def test_a_model_that_is_not_built_here_is_refused_before_a_tensor_is_read(folde
 
 NAME = {"gpt2": "transformer.h.1.mlp.c_fc.weight", "llama": "model.layers.1.mlp.up_proj.weight"}
 TENSORS = [      # what happens to the tensors, the sentence
-    (lambda tensors, name: tensors.pop(name), r"lacks {name}, which a \w+ of this config.json has; get the folder's files again"),
+    (lambda tensors, name: tensors.pop(name), r"lacks {name}, which a \w+ with this config.json has; download the folder again"),
     (lambda tensors, name: [tensors.pop(one) for one in list(tensors)[:5]], "lacks .*, .*, .* and others, which a"),
     (lambda tensors, name: tensors.update({name: tensors[name][1:].clone()}),
-     r"{name} of .* is of shape \(\d+, \d+\), but by config.json it must be of \(\d+, \d+\)"),
-    (lambda tensors, name: tensors.update({name: tensors[name].t().contiguous()}), "{name} of .* is of shape"),
-    (lambda tensors, name: tensors.update({"score.weight": torch.ones(2, 48)}), r"holds score.weight, which a \w+ of this config.json does not have"),
+     r"{name} in .* has shape \(\d+, \d+\), but config.json implies \(\d+, \d+\)"),
+    (lambda tensors, name: tensors.update({name: tensors[name].t().contiguous()}), "{name} in .* has shape"),
+    (lambda tensors, name: tensors.update({"score.weight": torch.ones(2, 48)}), r"holds score.weight, which a \w+ with this config.json does not have"),
     (lambda tensors, name: tensors.update({name.partition(".")[2]: tensors[name].clone()}), "holds .*, which a .* does not have"),      # under both names
     (lambda tensors, name: tensors.update({name: tensors[name].to(torch.int8)}),
-     "{name} of .* is of type I8, but weights are read in F64, F32, F16, BF16 alone"),
+     "{name} in .* has type I8, but weights must be of type F64, F32, F16, BF16"),
 ]
 
 
@@ -505,7 +507,7 @@ def test_a_tensor_that_is_missing_foreign_or_of_another_shape_is_named(folder, t
 def test_an_untied_model_without_a_head_is_refused(folder, tmp_path):
     spoiled = folder("gpt2")
     change(spoiled, tie_word_embeddings=False)
-    with pytest.raises(UserError, match="lacks lm_head.weight, which a GPT2LMHeadModel of this config.json has"):
+    with pytest.raises(UserError, match="lacks lm_head.weight, which a GPT2LMHeadModel with this config.json has"):
         import_model(spoiled, tmp_path / "one")
 
 
@@ -530,20 +532,20 @@ def rewrite(path: Path, act):
 INDEX = "model.safetensors.index.json"
 FILES = [        # what happens to a folder with three files and an index, the sentence
     (lambda one: (one / "config.json").unlink(), "has no config.json; give the folder of a model"),
-    (lambda one: (one / "config.json").write_text("{"), "config.json can't be read .*; get the folder's files again"),
+    (lambda one: (one / "config.json").write_text("{"), "config.json can't be read .*; download the folder again"),
     (lambda one: (one / "config.json").write_bytes(b"\xff"), "config.json can't be read"),
     (lambda one: (one / "config.json").write_text("[]"), "config.json must hold one JSON object"),
-    (lambda one: (one / INDEX).unlink(), "has neither model.safetensors nor model.safetensors.index.json; give a folder with weights in this format"),
-    (lambda one: (one / INDEX).write_text("{}"), "must say of each tensor which file beside it it is in"),
+    (lambda one: (one / INDEX).unlink(), "has neither model.safetensors nor model.safetensors.index.json; give a folder in the format that"),
+    (lambda one: (one / INDEX).write_text("{}"), "must have a weight_map from each tensor to a file in the same folder"),
     (lambda one: rewrite(one / INDEX, lambda index: index["weight_map"].update(x="../part-0.safetensors")),
-     "must say of each tensor which file beside it it is in"),
+     "must have a weight_map from each tensor to a file in the same folder"),
     (lambda one: rewrite(one / INDEX, lambda index: index["weight_map"].update({"lm_head.weight": "part-0.safetensors"})),
-     "says that lm_head.weight is in part-0.safetensors, but it is not"),
-    (lambda one: (one / "part-1.safetensors").unlink(), "part-1.safetensors is missing; get the folder's files again"),
-    (lambda one: os.truncate(one / "part-1.safetensors", 5000), "part-1.safetensors is damaged or no safetensors file .*; get it again"),
+     "lists lm_head.weight in part-0.safetensors, but it is not there"),
+    (lambda one: (one / "part-1.safetensors").unlink(), "part-1.safetensors is missing; download the folder again"),
+    (lambda one: os.truncate(one / "part-1.safetensors", 5000), "part-1.safetensors is damaged or not a safetensors file .*; download it again"),
     (lambda one: (one / "part-1.safetensors").write_bytes(b""), "part-1.safetensors is damaged"),
     (lambda one: (one / "part-1.safetensors").write_bytes(b"\xff" * 100), "part-1.safetensors is damaged"),
-    (lambda one: shutil.copy(one / "part-1.safetensors", one / "part-2.safetensors"), "is in .*part-1.safetensors and in .*part-2.safetensors"),
+    (lambda one: shutil.copy(one / "part-1.safetensors", one / "part-2.safetensors"), "is in both .*part-1.safetensors and .*part-2.safetensors"),
     (lambda one: shutil.rmtree(one), "there is no folder .*; give one with config.json and model.safetensors"),
 ]
 
@@ -567,19 +569,19 @@ def test_nothing_is_overwritten_and_names_must_fit(saved, tmp_path):
     (tmp_path / "there").write_text("")
     import_model(saved("gpt2")[1], tmp_path / "runs" / "one")
     for act in (lambda: import_model(saved("gpt2")[1], tmp_path / "there"), lambda: export_model(tmp_path / "runs" / "one", tmp_path / "there", None, 1)):
-        with pytest.raises(UserError, match="there is there already, and nothing is overwritten; choose another name, or move it away"):
+        with pytest.raises(UserError, match="there already exists, and nothing is overwritten; choose another name, or move it away"):
             act()
-    with pytest.raises(UserError, match="is a name for step 7, but what is imported is at step 0"):
+    with pytest.raises(UserError, match="is a name for step 7, but an imported model is at step 0"):
         import_model(saved("gpt2")[1], tmp_path / "step-00000007")
-    with pytest.raises(UserError, match=r"can't be written \(Not a directory\); make room, or choose another place"):
+    with pytest.raises(UserError, match=r"can't be written \(Not a directory\); free some space, or choose another folder"):
         import_model(saved("gpt2")[1], tmp_path / "there" / "one")
 
 
-@pytest.mark.parametrize("name", ["join", "split"])
+@pytest.mark.parametrize("name", ["convert_from_hf", "convert_to_hf"])
 def test_whole_or_not_there(saved, tmp_path, monkeypatch, name):
     """The disk is full, or the process is killed, in the middle: no folder of that name; the next time all is well."""
     import_model(saved("gpt2")[1], tmp_path / "one")
-    act = (lambda out: import_model(saved("gpt2")[1], out)) if name == "join" else lambda out: export_model(tmp_path / "one", out, None, 10**9)
+    act = (lambda out: import_model(saved("gpt2")[1], out)) if name == "convert_from_hf" else lambda out: export_model(tmp_path / "one", out, None, 10**9)
     inner, calls = getattr(HOMES[name], name), []
 
     def fail(*arguments):
@@ -592,7 +594,7 @@ def test_whole_or_not_there(saved, tmp_path, monkeypatch, name):
     (tmp_path / ".out.unfinished" / "left").write_text("")
     with monkeypatch.context() as patch:
         patch.setattr(HOMES[name], name, fail)
-        with pytest.raises(UserError, match=r"out can't be written \(No space left on device\); make room, or choose another place"):
+        with pytest.raises(UserError, match=r"out can't be written \(No space left on device\); free some space, or choose another folder"):
             act(tmp_path / "out")
     assert len(calls) == 9 and not list(tmp_path.glob("*out*"))
     act(tmp_path / "out")
@@ -604,14 +606,14 @@ def small(**choices) -> Config:
 
 
 @pytest.mark.parametrize("choices, sentence", [
-    (dict(normalization="RMSNorm"), "the nearest, GPT2LMHeadModel, would have normalization LayerNorm and not RMSNorm; export another model"),
-    (dict(position_embedding_type="none"), "the nearest, GPT2LMHeadModel, would have position-embedding-type learned_absolute and not none"),
-    (dict(swiglu=True), "GPT2LMHeadModel, would have swiglu False and not True"),
-    (dict(disable_bias_linear=True), "GPT2LMHeadModel, would have disable-bias-linear False and not True"),
-    (dict(kv_channels=8), "GPT2LMHeadModel, would have kv-channels 4 and not 8"),
-    (dict(model="nano-llama", rotary_percent=0.5), "LlamaForCausalLM, would have rotary-percent 1.0 and not 0.5"),
-    (dict(model="nano-llama", qk_layernorm=True, add_qkv_bias=True), "would have .* and not True"),
-    (dict(model="nano-llama", use_rope_scaling=True, rotary_seq_len_interpolation_factor=2.0), "one scaling of rope alone, but this model has"),
+    (dict(normalization="RMSNorm"), "GPT2LMHeadModel needs normalization LayerNorm, not RMSNorm; export another model"),
+    (dict(position_embedding_type="none"), "GPT2LMHeadModel needs position-embedding-type learned_absolute, not none"),
+    (dict(swiglu=True), "GPT2LMHeadModel needs swiglu False, not True"),
+    (dict(disable_bias_linear=True), "GPT2LMHeadModel needs disable-bias-linear False, not True"),
+    (dict(kv_channels=8), "GPT2LMHeadModel needs kv-channels 4, not 8"),
+    (dict(model="nano-llama", rotary_percent=0.5), "LlamaForCausalLM needs rotary-percent 1.0, not 0.5"),
+    (dict(model="nano-llama", qk_layernorm=True, add_qkv_bias=True), "needs .*, not True"),
+    (dict(model="nano-llama", use_rope_scaling=True, rotary_seq_len_interpolation_factor=2.0), "only one rope scaling, but this model has"),
 ])
 def test_what_no_family_has_is_not_exported(choices, sentence):
     with pytest.raises(UserError, match=sentence):
@@ -619,7 +621,7 @@ def test_what_no_family_has_is_not_exported(choices, sentence):
 
 
 def test_a_llama_whose_heads_do_not_divide_its_width_is_not_exported():
-    with pytest.raises(UserError, match="Transformers takes no Llama whose hidden-size 18 can't be divided by its num-attention-heads 4"):
+    with pytest.raises(UserError, match="Transformers requires that a Llama's hidden-size 18 is divisible by its num-attention-heads 4"):
         write_config(small(model="nano-llama", hidden_size=18, kv_channels=8), "float32")
 
 
@@ -627,7 +629,7 @@ def test_a_number_that_is_too_large_for_the_type_is_named(folder, tmp_path):
     spoiled = folder("gpt2")
     change_tensors(spoiled, lambda tensors: tensors[NAME["gpt2"]].view(-1)[7:8].fill_(-70000.0))
     import_model(spoiled, tmp_path / "one")
-    with pytest.raises(UserError, match=rf"{NAME['gpt2']} has numbers up to 70000, above the 65504 of torch.float16; export with --dtype bfloat16"):
+    with pytest.raises(UserError, match=rf"{NAME['gpt2']} has values up to 70000, above the maximum 65504 of torch.float16; export with --dtype bfloat16"):
         export_model(tmp_path / "one", tmp_path / "out", "float16", 10**9)
     assert not list(tmp_path.glob("*out*"))
 

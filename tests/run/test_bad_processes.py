@@ -249,7 +249,7 @@ CHECKPOINTS += [Bad(what, "train.py", flags, says, spoil) for what, flags, spoil
     ("--load a file", "--load data/meta.json", leave, "there is no folder data/meta.json to load from"),
     ("--load a corpus", "--load data", leave, "data is not a complete checkpoint", ANOTHER),
     ("--load a run without a sound checkpoint", "--load run", flip(f"{STEP}/__0_0.distcp"), "holds no intact checkpoint",
-     "give another one"),
+     "give another folder"),
     ("--load a narrower model", f"--load {STEP} --hidden-size 32", leave, "hidden-size 16, but this run has 32",
      "give the same again"),
     ("--load another vocabulary", f"--load {STEP} --vocab-size 300", leave, "vocab-size 257, but this run has 300",

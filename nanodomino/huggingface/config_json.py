@@ -1,0 +1,168 @@
+"""Read the entries of a config.json, and refuse every entry that might change the logits in an unknown way.
+
+A model that differs a little from the original would load and train without an error, and only be worse. So every entry
+must be one that a family reads, or be listed in HARMLESS, or be off (null, false, empty).
+
+Most entries are a setting under another name (families.py). A ConfigRule handles the others, such as rope scaling.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanodomino.config.config import Config
+from nanodomino.config.setting import MAX_INT
+from nanodomino.errors import require
+from nanodomino.layers.positions import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_LENGTH
+
+# Entries for training, generation or bookkeeping, on which the logits do not depend.
+HARMLESS = re.compile(
+    r"architectures|model_type|transformers_version|transformers\.js_config|_?name_or_path|_commit_hash|(torch_)?dtype|"
+    r"use_cache|(bos|eos|pad|unk|sep|cls|decoder_start)_token_id|tokenizer_class|prefix|initializer_range|"
+    r"pretraining_tp|(attn|resid|embd|attention|hidden)_(pdrop|dropout)|summary_\w+|task_specific_params|"
+    r"id2label|label2id|_?num_labels|predict_special_tokens|n_special|problem_type|return_dict(_in_generate)?|"
+    r"chunk_size_feed_forward|n_ctx|max_window_layers|is_llama_config|_?attn_implementation(_\w+)?|do_sample|"
+    r"temperature|top_[kp]|typical_p|(max|min)_length|num_beams|num_beam_groups|num_return_sequences|"
+    r"(repetition|length|diversity)_penalty|(encoder_)?no_repeat_ngram_size|early_stopping|"
+    r"output_(attentions|hidden_states|scores|logits|past)")
+
+
+class ConfigReader:
+    """A config.json that remembers which entries were read. defaults: what Transformers assumes for missing entries."""
+
+    def __init__(self, values: dict, defaults: dict, source):
+        self.values, self.defaults, self.source, self.read = values, defaults, source, set()
+
+    def get(self, name: str):
+        self.read.add(name)
+        return self.values.get(name, self.defaults.get(name))
+
+    def number(self, name: str, type_: type, default=None):
+        """Return a positive int or float; `default` in place of null. Raises UserError."""
+        value = self.get(name)
+        value = default if value is None else value
+        rule, largest = ("a positive whole number", MAX_INT) if type_ is int else ("a positive number", math.inf)
+        fits = type(value) is int or type_ is float and type(value) is float
+        require(fits and 0 < value and value <= largest and value < math.inf,
+                f"{self.source} has {name} {shown(value)}, but it must be {rule}; correct it")
+        return type_(value)
+
+    def require_in(self, name: str, *supported):
+        """Raise UserError unless the entry has one of the supported values."""
+        value = self.get(name)
+        require(value in supported, f"{self.source} has {name} {shown(value)}, but nanodomino supports only "
+                f"{' or '.join(map(shown, supported))}; import another model")
+
+    def require_all_read(self):
+        """Raise UserError if an entry is on that was not read and is not known to be harmless."""
+        for name, value in self.values.items():
+            require(name in self.read or HARMLESS.fullmatch(name) or value in (None, False, "", [], {}),
+                    f"{self.source} has {name[:80]} {shown(value)}, which nanodomino does not know and which may "
+                    "change the logits; import another model, or remove the entry if it does not")
+
+
+def shown(value) -> str:
+    return json.dumps(value)[:80]
+
+
+@dataclass(frozen=True)
+class ConfigRule:
+    """read(ConfigReader) -> settings; write(Config) -> entries of a config.json. Both raise UserError."""
+    read: Callable
+    write: Callable
+
+
+def nothing(_) -> dict:
+    return {}
+
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+def read_rope(reader: ConfigReader) -> dict:
+    """Reads rope_theta and rope_scaling, or the rope_parameters of Transformers 5, which hold both."""
+    theta, rotary_factor, original_length, longest, scaling, parameters = map(reader.get, (
+        "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings",
+        "rope_scaling", "rope_parameters"))
+    values = scaling or parameters or {}
+    require(isinstance(values, dict),
+            f"{reader.source} has rope_scaling {shown(values)}, but it must be an object; correct it")
+    defaults = dict(rope_theta=theta, partial_rotary_factor=rotary_factor, original_max_position_embeddings=longest)
+    rope = ConfigReader(values, defaults, f"{reader.source}, in rope_scaling or rope_parameters,")
+    old_type, new_type = rope.get("type"), rope.get("rope_type")
+    rope_type = new_type or old_type or "default"
+    require(rope_type in ROPE_TYPES, f"{reader.source} has rope of type {shown(rope_type)}, but nanodomino supports "
+            f"only {', '.join(ROPE_TYPES)}; import another model")
+    rope.require_in("partial_rotary_factor", None, 1)          # Transformers ignores any other in these families
+    settings = dict(rotary_base=rope.number("rope_theta", float, 10_000.0), use_rope_scaling=rope_type == "llama3",
+                    rotary_seq_len_interpolation_factor=rope.number("factor", float) if rope_type == "linear" else 1.0)
+    if rope_type == "llama3":
+        settings |= dict(rope_scaling_factor=rope.number("factor", float))
+        rope.require_in("low_freq_factor", int(LOW_FREQUENCY))
+        rope.require_in("high_freq_factor", int(HIGH_FREQUENCY))
+        length = original_length or rope.get("original_max_position_embeddings")
+        require(length == ORIGINAL_LENGTH, f"{reader.source} scales rope from original_max_position_embeddings "
+                f"{shown(length)}, but nanodomino supports only Llama 3's {ORIGINAL_LENGTH}; import another model")
+    rope.require_all_read()
+    return settings
+
+
+def write_rope(config: Config) -> dict:
+    """Writes the entries that all versions of Transformers read."""
+    factor = config.rotary_seq_len_interpolation_factor
+    require(factor == 1.0 or not config.use_rope_scaling,
+            f"a config.json can hold only one rope scaling, but this model has --use-rope-scaling and "
+            f"--rotary-seq-len-interpolation-factor {factor:g}; export another model")
+    scaling = None if factor == 1.0 else dict(rope_type="linear", factor=factor)
+    if config.use_rope_scaling:
+        scaling = dict(rope_type="llama3", factor=config.rope_scaling_factor, low_freq_factor=LOW_FREQUENCY,
+                       high_freq_factor=HIGH_FREQUENCY, original_max_position_embeddings=ORIGINAL_LENGTH)
+    return dict(rope_theta=config.rotary_base, rope_scaling=scaling)
+
+
+def read_biases(reader: ConfigReader) -> dict:
+    """Reads Llama's two switches, for the biases of attention and of the MLP."""
+    attention, mlp = reader.get("attention_bias"), reader.get("mlp_bias")
+    require(bool(attention) == bool(mlp), f"{reader.source} has attention_bias {shown(attention)} and mlp_bias "
+            f"{shown(mlp)}, but nanodomino has biases in both or in neither; import another model")
+    return dict(disable_bias_linear=not attention)
+
+
+def write_biases(config: Config) -> dict:
+    return dict.fromkeys(("attention_bias", "mlp_bias"), not config.disable_bias_linear)
+
+
+def read_window(reader: ConfigReader) -> dict:
+    """Reads Mistral's sliding window, which has no effect if it is as long as the longest sequence."""
+    window, longest = reader.get("sliding_window"), reader.get("max_position_embeddings")
+    require(window is None or type(window) is int and window >= longest,
+            f"{reader.source} has sliding_window {shown(window)}, below max_position_embeddings {shown(longest)}, but "
+            "nanodomino's attention sees all previous tokens; import another model, or lower max_position_embeddings "
+            "to the window")
+    return {}
+
+
+def read_layer_types(reader: ConfigReader) -> dict:
+    """Reads Qwen's choice of sliding windows per layer."""
+    reader.require_in("use_sliding_window", False, None)
+    reader.get("sliding_window")
+    types = reader.get("layer_types") or []
+    require(isinstance(types, list) and all(type_ == "full_attention" for type_ in types),
+            f"{reader.source} has layer_types {shown(types)}, but nanodomino has full attention in every layer; import "
+            "another model")
+    return {}
+
+
+def require_divisible_width(config: Config) -> dict:
+    """Transformers' LlamaConfig requires it even when head_dim is given."""
+    require(config.hidden_size % config.num_attention_heads == 0,
+            f"Transformers requires that a Llama's hidden-size {config.hidden_size} is divisible by its "
+            f"num-attention-heads {config.num_attention_heads}; export another model")
+    return {}
+
+
+ROPE, BIASES = ConfigRule(read_rope, write_rope), ConfigRule(read_biases, write_biases)
+WINDOW, LAYER_TYPES = ConfigRule(read_window, nothing), ConfigRule(read_layer_types, nothing)
+DIVISIBLE_WIDTH = ConfigRule(nothing, require_divisible_width)

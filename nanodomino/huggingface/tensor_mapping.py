@@ -1,0 +1,114 @@
+"""Which Hugging Face tensors hold the values of a parameter, and how to convert in both directions.
+
+The values are the same, under other names and in another order. With n heads of d channels in g groups, r = n/g:
+
+    nanodomino                              GPT-2                            Llama, Mistral, Qwen
+    qkv  [g x (r q heads, k, v) x d, h]     c_attn [h, (q, k, v) x n d]      q_proj [n d, h], k_proj, v_proj [g d, h]
+    dense_h_to_4h         [f, h]            c_fc   [h, f]
+      with swiglu      [2, f, h]                                             gate_proj, up_proj [f, h]
+    word_embeddings  [padded v, h]          wte    [v, h]                    embed_tokens [v, h]
+
+The rows of qkv lie group by group, so that a contiguous cut of them holds whole groups, with which a tensor-parallel
+rank can attend on its own. GPT-2 computes x W (its Conv1D), the others x W^T, so its matrices are transposed.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nanodomino.checkpoint.shards import LocalBoxes
+from nanodomino.config.config import Config
+from nanodomino.model import meta_model
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """to_hf(tensor, config) -> tuple of Hugging Face tensors; from_hf(tensors, config) -> tensor. Biases follow their
+    matrices: t() of a vector is the vector itself."""
+    to_hf: Callable
+    from_hf: Callable
+
+
+def split_qkv(qkv, config: Config):
+    """[g x (r q heads, k, v) x d, ..] -> q [n d, ..], k and v [g d, ..]."""
+    groups, heads = config.num_query_groups, config.num_attention_heads // config.num_query_groups
+    grouped = qkv.unflatten(0, (groups, heads + 2, config.kv_channels))
+    return tuple(part.flatten(0, 2) for part in grouped.split([heads, 1, 1], dim=1))
+
+
+def join_qkv(tensors, config: Config):
+    """The inverse of split_qkv."""
+    return torch.cat([tensor.unflatten(0, (config.num_query_groups, -1, config.kv_channels)) for tensor in tensors],
+                     dim=1).flatten(0, 2)
+
+
+def pad_vocabulary(tensors, config: Config):
+    (words,) = tensors
+    return torch.cat([words, words.new_zeros(config.padded_vocab_size - config.vocab_size, words.size(1))])
+
+
+SAME = Conversion(lambda tensor, config: (tensor,), lambda tensors, config: tensors[0])
+TRANSPOSED = Conversion(lambda tensor, config: (tensor.t(),), lambda tensors, config: tensors[0].t())
+QKV = Conversion(split_qkv, join_qkv)
+QKV_TRANSPOSED = Conversion(lambda qkv, config: (torch.cat(split_qkv(qkv, config)).t(),),
+                            lambda tensors, config: join_qkv(tensors[0].t().chunk(3), config))
+GATE_AND_UP = Conversion(lambda tensor, config: tensor.unbind(), lambda tensors, config: torch.stack(tensors))
+VOCABULARY = Conversion(lambda tensor, config: (tensor[:config.vocab_size],), pad_vocabulary)
+
+# {module: (Hugging Face modules, conversion)}; # stands for the layer's number
+GPT2_MODULES = {
+    "embedding.word_embeddings": (["transformer.wte"], VOCABULARY),
+    "embedding.position_embeddings": (["transformer.wpe"], SAME),
+    "layers.#.attention.norm": (["transformer.h.#.ln_1"], SAME),
+    "layers.#.attention.qkv": (["transformer.h.#.attn.c_attn"], QKV_TRANSPOSED),
+    "layers.#.attention.dense": (["transformer.h.#.attn.c_proj"], TRANSPOSED),
+    "layers.#.mlp.norm": (["transformer.h.#.ln_2"], SAME),
+    "layers.#.mlp.dense_h_to_4h": (["transformer.h.#.mlp.c_fc"], TRANSPOSED),
+    "layers.#.mlp.dense_4h_to_h": (["transformer.h.#.mlp.c_proj"], TRANSPOSED),
+    "final_norm": (["transformer.ln_f"], SAME),
+    "output_layer": (["lm_head"], VOCABULARY),
+}
+LLAMA_MODULES = {
+    "embedding.word_embeddings": (["model.embed_tokens"], VOCABULARY),
+    "layers.#.attention.norm": (["model.layers.#.input_layernorm"], SAME),
+    "layers.#.attention.qkv": ([f"model.layers.#.self_attn.{name}_proj" for name in "qkv"], QKV),
+    "layers.#.attention.q_layernorm": (["model.layers.#.self_attn.q_norm"], SAME),
+    "layers.#.attention.k_layernorm": (["model.layers.#.self_attn.k_norm"], SAME),
+    "layers.#.attention.dense": (["model.layers.#.self_attn.o_proj"], SAME),
+    "layers.#.mlp.norm": (["model.layers.#.post_attention_layernorm"], SAME),
+    "layers.#.mlp.dense_h_to_4h": ([f"model.layers.#.mlp.{name}_proj" for name in ("gate", "up")], GATE_AND_UP),
+    "layers.#.mlp.dense_4h_to_h": (["model.layers.#.mlp.down_proj"], SAME),
+    "final_norm": (["model.norm"], SAME),
+    "output_layer": (["lm_head"], VOCABULARY),
+}
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """A parameter, and the Hugging Face tensors that hold its values."""
+    name: str
+    shape: torch.Size                       # of the full tensor, as a checkpoint holds it
+    conversion: Conversion
+    hf_shapes: dict[str, torch.Size]        # {Hugging Face name: shape}, in the order of the conversion
+
+
+def map_tensors(config: Config, modules: dict) -> list[TensorMapping]:
+    """Return the mapping of every parameter of the model. modules: GPT2_MODULES or LLAMA_MODULES."""
+    model, mappings = meta_model(config), []
+    for name, weight in model.named_parameters():
+        shape = LocalBoxes.of(weight, model.mesh).size()
+        module, _, leaf = name.rpartition(".")                 # leaf: weight or bias
+        layer = re.search(r"(?<=layers\.)\d+", module)
+        hf_modules, conversion = modules[re.sub(r"(?<=layers\.)\d+", "#", module)]
+        hf_names = [f"{hf_module.replace('#', layer[0] if layer else '')}.{leaf}" for hf_module in hf_modules]
+        parts = conversion.to_hf(torch.empty(shape, device="meta"), config)
+        mappings.append(TensorMapping(name, shape, conversion, {
+            hf_name: part.shape for hf_name, part in zip(hf_names, parts, strict=True)}))
+    return mappings
+
+
+def element_count(mappings: list[TensorMapping]) -> int:
+    """The number of elements, without the vocabulary's padding."""
+    return sum(shape.numel() for mapping in mappings for shape in mapping.hf_shapes.values())
