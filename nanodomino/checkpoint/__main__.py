@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def verify_all(folders: list[Path]) -> int:
-    """Print a line for each checkpoint and return the exit code: 2 if any is damaged. Raises UserError if none exists."""
+    """Print a line for each checkpoint and return the exit code, 2 if any is damaged. Raises UserError for none."""
     require(folders, "this run has no checkpoint yet; give the folder of another run")
     code = 0
     for folder in folders:

@@ -1,8 +1,8 @@
 """Save checkpoints in the background, each rank its share, and complete them with a rename.
 
-**Each rank writes its share.** Ranks that hold the same values share the work (shards.range_to_save). So a rank's host
-memory, the bytes that it writes, and the time that training waits for the copy fall as 1/dp. With AdamW a share is 12/dp
-bytes for each parameter that the rank holds: fp32 master weight and two moments.
+**Each rank writes its share.** Ranks that hold the same values share the work (shards.range_to_save), so host memory,
+bytes written and the time that training waits for the copy all fall as 1/dp. With AdamW a share is 12/dp bytes for each
+parameter that the rank holds: fp32 master weight and two moments.
 
 **In the background.** Training waits only for the copy to host memory. A thread on each rank then writes the copy. It
 has its own process group, so that its collectives can't mix with training's, and it makes no CUDA call: that would wait

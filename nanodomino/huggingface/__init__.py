@@ -9,8 +9,8 @@
     DIR/model.safetensors.index.json   an index {"weight_map": {name: file}}       safetensors_files.py
     DIR/tokenizer.json ...             the tokenizer's files, copied along both ways
 
-**Bounded memory.** No model is ever in memory as a whole. import_model.py first gives torch.distributed.checkpoint only
-shapes; when it writes a tensor, its parts are read, joined and converted to fp32. export_model.py reads and converts one
+**Bounded memory.** No model is ever in memory as a whole. import_model.py gives torch.distributed.checkpoint only the
+shapes. When a tensor is being written, its parts are read, joined and converted to fp32. export_model.py converts one
 parameter at a time, and keeps the tensors of one file, at most --max-shard-size.
 
 **The same bits.** fp32 represents every 16-bit number, so import loses nothing, and export, by default in the dtype of
