@@ -13,8 +13,8 @@ of slice 0 is in flight:
 **Slices are generators.** A slice yields whenever it has launched a collective, and `interleave` resumes the slices in
 turn: cooperative multitasking, on one thread. Every rank resumes them in the same order, so every rank launches the
 same collectives in the same order. That order is all that matches them: a collective has no name, and the n-th of one
-rank meets the n-th of the other ranks of its group. With one yield too many on one rank, its slice a would be added to the
-other ranks' slice b: silently wrong sums or, if the shapes differ, an error or a hang.
+rank meets the n-th of the other ranks of its group. With one yield too many on one rank, its slice a would be added to
+the other ranks' slice b: silently wrong sums or, if the shapes differ, an error or a hang.
 
 **Backward walks a tape.** It cannot be left to autograd. Of all nodes that are ready, autograd's engine takes the one
 that forward recorded last. Once b's gradient is in flight, two nodes are ready: the wait for it, and a's compute.
@@ -62,8 +62,7 @@ import torch
 
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.layers.main_grad import add_gradients
-from nanodomino.layers.masks_and_positions import MasksAndPositions
-from nanodomino.layers.sublayer import add_residual
+from nanodomino.layers.masks_and_positions import MasksAndPositions, add_residual
 from nanodomino.overlap.embedding_and_head import EmbeddingAndHead, HeadTape
 from nanodomino.overlap.recompute import TapeEntry, TapePolicy
 from nanodomino.overlap.residual_norm import ResidualNorm, bias_and_mask, residual_backward
@@ -174,8 +173,8 @@ class Domino:
     def backward(self, slices, gradient, on_gradients_ready=None, later=False):
         """Generator: gradient of forward's output -> gradient of `hidden` (None if the chunk starts the model).
 
-        on_gradients_ready(modules) is called when no slice of this microbatch will add to the gradients of `modules` any
-        more, so that their reduce over the replicas can overlap the rest of backward.
+        on_gradients_ready(modules) is called when no slice of this microbatch will add to the gradients of `modules`
+        any more, so that their reduce over the replicas can overlap the rest of backward.
         later: leave weight gradients to weight_backward(), except the head's, which would keep the logits alive.
         """
         for slice in slices:

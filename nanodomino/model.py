@@ -32,10 +32,10 @@ from torch import nn
 from nanodomino.layers.attention import Attention
 from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
 from nanodomino.layers.main_grad import add_gradients, wide
-from nanodomino.layers.masks_and_positions import MasksAndPositions, seeded_generator
+from nanodomino.layers.masks_and_positions import MasksAndPositions, drop, seeded_generator
 from nanodomino.layers.mlp import MLP
 from nanodomino.layers.norms import Norm
-from nanodomino.layers.sublayer import Sublayer, drop
+from nanodomino.layers.sublayer import Sublayer
 from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits, local_shard, parameter
 

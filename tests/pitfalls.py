@@ -190,7 +190,7 @@ def own_loss(config):
 
 # ---- tensor parallelism
 
-@pitfall("A row-parallel bias is added before the sum", "`nanodomino/layers/sublayer.py`, `add_residual`: the bias is added once the sum over ranks "
+@pitfall("A row-parallel bias is added before the sum", "`nanodomino/layers/masks_and_positions.py`, `add_residual`: the bias is added once the sum over ranks "
          "is there", **TP)
 def bias_before_the_sum(config):
     """Every rank adds it to its part, and the sum has it t times. A fresh model has biases of zero, so nothing shows at first,
@@ -240,7 +240,7 @@ def summed_twice(config):
     return [(domino.Domino, "backward_sublayer", again)]
 
 
-@pitfall("The sum over a copied input's gradients is left out", "`nanodomino/domino.py`, `Domino.input_gradient`: launches the sum", **TP)
+@pitfall("The sum over a copied input's gradients is left out", "`nanodomino/layers/linear_pair.py`, `LinearPair.backward`: launches the sum", **TP)
 def not_summed(config):
     """The other half of the mirror: every rank has a copy of h, and knows a part of its gradient. Without the sum each goes on
     with its own part. The norms' weights, of which every rank has a copy, part at the first step, and from then on the ranks train different models."""
@@ -288,7 +288,7 @@ def labels_everywhere(config):
     return [(embedding_and_head, "partial_loss_sums", everywhere)]
 
 
-@pitfall("Cross entropy: each rank subtracts its own maximum", "`nanodomino/domino.py`, `Domino.forward_head`: the maximum over all ranks "
+@pitfall("Cross entropy: each rank subtracts its own maximum", "`nanodomino/overlap/embedding_and_head.py`, `EmbeddingAndHead.head`: the maximum over all ranks "
          "travels first", **TP)
 def own_maximum(config):
     """Sums of exponentials that were scaled differently are added. Wherever both ranks' largest logits are near each other,
@@ -349,7 +349,7 @@ def dropped_in_evaluation(config):
 
 # ---- overlap
 
-@pitfall("A sum is waited for too late", "`nanodomino/domino.py`, `Domino.forward_sublayer` and `input_gradient`: who launches waits, in one "
+@pitfall("A sum is waited for too late", "`nanodomino/domino.py`, `Domino.forward_sublayer` and `wait_for_sum`: who launches waits, in one "
          "function", conditions=delayed("late"), slices=2, **TP, **EVEN)
 def waited_too_late(config):
     """Somebody reads a buffer before its sum has arrived. On quick wires it mostly has: a race, which looks like noise. Here
@@ -368,7 +368,7 @@ def every_window_is_filled(pool):
     test_domino.test_in_every_window_between_launch_and_wait_another_slice_computes(pool, 2)
 
 
-@pitfall("A sum is waited for too early", "`nanodomino/domino.py`, `Domino.input_gradient`: the wait comes after the yield",
+@pitfall("A sum is waited for too early", "`nanodomino/domino.py`, `Domino.wait_for_sum`: the wait comes after the yield",
          check=every_window_is_filled, shown="Only a clock or a trace shows it: between launch and wait no other slice computes.", slices=2, **TP, **EVEN)
 def waited_too_early(config):
     """In autograd's own order, or in a caller's that wants the result at once, the wait follows the launch. Every number is
@@ -393,7 +393,7 @@ class CopiedBack:
         self.tensor.copy_(self.buffer)
 
 
-@pitfall("A buffer on the wires is used again", "`nanodomino/domino.py`, `Domino.launch`: every sum has a tensor of its own; "
+@pitfall("A buffer on the wires is used again", "`nanodomino/overlap/slice_ops.py`, `SliceOps.launch`: every sum has a tensor of its own; "
          "`tests/gpu/test_hazards.py` watches them all", conditions=delayed("late"), slices=2, **TP, **EVEN)
 def shared_buffer(config):
     """To save memory, one buffer of each size serves all sums. It is safe as long as one is under way at a time, that is

@@ -2,8 +2,8 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.layers.attention import Attention, fused_attention, heads_first, join_heads, norm_and_rotate
+from nanodomino.layers.masks_and_positions import add_residual
 from nanodomino.layers.positions import attention_bias, document_ids, positions_within_documents, rotation
-from nanodomino.layers.sublayer import add_residual
 from nanodomino.model import GPT, Chunk
 
 

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.layers.main_grad import wide
-from nanodomino.parallel import VocabParallelEmbedding
 
 CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # of a temporary: fits a CPU's caches, or keeps a GPU busy
 
@@ -57,7 +56,7 @@ def scaled_exp_of_rows(logits, maximum, factor, narrow=False):
     return ()
 
 
-def local_max_and_sum_exp(logits, vocabulary: VocabParallelEmbedding, of_rows=in_chunks(max_and_sum_exp_of_rows)):
+def local_max_and_sum_exp(logits, vocabulary, of_rows=in_chunks(max_and_sum_exp_of_rows)):
     """logits [b, s, num_logits] -> (largest, sum_exp), both [b, s]. Overwrites the logits of padding rows with -inf.
 
     A rank that owns nothing but padding returns -inf and 0.
@@ -69,7 +68,7 @@ def local_max_and_sum_exp(logits, vocabulary: VocabParallelEmbedding, of_rows=in
     return [x.view(logits.shape[:-1]) for x in of_rows(logits.flatten(0, 1))]
 
 
-def partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary: VocabParallelEmbedding):
+def partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary):
     """Return this rank's terms of the two sums, [2, b, s]. largest, sum_exp: from local_max_and_sum_exp()."""
     row, is_local = vocabulary.local_rows(labels)
     sums = torch.stack([sum_exp * (largest - maximum).exp(), torch.zeros_like(maximum)])
@@ -83,7 +82,7 @@ def loss_from_sums(sums):
     return sums[0].log() - sums[1]
 
 
-def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabulary: VocabParallelEmbedding,
+def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabulary,
                            of_rows=in_chunks(scaled_exp_of_rows)):
     """Overwrite this rank's logits with (softmax - one_hot(label)) * gradient, gradient [b, s] of the loss.
 
@@ -123,6 +122,6 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return cross_entropy_gradient(logits.clone(), *saved, gradient, ctx.vocabulary), None, None
 
 
-def vocab_parallel_cross_entropy(logits, labels, vocabulary: VocabParallelEmbedding):
+def vocab_parallel_cross_entropy(logits, labels, vocabulary):
     """This rank's logits [b, s, num_logits], labels [b, s] -> loss [b, s] on every rank, in fp32 or wider."""
     return VocabParallelCrossEntropy.apply(logits, labels, vocabulary)

@@ -44,7 +44,8 @@ class LinearPair:
 
     def core(self, slice, c):
         """Return (activation, what core_backward needs)."""
-        return self.sublayer.core_forward(c, slice.masks_and_positions.attention_inputs(self.sublayer, c), slice.training)
+        inputs = slice.masks_and_positions.attention_inputs(self.sublayer, c)
+        return self.sublayer.core_forward(c, inputs, slice.training)
 
     def forward(self, ops, slice, h):
         c = ops.linear(slice, self.site, h, self.column, self.column_bias)

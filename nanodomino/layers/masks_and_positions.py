@@ -80,3 +80,17 @@ def seeded_generator(device, *key) -> torch.Generator:
     """Return a generator seeded by `key` alone, so that every rank, layout and run draws the same numbers."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def drop(x, mask):
+    """Return x * mask, in x's dtype: the mask may be wider, since 1/(1 - p) is not a 16-bit number. mask None: x."""
+    return x if mask is None else (x * mask).to(x.dtype)
+
+
+def add_residual(x, y, bias, mask):
+    """Return x + dropout(y + bias), what a sublayer adds to the residual stream once y is summed over the ranks.
+
+    x, y, mask: [b, s, h]; bias: [h]; bias and mask may be None.
+    """
+    branch = drop(y if bias is None else y + bias, mask)
+    return x + branch if branch is y else branch.add_(x)

@@ -14,18 +14,8 @@ Shapes in this folder: b samples, s tokens, h hidden size, d numbers per head, t
 from torch import nn
 
 from nanodomino.layers.linear_pair import LinearPair
+from nanodomino.layers.masks_and_positions import add_residual
 from nanodomino.layers.norms import Norm
-
-
-def drop(x, mask):
-    """x * mask, in x's dtype. The mask may be wider, since 16 bits can't hold 1/(1 - p) exactly. No mask: x itself."""
-    return x if mask is None else (x * mask).to(x.dtype)
-
-
-def add_residual(x, y, bias, mask):
-    """x + dropout(y + bias), all [b, s, h]; y is the sum over tp ranks. bias and mask may be None."""
-    branch = drop(y if bias is None else y + bias, mask)
-    return x + branch if branch is y else branch.add_(x)
 
 
 class Sublayer(nn.Module):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from nanodomino.layers.cross_entropy import (cross_entropy_gradient, in_chunks, local_max_and_sum_exp, loss_from_sums,
                                              max_and_sum_exp_of_rows, partial_loss_sums, scaled_exp_of_rows)
 from nanodomino.layers.main_grad import main_grad_of, wide
-from nanodomino.layers.sublayer import drop
+from nanodomino.layers.masks_and_positions import drop
 from nanodomino.overlap.flight import result_of
 
 

@@ -16,9 +16,9 @@ one. Recomputing c then needs all rows of h, but backward gathers them anyway fo
 
 **No reduce is repeated.** x is kept from after the previous all-reduce, and a is the last tensor that backward needs,
 so everything that is recomputed lies between two all-reduces. The row-parallel matmul is not repeated either: nothing
-needs its result. Full recomputation repeats attention and 7/12 of a GPT-2 layer's matmuls (about 2/3 with SwiGLU). Dropout
-masks are drawn again from sample and site, so they are the same. Every operation sees the same operands, so gradients
-have the same bits, with one exception: a compiler that fuses residual + norm computes h from an x' that is not yet
+needs its result. Full recomputation repeats attention and 7/12 of a GPT-2 layer's matmuls (about 2/3 with SwiGLU).
+Dropout masks are drawn again from sample and site, so they are the same. Every operation sees the same operands, so
+gradients have the same bits, with one exception: a compiler that fuses residual + norm computes h from an x' that is not yet
 rounded to 16 bit, and recomputes it from the rounded one.
 
 **When.** Recomputation waits for no reduce, so it hides one. While the gradient of h of sublayer k is in flight, the

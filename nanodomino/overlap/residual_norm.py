@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from nanodomino.layers.main_grad import add_gradients, wide
-from nanodomino.layers.sublayer import add_residual, drop
+from nanodomino.layers.masks_and_positions import add_residual, drop
 
 
 @dataclass
