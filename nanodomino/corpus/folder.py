@@ -1,3 +1,10 @@
+"""Reads and checks a folder that data/prepare.py has made.
+
+    train.bin  valid.bin  test.bin    token ids, uint16 or uint32, each document followed by end-of-text
+    meta.json                         the tokenizer, sizes, checksums, entropies
+    tokenizer.json ...                copies of the tokenizer's files, if it has any
+"""
+
 import hashlib
 import json
 import math
@@ -6,43 +13,48 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
-from nanodomino.corpus.tokenizer import TOKENIZERS, build_tokenizer
+from nanodomino.corpus.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, require
 
 SPLITS = ("train", "valid", "test")
 FORMAT = "nanodomino-corpus-1"
-TOKENIZER_FILES = ("tokenizer_file", "vocab_file", "merge_file")       # in meta.json; the first is Hugging Face's
+TOKENIZER_FILES = ("tokenizer_file", "vocab_file", "merge_file")       # keys of meta.json; the first: Hugging Face's
 
 
 @dataclass
 class Corpus:
-    """What meta.json says, checked. Entropies in nats per token of the training split: a model that knows only how
-    often tokens come reaches the first, one that sees a single token back the second."""
+    """The checked contents of meta.json.
+
+    The entropies, in nats per training token, are the losses of a model that knows only token frequencies, and of one
+    that also sees the previous token.
+    """
     path: Path
     tokenizer_name: str
     vocab_size: int
     end_of_text: int
     dtype: np.dtype
-    tokens: dict[str, int]      # by split
-    sha256: dict[str, str]      # by split
+    tokens: dict[str, int]      # {split: number of tokens}
+    sha256: dict[str, str]      # {split: checksum}
     unigram_entropy: float
     bigram_entropy: float
     meta: dict                  # the whole of meta.json
 
-    def tokenizer(self) -> tiktoken.Encoding:
-        own, *files = (self.path / name if name else None for name in map(self.meta.get, TOKENIZER_FILES))
-        require(not own or own.is_file(), f"{own} is missing, which meta.json names; prepare the text again")
-        encoding = build_tokenizer(own or self.tokenizer_name, *files, self.meta.get("eod_token"))
-        require(encoding.n_vocab == self.vocab_size,
+    def tokenizer(self) -> Tokenizer:
+        """Build the tokenizer of this text from the files in the folder. Raises UserError."""
+        path, *gpt2_files = (self.path / name if name else None for name in map(self.meta.get, TOKENIZER_FILES))
+        require(not path or path.is_file(), f"{path} is missing, which meta.json names; prepare the text again")
+        tokenizer = build_tokenizer(path or self.tokenizer_name, *gpt2_files, self.meta.get("eod_token"))
+        require(tokenizer.vocab_size == self.vocab_size,
                 f"{self.path / 'meta.json'} records a vocabulary of {self.vocab_size} tokens, but its tokenizer "
-                f"{self.tokenizer_name} has {encoding.n_vocab}; prepare the text again")
-        return encoding
+                f"{self.tokenizer_name} has {tokenizer.vocab_size}; prepare the text again")
+        return tokenizer
 
     def verify(self):
-        """Read every byte: checksums and the largest token id. Raises UserError.
-        Too slow for each start of a big run."""
+        """Read every byte and check it by checksum and the largest token id. Raises UserError.
+
+        This takes too long to be done at each start of a big run.
+        """
         for split in SPLITS:
             path = self.path / f"{split}.bin"
             require(file_sha256(path) == self.sha256[split],
@@ -52,6 +64,7 @@ class Corpus:
 
 
 def file_sha256(path) -> str:
+    """Return a file's SHA-256 in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -60,19 +73,19 @@ def file_sha256(path) -> str:
 
 
 def load_corpus(folder) -> Corpus:
-    """Read meta.json and check it against the sizes of the files. Raises UserError."""
+    """Read meta.json and check it, also against the sizes of the files. Raises UserError."""
     folder = Path(folder)
-    require(not os.path.isfile(folder), f"{folder} is no data folder but a file; make one of it with "
+    require(not os.path.isfile(folder), f"{folder} is no data folder but a file; prepare it with "
             f"data/prepare.py --input {folder} --output {folder}-tokens")
     require(os.path.isdir(folder), f"there is no data folder {folder}; make one with data/prepare.py --output {folder}")
     path = folder / "meta.json"
     require(os.path.isfile(path),
-            f"{folder} is not a folder made by data/prepare.py, as it has no meta.json; prepare another folder")
+            f"{folder} is not a folder made by data/prepare.py, since it has no meta.json; prepare another folder")
     try:
         meta = json.loads(path.read_text("utf-8"))
         require(meta.get("format") == FORMAT,
-                f"{path} is of format {meta.get('format')!r}, but this version reads {FORMAT!r}; "
-                f"prepare the text again")
+                f"{path} is of format {meta.get('format')!r}, but this version reads {FORMAT!r}; prepare the text "
+                "again")
         corpus = Corpus(
             path=folder, tokenizer_name=str(meta["tokenizer"]), vocab_size=int(meta["vocab_size"]),
             end_of_text=int(meta["end_of_text"]), dtype=np.dtype({"uint16": "<u2", "uint32": "<u4"}[meta["dtype"]]),
@@ -83,7 +96,7 @@ def load_corpus(folder) -> Corpus:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from error
     known = (*TOKENIZERS, "huggingface") if meta.get("tokenizer_file") else TOKENIZERS
     require(corpus.tokenizer_name in known,
-            f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version knows "
+            f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version reads "
             f"{', '.join(known)}; prepare the text again")
     for name in TOKENIZER_FILES:
         value = meta.get(name)
@@ -100,7 +113,7 @@ def load_corpus(folder) -> Corpus:
     for split in SPLITS:
         path, expected = folder / f"{split}.bin", corpus.tokens[split] * corpus.dtype.itemsize
         require(os.path.isfile(path) and os.access(path, os.R_OK),
-                f"{path} is missing or may not be read; prepare the text again")
+                f"{path} is missing or not readable; prepare the text again")
         found = path.stat().st_size
         require(found == expected,
                 f"{path} should hold {corpus.tokens[split]} tokens in {expected} bytes, but has {found} bytes; "

@@ -1,59 +1,120 @@
-"""Text <-> token ids, by tiktoken, from three kinds of vocabularies.
+"""Text <-> token ids, with one of three vocabularies.
 
-    byte     the 256 bytes and end-of-text: nothing to download, nothing to learn, every text is encodable
-    gpt2     GPT-2's 50,257 byte-pair tokens: about four bytes of English each, so four times fewer positions
-    PATH     the folder or the tokenizer.json of a Hugging Face tokenizer, such as Llama 3's: huggingface_tokenizer.py
+    byte    the 256 bytes and end-of-text: needs no file, and every text can be encoded
+    gpt2    GPT-2's 50,257 tokens, about four bytes of English each, so a text has four times fewer positions
+    PATH    the folder or the tokenizer.json of a Hugging Face tokenizer, such as Llama 3's: huggingface_tokenizer.py
 
-Byte-pair encoding cuts a text into words by a regular expression, starts each word as single bytes and keeps joining
-the neighbours whose union was merged earliest in training (GPT-2's paper, section 2.2). GPT-2 stores this as two files:
-encoder.json (token -> id) and vocab.bpe (the merges, oldest first). Both spell bytes as printable characters,
-space as Ġ.
+Byte-pair encoding (GPT-2's paper, section 2.2) cuts a text into words by a regular expression, splits each word into
+bytes, and keeps merging the two neighbors whose merge is the oldest. GPT-2 stores this in two files: encoder.json maps
+tokens to ids, and vocab.bpe lists the merges, oldest first. Both spell bytes as printable characters, space as Ġ.
 """
 
 import json
+import re
 import threading
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import tiktoken
 
-from nanodomino.corpus.huggingface_tokenizer import GPT2_WORDS, read_huggingface, spelled_bytes
+from nanodomino.corpus.cuts import SAFE_CUT
+from nanodomino.corpus.huggingface_tokenizer import bytes_of_characters, read_huggingface
 from nanodomino.errors import UserError, require
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = ("byte", "gpt2")
 DOWNLOAD_SECONDS = 60
 
+# GPT-2's regular expression for words, with possessive quantifiers and limited runs: tiktoken gives up when it has to
+# backtrack a million characters. Whitespace up to the last character before a word is a word of its own.
+GPT2_WORDS = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
+              r"""|\s++$|\s{1,500000}(?!\S)|\s""")
 
-def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None) -> tiktoken.Encoding:
-    """The encoding called `name`, or read from that path; `.n_vocab` is its size, `.eot_token` its end-of-text.
-    Raises UserError."""
-    from_path = name not in TOKENIZERS
-    require(not from_path or Path(name).exists(), f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}, or "
+
+class Tokenizer(Protocol):
+    """What the project uses of a tokenizer."""
+    name: str               # byte, gpt2 or huggingface, as in meta.json
+    vocab_size: int         # 1 + the largest id
+    end_of_text: int        # the id that ends a document
+    safe_cut: re.Pattern  # where a long text may be cut, see cuts.py
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a document, in which the name of a special token is ordinary text."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt, in which the name of a special token stands for that token."""
+
+    def decode(self, ids) -> str:
+        """Return the text. Bytes that are not UTF-8 become U+FFFD."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return what the token adds to a text: maybe only a part of a character."""
+
+
+class TiktokenTokenizer:
+    """A Tokenizer over tiktoken's."""
+    safe_cut = SAFE_CUT
+
+    def __init__(self, encoding: tiktoken.Encoding):
+        self.encoding, self.name = encoding, encoding.name
+        self.vocab_size, self.end_of_text = encoding.n_vocab, encoding.eot_token
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encoding.encode(text, allowed_special="all")
+
+    def decode(self, ids) -> str:
+        return self.encoding.decode(ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.encoding.decode_single_token_bytes(token)
+
+
+class ByteTokenizer(TiktokenTokenizer):
+    """A Tokenizer whose ids are the bytes. Bytes that are not UTF-8 come as Python's lone surrogates."""
+
+    def __init__(self):
+        super().__init__(tiktoken.Encoding("byte", pat_str=r"(?s:.)", special_tokens={END_OF_TEXT: 256},
+                                           mergeable_ranks={bytes([byte]): byte for byte in range(256)}))
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)     # tiktoken's ids, but faster
+
+
+def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None) -> Tokenizer:
+    """Return the tokenizer of that name, or read it from that path. Raises UserError."""
+    is_path = name not in TOKENIZERS
+    require(not is_path or Path(name).exists(), f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}, or "
             "the path of a Hugging Face tokenizer's folder")
     require((vocab_file is None) == (merge_file is None),
             f"--vocab-file and --merge-file belong together, but only {vocab_file or merge_file} was given; "
             "give both or neither")
-    require(vocab_file is None or not from_path,
+    require(vocab_file is None or not is_path,
             f"--vocab-file and --merge-file are GPT-2's, but the tokenizer is {name}; leave them out")
-    require(eod_token is None or from_path,
+    require(eod_token is None or is_path,
             f"--eod-token is for Hugging Face tokenizers, but the end of text of {name} is fixed; leave it out")
-    if from_path:
+    require(vocab_file is None or name != "byte",
+            f"the byte tokenizer has no files, but {vocab_file} was given; add --tokenizer gpt2 to use them")
+    if is_path:
         return read_huggingface(name, eod_token)
     if name == "byte":
-        require(vocab_file is None,
-                f"the byte tokenizer has no files, but {vocab_file} was given; add --tokenizer gpt2 to use them")
-        words, ranks, end_of_text = r"(?s:.)", {bytes([byte]): byte for byte in range(256)}, 256
-    elif vocab_file is None:
-        return download_gpt2()
-    else:
-        words, (ranks, end_of_text) = GPT2_WORDS, read_gpt2_files(vocab_file, merge_file)
-    return tiktoken.Encoding(name, pat_str=words, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: end_of_text})
+        return ByteTokenizer()
+    if vocab_file is None:
+        return TiktokenTokenizer(download_gpt2())
+    ranks, end_of_text = read_gpt2_files(vocab_file, merge_file)
+    return TiktokenTokenizer(tiktoken.Encoding("gpt2", pat_str=GPT2_WORDS, mergeable_ranks=ranks,
+                                               special_tokens={END_OF_TEXT: end_of_text}))
 
 
 def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:
-    """({token: id}, end-of-text's id). tiktoken has a reader too, but that one keeps local files in a cache by their
-    path and so would serve the old vocabulary after a file has changed."""
-    byte_of = spelled_bytes()
+    """Return ({token: id}, the id of end-of-text). Raises UserError.
+
+    tiktoken's own reader caches local files by path, so it would return the old vocabulary after a file has changed.
+    """
+    byte_of = bytes_of_characters()
     try:
         vocabulary, lines = (json.loads(Path(vocab_file).read_text("utf-8")),
                              Path(merge_file).read_text("utf-8").split("\n"))
@@ -62,7 +123,7 @@ def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:
         ranks = {bytes(byte_of[character] for character in token): number for token, number in vocabulary.items()}
         merges = [line.split() for line in lines if line.strip() and not line.startswith("#version")]
         merged = [vocabulary[first + second] for first, second in merges]
-        # tiktoken takes ids for merge priorities: right only if the merges made the tokens in the order of their ids.
+        # tiktoken merges in the order of ids, so the list of merges must have the same order
         longer = sorted(number for token, number in ranks.items() if len(token) > 1)
         fits = whole and merged == longer and sorted([*ranks.values(), end_of_text]) == list(range(257 + len(merged)))
     except OSError as error:
@@ -76,13 +137,13 @@ def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:
 
 
 def download_gpt2() -> tiktoken.Encoding:
-    """tiktoken's own gpt2, from its cache or the network. The download knows no time limit, hence the thread."""
+    """Return tiktoken's gpt2, from its cache or the network, in a thread because the download has no time limit."""
     outcome = {"reason": f"no answer in {DOWNLOAD_SECONDS} seconds"}
 
     def get():
         try:
             outcome["encoding"] = tiktoken.get_encoding("gpt2")
-        except BaseException as error:      # of requests, its parts or tiktoken: the fix is always the same
+        except BaseException as error:      # whatever it is, the advice is the same
             outcome["reason"] = type(error).__name__
 
     thread = threading.Thread(target=get, daemon=True)

@@ -29,7 +29,6 @@ import signal
 import sys
 from pathlib import Path
 
-import tiktoken
 import torch.distributed as dist
 
 from nanodomino.checkpoint.folders import find_checkpoint
@@ -40,7 +39,7 @@ from nanodomino.config.config import Config
 from nanodomino.config.records import from_record
 from nanodomino.config.setting import MAX_INT, flag_name, flag_settings
 from nanodomino.corpus.folder import load_corpus
-from nanodomino.corpus.tokenizer import build_tokenizer
+from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, require
 from nanodomino.generate.writing import tell, write_texts
 from nanodomino.mesh import make_mesh
@@ -126,13 +125,13 @@ def read_text(path: str, flag: str) -> str:
         raise UserError(f"{flag} {path} must be UTF-8 text, but holds other bytes; convert it") from None
 
 
-def find_tokenizer(checkpoint: Path, config: Config, data_path: str | None) -> tiktoken.Encoding:
+def find_tokenizer(checkpoint: Path, config: Config, data_path: str | None) -> Tokenizer:
     """Of --data-path; else of a model that was imported, from beside it; else of what it was trained with. Raises
     UserError."""
     source = data_path or config.data_path
     if data_path is None and (checkpoint / "tokenizer.json").is_file():
         tokenizer, source = build_tokenizer(str(checkpoint)), checkpoint
-        words = tokenizer.n_vocab
+        words = tokenizer.vocab_size
     else:
         require(source, f"the tokenizer lies with a training text, and {checkpoint} was imported, not trained, without "
                 "a tokenizer.json; give a data folder as --data-path")

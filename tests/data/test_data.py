@@ -23,6 +23,8 @@ import torch
 import nanodomino.corpus.tokenizer
 from data import prepare as prepare_module
 from data.prepare import prepare, prepare_default_corpus
+from nanodomino.corpus import documents
+from nanodomino.corpus.cuts import SAFE_CUT
 from nanodomino.corpus.folder import SPLITS, load_corpus
 from nanodomino.corpus.tokenizer import END_OF_TEXT, build_tokenizer
 from nanodomino.data import Ends, TokenDataset
@@ -44,10 +46,10 @@ def row(folder, split) -> list[int]:
 def documents_in(folder, split) -> list[str]:
     """The split's tokens as text, cut at its end-of-text tokens."""
     ids, found, start = row(folder, split), [], 0
-    encoding, end = load_corpus(folder).tokenizer(), load_corpus(folder).end_of_text
+    tokenizer, end = load_corpus(folder).tokenizer(), load_corpus(folder).end_of_text
     for i, token in enumerate(ids):
         if token == end:
-            found.append(encoding.decode(ids[start:i]))
+            found.append(tokenizer.decode(ids[start:i]))
             start = i + 1
     assert start == len(ids), "a split ends with a whole document"
     return found
@@ -106,18 +108,18 @@ def corpus(tmp_path_factory):
 # Tokenizers
 
 def test_byte_tokens_are_the_bytes():
-    encoding = build_tokenizer("byte")
-    assert encoding.n_vocab == 257 and encoding.eot_token == BYTE_END
-    assert encoding.encode(PROSE) == list(PROSE.encode())
-    assert encoding.decode_bytes(range(256)) == bytes(range(256))
+    tokenizer = build_tokenizer("byte")
+    assert tokenizer.vocab_size == 257 and tokenizer.end_of_text == BYTE_END
+    assert tokenizer.encode(PROSE).tolist() == tokenizer.encode_prompt(PROSE) == list(PROSE.encode())
+    assert b"".join(map(tokenizer.token_bytes, range(256))) == bytes(range(256))
 
 
 def test_gpt2_files_give_the_tokens_of_tiktokens_own_reader(gpt2_files, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
     ours = build_tokenizer("gpt2", **gpt2_files)
     ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(str(gpt2_files["merge_file"]), str(gpt2_files["vocab_file"]))
-    assert ours._mergeable_ranks == ranks and ours.n_vocab == 317 and ours.eot_token == 316
-    assert ours.decode(ours.encode(PROSE)) == PROSE
+    assert ours.encoding._mergeable_ranks == ranks and ours.vocab_size == 317 and ours.end_of_text == 316
+    assert ours.decode(ours.encode(PROSE).tolist()) == PROSE
     assert len(ours.encode(PROSE)) < len(PROSE.encode()) * 0.7
 
 
@@ -127,7 +129,7 @@ def test_a_changed_vocabulary_file_is_read_again(gpt2_files, tmp_path):
     for size in (316, 300):
         vocab_file.write_text(json.dumps({token: i for token, i in vocabulary.items() if i < size}))
         merge_file.write_text("\n".join(merges[:size - 255]), "utf-8")
-        assert build_tokenizer("gpt2", vocab_file, merge_file).n_vocab == size + 1
+        assert build_tokenizer("gpt2", vocab_file, merge_file).vocab_size == size + 1
 
 
 def test_tokenizer_mistakes_are_told_in_a_sentence(gpt2_files, tmp_path):
@@ -175,7 +177,7 @@ def test_a_failed_download_names_the_way_out(monkeypatch, failure):
 
 def test_a_download_without_an_answer_is_given_up(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: time.sleep(30))
-    monkeypatch.setattr(nanodomino.tokenizer, "DOWNLOAD_SECONDS", 0.2)
+    monkeypatch.setattr(nanodomino.corpus.tokenizer, "DOWNLOAD_SECONDS", 0.2)
     with pytest.raises(UserError, match="no answer in 0.2 seconds"):
         build_tokenizer("gpt2")
 
@@ -246,19 +248,19 @@ def test_half_a_surrogate_pair_in_json_does_no_harm(tmp_path, gpt2_files):
     "\n\u3000あ\n\n\u3000い  \u00a0z" * 300, "a\x1c b\x1f  \x85 c\n\x1cd \x1ce" * 300])
 def test_chunks_tokenize_like_the_whole(tmp_path, monkeypatch, gpt2_files, text):
     """A document far larger than a chunk: memory is bounded by the chunk, the tokens are those of one call."""
-    monkeypatch.setattr(prepare_module, "CHUNK", 97)
+    monkeypatch.setattr(documents, "CHUNK", 97)
     (tmp_path / "a.txt").write_bytes(text.encode())
     for tokenizer, files in (("byte", {}), ("gpt2", gpt2_files)):
         quietly(tmp_path / "a.txt", tmp_path / tokenizer, split=(1, 0, 0), tokenizer=tokenizer, **files)
-        encoding = build_tokenizer(tokenizer, **files)
-        assert row(tmp_path / tokenizer, "train") == encoding.encode_ordinary(text) + [encoding.eot_token]
+        whole = build_tokenizer(tokenizer, **files).encoding.encode_ordinary(text)
+        assert row(tmp_path / tokenizer, "train") == [*whole, load_corpus(tmp_path / tokenizer).end_of_text]
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, " " * 5000, "\n" * 5000, "東" * 5000])
 def test_a_document_without_a_place_to_cut_still_comes_in_small_chunks(tmp_path, monkeypatch, gpt2_files, text):
-    monkeypatch.setattr(prepare_module, "CHUNK", 97)
+    monkeypatch.setattr(documents, "CHUNK", 97)
     (tmp_path / "a.txt").write_text(text, "utf-8")
-    assert max(map(len, prepare_module.text_chunks(tmp_path / "a.txt", False))) <= 2 * 97
+    assert max(map(len, documents.text_chunks(tmp_path / "a.txt", SAFE_CUT, False))) <= 2 * 97
     quietly(tmp_path / "a.txt", tmp_path / "out", split=(1, 0, 0), tokenizer="gpt2", **gpt2_files)
     assert documents_in(tmp_path / "out", "train") == [text]
 
@@ -276,7 +278,7 @@ def test_entropies_are_those_of_the_training_tokens(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes(np.random.default_rng(0).integers(97, 101, 5000).astype(np.uint8).tobytes())
     for name, dense in (("dense", 1024), ("sorted", 0)):
         monkeypatch.setattr(prepare_module, "DENSE_VOCABULARY", dense)
-        monkeypatch.setattr(prepare_module, "CHUNK", 1000)
+        monkeypatch.setattr(prepare_module, "BLOCK", 1000)
         meta = quietly(tmp_path / "a.txt", tmp_path / name, split=(1, 0, 0))
         ids = row(tmp_path / name, "train")
         pairs, before = Counter(zip(ids, ids[1:])), Counter(ids[:-1])
@@ -562,7 +564,7 @@ def test_who_comes_second_uses_what_is_there(tmp_path, monkeypatch):
     assert quietly(tmp_path / "a.txt", tmp_path / "out")["source"] == "the other"
     prepare_module.shutil.rmtree(tmp_path / "out")
     monkeypatch.setattr(prepare_module, "entropies", another_process_is_faster)
-    with pytest.raises(UserError, match="another process has meanwhile put other data into"):
+    with pytest.raises(UserError, match="another process has put other data into"):
         quietly(tmp_path / "b.txt", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "out"]
 
@@ -711,10 +713,9 @@ def test_a_batch_has_the_shapes_and_labels_that_it_promises(corpus):
 
 
 def test_a_number_of_any_length_beside_a_text_is_no_error():
-    from data.prepare import text_of_line
-    assert text_of_line(b'{"text": "a", "n": ' + 6000 * b"9" + b"}", "line 1") == "a"
+    assert documents.text_of_line(b'{"text": "a", "n": ' + 6000 * b"9" + b"}", "line 1") == "a"
     with pytest.raises(UserError, match="line 1"):
-        text_of_line(b'{"text": 7}', "line 1")
+        documents.text_of_line(b'{"text": 7}', "line 1")
 
 
 def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, monkeypatch):

@@ -27,7 +27,7 @@ from support.harness import END_OF_TEXT, FAMILIES, build, counted_documents, ref
 from support.reference import ReferenceGPT, random_weights
 
 from nanodomino.config.config import Config
-from nanodomino.corpus.tokenizer import build_tokenizer
+from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
 from nanodomino.errors import UserError
 from nanodomino.generate.__main__ import command_line
 from nanodomino.generate.sampling import choose, generate, useful_threads
@@ -197,10 +197,10 @@ def test_no_half_of_a_character_is_ever_shown(monkeypatch):
     """Bytes, and pieces of byte-pair encoding that begin in one character and end in the next."""
     bytes_alone, text = build_tokenizer("byte"), "aé€😀z"
     pieces = [b"a\xc3", b"\xa9\xe2\x82", b"\xac\xf0\x9f", b"\x98\x80", b"z"]
-    pairs = tiktoken.Encoding("pairs", pat_str=".", special_tokens={},
-                              mergeable_ranks={piece: rank for rank, piece in enumerate(pieces)})
+    pairs = TiktokenTokenizer(tiktoken.Encoding("pairs", pat_str=".", special_tokens={"<|endoftext|>": len(pieces)},
+                                                mergeable_ranks={piece: rank for rank, piece in enumerate(pieces)}))
     by_bytes = ["a", "a", "aé", "aé", "aé", "aé€", "aé€", "aé€", "aé€", "aé€😀", text]
-    for tokenizer, tokens, seen in ((bytes_alone, bytes_alone.encode(text), by_bytes),
+    for tokenizer, tokens, seen in ((bytes_alone, bytes_alone.encode_prompt(text), by_bytes),
                                     (pairs, range(5), ["a", "aé", "aé€", "aé€😀", text])):
         shown = io.BytesIO()                        # what has left this process's buffers, as a terminal sees it
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "utf-8"))
