@@ -1,5 +1,9 @@
-"""Opens a tokenized corpus and its tokenizer; data/prepare.py wrote it, data.py reads batches from it.
+"""A prepared folder of tokens, and everything that data/prepare.py needs to make one.
 
-Read folder.py (the token files and meta.json), tokenizer.py (bytes, GPT-2), huggingface_tokenizer.py
-(tokenizer.json).
+    documents.py               text files and the documents in them
+    tokenizer.py               text <-> token ids: bytes, GPT-2's tokens, or
+    huggingface_tokenizer.py   a tokenizer.json, read by the optional package tokenizers
+    cuts.py                    where a long text can be cut without changing its token ids
+    publish.py                 a prepared folder appears complete or not at all
+    folder.py                  the prepared folder, checked and loaded
 """
