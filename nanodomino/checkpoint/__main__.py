@@ -4,21 +4,15 @@
     python -m nanodomino.checkpoint export DIR OUT    write one plain torch file of full tensors, {name: tensor}
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from nanodomino.checkpoint.export import export
 from nanodomino.checkpoint.folders import checkpoints_of, find_checkpoint
 from nanodomino.checkpoint.manifest import verify
+from nanodomino.config.flags import Parser
 from nanodomino.config.terminal import run_command
 from nanodomino.errors import UserError, require
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError("usage: python -m nanodomino.checkpoint verify DIR, or: "
-                        "python -m nanodomino.checkpoint export DIR OUT")
 
 
 def command_line() -> Parser:

@@ -1,24 +1,17 @@
 """The commands `python -m nanodomino.huggingface import|export`; the package's docstring shows them."""
 
-import argparse
 import re
 import sys
 from pathlib import Path
 
+from nanodomino.config.flags import Parser
 from nanodomino.config.presets import DTYPES
 from nanodomino.config.terminal import run_command
-from nanodomino.errors import UserError, require
+from nanodomino.errors import require
 from nanodomino.huggingface.export_model import export_model
 from nanodomino.huggingface.import_model import import_model
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-USAGE = ("python -m nanodomino.huggingface import DIR --output CHECKPOINT, or: "
-         "python -m nanodomino.huggingface export CHECKPOINT DIR")
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message}; usage: {USAGE}")
 
 
 def size_in_bytes(text: str) -> int:

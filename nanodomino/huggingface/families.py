@@ -27,10 +27,6 @@ def width_per_head(sizes) -> int:
     return sizes.hidden_size // sizes.num_attention_heads
 
 
-def four_times(sizes) -> int:
-    return 4 * sizes.hidden_size
-
-
 @dataclass(frozen=True)
 class Family:
     architecture: str           # class name in Transformers
@@ -49,7 +45,7 @@ class Family:
 GPT2 = Family(
     "GPT2LMHeadModel", "transformer.", GPT2_MODULES, r"transformer\.h\.\d+\.attn\.(masked_)?bias",
     sizes={"vocab_size": ("vocab_size", None), "n_layer": ("num_layers", None), "n_embd": ("hidden_size", None),
-           "n_head": ("num_attention_heads", None), "n_inner": ("ffn_hidden_size", four_times),
+           "n_head": ("num_attention_heads", None), "n_inner": ("ffn_hidden_size", lambda sizes: 4 * sizes.hidden_size),
            "n_positions": ("max_position_embeddings", None)},
     epsilon="layer_norm_epsilon",
     settings=dict(normalization="LayerNorm", position_embedding_type="learned_absolute", swiglu=False,
@@ -91,7 +87,8 @@ QWEN3 = dataclasses.replace(
     supported=LLAMA.supported | {"attention_bias": (False,)},
     defaults=LLAMA.defaults | {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False})
 
-FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}      # by model_type
+# {model_type: family}
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
 
 
 # ---- import

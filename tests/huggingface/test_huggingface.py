@@ -635,8 +635,8 @@ def test_a_number_that_is_too_large_for_the_type_is_named(folder, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, sentence", [
-    ("", "usage: python -m nanodomino.huggingface import DIR --output CHECKPOINT, or: python -m nanodomino.huggingface export CHECKPOINT DIR"),
-    ("import DIR", "--output"), ("export DIR", "usage:"), ("export DIR OUT --dtype int8", "int8"), ("import DIR --output X --dtype float16", "usage:"),
+    ("", "arguments are required: import | export; python -m nanodomino.huggingface --help lists every flag"),
+    ("import DIR", "--output"), ("export DIR", "arguments are required: DIR; "), ("export DIR OUT --dtype int8", "int8"), ("import DIR --output X --dtype float16", "unrecognized arguments: --dtype float16; "),
     ("export DIR OUT --max-shard-size 5TB", "--max-shard-size must be a number of B, KB, MB or GB, but is 5TB; try 5GB"),
     ("export DIR OUT --max-shard-size 0", "--max-shard-size must be"), ("export nowhere OUT", "there is no folder nowhere to load from"),
     ("import nowhere --output OUT", "there is no folder nowhere; give one with config.json")])

@@ -94,8 +94,8 @@ FLAGS += [Bad("generate from a prompt that is no text", "nanodomino.generate", "
               ["--prompt must be UTF-8 text", "convert it"])]
 
 FLAGS += [Bad(f"checkpoint {flags}", "nanodomino.checkpoint", flags, says, processes=(1,)) for flags, *says in [
-    ("", "usage: python -m nanodomino.checkpoint verify DIR, or: python -m nanodomino.checkpoint export DIR OUT"),
-    ("verify", "usage: python -m nanodomino.checkpoint verify DIR, or: "),
+    ("", "arguments are required: verify | export; python -m nanodomino.checkpoint --help lists every flag"),
+    ("verify", "arguments are required: DIR; python -m nanodomino.checkpoint verify --help lists every flag"),
     ("verify nowhere", "nowhere is not a complete checkpoint", ANOTHER),
     ("export nowhere out.pt", "nowhere is not a complete checkpoint", ANOTHER),
     (f"export {STEP} {STEP}/manifest.json", "would lie in a checkpoint", "choose another folder"),
