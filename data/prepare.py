@@ -38,13 +38,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script, Python looks in data/ only
 
-from nanodomino.config.terminal import run_command  # noqa: E402
-from nanodomino.corpus.documents import find_files, read_documents  # noqa: E402
-from nanodomino.corpus.folder import FORMAT, SPLITS, file_sha256, load_corpus  # noqa: E402
-from nanodomino.corpus.huggingface_tokenizer import FILES, find_tokenizer  # noqa: E402
-from nanodomino.corpus.publish import check_output, clear_leftovers, publish, temporary_sibling  # noqa: E402
-from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
-from nanodomino.errors import UserError, require  # noqa: E402
+from nanodomino.config.terminal import run_command
+from nanodomino.corpus.documents import find_files, read_documents
+from nanodomino.corpus.folder import FORMAT, SPLITS, file_sha256, load_corpus
+from nanodomino.corpus.huggingface_tokenizer import FILES, find_tokenizer
+from nanodomino.corpus.publish import check_output, clear_leftovers, publish, temporary_sibling
+from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
+from nanodomino.errors import UserError, require
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"

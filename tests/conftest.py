@@ -13,7 +13,8 @@ torch.set_num_threads(1)        # here and in the workers: small tensors, and mo
 
 
 def pytest_addoption(parser):
-    parser.addoption("--exhaustive", action="store_true", help="run the long crossings too, of which the others are a sample")
+    parser.addoption("--exhaustive", action="store_true",
+                     help="run the long crossings too, of which the others are a sample")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -37,7 +38,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def pool():
-    """`pool.run(function, *args, world_size=8, timeout=120)`: see support/pool.py. Tests without it start no process."""
+    """`pool.run(function, *args, world_size=8, timeout=120)`: see support/pool.py. Tests without it start no
+    process."""
     workers = Pool()
     yield workers
     workers.close()

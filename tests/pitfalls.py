@@ -10,8 +10,8 @@ norm and the gradients stands in docs/pitfalls.md.
     python tests/pitfalls.py --write         measure all, and write docs/pitfalls.md
 
 A bug is a function: its docstring is the lesson, and it returns what is to be replaced, as (object, name, replacement).
-Workers of the pool replace it, run, and put it back (support/pitfall_runner.py). test_pitfalls.py holds that every check is green
-without the bug and red with it.
+Workers of the pool replace it, run, and put it back (support/pitfall_runner.py). test_pitfalls.py holds that every
+check is green without the bug and red with it.
 """
 
 import argparse
@@ -30,27 +30,27 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import test_domino  # noqa: E402
-import test_zero  # noqa: E402
-import train  # noqa: E402
-from nanodomino import domino, model, zero  # noqa: E402
-from nanodomino.analysis import expected_memory, sizes  # noqa: E402
-from nanodomino.checkpoint import load, save  # noqa: E402
-from nanodomino.checkpoint.folders import newest_intact_checkpoint  # noqa: E402
-from nanodomino.checkpoint.manifest import file_digests, manifest_text  # noqa: E402
-from nanodomino.layers import attention, linear_pair, masks_and_positions  # noqa: E402
-from nanodomino.optim import buckets, loss_scale  # noqa: E402
-from nanodomino.overlap import embedding_and_head, flight, residual_norm, sequence_parallel, slice_ops  # noqa: E402
-from nanodomino.overlap.flight import Flight  # noqa: E402
-from nanodomino.schedules import actions, definitions  # noqa: E402
-from support import harness  # noqa: E402
-from support.delayed_collectives import delayed_collectives  # noqa: E402
-from support.harness import build, tiny, train_rank, train_steps  # noqa: E402
-from support.pitfall_runner import CHECKED, END, LONG, TABLE, TOLERANCE, Pitfall, Side, check, judge, measure, pitfall, worst  # noqa: E402
-from support.pool import Pool  # noqa: E402
+import test_domino
+import test_zero
+import train
+from nanodomino import domino, model, zero
+from nanodomino.analysis import expected_memory, sizes
+from nanodomino.checkpoint import load, save
+from nanodomino.checkpoint.folders import newest_intact_checkpoint
+from nanodomino.checkpoint.manifest import file_digests, manifest_text
+from nanodomino.layers import attention, linear_pair, masks_and_positions
+from nanodomino.optim import buckets, loss_scale
+from nanodomino.overlap import embedding_and_head, flight, residual_norm, sequence_parallel, slice_ops
+from nanodomino.overlap.flight import Flight
+from nanodomino.schedules import actions, definitions
+from support import ROOT, harness
+from support.delayed_collectives import delayed_collectives
+from support.harness import build, tiny, train_rank, train_steps
+from support.pitfall_runner import (CHECKED, END, LONG, TABLE, TOLERANCE, Pitfall, Side, check, judge, measure,
+                                    pitfall, worst)
+from support.pool import Pool
 
 DOCUMENT = ROOT / "docs" / "pitfalls.md"
 MACHINE = "2 shared virtual cores, AMD EPYC, torch 2.13.0 CPU, 2026-11-21"
@@ -67,7 +67,8 @@ def delayed(when):
 
 
 def one_bad_number(config):
-    """In the first step, tensor-parallel rank 1's copy of a gradient has an infinity; rank 0's, which counts, has none."""
+    """In the first step, tensor-parallel rank 1's copy of a gradient has an infinity; rank 0's, which counts, has
+    none."""
     finish, steps = zero.ZeroOptimizer.finalize_gradients, []
 
     def poisoned(optimizer):
@@ -82,7 +83,8 @@ def a_bad_number_and_a_scale_that_moves(config):
     """The same, and the loss scale goes up and down as it does in fp16."""
     make = loss_scale.LossScale.__init__
     return [*one_bad_number(config),
-            (loss_scale.LossScale, "__init__", lambda self, config: make(self, dataclasses.replace(config, dtype="float16")))]
+            (loss_scale.LossScale, "__init__",
+             lambda self, config: make(self, dataclasses.replace(config, dtype="float16")))]
 
 
 # ---- runners
@@ -108,11 +110,11 @@ def stopped_and_gone_on(config, weights, data, steps):
 
 # ---- initial weights
 
-@pitfall("Every tensor-parallel rank draws the same shard", "`nanodomino/model.py`, `GPT.initialize`: a weight is drawn whole, then cut",
-         drawn=True, **TP)
+@pitfall("Every tensor-parallel rank draws the same shard",
+         "`nanodomino/model.py`, `GPT.initialize`: a weight is drawn whole, then cut", drawn=True, **TP)
 def same_shards(config):
-    """The ranks seed alike and each draws the shard that it holds, so the shards of a matrix are one shard, t times. In the
-    layers their gradients are alike too, so they never part: a t-th of each matrix is all that is ever trained."""
+    """The ranks seed alike and each draws the shard that it holds, so the shards of a matrix are one shard, t times. In
+    the layers their gradients are alike too, so they never part: a t-th of each matrix is all that is ever trained."""
     @torch.no_grad()
     def initialize(self):
         for name, weight in self.named_parameters():
@@ -124,12 +126,12 @@ def same_shards(config):
     return [(model.GPT, "initialize", initialize)]
 
 
-@pitfall("Every rank seeds with its own number", "`nanodomino/model.py`, `GPT.initialize`: the seed is (seed, global name)", world_size=4,
-         drawn=True, **TP)
+@pitfall("Every rank seeds with its own number",
+         "`nanodomino/model.py`, `GPT.initialize`: the seed is (seed, global name)", world_size=4, drawn=True, **TP)
 def other_replicas(config):
-    """Now shards differ, but so do the copies of what must be one: positions on the ranks of a tensor-parallel group, and
-    everything on replicas. ZeRO-1 hides half of it: after the first step each part is that of its owner, so that the replicas agree,
-    on weights that were put together from several models."""
+    """Now shards differ, but so do the copies of what must be one: positions on the ranks of a tensor-parallel group,
+    and everything on replicas. ZeRO-1 hides half of it: after the first step each part is that of its owner, so that
+    the replicas agree, on weights that were put together from several models."""
     initialize = model.GPT.initialize
 
     def own_seed(self):
@@ -141,12 +143,16 @@ def other_replicas(config):
 
 # ---- scaling
 
-@pitfall("Gradients of microbatches are summed and never divided", "`nanodomino/zero.py`, `ZeroOptimizer.step`: one division, by the "
+@pitfall("Gradients of microbatches are summed and never divided",
+         "`nanodomino/zero.py`, `ZeroOptimizer.step`: one division, by the "
          "number of tokens in the global batch", **PP)
 def not_divided(config):
-    """The loss that is shown is a mean, the gradient is m times that of the mean (with replicas instead of microbatches: dp
-    times). AdamW divides a gradient by its own size, and clipping makes one norm of both: no digit of the curve differs. The norm
-    that is shown is m times too large, the clipping threshold m times too low, and a change of the batch size changes the training."""
+    """The loss that is shown is a mean, the gradient is m times that of the mean (with replicas instead of
+    microbatches: dp times). AdamW divides a gradient by its own size, and clipping makes one norm of both: no digit of
+    the curve differs. The norm that is shown is m times too large, the clipping threshold m times too low, and a change
+    of the
+    batch size changes
+    the training."""
     backward = domino.Domino.backward
 
     def too_large(self, pieces, gradient, *others):
@@ -160,26 +166,32 @@ def mean_loss(config):
     return [(train, "loss_func", mean)]
 
 
-@pitfall("The mean of the microbatches' means", "`train.py`, `loss_func`: sums, and how many tokens count; the quotient comes once, in "
+@pitfall("The mean of the microbatches' means",
+         "`train.py`, `loss_func`: sums, and how many tokens count; the quotient comes once, in "
          "`nanodomino/zero.py`", world_size=1, micro_batch_size=6)
 def mean_of_means(config):
-    """Where microbatches count different numbers of tokens, their means must not be averaged: a token of a short document
-    then counts more than one of a long document. The loss is off by a little, and plausible; one with no token at all drags it down."""
+    """Where microbatches count different numbers of tokens, their means must not be averaged: a token of a short
+    document then counts more than one of a long document. The loss is off by a little, and plausible; one with no token
+    at all
+    drags it down."""
     return mean_loss(config)
 
 
-@pitfall("Each replica divides by its own tokens", "`nanodomino/zero.py`, `ZeroOptimizer.sum_over_world`: tokens are summed over the world "
+@pitfall("Each replica divides by its own tokens",
+         "`nanodomino/zero.py`, `ZeroOptimizer.sum_over_world`: tokens are summed over the world "
          "before anything is divided", micro_batch_size=12)
 def mean_of_replicas(config):
-    """The same over replicas: each divides by the number of tokens that it has, and the mean of the gradients is taken. What
-    data-parallel wrappers do unless one tells them otherwise. Without padding, and with all documents of one length, it is right."""
+    """The same over replicas: each divides by the number of tokens that it has, and the mean of the gradients is taken.
+    What data-parallel wrappers do unless one tells them otherwise. Without padding, and with all documents of one
+    length, it
+    is right."""
     return mean_loss(config)
 
 
 @pitfall("The loss that is logged is one rank's", "`nanodomino/zero.py`, `ZeroOptimizer.sum_over_world`")
 def own_loss(config):
-    """Training is right; the curve is that of one replica's samples. It is noisier by the square root of dp, and two layouts
-    cannot be compared by it."""
+    """Training is right; the curve is that of one replica's samples. It is noisier by the square root of dp, and two
+    layouts cannot be compared by it."""
     step = zero.ZeroOptimizer.step
 
     def own(self, learning_rate, totals, stop=False):
@@ -190,21 +202,25 @@ def own_loss(config):
 
 # ---- tensor parallelism
 
-@pitfall("A row-parallel bias is added before the sum", "`nanodomino/layers/masks_and_positions.py`, `add_residual`: the bias is added once the sum over ranks "
+@pitfall("A row-parallel bias is added before the sum",
+         "`nanodomino/layers/masks_and_positions.py`, `add_residual`: the bias is added once the sum over ranks "
          "is there", **TP)
 def bias_before_the_sum(config):
-    """Every rank adds it to its part, and the sum has it t times. A fresh model has biases of zero, so nothing shows at first,
-    and the optimizer soon learns biases that are t times too small. A checkpoint of it says something else on another layout."""
+    """Every rank adds it to its part, and the sum has it t times. A fresh model has biases of zero, so nothing shows at
+    first, and the optimizer soon learns biases that are t times too small. A checkpoint of it says something else on
+    another
+    layout."""
     close = residual_norm.add_residual
     return [(residual_norm, "add_residual", lambda x, y, bias, mask: close(x, y, bias * config.tp, mask))]
 
 
-@pitfall("Fused q, k, v cut as one block each", "`nanodomino/sublayers.py`, `Attention.split`: rows run group by group, [g, (q's, k, v), d]",
-         **TP)
+@pitfall("Fused q, k, v cut as one block each",
+         "`nanodomino/sublayers.py`, `Attention.split`: rows run group by group, [g, (q's, k, v), d]", **TP)
 def mixed_heads(config):
-    """With rows in the order all q, all k, all v, a contiguous cut gives the first rank the queries and half of the keys. It
-    takes them for its heads' q, k and v, shapes fit, and it trains: as another model than on one process. Here the rows
-    of the right side are put into that order too, so that on one process nothing would differ but their names."""
+    """With rows in the order all q, all k, all v, a contiguous cut gives the first rank the queries and half of the
+    keys. It takes them for its heads' q, k and v, shapes fit, and it trains: as another model than on one process. Here
+    the rows of the right side are put into that order too, so that on one process nothing would differ but their
+    names."""
     local, sizes = model.local_shard, (config.num_attention_heads, 3, config.kv_channels)
     qkv_rows = config.qkv_size
 
@@ -225,12 +241,13 @@ def mixed_heads(config):
             (attention.Attention, "core_backward", core_backward)]
 
 
-@pitfall("The backward of a sum, written as another sum", "`nanodomino/domino.py`, `Domino.backward_sublayer`: y's gradient needs no wires; "
+@pitfall("The backward of a sum, written as another sum",
+         "`nanodomino/domino.py`, `Domino.backward_sublayer`: y's gradient needs no wires; "
          "the lesson in `nanodomino/parallel.py`", **TP)
 def summed_twice(config):
-    """The gradient of a sum is the gradient of each part: the mirror image of an all-reduce is nothing at all. With another
-    all-reduce in its place each sublayer's branch counts t times, the skip path once: the last sublayer's gradients are t times too
-    large, and those below point elsewhere."""
+    """The gradient of a sum is the gradient of each part: the mirror image of an all-reduce is nothing at all. With
+    another all-reduce in its place each sublayer's branch counts t times, the skip path once: the last sublayer's
+    gradients are t times too large, and those below point elsewhere."""
     backward = domino.Domino.backward_sublayer
 
     def again(self, slice, entry, grad_x, grad_y, ready):
@@ -240,10 +257,13 @@ def summed_twice(config):
     return [(domino.Domino, "backward_sublayer", again)]
 
 
-@pitfall("The sum over a copied input's gradients is left out", "`nanodomino/layers/linear_pair.py`, `LinearPair.backward`: launches the sum", **TP)
+@pitfall("The sum over a copied input's gradients is left out",
+         "`nanodomino/layers/linear_pair.py`, `LinearPair.backward`: launches the sum", **TP)
 def not_summed(config):
-    """The other half of the mirror: every rank has a copy of h, and knows a part of its gradient. Without the sum each goes on
-    with its own part. The norms' weights, of which every rank has a copy, part at the first step, and from then on the ranks train different models."""
+    """The other half of the mirror: every rank has a copy of h, and knows a part of its gradient. Without the sum each
+    goes on with its own part. The norms' weights, of which every rank has a copy, part at the first step, and from then
+    on the
+    ranks train different models."""
     inside, head = linear_pair.LinearPair.backward, embedding_and_head.EmbeddingAndHead.head_backward
 
     def inside_alone(self, ops, *arguments):
@@ -257,11 +277,12 @@ def not_summed(config):
             (embedding_and_head.EmbeddingAndHead, "head_backward", head_alone)]
 
 
-@pitfall("Cross entropy: the gradient forgets the sum over ranks", "`nanodomino/layers/cross_entropy.py`, `cross_entropy_gradient`: the sums that come "
+@pitfall("Cross entropy: the gradient forgets the sum over ranks",
+         "`nanodomino/layers/cross_entropy.py`, `cross_entropy_gradient`: the sums that come "
          "from all ranks", **TP)
 def own_softmax(config):
-    """Each rank divides its exponentials by the sum over its own words. The loss is right; every word's probability is too
-    large in the gradient, so that of a token's logits no longer sums to zero."""
+    """Each rank divides its exponentials by the sum over its own words. The loss is right; every word's probability is
+    too large in the gradient, so that of a token's logits no longer sums to zero."""
     backward = embedding_and_head.cross_entropy_gradient
 
     def own(logits, labels, loss, maximum, sums, gradient, vocabulary, of_rows):
@@ -272,12 +293,13 @@ def own_softmax(config):
     return [(embedding_and_head, "cross_entropy_gradient", own)]
 
 
-@pitfall("Cross entropy: a label counts on ranks that do not have it", "`nanodomino/layers/cross_entropy.py`, `partial_loss_sums`: zero where the label lies "
+@pitfall("Cross entropy: a label counts on ranks that do not have it",
+         "`nanodomino/layers/cross_entropy.py`, `partial_loss_sums`: zero where the label lies "
          "elsewhere", **TP)
 def labels_everywhere(config):
-    """A rank that does not own the label looks up row 0 instead of nothing, and the sum has some other word's logit in it. The
-    loss is wrong, and may fall below zero; here the gradient at the label is computed from the loss, and is wrong with it. Where it is not,
-    the training is right and the curve is not."""
+    """A rank that does not own the label looks up row 0 instead of nothing, and the sum has some other word's logit in
+    it. The loss is wrong, and may fall below zero; here the gradient at the label is computed from the loss, and is
+    wrong with it. Where it is not, the training is right and the curve is not."""
     parts = embedding_and_head.partial_loss_sums
 
     def everywhere(logits, labels, largest, sum_exp, maximum, vocabulary):
@@ -288,11 +310,12 @@ def labels_everywhere(config):
     return [(embedding_and_head, "partial_loss_sums", everywhere)]
 
 
-@pitfall("Cross entropy: each rank subtracts its own maximum", "`nanodomino/overlap/embedding_and_head.py`, `EmbeddingAndHead.head`: the maximum over all ranks "
+@pitfall("Cross entropy: each rank subtracts its own maximum",
+         "`nanodomino/overlap/embedding_and_head.py`, `EmbeddingAndHead.head`: the maximum over all ranks "
          "travels first", **TP)
 def own_maximum(config):
-    """Sums of exponentials that were scaled differently are added. Wherever both ranks' largest logits are near each other,
-    as in a fresh model, it is nearly right."""
+    """Sums of exponentials that were scaled differently are added. Wherever both ranks' largest logits are near each
+    other, as in a fresh model, it is nearly right."""
     reduce = slice_ops.SliceOps.all_reduce
 
     def no_maximum(self, piece, site, tensor, op=dist.ReduceOp.SUM):
@@ -300,11 +323,11 @@ def own_maximum(config):
     return [(slice_ops.SliceOps, "all_reduce", no_maximum)]
 
 
-@pitfall("Groups along the wrong axis of the grid", "`nanodomino/mesh.py`, `make_mesh`: one box, box[pp, dp, tp]; a test names every row",
-         world_size=4, **TP)
+@pitfall("Groups along the wrong axis of the grid",
+         "`nanodomino/mesh.py`, `make_mesh`: one box, box[pp, dp, tp]; a test names every row", world_size=4, **TP)
 def swapped_groups(config):
-    """The group that should share a matrix is that of the replicas: parts of different samples are added. All sizes fit, since
-    both axes have two ranks, and nothing complains."""
+    """The group that should share a matrix is that of the replicas: parts of different samples are added. All sizes
+    fit, since both axes have two ranks, and nothing complains."""
     make = harness.make_mesh
 
     def swapped(*arguments):
@@ -315,20 +338,24 @@ def swapped_groups(config):
 
 # ---- dropout
 
-@pitfall("Each tensor-parallel rank drops other numbers of the stream", "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions`: a mask is a function of (seed, "
+@pitfall("Each tensor-parallel rank drops other numbers of the stream",
+         "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions`: a mask is a function of (seed, "
          "sample, place in the model)", hidden_dropout=0.2, **TP)
 def own_masks(config):
-    """Between the sublayers the stream is one, of which each rank has a copy. With a mask of its own each has another stream
-    from the first site on; their sums mix them, and the copies of norms and biases drift apart."""
+    """Between the sublayers the stream is one, of which each rank has a copy. With a mask of its own each has another
+    stream from the first site on; their sums mix them, and the copies of norms and biases drift apart."""
     hidden = masks_and_positions.MasksAndPositions.hidden_dropout_mask
-    return [(masks_and_positions.MasksAndPositions, "hidden_dropout_mask", lambda self, site, x: hidden(self, site + " elsewhere" * self.mesh.tp_rank, x))]
+    return [(masks_and_positions.MasksAndPositions, "hidden_dropout_mask",
+             lambda self, site, x: hidden(self, site + " elsewhere" * self.mesh.tp_rank, x))]
 
 
-@pitfall("All ranks drop the same of their heads", "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions.attention_inputs`: drawn for all heads, then cut",
+@pitfall("All ranks drop the same of their heads",
+         "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions.attention_inputs`: drawn for all heads, then "
+         "cut",
          attention_dropout=0.2, **TP)
 def same_masks(config):
-    """Inside a sublayer the ranks hold different heads, and one seed for all drops alike in head 0 and head n/t. Nothing
-    diverges; the noise is only less independent than it should be, and another on each layout."""
+    """Inside a sublayer the ranks hold different heads, and one seed for all drops alike in head 0 and head n/t.
+    Nothing diverges; the noise is only less independent than it should be, and another on each layout."""
     core = masks_and_positions.MasksAndPositions.attention_inputs
 
     def as_the_first(self, *arguments):
@@ -338,22 +365,25 @@ def same_masks(config):
     return [(masks_and_positions.MasksAndPositions, "attention_inputs", as_the_first)]
 
 
-@pitfall("Dropout in evaluation", "`nanodomino/pipeline.py`, `run`: a schedule without backward does not train; no mode is kept anywhere",
+@pitfall("Dropout in evaluation",
+         "`nanodomino/pipeline.py`, `run`: a schedule without backward does not train; no mode is kept anywhere",
          world_size=1, hidden_dropout=0.2, attention_dropout=0.2)
 def dropped_in_evaluation(config):
-    """A functional dropout asks no module for its mode, so evaluation drops too. Training is right; the validation loss is that of
-    another, thinner model: mostly a worse one, here, after two steps, a better one."""
+    """A functional dropout asks no module for its mode, so evaluation drops too. Training is right; the validation loss
+    is that of another, thinner model: mostly a worse one, here, after two steps, a better one."""
     forward = domino.Domino.forward
-    return [(domino.Domino, "forward", lambda self, batch, hidden, training, chunk: forward(self, batch, hidden, True, chunk))]
+    return [(domino.Domino, "forward",
+             lambda self, batch, hidden, training, chunk: forward(self, batch, hidden, True, chunk))]
 
 
 # ---- overlap
 
-@pitfall("A sum is waited for too late", "`nanodomino/domino.py`, `Domino.forward_sublayer` and `wait_for_sum`: who launches waits, in one "
+@pitfall("A sum is waited for too late",
+         "`nanodomino/domino.py`, `Domino.forward_sublayer` and `wait_for_sum`: who launches waits, in one "
          "function", conditions=delayed("late"), slices=2, **TP, **EVEN)
 def waited_too_late(config):
-    """Somebody reads a buffer before its sum has arrived. On quick wires it mostly has: a race, which looks like noise. Here
-    the wires move nothing until somebody waits, and each wait is one launch late."""
+    """Somebody reads a buffer before its sum has arrived. On quick wires it mostly has: a race, which looks like noise.
+    Here the wires move nothing until somebody waits, and each wait is one launch late."""
     wait = slice_ops.SliceOps.wait
 
     def late(self, piece, site, flights):
@@ -368,18 +398,21 @@ def every_window_is_filled(pool):
     test_domino.test_in_every_window_between_launch_and_wait_another_slice_computes(pool, 2)
 
 
-@pitfall("A sum is waited for too early", "`nanodomino/domino.py`, `Domino.wait_for_sum`: the wait comes after the yield",
-         check=every_window_is_filled, shown="Only a clock or a trace shows it: between launch and wait no other slice computes.", slices=2, **TP, **EVEN)
+@pitfall("A sum is waited for too early",
+         "`nanodomino/domino.py`, `Domino.wait_for_sum`: the wait comes after the yield", check=every_window_is_filled,
+         shown="Only a clock or a trace shows it: between launch and wait no other slice computes.", slices=2, **TP,
+         **EVEN)
 def waited_too_early(config):
-    """In autograd's own order, or in a caller's that wants the result at once, the wait follows the launch. Every number is
-    right, and nothing is hidden."""
+    """In autograd's own order, or in a caller's that wants the result at once, the wait follows the launch. Every
+    number is right, and nothing is hidden."""
     launch, wait = slice_ops.SliceOps.launch, slice_ops.SliceOps.wait
 
     def at_once(self, slice, site, launched):
         launch(self, slice, site, launched)
         wait(self, slice, site, [launched])
         return launched
-    return [(slice_ops.SliceOps, "launch", at_once), (slice_ops.SliceOps, "wait", lambda self, piece, site, flights: flight.result_of(flights))]
+    return [(slice_ops.SliceOps, "launch", at_once),
+            (slice_ops.SliceOps, "wait", lambda self, piece, site, flights: flight.result_of(flights))]
 
 
 class CopiedBack:
@@ -393,11 +426,12 @@ class CopiedBack:
         self.tensor.copy_(self.buffer)
 
 
-@pitfall("A buffer on the wires is used again", "`nanodomino/overlap/slice_ops.py`, `SliceOps.launch`: every sum has a tensor of its own; "
+@pitfall("A buffer on the wires is used again",
+         "`nanodomino/overlap/slice_ops.py`, `SliceOps.launch`: every sum has a tensor of its own; "
          "`tests/gpu/test_hazards.py` watches them all", conditions=delayed("late"), slices=2, **TP, **EVEN)
 def shared_buffer(config):
-    """To save memory, one buffer of each size serves all sums. It is safe as long as one is under way at a time, that is
-    without overlap: the second slice writes its part over the first one's."""
+    """To save memory, one buffer of each size serves all sums. It is safe as long as one is under way at a time, that
+    is without overlap: the second slice writes its part over the first one's."""
     buffers = {}
 
     def shared(tensor, group, op=dist.ReduceOp.SUM):
@@ -412,11 +446,12 @@ def shared_buffer(config):
     return [(owner, "all_reduce", shared) for owner in (sequence_parallel, slice_ops)]
 
 
-@pitfall("One rank resumes its slices in another order", "`nanodomino/domino.py`, `interleave`: the order follows from the number of slices, "
+@pitfall("One rank resumes its slices in another order",
+         "`nanodomino/domino.py`, `interleave`: the order follows from the number of slices, "
          "and from nothing a rank has seen", slices=2, **TP, **EVEN)
 def other_order(config):
-    """A collective has no name: the n-th of one rank meets the n-th of the others. After one yield too many on one rank, slice
-    0 is added to slice 1. Shapes fit, so nobody hangs, and nobody says so."""
+    """A collective has no name: the n-th of one rank meets the n-th of the others. After one yield too many on one
+    rank, slice 0 is added to slice 1. Shapes fit, so nobody hangs, and nobody says so."""
     sublayer = domino.Domino.forward_sublayer
 
     def hesitates(self, piece, step, *arguments):
@@ -428,11 +463,12 @@ def other_order(config):
 
 # ---- the pipeline
 
-@pitfall("The reduce over replicas starts with the first backward", "`nanodomino/zero.py`, `ZeroOptimizer.on_gradients_ready`: a bucket waits for each "
+@pitfall("The reduce over replicas starts with the first backward",
+         "`nanodomino/zero.py`, `ZeroOptimizer.on_gradients_ready`: a bucket waits for each "
          "microbatch", conditions=delayed("early"))
 def reduced_too_soon(config):
-    """The gradients of a bucket are sent as soon as one microbatch has been there; what later ones add stays at home. The
-    training sees a part of its batch: noisier, and just as plausible."""
+    """The gradients of a bucket are sent as soon as one microbatch has been there; what later ones add stays at home.
+    The training sees a part of its batch: noisier, and just as plausible."""
     on_gradients_ready, told = zero.ZeroOptimizer.on_gradients_ready, set()
 
     def first_backward(self, modules):
@@ -443,21 +479,24 @@ def reduced_too_soon(config):
     return [(zero.ZeroOptimizer, "on_gradients_ready", first_backward)]
 
 
-@pitfall("Layers that do not divide by the stages are lost", "`nanodomino/model.py`, `stage_layers`: the first stages hold one more", **PP)
+@pitfall("Layers that do not divide by the stages are lost",
+         "`nanodomino/model.py`, `stage_layers`: the first stages hold one more", **PP)
 def lost_layers(config):
-    """Each stage takes layers // stages of them. Three layers on two stages make a model of two, which trains as such a model
-    does; its number of parameters is a line of the log that nobody reads."""
+    """Each stage takes layers // stages of them. Three layers on two stages make a model of two, which trains as such a
+    model does; its number of parameters is a line of the log that nobody reads."""
     def even(num_layers, stage, stages):
         each = num_layers // stages
         return range(stage * each, (stage + 1) * each)
     return [(model, "stage_layers", even)]
 
 
-@pitfall("A tied matrix on two stages, whose gradients are not added", "`nanodomino/zero.py`, `ZeroOptimizer.finalize_gradients`: over first and "
+@pitfall("A tied matrix on two stages, whose gradients are not added",
+         "`nanodomino/zero.py`, `ZeroOptimizer.finalize_gradients`: over first and "
          "last stage, once the replicas have", **PP)
 def not_tied(config):
-    """The first stage looks words up in its copy, the last one multiplies by its own, and each adds up what it sees. They
-    start as one matrix and are two from the first step on; the norm counts both, and a checkpoint keeps one of them."""
+    """The first stage looks words up in its copy, the last one multiplies by its own, and each adds up what it sees.
+    They start as one matrix and are two from the first step on; the norm counts both, and a checkpoint keeps one of
+    them."""
     return [(model.GPT, "tied_copy", None)]
 
 
@@ -469,30 +508,33 @@ def counts(rule):
 
 @pitfall("The norm counts a tied matrix twice", "`nanodomino/zero.py`, `ZeroOptimizer.counts_in_norm`", **PP)
 def tied_twice(config):
-    """Both stages have the whole gradient of their copy, and both count it. The norm is too large, by at most the square root of two, so
-    the clipping bites too early."""
-    return counts(lambda self, mesh, kind: (kind.sharded or mesh.tp_rank == 0) and (self.partitions > 1 or mesh.dp_rank == 0))
+    """Both stages have the whole gradient of their copy, and both count it. The norm is too large, by at most the
+    square root of two, so the clipping bites too early."""
+    return counts(lambda self, mesh, kind: (kind.sharded or mesh.tp_rank == 0)
+                  and (self.partitions > 1 or mesh.dp_rank == 0))
 
 
 @pitfall("The norm counts copies once for each rank", "`nanodomino/zero.py`, `ZeroOptimizer.counts_in_norm`", **TP)
 def copies_counted(config):
-    """Norms, biases and positions lie on every tensor-parallel rank, and a plain sum of all squares has them t times. The more
-    ranks, the larger the norm: clipping depends on the layout."""
-    return counts(lambda self, mesh, kind: (self.partitions > 1 or mesh.dp_rank == 0) and (not kind.tied or mesh.is_first_stage))
+    """Norms, biases and positions lie on every tensor-parallel rank, and a plain sum of all squares has them t times.
+    The more ranks, the larger the norm: clipping depends on the layout."""
+    return counts(lambda self, mesh, kind: (self.partitions > 1 or mesh.dp_rank == 0)
+                  and (not kind.tied or mesh.is_first_stage))
 
 
 @pitfall("The norm leaves shards out", "`nanodomino/zero.py`, `ZeroOptimizer.counts_in_norm`", **TP)
 def shards_dropped(config):
-    """To count copies once, all ranks but the first are left out; and with them their shards, which nobody else has. The norm
-    is too small, and the clipping too weak."""
-    return counts(lambda self, mesh, kind: mesh.tp_rank == 0 and (self.partitions > 1 or mesh.dp_rank == 0) and (not kind.tied or mesh.is_first_stage))
+    """To count copies once, all ranks but the first are left out; and with them their shards, which nobody else has.
+    The norm is too small, and the clipping too weak."""
+    return counts(lambda self, mesh, kind: mesh.tp_rank == 0 and (self.partitions > 1 or mesh.dp_rank == 0)
+                  and (not kind.tied or mesh.is_first_stage))
 
 
-@pitfall("Each rank clips by its own norm", "`nanodomino/zero.py`, `ZeroOptimizer.sum_over_world`: squares are summed over the world, each once",
-         **TP)
+@pitfall("Each rank clips by its own norm",
+         "`nanodomino/zero.py`, `ZeroOptimizer.sum_over_world`: squares are summed over the world, each once", **TP)
 def own_norm(config):
-    """The norm of what a rank happens to hold, before anything is summed: shards are scaled by different factors, and so are the
-    copies of norms and biases, which are copies no longer."""
+    """The norm of what a rank happens to hold, before anything is summed: shards are scaled by different factors, and
+    so are the copies of norms and biases, which are copies no longer."""
     sums = zero.ZeroOptimizer.sum_over_world
 
     def own(self, *arguments):
@@ -501,19 +543,23 @@ def own_norm(config):
     return [(zero.ZeroOptimizer, "sum_over_world", own)]
 
 
-@pitfall("Biases and norms decay", "`nanodomino/buckets.py`, `sort_into_buckets`: a bucket holds parameters of one kind", world_size=1)
+@pitfall("Biases and norms decay",
+         "`nanodomino/buckets.py`, `sort_into_buckets`: a bucket holds parameters of one kind", world_size=1)
 def all_decay(config):
-    """A flat buffer forgets whose numbers it holds, and one rate of decay serves all. Norm weights are drawn from 1 towards 0,
-    slowly; loss and gradients of the first step are right."""
+    """A flat buffer forgets whose numbers it holds, and one rate of decay serves all. Norm weights are drawn from 1
+    towards 0, slowly; loss and gradients of the first step are right."""
     kind = buckets.ParameterKind
     return [(buckets, "ParameterKind", lambda decay, **others: kind(decay=True, **others))]
 
 
-@pitfall("One rank skips a step, the others do not", "`nanodomino/zero.py`, `ZeroOptimizer.sum_over_world`: what does not count must be finite "
+@pitfall("One rank skips a step, the others do not",
+         "`nanodomino/zero.py`, `ZeroOptimizer.sum_over_world`: what does not count must be finite "
          "too, so that all decide alike", runner=train_rank, conditions=one_bad_number, straight=True, **TP)
 def skips_alone(config):
-    """A gradient overflows on one rank. If that rank alone leaves the step out, its shards are a step behind, and its copies
-    are others: with replicas the next collective hangs, without them nothing is ever noticed. The infinity lies in a copy here that the norm does not count."""
+    """A gradient overflows on one rank. If that rank alone leaves the step out, its shards are a step behind, and its
+    copies are others: with replicas the next collective hangs, without them nothing is ever noticed. The infinity lies
+    in a
+    copy here that the norm does not count."""
     sums = zero.ZeroOptimizer.sum_over_world
 
     def alone(self, *arguments):
@@ -532,11 +578,12 @@ def bfloat16_accumulates(pool):
     test_zero.test_bfloat16_gradients_accumulate_in_fp32(pool)
 
 
-@pitfall("Gradients are added up in 16 bit", "`nanodomino/buckets.py`, `Bucket`: `main_grad` is fp32", world_size=1, micro_batch_size=1,
-         check=bfloat16_accumulates, shown="It is plainest in 300 equal gradients, whose sum in bfloat16 is not 300 of them.")
+@pitfall("Gradients are added up in 16 bit", "`nanodomino/buckets.py`, `Bucket`: `main_grad` is fp32", world_size=1,
+         micro_batch_size=1, check=bfloat16_accumulates,
+         shown="It is plainest in 300 equal gradients, whose sum in bfloat16 is not 300 of them.")
 def added_in_16_bit(config):
-    """bfloat16 has 8 bits: of many microbatches, the later ones are each too small beside the sum to change it, and from 256
-    equal ones on it stands still. The more microbatches, the worse; with one, all is well."""
+    """bfloat16 has 8 bits: of many microbatches, the later ones are each too small beside the sum to change it, and
+    from 256 equal ones on it stands still. The more microbatches, the worse; with one, all is well."""
     weight_gradient, gradients = slice_ops.add_weight_gradient, residual_norm.add_gradients
 
     def rounded(main_grad):
@@ -555,11 +602,12 @@ def added_in_16_bit(config):
             (residual_norm, "add_gradients", several)]
 
 
-@pitfall("Padding of a flat buffer counts", "`nanodomino/buckets.py`, `Bucket`; `nanodomino/zero.py`, `ZeroOptimizer.zero_grad`: all of a "
+@pitfall("Padding of a flat buffer counts",
+         "`nanodomino/buckets.py`, `Bucket`; `nanodomino/zero.py`, `ZeroOptimizer.zero_grad`: all of a "
          "buffer is zeroed, not only the views of it", hidden_size=17, num_attention_heads=1)
 def padding_counts(config):
-    """A flat buffer is rounded up to a length that can be cut. Left as the memory was found, the numbers between the parameters
-    are gradients to the norm and to the optimizer; on a fresh machine they are zeros, and it works."""
+    """A flat buffer is rounded up to a length that can be cut. Left as the memory was found, the numbers between the
+    parameters are gradients to the norm and to the optimizer; on a fresh machine they are zeros, and it works."""
     make = buckets.Bucket.__init__
 
     def as_found(self, *arguments):
@@ -576,19 +624,23 @@ def padding_counts(config):
 
 # ---- data and evaluation
 
-@pitfall("All replicas read the same samples", "`train.py`, `get_batch`; `nanodomino/data.py`, `sample_ids_of`: a pure function of step and place")
+@pitfall("All replicas read the same samples",
+         "`train.py`, `get_batch`; `nanodomino/data.py`, `sample_ids_of`: a pure function of step and place")
 def same_samples(config):
-    """Each replica starts its reader anew and reads what the first one reads. Twice as many processes, and the batch is half as
-    large: all agrees, and the curve is a good one."""
+    """Each replica starts its reader anew and reads what the first one reads. Twice as many processes, and the batch is
+    half as large: all agrees, and the curve is a good one."""
     get_batch = train.get_batch
-    return [(train, "get_batch", lambda dataset, config, mesh, *others: get_batch(dataset, config, dataclasses.replace(mesh, dp_rank=0), *others))]
+    return [(train, "get_batch", lambda dataset, config, mesh, *others: get_batch(dataset, config,
+                                                                                  dataclasses.replace(mesh, dp_rank=0),
+                                                                                  *others))]
 
 
-@pitfall("The ranks of a tensor-parallel group read different samples", "`train.py`, `get_batch`: asks with the replica's numbers, which are those "
+@pitfall("The ranks of a tensor-parallel group read different samples",
+         "`train.py`, `get_batch`: asks with the replica's numbers, which are those "
          "of all its ranks", **TP)
 def other_samples(config):
-    """A sampler that is given the rank in the world deals out samples to all ranks, also to those that work on one sample
-    together. Parts of different samples are added: one rank looks words up that the other has never seen."""
+    """A sampler that is given the rank in the world deals out samples to all ranks, also to those that work on one
+    sample together. Parts of different samples are added: one rank looks words up that the other has never seen."""
     get_batch = train.get_batch
 
     def own(dataset, config, mesh, step, shuffle, microbatch, chunk):
@@ -598,22 +650,24 @@ def other_samples(config):
 
 @pitfall("Evaluation takes the mean of the ranks' means", "`train.py`, `evaluate`: sums over the world, one quotient")
 def evaluation_of_means(config):
-    """Ranks count different numbers of tokens, above all in the last batch. Training is right, and the validation loss another
-    one on each layout."""
+    """Ranks count different numbers of tokens, above all in the last batch. Training is right, and the validation loss
+    another one on each layout."""
     def mean(stage, dataset, config, mesh, on_action=None):
         steps = range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size)))
-        totals = [train.run_schedule(config.timetable.forwards, step, stage, dataset, config, mesh, shuffle=False) for step in steps]
+        totals = [train.run_schedule(config.timetable.forwards, step, stage, dataset, config, mesh, shuffle=False)
+                  for step in steps]
         means = sum(one.loss_sum for one in totals) / sum(one.tokens for one in totals)
         dist.all_reduce(means)
         return (means / dist.get_world_size()).item()
     return [(train, "evaluate", mean)]
 
 
-@pitfall("Evaluation drops the last batch if it is not full", "`train.py`, `evaluate`: the number of batches is rounded up; "
+@pitfall("Evaluation drops the last batch if it is not full",
+         "`train.py`, `evaluate`: the number of batches is rounded up; "
          "`nanodomino/data.py`, `TokenDataset.batch` fills up with rows that do not count", world_size=1)
 def last_batch_dropped(config):
-    """A loader's drop_last, left on. How much text is evaluated then depends on the batch size, and a split that is smaller than
-    a batch is not evaluated at all."""
+    """A loader's drop_last, left on. How much text is evaluated then depends on the batch size, and a split that is
+    smaller than a batch is not evaluated at all."""
     evaluate = train.evaluate
 
     def full_batches(stage, dataset, config, *others):
@@ -640,27 +694,32 @@ def from_its_start(change):
     return [(load, "restore", restored), *originals]        # replaced by themselves, so that they are put back
 
 
-@pitfall("A run that goes on starts the data again", "`nanodomino/data.py`: the samples of a step follow from (seed, step)", **RESUMED)
+@pitfall("A run that goes on starts the data again",
+         "`nanodomino/data.py`: the samples of a step follow from (seed, step)", **RESUMED)
 def data_again(config):
-    """The loader is new, and begins with the first sample: some text is seen twice, other text never, and each restart does it
-    again. The loss falls below where it was, since this text is known."""
+    """The loader is new, and begins with the first sample: some text is seen twice, other text never, and each restart
+    does it again. The loss falls below where it was, since this text is known."""
     run = train.run_schedule
-    return from_its_start(lambda first: [(train, "run_schedule", lambda table, step, *others, **more: run(table, step - first, *others, **more))])
+    return from_its_start(lambda first: [(train, "run_schedule",
+                                          lambda table, step, *others, **more: run(table, step - first, *others,
+                                                                                   **more))])
 
 
-@pitfall("A run that goes on starts the learning rate's schedule again", "`train.py`, `learning_rate`: a function of the step", **RESUMED)
+@pitfall("A run that goes on starts the learning rate's schedule again",
+         "`train.py`, `learning_rate`: a function of the step", **RESUMED)
 def schedule_again(config):
-    """The scheduler counts its own calls, and is not saved. The rate warms up once more and never comes down; a curve with a
-    bump at each restart is easily taken for the data's."""
+    """The scheduler counts its own calls, and is not saved. The rate warms up once more and never comes down; a curve
+    with a bump at each restart is easily taken for the data's."""
     rate = train.learning_rate
     return from_its_start(lambda first: [(train, "learning_rate", lambda step, config: rate(step - first, config))])
 
 
-@pitfall("A run that goes on repeats the dropout of its beginning", "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions`: seeded by the sample's number in the run",
+@pitfall("A run that goes on repeats the dropout of its beginning",
+         "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions`: seeded by the sample's number in the run",
          hidden_dropout=0.2, **RESUMED)
 def dropout_again(config):
-    """The generator's state is not saved, and the new process seeds as the first one did. Nothing breaks; but a run that is
-    stopped is another run, and no two runs can be compared any more."""
+    """The generator's state is not saved, and the new process seeds as the first one did. Nothing breaks; but a run
+    that is stopped is another run, and no two runs can be compared any more."""
     draw = masks_and_positions.MasksAndPositions.draw_masks
 
     def shifted(first):
@@ -672,10 +731,13 @@ def dropout_again(config):
     return from_its_start(shifted)
 
 
-@pitfall("Adam's count is lost", "`nanodomino/zero.py`, `ZeroOptimizer.allocate_own_state`: sets each count from what the manifest says", **RESUMED)
+@pitfall("Adam's count is lost",
+         "`nanodomino/zero.py`, `ZeroOptimizer.allocate_own_state`: sets each count from what the manifest says",
+         **RESUMED)
 def count_lost(config):
-    """The moments are restored, the number of updates is not. Adam divides by 1 - beta^count, and takes moments that are whole for
-    moments of a first step: with the betas here the first update after a restart is up to 2.2 times too large."""
+    """The moments are restored, the number of updates is not. Adam divides by 1 - beta^count, and takes moments that
+    are whole for moments of a first step: with the betas here the first update after a restart is up to 2.2 times too
+    large."""
     place = zero.ZeroOptimizer.allocate_own_state
 
     def uncounted(self, bucket, name):
@@ -686,7 +748,8 @@ def count_lost(config):
     return [(zero.ZeroOptimizer, "allocate_own_state", uncounted)]
 
 
-@pitfall("Adam's count is taken from the step's number", "`nanodomino/checkpoint.py`, `restore`: the manifest keeps `adam_steps` beside `step`",
+@pitfall("Adam's count is taken from the step's number",
+         "`nanodomino/checkpoint.py`, `restore`: the manifest keeps `adam_steps` beside `step`",
          conditions=one_bad_number, **RESUMED, **TP)
 def count_from_step(config):
     """They are the same until a step is skipped. After that, a run that goes on corrects for one update too many; the
@@ -723,7 +786,8 @@ def power_cut(config):
     return [(save.dcp.FileSystemWriter, "write_data", write_data)]
 
 
-@pitfall("A checkpoint that was being written is taken for whole", "`nanodomino/checkpoint.py`, `Saver.write` and `seal`: data, manifest, and the "
+@pitfall("A checkpoint that was being written is taken for whole",
+         "`nanodomino/checkpoint.py`, `Saver.write` and `seal`: data, manifest, and the "
          "name last", world_size=1, check=nothing_is_taken_for_whole, conditions=power_cut,
          shown="No number of a training shows it, but the next start does: the newest checkpoint lacks its tensors.")
 def named_too_early(config):
@@ -755,11 +819,12 @@ def plan_of_a_third_schedule():
         assert alive == 1, f"the plan says that {alive} microbatches are alive, not 1"
 
 
-@pitfall("A schedule's cost is asked by its name", "`nanodomino/schedules.py`, `peak_microbatches` and `simulate`: costs are read off the actions", world_size=1,
+@pitfall("A schedule's cost is asked by its name",
+         "`nanodomino/schedules.py`, `peak_microbatches` and `simulate`: costs are read off the actions", world_size=1,
          check=plans_know_every_schedule, shown="It shows in a plan's memory, for a schedule that was added later.")
 def cost_by_name(config):
-    """GPipe holds all microbatches, and whatever is not GPipe is taken for 1F1B. It is right for both, and silently wrong for
-    the third."""
+    """GPipe holds all microbatches, and whatever is not GPipe is taken for 1F1B. It is right for both, and silently
+    wrong for the third."""
     def alive(config, place):
         return min(config.pp, config.microbatches) if config.schedule == "1f1b" else config.microbatches
     return [(expected_memory, "alive", alive)]
@@ -767,11 +832,16 @@ def cost_by_name(config):
 
 # ---- what is computed again
 
-@pitfall("What is computed again drops something else", "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions`: a mask is a function of (seed, sample, place in the "
-         "model), also when it is drawn again", world_size=1, hidden_dropout=0.2, attention_dropout=0.2, recompute_granularity="full")
+@pitfall("What is computed again drops something else",
+         "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions`: a mask is a function of (seed, sample, "
+         "place in the "
+         "model), also when it is drawn again", world_size=1, hidden_dropout=0.2, attention_dropout=0.2,
+         recompute_granularity="full")
 def new_masks(config):
-    """Backward runs a part of the forward again, and the generator has moved on meanwhile: it differentiates another function than
-    the one whose loss it was given. Losses of a first step are right, gradients are those of nothing, and more noise is all that shows."""
+    """Backward runs a part of the forward again, and the generator has moved on meanwhile: it differentiates another
+    function than the one whose loss it was given. Losses of a first step are right, gradients are those of nothing, and
+    more noise is
+    all that shows."""
     draw = masks_and_positions.MasksAndPositions.draw_masks
 
     def moved_on(self, site, *others):
@@ -783,11 +853,14 @@ def new_masks(config):
 
 # ---- ZeRO-2
 
-@pitfall("The owner keeps the last microbatch's gradients", "`nanodomino/zero.py`, `ZeroOptimizer.finish_reduces`: what has arrived is added to the own part",
+@pitfall("The owner keeps the last microbatch's gradients",
+         "`nanodomino/zero.py`, `ZeroOptimizer.finish_reduces`: what has arrived is added to the own part",
          zero_stage=2, conditions=delayed("early"))
 def kept_and_not_added(config):
-    """Each microbatch's gradients are reduced to their owner, who takes the place of its part for the place where they arrive: what
-    earlier ones brought is gone. With one microbatch a step it is right, and else the training sees a part of its batch."""
+    """Each microbatch's gradients are reduced to their owner, who takes the place of its part for the place where they
+    arrive: what earlier ones brought is gone. With one microbatch a step it is right, and else the training sees a part
+    of its
+    batch."""
     finish = zero.ZeroOptimizer.finish_reduces
 
     def overwrites(self, left=0):
@@ -799,38 +872,46 @@ def kept_and_not_added(config):
 
 # ---- the loss scale
 
-@pitfall("Gradients are clipped before they are unscaled", "`nanodomino/zero.py`, `ZeroOptimizer.step`: the norm is divided by the scale first",
+@pitfall("Gradients are clipped before they are unscaled",
+         "`nanodomino/zero.py`, `ZeroOptimizer.step`: the norm is divided by the scale first",
          world_size=1, loss_scale=1024.0)
 def clipped_before_unscaled(config):
-    """The threshold is for the gradients of the mean loss, and the norm that it is compared with is `scale` times as large. So every step is
-    clipped, to a norm that changes whenever the scale does. AdamW divides a gradient by its own size, and only where it comes near to
-    epsilon does anything show."""
+    """The threshold is for the gradients of the mean loss, and the norm that it is compared with is `scale` times as
+    large. So every step is clipped, to a norm that changes whenever the scale does. AdamW divides a gradient by its own
+    size, and only where it comes near to epsilon does anything show."""
     update = zero.ZeroOptimizer.update
     return [(zero.ZeroOptimizer, "update",
-             lambda self, learning_rate, grad_norm, scale: update(self, learning_rate, grad_norm * config.loss_scale, scale))]
+             lambda self, learning_rate, grad_norm, scale: update(self, learning_rate, grad_norm * config.loss_scale,
+                                                                  scale))]
 
 
-@pitfall("The loss scale falls on the rank that has overflowed, and on no other", "`nanodomino/zero.py`, `ZeroOptimizer.step`: what the world has found "
+@pitfall("The loss scale falls on the rank that has overflowed, and on no other",
+         "`nanodomino/zero.py`, `ZeroOptimizer.step`: what the world has found "
          "moves the scale", conditions=a_bad_number_and_a_scale_that_moves, straight=True, hysteresis=1, **TP)
 def own_scale(config):
-    """All skip the step, but each rank asks its own gradients whether the scale is to fall. From then on one rank's part of every sum is half
-    as large, and its own shards' gradients are divided by half as much: each sublayer's gradient points elsewhere, and the copies part."""
+    """All skip the step, but each rank asks its own gradients whether the scale is to fall. From then on one rank's
+    part of every sum is half as large, and its own shards' gradients are divided by half as much: each sublayer's
+    gradient points elsewhere, and
+    the copies part."""
     sums, update = zero.ZeroOptimizer.sum_over_world, loss_scale.LossScale.update
 
     def own(self, *arguments):
         self.loss_scale.own = not all(bool(bucket.own_grad.isfinite().all()) for bucket in self.buckets)
         return sums(self, *arguments)
-    return [(zero.ZeroOptimizer, "sum_over_world", own), (loss_scale.LossScale, "update", lambda self, overflow: update(self, self.own))]
+    return [(zero.ZeroOptimizer, "sum_over_world", own),
+            (loss_scale.LossScale, "update", lambda self, overflow: update(self, self.own))]
 
 
 # ---- sequence parallelism
 
-@pitfall("Gradients of what sees a part of the tokens are not summed over the tensor-parallel ranks", "`nanodomino/zero.py`, "
-         "`ZeroOptimizer.finalize_gradients`: of all that is not cut, once a step, where it lies side by side", sequence_parallel=True, **TP)
+@pitfall("Gradients of what sees a part of the tokens are not summed over the tensor-parallel ranks",
+         "`nanodomino/zero.py`, "
+         "`ZeroOptimizer.finalize_gradients`: of all that is not cut, once a step, where it lies side by side",
+         sequence_parallel=True, **TP)
 def not_summed_over_the_cut(config):
-    """Where the stream is cut along its tokens, norms, row-parallel biases and positions still lie whole on each rank, and work on its own
-    tokens alone: what was the whole gradient is a part of it. Matrices are right. The norms learn from a half of the text, each rank's copy
-    from another half, and they part at the first step."""
+    """Where the stream is cut along its tokens, norms, row-parallel biases and positions still lie whole on each rank,
+    and work on its own tokens alone: what was the whole gradient is a part of it. Matrices are right. The norms learn
+    from a half of the text, each rank's copy from another half, and they part at the first step."""
     return [(zero.ZeroOptimizer, "finalize_gradients", without_sums_over_parts)]
 
 
@@ -843,11 +924,15 @@ def without_sums_over_parts(self, finish=zero.ZeroOptimizer.finalize_gradients):
         bucket.kind = kind
 
 
-@pitfall("Masks are drawn for the tokens that a rank has", "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions.hidden_dropout_mask`: drawn for the whole sample, then cut as the "
+@pitfall("Masks are drawn for the tokens that a rank has",
+         "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions.hidden_dropout_mask`: drawn for the whole "
+         "sample, then cut as the "
          "stream is", hidden_dropout=0.2, sequence_parallel=True, **TP)
 def masks_of_a_part(config):
-    """A rank has s/t of a sample's tokens, and draws as many masks, from the seed that all share. The first token of each part then drops what
-    the first token of every other part drops: t times the same noise, and another one on each layout. Nothing diverges."""
+    """A rank has s/t of a sample's tokens, and draws as many masks, from the seed that all share. The first token of
+    each part then drops what the first token of every other part drops: t times the same noise, and another one on each
+    layout. Nothing
+    diverges."""
     hidden = masks_and_positions.MasksAndPositions.hidden_dropout_mask
 
     def alone(self, *arguments):
@@ -858,29 +943,37 @@ def masks_of_a_part(config):
 
 # ---- the choices of a model
 
-@pitfall("Gate and up of a SwiGLU are cut as one block", "`nanodomino/parallel.py`, `local_shard`: each of a matrix's runs is cut, so that a rank has its part of both",
+@pitfall("Gate and up of a SwiGLU are cut as one block",
+         "`nanodomino/parallel.py`, `local_shard`: each of a matrix's runs is cut, so that a rank has its part of both",
          swiglu=True, **TP)
 def one_block(config):
-    """W1 has the gate's rows, then up's. A contiguous cut gives the first rank all gates and the second all of up. Each takes what it has for
-    its half of both, shapes fit, and it trains: as another model than on one process."""
+    """W1 has the gate's rows, then up's. A contiguous cut gives the first rank all gates and the second all of up. Each
+    takes what it has for its half of both, shapes fit, and it trains: as another model than on one process."""
     def cut(whole, weight, mesh):
         return whole if weight.shard_dim is None else whole.chunk(mesh.tp, dim=weight.shard_dim)[mesh.tp_rank]
     return [(model, "local_shard", cut), (harness, "local_shard", cut)]
 
 
-@pitfall("Norms of q and k learn from a rank's own heads", "`nanodomino/layers/attention.py`, `Attention`: their weights say that their gradients are `partial_gradient`, "
+@pitfall("Norms of q and k learn from a rank's own heads",
+         "`nanodomino/layers/attention.py`, `Attention`: their weights say that their gradients are "
+         "`partial_gradient`, "
          "and are summed over the ranks", qk_layernorm=True, normalization="RMSNorm", **TP)
 def norms_of_own_heads(config):
-    """One weight [d] norms q in every head, and each rank has some heads: its gradient is a part of it, though the stream is whole and no other
-    norm's is. Copies part at the first step, and each fits its rank's heads a little better than one for all would."""
+    """One weight [d] norms q in every head, and each rank has some heads: its gradient is a part of it, though the
+    stream is whole and no other norm's is. Copies part at the first step, and each fits its rank's heads a little
+    better than one for all would."""
     return [(zero.ZeroOptimizer, "finalize_gradients", without_sums_over_parts)]
 
 
-@pitfall("Rope turns neighbours, not halves", "`nanodomino/layers/positions.py`, `rotate`: pairs are of the first half and the second, as in Llama's weights on "
+@pitfall("Rope turns neighbours, not halves",
+         "`nanodomino/layers/positions.py`, `rotate`: pairs are of the first half and the second, as in Llama's "
+         "weights on "
          "Hugging Face", world_size=1, position_embedding_type="rope", kv_channels=4)
 def neighbours(config):
-    """RoFormer's paper turns each even number with the odd one behind it, and Meta's own files are for that; those on Hugging Face have their rows
-    in another order, for halves. From scratch both learn alike. Weights made for one, loaded into the other, are a model that still talks, badly."""
+    """RoFormer's paper turns each even number with the odd one behind it, and Meta's own files are for that; those on
+    Hugging Face have their rows in another order, for halves. From scratch both learn alike. Weights made for one,
+    loaded into the other, are a
+    model that still talks, badly."""
     def rotate(x, turn):
         (cos, sin), (first, second) = turn, (x[..., 0::2], x[..., 1::2])
         return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
@@ -890,47 +983,69 @@ def neighbours(config):
 # ---- those that are not put back here, and the tests that guard them
 
 GUARDED = [
-    ("Positions that begin anew at every cached token", "A key that was turned for place 0 is right for the first token alone; so are those of a window that "
-     "has slid.", "generate/test_generate.py", "test_every_family_writes_what_the_plain_model_does_within_documents_and_up_to_their_end"),
-    ("A square matrix from elsewhere that should have been transposed", "It fits as it is. GPT-2's own files hold all matrices so.",
+    ("Positions that begin anew at every cached token",
+     "A key that was turned for place 0 is right for the first token alone; so are those of a window that "
+     "has slid.", "generate/test_generate.py",
+     "test_every_family_writes_what_the_plain_model_does_within_documents_and_up_to_their_end"),
+    ("A square matrix from elsewhere that should have been transposed",
+     "It fits as it is. GPT-2's own files hold all matrices so.",
      "huggingface/test_huggingface.py", "test_every_gradient_is_that_of_transformers"),
-    ("A token that looks into the document before its own", "Nothing breaks; the model learns from what has nothing to do with it, and is another one where each "
+    ("A token that looks into the document before its own",
+     "Nothing breaks; the model learns from what has nothing to do with it, and is another one where each "
      "document stands alone.", "layers/test_positions.py", "test_a_packed_sample_is_its_documents_one_by_one"),
-    ("Messages whose order only works while they are small", "A send returns at once as long as the transport takes the message into a "
+    ("Messages whose order only works while they are small",
+     "A send returns at once as long as the transport takes the message into a "
      "buffer of its own; the first larger one waits for its receive, and two stages that both send wait for ever.",
      "test_pipeline.py", "test_messages_of_megabytes_do_not_deadlock"),
-    ("Two stages that meet for the first time", "NCCL connects two ranks at their first message, on the host, until both have come. Two stages "
-     "that first want something else of each other stand still, and no watchdog sees it.", "gpu/test_nccl.py", "test_without_its_precaution_a_pipeline_hangs"),
-    ("A receive that is posted early", "On a GPU it occupies the device: what waits for the whole device waits for the message, which may wait "
-     "for that. And a batch's messages go in order: a receive before a send holds the send up, and a circle of them never ends.", "gpu/test_nccl.py",
+    ("Two stages that meet for the first time",
+     "NCCL connects two ranks at their first message, on the host, until both have come. Two stages "
+     "that first want something else of each other stand still, and no watchdog sees it.", "gpu/test_nccl.py",
+     "test_without_its_precaution_a_pipeline_hangs"),
+    ("A receive that is posted early",
+     "On a GPU it occupies the device: what waits for the whole device waits for the message, which may wait "
+     "for that. And a batch's messages go in order: a receive before a send holds the send up, and a circle of them "
+     "never ends.", "gpu/test_nccl.py",
      "test_no_stage_waits_for_ever"),
-    ("A message that is asked for only when it is needed", "Its sender is held up until then. Where stages send each other messages both ways, two of "
+    ("A message that is asked for only when it is needed",
+     "Its sender is held up until then. Where stages send each other messages both ways, two of "
      "them hold each other up for ever; so the schedule says when to ask.", "gpu/test_nccl.py",
      "test_who_asks_only_when_a_message_is_needed_holds_up_its_sender_for_ever"),
-    ("A weight that is called final with its input gradient", "With backward in two halves what comes later stays at home: a weight is final after its last "
-     "weight gradient, which may be microbatches behind.", "docs/test_words.py", "test_a_sublayers_gradients_are_all_there_when_it_is_called_final"),
-    ("Memory for gradients that is used again while they travel", "A bucket that hands it on before its reduce is done sums what another one adds, or zeros.",
+    ("A weight that is called final with its input gradient",
+     "With backward in two halves what comes later stays at home: a weight is final after its last "
+     "weight gradient, which may be microbatches behind.", "docs/test_words.py",
+     "test_a_sublayers_gradients_are_all_there_when_it_is_called_final"),
+    ("Memory for gradients that is used again while they travel",
+     "A bucket that hands it on before its reduce is done sums what another one adds, or zeros.",
      "gpu/test_hazards.py", "test_nothing_is_touched_while_it_travels"),
-    ("More stages than microbatches", "The warm-up is longer than the work, and a stage waits for a microbatch that never comes.", "exactness/test_layouts.py",
-     "test_training_equals_one_plain_process"),
-    ("Shards of replicas that no longer agree", "One kernel here and another there: copies part in the last bit, which no loss shows.",
+    ("More stages than microbatches",
+     "The warm-up is longer than the work, and a stage waits for a microbatch that never comes.",
+     "exactness/test_layouts.py", "test_training_equals_one_plain_process"),
+    ("Shards of replicas that no longer agree",
+     "One kernel here and another there: copies part in the last bit, which no loss shows.",
      "run/test_interrupted_runs.py", "test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save"),
-    ("Validation text in the training split", "Cut by tokens, a document lies on both sides; a copy of it does so too.", "data/test_data.py",
-     "test_copies_never_reach_a_second_split"),
-    ("Evaluation in another order, or around the end", "Windows that are shuffled or wrap around are counted twice, or never.", "data/test_data.py",
+    ("Validation text in the training split", "Cut by tokens, a document lies on both sides; a copy of it does so too.",
+     "data/test_data.py", "test_copies_never_reach_a_second_split"),
+    ("Evaluation in another order, or around the end",
+     "Windows that are shuffled or wrap around are counted twice, or never.", "data/test_data.py",
      "test_evaluation_stops_at_the_end_and_counts_no_token_twice"),
-    ("A tensor of the logits' size too many", "A softmax in fp32 that the tape keeps, or a product that is rounded before it is added: memory, "
+    ("A tensor of the logits' size too many",
+     "A softmax in fp32 that the tape keeps, or a product that is rounded before it is added: memory, "
      "and nothing else.", "gpu/test_fake_cuda.py", "test_memory_of_gpt2"),
-    ("A sum that is repeated with what is computed again", "A sublayer that runs again up to its end puts its sum on the wires again, and who adds it "
+    ("A sum that is repeated with what is computed again",
+     "A sublayer that runs again up to its end puts its sum on the wires again, and who adds it "
      "adds it twice.", "overlap/test_recompute.py", "test_no_sum_is_repeated"),
-    ("Memory that is given up while a copy still reads it", "Copies to the host and back run beside training. A tensor is freed, its memory is given to "
-     "another, and the copy takes what it finds; or somebody reads what has not come back yet.", "overlap/test_recompute.py",
-     "test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits"),
-    ("A new setting that refuses every older checkpoint", "What was not recorded is compared with today's default.", "config/test_settings.py",
-     "test_a_run_of_an_older_version_goes_on"),
-    ("A sign of a zero", "An optimizer that takes the sign of a gradient makes a full step of the rounding of a true zero, and the layouts part.",
+    ("Memory that is given up while a copy still reads it",
+     "Copies to the host and back run beside training. A tensor is freed, its memory is given to "
+     "another, and the copy takes what it finds; or somebody reads what has not come back yet.",
+     "overlap/test_recompute.py", "test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits"),
+    ("A new setting that refuses every older checkpoint", "What was not recorded is compared with today's default.",
+     "config/test_settings.py", "test_a_run_of_an_older_version_goes_on"),
+    ("A sign of a zero",
+     "An optimizer that takes the sign of a gradient makes a full step of the rounding of a true zero, and the layouts "
+     "part.",
      "optim/test_optimizers.py", "test_lion_agrees_on_every_layout_but_where_the_true_gradient_is_zero"),
-    ("A saved record that runs a program", "A pickle is one; whoever can write a checkpoint could run it on every rank.", "checkpoint/test_checkpoint.py",
+    ("A saved record that runs a program",
+     "A pickle is one; whoever can write a checkpoint could run it on every rank.", "checkpoint/test_checkpoint.py",
      "test_no_program_in_a_checkpoint_is_run"),
 ]
 
@@ -953,7 +1068,8 @@ def lines(entry: Pitfall, right: Side, found: Side) -> list[str]:
             f"{'step':6}{'right':>11} {'wrong':>11}   {'right':>11} {'wrong':>11}"]
     for step, theirs in enumerate(right.gradients):
         error, name = worst(found.gradients[step], theirs)
-        rows.append(f"{step + 1:4}  {right.losses[step]:11.6f} {found.losses[step]:11.6f}   {right.norms[step]:11.6f} {found.norms[step]:11.6f}   "
+        rows.append(f"{step + 1:4}  {right.losses[step]:11.6f} {found.losses[step]:11.6f}   {right.norms[step]:11.6f} "
+                    f"{found.norms[step]:11.6f}   "
                     + (f"{error:9.1e}  {name:{wide}}" if error > TOLERANCE else "     none").rstrip())
     rows.append(f"evaluation: {right.evaluation:.6f} right, {found.evaluation:.6f} wrong")
     if found.apart:
@@ -974,16 +1090,19 @@ def show(pool, entry: Pitfall, steps: int):
 
 def last_words(error: Exception) -> str:
     """Of a check that failed: the AssertionError's, from whichever process it came."""
-    return next((line for line in str(error).splitlines() if line.startswith("AssertionError")), str(error).splitlines()[0])
+    return next((line for line in str(error).splitlines() if line.startswith("AssertionError")),
+                str(error).splitlines()[0])
 
 
-COLUMNS = ("", "what goes wrong", "on", "loss: right", "wrong", "norm: right", "wrong", "largest wrong gradient, or what else differs")
+COLUMNS = ("", "what goes wrong", "on", "loss: right", "wrong", "norm: right", "wrong",
+           "largest wrong gradient, or what else differs")
 
 
 def row_of(entry: Pitfall, right: Side, found: Side, ends: tuple[float, float]) -> str:
     """A line of the document's table: of a run of CHECKED steps, and the losses at the end of the curves."""
     numbers = *ends, right.norms[-1], found.norms[-1]
-    cells = [f"[{entry.number}](#{entry.number})", entry.title, applies(entry), *(f"{number:.5f}" for number in numbers), telling(right, found)]
+    cells = [f"[{entry.number}](#{entry.number})", entry.title, applies(entry),
+             *(f"{number:.5f}" for number in numbers), telling(right, found)]
     return f"| {' | '.join(cells)} |"
 
 
@@ -1010,7 +1129,8 @@ def measured_row(pool, entry: Pitfall) -> str:
 
 
 def section(entry: Pitfall) -> str:
-    return (f"<a id=\"{entry.number}\"></a>\n### {entry.number}. {entry.title}\n\n{wrapped(f'{entry.lesson} {entry.shown}')}\n\n"
+    return (f"<a id=\"{entry.number}\"></a>\n### {entry.number}. "
+            f"{entry.title}\n\n{wrapped(f'{entry.lesson} {entry.shown}')}\n\n"
             + wrapped(f"Prevented by {entry.guard}. See it: `python tests/pitfalls.py {entry.number}`"))
 
 
@@ -1022,21 +1142,24 @@ def wrapped(paragraph: str, **options) -> str:
 
 HEAD = f"""# How a training goes wrong without a word
 
-Few bugs of a distributed training run end it. Most leave a curve that falls. AdamW divides each gradient by its own size, so that a
-factor does not show; half of a model learns too; and nobody knows what the loss would have been. Here {{count}} such bugs are put back into this code, one
-at a time, and measured beside the right numbers. `tests/docs/test_pitfalls.py` holds, at every run of the tests, that each of them
-turns a check red, that without it the check is green, and that this page says what was measured.
+Few bugs of a distributed training run end it. Most leave a curve that falls. AdamW divides each gradient by its own
+size, so that a factor does not show; half of a model learns too; and nobody knows what the loss would have been. Here
+{{count}} such bugs are put back into this code, one at a time, and measured beside the right numbers.
+`tests/docs/test_pitfalls.py` holds, at every run of the tests, that each of them turns a check red, that without it
+the check is green, and that this page says what was measured.
 
-**Read the table by its columns.** Where the two losses are the same to the last digit, no curve will ever tell. Where the norms differ, a
-log of norms would, if one knew the right one. What tells is each gradient beside that of one plain process, in float64, or, where even
-those agree, the weights after a step, the evaluation, or what the entry below names. In {{lower}} of {{count}} lines the wrong
-loss is the *lower* one: which of two curves of so small a model ends lower is luck, and neither looks like a bug.
+**Read the table by its columns.** Where the two losses are the same to the last digit, no curve will ever tell. Where
+the norms differ, a log of norms would, if one knew the right one. What tells is each gradient beside that of one
+plain process, in float64, or, where even those agree, the weights after a step, the evaluation, or what the entry
+below names. In {{lower}} of {{count}} lines the wrong loss is the *lower* one: which of two curves of so small a
+model ends lower is luck, and neither looks like a bug.
 
-Each line is the training of a tiny model (3 layers of 16, 24 samples of 8 tokens a step, most of which follow from the one before; AdamW; clipping at
-0.1) on the smallest layout that shows the bug. Right is the plain model of `tests/support/reference.py`; where a run stops and goes on, it is the run that
-did not stop, and where a number is not finite, the run that skips the step. loss: the mean of steps {LONG - END + 1} to {LONG}. norm, gradient: of
-step {CHECKED}, an error relative to the largest entry of that tensor; these the tests compare with what they find. Each line is of
-`python tests/pitfalls.py NUMBER --steps {LONG}`, all are of `python tests/pitfalls.py --write`; {MACHINE}.
+Each line is the training of a tiny model (3 layers of 16, 24 samples of 8 tokens a step, most of which follow from
+the one before; AdamW; clipping at 0.1) on the smallest layout that shows the bug. Right is the plain model of
+`tests/support/reference.py`; where a run stops and goes on, it is the run that did not stop, and where a number is
+not finite, the run that skips the step. loss: the mean of steps {LONG - END + 1} to {LONG}. norm, gradient: of step
+{CHECKED}, an error relative to the largest entry of that tensor; these the tests compare with what they find. Each
+line is of `python tests/pitfalls.py NUMBER --steps {LONG}`, all are of `python tests/pitfalls.py --write`; {MACHINE}.
 """
 
 
@@ -1047,9 +1170,11 @@ def document(rows: list[str]) -> str:
     guarded = [f"{title}.** {lesson} `{name}` in `tests/{path}`" for title, lesson, path, name in GUARDED]
     bullets = "\n".join(wrapped(f"- **{item}", subsequent_indent="  ") for item in guarded)
     return "\n\n".join([
-        *map(wrapped, head.split("\n\n")), "\n".join([f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *rows]),
+        *map(wrapped, head.split("\n\n")),
+        "\n".join([f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *rows]),
         "## One by one", *map(section, TABLE),
-        "## Guarded elsewhere", wrapped("These hang, cost memory, or need a corpus or a device; each has a test of its own."), bullets]) + "\n"
+        "## Guarded elsewhere",
+        wrapped("These hang, cost memory, or need a corpus or a device; each has a test of its own."), bullets]) + "\n"
 
 
 def write(pool):
@@ -1061,12 +1186,15 @@ def write(pool):
 
 
 def rows_of_document() -> dict[int, str]:
-    return {int(number): line for line in DOCUMENT.read_text().splitlines() if (number := (re.match(r"\| \[(\d+)\]", line) or [0, 0])[1])}
+    return {int(number): line for line in DOCUMENT.read_text().splitlines()
+            if (number := (re.match(r"\| \[(\d+)\]", line) or [0, 0])[1])}
 
 
 def main(arguments: list[str]):
-    parser = argparse.ArgumentParser("python tests/pitfalls.py", description="Put a bug back, and see what it does to a training.")
-    parser.add_argument("number", nargs="?", type=int, choices=range(1, len(TABLE) + 1), metavar="NUMBER", help=f"of a bug, 1 to {len(TABLE)}")
+    parser = argparse.ArgumentParser("python tests/pitfalls.py",
+                                     description="Put a bug back, and see what it does to a training.")
+    parser.add_argument("number", nargs="?", type=int, choices=range(1, len(TABLE) + 1), metavar="NUMBER",
+                        help=f"of a bug, 1 to {len(TABLE)}")
     parser.add_argument("--steps", type=lambda text: max(1, int(text)), default=5, help="how many (default 5)")
     parser.add_argument("--list", action="store_true", help="list all of them")
     parser.add_argument("--write", action="store_true", help=f"measure all, and write {DOCUMENT.relative_to(ROOT)}")
@@ -1083,5 +1211,6 @@ def main(arguments: list[str]):
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import pitfalls                                   # workers find functions by the module's name, and __main__ is not it
+    # workers find functions by the module's name, and __main__ is not it
+    import pitfalls
     pitfalls.main(sys.argv[1:])

@@ -1,10 +1,12 @@
 """A training that is killed again and again ends with the same weights as one that is left alone.
 
-    python tests/random_kills.py --kills 50 --minutes 20        a line a round, then the count; exit code 1 if a round differed
+    python tests/random_kills.py --kills 50 --minutes 20
 
-A round is one small training in a folder of its own. torchrun is started; a rank, any, gets kill -9 (or SIGTERM, one time in five) at a random
-moment or, two times in three, as soon as the hidden folder of an unfinished checkpoint is seen; after one to three kills it is let
-go to its end. Only processes of our own torchrun are ever sent a signal.
+prints a line a round, then the count; exit code 1 if a round differed.
+
+A round is one small training in a folder of its own. torchrun is started; a rank, any, gets kill -9 (or SIGTERM, one
+time in five) at a random moment or, two times in three, as soon as the hidden folder of an unfinished checkpoint is
+seen; after one to three kills it is let go to its end. Only processes of our own torchrun are ever sent a signal.
 """
 
 import argparse
@@ -17,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support.jobs import Job, differences, make_corpus, wait_until  # noqa: E402
+from support.jobs import Job, differences, make_corpus, wait_until
 
 
 def strike(job: Job, draw: random.Random, in_save: bool, last_moment: float) -> tuple[str, int]:
@@ -47,7 +49,8 @@ def wait_for_save(job: Job, count: int):
 
 
 def a_round(folder: Path, corpus: Path, flags, draw: random.Random, left: int) -> tuple[list[str], int, int, Path]:
-    """Kill and start again until the training is through -> (what was done, kills, kills in a save, the run's folder)."""
+    """Kill and start again until the training is through -> (what was done, kills, kills in a save, the run's
+    folder)."""
     told, kills, inside = [], 0, 0
     for _ in range(min(draw.randint(1, 3), left)):
         job = Job(folder, corpus, "run", *flags)
@@ -66,14 +69,16 @@ def a_round(folder: Path, corpus: Path, flags, draw: random.Random, left: int) -
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Kill a small training at random moments, start it again, compare the weights at its end.")
+    parser = argparse.ArgumentParser(description="Kill a small training at random moments, start it again, compare the "
+                                                 "weights at its end.")
     parser.add_argument("--kills", type=int, default=50, help="signals to send in all (default 50)")
     parser.add_argument("--minutes", type=float, default=20.0, help="no new round is begun after so many (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="draws the moments and ranks (default 0)")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16")
     arguments = parser.parse_args()
     draw, end = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
-    flags = ["--tp", 1 + arguments.seed % 2, "--train-iters", 40, "--save-interval", 3, *(["--bf16"] if arguments.bf16 else [])]
+    flags = ["--tp", 1 + arguments.seed % 2, "--train-iters", 40, "--save-interval", 3,
+             *(["--bf16"] if arguments.bf16 else [])]
     rounds = same = kills = inside = 0
     with tempfile.TemporaryDirectory() as name:
         corpus = make_corpus(Path(name))
@@ -86,7 +91,8 @@ def main():
             told, new, hits, run_dir = a_round(folder, corpus, flags, draw, arguments.kills - kills)
             found = differences(run_dir, alone.run_dir)
             same, kills, inside = same + (not found), kills + new, inside + hits
-            print(f"round {rounds:3d} | {'; '.join(told)} | {'same weights and metrics' if not found else 'DIFFERS: ' + ', '.join(found)}", flush=True)
+            print(f"round {rounds:3d} | {'; '.join(told)} | "
+                  f"{'same weights and metrics' if not found else 'DIFFERS: ' + ', '.join(found)}", flush=True)
     print(f"{same} of {rounds} rounds ended with the same weights; {kills} kills, {inside} inside a save")
     sys.exit(0 if same == rounds else 1)
 

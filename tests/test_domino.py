@@ -1,4 +1,5 @@
-"""Domino hides its wires, and hides no error: what runs between a launch and its wait, how much travels, and what comes out."""
+"""Domino hides its wires, and hides no error: what runs between a launch and its wait, how much travels, and what comes
+out."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -8,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.delayed_collectives import delayed_collectives
-from support.harness import FixedData, build, cut_of, difference, random_data, reference_for, relative, tiny, train_rank, whole
+from support.harness import (FixedData, build, cut_of, difference, random_data, reference_for, relative, tiny,
+                             train_rank, whole)
 
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_alone
@@ -17,7 +19,8 @@ TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4
 
 
 def one_microbatch(data: FixedData, config, stage, model):
-    """Forward and backward of microbatch 0 of step 0; returns the events of each, the losses and the gradients by name."""
+    """Forward and backward of microbatch 0 of step 0; returns the events of each, the losses and the gradients by
+    name."""
     for weight in model.parameters():
         weight.main_grad.zero_()
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
@@ -36,12 +39,14 @@ def trace_rank(config, data):
 
 
 def windows(events):
-    """For each launch that somebody waited for: (site, slice, what other slices did meanwhile, what the slice itself did)."""
+    """For each launch that somebody waited for: (site, slice, what other slices did meanwhile, what the slice itself
+    did)."""
     found = []
     for i, (kind, about) in enumerate(events):
         if kind == "all_reduce":
             key = (about["slice"], about["site"])
-            j = next(j for j in range(i, len(events)) if events[j][0] == "wait" and (events[j][1]["slice"], events[j][1]["site"]) == key)
+            j = next(j for j in range(i, len(events)) if events[j][0] == "wait"
+                     and (events[j][1]["slice"], events[j][1]["site"]) == key)
             others = Counter(k for k, a in events[i:j] if a["slice"] != about["slice"])
             own = Counter(k for k, a in events[i + 1:j] if a["slice"] == about["slice"])
             found.append((about["site"], about["slice"], others, own))
@@ -58,7 +63,8 @@ def test_in_every_window_between_launch_and_wait_another_slice_computes(pool, sl
         assert others["resume"] >= slices - 1, f"nobody ran while slice {piece} waited for {site}"
     # Without a product: the embedding of a slice whose successors only look words up, and the cross entropy.
     bare = {(site, piece) for site, piece, others, _ in windows(forward) if not others["matmul"]}
-    assert bare <= {("embedding", piece) for piece in range(slices - 1)} | {("cross_entropy", piece) for piece in range(slices)}
+    assert bare <= {("embedding", piece) for piece in range(slices - 1)} | {("cross_entropy", piece)
+                                                                            for piece in range(slices)}
     # The last slice's last reduce of all: only its own weight gradients are left, and they run there.
     bare = [(site, piece, own) for site, piece, others, own in windows(backward) if not others["matmul"]]
     assert [(site, piece) for site, piece, _ in bare] == [("layers.0.attention", slices - 1)]
@@ -87,7 +93,8 @@ def test_columns_start_each_chunk_on_the_wires_while_the_next_is_computed(pool):
     forward, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
     site = "layers.1.mlp"
     steps = [kind for kind, about in forward if about.get("site") == site]
-    assert steps == ["matmul"] + ["matmul", "all_reduce"] * 4 + ["wait"]          # the column-parallel product, then four chunks
+    # the column-parallel product, then four chunks
+    assert steps == ["matmul"] + ["matmul", "all_reduce"] * 4 + ["wait"]
     steps = [kind for kind, about in backward if about.get("site") == site]
     assert steps == ["matmul"] + ["matmul", "all_reduce"] * 4 + ["weight_gradient", "wait"]
 
@@ -103,12 +110,15 @@ def with_delayed_collectives(kind, *arguments):
         return train_rank(*arguments)
 
 
-@pytest.mark.parametrize("world_size, options", [(8, {}), (4, dict(sequence_parallel=True, micro_batch_size=12))], ids=["whole", "cut"])
+@pytest.mark.parametrize("world_size, options", [(8, {}), (4, dict(sequence_parallel=True, micro_batch_size=12))],
+                         ids=["whole", "cut"])
 def test_slow_and_fast_wires_give_the_same_bits(pool, world_size, options):
     """Whoever reads a sum before wait(), or writes to a buffer on the wires, computes something else here."""
-    config = tiny(world_size, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2, **options)
+    config = tiny(world_size, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2,
+                  **options)
     weights, data, records, _ = reference_for(config, 2)
-    early, late = (pool.run(with_delayed_collectives, kind, config, weights, data, 2, world_size=world_size) for kind in ("early", "late"))
+    early, late = (pool.run(with_delayed_collectives, kind, config, weights, data, 2, world_size=world_size)
+                   for kind in ("early", "late"))
     for one, other in zip(early, late):
         assert one.losses == other.losses and one.norms == other.norms
         assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in one.weights)
@@ -129,7 +139,8 @@ def domino_rank(config, weights, data):
     return one_microbatch(data, config, stage, model)[2:]
 
 
-@pytest.mark.parametrize("tp, slices, columns, dropout", [(1, 2, 1, 0.0), (2, 1, 1, 0.2), (2, 3, 2, 0.2), (4, 2, 3, 0.0), (8, 4, 1, 0.1)])
+@pytest.mark.parametrize("tp, slices, columns, dropout", [(1, 2, 1, 0.0), (2, 1, 1, 0.2), (2, 3, 2, 0.2),
+                                                          (4, 2, 3, 0.0), (8, 4, 1, 0.1)])
 def test_domino_computes_what_the_plain_model_defines(pool, tp, slices, columns, dropout):
     """Losses and every gradient, tape against autograd, with dropout where it is on."""
     changes = dict(TP2, tensor_model_parallel_size=tp, hidden_dropout=dropout, attention_dropout=dropout)
@@ -147,7 +158,8 @@ def test_domino_computes_what_the_plain_model_defines(pool, tp, slices, columns,
 
 
 def count_rank(config, data):
-    """Collectives and sends of one training step on this rank: (kind, group) -> (calls, elements, all of them asynchronous)."""
+    """Collectives and sends of one training step on this rank: (kind, group) -> (calls, elements, all of them
+    asynchronous)."""
     import nanodomino.zero as zero
     import train
     counts = Counter()
@@ -188,7 +200,8 @@ def count_rank(config, data):
 @pytest.mark.parametrize("slices, columns", [(1, 1), (2, 1), (2, 2)])
 def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
     """2 + 2 all-reduces of X a layer and microbatch; slices and columns make more of them, not more bytes."""
-    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=4, num_layers=5, slices=slices, columns=columns)
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=4, num_layers=5,
+                  slices=slices, columns=columns)
     results = pool.run(count_rank, config, random_data(config, 1))
     m, b, s, h = config.microbatches, config.micro_batch_size, config.seq_length, config.hidden_size
     activation, tokens = b * s * h, b * s
@@ -210,13 +223,15 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "paired", "zb-v"])
 def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool, schedule):
-    """Masks agree where the stream is replicated, belong to their heads where it is sharded, to their layers in chunks."""
+    """Masks agree where the stream is replicated, belong to their heads where it is sharded, to their layers in
+    chunks."""
     from nanodomino.layers.masks_and_positions import MasksAndPositions
     from support.reference import train_reference, random_weights
     from support.harness import sizes_of
     import train
     options = dict(hidden_dropout=0.2, attention_dropout=0.3)
-    layout = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, num_layers=5, schedule=schedule)
+    layout = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, num_layers=5,
+                  schedule=schedule)
     config = tiny(8, **layout, **options)
     weights, data = random_weights(sizes_of(config), seed=3), random_data(config, 2)
 
@@ -227,12 +242,15 @@ def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool
         ids = [step * config.global_batch_size + row for row in range(config.global_batch_size)]
         dropout = MasksAndPositions(config, Alone(), ids)
         probability = {"core": config.attention_dropout}
-        return lambda site, shape: dropout.draw_masks(site, shape[1:], probability.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
+        return lambda site, shape: dropout.draw_masks(site, shape[1:],
+                                                      probability.get(site.split(".")[-1], config.hidden_dropout),
+                                                      torch.zeros(1).double())
 
     batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(2)]
-    records, final = train_reference(sizes_of(config), weights, batches, [train.learning_rate(step, config) for step in (1, 2)],
-                                     config.weight_decay, config.clip_grad, (config.adam_beta1, config.adam_beta2), config.adam_eps,
-                                     masks=[masks_of(0), masks_of(1)])
+    records, final = train_reference(sizes_of(config), weights, batches,
+                                     [train.learning_rate(step, config) for step in (1, 2)],
+                                     config.weight_decay, config.clip_grad, (config.adam_beta1, config.adam_beta2),
+                                     config.adam_eps, masks=[masks_of(0), masks_of(1)])
     outcomes = pool.run(train_rank, config, weights, data, 2)
     assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
     for step, record in enumerate(records):

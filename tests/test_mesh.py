@@ -47,13 +47,15 @@ def test_freed_memory_serves_the_next_step():
 # ---- a rank's groups
 
 def made(monkeypatch, pp, dp, tp, device):
-    """[the calls of dist.new_group that make_mesh makes on a rank] for each rank of such a box; a call as (ranks, options)."""
+    """[the calls of dist.new_group that make_mesh makes on a rank] for each rank of such a box; a call as (ranks,
+    options)."""
     calls = [[] for _ in range(pp * dp * tp)]
     monkeypatch.setattr(mesh, "nccl_options", lambda **settings: dict(backend="nccl", **settings))
     monkeypatch.setattr(dist, "get_world_size", lambda: len(calls))
     for rank in range(len(calls)):
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
-        monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, **options: calls[rank].append((ranks, options)) or SimpleNamespace(ranks=ranks))
+        monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, **options: calls[rank].append((ranks, options))
+                            or SimpleNamespace(ranks=ranks))
         place = make_mesh(pp, dp, tp, device)
         if pp * dp * tp == 8 and pp == dp == tp:
             assert [place.tp_group.ranks, place.dp_group.ranks, place.pp_group.ranks, place.embedding_group.ranks] == [
@@ -66,9 +68,11 @@ BOXES = [(2, 2, 2), (1, 8, 1), (1, 1, 8), (3, 1, 2), (4, 2, 1), (8, 1, 1), (1, 1
 
 @pytest.mark.parametrize("pp, dp, tp", BOXES)
 def test_an_axis_costs_one_split_in_which_every_rank_takes_part(monkeypatch, pp, dp, tp):
-    """A split of a NCCL communicator ends when all of its ranks have come; an axis of one needs none, and no memory of a GPU."""
+    """A split of a NCCL communicator ends when all of its ranks have come; an axis of one needs none, and no memory of
+    a GPU."""
     calls = made(monkeypatch, pp, dp, tp, torch.device("cuda", 0))
-    assert all(options.pop("use_local_synchronization") for of_rank in calls for _, options in of_rank), "others make other groups"
+    assert all(options.pop("use_local_synchronization") for of_rank in calls
+               for _, options in of_rank), "others make other groups"
     axes = [*zip(*calls)]
     assert len(axes) == (4 if pp > 1 else 3) and all(len(of_rank) == len(axes) for of_rank in calls)
     for size, axis in zip((tp, dp, pp, pp), axes):
@@ -92,8 +96,10 @@ def test_no_two_rows_of_a_split_have_the_same_colour():
             for pp in (one for one in (1, 2, 3, 4, 6, 8, 12, 16, 32) if world // tp % one == 0):
                 box = torch.arange(world).view(pp, -1, tp)
                 pipelines = box.reshape(pp, -1).t()
-                for rows in (box.reshape(-1, tp).tolist(), box.transpose(1, 2).reshape(-1, box.size(1)).tolist(), pipelines.tolist(),
-                             [*pipelines[:, [0, -1]].tolist(), *(row for row in pipelines[:, 1:-1].tolist() if row)] if pp > 1 else []):
+                for rows in (box.reshape(-1, tp).tolist(), box.transpose(1, 2).reshape(-1, box.size(1)).tolist(),
+                             pipelines.tolist(),
+                             [*pipelines[:, [0, -1]].tolist(), *(row for row in pipelines[:, 1:-1].tolist() if row)]
+                             if pp > 1 else []):
                     assert len({_process_group_color(row) for row in rows}) == len(rows), (world, pp, tp)
                     count += 1
     assert count > 500
@@ -123,7 +129,8 @@ def timeouts_rank(flags):
     waits, destroy = [], dist.destroy_process_group
     with pytest.MonkeyPatch.context() as patch:
         def look_and_destroy():
-            waits.extend(group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in _world.pg_map)
+            waits.extend(group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+                         for group in _world.pg_map)
             destroy()
 
         patch.setattr(dist, "destroy_process_group", look_and_destroy)
@@ -131,10 +138,10 @@ def timeouts_rank(flags):
 
 
 def test_every_group_of_a_run_has_its_timeout(pool, tmp_path):
-    """A new group does not inherit that of the world, but takes torch's own half an hour; a rank that hangs while it saves would
-    be waited for so long."""
-    flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(tmp_path / "run"), "--tp", "1", "--pp", "2",
-             "--train-iters", "1", "--timeout", "77"]
+    """A new group does not inherit that of the world, but takes torch's own half an hour; a rank that hangs while it
+    saves would be waited for so long."""
+    flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(tmp_path / "run"), "--tp", "1", "--pp",
+             "2", "--train-iters", "1", "--timeout", "77"]
     for ended, waits in pool.run(timeouts_rank, flags, world_size=2):
         assert ended.code == 0 and waits == [77.0] * 6, "the world's, tp, dp, pp, the tied matrix's, the checkpoints'"
 
@@ -142,7 +149,8 @@ def test_every_group_of_a_run_has_its_timeout(pool, tmp_path):
 def test_the_world_has_its_timeout_before_the_first_collective(monkeypatch):
     asked = {}
     monkeypatch.setattr("nanodomino.comm.world.keep_freed_memory", lambda: None)
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, timeout=None: asked.update(meet=timeout) or iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, timeout=None: asked.update(meet=timeout)
+                        or iter([(dist.HashStore(), 0, 1)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout=None, **more: asked.update(world=timeout))
     start_world(LaunchInfo(launched=True), torch.device("cpu"), 77)
     assert asked == dict(meet=timedelta(seconds=77), world=timedelta(seconds=77))

@@ -19,7 +19,8 @@ def drawn_rank(config):
 
 
 def drawn(pool, **layout):
-    world_size = layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size", 1) * layout.pop("dp", 1)
+    world_size = layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size",
+                                                                          1) * layout.pop("dp", 1)
     config = tiny(world_size, init_method_std=0.02, dtype="float32", **layout)
     outcomes = pool.run(drawn_rank, config, world_size=world_size)
     return whole(outcomes, lambda outcome: outcome.weights, config.tp), outcomes
@@ -28,7 +29,8 @@ def drawn(pool, **layout):
 def test_initial_weights_do_not_depend_on_the_layout(pool):
     """Replicas start alike (whole() checks it bit for bit), and the layout does not show."""
     alone, _ = drawn(pool)
-    for layout in (dict(tensor_model_parallel_size=4), dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=2, dp=2)):
+    for layout in (dict(tensor_model_parallel_size=4),
+                   dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=2, dp=2)):
         weights, _ = drawn(pool, **layout)
         assert weights.keys() == alone.keys()
         assert all(torch.equal(weights[name], alone[name]) for name in alone)
@@ -37,7 +39,8 @@ def test_initial_weights_do_not_depend_on_the_layout(pool):
 def test_shards_of_one_matrix_are_different(pool):
     """Drawn from the same seed they would be the same, and stay so."""
     _, outcomes = drawn(pool, tensor_model_parallel_size=4)
-    matrices = [name for name, (tensor, shard_dim) in outcomes[0].weights.items() if shard_dim is not None and tensor.dim() == 2]
+    matrices = [name for name, (tensor, shard_dim) in outcomes[0].weights.items() if shard_dim is not None
+                and tensor.dim() == 2]
     assert len(matrices) == 1 + 4 * 3
     for name in matrices:
         shards = [outcome.weights[name][0] for outcome in outcomes]
@@ -47,7 +50,8 @@ def test_shards_of_one_matrix_are_different(pool):
 def test_initial_weights_follow_gpt2(pool):
     weights, _ = drawn(pool, hidden_size=64, num_layers=2, num_attention_heads=4)
     assert weights["layers.0.attention.qkv.weight"].std() == pytest.approx(0.02, rel=0.05)
-    assert weights["layers.1.mlp.dense_4h_to_h.weight"].std() == pytest.approx(0.02 / 4 ** 0.5, rel=0.05)    # 2 L = 4 sublayers
+    # 2 L = 4 sublayers
+    assert weights["layers.1.mlp.dense_4h_to_h.weight"].std() == pytest.approx(0.02 / 4 ** 0.5, rel=0.05)
     assert weights["layers.0.mlp.norm.weight"].eq(1).all() and weights["layers.0.attention.qkv.bias"].eq(0).all()
 
 
@@ -56,10 +60,12 @@ def logits_rank(config, weights, data, parallel_output):
     model.parallel_output = parallel_output
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
     logits = model(batch.tokens, batch.positions)
-    loss = (F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none") * batch.loss_mask.flatten()).sum() if not parallel_output else None
+    loss = (F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+            * batch.loss_mask.flatten()).sum() if not parallel_output else None
     if loss is not None:
         loss.backward()
-    gradients = {} if loss is None else {name: (weight.grad, cut_of(weight)) for name, weight in model.named_parameters()}
+    gradients = {} if loss is None else {name: (weight.grad, cut_of(weight))
+                                         for name, weight in model.named_parameters()}
     return Outcome((0, 0, model.mesh.tp_rank), [logits.detach()], [], [], gradients, 0.0)
 
 
@@ -75,7 +81,8 @@ def test_logits_are_the_reference_models_gathered_or_sharded(pool, tp):
     sharded = pool.run(logits_rank, config, weights, data, True, world_size=tp)
     assert all(torch.allclose(outcome.losses[0], expected, rtol=0, atol=1e-12) for outcome in gathered)
     assert torch.allclose(torch.cat([outcome.losses[0] for outcome in sharded], dim=-1), expected, rtol=0, atol=1e-12)
-    losses = F.cross_entropy(expected.flatten(0, 1), batch.labels.flatten(), reduction="none") * batch.loss_mask.flatten()
+    losses = F.cross_entropy(expected.flatten(0, 1), batch.labels.flatten(),
+                             reduction="none") * batch.loss_mask.flatten()
     losses.sum().backward()
     gradients = whole(gathered, lambda outcome: outcome.weights, tp)
     for name, gradient in reference.full_gradients().items():
@@ -90,7 +97,8 @@ def huge_logits_rank(config, scale):
     logits = torch.randn(2, 3, config.vocab_size, generator=generator) * scale
     labels = torch.randint(0, config.vocab_size, (2, 3), generator=generator)
     words = logits[..., vocabulary.first_row:vocabulary.first_row + vocabulary.num_words]
-    local = F.pad(words, (0, vocabulary.num_logits - vocabulary.num_words), value=1e4).requires_grad_()      # padding that would win
+    # padding that would win
+    local = F.pad(words, (0, vocabulary.num_logits - vocabulary.num_words), value=1e4).requires_grad_()
     before = local.detach().clone()
     loss = vocab_parallel_cross_entropy(local, labels, vocabulary)
     loss.sum().backward()
@@ -107,7 +115,9 @@ def huge_logits_rank(config, scale):
 def test_vocab_parallel_cross_entropy_in_float32(pool, scale):
     """The maximum is global (exp would overflow), the softmax normalised, foreign labels count nothing, and
     logits that are fp32 already are not overwritten."""
-    for loss, expected, gradient, expected_gradient in pool.run(huge_logits_rank, tiny(4, tensor_model_parallel_size=4, dtype="float32"), scale, world_size=4):
+    for loss, expected, gradient, expected_gradient in pool.run(huge_logits_rank,
+                                                                tiny(4, tensor_model_parallel_size=4, dtype="float32"),
+                                                                scale, world_size=4):
         assert torch.allclose(loss, expected, rtol=1e-5, atol=1e-5)
         assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
@@ -127,7 +137,8 @@ class OneRank:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 1000])
 def test_cross_entropy_in_chunks_rounds_each_gradient_by_itself(monkeypatch, dtype, rows):
-    """However many rows a chunk has; and where the model is sure of the label, whose probability rounds to 1 in 16 bit."""
+    """However many rows a chunk has; and where the model is sure of the label, whose probability rounds to 1 in 16
+    bit."""
     from nanodomino.layers import cross_entropy
     monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", rows * 4 * OneRank.num_logits)
     logits = torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(6)) * 4
@@ -157,7 +168,8 @@ class FakeAttention:
 
 def masks_of(masks, x):
     """Of an attention's heads, and of the stream behind it."""
-    return masks.attention_inputs(FakeAttention(), x).dropout_mask, masks.hidden_dropout_mask("layers.0.attention.hidden", x)
+    return masks.attention_inputs(FakeAttention(),
+                                  x).dropout_mask, masks.hidden_dropout_mask("layers.0.attention.hidden", x)
 
 
 def test_dropout_masks_agree_where_replicated_and_differ_where_sharded():
@@ -171,11 +183,13 @@ def test_dropout_masks_agree_where_replicated_and_differ_where_sharded():
     assert not torch.equal(hidden0[0], hidden0[1])              # other samples too
     assert set(hidden0.unique().tolist()) == {0.0, 2.0}         # scaled by 1 / (1 - p)
     again = masks_of(MasksAndPositions(config, FakeMesh(2, 0), [11]), x[:1])
-    assert torch.equal(again[0][0], core0[1]) and torch.equal(again[1][0], hidden0[1])      # however the batch is sliced
+    # however the batch is sliced
+    assert torch.equal(again[0][0], core0[1]) and torch.equal(again[1][0], hidden0[1])
     assert masks_of(MasksAndPositions(config, FakeMesh(2, 0), None), x) == (None, None)             # none in evaluation
 
 
-@pytest.mark.parametrize("name, millions", [("nano", 0.93), ("gpt2", 124), ("gpt2-medium", 355), ("gpt2-large", 774), ("gpt2-xl", 1558),
+@pytest.mark.parametrize("name, millions", [("nano", 0.93), ("gpt2", 124), ("gpt2-medium", 355), ("gpt2-large", 774),
+                                            ("gpt2-xl", 1558),
                                             ("gpt3-2.7b", 2650), ("gpt3-6.7b", 6660), ("gpt3-13b", 12850)])
 def test_presets_have_the_published_sizes(name, millions):
     config = Config(model=name).resolve(1).with_vocabulary(257 if name == "nano" else 50257)

@@ -1,4 +1,5 @@
-"""Schedules are data: what they promise can be read off the lists. And the runner keeps no activation longer than they say."""
+"""Schedules are data: what they promise can be read off the lists. And the runner keeps no activation longer than they
+say."""
 
 import gc
 import re
@@ -18,7 +19,8 @@ from nanodomino.schedules.placement import Placement, Timetable, message_receive
 from nanodomino.schedules.simulation import bubble, busy_time, peak_microbatches, receives_to_post, simulate, step_time
 
 STAGES, MICROBATCHES = range(1, 9), range(1, 18)
-ALL = [(name, chunks) for name in SCHEDULES for chunks in (SCHEDULES[name].chunks if len(SCHEDULES[name].chunks) == 1 else (2, 3))]
+ALL = [(name, chunks) for name in SCHEDULES for chunks in (SCHEDULES[name].chunks if len(SCHEDULES[name].chunks) == 1
+                                                           else (2, 3))]
 EACH = pytest.mark.parametrize("name, chunks", ALL, ids=str)
 
 
@@ -28,7 +30,8 @@ def each_of(formulas):
 
 
 def tables(name, chunks):
-    """(stages, microbatches, Timetable), also with fewer microbatches than stages and with numbers that don't divide."""
+    """(stages, microbatches, Timetable), also with fewer microbatches than stages and with numbers that don't
+    divide."""
     for stages in STAGES:
         for microbatches in MICROBATCHES:
             yield stages, microbatches, timetable(name, stages, microbatches, chunks)
@@ -43,7 +46,7 @@ def halves_of(row):
 @EACH
 def test_every_microbatch_goes_through_each_chunk_forward_once_then_backward_once(name, chunks):
     """F, then B; or F, then I, then W."""
-    for stages, microbatches, table in tables(name, chunks):
+    for _, microbatches, table in tables(name, chunks):
         for row in table.rows:
             done = {}
             for half in halves_of(row):
@@ -105,7 +108,7 @@ def test_sends_pair_with_receives_in_the_same_order(name, chunks):
 @EACH
 def test_where_both_ends_of_the_model_meet_the_heads_last_gradient_comes_before_the_embeddings(name, chunks):
     """There the tied matrix is called final with the embedding, to which the head adds no more by then."""
-    for stages, microbatches, table in tables(name, chunks):
+    for _, _, table in tables(name, chunks):
         first, last = table.placement.location(0), table.placement.location(table.placement.last)
         if first[0] == last[0]:
             makers = [half.chunk for half in halves_of(table.rows[first[0]]) if half.letter in "BW"]
@@ -157,23 +160,29 @@ IDLE = {                                                                 # in a 
     "zb-v": lambda p, m, v, F, B, W: max(p - 1, 2 * (2 * p - 1 - m)) * F if F == B == W else None}
 
 
-@pytest.mark.parametrize("work", [(1, 1, 1), (2, 3, 2), (4, 3, 3), (2, 1, 2)], ids=lambda work: "F{}-B{}-W{}".format(*work))
+@pytest.mark.parametrize("work", [(1, 1, 1), (2, 3, 2), (4, 3, 3), (2, 1, 2)],
+                         ids=lambda work: "F{}-B{}-W{}".format(*work))
 @each_of(IDLE)
 def test_the_simulated_idle_time_is_the_formulas(name, chunks, work):
-    """Where F = B = W, and where they don't; with interleaved stages a chunk is a v-th of 1F1B's stage, and so is idle time."""
+    """Where F = B = W, and where they don't; with interleaved stages a chunk is a v-th of 1F1B's stage, and so is idle
+    time."""
     for stages in (1, 2, 4, 7):
         for microbatches in (1, 2, 3, 6, 8, 13, 17):
             found = idle(timetable(name, stages, microbatches, chunks), *work)
             formula = IDLE[name](stages, microbatches, chunks, *work)
             assert found == formula or formula is None
-            assert found <= chunks * IDLE["1f1b"](stages, microbatches, 1, *work), "not worse than 1F1B on the same stages"
+            assert found <= chunks * IDLE["1f1b"](stages, microbatches, 1,
+                                                  *work), "not worse than 1F1B on the same stages"
 
 
 def test_a_pair_may_give_both_its_outputs_to_one_stage():
     """To two of its chunks: that stage asks for the gradient first, as it leaves first."""
-    rows = ((Forward(0), Forward(0, 1), Pair(Backward(0, 1), Forward(1)), Forward(1, 1), Backward(0), Backward(1, 1), Backward(1)),
-            (Forward(0), Forward(0, 1), Backward(0, 1), Backward(0), Forward(1), Forward(1, 1), Backward(1, 1), Backward(1)))
-    assert list(map(str, sum(receives_to_post(Timetable(Placement(2, 2), rows))[1], []))) == ["F0", "F0'", "B0", "F1", "F1'", "B1"]
+    rows = ((Forward(0), Forward(0, 1), Pair(Backward(0, 1), Forward(1)), Forward(1, 1), Backward(0), Backward(1, 1),
+             Backward(1)),
+            (Forward(0), Forward(0, 1), Backward(0, 1), Backward(0), Forward(1), Forward(1, 1), Backward(1, 1),
+             Backward(1)))
+    assert list(map(str, sum(receives_to_post(Timetable(Placement(2, 2), rows))[1],
+                             []))) == ["F0", "F0'", "B0", "F1", "F1'", "B1"]
 
 
 def test_with_a_last_round_of_fewer_microbatches_an_interleaved_step_is_not_longer_than_with_a_full_one():
@@ -184,7 +193,8 @@ def test_with_a_last_round_of_fewer_microbatches_an_interleaved_step_is_not_long
 
 def test_the_bubble_is_idle_time_as_a_part_of_the_ideal_time():
     for m in (4, 8, 20):
-        assert bubble(simulate(timetable("1f1b", 4, m))) == bubble(simulate(timetable("gpipe", 4, m))) == pytest.approx(3 / m)
+        assert bubble(simulate(timetable("1f1b", 4, m))) == bubble(simulate(timetable("gpipe", 4,
+                                                                                      m))) == pytest.approx(3 / m)
         assert bubble(simulate(timetable("interleaved", 4, m, 3))) == pytest.approx(3 / (3 * m))
         assert bubble(simulate(timetable("zb-h1", 4, m))) == pytest.approx(3 / (3 * m))
     assert bubble(simulate(timetable("zb-v", 4, 8, 2))) == pytest.approx(3 / (2 * 3 * 8))
@@ -195,17 +205,20 @@ def with_warm_up(count, stages, microbatches):
     rows = []
     for stage in range(stages):
         first = min(count(stages, stage), microbatches)
-        rows.append((*map(Forward, range(first)), *(Pair(Backward(i), Forward(first + i)) for i in range(microbatches - first)),
+        rows.append((*map(Forward, range(first)),
+                     *(Pair(Backward(i), Forward(first + i)) for i in range(microbatches - first)),
                      *map(Backward, range(microbatches - first, microbatches))))
     return Timetable(Placement(stages), tuple(rows))
 
 
 def test_pairs_need_two_forwards_of_warm_up_for_each_stage_that_follows():
-    """With 1F1B's p - r a stage's pair waits for one that waits for it: 51 units, not 33, of four stages and 8 microbatches."""
+    """With 1F1B's p - r a stage's pair waits for one that waits for it: 51 units, not 33, of four stages and 8
+    microbatches."""
     assert step_time(simulate(timetable("paired", 4, 8))) == step_time(simulate(timetable("1f1b", 4, 8))) == 33
     assert timetable("paired", 4, 8) == with_warm_up(lambda p, r: 2 * (p - r - 1) + 1, 4, 8)
     assert step_time(simulate(with_warm_up(lambda p, r: p - r, 4, 8))) == 51
-    assert step_time(simulate(with_warm_up(lambda p, r: 2 * (p - r), 4, 8))) == 33, "one more takes memory and gives nothing"
+    assert step_time(simulate(with_warm_up(lambda p, r: 2 * (p - r), 4,
+                                           8))) == 33, "one more takes memory and gives nothing"
 
 
 def test_in_1f1b_with_equal_stages_messages_delay_every_turn():
@@ -242,7 +255,8 @@ def test_a_schedule_that_cannot_be_executed_is_refused(rows):
 
 
 @pytest.mark.parametrize("schedule, arguments", [
-    (definitions.one_f_one_b, ("1f1b", 4, 6)), (definitions.paired, ("paired", 3, 6)), (definitions.zb_v, ("zb-v", 2, 4, 2))])
+    (definitions.one_f_one_b, ("1f1b", 4, 6)), (definitions.paired, ("paired", 3, 6)),
+    (definitions.zb_v, ("zb-v", 2, 4, 2))])
 def test_docstrings_show_the_pictures_that_are_printed(schedule, arguments):
     lines = [line.strip() for line in schedule.__doc__.splitlines() if "|" in line]
     assert lines == [line.strip() for line in simulation.picture(*arguments).splitlines()[1:]]
@@ -259,8 +273,8 @@ def test_layers_are_spread_evenly_and_none_is_lost(layers, stages):
 # ---- the runner
 
 def alive_rank(config, data):
-    """Runs one step and counts, when each forward begins, the tapes that still exist; and, when each bucket is reduced, how often
-    each of its parameters has been called final."""
+    """Runs one step and counts, when each forward begins, the tapes that still exist; and, when each bucket is reduced,
+    how often each of its parameters has been called final."""
     mesh, _, optimizer, stage = build(config)
     tapes, most, final, at_reduce = [], 0, Counter(), []
     forward, on_gradients_ready = stage.forward, optimizer.on_gradients_ready
@@ -314,15 +328,16 @@ def big_message_rank(config, data):
 
 def test_messages_of_megabytes_do_not_deadlock(pool):
     """Gloo's send returns only once the other side has asked, so a blocking order would hang, at any size."""
-    config = tiny(4, pipeline_model_parallel_size=4, num_layers=8, hidden_size=256, ffn_hidden_size=8, seq_length=512, micro_batch_size=4,
-                  global_batch_size=16, dtype="float32", schedule="interleaved")
+    config = tiny(4, pipeline_model_parallel_size=4, num_layers=8, hidden_size=256, ffn_hidden_size=8, seq_length=512,
+                  micro_batch_size=4, global_batch_size=16, dtype="float32", schedule="interleaved")
     losses = pool.run(big_message_rank, config, random_data(config, 1), world_size=4, timeout=60)
     assert len(set(losses)) == 1
 
 
 def test_the_table_in_the_documents_is_what_the_schedules_give():
     """Bubbles and microbatches alive, of each schedule that is there."""
-    table = re.findall(r"^\| (`[^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", (ROOT / "docs/schedules.md").read_text(), re.MULTILINE)
+    table = re.findall(r"^\| (`[^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|",
+                       (ROOT / "docs/schedules.md").read_text(), re.MULTILINE)
     rows = [(re.findall("`([^`]+)`", names), rest) for names, *rest in table if re.match("`[a-z0-9]", names)]
     assert sorted(name for names, _ in rows for name in names) == sorted(SCHEDULES)
     for names, (bubbles_of_4, alive_of_4, bubbles_of_8, alive_of_8) in rows:

@@ -36,7 +36,8 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(fork_server):
-    """run(folder, processes, *flags): train.py in `folder`, which must go well; returns what it printed. processes None: without a launcher."""
+    """run(folder, processes, *flags): train.py in `folder`, which must go well; returns what it printed. processes
+    None: without a launcher."""
     def run(folder, processes, *flags):
         places = launcher_environments(processes) if processes else [{}]
         ended = fork_server.launch("train.py", [(list(map(str, flags)), place) for place in places], folder, 180)
@@ -48,26 +49,31 @@ def run(fork_server):
 
 def command(processes, *flags):
     """The command line of a run; without processes, python alone."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes else [sys.executable]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                str(processes)] if processes else [sys.executable]
     return launcher + [str(ROOT / "train.py"), *map(str, flags)]
 
 
 def metrics(run_dir):
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line], [line for line in lines if "valid_loss" in line], [line for line in lines if "test_loss" in line]
+    return [line for line in lines if "loss" in line], [line for line in lines
+                                                        if "valid_loss" in line], [line for line in lines
+                                                                                   if "test_loss" in line]
 
 
 @pytest.fixture(scope="module")
 def alone(run, tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("alone")
-    printed = run(folder, None, "--dtype", "float64", "--train-iters", 3, "--run-dir", "B", "--data-path", corpus, "--eval-interval", 2, "--eval-iters", 2, "--sample-tokens", 20)
+    printed = run(folder, None, "--dtype", "float64", "--train-iters", 3, "--run-dir", "B", "--data-path", corpus,
+                  "--eval-interval", 2, "--eval-iters", 2, "--sample-tokens", 20)
     return folder / "B", printed
 
 
 @pytest.mark.parametrize("processes", [pytest.param(8, marks=pytest.mark.exhaustive), 2])
 def test_the_defaults_give_the_same_numbers_for_any_number_of_processes(run, tmp_path, corpus, alone, processes):
     """Global batch, data order and initial weights do not depend on how many there are."""
-    run(tmp_path, processes, "--dtype", "float64", "--train-iters", 3, "--run-dir", "A", "--data-path", corpus, "--eval-interval", 2, "--eval-iters", 2, "--sample-tokens", 4)
+    run(tmp_path, processes, "--dtype", "float64", "--train-iters", 3, "--run-dir", "A", "--data-path", corpus,
+        "--eval-interval", 2, "--eval-iters", 2, "--sample-tokens", 4)
     for ours, theirs in zip(metrics(tmp_path / "A"), metrics(alone[0])):
         assert len(ours) == len(theirs) > 0
         for one, other in zip(ours, theirs):
@@ -79,12 +85,15 @@ def test_the_defaults_give_the_same_numbers_for_any_number_of_processes(run, tmp
 def test_a_run_leaves_its_config_and_one_line_of_metrics_a_step(alone, corpus):
     run_dir, printed = alone
     steps, valid, test = metrics(run_dir)
-    assert [line["step"] for line in steps] == [1, 2, 3] and [line["step"] for line in valid] == [2, 3] and len(test) == 1
-    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "step_ms", "tokens_per_second", "mfu", "skipped", "loss_scale"}
+    assert [line["step"] for line in steps] == [1, 2, 3] and [line["step"] for line in valid] == [2, 3]
+    assert len(test) == 1
+    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "step_ms", "tokens_per_second", "mfu",
+                             "skipped", "loss_scale"}
     assert steps[-1]["tokens"] == 3 * 16 * 128 and steps[-1]["mfu"] is None
     config = json.loads((run_dir / "config.json").read_text())
     assert config["train_iters"] == 3 and config["data_path"] == str(corpus) and config["vocab_size"] == 257
-    for text in ("rank grid", "schedule 1f1b", "(unigram ", "bigram ", "valid loss", "test loss", "perplexity", "peak memory", "a sample"):
+    for text in ("rank grid", "schedule 1f1b", "(unigram ", "bigram ", "valid loss", "test loss", "perplexity",
+                 "peak memory", "a sample"):
         assert text in printed
 
 
@@ -107,7 +116,8 @@ def test_compiled_runs_give_the_same_losses(tmp_path, corpus, alone, processes, 
     compiled = metrics(tmp_path / "A")[0]
     assert len(compiled) == 2
     for one, other in zip(compiled, metrics(alone[0])[0]):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-9) and one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-9)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
 
 
 def test_the_learning_rate_climbs_then_falls_to_min_lr():
@@ -121,8 +131,10 @@ def test_the_learning_rate_climbs_then_falls_to_min_lr():
 
 
 def drawn_with(seed, folder):
-    """Runs in a worker -> what --seed is to decide: initial weights, a batch, losses under dropout, the sample at the end."""
-    flags = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--dtype", "float64",
+    """Runs in a worker -> what --seed is to decide: initial weights, a batch, losses under dropout, the sample at the
+    end."""
+    flags = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--dtype",
+             "float64",
              "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--sample-tokens", "12", "--data-path", folder]
     corpus = load_corpus(folder)
     config = from_command_line([*flags, "--seed", str(seed)], 1).with_vocabulary(corpus.vocab_size)
@@ -148,7 +160,8 @@ def test_the_seed_draws_the_weights_the_masks_the_order_of_the_data_and_the_samp
 
 def test_megatrons_names_are_there():
     """What a reader of Megatron-LM or DeepSpeed-Domino looks for in the training script."""
-    for name in ("pretrain", "model_builder", "dataset_builder", "get_batch", "forward_step", "loss_func", "train_step", "evaluate"):
+    for name in ("pretrain", "model_builder", "dataset_builder", "get_batch", "forward_step", "loss_func", "train_step",
+                 "evaluate"):
         assert callable(getattr(train, name)) and getattr(train, name).__doc__
 
 
@@ -158,14 +171,15 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path):
     path.write_text(json.dumps(dataclasses.asdict(config)))
     assert changed_settings(tmp_path, dataclasses.replace(config, exit_interval=7, run_dir="elsewhere")) == []
     changed = dataclasses.replace(config, lr=0.5, train_iters=99)
-    assert changed_settings(tmp_path, changed) == [f"train_iters 99, before {config.train_iters}", f"lr 0.5, before {config.lr}"]
+    assert changed_settings(tmp_path, changed) == [f"train_iters 99, before {config.train_iters}",
+                                                   f"lr 0.5, before {config.lr}"]
     path.write_text('{"lr": ')
     assert changed_settings(tmp_path, changed) == []
 
 
 def test_a_run_with_nothing_left_keeps_its_settings_on_record(run, corpus, tmp_path):
-    """It trains no step with the new ones, so the next start still compares with those that were trained with; and it says
-    that steps that are done can't be traced."""
+    """It trains no step with the new ones, so the next start still compares with those that were trained with; and it
+    says that steps that are done can't be traced."""
     flags = ["--num-layers", 2, "--hidden-size", 16, "--num-attention-heads", 2, "--seq-length", 16, "--eval-iters", 0,
              "--sample-tokens", 0, "--data-path", corpus, "--run-dir", "one"]
     run(tmp_path, None, *flags, "--train-iters", 2, "--lr", 0.01)
@@ -185,8 +199,8 @@ def small(tmp_path_factory):
 
 
 def test_the_same_command_with_an_exit_interval_goes_on_by_as_many_steps_each_time(pool, small, tmp_path):
-    """As a scheduler gives it, which knows nothing of the starts before. Six steps in three starts, and the fourth finds
-    nothing left."""
+    """As a scheduler gives it, which knows nothing of the starts before. Six steps in three starts, and the fourth
+    finds nothing left."""
     command = ("--run-dir", tmp_path / "run", "--train-iters", 6, "--exit-interval", 2, "--keep-last", 5)
     for steps in (2, 4, 6, 6):
         ended = start(pool, small, *command)
@@ -208,7 +222,8 @@ def test_the_test_loss_of_what_was_once_the_end_goes_when_the_run_goes_on(pool, 
     assert lines(tmp_path / "run", "test_loss") == [(4, loss)], "nor is it there twice after a start with nothing left"
 
 
-@pytest.mark.parametrize("name, peak", [("NVIDIA A10", 125e12), ("NVIDIA A10G", None), ("NVIDIA RTX A4000", None), ("NVIDIA H100 80GB HBM3", 989e12),
+@pytest.mark.parametrize("name, peak", [("NVIDIA A10", 125e12), ("NVIDIA A10G", None), ("NVIDIA RTX A4000", None),
+                                        ("NVIDIA H100 80GB HBM3", 989e12),
                                         ("NVIDIA H100 PCIe", 756e12), ("NVIDIA GB200", None)])
 def test_a_gpu_counts_by_its_whole_name(monkeypatch, name, peak):
     """No MFU is better than that of another GPU."""

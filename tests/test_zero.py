@@ -16,7 +16,8 @@ from nanodomino.zero import MAX_REDUCES_IN_FLIGHT
 
 
 def state_rank(config, data):
-    """After two steps: per parameter element, the bytes of weights, gradients, master and moments; and what padding holds."""
+    """After two steps: per parameter element, the bytes of weights, gradients, master and moments; and what padding
+    holds."""
     mesh, model, optimizer, stage = build(config)
     for step in (1, 2):
         train.train_step(step, stage, optimizer, data, config, mesh)
@@ -37,14 +38,16 @@ def state_rank(config, data):
 
 
 @pytest.mark.parametrize("dp, zero_stage", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (4, 0)])
-@pytest.mark.parametrize("dtype, weights, gradients, optimizer", [("float32", 4, 4, 8), ("bfloat16", 2, 4, 12), ("float16", 2, 4, 12), ("float64", 8, 8, 16)])
+@pytest.mark.parametrize("dtype, weights, gradients, optimizer",
+                         [("float32", 4, 4, 8), ("bfloat16", 2, 4, 12), ("float16", 2, 4, 12), ("float64", 8, 8, 16)])
 def test_bytes_per_parameter_are_the_formulas(pool, dp, zero_stage, dtype, weights, gradients, optimizer):
-    """16-bit training 6 + 12/dp, fp32 8 + 8/dp, ZeRO-2 2 + 16/dp, 4 + 12/dp; and the padding of a flat buffer, which would count in
-    the norm, stays zero."""
+    """16-bit training 6 + 12/dp, fp32 8 + 8/dp, ZeRO-2 2 + 16/dp, 4 + 12/dp; and the padding of a flat buffer, which
+    would count in the norm, stays zero."""
     config = tiny(dp, dtype=dtype, zero_stage=zero_stage, num_attention_heads=1, hidden_size=17, loss_scale=256.0)
     expected = weights + gradients / (dp if zero_stage == 2 else 1) + optimizer / (dp if zero_stage else 1)
     assert expected == expected_memory.state_bytes_per_parameter(config)
-    for bytes_per_parameter, padding, own, padded in pool.run(state_rank, config, random_data(config, 2), world_size=dp):
+    for bytes_per_parameter, padding, own, padded in pool.run(state_rank, config, random_data(config, 2),
+                                                              world_size=dp):
         assert bytes_per_parameter == pytest.approx(expected)
         assert own == pytest.approx(1 / (dp if zero_stage else 1))
         assert padded > 0 and padding == 0.0
@@ -53,7 +56,8 @@ def test_bytes_per_parameter_are_the_formulas(pool, dp, zero_stage, dtype, weigh
 # ---- stage 2
 
 def test_with_one_microbatch_stage_2_has_the_bits_of_stage_1(pool):
-    """Its only sum is the same: buckets, replicas, order. (With more of them the order is another, and the layouts' tests say 1e-9.)"""
+    """Its only sum is the same: buckets, replicas, order. (With more of them the order is another, and the layouts'
+    tests say 1e-9.)"""
     outcomes = {}
     for zero_stage in (1, 2):
         config = tiny(4, zero_stage=zero_stage, micro_batch_size=6, slices=2, dtype="float32")
@@ -65,14 +69,16 @@ def test_with_one_microbatch_stage_2_has_the_bits_of_stage_1(pool):
 
 
 def in_flight_rank(config, data):
-    """Of a warm-up and a step: (bytes of gradients that this rank's buckets have in memory beside their own parts, at most; those
-    that are left; reduces under way, at most; how often each bucket was reduced in the step; the formula's bytes)."""
+    """Of a warm-up and a step: (bytes of gradients that this rank's buckets have in memory beside their own parts, at
+    most; those that are left; reduces under way, at most; how often each bucket was reduced in the step; the formula's
+    bytes)."""
     mesh, _, optimizer, stage = build(config)
     take, reduce, most, under_way, reduced = Bucket.allocate_gradients, optimizer.reduce, 0, 0, Counter()
 
     def bytes_now():
         travelling = [tensor for _, flat, _, received in optimizer.reduces_in_flight for tensor in (flat, received)]
-        return sum(tensor.nbytes for tensor in [*(bucket.main_grad for bucket in optimizer.buckets), *travelling] if tensor is not None)
+        return sum(tensor.nbytes for tensor in [*(bucket.main_grad for bucket in optimizer.buckets), *travelling]
+                   if tensor is not None)
 
     def look():
         nonlocal most, under_way
@@ -97,12 +103,15 @@ def in_flight_rank(config, data):
     return most, bytes_now(), under_way, list(reduced.values()), expected_memory.gradient_buffer_bytes(config, mesh)
 
 
-@pytest.mark.parametrize("schedule, bucket_size", [*((schedule, 1) for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v")), ("1f1b", 2000), *(
-    pytest.param(schedule, size, marks=pytest.mark.exhaustive) for schedule in SCHEDULES for size in (1, 2000, 10_000_000))])
+@pytest.mark.parametrize("schedule, bucket_size",
+                         [*((schedule, 1) for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v")), ("1f1b", 2000), *(
+    pytest.param(schedule, size, marks=pytest.mark.exhaustive) for schedule in SCHEDULES
+    for size in (1, 2000, 10_000_000))])
 def test_gradients_in_memory_are_those_that_are_being_added_up_and_two_on_their_way(pool, schedule, bucket_size):
-    """No more than the formula says and, of many small buckets, no more than a part of them all. Each is reduced by every microbatch."""
-    config = tiny(4, pipeline_model_parallel_size=2, num_layers=8, slices=2, zero_stage=2, schedule=schedule, bucket_size=bucket_size, device="cpu",
-                  untie_embeddings_and_output_weights=schedule == "zb-h1")
+    """No more than the formula says and, of many small buckets, no more than a part of them all. Each is reduced by
+    every microbatch."""
+    config = tiny(4, pipeline_model_parallel_size=2, num_layers=8, slices=2, zero_stage=2, schedule=schedule,
+                  bucket_size=bucket_size, device="cpu", untie_embeddings_and_output_weights=schedule == "zb-h1")
     for most, left, under_way, reduced, said in pool.run(in_flight_rank, config, random_data(config, 1), world_size=4):
         assert said / 3 < most <= said and left == 0
         assert under_way == MAX_REDUCES_IN_FLIGHT
@@ -116,7 +125,8 @@ def decay_rank(config, data):
     mesh, model, optimizer, stage = build(config)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     result = train.train_step(config.train_iters, stage, optimizer, data, config, mesh)
-    return result.loss, result.grad_norm, {name: (before[name], weight.detach().clone()) for name, weight in model.named_parameters()}
+    return result.loss, result.grad_norm, {name: (before[name], weight.detach().clone())
+                                           for name, weight in model.named_parameters()}
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
@@ -153,12 +163,14 @@ def test_bfloat16_gradients_accumulate_in_fp32(pool):
     assert loss_dtype == "torch.float32"
     for name, gradient in once.items():
         assert gradient.dtype == torch.float32
-        assert torch.allclose(often[name], 300 * gradient, rtol=1e-4, atol=1e-5 * 300 * float(gradient.abs().max())), name
+        assert torch.allclose(often[name], 300 * gradient, rtol=1e-4,
+                              atol=1e-5 * 300 * float(gradient.abs().max())), name
 
 
 def test_bfloat16_training_follows_float32(pool):
     """With fp32 master weights: an update that is too small for bfloat16 is not lost."""
-    layout = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, train_iters=8, lr=1e-3, clip_grad=1.0)
+    layout = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, train_iters=8, lr=1e-3,
+                  clip_grad=1.0)
     runs = {}
     for dtype in ("float32", "bfloat16"):
         config = tiny(8, dtype=dtype, **layout)
@@ -193,8 +205,8 @@ def order_rank(config, data):
 
 
 def test_a_bucket_is_reduced_behind_the_rest_of_backward_and_never_before_it_is_final(pool):
-    """After the last microbatch's last slice, before the layers below; a tied matrix after both its uses. Norms and biases have
-    no product by which to know them: to none of the gradients is anything added once it is on the wires."""
+    """After the last microbatch's last slice, before the layers below; a tied matrix after both its uses. Norms and
+    biases have no product by which to know them: to none of the gradients is anything added once it is on the wires."""
     config = tiny(4, tensor_model_parallel_size=2, slices=3, num_layers=4, micro_batch_size=3, bucket_size=1)
     outcomes = pool.run(order_rank, config, random_data(config, 1), world_size=4)
     assert [late for _, late in outcomes] == [[]] * 4
@@ -205,8 +217,10 @@ def test_a_bucket_is_reduced_behind_the_rest_of_backward_and_never_before_it_is_
     for i in reduces:
         for name in events[i][1]["names"]:
             site = ".".join(name.split(".")[:3]) if name.startswith("layers") else "head"
-            assert not any(about["site"] == site for _, about in events[i:] if about.get("site")), f"{name} was reduced before it was final"
-    assert len([i for i in reduces if i < products[-1]]) >= 3 * 8, "layers above the first are reduced behind the layers below"
+            assert not any(about["site"] == site for _, about in events[i:]
+                           if about.get("site")), f"{name} was reduced before it was final"
+    assert len([i for i in reduces
+                if i < products[-1]]) >= 3 * 8, "layers above the first are reduced behind the layers below"
 
 
 @pytest.mark.parametrize("dtype, zero_stage", [("float32", 1), ("bfloat16", 2)])

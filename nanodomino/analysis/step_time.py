@@ -29,7 +29,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -185,7 +185,7 @@ def simulate_schedule(config: Config, machine: Machine, of_stages: list[dict], m
     message = communication_seconds(config, machine, sizes.mesh_at(config),
                            [Traffic("pp", "send", 1, sizes.residual_bytes(config))])
 
-    @lru_cache(maxsize=None)
+    @cache
     def seconds(stage, *whats):
         return action_seconds(config, *(of_stages[stage][what] for what in whats))
 

@@ -60,7 +60,8 @@ def test_the_ranks_of_a_replica_hold_every_parameter_once(model, tp, pp, untied)
     heads = -(-PRESETS[model]["num_attention_heads"] // tp) * tp
     config = cluster(tp * pp, model=model, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
                      hidden_size=64 * heads, num_attention_heads=heads, untie_embeddings_and_output_weights=untied)
-    held = sum(weight.numel() for at in sizes.all_meshes(config) for weight in sizes.stage_model(config, at).parameters()
+    held = sum(weight.numel() for at in sizes.all_meshes(config)
+               for weight in sizes.stage_model(config, at).parameters()
                if weight.shard_dim is not None or at.tp_rank == 0)
     words = config.padded_vocab_size * config.hidden_size
     copies = (2 if untied or pp > 1 else 1) * words - (2 if untied else 1) * config.vocab_size * config.hidden_size
@@ -68,13 +69,16 @@ def test_the_ranks_of_a_replica_hold_every_parameter_once(model, tp, pp, untied)
 
 
 @pytest.mark.parametrize("zero_stage, dtype, fixed, shared", [
-    (1, "bfloat16", 6, 12), (1, "float32", 8, 8), (2, "bfloat16", 2, 16), (2, "float32", 4, 12), (0, "bfloat16", 18, 0)])
+    (1, "bfloat16", 6, 12), (1, "float32", 8, 8), (2, "bfloat16", 2, 16), (2, "float32", 4, 12),
+    (0, "bfloat16", 18, 0)])
 @pytest.mark.parametrize("dp", [1, 4])
-def test_model_state_is_6_and_12_d_bytes_a_parameter_or_8_and_8_d_or_in_zero_2_2_and_16_d(zero_stage, dtype, fixed, shared, dp):
+def test_model_state_is_6_and_12_d_bytes_a_parameter_or_8_and_8_d_or_in_zero_2_2_and_16_d(
+        zero_stage, dtype, fixed, shared, dp):
     config = cluster(8 * dp, dtype=dtype, zero_stage=zero_stage, tensor_model_parallel_size=8)
     assert expected_memory.state_bytes_per_parameter(config) == fixed + shared / dp
     state = expected_memory.state_bytes(config, sizes.mesh_at(config))
-    assert sum(state.values()) / sum(weight.numel() for weight in meta_stage(config).parameters()) == pytest.approx(fixed + shared / dp, rel=1e-4)
+    parameters = sum(weight.numel() for weight in meta_stage(config).parameters())
+    assert sum(state.values()) / parameters == pytest.approx(fixed + shared / dp, rel=1e-4)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -108,9 +112,10 @@ def test_tapes_are_as_many_as_microbatches_alive_but_a_pair_has_one_that_grows_a
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("granularity, stream, cut", [("none", 4, 12), ("selective", 4, 7), ("full", 2, 0)])
 def test_a_layer_keeps_so_many_activations(granularity, stream, cut, tp, sequence_parallel):
-    """(4 + 12/t) X; without attention's and gelu's inside (4 + 7/t) X; x alone 2 X. A stream that is cut has 4 X/t in place of
-    4 X, or 2 X/t. Beside them what a token has of each norm and head."""
-    config = cluster(8, tensor_model_parallel_size=tp, recompute_granularity=granularity, sequence_parallel=sequence_parallel)
+    """(4 + 12/t) X; without attention's and gelu's inside (4 + 7/t) X; x alone 2 X. A stream that is cut has 4 X/t in
+    place of 4 X, or 2 X/t. Beside them what a token has of each norm and head."""
+    config = cluster(8, tensor_model_parallel_size=tp, recompute_granularity=granularity,
+                     sequence_parallel=sequence_parallel)
     kept = expected_memory.layer_tape_bytes(config)
     small = sum(kept.pop(name, 0) for name in ("norm statistics", "logsumexp"))
     ours = (stream / tp if sequence_parallel else stream) + cut / tp
@@ -118,27 +123,32 @@ def test_a_layer_keeps_so_many_activations(granularity, stream, cut, tp, sequenc
 
 
 def test_what_full_recomputation_keeps_goes_to_the_host_of_a_gpu_and_stays_where_there_is_none():
-    """2 X a layer of each microbatch that is alive: here four, of ten layers. On the GPU stays what is not a layer's."""
-    config = cluster(4, pipeline_model_parallel_size=4, global_batch_size=16, recompute_granularity="full", device="cuda")
+    """2 X a layer of each microbatch that is alive: here four, of ten layers. On the GPU stays what is not a
+    layer's."""
+    config = cluster(4, pipeline_model_parallel_size=4, global_batch_size=16, recompute_granularity="full",
+                     device="cuda")
     at, away = sizes.mesh_at(config), dataclasses.replace(config, checkpoint_in_cpu=True)
     moved = 4 * 10 * 2 * sizes.hidden_bytes(config)
     assert expected_memory.host_bytes(away, at) == moved and expected_memory.host_bytes(config, at) == 0
     assert expected_memory.tape_bytes(config, at) - expected_memory.tape_bytes(away, at) == moved
     assert expected_memory.tape_bytes(config, at) < 1.02 * moved + 5 * sizes.hidden_bytes(config)
     on_cpu, kept = (dataclasses.replace(one, device="cpu") for one in (away, config))
-    assert expected_memory.host_bytes(on_cpu, at) == 0 and expected_memory.tape_bytes(on_cpu, at) == expected_memory.tape_bytes(kept, at)
+    assert expected_memory.host_bytes(on_cpu, at) == 0
+    assert expected_memory.tape_bytes(on_cpu, at) == expected_memory.tape_bytes(kept, at)
 
 
 def test_what_is_left_for_weight_gradients_is_the_same_however_little_was_kept():
     """What was computed again stays for them."""
-    left = [expected_memory.layer_weight_gradient_bytes(cluster(8, **TP8, recompute_granularity=one)) for one in GRANULARITIES]
+    left = [expected_memory.layer_weight_gradient_bytes(cluster(8, **TP8, recompute_granularity=one))
+            for one in GRANULARITIES]
     assert left[0] == left[1] == left[2]
 
 
 def test_what_waits_for_its_weight_gradients_holds_as_much_as_before_but_for_small_terms():
     """What is alive is the same then, however late weight gradients are."""
     config = cluster(8, **TP8)
-    kept, left = (sum(found.values()) for found in (expected_memory.layer_tape_bytes(config), expected_memory.layer_weight_gradient_bytes(config)))
+    kept, left = (sum(found.values()) for found in (expected_memory.layer_tape_bytes(config),
+                                                    expected_memory.layer_weight_gradient_bytes(config)))
     small = expected_memory.layer_tape_bytes(config)
     assert kept - left == small["norm statistics"] + small["logsumexp"] < 0.01 * kept
 
@@ -160,17 +170,21 @@ def test_every_boundary_between_stages_has_a_message_each_way_for_each_microbatc
 
 def test_a_ring_sums_by_scattering_and_gathering():
     for ranks in (1, 2, 8):
-        scattered, gathered = (expected_traffic.bytes_sent(kind, 1024, ranks) for kind in ("reduce_scatter", "all_gather"))
-        assert expected_traffic.bytes_sent("all_reduce", 1024, ranks) == scattered + gathered == 2 * 1024 * (ranks - 1) / ranks
+        scattered, gathered = (expected_traffic.bytes_sent(kind, 1024, ranks)
+                               for kind in ("reduce_scatter", "all_gather"))
+        assert expected_traffic.bytes_sent("all_reduce", 1024,
+                                           ranks) == scattered + gathered == 2 * 1024 * (ranks - 1) / ranks
 
 
 @pytest.mark.parametrize("slices, columns", [(1, 1), (2, 1), (2, 4)])
 @pytest.mark.parametrize("sequence_parallel, sums, calls", [(False, 4, 4), (True, 5, 10)])
 def test_a_layer_costs_four_sums_of_x_however_it_is_cut(slices, columns, sequence_parallel, sums, calls):
-    """8 (t-1)/t X on the wires a layer and microbatch (Megatron-LM, 1909.08053, section 3). Along the tokens it is four scatters and six
-    gathers, which is the same and, for the inputs of two products, a gather each more: 10 (t-1)/t X."""
+    """8 (t-1)/t X on the wires a layer and microbatch (Megatron-LM, 1909.08053, section 3). Along the tokens it is four
+    scatters and six gathers, which is the same and, for the inputs of two products, a gather each more: 10 (t-1)/t
+    X."""
     config = cluster(8, **TP8, micro_batch_size=2, slices=slices, columns=columns, sequence_parallel=sequence_parallel)
-    found = [one for one in expected_traffic.tensor_parallel_traffic(config, sizes.mesh_at(config)) if one.why.startswith("layers")]
+    found = [one for one in expected_traffic.tensor_parallel_traffic(config, sizes.mesh_at(config))
+             if one.why.startswith("layers")]
     wire = sum(expected_traffic.bytes_sent(one.kind, one.bytes, 8) for one in found)
     assert wire / config.num_layers / config.microbatches == 2 * sums * 7 / 8 * sizes.hidden_bytes(config)
     assert sum(one.calls for one in found) == calls * config.num_layers * config.microbatches * slices * columns
@@ -178,8 +192,8 @@ def test_a_layer_costs_four_sums_of_x_however_it_is_cut(slices, columns, sequenc
 
 @pytest.mark.parametrize("model", ["gpt3-13b", "llama3-8b", "qwen3-0.6b"])
 def test_the_products_of_all_ranks_are_the_models_flops(model):
-    """Within the vocabulary's padding and what is no product: norms and biases count in 6 N. Heads may share keys and values, be of another
-    size than h / n, an MLP have a third matrix."""
+    """Within the vocabulary's padding and what is no product: norms and biases count in 6 N. Heads may share keys and
+    values, be of another size than h / n, an MLP have a third matrix."""
     config = cluster(64, model=model, tensor_model_parallel_size=8, pipeline_model_parallel_size=4)
     forward = sum(sum(step_time.forward_flops(config, at, chunk)) for at in sizes.all_meshes(config)
                   for chunk in sizes.stage_model(config, at).chunks) * config.microbatches
@@ -192,7 +206,8 @@ def test_zero_1_sends_6_bytes_a_parameter_and_a_tied_matrix_4_over_two_stages():
     """6 (d-1)/d and, over two ranks, all of V/t x h in fp32, of which the owner of 1/d sends its part."""
     config = cluster(32, **TP8, pipeline_model_parallel_size=2)
     at = sizes.mesh_at(config, 1)
-    found, padded = expected_traffic.once_per_step_traffic(config, at), sum(size for _, size in sizes.bucket_sizes(config, at))
+    found = expected_traffic.once_per_step_traffic(config, at)
+    padded = sum(size for _, size in sizes.bucket_sizes(config, at))
     wire = {group: sum(expected_traffic.bytes_sent(one.kind, one.bytes, 2) for one in found if one.group == group)
             for group in ("dp", "embedding")}
     assert wire["dp"] == 6 * padded / 2
@@ -203,7 +218,8 @@ def test_zero_2_scatters_as_often_as_there_are_microbatches():
     """(4 m + 2)(d-1)/d a parameter; what first and last stage agree on, and the gather, as in ZeRO-1."""
     one, two = (cluster(32, **TP8, pipeline_model_parallel_size=2, zero_stage=stage) for stage in (1, 2))
     at, m = sizes.mesh_at(two, 1), two.microbatches
-    found = {stage: {(row.group, row.kind): row for row in expected_traffic.once_per_step_traffic(config, at)} for stage, config in ((1, one), (2, two))}
+    found = {stage: {(row.group, row.kind): row for row in expected_traffic.once_per_step_traffic(config, at)}
+             for stage, config in ((1, one), (2, two))}
     scattered = {stage: rows.pop(("dp", "reduce_scatter")) for stage, rows in found.items()}
     assert found[1] == found[2] and m == 512
     assert (scattered[2].calls, scattered[2].bytes) == (m * scattered[1].calls, m * scattered[1].bytes)
@@ -220,7 +236,8 @@ def test_with_free_wires_the_step_is_the_products_and_a_bubble_of_p_minus_1_by_m
     alone = sum(step_time.forward_flops(config, sizes.mesh_at(config, 3), chunk)) * 3 * 16 / 1e12
     assert parts["products"] == pytest.approx(alone)
     paired = step_time.step_seconds(dataclasses.replace(config, schedule="paired"), machine(products=1e12))
-    assert paired == {name: pytest.approx(part) for name, part in parts.items()}, "without wires there is nothing to hide"
+    assert paired == {name: pytest.approx(part)
+                      for name, part in parts.items()}, "without wires there is nothing to hide"
 
 
 @pytest.mark.parametrize("chunks", [2, 5])
@@ -236,7 +253,8 @@ def test_where_weight_gradients_fill_the_bubble_only_a_part_of_it_is_left(schedu
     """(p - 1)(F + B - W) of (p - 1)(F + B + W), which is a third if all are equal; attention has no W."""
     config = cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
     plain, zero = (step_time.step_seconds(one, machine(products=1e12)) for one in
-                   (config, cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16, schedule=schedule)))
+                   (config, cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16,
+                                    schedule=schedule)))
     assert zero["products"] == plain["products"] and zero["bubble"] < 0.45 * plain["bubble"]
 
 
@@ -272,14 +290,17 @@ def test_weight_gradients_that_are_done_apart_cover_no_wires():
 @pytest.mark.parametrize("granularity, again", [("selective", lambda dense, attention: attention),
                                                 ("full", lambda dense, attention: 7 / 12 * dense + attention)])
 def test_what_is_computed_again_is_added_to_the_products(granularity, again):
-    """Attention's own; of the matrices q, k, v and the first of the MLP, 3 + 4 of 12 h^2: less than a third of a step."""
+    """Attention's own; of the matrices q, k, v and the first of the MLP, 3 + 4 of 12 h^2: less than a third of a
+    step."""
     plain = cluster(32, **TP8, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
-    config, at, one = dataclasses.replace(plain, recompute_granularity=granularity), sizes.mesh_at(plain), machine(products=1e12)
+    config, at = dataclasses.replace(plain, recompute_granularity=granularity), sizes.mesh_at(plain)
+    one = machine(products=1e12)
     (chunk,) = sizes.stage_model(plain, at).chunks
     dense, _, attention = step_time.forward_flops(plain, at, chunk)
     before, after = step_time.step_seconds(plain, one), step_time.step_seconds(config, one)
     assert after["again"] == pytest.approx(16 * again(dense, attention) / 1e12)
-    assert after["products"] == before["products"] and after["bubble"] / before["bubble"] == pytest.approx(1 + after["again"] / after["products"], rel=0.01)
+    assert after["products"] == before["products"]
+    assert after["bubble"] / before["bubble"] == pytest.approx(1 + after["again"] / after["products"], rel=0.01)
     assert 0.01 < after["again"] / after["products"] < 0.25
 
 
@@ -295,8 +316,10 @@ def test_what_is_computed_again_covers_sums_as_weight_gradients_do():
 
 def test_copies_to_the_host_take_time_where_they_are_longer_than_all_else():
     """Of each rank: they are not shared over tp."""
-    config = cluster(8, **TP8, vocab_size=128, global_batch_size=2, recompute_granularity="full", checkpoint_in_cpu=True, device="cuda")
-    one, copied = machine(products=1e14), 2 * 2 * 2 * 40 * sizes.hidden_bytes(config)     # 2 microbatches, out and back, of 2 x 40 sublayers
+    config = cluster(8, **TP8, vocab_size=128, global_batch_size=2, recompute_granularity="full",
+                     checkpoint_in_cpu=True, device="cuda")
+    # 2 microbatches, out and back, of 2 x 40 sublayers
+    one, copied = machine(products=1e14), 2 * 2 * 2 * 40 * sizes.hidden_bytes(config)
     fast, slow = (step_time.step_seconds(config, dataclasses.replace(one, host=rate)) for rate in (1e15, 1e9))
     assert fast["host copies"] == pytest.approx(0.0) and sum(slow.values()) == pytest.approx(copied / 1e9)
     assert slow["products"] == fast["products"] and slow["host copies"] > 0.5 * copied / 1e9
@@ -307,21 +330,23 @@ def exposed_of(config, one) -> tuple:
     at = sizes.mesh_at(config)
     (row,), _ = step_time.simulate_schedule(config, one, [step_time.action_costs(config, one, at)])
     gathered = [found for found in expected_traffic.once_per_step_traffic(config, at) if not found.backward]
-    outlast = step_time.exposed_data_parallel_seconds(config, one, at, row) - step_time.communication_seconds(config, one, at, gathered)
+    outlast = step_time.exposed_data_parallel_seconds(config, one, at,
+                                                      row) - step_time.communication_seconds(config, one, at, gathered)
     return row[-1][2], row[-1][2] - row[-1][1], outlast
 
 
 def test_gradients_of_a_chunk_travel_while_the_others_go_backward():
-    """Their sums take as long as three backwards of a chunk: of two chunks the upper one's half a backward more than the lower one's
-    backward, and then the lower one's; of a whole stage all, but for its last backward."""
-    chunks = cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, schedule="interleaved", global_batch_size=4,
-                     vocab_size=128)
+    """Their sums take as long as three backwards of a chunk: of two chunks the upper one's half a backward more than
+    the lower one's backward, and then the lower one's; of a whole stage all, but for its last backward."""
+    chunks = cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, schedule="interleaved",
+                     global_batch_size=4, vocab_size=128)
     whole, at = dataclasses.replace(chunks, schedule="1f1b", virtual_stages=1), sizes.mesh_at(chunks)
     fast = machine(products=1e13)
     end, last, outlast = exposed_of(chunks, fast)
     assert outlast == pytest.approx(0, abs=1e-9 * end)
     sums = [found for found in expected_traffic.once_per_step_traffic(chunks, at) if found.backward]
-    slow = dataclasses.replace(fast, near=step_time.communication_seconds(chunks, machine(near=1.0), at, sums) / (3 * last))
+    slow = dataclasses.replace(fast, near=step_time.communication_seconds(chunks, machine(near=1.0), at,
+                                                                          sums) / (3 * last))
     assert exposed_of(chunks, slow)[2] == pytest.approx(last, rel=0.01)
     assert exposed_of(whole, slow)[1:] == (pytest.approx(2 * last, rel=0.01), pytest.approx(last, rel=0.02))
     slower = dataclasses.replace(slow, near=slow.near / 2)
@@ -330,7 +355,8 @@ def test_gradients_of_a_chunk_travel_while_the_others_go_backward():
 
 def test_zero_2_costs_nothing_where_backward_hides_its_wires_and_else_m_times_what_it_does_not_hide():
     """On one stage: 8 microbatches, whose sums take half as long as their backward, or twice as long."""
-    one, two = (cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, zero_stage=stage, global_batch_size=16, vocab_size=128)
+    one, two = (cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, zero_stage=stage, global_batch_size=16,
+                        vocab_size=128)
                 for stage in (1, 2))
     at, fast = sizes.mesh_at(two), machine(products=1e13)
     backward = step_time.action_seconds(one, step_time.action_costs(one, fast, at)["backward", 0])
@@ -340,7 +366,8 @@ def test_zero_2_costs_nothing_where_backward_hides_its_wires_and_else_m_times_wh
         once, often = (step_time.step_seconds(config, slow) for config in (one, two))
         _, gathered = step_time.data_parallel_seconds(one, slow, at)
         assert often["dp wires"] == pytest.approx(lost + gathered, rel=0.01, abs=1e-6 * backward)
-        assert once["dp wires"] == pytest.approx(max(0, factor - 1) * backward + gathered, rel=0.01, abs=1e-6 * backward)
+        assert once["dp wires"] == pytest.approx(max(0, factor - 1) * backward + gathered, rel=0.01,
+                                                 abs=1e-6 * backward)
         assert {name: part for name, part in often.items() if name not in ("dp wires", "optimizer")} == {
             name: part for name, part in once.items() if name not in ("dp wires", "optimizer")}
 
@@ -395,7 +422,8 @@ def held_rank(config):
     held = memory.measure(config, mesh, optimizer, stage, dataset)
     with comm.CollectiveCounter(mesh) as listener:
         train.train_step(3, stage, optimizer, dataset, config, mesh)
-    return (held, memory.predict(config, mesh)), (listener.counts, expected_traffic.totals_by_group(expected_traffic.step_traffic(config, mesh)))
+    expected = expected_traffic.totals_by_group(expected_traffic.step_traffic(config, mesh))
+    return (held, memory.predict(config, mesh)), (listener.counts, expected)
 
 
 def check_memory(held, said, peak=math.inf):
@@ -407,26 +435,35 @@ def check_memory(held, said, peak=math.inf):
 @pytest.mark.parametrize("world_size, changes", [
     (1, dict(slices=2, dtype="bfloat16", hidden_dropout=0.1, attention_dropout=0.1)),
     (2, dict(pipeline_model_parallel_size=2, schedule="gpipe", untie_embeddings_and_output_weights=True)),
-    (2, dict(tensor_model_parallel_size=2, normalization="RMSNorm", dtype="float16", optimizer="lion", fp16_lm_cross_entropy=True)),
+    (2, dict(tensor_model_parallel_size=2, normalization="RMSNorm", dtype="float16", optimizer="lion",
+             fp16_lm_cross_entropy=True)),
     (4, dict(tensor_model_parallel_size=4, slices=3, columns=7, global_batch_size=3, hidden_dropout=0.1)),
     (4, dict(pipeline_model_parallel_size=2, zero_stage=0, micro_batch_size=1, bucket_size=1)),
-    (4, dict(pipeline_model_parallel_size=2, zero_stage=2, schedule="zb-h1", micro_batch_size=1, slices=1, untie_embeddings_and_output_weights=True)),
+    (4, dict(pipeline_model_parallel_size=2, zero_stage=2, schedule="zb-h1", micro_batch_size=1, slices=1,
+             untie_embeddings_and_output_weights=True)),
     (4, dict(tensor_model_parallel_size=2, zero_stage=2, dtype="bfloat16", slices=2)),
     (8, dict(**TP8, slices=1, columns=5, global_batch_size=3, dtype="float32", attention_dropout=0.1)),
     (8, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, dtype="bfloat16")),
-    (2, dict(tensor_model_parallel_size=2, slices=2, columns=2, recompute_granularity="selective", hidden_dropout=0.1, attention_dropout=0.1)),
-    (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, dtype="bfloat16", recompute_granularity="full",
-             hidden_dropout=0.1, attention_dropout=0.1)),
-    (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, columns=3, sequence_parallel=True)),
-    (4, dict(tensor_model_parallel_size=4, slices=3, dtype="bfloat16", recompute_granularity="full", sequence_parallel=True,
-             hidden_dropout=0.1, attention_dropout=0.1)),
+    (2, dict(tensor_model_parallel_size=2, slices=2, columns=2, recompute_granularity="selective", hidden_dropout=0.1,
+             attention_dropout=0.1)),
+    (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, dtype="bfloat16",
+             recompute_granularity="full", hidden_dropout=0.1, attention_dropout=0.1)),
+    (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, columns=3,
+             sequence_parallel=True)),
+    (4, dict(tensor_model_parallel_size=4, slices=3, dtype="bfloat16", recompute_granularity="full",
+             sequence_parallel=True, hidden_dropout=0.1, attention_dropout=0.1)),
     (4, dict(tensor_model_parallel_size=2, zero_stage=2, recompute_granularity="selective", sequence_parallel=True)),
-    *[(2, dict(tensor_model_parallel_size=2, slices=2, **FAMILIES[family], **more)) for family in FAMILIES if family != "gpt2"
+    *[(2, dict(tensor_model_parallel_size=2, slices=2, **FAMILIES[family], **more)) for family in FAMILIES
+      if family != "gpt2"
       for more in ({}, dict(recompute_granularity="selective", attention_dropout=0.1, dtype="bfloat16"))],
-    (2, dict(pipeline_model_parallel_size=2, slices=2, **FAMILIES["llama"], reset_position_ids=True, reset_attention_mask=True)),
-    (2, dict(tensor_model_parallel_size=2, **FAMILIES["qwen3"], reset_attention_mask=True, attention_dropout=0.1, sequence_parallel=True)),
-], ids=["dropout", "gpipe-untied", "rmsnorm-lion", "tp4-columns", "zero0-buckets", "zero2-zb-h1", "zero2-tp2", "tp8", "tp2-pp2-dp2", "selective", "full",
-        "cut-columns", "cut-full", "cut-selective-zero2", *(f"{family}{more}" for family in FAMILIES if family != "gpt2" for more in ("", "-again")),
+    (2, dict(pipeline_model_parallel_size=2, slices=2, **FAMILIES["llama"], reset_position_ids=True,
+             reset_attention_mask=True)),
+    (2, dict(tensor_model_parallel_size=2, **FAMILIES["qwen3"], reset_attention_mask=True, attention_dropout=0.1,
+             sequence_parallel=True)),
+], ids=["dropout", "gpipe-untied", "rmsnorm-lion", "tp4-columns", "zero0-buckets", "zero2-zb-h1", "zero2-tp2", "tp8",
+        "tp2-pp2-dp2", "selective", "full",
+        "cut-columns", "cut-full", "cut-selective-zero2", *(f"{family}{more}" for family in FAMILIES if family != "gpt2"
+                                                            for more in ("", "-again")),
         "llama-documents", "qwen3-documents-cut"])
 def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_size, changes):
     config = tiny(world_size, **{"global_batch_size": 12, "num_layers": 2, "device": "cpu", **changes})
@@ -437,11 +474,13 @@ def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_
 
 @pytest.mark.parametrize("tp, slices, granularity", [
     (2, 2, "none"), (1, 2, "full"),
-    *(pytest.param(1, slices, granularity, marks=pytest.mark.exhaustive) for slices, granularity in itertools.product((1, 3), GRANULARITIES))])
+    *(pytest.param(1, slices, granularity, marks=pytest.mark.exhaustive)
+      for slices, granularity in itertools.product((1, 3), GRANULARITIES))])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_schedule_holds_and_sends_what_its_actions_say(pool, schedule, tp, slices, granularity):
     """5 layers on two stages: chunks are not equal."""
-    config = tiny(2 * tp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2, schedule=schedule, slices=slices,
+    config = tiny(2 * tp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2, schedule=schedule,
+                  slices=slices,
                   num_layers=5, global_batch_size=18, hidden_size=32, device="cpu", hidden_dropout=0.1 * (slices == 3),
                   recompute_granularity=granularity)
     for of_memory, (counted, said) in pool.run(held_rank, config, world_size=2 * tp):
@@ -454,12 +493,14 @@ def messages_rank(config):
     mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
     model = train.model_builder(config, mesh)
     stage = memory.TapeMeter(Domino(model, config.slices, config.columns), {})
-    optimizer, most, make, send = ZeroOptimizer(model, config, mesh), 0, pipeline.P2PCommunicator, torch.distributed.batch_isend_irecv
+    optimizer, most, make = ZeroOptimizer(model, config, mesh), 0, pipeline.P2PCommunicator
+    send = torch.distributed.batch_isend_irecv
     mails = []
 
     def weighed(ops):
         nonlocal most
-        tensors = [*(op.tensor for op in ops), *(tensor for _, tensor in (*mails[-1].sends_in_flight, *mails[-1].inbox.values()))]
+        tensors = [*(op.tensor for op in ops),
+                   *(tensor for _, tensor in (*mails[-1].sends_in_flight, *mails[-1].inbox.values()))]
         on_tape = memory.reachable_storages(list(stage.tapes.values()))
         most = max(most, sum(size for key, size in dict(map(memory.storage, tensors)).items() if key not in on_tape))
         return send(ops)
@@ -477,8 +518,8 @@ def messages_rank(config):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_messages_under_way_are_those_that_are_counted_in_the_actions(pool, schedule, slices, tp):
     """Of a stream that is cut over tp each rank sends its own part."""
-    config = tiny(2 * tp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2, schedule=schedule, slices=slices, num_layers=4,
-                  global_batch_size=18, device="cpu", sequence_parallel=tp > 1)
+    config = tiny(2 * tp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2, schedule=schedule,
+                  slices=slices, num_layers=4, global_batch_size=18, device="cpu", sequence_parallel=tp > 1)
     for measured, said in pool.run(messages_rank, config, world_size=2 * tp):
         assert measured == said > 0
 
@@ -542,37 +583,44 @@ def test_gpt3_13b_on_64_ranks_has_the_parameters_of_the_formulas(rank):
 
 @pytest.mark.parametrize("rank, schedule, tokens", [
     (63, "1f1b", 2048), (16, "interleaved", 2048), (32, "paired", 2048), (48, "zb-h1", 2048), (0, "zb-v", 1024),
-    *(pytest.param(rank, name, 2048, marks=pytest.mark.exhaustive) for rank, name in ((0, "1f1b"), (0, "zb-v"), (63, "zb-v")))])
+    *(pytest.param(rank, name, 2048, marks=pytest.mark.exhaustive)
+      for rank, name in ((0, "1f1b"), (0, "zb-v"), (63, "zb-v")))])
 def test_a_step_of_gpt3_13b_keeps_and_sends_what_the_formulas_say(rank, schedule, tokens):
-    """Of few tokens, the most is there when one chunk's gradients are received, and the other's tapes are not used up yet."""
+    """Of few tokens, the most is there when one chunk's gradients are received, and the other's tapes are not used up
+    yet."""
     config = cluster(64, **GPT3_13B, schedule=schedule, seq_length=tokens)
     with rank_of_a_cluster(rank, config) as (mesh, model, optimizer):
         stage = memory.TapeMeter(Domino(model, config.slices, config.columns), memory.state_storages(model, optimizer))
         with comm.CollectiveCounter(mesh) as listener, memory.AllocationPeak() as allocations:
             optimizer.zero_grad()
-            train.run_schedule(config.timetable, 0, stage, memory.CopiedRandomTokens(config), config, mesh, True, optimizer.on_gradients_ready)
+            train.run_schedule(config.timetable, 0, stage, memory.CopiedRandomTokens(config), config, mesh, True,
+                               optimizer.on_gradients_ready)
             optimizer.finalize_gradients()
             optimizer.gather_weights()
     assert stage.most == pytest.approx(expected_memory.tape_bytes(config, mesh), rel=ACTIVATIONS)
-    step = [one for one in expected_traffic.step_traffic(config, mesh) if one.group != "world"]       # its sum has no numbers here
+    # its sum has no numbers here
+    step = [one for one in expected_traffic.step_traffic(config, mesh) if one.group != "world"]
     assert listener.counts == expected_traffic.totals_by_group(step)
     beside_state = expected_memory.peak_bytes(config, mesh) - sum(expected_memory.state_bytes(config, mesh).values())
     assert allocations.most == pytest.approx(beside_state, rel=PEAK)
 
 
 def test_communicators_cost_a_gpu_memory_by_the_ring_and_a_cpu_none():
-    """World, tp, dp, and a tied matrix's on the first and last stage, of 24 channels each; messages have 4, to each neighbour
-    and in the ring where they meet. An axis of one has no communicator."""
+    """World, tp, dp, and a tied matrix's on the first and last stage, of 24 channels each; messages have 4, to each
+    neighbour and in the ring where they meet. An axis of one has no communicator."""
     ring, connection = 24 * 12 * 2**20, 12 * 2**20
     sizes = dict(num_layers=8, num_attention_heads=8, hidden_size=64)
     box = cluster(32, **sizes, tensor_model_parallel_size=4, pipeline_model_parallel_size=4, global_batch_size=8)
     assert box.tied and box.dp == 2
-    found = [expected_memory.communicator_bytes(dataclasses.replace(box, device="cuda"), sizes.mesh_at(box, stage)) for stage in range(4)]
-    assert found == [4 * ring + 8 * connection, 3 * ring + 12 * connection, 3 * ring + 12 * connection, 4 * ring + 8 * connection]
+    found = [expected_memory.communicator_bytes(dataclasses.replace(box, device="cuda"), sizes.mesh_at(box, stage))
+             for stage in range(4)]
+    assert found == [4 * ring + 8 * connection, 3 * ring + 12 * connection, 3 * ring + 12 * connection,
+                     4 * ring + 8 * connection]
     for size, axis, rings in ((1, "tensor", 0), (8, "tensor", 2), (8, "data", 2)):
         config = cluster(size, **sizes, pipeline_model_parallel_size=1, global_batch_size=8,
                          tensor_model_parallel_size=size if axis == "tensor" else 1)
-        assert expected_memory.communicator_bytes(dataclasses.replace(config, device="cuda"), sizes.mesh_at(config)) == rings * ring
+        assert expected_memory.communicator_bytes(dataclasses.replace(config, device="cuda"),
+                                                  sizes.mesh_at(config)) == rings * ring
         assert expected_memory.communicator_bytes(dataclasses.replace(config, device="cpu"), sizes.mesh_at(config)) == 0
 
 
@@ -624,14 +672,14 @@ def test_bench_plan_of_gpt3_13b_on_64_gpus(capsys):
     assert record["bubble"] == pytest.approx(3 / 512, rel=0.1) and 0.2 < record["mfu"] < 0.6
     assert sum(record["parts_s"].values()) == pytest.approx(record["step_s"])
     assert all(set(need) == set(plan.MEMORY_TERMS) for need in record["memory"]) and len(record["memory"]) == 4
-    for said in ("stage 3", "tp: layers forward", "dp: weights", "(p - 1)/m if stages are equal", "--columns 2 would", "--product-efficiency",
-                 "--schedule paired would take"):
+    for said in ("stage 3", "tp: layers forward", "dp: weights", "(p - 1)/m if stages are equal", "--columns 2 would",
+                 "--product-efficiency", "--schedule paired would take"):
         assert said in text
 
 
 def test_a_plan_proposes_the_fastest_schedule_that_fits_with_all_its_flags(capsys):
-    """At a wire that is nothing to speak of, few microbatches and many stages, it is one that has no bubble, if two chunks deal the
-    layers evenly; and with it there is nothing better."""
+    """At a wire that is nothing to speak of, few microbatches and many stages, it is one that has no bubble, if two
+    chunks deal the layers evenly; and with it there is nothing better."""
     flags = ["--gpus", 8, "--tp", 1, "--pp", 8, "--num-layers", 32, "--global-batch-size", 16, "--vocab-size", 128]
     _, text, before, _ = bench(capsys, "plan", *flags)
     told = re.search(r"(--schedule \S+(?: --virtual-stages \d+)?) would take ([\d.]+ m?s) a step", text)
@@ -651,17 +699,19 @@ def test_a_plan_knows_a_schedule_that_was_added_later(capsys, monkeypatch):
     monkeypatch.setitem(SCHEDULES, "lifo", Schedule(last_in_first_out))
     config = dataclasses.replace(cluster(4, pipeline_model_parallel_size=4, global_batch_size=6), schedule="lifo")
     assert expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, 3)) == 6
-    assert any({"schedule": "lifo"} in changes for changes in plan.other_schedules(dataclasses.replace(config, schedule="1f1b")))
+    assert any({"schedule": "lifo"} in changes
+               for changes in plan.other_schedules(dataclasses.replace(config, schedule="1f1b")))
     assert step_time.step_seconds(config, machine(products=1e12))["bubble"] > 0
 
 
 @pytest.mark.parametrize("flags, reason, remedy", [
     (["--tp", 2, "--pp", 1, "--micro-batch-size", 8, "--gpu", "A100"], "activations", "--micro-batch-size 1"),
     (["--tp", 4, "--pp", 1, "--micro-batch-size", 16, "--gpu", "A100"], "activations", "--recompute-granularity full"),
-    (["--tp", 4, "--pp", 1, "--micro-batch-size", 16, "--gpu", "A100", "--recompute-granularity", "selective"], "activations",
-     "--recompute-granularity full --checkpoint-in-cpu"),
+    (["--tp", 4, "--pp", 1, "--micro-batch-size", 16, "--gpu", "A100", "--recompute-granularity", "selective"],
+     "activations", "--recompute-granularity full --checkpoint-in-cpu"),
     (["--tp", 8, "--pp", 1, "--gpus", 8, "--micro-batch-size", 16], "activations", "--sequence-parallel"),
-    pytest.param(["--tp", 8, "--pp", 4, "--schedule", "gpipe"], "activations", "--schedule 1f1b", marks=pytest.mark.exhaustive),
+    pytest.param(["--tp", 8, "--pp", 4, "--schedule", "gpipe"], "activations", "--schedule 1f1b",
+                 marks=pytest.mark.exhaustive),
     (["--tp", 8, "--pp", 1, "--zero-stage", 0, "--gpu", "A10"], "optimizer", "--zero-stage 1"),
     (["--tp", 4, "--pp", 1, "--gpu", "A10"], "gradients", "--zero-stage 2"),
     (["--tp", 1, "--pp", 1], "gradients", "--pipeline-model-parallel-size 2"),

@@ -85,7 +85,8 @@ def test_hidden_is_the_part_of_the_wires_time_for_which_there_is_work(domino, co
 
 
 def test_host_times_are_of_a_layer_and_slice_beside_autograds():
-    record = ask("host", "--num-layers", "2", "--slices", "3", "--columns", "2", "--normalization", "RMSNorm", "--repeats", "2")
+    record = ask("host", "--num-layers", "2", "--slices", "3", "--columns", "2", "--normalization", "RMSNorm",
+                 "--repeats", "2")
     assert (record["tp"], record["slices"], record["columns"], record["num_layers"]) == (2, 3, 2, 2)
     for side in ("autograd", "nanodomino"):
         assert 5 < record[f"{side}_forward_us"] and 5 < record[f"{side}_us"] < 1e5
@@ -232,8 +233,8 @@ with slow_wire("1gbit", 2):
 def test_nothing_is_left_of_the_wire(wire, ends):
     """Of a process that was killed the next start removes it."""
     code = HOLD.format("1 / 0" if ends == "exception" else "time.sleep(60)")
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                               preexec_fn=listen_to_interrupts)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL, preexec_fn=listen_to_interrupts)
     assert process.stdout.readline() == b"up\n"
     if ends != "exception":
         assert len([name for name in namespaces() if f"-{process.pid}-" in name]) == 3

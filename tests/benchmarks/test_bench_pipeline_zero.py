@@ -31,7 +31,8 @@ def test_pipeline_compares_every_schedule_with_torchs():
     record = ask("pipeline", *TINY, "--num-layers", "4", "--microbatches", "2", "3", "--repeats", "2")
     rows = {(row["microbatches"], row["schedule"], row["side"]): row for row in record["rows"]}
     runner = {"1f1b", "gpipe", "interleaved"}
-    assert set(rows) == {(m, schedule, side) for m in (2, 3) for schedule in SCHEDULES for side in ("domino", "runner", "torch")
+    assert set(rows) == {(m, schedule, side) for m in (2, 3) for schedule in SCHEDULES
+                         for side in ("domino", "runner", "torch")
                          if side == "domino" or schedule in (runner if side == "runner" else pipeline.TORCHS)}
     for (m, schedule, side), row in rows.items():
         assert row["even"] == pytest.approx(1 / (m + 1)) or schedule not in ("1f1b", "gpipe", "paired")
@@ -89,14 +90,16 @@ class Side:
     """Finds this loss and this gradient."""
 
     def __init__(self, loss, gradient, placement=""):
-        self.step, self.gradients, self.parts = lambda: loss, lambda: [torch.tensor([gradient])], SimpleNamespace(placement=placement)
+        self.step, self.gradients = lambda: loss, lambda: [torch.tensor([gradient])]
+        self.parts = SimpleNamespace(placement=placement)
 
 
 @pytest.mark.parametrize("other", [(5.01, 3.0), (5.0, 3.01), (float("nan"), 3.0), (5.0, float("nan"))])
 def test_pipeline_refuses_to_compare_different_work(monkeypatch, other):
     """Gradients may differ where a stage holds other layers; the loss never."""
     monkeypatch.setattr(pipeline, "gathered", lambda value: [value])
-    sides = {("1f1b", "domino"): Side(5.0, 3.0), ("zb-v", "domino"): Side(5.0, 2.0, "folded"), ("1f1b", "torch"): Side(*other)}
+    sides = {("1f1b", "domino"): Side(5.0, 3.0), ("zb-v", "domino"): Side(5.0, 2.0, "folded"),
+             ("1f1b", "torch"): Side(*other)}
     with pytest.raises(UserError, match="1f1b torch and 1f1b domino or 1f1b domino do different work"):
         pipeline.check_same_work(tiny(dtype="float32"), sides)
     sides["zb-v", "domino"].step, _ = lambda: 5.01, sides.pop(("1f1b", "torch"))
@@ -135,7 +138,8 @@ def test_storages_are_counted_once():
     assert zero.counted_bytes([whole, whole[10:20], whole.view(10, 10).t(), torch.zeros(5, dtype=torch.int64)]) == 440
 
 
-@pytest.mark.parametrize("dtype, expected", [("float32", [10, 16, 7, 10, 16, 4, 4]), ("bfloat16", [9, 18, 6, 10, 16, 4, 4])])
+@pytest.mark.parametrize("dtype, expected", [("float32", [10, 16, 7, 10, 16, 4, 4]),
+                                             ("bfloat16", [9, 18, 6, 10, 16, 4, 4])])
 def test_formulas_of_a_parameters_bytes(dtype, expected):
     config = tiny(4, data_parallel_size=4, dtype=dtype)
     assert [zero.formula_bytes(name, config) for name in zero.ABOUT] == expected

@@ -35,7 +35,8 @@ def plan_flags(*more):
 
 # ---- the runs
 
-@pytest.mark.parametrize("paper, run", EVERY, ids=[f"{paper}-{run.name}-{run.again}-{run.figure}" for paper, run in EVERY])
+@pytest.mark.parametrize("paper, run", EVERY, ids=[f"{paper}-{run.name}-{run.again}-{run.figure}"
+                                                   for paper, run in EVERY])
 def test_each_runs_sizes_give_the_parameters_that_its_paper_names(paper, run):
     """In as many digits, and within 1 % where there are three of them; and replicas are whole."""
     number, unit = re.fullmatch(r"([\d.]+)([BT])", run.name).groups()
@@ -43,7 +44,8 @@ def test_each_runs_sizes_give_the_parameters_that_its_paper_names(paper, run):
     assert f"{count:.{len(number.partition('.')[2])}f}" == number
     assert len(number.replace(".", "")) < 3 or count == pytest.approx(said, rel=0.01)
     config = run.config
-    assert config.tp * config.pp * config.dp == run.gpus and config.num_layers % (config.pp * config.virtual_stages) == 0
+    assert config.tp * config.pp * config.dp == run.gpus
+    assert config.num_layers % (config.pp * config.virtual_stages) == 0
     assert config.microbatches % config.pp == 0 and config.slices == 1 and config.zero_stage == 0
 
 
@@ -60,7 +62,8 @@ def test_formula_3_counts_four_forwards_of_the_layers_and_three_of_the_head(run)
 
 # ---- the time of a step
 
-STAGES = dict(tensor_model_parallel_size=8, pipeline_model_parallel_size=2, slices=1, zero_stage=0, global_batch_size=16)
+STAGES = dict(tensor_model_parallel_size=8, pipeline_model_parallel_size=2, slices=1, zero_stage=0,
+              global_batch_size=16)
 FAST = machine(products=1e13, near=3e11, far=2e10, memory=1e12, latency=1e-5)
 
 
@@ -92,7 +95,8 @@ def test_layers_again_sum_again_and_nothing_covers_it(chunks):
     config = cluster(16, **STAGES, virtual_stages=chunks)
     at, with_wires, without = sizes.mesh_at(config, 1), machine(products=1e12, near=1e12), machine(products=1e12)
     sum_of_x = expected_traffic.bytes_sent("all_reduce", sizes.hidden_bytes(config), 8) / with_wires.near
-    works = [sum(cost.work for cost in published.layers_again(config, one, at).values()) for one in (with_wires, without)]
+    works = [sum(cost.work for cost in published.layers_again(config, one, at).values())
+             for one in (with_wires, without)]
     assert works[0] - works[1] == pytest.approx(2 * sum_of_x * config.num_layers / 2, rel=1e-3)
 
 
@@ -143,7 +147,8 @@ def test_predictions_are_too_fast_for_small_models_and_too_slow_for_large_ones(a
 def test_every_assumption_is_printed_with_the_value_that_its_flag_has():
     text = "\n".join(published.assumptions(plan_flags("--product-efficiency", "0.51", "--wire-efficiency", "0.73",
                                                       "--latency", "21")))
-    for said in ("reach 51% of the peak", "reach 73% of these", "21 us", "2048 tokens, 51,200 words", "2409.15241: 50,257",
+    for said in ("reach 51% of the peak", "reach 73% of these", "21 us", "2048 tokens, 51,200 words",
+                 "2409.15241: 50,257",
                  "300 (A100) and 450 GB/s", "200 Gbit/s", "eight cards of 400 Gbit/s", "formula (3)", "fp32", "float16",
                  "not looked up: layers, widths, heads, samples, words", "run_table_1.sh", "compared with 32"):
         assert said in text

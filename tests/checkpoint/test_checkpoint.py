@@ -33,8 +33,10 @@ from nanodomino.errors import UserError
 from nanodomino.generate.sampling import generate
 
 # tp, pp, dp, slices, zero stage, schedule
-LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "zb-v"), (1, 1, 2, 1, 2, "1f1b"), (1, 1, 2, 1, 0, "1f1b"), (4, 1, 1, 3, 1, "1f1b"),
-           (2, 2, 1, 2, 1, "interleaved"), (2, 1, 2, 1, 1, "1f1b"), (1, 4, 1, 1, 1, "1f1b"), (1, 2, 2, 1, 1, "gpipe"), (1, 1, 4, 1, 2, "1f1b"), (2, 2, 2, 2, 1, "1f1b")]
+LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "zb-v"), (1, 1, 2, 1, 2, "1f1b"),
+           (1, 1, 2, 1, 0, "1f1b"), (4, 1, 1, 3, 1, "1f1b"),
+           (2, 2, 1, 2, 1, "interleaved"), (2, 1, 2, 1, 1, "1f1b"), (1, 4, 1, 1, 1, "1f1b"), (1, 2, 2, 1, 1, "gpipe"),
+           (1, 1, 4, 1, 2, "1f1b"), (2, 2, 2, 2, 1, "1f1b")]
 
 
 # two runs of rows in a matrix, and in its bias; groups of heads; norms of q and k
@@ -43,8 +45,8 @@ UNEVEN = dict(hidden_size=24, ffn_hidden_size=52, bucket_size=700)        # part
 
 
 def config_for(tp, pp, dp, slices, zero_stage, schedule, **more):
-    return tiny(tp * pp * dp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices, zero_stage=zero_stage, schedule=schedule,
-                num_layers=4, micro_batch_size=6, **more)
+    return tiny(tp * pp * dp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices,
+                zero_stage=zero_stage, schedule=schedule, num_layers=4, micro_batch_size=6, **more)
 
 
 def train_from(config, weights, data, first, last, load=None, save_to=None):
@@ -59,18 +61,21 @@ def train_from(config, weights, data, first, last, load=None, save_to=None):
         saver.wait()
         assert saver.failure() is None
     shards = {name: (weight.detach().clone(), cut_of(weight)) for name, weight in model.named_parameters()}
-    return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), [result.loss for result in results], [result.grad_norm for result in results], [], shards, 0.0)
+    return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), [result.loss for result in results],
+                   [result.grad_norm for result in results], [], shards, 0.0)
 
 
 def go_on_from_all(config, data, folders):
     return [train_from(config, None, data, 2, 3, load=folder) for folder in folders]
 
 
-@pytest.mark.parametrize("pairs, family", [("some", {}), ("some", LLAMA), *[pytest.param("all", one, marks=pytest.mark.exhaustive) for one in ({}, LLAMA)]],
+@pytest.mark.parametrize("pairs, family", [("some", {}), ("some", LLAMA),
+                                           *[pytest.param("all", one, marks=pytest.mark.exhaustive)
+                                             for one in ({}, LLAMA)]],
                          ids=["some", "some-llama", "all", "all-llama"])
 def test_any_layout_goes_on_from_any_other(pool, tmp_path, pairs, family):
-    """Twelve layouts, all with all, or six in a ring: two steps on one, the third on the other, against the plain model, so that neither the data's order
-    nor the rate nor Adam's count begins anew."""
+    """Twelve layouts, all with all, or six in a ring: two steps on one, the third on the other, against the plain
+    model, so that neither the data's order nor the rate nor Adam's count begins anew."""
     configs = [config_for(*layout, **UNEVEN | family) for layout in (LAYOUTS if pairs == "all" else LAYOUTS[::2])]
     weights, data, records, final = reference_for(configs[0], 3)
     folders = []
@@ -88,11 +93,13 @@ def test_any_layout_goes_on_from_any_other(pool, tmp_path, pairs, family):
             assert difference(whole(outcomes, lambda outcome: outcome.weights, config.tp), final) < 1e-9
 
 
-@pytest.mark.parametrize("dtype, optimizer", [("bfloat16", "lion"), *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
+@pytest.mark.parametrize("dtype, optimizer",
+                         [("bfloat16", "lion"), *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
     ("float32", "adamw"), ("bfloat16", "adamw"), ("float16", "adamw"), ("float64", "adamw"))]])
 def test_the_same_layout_goes_on_with_the_same_bits(pool, tmp_path, dtype, optimizer):
     """Moments, master weights, AdamW's count, dropout: as if never stopped."""
-    config = config_for(*LAYOUTS[-1], dtype=dtype, optimizer=optimizer, initial_loss_scale=256.0, hidden_dropout=0.1, attention_dropout=0.1)
+    config = config_for(*LAYOUTS[-1], dtype=dtype, optimizer=optimizer, initial_loss_scale=256.0, hidden_dropout=0.1,
+                        attention_dropout=0.1)
     weights, data, _, _ = reference_for(config_for(*LAYOUTS[0]), 4)
     straight = pool.run(train_from, config, weights, data, 0, 4)
     pool.run(train_from, config, weights, data, 0, 2, None, str(tmp_path))
@@ -103,8 +110,8 @@ def test_the_same_layout_goes_on_with_the_same_bits(pool, tmp_path, dtype, optim
 
 
 def test_a_skipped_step_is_none_of_adams_also_after_a_resume(pool, tmp_path):
-    """It corrects its moments for the number of its updates. Counted by the run's steps instead, the rest is a little other, and
-    nothing breaks."""
+    """It corrects its moments for the number of its updates. Counted by the run's steps instead, the rest is a little
+    other, and nothing breaks."""
     config = config_for(*LAYOUTS[3])
     weights, data, _, _ = reference_for(config_for(*LAYOUTS[0]), 4)
     data = dataclasses.replace(data, loss_mask=data.loss_mask.clone())
@@ -120,9 +127,11 @@ def test_a_skipped_step_is_none_of_adams_also_after_a_resume(pool, tmp_path):
 
 # ---- what a rank copies, writes and reads
 
-@pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (1, 5), (5, 1), (4, 3), (3, 7), (2, 1, 3), (2, 3, 2), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (1, 5), (5, 1), (4, 3), (3, 7), (2, 1, 3), (2, 3, 2), (2, 3, 4)],
+                         ids=str)
 def test_rectangles_are_a_range_of_a_flat_tensor_number_by_number(shape):
-    """Every range of it: in order, none left out, none twice, at most three of a matrix, one of a vector, five of three dimensions."""
+    """Every range of it: in order, none left out, none twice, at most three of a matrix, one of a vector, five of three
+    dimensions."""
     numbers = torch.arange(torch.Size(shape).numel())
     for begin, end in product(range(len(numbers) + 1), repeat=2):
         found = boxes_of_range(begin, end, shape) if begin <= end else []
@@ -133,23 +142,28 @@ def test_rectangles_are_a_range_of_a_flat_tensor_number_by_number(shape):
 
 
 def shares(config):
-    """Of this rank: {name: [(where, shape)]} that it saves and that it reads, bytes that it copies, and the blocks of memory they lie in."""
+    """Of this rank: {name: [(where, shape)]} that it saves and that it reads, bytes that it copies, and the blocks of
+    memory they lie in."""
     mesh, model, optimizer, _ = build(config)
     host = allocate_host_copies(optimizer, mesh)
     own = [(bucket, "weight", bucket.own_offset, bucket.master) for bucket in optimizer.buckets]
-    saves, reads = ({name: [(where, tuple(piece.shape)) for where, piece in one.boxes.items()] for name, one in local_boxes(model, mesh, ranges).items()}
+    saves, reads = ({name: [(where, tuple(piece.shape)) for where, piece in one.boxes.items()]
+                     for name, one in local_boxes(model, mesh, ranges).items()}
                     for ranges in (host, own))
     blocks = {flat.untyped_storage().data_ptr(): flat.untyped_storage().nbytes() for *_, flat in host}
     held = sum(len(bucket.weights) for bucket in optimizer.buckets if mesh.is_first_stage or not bucket.kind.tied)
     return saves, reads, sum(flat.nbytes for *_, flat in host), sorted(blocks.values()), 3 * 8 * held
 
 
-@pytest.mark.parametrize("tp, pp, dp, zero_stage", [(1, 1, 1, 1), (1, 1, 4, 1), (1, 1, 4, 0), (2, 1, 2, 1), (2, 1, 2, 0), (1, 2, 2, 1), (2, 2, 2, 1), (4, 2, 1, 0)])
+@pytest.mark.parametrize("tp, pp, dp, zero_stage", [(1, 1, 1, 1), (1, 1, 4, 1), (1, 1, 4, 0), (2, 1, 2, 1),
+                                                    (2, 1, 2, 0), (1, 2, 2, 1), (2, 2, 2, 1), (4, 2, 1, 0)])
 def test_what_several_ranks_hold_is_dealt_out_so_that_all_is_saved_once(pool, tp, pp, dp, zero_stage):
-    """Each copies 1/dp of what it holds, and of what tp ranks hold alike 1/tp of that; in blocks that pinning does not round up."""
+    """Each copies 1/dp of what it holds, and of what tp ranks hold alike 1/tp of that; in blocks that pinning does not
+    round up."""
     config = config_for(tp, pp, dp, 1, zero_stage, "1f1b", **UNEVEN)
     found = pool.run(shares, config, world_size=config.world_size)
-    times = {f"{part}.{name}": torch.zeros(shape) for part in ("weight", "exp_avg", "exp_avg_sq") for name, shape in full_shapes(sizes_of(config)).items()}
+    times = {f"{part}.{name}": torch.zeros(shape) for part in ("weight", "exp_avg", "exp_avg_sq")
+             for name, shape in full_shapes(sizes_of(config)).items()}
     for saves, _, copied, blocks, held in found:
         for name, pieces in saves.items():
             for where, shape in pieces:
@@ -165,7 +179,8 @@ def test_parts_of_these_tests_begin_and_end_within_rows(pool):
     columns = {name: shape[-1] for name, shape in full_shapes(sizes_of(config)).items() if len(shape) == 2}
     found = pool.run(shares, config, world_size=4)
     for pieces_of in (lambda of_rank: of_rank[0], lambda of_rank: of_rank[1]):
-        kinds = {tuple("rows" if shape[1] == columns[name] else "part" for _, shape in pieces_of(of_rank)[f"weight.{name}"])
+        kinds = {tuple("rows" if shape[1] == columns[name] else "part"
+                       for _, shape in pieces_of(of_rank)[f"weight.{name}"])
                  for of_rank in found for name in columns if f"weight.{name}" in pieces_of(of_rank)}
         assert {("part", "rows", "part"), ("part", "rows"), ("rows", "part"), ("rows",)} <= kinds
 
@@ -225,7 +240,8 @@ def save_with_gpus(config, folder):
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        owned = [(owner, name) for owner in (torch.cuda, torch.accelerator) for name in vars(owner) if callable(getattr(owner, name))]
+        owned = [(owner, name) for owner in (torch.cuda, torch.accelerator) for name in vars(owner)
+                 if callable(getattr(owner, name))]
         for owner, name in [*owned, *((torch.Tensor, name) for name in ("is_pinned", "pin_memory", "cuda"))]:
             patch.setattr(owner, name, watched(f"{owner.__name__}.{name}", getattr(owner, name)))
         patch.setattr(torch.cuda, "is_available", lambda: True)
@@ -235,7 +251,8 @@ def save_with_gpus(config, folder):
 
 
 def test_the_thread_that_writes_asks_nothing_of_a_gpu(pool, tmp_path):
-    """It would wait for training's work there, and every rank would take memory of GPU 0. (torch's writer asks whether there is one.)"""
+    """It would wait for training's work there, and every rank would take memory of GPU 0. (torch's writer asks whether
+    there is one.)"""
     assert pool.run(save_with_gpus, config_for(*LAYOUTS[7]), str(tmp_path), world_size=4) == [([], None)] * 4
     verify(checkpoints_of(tmp_path)[0])
 
@@ -256,7 +273,8 @@ def test_names_say_nothing_of_ranks_and_a_tied_matrix_is_saved_once(saved):
     run_dir, _, config = saved
     names = SafeReader(checkpoints_of(run_dir)[0]).read_metadata().state_dict_metadata
     assert {name: tuple(record.size) for name, record in names.items()} == {
-        f"{part}.{name}": tuple(shape) for part in ("weight", "exp_avg", "exp_avg_sq") for name, shape in full_shapes(sizes_of(config)).items()}
+        f"{part}.{name}": tuple(shape) for part in ("weight", "exp_avg", "exp_avg_sq")
+        for name, shape in full_shapes(sizes_of(config)).items()}
 
 
 def test_export_writes_the_whole_tensors(saved, tmp_path):
@@ -277,12 +295,16 @@ def test_export_writes_two_runs_of_rows_as_the_matrix_that_they_are(pool, tmp_pa
 
 
 @pytest.mark.parametrize("large", [0, 100_000])
-def test_an_export_that_the_disk_has_no_room_for_leaves_the_file_that_was_there_or_none(saved, tmp_path, monkeypatch, large):
-    """Half a file would be found out by whoever reads it, on another machine perhaps. (The limit of a file's size stands in for
-    a full disk; at tensors larger than a buffer torch has an error of its own.) Where there is room, a link stays a link."""
+def test_an_export_that_the_disk_has_no_room_for_leaves_the_file_that_was_there_or_none(saved, tmp_path, monkeypatch,
+                                                                                        large):
+    """Half a file would be found out by whoever reads it, on another machine perhaps. (The limit of a file's size
+    stands in for a full disk; at tensors larger than a buffer torch has an error of its own.) Where there is room, a
+    link stays a
+    link."""
     folder, old, limit = checkpoints_of(saved[0])[0], tmp_path / "old.pt", resource.getrlimit(resource.RLIMIT_FSIZE)
     save = torch.save
-    monkeypatch.setattr(torch, "save", lambda tensors, file: save({"large": torch.ones(large)} if large else tensors, file))
+    monkeypatch.setattr(torch, "save", lambda tensors, file: save({"large": torch.ones(large)} if large else tensors,
+                                                                  file))
     old.write_text("of the week before")
     (tmp_path / "link.pt").symlink_to("old.pt")
     try:
@@ -292,9 +314,11 @@ def test_an_export_that_the_disk_has_no_room_for_leaves_the_file_that_was_there_
                 export(folder, tmp_path / name)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert old.read_text() == "of the week before" and sorted(path.name for path in tmp_path.iterdir()) == ["link.pt", "old.pt"]
+    assert old.read_text() == "of the week before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.pt", "old.pt"]
     export(folder, tmp_path / "link.pt")
-    assert (tmp_path / "link.pt").is_symlink() and len(torch.load(old, weights_only=True)) == (1 if large else len(saved[1]))
+    assert (tmp_path / "link.pt").is_symlink()
+    assert len(torch.load(old, weights_only=True)) == (1 if large else len(saved[1]))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.pt", "old.pt"]
 
 
@@ -339,8 +363,10 @@ def test_the_checkpoint_before_a_damaged_one_is_used_and_the_damage_named(saved,
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
-@pytest.mark.parametrize("instead, reason", [("folder", "Is a directory"), ("link", "No such file or directory"), ("secret", "Permission denied"), ("bad disk", "Input/output error")])
-def test_a_file_that_cannot_be_read_is_named_with_the_reason_and_the_checkpoint_before_used(saved, tmp_path, monkeypatch, name, instead, reason):
+@pytest.mark.parametrize("instead, reason", [("folder", "Is a directory"), ("link", "No such file or directory"),
+                                             ("secret", "Permission denied"), ("bad disk", "Input/output error")])
+def test_a_file_that_cannot_be_read_is_named_with_the_reason_and_the_checkpoint_before_used(
+        saved, tmp_path, monkeypatch, name, instead, reason):
     """(Root may read any file, and its disk is in order, so the last two are played.)"""
     run_dir = Path(shutil.copytree(saved[0], tmp_path / "run"))
     newest, before = checkpoints_of(run_dir)
@@ -368,7 +394,8 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason_and_the_checkpoint_
     if path.is_file() or name == "manifest.json":
         assert len(said) == 1 and name in said[0] and "can't be read" in said[0] and reason in said[0], said
     else:
-        assert said == [f"warning: {path} is a folder, a device or a broken link, not a file; use another checkpoint; trying the previous checkpoint"]
+        assert said == [f"warning: {path} is a folder, a device or a broken link, not a file; use another checkpoint; "
+                        f"trying the previous checkpoint"]
 
 
 def test_a_folder_that_was_being_written_is_no_checkpoint(saved, tmp_path):
@@ -439,8 +466,8 @@ def test_old_checkpoints_go_only_when_the_new_one_is_whole_and_a_full_disk_is_re
 
 
 class Disk:
-    """One with so many bytes free, for what is opened below a folder: the last write() stores what still fits, as a real disk
-    does, and only the next one is an error."""
+    """One with so many bytes free, for what is opened below a folder: the last write() stores what still fits, as a
+    real disk does, and only the next one is an error."""
 
     def __init__(self, folder, free):
         self.folder, self.free, self.open = str(folder), free, io.open
@@ -464,8 +491,8 @@ class Disk:
 
 
 def save_on_full_disks(config, folder):
-    """[(bytes that were free, the failure, the newest sound checkpoint then, all that have a name)] of saves of step 2 beside
-    one of step 1; the last one has room to the byte."""
+    """[(bytes that were free, the failure, the newest sound checkpoint then, all that have a name)] of saves of step 2
+    beside one of step 1; the last one has room to the byte."""
     folder = Path(folder)
     mesh, model, optimizer, _ = build(config)
     saver, told = Saver(folder, mesh, keep_last=1), []
@@ -480,8 +507,10 @@ def save_on_full_disks(config, folder):
         return saver.failure()
 
     assert save(1, 10**9) is None
-    sizes = [(folder / "checkpoints" / "step-00000001" / name).stat().st_size for name in ("__0_0.distcp", ".metadata", "manifest.json")]
-    for free in (0, 1, sizes[0] // 2, sizes[0] - 1, sizes[0], sizes[0] + sizes[1] - 1, sum(sizes[:2]), sum(sizes) - sizes[2] // 2, sum(sizes) - 1, sum(sizes)):
+    sizes = [(folder / "checkpoints" / "step-00000001" / name).stat().st_size
+             for name in ("__0_0.distcp", ".metadata", "manifest.json")]
+    for free in (0, 1, sizes[0] // 2, sizes[0] - 1, sizes[0], sizes[0] + sizes[1] - 1, sum(sizes[:2]),
+                 sum(sizes) - sizes[2] // 2, sum(sizes) - 1, sum(sizes)):
         failure = save(2, free)
         told.append((free, failure, newest_intact_checkpoint(folder), checkpoints_of(folder)))
     return told
@@ -528,13 +557,15 @@ def watched_save(config, folder):
         saver.save(1, model, optimizer, config)
         saver.wait()
     final = Path(folder) / "checkpoints" / "step-00000001"
-    told["unchanged"] = final.is_dir() and told.pop("files", None) == {path.name: state(path) for path in final.iterdir()}
+    told["unchanged"] = final.is_dir() and told.pop("files", None) == {path.name: state(path)
+                                                                       for path in final.iterdir()}
     told["name flushed"] = os.stat(final.parent).st_ino in flushed
     return told | dict(failure=saver.failure())
 
 
 def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk_and_nothing_is_written_after(pool, tmp_path):
-    """The manifest above all: a kill or a power cut between the two would leave a name without it, or it without its bytes."""
+    """The manifest above all: a kill or a power cut between the two would leave a name without it, or it without its
+    bytes."""
     (told,) = pool.run(watched_save, config_for(*LAYOUTS[0]), str(tmp_path), world_size=1)
     assert told == {"step": 1, "flushed": True, "unchanged": True, "name flushed": True, "failure": None}
 
@@ -544,12 +575,15 @@ def forged(folder, step):
     folder.mkdir(parents=True)
     (folder / ".metadata").touch()
     files = {".metadata": file_digest(folder / ".metadata")}
-    (folder / "manifest.json").write_text(manifest_text(dict(format=FORMAT, step=step, adam_steps=step, config={}, files=files)))
+    (folder / "manifest.json").write_text(manifest_text(dict(format=FORMAT, step=step, adam_steps=step, config={},
+                                                             files=files)))
     return folder
 
 
-@pytest.mark.parametrize("name, value", [("value", 0.0), ("value", -1.0), ("value", math.nan), ("value", math.inf), ("value", 10**400), ("value", "8"),
-                                         ("good_steps", -1), ("good_steps", 1.5), ("good_steps", True), ("patience", None), ("more", 1)])
+@pytest.mark.parametrize("name, value", [("value", 0.0), ("value", -1.0), ("value", math.nan), ("value", math.inf),
+                                         ("value", 10**400), ("value", "8"),
+                                         ("good_steps", -1), ("good_steps", 1.5), ("good_steps", True),
+                                         ("patience", None), ("more", 1)])
 def test_a_manifest_says_a_loss_scale_that_can_be(tmp_path, name, value):
     """Older ones, and those of other types than fp16, say none."""
     content, right = read_manifest(forged(tmp_path / "step-00000003", 3)), dict(value=8.0, good_steps=3, patience=1)
@@ -558,7 +592,9 @@ def test_a_manifest_says_a_loss_scale_that_can_be(tmp_path, name, value):
         (tmp_path / "step-00000003" / "manifest.json").write_text(manifest_text(content | dict(loss_scale=scale)))
         if scale == right:
             assert verify(tmp_path / "step-00000003")["loss_scale"] == right
-    with pytest.raises(UserError, match="must give value, good_steps and patience of a loss scale, but has .*; use another checkpoint"):
+    with pytest.raises(UserError,
+                       match="must give value, good_steps and patience of a loss scale, but has .*; use another "
+                             "checkpoint"):
         verify(tmp_path / "step-00000003")
 
 
@@ -567,8 +603,10 @@ def test_a_manifest_says_counts_that_can_be(tmp_path, name):
     """Older ones know nothing of skipped steps, which then begin at 0."""
     folder = forged(tmp_path / "step-00000003", 3)
     assert (verify(folder)["step"], verify(folder)["skipped_in_a_row"]) == (3, 0)
-    for count, words in ((-1, "must be from 0 to"), (10**30, "must be from 0 to"), (True, "must be from 0 to"), ("two", f"lacks {name}"), (1.5, f"lacks {name}")):
-        (folder / "manifest.json").write_text(manifest_text(read_manifest(forged(tmp_path / f"{count}" / "step-00000003", 3)) | {name: count}))
+    for count, words in ((-1, "must be from 0 to"), (10**30, "must be from 0 to"), (True, "must be from 0 to"),
+                         ("two", f"lacks {name}"), (1.5, f"lacks {name}")):
+        manifest = read_manifest(forged(tmp_path / f"{count}" / "step-00000003", 3))
+        (folder / "manifest.json").write_text(manifest_text(manifest | {name: count}))
         with pytest.raises(UserError, match=words):
             verify(folder)
 
@@ -576,7 +614,8 @@ def test_a_manifest_says_counts_that_can_be(tmp_path, name):
 def test_only_the_names_that_we_give_are_looked_for(tmp_path):
     """Newest is the largest number, of however many digits; a copy under another name is its owner's."""
     names = ["step-00000007", "step-99999999", "step-100000000"]
-    for step, name in [(7, names[0]), (99_999_999, names[1]), (100_000_000, names[2]), (7, "step-best"), (7, "step-00000007-best"), (7, "step-00000007.bak"),
+    for step, name in [(7, names[0]), (99_999_999, names[1]), (100_000_000, names[2]), (7, "step-best"),
+                       (7, "step-00000007-best"), (7, "step-00000007.bak"),
                        (7, "step-0000000007"), (7, "step-7"), (7, "step-00000007\n"), (7, "step-0000000\u0667")]:
         forged(tmp_path / "checkpoints" / name, step)
     assert [folder.name for folder in checkpoints_of(tmp_path)] == names[::-1]
@@ -587,7 +626,8 @@ def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path):
     """Its weights would be taken for those of a later step; under a name of its owner's it may be loaded."""
     forged(tmp_path / "checkpoints" / "step-00000009", 5)
     before, said = forged(tmp_path / "checkpoints" / "step-00000004", 4), []
-    assert newest_intact_checkpoint(tmp_path, said.append) == before and "holds the checkpoint of step 5, but its name says another step" in said[0]
+    assert newest_intact_checkpoint(tmp_path, said.append) == before
+    assert "holds the checkpoint of step 5, but its name says another step" in said[0]
     assert verify(forged(tmp_path / "step-00000009-mine", 5))["step"] == 5
 
 
@@ -623,10 +663,12 @@ def save_after(config, folder, after, steps, keep_last):
 
 
 @pytest.mark.parametrize("after, steps, keep_last, kept", [
-    (10, [(25, 0)], 2, [25, 20, 15, 10]), (10, [(25, 0), (30, 0)], 2, [30, 25]), (10, [(12, 0)], 1, [20, 15, 12]), (10, [(12, 0)], 3, [20, 15, 12, 10, 5]),
+    (10, [(25, 0)], 2, [25, 20, 15, 10]), (10, [(25, 0), (30, 0)], 2, [30, 25]), (10, [(12, 0)], 1, [20, 15, 12]),
+    (10, [(12, 0)], 3, [20, 15, 12, 10, 5]),
     (5, [(10, 0), (15, 0), (20, 0)], 2, [20, 15]), (10, [(15, 0), (25, 0)], 3, [25, 20, 15, 10])], ids=str)
 def test_a_damaged_checkpoint_does_not_count_as_kept(pool, tmp_path, after, steps, keep_last, kept):
-    """5 to 20 are there, and the run has gone back behind the damaged ones of them: a second damage must not cost all."""
+    """5 to 20 are there, and the run has gone back behind the damaged ones of them: a second damage must not cost
+    all."""
     for step in (5, 10, 15, 20):
         forged(tmp_path / "checkpoints" / f"step-{step:08d}", step)
     pool.run(save_after, config_for(*LAYOUTS[0]), str(tmp_path), after, steps, keep_last, world_size=1)
@@ -667,7 +709,8 @@ def written_from(config, folder, tokens, use_cache):
 def test_what_a_checkpoint_writes_depends_on_neither_layout_nor_cache(pool, saved):
     """Twenty tokens over a window of eight: the cache is filled, grows, and is begun anew."""
     folder = str(checkpoints_of(saved[0])[0])
-    texts = [pool.run(written_from, config_for(*layout), folder, [3, 1, 4], cache, world_size=layout[0] * layout[1] * layout[2])[0]
+    texts = [pool.run(written_from, config_for(*layout), folder, [3, 1, 4], cache,
+                      world_size=layout[0] * layout[1] * layout[2])[0]
              for layout in (LAYOUTS[0], LAYOUTS[5], LAYOUTS[6]) for cache in (True, False)]
     assert texts == [texts[0]] * 6 and len(texts[0]) == 23 and len(set(texts[0])) > 5
 
@@ -688,4 +731,5 @@ def test_weights_without_an_optimizer_are_rounded_to_the_models_own_type(pool, s
 
 def test_the_manifest_says_what_was_saved(saved):
     manifest = json.loads((checkpoints_of(saved[0])[0] / "manifest.json").read_text())
-    assert manifest["step"] == manifest["adam_steps"] == 3 and manifest["skipped_in_a_row"] == 0 and manifest["config"]["hidden_size"] == 16
+    assert manifest["step"] == manifest["adam_steps"] == 3 and manifest["skipped_in_a_row"] == 0
+    assert manifest["config"]["hidden_size"] == 16

@@ -20,7 +20,8 @@ def test_the_way_to_oneself_is_the_loopback():
 
 
 @pytest.mark.parametrize("master, before, after", [
-    ("10.0.0.7", None, "eth1"), ("10.0.0.7", "ib0", "ib0"), ("localhost", None, "eth0"), ("nobody.invalid", None, None)],
+    ("10.0.0.7", None, "eth1"), ("10.0.0.7", "ib0", "ib0"), ("localhost", None, "eth0"),
+    ("nobody.invalid", None, None)],
     ids=["towards-the-master", "the-users-wins", "the-masters-own-name", "no-such-host"])
 def test_the_interface_towards_the_master_is_chosen_unless_somebody_has(monkeypatch, master, before, after):
     def towards(host):
@@ -39,18 +40,22 @@ def test_the_interface_towards_the_master_is_chosen_unless_somebody_has(monkeypa
 def two_hosts(tmp_path, **environment):
     """A run of two processes, each in a network namespace of its own, where its name stands for 127.0.0.1
     -> [(output, exit code, seconds)]. Skips where there is no right to make one."""
-    flags = ["--tp", "2", "--pp", "1", "--train-iters", "2", "--num-layers", "2", "--eval-iters", "0", "--sample-tokens", "0",
-             "--timeout", "15", "--run-dir", str(tmp_path / "run")]
+    flags = ["--tp", "2", "--pp", "1", "--train-iters", "2", "--num-layers", "2", "--eval-iters", "0",
+             "--sample-tokens", "0", "--timeout", "15", "--run-dir", str(tmp_path / "run")]
     try:
         with slow_wire("1gbit", 2) as places:
             processes, begin = [], time.monotonic()
             for rank, (prefix, _) in enumerate(places):
                 of_rank = {name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")}
-                of_rank |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
-                            "MASTER_ADDR": address(0), "MASTER_PORT": "29511", "TORCH_CPP_LOG_LEVEL": "ERROR", **environment}
-                processes.append(subprocess.Popen([*prefix, sys.executable, str(ROOT / "train.py"), *flags], env=of_rank, text=True,
+                of_rank |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                            "OMP_NUM_THREADS": "1",
+                            "MASTER_ADDR": address(0), "MASTER_PORT": "29511", "TORCH_CPP_LOG_LEVEL": "ERROR",
+                            **environment}
+                processes.append(subprocess.Popen([*prefix, sys.executable, str(ROOT / "train.py"), *flags],
+                                                  env=of_rank, text=True,
                                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT))
-            return [(process.communicate(timeout=90)[0], process.returncode, time.monotonic() - begin) for process in reversed(processes)][::-1]
+            return [(process.communicate(timeout=90)[0], process.returncode, time.monotonic() - begin)
+                    for process in reversed(processes)][::-1]
     except UserError as error:
         pytest.skip(str(error))
 

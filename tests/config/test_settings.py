@@ -27,7 +27,8 @@ from nanodomino.errors import UserError
 from nanodomino.run.command_line import command_line_parser, from_command_line
 from nanodomino.run.folder import open_run
 
-OLD_RUN = ROOT / "tests" / "support" / "run-2026-11-20"       # as the version of that day left it: 3 steps of a tiny model
+# as the version of that day left it: 3 steps of a tiny model
+OLD_RUN = ROOT / "tests" / "support" / "run-2026-11-20"
 
 
 def settled(*flags, world_size=1) -> Config:
@@ -55,8 +56,10 @@ def test_a_range_may_have_any_ends():
         count: int = setting("Some", 5, "a count", affects="losses", at_least=2)
 
     check_values(Settings())
-    for wrong, words in ((Settings(part=1.0), "--part must be above 0 and below 1, but is 1.0"), (Settings(part=0.0), "above 0 and below 1"),
-                         (Settings(rate=0.0), "--rate must be a finite number above 0"), (Settings(rate=float("nan")), "above 0"),
+    for wrong, words in ((Settings(part=1.0), "--part must be above 0 and below 1, but is 1.0"),
+                         (Settings(part=0.0), "above 0 and below 1"),
+                         (Settings(rate=0.0), "--rate must be a finite number above 0"),
+                         (Settings(rate=float("nan")), "above 0"),
                          (Settings(count=1), "--count must be at least 2, but is 1")):
         with pytest.raises(UserError, match=words):
             check_values(wrong)
@@ -97,9 +100,13 @@ def test_what_is_given_counts_more_than_what_is_remembered(begun):
 
 def test_a_sentence_says_which_of_its_numbers_nobody_gave_now(begun):
     run, _ = begun("--schedule", "interleaved", "--virtual-stages", 3, "--num-layers", 6, world_size=2)
-    with pytest.raises(UserError, match=r"virtual-stages must be 2 .* but is 3; .* \(as remembered from before: --virtual-stages 3\)$"):
+    with pytest.raises(UserError,
+                       match=r"virtual-stages must be 2 .* but is 3; .* \(as remembered from before: --virtual-stages "
+                             r"3\)$"):
         settled("--run-dir", run, "--schedule", "zb-v", world_size=2)
-    with pytest.raises(UserError, match=r"with schedule interleaved, but is 1; [^(]* \(as remembered from before: --schedule interleaved\)$"):
+    with pytest.raises(UserError,
+                       match=r"with schedule interleaved, but is 1; [^(]* \(as remembered from before: --schedule "
+                             r"interleaved\)$"):
         settled("--run-dir", run, "--virtual-stages", 1, world_size=2)
     with pytest.raises(UserError, match=r"with schedule zb-v, but is 3; [^(]*$"):
         settled("--run-dir", run, "--virtual-stages", 3, "--schedule", "zb-v", world_size=2)
@@ -135,7 +142,8 @@ def origins(tmp_path_factory):
     killed.mkdir()
     shutil.copy(run / "config.json", killed)
     return {"a run": (run, ("model", "optimizer", "run"), dict(run_dir=str(run))),
-            "a run that was killed before its first checkpoint": (killed, ("model", "optimizer", "run"), dict(run_dir=str(killed))),
+            "a run that was killed before its first checkpoint": (killed, ("model", "optimizer", "run"),
+                                                                  dict(run_dir=str(killed))),
             "--load": (run, ("model", "optimizer"), dict(run_dir=str(fresh), load=str(run))),
             "--load --finetune": (run, ("model",), dict(run_dir=str(fresh), load=str(run), finetune=True))}
 
@@ -148,16 +156,20 @@ def changed(one: dataclasses.Field, value):
     return other.get(one.type, lambda: "something else")()
 
 
-@pytest.mark.parametrize("one", [one for one in dataclasses.fields(Config) if one.name not in ("run_dir", "load", "finetune")], ids=lambda one: one.name)
+@pytest.mark.parametrize("one",
+                         [one for one in dataclasses.fields(Config) if one.name not in ("run_dir", "load", "finetune")],
+                         ids=lambda one: one.name)
 def test_a_change_is_refused_where_it_would_make_it_another_run_and_honoured_elsewhere(origins, monkeypatch, one):
     """One by one each setting, those to come included, by its role and by what the start goes on from."""
-    monkeypatch.setattr("nanodomino.run.folder.lock_folder", lambda run_dir: None)              # which this process would keep
+    # which this process would keep
+    monkeypatch.setattr("nanodomino.run.folder.lock_folder", lambda run_dir: None)
     for folder, roles, asked in origins.values():
         config = dataclasses.replace(from_record(recorded_settings(folder), folder), **asked)
         other = dataclasses.replace(config, **{one.name: changed(one, getattr(config, one.name))})
         open_run(config, LaunchInfo())
         if one.metadata["affects"] in roles:
-            with pytest.raises(UserError, match=f"{one.name.replace('_', '-')} .*, but this run has .*give the same again"):
+            with pytest.raises(UserError,
+                               match=f"{one.name.replace('_', '-')} .*, but this run has .*give the same again"):
                 open_run(other, LaunchInfo())
         else:
             open_run(other, LaunchInfo())
@@ -174,7 +186,8 @@ def test_other_training_tokens_are_another_run(pool, tmp_path):
     assert start(pool, tmp_path, "--run-dir", run, "--train-iters", 2, "--data-path", tokens).code == 0
     ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 3, "--data-path", tmp_path / "other")
     assert ended.code is None and "was made with data-sha256 " in ended.error
-    assert start(pool, tmp_path, "--run-dir", tmp_path / "next", "--load", run, "--finetune", "--train-iters", 1, "--data-path", tmp_path / "other").code == 0
+    assert start(pool, tmp_path, "--run-dir", tmp_path / "next", "--load", run, "--finetune", "--train-iters", 1,
+                 "--data-path", tmp_path / "other").code == 0
 
 
 def test_a_file_of_settings_counts_less_than_flags(tmp_path):
@@ -193,7 +206,8 @@ def test_a_runs_config_json_is_such_a_file(begun):
 @pytest.mark.parametrize("text, words", [
     ('{"lr": "fast"}', "has 'fast' as lr, which must be of type float"), ('{"lr": true}', "has True as lr"),
     ('{"num_layers": 2.5}', "has 2.5 as num_layers, which must be of type int"), ("[1]", "must hold one JSON object"),
-    ('{"layers": 3}', "settings that this version does not know (layers)"), ("{", "can't be read"), ("[" * 99999, "can't be read")])
+    ('{"layers": 3}', "settings that this version does not know (layers)"), ("{", "can't be read"),
+    ("[" * 99999, "can't be read")])
 def test_a_file_that_is_no_settings_is_refused_in_a_sentence(tmp_path, text, words):
     path = tmp_path / "mine.json"
     path.write_text(text)
@@ -234,7 +248,8 @@ def restore_rank(config, folder):
     mesh, model, optimizer, stage = build(config)
     step = restore(Path(folder), model, optimizer, mesh)
     data = random_data(config, 5)
-    return step, optimizer.updates, [train.train_step(number, stage, optimizer, data, config, mesh).loss for number in (4, 5)]
+    return step, optimizer.updates, [train.train_step(number, stage, optimizer, data, config, mesh).loss
+                                     for number in (4, 5)]
 
 
 def test_an_older_checkpoint_still_holds_the_optimizers_state(pool):
@@ -275,11 +290,12 @@ def test_finetune_without_load_is_refused():
 
 @pytest.mark.parametrize("again", [["--finetune"], []], ids=["finetune", "load"])
 def test_the_command_that_began_a_run_from_another_goes_on_with_its_own_when_given_again(pool, tmp_path, again):
-    """A scheduler gives it at each start. What the run has done since then must not be thrown away for where it came from,
-    which by then may even be gone."""
+    """A scheduler gives it at each start. What the run has done since then must not be thrown away for where it came
+    from, which by then may even be gone."""
     make_corpus(tmp_path)
     assert start(pool, tmp_path, "--run-dir", tmp_path / "from", "--train-iters", 3).code == 0
-    command = ["--load", tmp_path / "from", *again, "--run-dir", tmp_path / "run", "--train-iters", 8, "--exit-interval", 2]
+    command = ["--load", tmp_path / "from", *again, "--run-dir", tmp_path / "run", "--train-iters", 8,
+               "--exit-interval", 2]
     begin = 0 if again else 3
     for steps in (2, 4, 6) if again else (4, 6, 8):
         ended = start(pool, tmp_path, *command)
@@ -317,7 +333,8 @@ def finetune_rank(config, folder, weights):
         mesh, model, optimizer, stage = build(config, weights if anew else None)
         step = 0 if anew else restore(checkpoints_of(Path(folder))[0], model, optimizer, mesh, weights_only=True)
         assert step == optimizer.updates == optimizer.skipped_in_a_row == 0
-        losses.append([train.train_step(step, stage, optimizer, random_data(config, 3, seed=1), config, mesh).loss for step in (1, 2, 3)])
+        losses.append([train.train_step(step, stage, optimizer, random_data(config, 3, seed=1), config, mesh).loss
+                       for step in (1, 2, 3)])
     return losses
 
 
@@ -332,19 +349,24 @@ def test_finetune_begins_at_step_0_with_an_optimizer_that_has_seen_nothing(pool,
 
 
 def test_what_a_run_remembers_can_be_taken_back(tmp_path):
-    """A switch by its --no- form, anything else by null in a --config file; the sentence about a contradiction says so."""
+    """A switch by its --no- form, anything else by null in a --config file; the sentence about a contradiction says
+    so."""
     run = tmp_path / "run"
     run.mkdir()
-    flags = ["--run-dir", str(run), "--fp16", "--loss-scale", "256", "--recompute-granularity", "full", "--checkpoint-in-cpu", "--tensorboard-dir", str(tmp_path / "board")]
+    flags = ["--run-dir", str(run), "--fp16", "--loss-scale", "256", "--recompute-granularity", "full",
+             "--checkpoint-in-cpu", "--tensorboard-dir", str(tmp_path / "board")]
     config = from_command_line(flags, 1)
     (run / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
     again = from_command_line(flags[:2], 1)
     assert (again.loss_scale, again.checkpoint_in_cpu, again.tensorboard_dir) == (256.0, True, str(tmp_path / "board"))
-    with pytest.raises(UserError, match=r"remembered from before: --checkpoint-in-cpu, which --no-checkpoint-in-cpu turns off"):
+    with pytest.raises(UserError,
+                       match=r"remembered from before: --checkpoint-in-cpu, which --no-checkpoint-in-cpu turns off"):
         from_command_line([*flags[:2], "--recompute-granularity", "none"], 1)
     (tmp_path / "off.json").write_text(json.dumps({"loss_scale": None, "tensorboard_dir": None}))
-    other = from_command_line([*flags[:2], "--recompute-granularity", "none", "--no-checkpoint-in-cpu", "--config", str(tmp_path / "off.json")], 1)
-    assert (other.loss_scale, other.checkpoint_in_cpu, other.tensorboard_dir, other.dtype) == (None, False, None, "float16")
+    other = from_command_line([*flags[:2], "--recompute-granularity", "none", "--no-checkpoint-in-cpu", "--config",
+                               str(tmp_path / "off.json")], 1)
+    assert (other.loss_scale, other.checkpoint_in_cpu, other.tensorboard_dir,
+            other.dtype) == (None, False, None, "float16")
     assert from_command_line([*flags[:2], "--bf16"], 1).dtype == "bfloat16"
 
 

@@ -56,7 +56,8 @@ def documents_in(folder, split) -> list[str]:
 
 
 def command(*arguments, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run([sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True,
+                          timeout=60, **options)
 
 
 def write_lines(path: Path, texts) -> Path:
@@ -125,7 +126,8 @@ def test_gpt2_files_give_the_tokens_of_tiktokens_own_reader(gpt2_files, monkeypa
 
 def test_a_changed_vocabulary_file_is_read_again(gpt2_files, tmp_path):
     vocab_file, merge_file = tmp_path / "encoder.json", tmp_path / "vocab.bpe"
-    vocabulary, merges = json.loads(gpt2_files["vocab_file"].read_text()), gpt2_files["merge_file"].read_text("utf-8").split("\n")
+    vocabulary = json.loads(gpt2_files["vocab_file"].read_text())
+    merges = gpt2_files["merge_file"].read_text("utf-8").split("\n")
     for size in (316, 300):
         vocab_file.write_text(json.dumps({token: i for token, i in vocabulary.items() if i < size}))
         merge_file.write_text("\n".join(merges[:size - 255]), "utf-8")
@@ -142,7 +144,8 @@ def test_tokenizer_mistakes_are_told_in_a_sentence(gpt2_files, tmp_path):
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     vocabulary = json.loads(vocab_file.read_text())
     (tmp_path / "float.json").write_text(json.dumps(vocabulary | {END_OF_TEXT: 316.0}))
-    (tmp_path / "bool.json").write_text(json.dumps(vocabulary | {token: True for token, i in vocabulary.items() if i == 1}))
+    (tmp_path / "bool.json").write_text(json.dumps(vocabulary | {token: True for token, i in vocabulary.items()
+                                                                 if i == 1}))
     (tmp_path / "deep.json").write_text(100_000 * "[")
     for arguments, message in [
             (("llama",), "unknown tokenizer 'llama'; try one of byte, gpt2"),
@@ -165,7 +168,8 @@ def test_tokenizer_mistakes_are_told_in_a_sentence(gpt2_files, tmp_path):
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("failure", [ConnectionError("no route"), ImportError("requests"), ValueError("hash"), SystemExit(1)])
+@pytest.mark.parametrize("failure", [ConnectionError("no route"), ImportError("requests"), ValueError("hash"),
+                                     SystemExit(1)])
 def test_a_failed_download_names_the_way_out(monkeypatch, failure):
     def get_encoding(name):
         raise failure
@@ -202,13 +206,14 @@ def test_token_ids_above_65535_take_32_bits_and_survive_the_round_trip(tmp_path,
     """A vocabulary of pairs of bytes; end-of-text has the highest number, and the pairs of the text those before it."""
     plain = [byte for byte in range(256) if chr(byte).isprintable() and byte != 32]
     single = [*map(chr, plain), *map(chr, range(256, 512 - len(plain)))]
-    pairs = sorted(itertools.product(single, repeat=2), key=lambda pair: ("z" in pair) + (pair == ("z", "z")))[257 - words:]
+    pairs = sorted(itertools.product(single, repeat=2),
+                   key=lambda pair: ("z" in pair) + (pair == ("z", "z")))[257 - words:]
     vocabulary = {token: i for i, token in enumerate([*single, *map("".join, pairs), END_OF_TEXT])}
     (tmp_path / "encoder.json").write_text(json.dumps(vocabulary))
     (tmp_path / "vocab.bpe").write_text("".join(f"{one} {other}\n" for one, other in pairs), "utf-8")
     (tmp_path / "a.txt").write_text("zzzzaz")
-    meta = quietly(tmp_path / "a.txt", tmp_path / "out", tokenizer="gpt2", split=(1, 0, 0), vocab_file=tmp_path / "encoder.json",
-                   merge_file=tmp_path / "vocab.bpe")
+    meta = quietly(tmp_path / "a.txt", tmp_path / "out", tokenizer="gpt2", split=(1, 0, 0),
+                   vocab_file=tmp_path / "encoder.json", merge_file=tmp_path / "vocab.bpe")
     stored = [words - 2, words - 2, vocabulary["az"], words - 1]
     assert (len(vocabulary), meta["vocab_size"], meta["dtype"], meta["end_of_text"]) == (words, words, dtype, words - 1)
     assert (tmp_path / "out" / "train.bin").stat().st_size == 4 * size
@@ -284,7 +289,8 @@ def test_entropies_are_those_of_the_training_tokens(tmp_path, monkeypatch):
         pairs, before = Counter(zip(ids, ids[1:])), Counter(ids[:-1])
         expected = -sum(n / (len(ids) - 1) * math.log(n / before[a]) for (a, _), n in pairs.items())
         assert meta["bigram_entropy"] == pytest.approx(expected) and meta["bigram_tokens"] == len(ids)
-        assert meta["unigram_entropy"] == pytest.approx(-sum(n / len(ids) * math.log(n / len(ids)) for n in Counter(ids).values()))
+        assert meta["unigram_entropy"] == pytest.approx(-sum(n / len(ids) * math.log(n / len(ids))
+                                                             for n in Counter(ids).values()))
 
 
 def test_the_default_corpus_is_python_itself(tmp_path):
@@ -301,7 +307,8 @@ def test_the_default_corpus_is_python_itself(tmp_path):
 # Inputs
 
 def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):
-    for name, content in {"b.txt": b"bb", "a/z.txt": b"az", "a/a.md": b"aa", "c.jsonl": b'{"text": "c0"}\n\n{"text": "c1"}\n',
+    for name, content in {"b.txt": b"bb", "a/z.txt": b"az", "a/a.md": b"aa",
+                          "c.jsonl": b'{"text": "c0"}\n\n{"text": "c1"}\n',
                           ".git/config": b"no", ".hidden": b"no", "image.png": b"\x89PNG\xff", "zero.txt": b"a\0b",
                           "empty.txt": b""}.items():
         path = tmp_path / "in" / name
@@ -335,7 +342,8 @@ def test_a_glob_over_links_in_a_circle_ends_and_finds_each_file_once(tmp_path, m
     signal.alarm(20)
     try:
         for i, (pattern, found) in enumerate([("in/**", "124"), ("in/**/*.txt", "124"), ("i*/**/b/*.txt", "14"),
-                                              ("in/**/b/**/*.txt", "124"), (tmp_path / "in/**/2.txt", "2"), ("**/4.txt", "4")]):
+                                              ("in/**/b/**/*.txt", "124"), (tmp_path / "in/**/2.txt", "2"),
+                                              ("**/4.txt", "4")]):
             quietly(pattern, tmp_path / f"out{i}", split=(1, 0, 0))
             assert "".join(sorted(documents_in(tmp_path / f"out{i}", "train"))) == found, pattern
     finally:
@@ -378,7 +386,8 @@ def test_copies_never_reach_a_second_split(tmp_path):
 @pytest.mark.parametrize("weights", [(949, 50, 1), (80, 10, 10), (1, 1, 1), (90, 10, 0), (1, 0, 0), (0.7, 0.2, 0.1)])
 @pytest.mark.parametrize("sizes", ["equal", "unequal", "one huge"])
 def test_shares_hold_in_tokens(tmp_path, weights, sizes):
-    lengths = np.full(2000, 100) if sizes == "equal" else np.random.default_rng(1).lognormal(4, 1.5, 2000).astype(int) + 10
+    lengths = np.full(2000,
+                      100) if sizes == "equal" else np.random.default_rng(1).lognormal(4, 1.5, 2000).astype(int) + 10
     if sizes == "one huge":
         lengths[9] = lengths.sum() // 8
     texts = [f"{i} ".ljust(length, "x") for i, length in enumerate(lengths)]
@@ -411,7 +420,8 @@ def test_one_document_is_cut_in_three(tmp_path):
 
 def test_a_split_of_weight_zero_stays_empty(tmp_path):
     (tmp_path / "a.txt").write_text("some text to cut")
-    assert quietly(tmp_path / "a.txt", tmp_path / "out", split=(90, 10, 0))["tokens"] == {"train": 15, "valid": 2, "test": 0}
+    assert quietly(tmp_path / "a.txt", tmp_path / "out",
+                   split=(90, 10, 0))["tokens"] == {"train": 15, "valid": 2, "test": 0}
     corpus = load_corpus(tmp_path / "out")
     with pytest.raises(UserError, match="the test split .* has 0 tokens, but one sample needs seq-length . 1 = 5"):
         TokenDataset(corpus, "test", 4, 0)
@@ -456,7 +466,8 @@ def test_what_a_user_has_put_beside_a_corpus_is_not_replaced_with_it(tmp_path):
     first = quietly(tmp_path / "text.txt", tmp_path / "out")
     (tmp_path / "out" / "notes.txt").write_text("dear")
     for text in ("text.txt", "out/notes.txt", "out"):
-        with pytest.raises(UserError, match="out holds other files too, such as notes.txt, which are never replaced; move"):
+        with pytest.raises(UserError,
+                           match="out holds other files too, such as notes.txt, which are never replaced; move"):
             quietly(tmp_path / text, tmp_path / "out", overwrite=True)
     (tmp_path / "out" / "notes.txt").rename(tmp_path / "notes.txt")
     for text in ("out", "out/meta.json"):
@@ -464,7 +475,8 @@ def test_what_a_user_has_put_beside_a_corpus_is_not_replaced_with_it(tmp_path):
             quietly(tmp_path / text, tmp_path / "out", overwrite=True)
     entropies = prepare_module.entropies
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, "entropies", lambda *others: (entropies(*others), (tmp_path / "out" / "late.txt").write_text("dear"))[0])
+        patch.setattr(prepare_module, "entropies",
+                      lambda *others: (entropies(*others), (tmp_path / "out" / "late.txt").write_text("dear"))[0])
         with pytest.raises(UserError, match="late.txt, which are never replaced"):
             quietly(tmp_path / "text.txt", tmp_path / "out", overwrite=True)
     (tmp_path / "out" / "late.txt").unlink()
@@ -489,7 +501,8 @@ def test_a_corpus_that_could_not_be_replaced_is_still_there(tmp_path, monkeypatc
 
 
 def test_what_a_killed_preparation_has_left_is_gone_at_the_next(tmp_path):
-    """But not what another is working on; and an old corpus comes back, should the kill have come between two renames."""
+    """But not what another is working on; and an old corpus comes back, should the kill have come between two
+    renames."""
     (tmp_path / "text.txt").write_text("some text")
     killed, alive = (tmp_path / f".out.{digit * 32}" for digit in "ab")
     for folder in (killed, alive, tmp_path / ".out.mine", tmp_path / f".other.{32 * 'a'}"):
@@ -505,7 +518,8 @@ def test_what_a_killed_preparation_has_left_is_gone_at_the_next(tmp_path):
     finally:
         os.close(descriptor)
     assert load_corpus(tmp_path / "out").meta == first
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f".other.{32 * 'a'}", alive.name, ".out.mine", "out", "text.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".other.{32 * 'a'}", alive.name, ".out.mine", "out",
+                                                                "text.txt"]
     quietly(tmp_path / "text.txt", tmp_path / "out", overwrite=True)
     assert not alive.exists()
 
@@ -519,8 +533,10 @@ def test_two_preparations_at_once_both_end_well(tmp_path):
         from data import prepare
         publish = prepare.publish
         prepare.publish = lambda *arguments: (print("ready", flush=True), sys.stdin.readline(), publish(*arguments))[-1]
-        print(prepare.prepare({str(tmp_path / "a.jsonl")!r}, {str(tmp_path / "out")!r}, progress=False)["sha256"]["train"])"""
-    both = [subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        meta = prepare.prepare({str(tmp_path / "a.jsonl")!r}, {str(tmp_path / "out")!r}, progress=False)
+        print(meta["sha256"]["train"])"""
+    both = [subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(2)]
     assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
     assert not (tmp_path / "out").exists()
     for process in both:
@@ -602,9 +618,10 @@ def test_the_command_line_tells_a_person_what_it_made(tmp_path):
 
 def test_command_line_mistakes_are_one_sentence_and_exit_code_two(tmp_path, monkeypatch, capsys):
     """In this process, for speed; the next test sees what a shell sees."""
-    for name, content in {"a.txt": b"text", "empty.txt": b"", "latin.txt": b"caf\xe9", "bad.jsonl": b'{"text": "a"}\n{"text": \n',
-                          "textless.jsonl": b'\n{"content": "a"}\n', "number.jsonl": b'{"text": 3}\n', "list.jsonl": b'["text"]',
-                          "latin.jsonl": b'{"text": "caf\xe9"}'}.items():
+    for name, content in {"a.txt": b"text", "empty.txt": b"", "latin.txt": b"caf\xe9",
+                          "bad.jsonl": b'{"text": "a"}\n{"text": \n',
+                          "textless.jsonl": b'\n{"content": "a"}\n', "number.jsonl": b'{"text": 3}\n',
+                          "list.jsonl": b'["text"]', "latin.jsonl": b'{"text": "caf\xe9"}'}.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "nothing").mkdir()
     os.mkfifo(tmp_path / "pipe")
@@ -627,7 +644,8 @@ def test_command_line_mistakes_are_one_sentence_and_exit_code_two(tmp_path, monk
             (good + ["--split", "9,-1,2"], "but is 9,-1,2"), (good + ["--split", "a,b,c"], "but is a,b,c"),
             (good + ["--split", "nan,1,1"], "but is nan,1,1"), (good + ["--split", "inf,1,1"], "but is inf,1,1"),
             (good + ["--split", "0,1,1"], "the first above 0"),
-            (good + ["--tokenizer", "word"], "unknown tokenizer 'word'"), (good + ["--vocab-file", "a.txt"], "belong together"),
+            (good + ["--tokenizer", "word"], "unknown tokenizer 'word'"),
+            (good + ["--vocab-file", "a.txt"], "belong together"),
             (good + ["--tokeniser", "byte"], "--tokeniser"), (["--verify", "nothing"], "no meta.json")]:
         monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments])
         with pytest.raises(UserError) as caught:
@@ -665,7 +683,8 @@ def test_a_damaged_corpus_is_named(tmp_path):
     meta = quietly(tmp_path / "a.txt", tmp_path / "out")
     path, good = tmp_path / "out" / "meta.json", (tmp_path / "out" / "meta.json").read_text()
     missing = {key: value for key, value in meta.items() if key != "vocab_size"}
-    for content, message in [("{", "is damaged"), ("[]", "is damaged"), (json.dumps({**meta, "format": "other"}), "is of format 'other'"),
+    for content, message in [("{", "is damaged"), ("[]", "is damaged"),
+                             (json.dumps({**meta, "format": "other"}), "is of format 'other'"),
                              (json.dumps(missing), "vocab_size"), (json.dumps({**meta, "dtype": "float32"}), "float32"),
                              (json.dumps({**meta, "tokens": {"train": 5}}), "valid"), ("\udcff", "is damaged")]:
         path.write_text(content, "utf-8", errors="surrogateescape")
@@ -677,7 +696,8 @@ def test_a_damaged_corpus_is_named(tmp_path):
     content = train.read_bytes()
     for found in (0, len(content) - 1, len(content) + 2):
         train.write_bytes((content + b"..")[:found])
-        with pytest.raises(UserError, match=f"train.bin should hold .* tokens in {len(content)} bytes, but has {found} bytes"):
+        with pytest.raises(UserError,
+                           match=f"train.bin should hold .* tokens in {len(content)} bytes, but has {found} bytes"):
             load_corpus(tmp_path / "out")
     train.unlink()
     with pytest.raises(UserError, match="train.bin is missing"):
@@ -685,7 +705,8 @@ def test_a_damaged_corpus_is_named(tmp_path):
     train.write_bytes(b"\xff" * len(content))
     with pytest.raises(UserError, match="token id 65535, outside the vocabulary of 257"):
         TokenDataset(load_corpus(tmp_path / "out"), "train", 8, 0).batch(0, 0, 0, 1, 2, 2)
-    for folder, message in [(tmp_path / "none", "no data folder"), (tmp_path, "no meta.json"), (tmp_path / "a.txt", "no data folder")]:
+    for folder, message in [(tmp_path / "none", "no data folder"), (tmp_path, "no meta.json"),
+                            (tmp_path / "a.txt", "no data folder")]:
         with pytest.raises(UserError, match=message):
             load_corpus(folder)
 
@@ -698,7 +719,8 @@ def starts(batch) -> list[tuple]:
 
 def whole_step(dataset, step, dp, micro, batch_size=24, shuffle=True):
     """(sample_ids, tokens) of a global batch, in the order of replicas and microbatches."""
-    parts = [dataset.batch(step, m, r, dp, micro, batch_size, shuffle) for r in range(dp) for m in range(batch_size // dp // micro)]
+    parts = [dataset.batch(step, m, r, dp, micro, batch_size, shuffle) for r in range(dp)
+             for m in range(batch_size // dp // micro)]
     return sum((part.sample_ids for part in parts), []), torch.cat([part.tokens for part in parts])
 
 
@@ -721,20 +743,24 @@ def test_a_number_of_any_length_beside_a_text_is_no_error():
 def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, monkeypatch):
     copies = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: copies.append(("pinned", tuple(rows.shape))) or rows)
-    monkeypatch.setattr(torch.Tensor, "to", lambda rows, device, non_blocking: copies.append((device.type, non_blocking)) or rows)
-    TokenDataset(corpus, "train", 16, seed=1, ends=Ends(corpus.end_of_text, mask_loss=True), device=torch.device("cuda")).batch(0, 0, 0, 1, 4, 4)
+    monkeypatch.setattr(torch.Tensor, "to",
+                        lambda rows, device, non_blocking: copies.append((device.type, non_blocking)) or rows)
+    TokenDataset(corpus, "train", 16, seed=1, ends=Ends(corpus.end_of_text, mask_loss=True),
+                 device=torch.device("cuda")).batch(0, 0, 0, 1, 4, 4)
     assert copies == [("pinned", (4, 17)), ("cuda", True)]
 
 
-@pytest.mark.parametrize("virtual_stages, places", [(1, [(0, 0), (1, 0)]), (2, [(2, 1), (0, 1)])], ids=["stages", "chunks"])
+@pytest.mark.parametrize("virtual_stages, places", [(1, [(0, 0), (1, 0)]), (2, [(2, 1), (0, 1)])],
+                         ids=["stages", "chunks"])
 def test_what_lies_between_the_models_ends_reads_no_tokens_and_knows_its_samples(corpus, virtual_stages, places):
     import train
     from nanodomino.config.config import Config
     from nanodomino.mesh import meta_mesh
-    config = Config(seq_length=16, micro_batch_size=4, global_batch_size=16, data_parallel_size=2, pipeline_model_parallel_size=3,
-                    virtual_stages=virtual_stages).resolve(6)
+    config = Config(seq_length=16, micro_batch_size=4, global_batch_size=16, data_parallel_size=2,
+                    pipeline_model_parallel_size=3, virtual_stages=virtual_stages).resolve(6)
     dataset = TokenDataset(corpus, "train", 16, seed=1)
-    ends, middle = (train.get_batch(dataset, config, meta_mesh(3, 2, 1, stage, 1), 3, True, 1, chunk) for stage, chunk in places)
+    ends, middle = (train.get_batch(dataset, config, meta_mesh(3, 2, 1, stage, 1), 3, True, 1, chunk)
+                    for stage, chunk in places)
     assert middle.tokens is middle.labels is middle.loss_mask is middle.positions is None
     assert middle.sample_ids == ends.sample_ids and ends.tokens.shape == (4, 16)
     assert [part.sample_ids for part in middle.split(3)] == [part.sample_ids for part in ends.split(3)]
@@ -763,14 +789,16 @@ def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(corpus):
     assert all(sorted(epoch) == list(range(dataset.windows)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0] != sorted(epochs[0])
     again, other = TokenDataset(corpus, "train", 64, seed=1), TokenDataset(corpus, "train", 64, seed=2)
-    assert [again.window_of(i) for i in range(dataset.windows)] == epochs[0] != [other.window_of(i) for i in range(dataset.windows)]
+    assert [again.window_of(i) for i in range(dataset.windows)] == epochs[0] != [other.window_of(i)
+                                                                                 for i in range(dataset.windows)]
 
 
 def test_a_batch_depends_on_its_numbers_alone(corpus):
     """A resumed run asks for step 1000 without having read the steps before."""
     dataset = TokenDataset(corpus, "train", 64, seed=1)
     steps = [starts(dataset.batch(step, 0, 0, 1, 8, 8)) for step in range(0, 2000, 31)]
-    fresh = [starts(TokenDataset(corpus, "train", 64, seed=1).batch(step, 0, 0, 1, 8, 8)) for step in range(0, 2000, 31)]
+    fresh = [starts(TokenDataset(corpus, "train", 64, seed=1).batch(step, 0, 0, 1, 8, 8))
+             for step in range(0, 2000, 31)]
     assert steps == fresh and steps == [starts(dataset.batch(step, 0, 0, 1, 8, 8)) for step in range(0, 2000, 31)]
     assert 2000 * 8 > 3 * dataset.windows, "several epochs"
 
@@ -813,5 +841,6 @@ def test_end_of_text_is_no_target_if_so_asked(corpus):
 
 
 def test_a_batch_that_does_not_divide_is_refused(corpus):
-    with pytest.raises(UserError, match="global-batch-size 10 must be divisible by micro-batch-size x data parallel = 4 x 2 = 8"):
+    with pytest.raises(UserError,
+                       match="global-batch-size 10 must be divisible by micro-batch-size x data parallel = 4 x 2 = 8"):
         TokenDataset(corpus, "train", 16, seed=1).batch(0, 0, 0, 2, 4, 10)

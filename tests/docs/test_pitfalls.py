@@ -1,4 +1,5 @@
-"""Each bug of pitfalls.py turns its check red, the code as it is turns it green, and docs/pitfalls.md says what was measured."""
+"""Each bug of pitfalls.py turns its check red, the code as it is turns it green, and docs/pitfalls.md says what was
+measured."""
 
 import dataclasses
 import re
@@ -17,7 +18,8 @@ def cases(entries, also_by_default=lambda entry: False):
     """By default one entry in eight."""
     return pytest.mark.parametrize("entry", [
         pytest.param(entry, id=f"{entry.number}-{entry.bug.__name__}",
-                     marks=[] if entry.number % EVERY == 0 or also_by_default(entry) else pytest.mark.exhaustive) for entry in entries])
+                     marks=[] if entry.number % EVERY == 0 or also_by_default(entry) else pytest.mark.exhaustive)
+                     for entry in entries])
 
 
 @cases(TABLE)
@@ -31,14 +33,16 @@ def test_put_back_it_is_found_and_does_what_the_page_says(pool, entry):
     if entry.check:
         with pytest.raises((AssertionError, WorkerError)) as failure:
             entry.check(Around(pool, entry, wrong=True))
-        assert isinstance(failure.value, AssertionError) or re.search(r"^AssertionError", str(failure.value), re.MULTILINE), str(failure.value)
+        assert isinstance(failure.value, AssertionError) or re.search(r"^AssertionError", str(failure.value),
+                                                                      re.MULTILINE), str(failure.value)
     else:
         right, found = measure(pool, entry, wrong=True, steps=CHECKED)
         with pytest.raises(AssertionError):
             judge(right, found)
         *_, right_norm, wrong_norm, gradient = cells(rows_of_document()[entry.number])
         *_, right_now, wrong_now, gradient_now = cells(row_of(entry, right, found, (0.0, 0.0)))
-        assert (float(right_norm), float(wrong_norm)) == pytest.approx((float(right_now), float(wrong_now)), rel=0.01, nan_ok=True)
+        assert (float(right_norm), float(wrong_norm)) == pytest.approx((float(right_now), float(wrong_now)), rel=0.01,
+                                                                       nan_ok=True)
         if " %" not in gradient:
             assert numbers_of(gradient) == pytest.approx(numbers_of(gradient_now), rel=0.1)
             return
@@ -97,12 +101,15 @@ def test_a_bug_whose_place_has_gone_is_an_error():
     assert pitfalls.domino.add_residual is kept
 
 
-ALSO_ALONE = ("mean_of_replicas", "padding_counts")               # microbatches, and lengths that are no multiple of 16, are enough
-ALONE = [entry for entry in TABLE if entry.world_size > 1 and not entry.check and not entry.straight and entry.bug.__name__ not in ALSO_ALONE]
+# microbatches, and lengths that are no multiple of 16, are enough
+ALSO_ALONE = ("mean_of_replicas", "padding_counts")
+ALONE = [entry for entry in TABLE if entry.world_size > 1 and not entry.check and not entry.straight
+         and entry.bug.__name__ not in ALSO_ALONE]
 
 
 def alone(entry):
-    return dataclasses.replace(entry, world_size=1, options={name: value for name, value in entry.options.items() if "parallel" not in name})
+    return dataclasses.replace(entry, world_size=1, options={name: value for name, value in entry.options.items()
+                                                             if "parallel" not in name})
 
 
 def alone_rank(number):
@@ -123,7 +130,8 @@ def test_one_is_shown_with_right_and_wrong_side_by_side(pool, capsys):
     (entry,) = [entry for entry in TABLE if entry.bug.__name__ == "not_divided"]
     pitfalls.show(pool, entry, steps=2)
     shown = capsys.readouterr().out
-    right, wrong = (float(number) for number in re.search(r"\n   1 +[\d.]+ +[\d.]+ +([\d.]+) +([\d.]+) ", shown).groups())
+    right, wrong = (float(number) for number in re.search(r"\n   1 +[\d.]+ +[\d.]+ +([\d.]+) +([\d.]+) ",
+                                                          shown).groups())
     assert wrong / right == pytest.approx(entry.config.microbatches) and "layers." in shown
     pitfalls.main(["--list"])
     assert len(capsys.readouterr().out.splitlines()) == len(TABLE)

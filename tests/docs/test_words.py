@@ -62,7 +62,8 @@ def wrong_against_right(pool, config, weights, data):
                           lambda outcome: outcome.gradients[0], config.tp)
                     for g in (SummedTwice, ReduceFromTensorParallel))
     return {name: (float(wrong[name].norm() / right[name].norm()),
-                   float(torch.cosine_similarity(wrong[name].flatten(), right[name].flatten(), dim=0))) for name in right}
+                   float(torch.cosine_similarity(wrong[name].flatten(), right[name].flatten(), dim=0)))
+                   for name in right}
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -85,7 +86,8 @@ def test_the_table_in_parallels_docstring_is_what_is_measured(pool):
     config = Config(dtype="float64", tensor_model_parallel_size=2, pipeline_model_parallel_size=1, global_batch_size=4)
     config = config.resolve(2).with_vocabulary(257)
     found = wrong_against_right(pool, config, None, random_data(config, 1))
-    layers, ratios, cosines = ([float(number) for number in re.search(rf"\n +{row} +([\d. ]+)\n", parallel.__doc__)[1].split()]
+    layers, ratios, cosines = ([float(number)
+                                for number in re.search(rf"\n +{row} +([\d. ]+)\n", parallel.__doc__)[1].split()]
                                for row in ("layer", "ratio of norms", "cosine"))
     assert sorted(layers) == list(range(config.num_layers))
     for layer, ratio, cosine in zip(layers, ratios, cosines, strict=True):
@@ -131,7 +133,8 @@ def test_of_the_nodes_that_are_ready_autograd_takes_the_one_recorded_last(seed):
 
 
 def test_autograd_waits_for_each_gradient_at_once():
-    """Two slices, recorded in turn as Domino runs them. f is two nodes here, so that another's work would fit between."""
+    """Two slices, recorded in turn as Domino runs them. f is two nodes here, so that another's work would fit
+    between."""
     log, x = [], {slice: torch.ones(1, requires_grad=True) for slice in "ab"}
     hidden = dict(x)
     for sublayer in ("attention 0", "mlp 0", "attention 1", "mlp 1"):
@@ -274,7 +277,8 @@ def named_anchor(path, anchor):
 
 
 def test_every_python_file_that_is_named_exists():
-    """By its path from the root or from nanodomino/, or by its name alone; in documents, and in all code except tests."""
+    """By its path from the root or from nanodomino/, or by its name alone; in documents, and in all code except
+    tests."""
     files = tracked_files()
     known = {str(path) for path in files} | {path.name for path in files}
     known |= {str(path.relative_to("nanodomino")) for path in files if path.parts[0] == "nanodomino"}
@@ -315,7 +319,8 @@ def test_every_test_that_a_document_names_exists():
 
 
 def commands():
-    """(document, command without its comment) of each line in a document's shell blocks, joined where a line goes on."""
+    """(document, command without its comment) of each line in a document's shell blocks, joined where a line goes
+    on."""
     for path in documents():
         for block in re.findall(r"```sh\n(.*?)```", text_of(path), re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():

@@ -1,7 +1,7 @@
 """Every layout computes what one plain process computes: losses, every gradient, norms, weights, to 1e-9 in float64.
 
-The other side is support/reference.py: torch.nn, nothing of nanodomino. Biases are not zero, the loss mask is uneven, the
-clipping bites, layers do not divide by stages, samples not by slices, words not by ranks.
+The other side is support/reference.py: torch.nn, nothing of nanodomino. Biases are not zero, the loss mask is uneven,
+the clipping bites, layers do not divide by stages, samples not by slices, words not by ranks.
 """
 
 import dataclasses
@@ -27,17 +27,21 @@ LAYOUTS = [(tp, pp, dp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in 
 SMALL = [layout for layout in LAYOUTS if math.prod(layout) <= 4]
 OPTIONS = dict(slices=(1, 2, 3), columns=(1, 2), zero=(0, 1, 2), schedule=tuple(SCHEDULES), untied=(False, True),
                normalization=tuple(NORMALIZATIONS), recompute_granularity=tuple(GRANULARITIES),
-               loss_scale=(None, 2.0**12), sequence_parallel=(False, True), family=tuple(FAMILIES), documents=(False, True))
+               loss_scale=(None, 2.0**12), sequence_parallel=(False, True), family=tuple(FAMILIES),
+               documents=(False, True))
 
 
 def case(tp, pp, dp, slices=1, columns=1, zero=1, schedule="1f1b", untied=False, exhaustive=False, family="gpt2",
          documents=False, **more):
     """A layout and its options, with a readable name."""
-    name = f"tp{tp}-pp{pp}-dp{dp}-slices{slices}-columns{columns}-zero{zero}-{schedule}-{'untied' if untied else 'tied'}"
-    name += f"-{family}{'-documents' * documents}" + "".join(f"-{key}{value}" for key, value in more.items())
-    more = FAMILIES[family] | ({"num_query_groups": 8} if tp == 8 else {}) | dict(reset_position_ids=documents, reset_attention_mask=documents) | more
-    options = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices, columns=columns, zero_stage=zero,
-                   schedule=schedule, untie_embeddings_and_output_weights=untied, **{"num_layers": 2 * pp + 1} | more)
+    name = f"tp{tp}-pp{pp}-dp{dp}-slices{slices}-columns{columns}-zero{zero}-{schedule}"
+    name += f"-{'untied' if untied else 'tied'}-{family}{'-documents' * documents}"
+    name += "".join(f"-{key}{value}" for key, value in more.items())
+    groups = {"num_query_groups": 8} if tp == 8 else {}
+    resets = dict(reset_position_ids=documents, reset_attention_mask=documents)
+    options = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices, columns=columns,
+                   zero_stage=zero, schedule=schedule, untie_embeddings_and_output_weights=untied,
+                   **{"num_layers": 2 * pp + 1} | FAMILIES[family] | groups | resets | more)
     return pytest.param(tp * pp * dp, options, id=name, marks=pytest.mark.exhaustive if exhaustive else [])
 
 
@@ -46,10 +50,13 @@ def pairs_of(row: dict) -> set:
 
 
 def in_all_pairs(options: dict) -> list[dict]:
-    """Rows of one value each, until any two values of two options stand in one row; else a new one could hide behind an old
-    one. Each row is the best of some that are drawn, by how many new pairs it has."""
+    """Rows of one value each, until any two values of two options stand in one row; else a new one could hide behind an
+    old one. Each row is the best of some that are drawn, by how many new pairs it has."""
     draw, rows = random.Random("layouts"), []
-    left = {pair for row in map(dict, itertools.product(*([(name, value) for value in values] for name, values in options.items())))
+    left = {pair
+            for row in map(dict,
+                           itertools.product(*([(name, value) for value in values]
+                                               for name, values in options.items())))
             for pair in pairs_of(row)}
     while left:
         rows.append(max(({name: draw.choice(values) for name, values in options.items()} for _ in range(200)),
@@ -60,10 +67,12 @@ def in_all_pairs(options: dict) -> list[dict]:
 
 def dealt(rows: list[dict], layouts, **more) -> list:
     """The rows on these layouts, in turn."""
-    return [case(*layout, **row, **more, micro_batch_size={8: 12, 4: 6}.get(layout[0], 3)) for row, layout in zip(rows, itertools.cycle(layouts))]
+    return [case(*layout, **row, **more, micro_batch_size={8: 12, 4: 6}.get(layout[0], 3))
+            for row, layout in zip(rows, itertools.cycle(layouts))]
 
 
-# All pairs of options, on small layouts in turn; then corners of their own. Exhaustive: with the layout as one more option, where
+# All pairs of options, on small layouts in turn; then corners of their own. Exhaustive: with the layout as one more
+# option, where
 # there are stages.
 CASES = dealt(in_all_pairs(OPTIONS), [layout for layout in SMALL if layout != (1, 1, 1)])
 CASES += [case(1, 4, 1, schedule=name) for name in SCHEDULES]
@@ -72,8 +81,10 @@ CASES += [
     case(2, 2, 2, slices=2, zero=1),                            # train.py's own choice for eight processes
     case(2, 1, 1, slices=2, columns=3, micro_batch_size=8),     # 8 samples in 2 slices, 16 features in 3 columns
     *(case(1, 4, 1, micro_batch_size=24, schedule=name) for name in SCHEDULES),           # 1 microbatch, 4 stages
-    case(1, 2, 2, schedule="interleaved", virtual_stages=3, micro_batch_size=4, num_layers=7),     # 3 microbatches: a round of 1
-    case(1, 2, 2, slices=2, zero=2, schedule="interleaved"),    # chunks share buckets, which microbatches of both then fill in turn
+    # 3 microbatches: a round of 1
+    case(1, 2, 2, schedule="interleaved", virtual_stages=3, micro_batch_size=4, num_layers=7),
+    # chunks share buckets, which microbatches of both then fill in turn
+    case(1, 2, 2, slices=2, zero=2, schedule="interleaved"),
     case(1, 2, 2, slices=2, zero=2, schedule="zb-v", bucket_size=1),
     case(2, 1, 2, slices=2, bucket_size=10_000_000),            # everything in one bucket of each kind
     case(2, 1, 2, slices=2, bucket_size=1),                     # every parameter in a bucket of its own
@@ -82,7 +93,8 @@ CASES += [
 CASES += [
     case(2, 2, 2, slices=3, columns=2, zero=0, untied=True, exhaustive=True),
     case(1, 4, 2, micro_batch_size=6, exhaustive=True),                          # 2 microbatches, 4 stages
-    case(4, 2, 1, slices=2, micro_batch_size=12, make_vocab_size_divisible_by=64, exhaustive=True),      # half of the ranks own only padding
+    # half of the ranks own only padding
+    case(4, 2, 1, slices=2, micro_batch_size=12, make_vocab_size_divisible_by=64, exhaustive=True),
 ]
 CASES += dealt(in_all_pairs(OPTIONS)[:10], [layout for layout in LAYOUTS if layout[1] == 1], exhaustive=True)
 for row in in_all_pairs(OPTIONS | {"layout": tuple(layout for layout in LAYOUTS if layout[1] > 1)}):
@@ -117,9 +129,11 @@ def evaluate_rank(config, weights, corpora):
 
 
 @pytest.mark.parametrize("world_size, options", [
-    (1, {}), (4, dict(pipeline_model_parallel_size=2)), (4, dict(tensor_model_parallel_size=2))], ids=["one", "pp2-dp2", "tp2-dp2"])
+    (1, {}), (4, dict(pipeline_model_parallel_size=2)), (4, dict(tensor_model_parallel_size=2))],
+    ids=["one", "pp2-dp2", "tp2-dp2"])
 def test_validation_is_the_mean_over_the_first_windows_as_they_are_stored(pool, tmp_path, world_size, options):
-    """Every token once, also of 5 windows where a global batch takes 24, and of 40 where the second batch is not full."""
+    """Every token once, also of 5 windows where a global batch takes 24, and of 40 where the second batch is not
+    full."""
     config = tiny(world_size, **options)
     weights, _, _, _ = reference_for(tiny(1), 1)
     model, generator = ReferenceGPT(sizes_of(config)).double().load_full(weights), np.random.default_rng(0)

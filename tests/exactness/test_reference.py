@@ -1,4 +1,5 @@
-"""Is the yardstick straight? The reference against torch's own transformer, finite differences and formulas worked by hand."""
+"""Is the yardstick straight? The reference against torch's own transformer, finite differences and formulas worked by
+hand."""
 
 import math
 from functools import partial
@@ -8,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.reference import ReferenceGPT, Sizes, full_shapes, fuse_qkv, masked_loss, random_weights, split_qkv, train_reference
+from support.reference import (ReferenceGPT, Sizes, full_shapes, fuse_qkv, masked_loss, random_weights, split_qkv,
+                               train_reference)
 
 SIZES = Sizes()
 UNTIED = Sizes(tied=False)
@@ -46,7 +48,8 @@ def torch_transformer(sizes, weights):
     encoder = nn.TransformerEncoder(layer, sizes.num_layers, norm, enable_nested_tensor=False).double()
     n, d = sizes.num_attention_heads, sizes.head_dim
     # Written as plain indices, not with the reference's own conversion: fused row of (part, head, element).
-    rows = torch.tensor([(head * 3 + part) * d + element for part in range(3) for head in range(n) for element in range(d)])
+    rows = torch.tensor([(head * 3 + part) * d + element for part in range(3) for head in range(n)
+                         for element in range(d)])
     state = {}
     for i in range(sizes.num_layers):
         ours, theirs = f"layers.{i}.", f"layers.{i}."
@@ -152,7 +155,8 @@ def test_logits_and_gradients_equal_torchs_own_transformer():
         for name, (kind, parameter, cut) in pairs.items():
             gradient = gradients[f"layers.{i}.{name}.{kind}"][cut]
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-14)
-    torch.testing.assert_close(gradients["embedding.position_embeddings.weight"], hidden.grad.sum(0), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(gradients["embedding.position_embeddings.weight"], hidden.grad.sum(0), rtol=1e-10,
+                               atol=1e-14)
 
 
 @pytest.mark.parametrize("sizes", [SIZES, UNTIED], ids=["tied", "untied"])
@@ -244,7 +248,8 @@ def test_masked_tokens_have_no_label_and_the_mean_is_over_the_rest():
     losses = [-log_probabilities[b, s, labels[b, s]].item() for b, s in loss_mask.nonzero().tolist()]
     assert loss_of(SIZES, weights, (tokens, labels, loss_mask)) == pytest.approx(sum(losses) / len(losses), rel=1e-12)
     relabelled = torch.where(loss_mask.bool(), labels, (labels + 1) % SIZES.vocab_size)
-    assert loss_of(SIZES, weights, (tokens, relabelled, loss_mask)) == loss_of(SIZES, weights, (tokens, labels, loss_mask))
+    assert loss_of(SIZES, weights, (tokens, relabelled, loss_mask)) == loss_of(SIZES, weights,
+                                                                               (tokens, labels, loss_mask))
 
 
 def adamw_by_hand(weights, gradients, rates, weight_decay, scales, beta1, beta2, eps):

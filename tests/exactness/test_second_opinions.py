@@ -9,8 +9,9 @@ test_layouts.py compares with a single process. Here the other side is parallel 
     ZeroOptimizer, stage 1    DistributedDataParallel with ZeroRedundancyOptimizer; fully_shard (FSDP2)
     ZeroOptimizer, stage 2    fully_shard with reshard_after_forward=False, a backward for each microbatch
 
-The two sides share the starting weights, the batches and the learning rates. Where to cut, when to talk and what to divide by
-each decides alone; where torch divides by something else than the tokens that count, a comment says how that is undone.
+The two sides share the starting weights, the batches and the learning rates. Where to cut, when to talk and what to
+divide by each decides alone; where torch divides by something else than the tokens that count, a comment says how that
+is undone.
 
 What newer torch versions brought is imported in the workers' functions, so that an older one fails only that test.
 """
@@ -63,14 +64,16 @@ def full_tensor(tensor):
 # ---- tensor parallel
 
 def dtensor_step(config, weights, data):
-    """In a worker: (loss, gradients by name) of the first global batch, with the matrices of every sublayer cut over the ranks."""
+    """In a worker: (loss, gradients by name) of the first global batch, with the matrices of every sublayer cut over
+    the ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import implicit_replication
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model, mesh = plain_model(config, weights), init_device_mesh("cpu", (config.tp,))
     for attention, mlp in zip(model.attentions, model.mlps):
-        # As DTensors q, k and v still count all heads, and the attention between them and `dense` runs as it is written.
+        # As DTensors q, k and v still count all heads, and the attention between them and `dense` runs as it is
+        # written.
         heads = {name: ColwiseParallel(use_local_output=False) for name in ("q", "k", "v")}
         parallelize_module(attention, mesh, {**heads, "dense": RowwiseParallel()})
         parallelize_module(mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -86,7 +89,8 @@ def dtensor_step(config, weights, data):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_domino_computes_what_dtensor_computes(pool, tp):
     """Cuts, heads, biases and sums, with words on every rank: 16 + 13 of them, or 8 + 8 + 8 + 5."""
-    _, _, ours, theirs = both_sides(pool, tp, dtensor_step, tensor_model_parallel_size=tp, slices=2, micro_batch_size=12)
+    _, _, ours, theirs = both_sides(pool, tp, dtensor_step, tensor_model_parallel_size=tp, slices=2,
+                                    micro_batch_size=12)
     gradients = whole(ours, lambda outcome: outcome.gradients[0], tp)
     for loss, torchs_gradients in theirs:
         assert relative(ours[0].losses[:1], [loss]) < TOLERANCE
@@ -94,18 +98,23 @@ def test_domino_computes_what_dtensor_computes(pool, tp):
 
 
 def sequence_parallel_step(config, weights, data):
-    """The same with the residual stream cut along its tokens, around benchmarks/plain.py, whose names and qkv are ours."""
+    """The same with the residual stream cut along its tokens, around benchmarks/plain.py, whose names and qkv are
+    ours."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, RowwiseParallel,
+                                                   SequenceParallel, parallelize_module)
 
     model, mesh = Plain(config).double().load(weights), init_device_mesh("cpu", (config.tp,))
     before, behind = dict(input_layouts=Shard(1)), dict(output_layouts=Shard(1), use_local_output=False)
     for layer in model.layers.values():
         parallelize_module(layer, mesh, {
-            "attention.norm": SequenceParallel(), "attention.qkv": ColwiseParallel(**before), "attention.dense": RowwiseParallel(**behind),
-            "mlp.norm": SequenceParallel(), "mlp.dense_h_to_4h": ColwiseParallel(**before), "mlp.dense_4h_to_h": RowwiseParallel(**behind)})
-    parallelize_module(model, mesh, {"layers.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+            "attention.norm": SequenceParallel(), "attention.qkv": ColwiseParallel(**before),
+            "attention.dense": RowwiseParallel(**behind),
+            "mlp.norm": SequenceParallel(), "mlp.dense_h_to_4h": ColwiseParallel(**before),
+            "mlp.dense_4h_to_h": RowwiseParallel(**behind)})
+    parallelize_module(model, mesh,
+                       {"layers.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
                                      "final_norm": SequenceParallel()})
     x = model.embedding(data.tokens[0])
     for layer in model.layers.values():
@@ -119,8 +128,10 @@ def sequence_parallel_step(config, weights, data):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_stream_that_is_cut_computes_what_dtensor_computes_with_one(pool, tp):
-    """There each sample is cut for itself; and who sums the gradients of norms and biases, and when, is torch's own choice."""
-    config, _, ours, theirs = both_sides(pool, tp, sequence_parallel_step, tensor_model_parallel_size=tp, slices=2, micro_batch_size=12, sequence_parallel=True)
+    """There each sample is cut for itself; and who sums the gradients of norms and biases, and when, is torch's own
+    choice."""
+    config, _, ours, theirs = both_sides(pool, tp, sequence_parallel_step, tensor_model_parallel_size=tp, slices=2,
+                                         micro_batch_size=12, sequence_parallel=True)
     gradients = whole(ours, lambda outcome: outcome.gradients[0], tp)
     gradients["embedding.word_embeddings.weight"] = gradients["embedding.word_embeddings.weight"][:config.vocab_size]
     for loss, torchs_gradients in theirs:
@@ -131,7 +142,8 @@ def test_a_stream_that_is_cut_computes_what_dtensor_computes_with_one(pool, tp):
 # ---- pipeline
 
 class Part(nn.Module):
-    """One stage of the plain model, [b, s] tokens or [b, s, h] in, [b, s, h] or logits out. It has all layers and uses its own."""
+    """One stage of the plain model, [b, s] tokens or [b, s, h] in, [b, s, h] or logits out. It has all layers and uses
+    its own."""
 
     def __init__(self, model, stage, stages):
         super().__init__()
@@ -152,22 +164,27 @@ class Part(nn.Module):
 
 
 TORCHS = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe", "interleaved": "ScheduleInterleaved1F1B",
-          "zb-h1": "ScheduleInterleavedZeroBubble", "zb-v": "ScheduleZBVZeroBubble"}          # with one chunk it is zb-h1
+          # with one chunk it is zb-h1
+          "zb-h1": "ScheduleInterleavedZeroBubble", "zb-v": "ScheduleZBVZeroBubble"}
 
 
 def pipelined_step(config, weights, data):
-    """In a worker: (each microbatch's loss sum, gradients of these by name) of the first global batch; 0 for what others use.
+    """In a worker: (each microbatch's loss sum, gradients of these by name) of the first global batch; 0 for what
+    others use.
 
-    torch takes each loss for a mean and divides the gradients by the number of microbatches, unless scale_grads says no.
+    torch takes each loss for a mean and divides the gradients by the number of microbatches, unless scale_grads says
+    no.
     """
     from torch.distributed import pipelining
 
     placement = config.placement
     held = [placement.virtual_stage(dist.get_rank(), chunk) for chunk in range(placement.chunks)]
     parts = [Part(plain_model(config, weights), one, placement.last + 1) for one in held]
-    stages = [pipelining.PipelineStage(part, one, placement.last + 1, torch.device("cpu")) for part, one in zip(parts, held)]
+    stages = [pipelining.PipelineStage(part, one, placement.last + 1, torch.device("cpu"))
+              for part, one in zip(parts, held)]
     of_one = config.schedule in ("1f1b", "gpipe")
-    schedule = getattr(pipelining, TORCHS[config.schedule])(stages[0] if of_one else stages, config.microbatches, loss_sum,
+    schedule = getattr(pipelining, TORCHS[config.schedule])(stages[0] if of_one else stages, config.microbatches,
+                                                            loss_sum,
                                                              scale_grads=False)
     losses, inputs = [], [data.tokens[0]] if parts[0].first else []
     schedule.step(*inputs, target=labels_that_count(data, 0) if parts[-1].last else None, losses=losses)
@@ -182,8 +199,8 @@ def test_the_pipeline_computes_what_torchs_pipelining_computes(pool, schedule, p
     if schedule != "gpipe" and torch.__version__ < "2.8":
         pytest.skip("this torch's pipelines lose messages on gloo (pytorch issue 132644)")
     chunks = SCHEDULES[schedule].chunks[0]
-    config, data, ours, theirs = both_sides(pool, pp, pipelined_step, pipeline_model_parallel_size=pp, schedule=schedule,
-                                            num_layers=pp * chunks + 1)
+    config, data, ours, theirs = both_sides(pool, pp, pipelined_step, pipeline_model_parallel_size=pp,
+                                            schedule=schedule, num_layers=pp * chunks + 1)
     (losses,), tokens = [losses for losses, _ in theirs if losses], data.loss_mask[0].sum().item()
     assert len(losses) == config.microbatches
     assert relative(ours[0].losses[:1], [sum(losses) / tokens]) < TOLERANCE
@@ -196,8 +213,8 @@ def test_the_pipeline_computes_what_torchs_pipelining_computes(pool, schedule, p
 def train_replica(config, data, model, network, optimizer, microbatches=1):
     """In a worker: STEPS steps on this replica's rows -> (its part of each loss, norms, weights by name).
 
-    DDP and FSDP2 divide the sum of the replicas' gradients by dp. Times dp, over the tokens that count on all replicas: then
-    what comes out is the gradient of the mean over the global batch, though no two replicas count equally many.
+    DDP and FSDP2 divide the sum of the replicas' gradients by dp. Times dp, over the tokens that count on all replicas:
+    then what comes out is the gradient of the mean over the global batch, though no two replicas count equally many.
     """
     rows = torch.arange(config.global_batch_size).chunk(config.dp)[dist.get_rank()]
     losses, norms = [], []
@@ -209,7 +226,8 @@ def train_replica(config, data, model, network, optimizer, microbatches=1):
             loss = loss_sum(logits, labels_that_count(data, step)[some]) / data.loss_mask[step].sum()
             (loss * config.dp).backward()
             losses[-1] += loss.item()
-        # clip_grad_norm_ in two halves, since on DTensors some versions add its 1e-6 on every rank (pytorch issue 149768).
+        # clip_grad_norm_ in two halves, since on DTensors some versions add its 1e-6 on every rank (pytorch issue
+        # 149768).
         norm = full_tensor(nn.utils.get_total_norm([weight.grad for weight in network.parameters()]))
         nn.utils.clip_grads_with_norm_(network.parameters(), config.clip_grad, norm)
         for group in optimizer.param_groups:
@@ -246,13 +264,14 @@ def train_with_fsdp2(config, weights, data, reshard=True, microbatches=1):
 
 
 def train_with_zero_2_of_fsdp2(config, weights, data):
-    """In a worker: weights stay whole from their first forward to their backward; each microbatch's gradients are scattered."""
+    """In a worker: weights stay whole from their first forward to their backward; each microbatch's gradients are
+    scattered."""
     return train_with_fsdp2(config, weights, data, reshard=False, microbatches=config.microbatches)
 
 
 @pytest.mark.parametrize("torchs_part, zero_stage, dp", [
-    *((part, 1, dp) for part in (train_with_ddp, train_with_fsdp2) for dp in (2, 4)), (train_with_zero_2_of_fsdp2, 2, 4),
-    pytest.param(train_with_zero_2_of_fsdp2, 2, 2, marks=pytest.mark.exhaustive)])
+    *((part, 1, dp) for part in (train_with_ddp, train_with_fsdp2) for dp in (2, 4)),
+    (train_with_zero_2_of_fsdp2, 2, 4), pytest.param(train_with_zero_2_of_fsdp2, 2, 2, marks=pytest.mark.exhaustive)])
 def test_zero_trains_what_torchs_data_parallel_trains(pool, torchs_part, zero_stage, dp):
     """AdamW would not notice a factor on all gradients; the norm before clipping does."""
     config, _, ours, theirs = both_sides(pool, dp, torchs_part, data_parallel_size=dp, zero_stage=zero_stage)

@@ -56,7 +56,8 @@ def generate_rank(config, weights):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
 def test_what_a_model_writes_does_not_depend_on_the_layout(pool, schedule):
-    """Over stages, their chunks, and shards, and beyond the context length (8 tokens here); each sample is another text."""
+    """Over stages, their chunks, and shards, and beyond the context length (8 tokens here); each sample is another
+    text."""
     config = tiny(1, num_layers=5)
     weights, _, _, _ = reference_for(config, 1)
     (alone,) = pool.run(generate_rank, config, weights, world_size=1)
@@ -73,9 +74,11 @@ def greedy_rank(config, weights, prompts):
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_the_likeliest_tokens_are_those_of_the_plain_model_however_long_the_text_is(pool, world_size):
-    """Of a context of 8 tokens the model sees the last 8 of a longer prompt; where it is full, the last 4 are read anew."""
+    """Of a context of 8 tokens the model sees the last 8 of a longer prompt; where it is full, the last 4 are read
+    anew."""
     weights = dict(reference_for(tiny(1), 1)[0])
-    weights["embedding.position_embeddings.weight"] = 2 * weights["embedding.position_embeddings.weight"]      # else it stammers
+    # else it stammers
+    weights["embedding.position_embeddings.weight"] = 2 * weights["embedding.position_embeddings.weight"]
     plain, draw = ReferenceGPT(sizes_of(tiny(1))).double().load_full(weights), random.Random(0)
     prompts = [[draw.randrange(20) for _ in range(length)] for length in (1, 5, 7, 8, 9, 12, 30)]
     expected = []
@@ -87,14 +90,16 @@ def test_the_likeliest_tokens_are_those_of_the_plain_model_however_long_the_text
                 logits = plain(torch.tensor([window]), torch.arange(len(window)))[0, -1, :20]
             text, window = text + [int(logits.argmax())], window + [int(logits.argmax())]
         expected.append(text)
-    config = tiny(world_size, tensor_model_parallel_size=2, pipeline_model_parallel_size=2) if world_size > 1 else tiny(1)
+    config = tiny(world_size, tensor_model_parallel_size=2,
+                  pipeline_model_parallel_size=2) if world_size > 1 else tiny(1)
     assert pool.run(greedy_rank, config, weights, prompts, world_size=world_size) == [expected] * world_size
     assert all(len(set(text[-14:])) > 2 for text in expected), "a text that repeats itself would show nothing"
 
 
 def documents_rank(config, weights, prompts):
     mesh, model, _, _ = build(config, weights)
-    return [[generate(model, mesh, prompt, 14, 20, temperature=0.0, use_cache=cache, end_of_text=END_OF_TEXT) for prompt in prompts]
+    return [[generate(model, mesh, prompt, 14, 20, temperature=0.0, use_cache=cache, end_of_text=END_OF_TEXT)
+             for prompt in prompts]
             for cache in (True, False)]
 
 
@@ -105,13 +110,16 @@ RESETS = dict(both=(True, True), positions=(True, False), attention=(False, True
     pytest.param(family, resets, id=f"{family}-{name}", marks=[] if i % len(RESETS) == j else pytest.mark.exhaustive)
     for i, family in enumerate(FAMILIES) for j, (name, resets) in enumerate(RESETS.items())])
 def test_every_family_writes_what_the_plain_model_does_within_documents_and_up_to_their_end(pool, family, resets):
-    """Of a prompt whose tokens belong to several documents, with a cache and without, over shards and stages, in windows that slide."""
+    """Of a prompt whose tokens belong to several documents, with a cache and without, over shards and stages, in
+    windows that slide."""
     options = FAMILIES[family] | dict(reset_position_ids=resets[0], reset_attention_mask=resets[1],
                                        untie_embeddings_and_output_weights=True)
     config, draw = tiny(1, **options), random.Random(family)
-    weights = {name: weight * (3 if weight.dim() > 1 else 1) for name, weight in random_weights(sizes_of(config), seed=5).items()}
+    weights = {name: weight * (3 if weight.dim() > 1 else 1)
+               for name, weight in random_weights(sizes_of(config), seed=5).items()}
     plain = ReferenceGPT(sizes_of(config)).double().load_full(weights)
-    prompts = [[draw.choice([*range(20), END_OF_TEXT, END_OF_TEXT]) for _ in range(length)] for length in (1, 4, 7, 8, 11)]
+    prompts = [[draw.choice([*range(20), END_OF_TEXT, END_OF_TEXT]) for _ in range(length)]
+               for length in (1, 4, 7, 8, 11)]
     expected = []
     for prompt in prompts:
         text, window = list(prompt), prompt[-8:]
@@ -120,7 +128,8 @@ def test_every_family_writes_what_the_plain_model_does_within_documents_and_up_t
             tokens = torch.tensor([window])
             positions, documents = counted_documents(tokens)
             with torch.no_grad():
-                logits = plain(tokens, positions if resets[0] else torch.arange(len(window)), documents=documents if resets[1] else None)
+                logits = plain(tokens, positions if resets[0] else torch.arange(len(window)), documents=documents
+                               if resets[1] else None)
             token = int(logits[0, -1, :20].argmax())
             if token == END_OF_TEXT:
                 break
@@ -270,7 +279,8 @@ def test_a_seed_writes_the_same_texts_again_and_on_two_processes(written):
 
 
 def test_without_a_seed_one_is_drawn_that_all_ranks_share_and_that_can_be_repeated(written):
-    """Hot enough for words of both ranks' shards, or two ranks with two seeds could write rank 0's text all the same."""
+    """Hot enough for words of both ranks' shards, or two ranks with two seeds could write rank 0's text all the
+    same."""
     texts, flags = [], "--prompt line --max-tokens 300 --temperature 2"
     for processes in (1, 2):
         said, text = written(flags, processes)[0].split("\n", 1)

@@ -51,8 +51,9 @@ def graphs(layers, micro_batch_size=4, one_differs=False, dropout=0.0, recompute
 
 @pytest.mark.exhaustive
 def test_compiled_cross_entropy_reads_the_logits_twice_and_writes_them_once(monkeypatch):
-    """gpt2's, of 16 x 1024 tokens in 16 bit, by the compiler's own count of what its kernels move: 12 GB at most, of 46 that
-    fp32 softmaxes once moved. Here the kernels are for a CPU; what is in one kernel the compiler decides alike for all."""
+    """gpt2's, of 16 x 1024 tokens in 16 bit, by the compiler's own count of what its kernels move: 12 GB at most, of 46
+    that fp32 softmaxes once moved. Here the kernels are for a CPU; what is in one kernel the compiler decides alike for
+    all."""
     rows, words = 128, 50264
     logits = torch.zeros(rows, words, dtype=torch.bfloat16)
     moved, codegen = [], Scheduler.codegen
@@ -63,7 +64,8 @@ def test_compiled_cross_entropy_reads_the_logits_twice_and_writes_them_once(monk
 
     monkeypatch.setattr(Scheduler, "codegen", counting)
     with torch.no_grad(), inductor.patch(force_disable_caches=True):
-        for function, inputs in ((max_and_sum_exp_of_rows, (logits,)), (scaled_exp_of_rows, (logits, *torch.ones(2, rows)))):
+        for function, inputs in ((max_and_sum_exp_of_rows, (logits,)),
+                                 (scaled_exp_of_rows, (logits, *torch.ones(2, rows)))):
             torch._dynamo.reset()
             torch.compile(function)(*inputs)
     torch._dynamo.reset()

@@ -24,17 +24,20 @@ GPT2 = dict(model="gpt2", dtype="bfloat16", micro_batch_size=16, global_batch_si
 EIGHT = dict(model="nano", dtype="bfloat16", tensor_model_parallel_size=2, pipeline_model_parallel_size=2,
              data_parallel_size=2, micro_batch_size=4, slices=2)           # 2 microbatches a replica
 HOST = dict(model="nano", dtype="bfloat16", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
-            data_parallel_size=1, slices=2, micro_batch_size=4, global_batch_size=8, num_layers=4, recompute_granularity="full")
+            data_parallel_size=1, slices=2, micro_batch_size=4, global_batch_size=8, num_layers=4,
+            recompute_granularity="full")
 AGAIN = {"kept": (0, HOST), "on the host": (0, HOST | dict(checkpoint_in_cpu=True))}
 CASES = {"gpt2": (0, GPT2), "first stage": (0, EIGHT), "last stage": (7, EIGHT),
          "uneven slices": (7, EIGHT | dict(slices=3, columns=2)),
          "sequence parallel": (7, EIGHT | dict(sequence_parallel=True, columns=2)),
-         "fp16": (0, EIGHT | dict(pipeline_model_parallel_size=1, data_parallel_size=4, dtype="float16", fp16_lm_cross_entropy=True))}
+         "fp16": (0, EIGHT | dict(pipeline_model_parallel_size=1, data_parallel_size=4, dtype="float16",
+                                  fp16_lm_cross_entropy=True))}
 
 GB = 1e9
 TRAFFIC = {"forward": 15.3 * GB, "cross entropy": 33.9 * GB, "backward": 29.7 * GB, "update": 8.5 * GB,
            "rest": 0.52 * GB}                                              # 14.8, 46.1, 36.0, 8.2, 0.5
-OPERATIONS = {"forward": 168, "cross entropy": 143, "backward": 300, "update": 144, "rest": 24}    # 156, 31, 269, 140, 23
+# 156, 31, 269, 140, 23
+OPERATIONS = {"forward": 168, "cross entropy": 143, "backward": 300, "update": 144, "rest": 24}
 PEAK = 8.63 * GB                                                           # 14.4
 LOGITS = 16 * 1024 * 50264 * 2                                             # bytes
 CROSS_ENTROPY_PEAK = 0.34 * LOGITS                                         # 4
@@ -43,7 +46,8 @@ COPIES = {"pageable": 0, "pinned": 1}                                      # fro
 
 @pytest.fixture(scope="module")
 def counted(request):
-    """counted(case): what support/fake_cuda.py counted there. All cases run in one process, which has no other torch in it."""
+    """counted(case): what support/fake_cuda.py counted there. All cases run in one process, which has no other torch in
+    it."""
     if torch.backends.cuda.is_built():
         pytest.skip("this torch has CUDA devices of its own, and takes no other's; install a build for CPUs")
     if not COMPILER:
@@ -58,8 +62,8 @@ def counted(request):
         assert not done.returncode, done.stderr
         made.replace(library)
     cases = [dict(rank=rank, settings=settings) for rank, settings in (CASES | AGAIN).values()]
-    done = subprocess.run([sys.executable, SUPPORT / "support/fake_cuda.py", library, json.dumps(cases)], capture_output=True,
-                          text=True, check=False)
+    done = subprocess.run([sys.executable, SUPPORT / "support/fake_cuda.py", library, json.dumps(cases)],
+                          capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     return dict(zip(CASES | AGAIN, map(json.loads, done.stdout.splitlines()), strict=True)).get
 
@@ -107,8 +111,8 @@ def test_what_leaves_for_the_host_leaves_room_and_nobody_waits_for_it(counted):
 
 
 def test_a_stream_that_is_cut_travels_by_nccls_own_scatters_and_gathers(counted):
-    """Of the last stage: for each of its sublayers, slices and columns two scatters and three gathers, one of each for the head, and
-    ZeRO's own; no message between ranks of a host, as gloo has."""
+    """Of the last stage: for each of its sublayers, slices and columns two scatters and three gathers, one of each for
+    the head, and ZeRO's own; no message between ranks of a host, as gloo has."""
     found = counted("sequence parallel")
     pieces, sublayers = 2 * 2 * found["microbatches"], found["sublayers"]
     assert found["names"]["c10d._reduce_scatter_base_.default"] == pieces * (2 * sublayers + 1) + found["buckets"]

@@ -1,4 +1,5 @@
-"""What can be said of GPUs without one: who gets which, what a start does before the first message, what must not be there."""
+"""What can be said of GPUs without one: who gets which, what a start does before the first message, what must not be
+there."""
 
 import dataclasses
 
@@ -20,7 +21,8 @@ def place(local_rank, local_world_size):
 
 @pytest.mark.parametrize("gpus, shown, processes, local_rank, index", [
     (8, None, 8, 5, 5), (8, "0,1,2,3,4,5,6,7", 8, 5, 5), (1, None, 1, 0, 0), (1, "3", 1, 0, 0), (1, "3", 8, 5, 0)])
-def test_each_process_takes_its_own_gpu_also_where_it_sees_no_other(monkeypatch, gpus, shown, processes, local_rank, index):
+def test_each_process_takes_its_own_gpu_also_where_it_sees_no_other(monkeypatch, gpus, shown, processes, local_rank,
+                                                                    index):
     """SLURM shows each task a GPU of its own, which then is number 0."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -48,7 +50,8 @@ def warm_rank(config, data):
     mesh, model, optimizer, stage = build(config)
     before = [bucket.weights.clone() for bucket in optimizer.buckets]
     train.warm_up(stage, optimizer, config, mesh)
-    same = all(torch.equal(bucket.weights, weights) and not bucket.own_grad.any() for bucket, weights in zip(optimizer.buckets, before))
+    same = all(torch.equal(bucket.weights, weights) and not bucket.own_grad.any()
+               for bucket, weights in zip(optimizer.buckets, before))
     same = same and optimizer.updates == 0
     return train.train_step(1, stage, optimizer, data, config, mesh).loss, same
 
@@ -60,9 +63,10 @@ def cold_rank(config, data):
 
 @pytest.mark.parametrize("dtype, zero_stage", [("float32", 1), ("bfloat16", 1), ("bfloat16", 2)])
 def test_a_warm_up_changes_no_number(pool, dtype, zero_stage):
-    """Also with dropout, whose masks are a function of the sample; in 16 bit the weights come back from their masters."""
-    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2, dtype=dtype,
-                  hidden_dropout=0.1, attention_dropout=0.1, zero_stage=zero_stage)
+    """Also with dropout, whose masks are a function of the sample; in 16 bit the weights come back from their
+    masters."""
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2,
+                  dtype=dtype, hidden_dropout=0.1, attention_dropout=0.1, zero_stage=zero_stage)
     data = random_data(config, 1)
     warm = pool.run(warm_rank, config, data)
     assert all(same for _, same in warm) and [loss for loss, _ in warm] == pool.run(cold_rank, config, data)
@@ -81,12 +85,14 @@ def first_times_rank(config, data):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_what_a_step_does_for_the_first_time_the_warm_up_has_done_before(pool, sequence_parallel):
     """A communicator's first act and a kernel's first load wait for the whole device."""
-    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2, sequence_parallel=sequence_parallel)
+    config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2,
+                  sequence_parallel=sequence_parallel)
     for warm, step in pool.run(first_times_rank, config, random_data(config, 1)):
         assert step <= warm and len(step) > 3, step - warm
 
 
 def test_no_backend_of_the_compiler_hands_memory_out_twice():
-    """CUDA graphs of torch.compile take their pool again at the next forward, while the microbatch before still needs it."""
+    """CUDA graphs of torch.compile take their pool again at the next forward, while the microbatch before still needs
+    it."""
     choices = next(one for one in dataclasses.fields(Config) if one.name == "compile_backend").metadata["choices"]
     assert "cudagraphs" not in choices

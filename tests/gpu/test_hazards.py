@@ -1,8 +1,8 @@
 """Nothing that is on the wires is read or written before its wait(): every operation of a step is looked at.
 
 On gloo a sum that is used too early is right most of the time, and on NCCL too, until a GPU is busy. Here one rank runs
-alone (support/fake_world.py), each collective and message is put on record when it starts, by the memory that it was given, and
-taken off by wait(). What is sent may be read meanwhile, and no more.
+alone (support/fake_world.py), each collective and message is put on record when it starts, by the memory that it was
+given, and taken off by wait(). What is sent may be read meanwhile, and no more.
 """
 
 from collections import Counter
@@ -116,7 +116,8 @@ def test_no_sum_is_touched_while_it_travels(slices, columns, sequence_parallel):
 
 
 @pytest.mark.parametrize("schedule, zero_stage, slices, columns", [
-    *((schedule, 1, 2, 2) for schedule in SCHEDULES), ("paired", 1, 1, 1), ("zb-v", 1, 1, 1), ("1f1b", 0, 3, 1), ("1f1b", 2, 2, 1),
+    *((schedule, 1, 2, 2) for schedule in SCHEDULES), ("paired", 1, 1, 1), ("zb-v", 1, 1, 1), ("1f1b", 0, 3, 1),
+    ("1f1b", 2, 2, 1),
     *(pytest.param(schedule, 2, 2, 1, marks=pytest.mark.exhaustive) for schedule in SCHEDULES if schedule != "1f1b")])
 @pytest.mark.parametrize("rank", [0, 7])
 def test_nothing_is_touched_while_it_travels(rank, schedule, zero_stage, slices, columns):
@@ -133,11 +134,12 @@ def test_nor_where_inputs_are_asked_for_as_on_a_gpu():
 
 
 @pytest.mark.parametrize("owner, name, sequence_parallel", [
-    (SliceOps, "all_reduce", False), (SliceOps, "reduce_scatter", True), (SliceOps, "all_gather", True), (P2PCommunicator, "irecv", False),
-    (ZeroOptimizer, "reduce_scatter", False), (ZeroOptimizer, "all_gather", False)])
+    (SliceOps, "all_reduce", False), (SliceOps, "reduce_scatter", True), (SliceOps, "all_gather", True),
+    (P2PCommunicator, "irecv", False), (ZeroOptimizer, "reduce_scatter", False), (ZeroOptimizer, "all_gather", False)])
 def test_whoever_does_not_wait_is_found(owner, name, sequence_parallel):
     """Else the tests above could not fail."""
-    with mock.patch.object(owner, "wait", lambda self, *given, **options: result_of(given[-1]) if owner is SliceOps else None):
+    with mock.patch.object(owner, "wait", lambda self, *given, **options: result_of(given[-1]) if owner is SliceOps
+                           else None):
         wires = two_steps(0, tiny(8, **EIGHT, slices=2, sequence_parallel=sequence_parallel))
     assert any(f"what {name} has received" in one for one in wires.touched), wires.touched
 

@@ -1,7 +1,8 @@
 """NCCL's rules for messages, kept on gloo, so that what would hang on GPUs fails here.
 
     in order        batches of a communicator are carried out one after the other, as they were made
-    first message   two ranks are connected by their first message each way, which blocks both hosts until both have come
+    first message   two ranks are connected by their first message each way, which blocks both hosts until both have
+    come
     device          something waits for the whole device (the first load of a kernel, memory given back): for every
                     message that has been asked for so far, also one whose sender may be waiting for us
 
@@ -68,7 +69,8 @@ class Nccl:
     def connect(self, operations):
         """All ends of the batch first, then wait for the other ends: nothing is sent before they have come."""
         store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
-        new = {(me, one.peer, "send") if one.op is dist.isend else (one.peer, me, "receive") for one in operations} - self.connected
+        new = {(me, one.peer, "send") if one.op is dist.isend else (one.peer, me, "receive")
+               for one in operations} - self.connected
         self.connected |= new
         for first, last, end in new:
             store.set(f"{first}-{last} {end}", "")
@@ -106,10 +108,12 @@ def after_the_device(work, nccl):
 
 def config_of(schedule):
     stages, microbatches = SIZES[schedule]
-    return tiny(stages, pipeline_model_parallel_size=stages, num_layers=2 * stages, micro_batch_size=24 // microbatches, schedule=schedule)
+    return tiny(stages, pipeline_model_parallel_size=stages, num_layers=2 * stages, micro_batch_size=24 // microbatches,
+                schedule=schedule)
 
 
-@pytest.mark.parametrize("rule", [dict(in_order=True, connects=True), dict(device_waits=True)], ids=lambda rule: "-".join(rule))
+@pytest.mark.parametrize("rule", [dict(in_order=True, connects=True), dict(device_waits=True)],
+                         ids=lambda rule: "-".join(rule))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_stage_waits_for_ever(pool, schedule, rule):
     config = config_of(schedule)
@@ -117,7 +121,8 @@ def test_no_stage_waits_for_ever(pool, schedule, rule):
     assert len(set(results)) == 1
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(one, marks=[] if one == "paired" else pytest.mark.exhaustive) for one in SCHEDULES])
+@pytest.mark.parametrize("schedule", [pytest.param(one, marks=[] if one == "paired" else pytest.mark.exhaustive)
+                                      for one in SCHEDULES])
 def test_nor_where_replicas_wait_for_each_others_gradients_in_the_middle_of_a_step(pool, schedule):
     """ZeRO-2 does."""
     config = tiny(8, pipeline_model_parallel_size=4, num_layers=8, zero_stage=2, bucket_size=1, schedule=schedule)
@@ -127,7 +132,8 @@ def test_nor_where_replicas_wait_for_each_others_gradients_in_the_middle_of_a_st
 
 @pytest.mark.parametrize("precaution, rule", [
     (dict(meet=False), dict(connects=True)),           # GPipe: the last forward leaves with the ask for a gradient
-    (dict(ahead=3), dict(in_order=True)), (dict(ahead=3), dict(device_waits=True))], ids=["first-message", "in-order", "device"])
+    (dict(ahead=3), dict(in_order=True)), (dict(ahead=3), dict(device_waits=True))],
+    ids=["first-message", "in-order", "device"])
 def test_without_its_precaution_a_pipeline_hangs(pool, precaution, rule):
     """Else the test above could not fail."""
     config = config_of("gpipe" if "meet" in precaution else "1f1b")
@@ -168,7 +174,8 @@ def exchanges(table, stage, turns=((1, 1),)) -> list[list]:
             counts[way] += 1
         return [SimpleNamespace(wait=lambda: None)]
 
-    mesh, paper = replace(meta_mesh(len(table.rows), 1, 1, stage), device=torch.device("cpu")), Paper(*turns[stage % len(turns)])
+    mesh = replace(meta_mesh(len(table.rows), 1, 1, stage), device=torch.device("cpu"))
+    paper = Paper(*turns[stage % len(turns)])
     operation = lambda op, tensor, peer, group, tag: SimpleNamespace(op=op, peer=peer, tag=tag)  # noqa: E731
     with mock.patch.multiple(dist, P2POp=operation, batch_isend_irecv=batch):
         pipeline.run(table, paper, mesh, lambda microbatch, chunk: None, paper.forward_step, (1,), torch.float32)
@@ -176,8 +183,8 @@ def exchanges(table, stage, turns=((1, 1),)) -> list[list]:
 
 
 def stopped(table, turns=((1, 1),), ahead=pipeline.ACTIONS_AHEAD["cuda"]) -> list:
-    """By the strictest reading: a stage goes on only when the partner of each message of its batch has made its own. The
-    batches at which stages then wait for each other, and for ever."""
+    """By the strictest reading: a stage goes on only when the partner of each message of its batch has made its own.
+    The batches at which stages then wait for each other, and for ever."""
     with mock.patch.dict(pipeline.ACTIONS_AHEAD, cpu=ahead):
         left = [exchanges(table, stage, turns) for stage in range(len(table.rows))]
     made = [set() for _ in left]
@@ -207,11 +214,13 @@ def test_batches_that_block_both_sides_come_to_an_end(name, stages, microbatches
 FORWARD_FIRST, BACKWARD_FIRST = (1, 5), (5, 1)
 
 
-@pytest.mark.parametrize("turns", [[FORWARD_FIRST], [BACKWARD_FIRST], [FORWARD_FIRST, BACKWARD_FIRST], [BACKWARD_FIRST, FORWARD_FIRST],
+@pytest.mark.parametrize("turns", [[FORWARD_FIRST], [BACKWARD_FIRST], [FORWARD_FIRST, BACKWARD_FIRST],
+                                   [BACKWARD_FIRST, FORWARD_FIRST],
                                    [BACKWARD_FIRST, FORWARD_FIRST, (1, 1)]], ids=range(5))
 @pytest.mark.parametrize("stages, microbatches", [(2, 4), (2, 9), (4, 2), (4, 16), (5, 12)])
 def test_whichever_half_of_a_pair_is_over_first_on_whichever_stage(stages, microbatches, turns):
-    """A gradient leaves then, in a batch of its own; hidden states don't, or two neighbours would wait for each other's."""
+    """A gradient leaves then, in a batch of its own; hidden states don't, or two neighbours would wait for each
+    other's."""
     table = timetable("paired", stages, microbatches)
     assert not stopped(table, turns)
     for stage in range(1, stages - 1):
@@ -228,12 +237,14 @@ def test_through_more_chunks(chunks, stages, microbatches):
 
 def just_before_it_is_needed(table, ahead):
     """Instead of receives_to_post."""
-    return [[[message_received(half) for half in action.halves if (table.placement.source(stage, half) or (stage,))[0] != stage]
+    return [[[message_received(half) for half in action.halves
+              if (table.placement.source(stage, half) or (stage,))[0] != stage]
              for action in row] for stage, row in enumerate(table.rows)]
 
 
 def test_who_asks_only_when_a_message_is_needed_holds_up_its_sender_for_ever():
-    """Where stages send each other messages both ways. With one chunk a stage it is late enough: neighbours take turns."""
+    """Where stages send each other messages both ways. With one chunk a stage it is late enough: neighbours take
+    turns."""
     with mock.patch.object(pipeline, "receives_to_post", just_before_it_is_needed):
         assert {name for name in SCHEDULES if stopped(timetable(name, 4, 8, CHUNKS[name]))} == {"interleaved", "zb-v"}
 

@@ -1,7 +1,8 @@
-"""Models from and to Hugging Face: the logits of Transformers' own, the same bits there and back, on any layout, in bounded memory; and what is not built
-here is refused by its name.
+"""Models from and to Hugging Face: the logits of Transformers' own, the same bits there and back, on any layout, in
+bounded memory; and what is not built here is refused by its name.
 
-Transformers computes RMSNorm in fp32 whatever the type of its input, so `exact` puts torch's own in its place: all else is its code, in float64.
+Transformers computes RMSNorm in fp32 whatever the type of its input, so `exact` puts torch's own in its place: all else
+is its code, in float64.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,17 +42,23 @@ from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
 
 HOMES = {"convert_from_hf": importing, "convert_to_hf": exporting}
 VOCABULARY, LENGTH = 300, 24
-SIZES = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=104, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=104, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2,
              max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=5, pad_token_id=None)
-GPT2_SIZES = dict(vocab_size=VOCABULARY, n_embd=48, n_inner=104, n_layer=3, n_head=4, n_positions=LENGTH, bos_token_id=None, eos_token_id=5)
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_theta=500_000.0)
+GPT2_SIZES = dict(vocab_size=VOCABULARY, n_embd=48, n_inner=104, n_layer=3, n_head=4, n_positions=LENGTH,
+                  bos_token_id=None, eos_token_id=5)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=8192, rope_theta=500_000.0)
 MODELS = {       # name: (model_type, its configuration, the first position)
     "gpt2": ("gpt2", GPT2_SIZES, 0),
     "gpt2 untied": ("gpt2", GPT2_SIZES | dict(tie_word_embeddings=False, n_inner=None, layer_norm_epsilon=1e-3), 0),
     "llama": ("llama", SIZES, 0),
-    "llama tied": ("llama", SIZES | dict(tie_word_embeddings=True, num_key_value_heads=4, head_dim=10, rms_norm_eps=1e-3), 0),
-    "llama 3.1": ("llama", SIZES | dict(max_position_embeddings=16384, num_key_value_heads=1, head_dim=32, rope_parameters=LLAMA3), 9000),
-    "llama interpolated": ("llama", SIZES | dict(rope_parameters=dict(rope_type="linear", factor=3.0, rope_theta=5000.0)), 0),
+    "llama tied": ("llama", SIZES | dict(tie_word_embeddings=True, num_key_value_heads=4, head_dim=10,
+                                         rms_norm_eps=1e-3), 0),
+    "llama 3.1": ("llama", SIZES | dict(max_position_embeddings=16384, num_key_value_heads=1, head_dim=32,
+                                        rope_parameters=LLAMA3), 9000),
+    "llama interpolated": ("llama",
+                           SIZES | dict(rope_parameters=dict(rope_type="linear", factor=3.0, rope_theta=5000.0)), 0),
     "llama with biases": ("llama", SIZES | dict(attention_bias=True, mlp_bias=True), 0),
     "mistral": ("mistral", SIZES | dict(sliding_window=LENGTH, head_dim=14), 0),
     "qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True), 0),
@@ -67,7 +75,8 @@ def some(names, others=MODELS):
 @pytest.fixture(scope="module")
 def package():
     pytest.importorskip("safetensors", reason="needs safetensors: pip install -r requirements-extra.txt")
-    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -r requirements-extra.txt")
+    transformers = pytest.importorskip("transformers",
+                                       reason="needs transformers: pip install -r requirements-extra.txt")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
@@ -75,14 +84,16 @@ def package():
 
 @pytest.fixture(scope="module")
 def saved(package, tmp_path_factory):
-    """saved(name) -> (Transformers' model with random weights in float64, the folder that save_pretrained made of it)."""
+    """saved(name) -> (Transformers' model with random weights in float64, the folder that save_pretrained made of
+    it)."""
     made = {}
 
     def saved(name):
         if name not in made:
             kind, sizes, _ = MODELS[name]
             torch.manual_seed(0)
-            model = package.AutoModelForCausalLM.from_config(package.AutoConfig.for_model(kind, **sizes)).double().eval()
+            configuration = package.AutoConfig.for_model(kind, **sizes)
+            model = package.AutoModelForCausalLM.from_config(configuration).double().eval()
             with torch.no_grad():
                 for weight in model.parameters():
                     weight.normal_(0.0, 0.2).add_(weight.dim() == 1)
@@ -133,14 +144,17 @@ def weights_of(checkpoint: Path) -> dict:
     """Every tensor of a checkpoint by its global name, the vocabulary's without padding."""
     config = config_of(checkpoint)
     index = SafeReader(checkpoint).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(record.size, dtype=record.properties.dtype) for name, record in index.items() if name.startswith("weight.")}
+    tensors = {name: torch.empty(record.size, dtype=record.properties.dtype) for name, record in index.items()
+               if name.startswith("weight.")}
     read_single_process(tensors, SafeReader(checkpoint))
     vocabulary = ("embedding.word_embeddings", "output_layer")
-    return {name: tensor[:config.vocab_size] if any(one in name for one in vocabulary) else tensor for name, tensor in tensors.items()}
+    return {name: tensor[:config.vocab_size] if any(one in name for one in vocabulary) else tensor
+            for name, tensor in tensors.items()}
 
 
 def same_bits(one: dict, other: dict) -> bool:
-    return one.keys() == other.keys() and all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(one[name].dtype == other[name].dtype
+                                              and torch.equal(one[name], other[name]) for name in one)
 
 
 # ---- the numbers
@@ -156,7 +170,8 @@ def logits_rank(folder, tokens, positions, tp):
 
 @pytest.mark.parametrize("name", some(DEFAULT))
 def test_the_logits_are_those_of_transformers(pool, saved, tmp_path, name):
-    """In float64, of a model whose weights and biases are all random; on two tensor-parallel ranks too, where there are two groups or more."""
+    """In float64, of a model whose weights and biases are all random; on two tensor-parallel ranks too, where there are
+    two groups or more."""
     model, folder = saved(name)
     import_model(folder, tmp_path / "checkpoint")
     positions = MODELS[name][2] + torch.arange(LENGTH).expand(2, -1)
@@ -171,20 +186,22 @@ def test_the_logits_are_those_of_transformers(pool, saved, tmp_path, name):
 
 def gradients_rank(folder, options, data):
     """Losses and gradients of a step from the imported weights."""
-    config = dataclasses.replace(config_of(folder), **dict(dtype="float64", seq_length=LENGTH, global_batch_size=4, micro_batch_size=4,
-                                                           slices=2) | options)
+    config = dataclasses.replace(config_of(folder), **dict(dtype="float64", seq_length=LENGTH, global_batch_size=4,
+                                                           micro_batch_size=4, slices=2) | options)
     built = build(config)
     load_weights(folder, built[1], built[0])
     return train_steps(built, config, data, range(1, 2))
 
 
-LAYOUTS = {"one": {}, "tp2-columns": dict(tensor_model_parallel_size=2, columns=3), "pp2": dict(pipeline_model_parallel_size=2),
+LAYOUTS = {"one": {}, "tp2-columns": dict(tensor_model_parallel_size=2, columns=3),
+           "pp2": dict(pipeline_model_parallel_size=2),
            "tp2-pp2-cut": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
            "tp4": dict(tensor_model_parallel_size=4, slices=1)}
 
 
 @pytest.mark.parametrize("name, layout", [
-    pytest.param(name, layout, marks=[] if (name, layout) in (("llama tied", "tp4"), ("qwen3", "tp2-pp2-cut"), ("qwen2", "tp2-columns"), ("gpt2", "pp2"))
+    pytest.param(name, layout, marks=[] if (name, layout) in (("llama tied", "tp4"), ("qwen3", "tp2-pp2-cut"),
+                                                              ("qwen2", "tp2-columns"), ("gpt2", "pp2"))
                  else pytest.mark.exhaustive)
     for name in MODELS for layout in LAYOUTS])
 def test_every_gradient_is_that_of_transformers(pool, saved, tmp_path, name, layout):
@@ -211,7 +228,8 @@ def test_every_gradient_is_that_of_transformers(pool, saved, tmp_path, name, lay
 
 @pytest.mark.parametrize("name", some(DEFAULT))
 def test_transformers_loads_what_is_exported_and_nothing_is_lost(package, saved, tmp_path, name):
-    """Import, export: the same tensors under the same names, and the same logits. Once more import: the same bits. In several files, or one."""
+    """Import, export: the same tensors under the same names, and the same logits. Once more import: the same bits. In
+    several files, or one."""
     model, folder = saved(name)
     import_model(folder, tmp_path / "one")
     for size in (10**9, 30_000):
@@ -230,18 +248,24 @@ def test_transformers_loads_what_is_exported_and_nothing_is_lost(package, saved,
         keep = ("vocab_size", "tie_word_embeddings", "eos_token_id", "bos_token_id", "rope_parameters", "head_dim")
         assert {one: getattr(again.config, one, None) for one in keep if name != "qwen2" or one != "head_dim"} == {
             one: getattr(model.config, one, None) for one in keep if name != "qwen2" or one != "head_dim"}
-    assert len(list((tmp_path / "30000").glob("model-*.safetensors"))) > 3 and (tmp_path / "1000000000" / "model.safetensors").exists()
-    assert len({one.stat().st_mode for one in (tmp_path / "30000").iterdir()}) == 1, "whoever may read one file may read all"
+    assert len(list((tmp_path / "30000").glob("model-*.safetensors"))) > 3
+    assert (tmp_path / "1000000000" / "model.safetensors").exists()
+    assert len({one.stat().st_mode
+                for one in (tmp_path / "30000").iterdir()}) == 1, "whoever may read one file may read all"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_each_type_comes_back_with_its_bits(saved, package, tmp_path, dtype):
-    """The checkpoint has fp32, or float64; the type that was imported is the one that is exported, unless another is asked for."""
+    """The checkpoint has fp32, or float64; the type that was imported is the one that is exported, unless another is
+    asked for."""
     torch.manual_seed(1)
-    model = package.AutoModelForCausalLM.from_config(package.AutoConfig.for_model("gpt2", **GPT2_SIZES)).to(getattr(torch, dtype))
+    configuration = package.AutoConfig.for_model("gpt2", **GPT2_SIZES)
+    model = package.AutoModelForCausalLM.from_config(configuration).to(getattr(torch, dtype))
     model.save_pretrained(tmp_path / "model")
     told = import_model(tmp_path / "model", tmp_path / "one")
-    assert dtype in told and {one.dtype for one in weights_of(tmp_path / "one").values()} == {torch.float64 if dtype == "float64" else torch.float32}
+    assert dtype in told
+    assert {one.dtype for one in weights_of(tmp_path / "one").values()} == {torch.float64 if dtype == "float64"
+                                                                            else torch.float32}
     export_model(tmp_path / "one", tmp_path / "back", None, 10**9)
     assert same_bits(package.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict(), model.state_dict())
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == dtype
@@ -289,12 +313,16 @@ def test_names_without_a_prefix_and_buffers_of_old_files_are_understood(saved, f
 
 
 def test_a_llamas_config_of_older_versions_is_understood(saved, folder, tmp_path):
-    """rope_theta and rope_scaling stood at the top; inv_freq was saved; what is left out is what Transformers takes it for."""
+    """rope_theta and rope_scaling stood at the top; inv_freq was saved; what is left out is what Transformers takes it
+    for."""
     spoiled = folder("llama 3.1")
     scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
-    change(spoiled, rope_parameters=..., rope_theta=500000.0, rope_scaling=scaling, torch_dtype="float64", pretraining_tp=1, rope_interleaved=False,
-           is_llama_config=True, _name_or_path="x", hidden_act=..., rms_norm_eps=..., attention_bias=..., mlp_bias=..., tie_word_embeddings=...)
-    change_tensors(spoiled, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))
+    change(spoiled, rope_parameters=..., rope_theta=500000.0, rope_scaling=scaling, torch_dtype="float64",
+           pretraining_tp=1, rope_interleaved=False,
+           is_llama_config=True, _name_or_path="x", hidden_act=..., rms_norm_eps=..., attention_bias=..., mlp_bias=...,
+           tie_word_embeddings=...)
+    change_tensors(spoiled,
+                   lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))
     import_model(spoiled, tmp_path / "one")
     import_model(saved("llama 3.1")[1], tmp_path / "other")
     assert same_bits(weights_of(tmp_path / "one"), weights_of(tmp_path / "other"))
@@ -303,12 +331,14 @@ def test_a_llamas_config_of_older_versions_is_understood(saved, folder, tmp_path
 
 def test_a_tied_file_may_hold_the_head_too_if_it_is_the_same(saved, folder, tmp_path):
     spoiled = folder("gpt2")
-    change_tensors(spoiled, lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"].clone()}))
+    change_tensors(spoiled,
+                   lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"].clone()}))
     import_model(spoiled, tmp_path / "one")
     import_model(saved("gpt2")[1], tmp_path / "other")
     assert same_bits(weights_of(tmp_path / "one"), weights_of(tmp_path / "other"))
     change_tensors(spoiled, lambda tensors: tensors["lm_head.weight"].view(-1)[-1:].add_(1))
-    with pytest.raises(UserError, match="lm_head.weight differs from its transformer.wte.weight; set tie_word_embeddings to false"):
+    sentence = "lm_head.weight differs from its transformer.wte.weight; set tie_word_embeddings to false"
+    with pytest.raises(UserError, match=sentence):
         import_model(spoiled, tmp_path / "third")
 
 
@@ -322,23 +352,28 @@ def test_the_tokenizers_files_and_special_tokens_come_along(folder, tmp_path):
     assert "with tokenizer.json, merges.txt" in import_model(spoiled, tmp_path / "one")
     assert {"tokenizer.json", "merges.txt", GENERATION} < verify(tmp_path / "one")["files"].keys()
     export_model(tmp_path / "one", tmp_path / "back", None, 10**9)
-    assert (tmp_path / "back" / "merges.txt").read_text() == "merges.txt" and not (tmp_path / "back" / "training_args.bin").exists()
+    assert (tmp_path / "back" / "merges.txt").read_text() == "merges.txt"
+    assert not (tmp_path / "back" / "training_args.bin").exists()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 5
 
 
 # ---- a run
 
-@pytest.mark.parametrize("name, tp, pp", [("gpt2", 2, 1), ("llama", 2, 2), *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
+@pytest.mark.parametrize("name, tp, pp",
+                         [("gpt2", 2, 1), ("llama", 2, 2), *[pytest.param(*one, marks=pytest.mark.exhaustive)
+                                                             for one in (
     ("gpt2 untied", 4, 1), ("llama with biases", 2, 1), ("qwen2", 2, 2), ("qwen3", 1, 2), ("mistral", 2, 1))]])
 def test_an_imported_model_is_trained_on_and_exported(pool, package, saved, tmp_path, name, tp, pp):
-    """train.py takes the sizes from the checkpoint; its first loss is that of Transformers' model on the same text; what comes out after two steps loads,
-    and has the run's weights, bit for bit."""
+    """train.py takes the sizes from the checkpoint; its first loss is that of Transformers' model on the same text;
+    what comes out after two steps loads, and has the run's weights, bit for bit."""
     model, folder = saved(name)
     corpus = load_corpus(make_corpus(tmp_path))
     (corpus.path / "tokenizer.json").write_text("{}")
     import_model(folder, tmp_path / "checkpoint")
-    flags = (f"--load {tmp_path / 'checkpoint'} {'--finetune' if pp > 1 else ''} --data-path {corpus.path} --run-dir {tmp_path / 'run'} "
-             f"--train-iters 2 --global-batch-size 8 --micro-batch-size 2 --tp {tp} --pp {pp} --dtype float64 --eval-iters 0 --sample-tokens 0 --device cpu --lr 1e-3").split()
+    flags = (f"--load {tmp_path / 'checkpoint'} {'--finetune' if pp > 1 else ''} --data-path {corpus.path} --run-dir "
+             f"{tmp_path / 'run'} "
+             f"--train-iters 2 --global-batch-size 8 --micro-batch-size 2 --tp {tp} --pp {pp} --dtype float64 "
+             f"--eval-iters 0 --sample-tokens 0 --device cpu --lr 1e-3").split()
     ended = pool.run(start_rank, flags, (), world_size=tp * pp)
     assert ended[0].code == 0, ended[0]
     config = config_of(checkpoints_of(tmp_path / "run")[0])
@@ -357,22 +392,28 @@ def test_an_imported_model_is_trained_on_and_exported(pool, package, saved, tmp_
 
 def test_generate_asks_for_a_tokenizer_where_the_checkpoint_knows_of_none(saved, tmp_path):
     import_model(saved("gpt2")[1], tmp_path / "one")
-    with pytest.raises(UserError, match="was imported, not trained, without a tokenizer.json; give a data folder as --data-path"):
+    with pytest.raises(UserError,
+                       match="was imported, not trained, without a tokenizer.json; give a data folder as --data-path"):
         generate_main(["--load", str(tmp_path / "one"), "--device", "cpu"], LaunchInfo())
 
 
 # ---- presets, by count: what is exported says of a model what its makers say
 
-@pytest.mark.parametrize("choices", [*[dict(model=preset) for preset in PRESETS], *[dict(model="nano-llama") | choices for choices in (
-    dict(rotary_seq_len_interpolation_factor=3.0), dict(disable_bias_linear=False), dict(layernorm_epsilon=0.5, rotary_base=7.0), dict(num_query_groups=1),
-    dict(use_rope_scaling=True, rope_scaling_factor=3.0), dict(disable_bias_linear=False, add_qkv_bias=False), dict(kv_channels=14, add_qkv_bias=True),
-    dict(untie_embeddings_and_output_weights=True, max_position_embeddings=999))]], ids=lambda choices: " ".join(map(str, choices.values())))
+@pytest.mark.parametrize("choices", [*[dict(model=preset) for preset in PRESETS],
+                                     *[dict(model="nano-llama") | choices for choices in (
+    dict(rotary_seq_len_interpolation_factor=3.0), dict(disable_bias_linear=False),
+    dict(layernorm_epsilon=0.5, rotary_base=7.0), dict(num_query_groups=1),
+    dict(use_rope_scaling=True, rope_scaling_factor=3.0), dict(disable_bias_linear=False, add_qkv_bias=False),
+    dict(kv_channels=14, add_qkv_bias=True),
+    dict(untie_embeddings_and_output_weights=True, max_position_embeddings=999))]],
+    ids=lambda choices: " ".join(map(str, choices.values())))
 def test_every_preset_has_a_family_and_comes_back(choices):
     """Sizes and choices through config.json; no tensor is made."""
     config, preset = Config(**choices).resolve(1).with_vocabulary(50257), choices["model"]
     values = json.loads(json.dumps(write_config(config, "float32")))
     again = read_config(values, "config.json")
-    model = [one.name for one in dataclasses.fields(Config) if one.metadata["affects"] == "model" and one.name != "model"]
+    model = [one.name for one in dataclasses.fields(Config) if one.metadata["affects"] == "model"
+             and one.name != "model"]
     same = {name: getattr(config, name) for name in model if config.use_rope_scaling or name != "rope_scaling_factor"}
     assert {name: getattr(again, name) for name in same} == same
     assert FAMILIES[values["model_type"]] is family_of(config)
@@ -404,7 +445,8 @@ def anonymous_bytes() -> int:
 def test_no_model_is_ever_whole(package, tmp_path, monkeypatch):
     """60 MB in fp32, of tensors of 1 MB; a few of them are there at once, one way and the other."""
     sizes = GPT2_SIZES | dict(n_embd=256, n_inner=1024, n_layer=20, n_head=4)
-    package.AutoModelForCausalLM.from_config(package.AutoConfig.for_model("gpt2", **sizes)).bfloat16().save_pretrained(tmp_path / "model")
+    configuration = package.AutoConfig.for_model("gpt2", **sizes)
+    package.AutoModelForCausalLM.from_config(configuration).bfloat16().save_pretrained(tmp_path / "model")
     seen = []
     for name in ("convert_from_hf", "convert_to_hf"):
         def look(*arguments, inner=getattr(HOMES[name], name)):
@@ -423,7 +465,8 @@ def test_no_model_is_ever_whole(package, tmp_path, monkeypatch):
 # ---- what is refused, and how
 
 CONFIGS = [      # model, what its config.json says instead, the sentence
-    ("gpt2", dict(activation_function="gelu"), 'has activation_function "gelu", but nanodomino supports only "gelu_new" or "gelu_pytorch_tanh"'),
+    ("gpt2", dict(activation_function="gelu"),
+     'has activation_function "gelu", but nanodomino supports only "gelu_new" or "gelu_pytorch_tanh"'),
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "has scale_attn_by_inverse_layer_idx true, but"),
     ("gpt2", dict(scale_attn_weights=False), "has scale_attn_weights false, but"),
     ("gpt2", dict(reorder_and_upcast_attn=True), "has reorder_and_upcast_attn true, but"),
@@ -432,45 +475,66 @@ CONFIGS = [      # model, what its config.json says instead, the sentence
     ("gpt2", dict(n_embd=...), "has n_embd null, but it must be a positive whole number"),
     ("gpt2", dict(n_head="4"), 'has n_head "4", but it must be a positive whole number'),
     ("gpt2", dict(n_positions=True), "has n_positions true, but it must be a positive whole number"),
-    ("gpt2", dict(n_head=5), "describes an impossible model: hidden-size 48 must be divisible by num-attention-heads 5"),
+    ("gpt2", dict(n_head=5),
+     "describes an impossible model: hidden-size 48 must be divisible by num-attention-heads 5"),
     ("gpt2", dict(layer_norm_epsilon=-1.0), "has layer_norm_epsilon -1.0, but it must be a positive number"),
-    ("gpt2", dict(tie_word_embeddings="yes"), 'has tie_word_embeddings "yes", but nanodomino supports only true or false'),
-    ("gpt2", dict(architectures=["BertForMaskedLM"]), 'has the architecture "BertForMaskedLM", but only GPT2LMHeadModel, Llama'),
-    ("gpt2", dict(architectures=["GPT2LMHeadModel", "LlamaForCausalLM"]), "has the architecture .*, but only GPT2LMHeadModel"),
-    ("gpt2", dict(model_type="llama"), 'has the architecture GPT2LMHeadModel and model_type "llama", which contradict each other'),
+    ("gpt2", dict(tie_word_embeddings="yes"),
+     'has tie_word_embeddings "yes", but nanodomino supports only true or false'),
+    ("gpt2", dict(architectures=["BertForMaskedLM"]),
+     'has the architecture "BertForMaskedLM", but only GPT2LMHeadModel, Llama'),
+    ("gpt2", dict(architectures=["GPT2LMHeadModel", "LlamaForCausalLM"]),
+     "has the architecture .*, but only GPT2LMHeadModel"),
+    ("gpt2", dict(model_type="llama"),
+     'has the architecture GPT2LMHeadModel and model_type "llama", which contradict each other'),
     ("gpt2", dict(model_type=["gpt2"]), "which contradict each other"),
-    ("gpt2", dict(model_type="mamba", architectures=...), 'has model_type "mamba" and no architectures, but only gpt2, llama, mistral, qwen2, qwen3 can be imported'),
-    ("gpt2", dict(quantization_config={"bits": 4}), 'has quantization_config {"bits": 4}, which nanodomino does not know'),
-    ("llama", dict(logit_scale=2.0), "has logit_scale 2.0, which nanodomino does not know and which may change the logits"),
+    ("gpt2", dict(model_type="mamba", architectures=...),
+     'has model_type "mamba" and no architectures, but only gpt2, llama, mistral, qwen2, qwen3 can be imported'),
+    ("gpt2", dict(quantization_config={"bits": 4}),
+     'has quantization_config {"bits": 4}, which nanodomino does not know'),
+    ("llama", dict(logit_scale=2.0),
+     "has logit_scale 2.0, which nanodomino does not know and which may change the logits"),
     ("llama", dict(output_multiplier=2.0), "has output_multiplier 2.0, which nanodomino does not know"),
     ("llama", dict(rope_interleaved=True), "has rope_interleaved true, which nanodomino does not know"),
     ("llama", dict(hidden_act="gelu"), 'has hidden_act "gelu", but nanodomino supports only "silu" or "swish"'),
-    ("llama", dict(attention_bias=True), "has attention_bias true and mlp_bias false, but nanodomino has biases in both or in neither"),
+    ("llama", dict(attention_bias=True),
+     "has attention_bias true and mlp_bias false, but nanodomino has biases in both or in neither"),
     ("llama", dict(mlp_bias=True), "has attention_bias false and mlp_bias true, but"),
-    ("llama", dict(num_key_value_heads=3), "describes an impossible model: num-attention-heads 4 must be divisible by num-query-groups 3"),
+    ("llama", dict(num_key_value_heads=3),
+     "describes an impossible model: num-attention-heads 4 must be divisible by num-query-groups 3"),
     ("llama", dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, but"),
-    ("llama", dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), "has partial_rotary_factor 0.5, but"),
-    ("llama", dict(rope_scaling=dict(type="yarn", factor=4.0)), 'has rope of type "yarn", but nanodomino supports only default, linear, llama3'),
+    ("llama", dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)),
+     "has partial_rotary_factor 0.5, but"),
+    ("llama", dict(rope_scaling=dict(type="yarn", factor=4.0)),
+     'has rope of type "yarn", but nanodomino supports only default, linear, llama3'),
     ("llama", dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), 'has rope of type "dynamic", but'),
     ("llama", dict(rope_scaling=[2.0]), r"has rope_scaling \[2.0\], but it must be an object"),
     ("llama", dict(rope_scaling=dict(rope_type="linear")), "has factor null, but it must be a positive number"),
-    ("llama", dict(rope_scaling=LLAMA3 | dict(low_freq_factor=2.0)), "has low_freq_factor 2.0, but nanodomino supports only 1"),
+    ("llama", dict(rope_scaling=LLAMA3 | dict(low_freq_factor=2.0)),
+     "has low_freq_factor 2.0, but nanodomino supports only 1"),
     ("llama", dict(rope_scaling=LLAMA3 | dict(high_freq_factor=8.0)), "has high_freq_factor 8.0, but"),
-    ("llama", dict(rope_scaling=LLAMA3 | dict(original_max_position_embeddings=4096)), "scales rope from original_max_position_embeddings"),
-    ("llama", dict(rope_scaling=LLAMA3, original_max_position_embeddings=4096), "scales rope from original_max_position_embeddings"),
-    ("llama", dict(rope_parameters=dict(rope_type="default", attention_factor=2.0)), "has attention_factor 2.0, which nanodomino does not know"),
-    ("llama", dict(rope_parameters=dict(full_attention=dict(rope_theta=1.0))), "has full_attention .*, which nanodomino does not know"),
+    ("llama", dict(rope_scaling=LLAMA3 | dict(original_max_position_embeddings=4096)),
+     "scales rope from original_max_position_embeddings"),
+    ("llama", dict(rope_scaling=LLAMA3, original_max_position_embeddings=4096),
+     "scales rope from original_max_position_embeddings"),
+    ("llama", dict(rope_parameters=dict(rope_type="default", attention_factor=2.0)),
+     "has attention_factor 2.0, which nanodomino does not know"),
+    ("llama", dict(rope_parameters=dict(full_attention=dict(rope_theta=1.0))),
+     "has full_attention .*, which nanodomino does not know"),
     ("llama", dict(rope_parameters=dict(rope_theta=0)), "has rope_theta 0, but it must be a positive number"),
-    ("mistral", dict(sliding_window=LENGTH - 1), f"has sliding_window {LENGTH - 1}, below max_position_embeddings {LENGTH}, but nanodomino's attention sees all"),
-    ("mistral", dict(sliding_window=..., max_position_embeddings=8192), "has sliding_window 4096, below max_position_embeddings 8192, but"),
+    ("mistral", dict(sliding_window=LENGTH - 1),
+     f"has sliding_window {LENGTH - 1}, below max_position_embeddings {LENGTH}, but nanodomino's attention sees all"),
+    ("mistral", dict(sliding_window=..., max_position_embeddings=8192),
+     "has sliding_window 4096, below max_position_embeddings 8192, but"),
     ("mistral", dict(attention_bias=True), "has attention_bias true, which nanodomino does not know"),
     ("qwen2", dict(use_sliding_window=True), "has use_sliding_window true, but"),
-    ("qwen2", dict(layer_types=["full_attention", "sliding_attention", "full_attention"]), "has layer_types .*, but nanodomino has full attention in every layer"),
+    ("qwen2", dict(layer_types=["full_attention", "sliding_attention", "full_attention"]),
+     "has layer_types .*, but nanodomino has full attention in every layer"),
     ("qwen3", dict(attention_bias=True), "has attention_bias true, but nanodomino supports only false"),
 ]
 
 
-@pytest.mark.parametrize("name, values, sentence", CONFIGS, ids=[f"{name} {' '.join(values)}" for name, values, _ in CONFIGS])
+@pytest.mark.parametrize("name, values, sentence", CONFIGS,
+                         ids=[f"{name} {' '.join(values)}" for name, values, _ in CONFIGS])
 def test_a_model_that_is_not_built_here_is_refused_before_a_tensor_is_read(folder, tmp_path, name, values, sentence):
     spoiled = folder(name)
     change(spoiled, **values)
@@ -481,13 +545,17 @@ def test_a_model_that_is_not_built_here_is_refused_before_a_tensor_is_read(folde
 
 NAME = {"gpt2": "transformer.h.1.mlp.c_fc.weight", "llama": "model.layers.1.mlp.up_proj.weight"}
 TENSORS = [      # what happens to the tensors, the sentence
-    (lambda tensors, name: tensors.pop(name), r"lacks {name}, which a \w+ with this config.json has; download the folder again"),
+    (lambda tensors, name: tensors.pop(name),
+     r"lacks {name}, which a \w+ with this config.json has; download the folder again"),
     (lambda tensors, name: [tensors.pop(one) for one in list(tensors)[:5]], "lacks .*, .*, .* and others, which a"),
     (lambda tensors, name: tensors.update({name: tensors[name][1:].clone()}),
      r"{name} in .* has shape \(\d+, \d+\), but config.json implies \(\d+, \d+\)"),
     (lambda tensors, name: tensors.update({name: tensors[name].t().contiguous()}), "{name} in .* has shape"),
-    (lambda tensors, name: tensors.update({"score.weight": torch.ones(2, 48)}), r"holds score.weight, which a \w+ with this config.json does not have"),
-    (lambda tensors, name: tensors.update({name.partition(".")[2]: tensors[name].clone()}), "holds .*, which a .* does not have"),      # under both names
+    (lambda tensors, name: tensors.update({"score.weight": torch.ones(2, 48)}),
+     r"holds score.weight, which a \w+ with this config.json does not have"),
+    # under both names
+    (lambda tensors, name: tensors.update({name.partition(".")[2]: tensors[name].clone()}),
+     "holds .*, which a .* does not have"),
     (lambda tensors, name: tensors.update({name: tensors[name].to(torch.int8)}),
      "{name} in .* has type I8, but weights must be of type F64, F32, F16, BF16"),
 ]
@@ -535,17 +603,22 @@ FILES = [        # what happens to a folder with three files and an index, the s
     (lambda one: (one / "config.json").write_text("{"), "config.json can't be read .*; download the folder again"),
     (lambda one: (one / "config.json").write_bytes(b"\xff"), "config.json can't be read"),
     (lambda one: (one / "config.json").write_text("[]"), "config.json must hold one JSON object"),
-    (lambda one: (one / INDEX).unlink(), "has neither model.safetensors nor model.safetensors.index.json; give a folder in the format that"),
-    (lambda one: (one / INDEX).write_text("{}"), "must have a weight_map from each tensor to a file in the same folder"),
+    (lambda one: (one / INDEX).unlink(),
+     "has neither model.safetensors nor model.safetensors.index.json; give a folder in the format that"),
+    (lambda one: (one / INDEX).write_text("{}"),
+     "must have a weight_map from each tensor to a file in the same folder"),
     (lambda one: rewrite(one / INDEX, lambda index: index["weight_map"].update(x="../part-0.safetensors")),
      "must have a weight_map from each tensor to a file in the same folder"),
-    (lambda one: rewrite(one / INDEX, lambda index: index["weight_map"].update({"lm_head.weight": "part-0.safetensors"})),
+    (lambda one: rewrite(one / INDEX,
+                         lambda index: index["weight_map"].update({"lm_head.weight": "part-0.safetensors"})),
      "lists lm_head.weight in part-0.safetensors, but it is not there"),
     (lambda one: (one / "part-1.safetensors").unlink(), "part-1.safetensors is missing; download the folder again"),
-    (lambda one: os.truncate(one / "part-1.safetensors", 5000), "part-1.safetensors is damaged or not a safetensors file .*; download it again"),
+    (lambda one: os.truncate(one / "part-1.safetensors", 5000),
+     "part-1.safetensors is damaged or not a safetensors file .*; download it again"),
     (lambda one: (one / "part-1.safetensors").write_bytes(b""), "part-1.safetensors is damaged"),
     (lambda one: (one / "part-1.safetensors").write_bytes(b"\xff" * 100), "part-1.safetensors is damaged"),
-    (lambda one: shutil.copy(one / "part-1.safetensors", one / "part-2.safetensors"), "is in both .*part-1.safetensors and .*part-2.safetensors"),
+    (lambda one: shutil.copy(one / "part-1.safetensors", one / "part-2.safetensors"),
+     "is in both .*part-1.safetensors and .*part-2.safetensors"),
     (lambda one: shutil.rmtree(one), "there is no folder .*; give one with config.json and model.safetensors"),
 ]
 
@@ -568,12 +641,16 @@ def test_several_files_are_as_good_as_one(saved, folder, tmp_path):
 def test_nothing_is_overwritten_and_names_must_fit(saved, tmp_path):
     (tmp_path / "there").write_text("")
     import_model(saved("gpt2")[1], tmp_path / "runs" / "one")
-    for act in (lambda: import_model(saved("gpt2")[1], tmp_path / "there"), lambda: export_model(tmp_path / "runs" / "one", tmp_path / "there", None, 1)):
-        with pytest.raises(UserError, match="there already exists, and nothing is overwritten; choose another name, or move it away"):
+    for act in (lambda: import_model(saved("gpt2")[1], tmp_path / "there"),
+                lambda: export_model(tmp_path / "runs" / "one", tmp_path / "there", None, 1)):
+        with pytest.raises(UserError,
+                           match="there already exists, and nothing is overwritten; choose another name, or move it "
+                                 "away"):
             act()
     with pytest.raises(UserError, match="is a name for step 7, but an imported model is at step 0"):
         import_model(saved("gpt2")[1], tmp_path / "step-00000007")
-    with pytest.raises(UserError, match=r"can't be written \(Not a directory\); free some space, or choose another folder"):
+    with pytest.raises(UserError,
+                       match=r"can't be written \(Not a directory\); free some space, or choose another folder"):
         import_model(saved("gpt2")[1], tmp_path / "there" / "one")
 
 
@@ -581,7 +658,10 @@ def test_nothing_is_overwritten_and_names_must_fit(saved, tmp_path):
 def test_whole_or_not_there(saved, tmp_path, monkeypatch, name):
     """The disk is full, or the process is killed, in the middle: no folder of that name; the next time all is well."""
     import_model(saved("gpt2")[1], tmp_path / "one")
-    act = (lambda out: import_model(saved("gpt2")[1], out)) if name == "convert_from_hf" else lambda out: export_model(tmp_path / "one", out, None, 10**9)
+    if name == "convert_from_hf":
+        act = partial(import_model, saved("gpt2")[1])
+    else:
+        act = partial(export_model, tmp_path / "one", dtype_name=None, max_bytes=10**9)
     inner, calls = getattr(HOMES[name], name), []
 
     def fail(*arguments):
@@ -594,7 +674,9 @@ def test_whole_or_not_there(saved, tmp_path, monkeypatch, name):
     (tmp_path / ".out.unfinished" / "left").write_text("")
     with monkeypatch.context() as patch:
         patch.setattr(HOMES[name], name, fail)
-        with pytest.raises(UserError, match=r"out can't be written \(No space left on device\); free some space, or choose another folder"):
+        with pytest.raises(UserError,
+                           match=r"out can't be written \(No space left on device\); free some space, or choose "
+                                 r"another folder"):
             act(tmp_path / "out")
     assert len(calls) == 9 and not list(tmp_path.glob("*out*"))
     act(tmp_path / "out")
@@ -613,7 +695,8 @@ def small(**choices) -> Config:
     (dict(kv_channels=8), "GPT2LMHeadModel needs kv-channels 4, not 8"),
     (dict(model="nano-llama", rotary_percent=0.5), "LlamaForCausalLM needs rotary-percent 1.0, not 0.5"),
     (dict(model="nano-llama", qk_layernorm=True, add_qkv_bias=True), "needs .*, not True"),
-    (dict(model="nano-llama", use_rope_scaling=True, rotary_seq_len_interpolation_factor=2.0), "only one rope scaling, but this model has"),
+    (dict(model="nano-llama", use_rope_scaling=True, rotary_seq_len_interpolation_factor=2.0),
+     "only one rope scaling, but this model has"),
 ])
 def test_what_no_family_has_is_not_exported(choices, sentence):
     with pytest.raises(UserError, match=sentence):
@@ -621,7 +704,9 @@ def test_what_no_family_has_is_not_exported(choices, sentence):
 
 
 def test_a_llama_whose_heads_do_not_divide_its_width_is_not_exported():
-    with pytest.raises(UserError, match="Transformers requires that a Llama's hidden-size 18 is divisible by its num-attention-heads 4"):
+    with pytest.raises(UserError,
+                       match="Transformers requires that a Llama's hidden-size 18 is divisible by its "
+                             "num-attention-heads 4"):
         write_config(small(model="nano-llama", hidden_size=18, kv_channels=8), "float32")
 
 
@@ -629,16 +714,22 @@ def test_a_number_that_is_too_large_for_the_type_is_named(folder, tmp_path):
     spoiled = folder("gpt2")
     change_tensors(spoiled, lambda tensors: tensors[NAME["gpt2"]].view(-1)[7:8].fill_(-70000.0))
     import_model(spoiled, tmp_path / "one")
-    with pytest.raises(UserError, match=rf"{NAME['gpt2']} has values up to 70000, above the maximum 65504 of torch.float16; export with --dtype bfloat16"):
+    with pytest.raises(UserError,
+                       match=rf"{NAME['gpt2']} has values up to 70000, above the maximum 65504 of torch.float16; "
+                             rf"export with --dtype bfloat16"):
         export_model(tmp_path / "one", tmp_path / "out", "float16", 10**9)
     assert not list(tmp_path.glob("*out*"))
 
 
 @pytest.mark.parametrize("arguments, sentence", [
     ("", "arguments are required: import | export; python -m nanodomino.huggingface --help lists every flag"),
-    ("import DIR", "--output"), ("export DIR", "arguments are required: DIR; "), ("export DIR OUT --dtype int8", "int8"), ("import DIR --output X --dtype float16", "unrecognized arguments: --dtype float16; "),
-    ("export DIR OUT --max-shard-size 5TB", "--max-shard-size must be a number of B, KB, MB or GB, but is 5TB; try 5GB"),
-    ("export DIR OUT --max-shard-size 0", "--max-shard-size must be"), ("export nowhere OUT", "there is no folder nowhere to load from"),
+    ("import DIR", "--output"), ("export DIR", "arguments are required: DIR; "),
+    ("export DIR OUT --dtype int8", "int8"), ("import DIR --output X --dtype float16",
+                                              "unrecognized arguments: --dtype float16; "),
+    ("export DIR OUT --max-shard-size 5TB",
+     "--max-shard-size must be a number of B, KB, MB or GB, but is 5TB; try 5GB"),
+    ("export DIR OUT --max-shard-size 0", "--max-shard-size must be"),
+    ("export nowhere OUT", "there is no folder nowhere to load from"),
     ("import nowhere --output OUT", "there is no folder nowhere; give one with config.json")])
 def test_a_mistyped_command_is_one_sentence(package, tmp_path, monkeypatch, arguments, sentence):
     monkeypatch.chdir(tmp_path)
@@ -652,13 +743,16 @@ def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch, argu
     for name in [name for name in sys.modules if name.startswith("safetensors")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(UserError, match="need the package safetensors, which can't be imported .*; pip install -r requirements-extra.txt"):
+    with pytest.raises(UserError,
+                       match="need the package safetensors, which can't be imported .*; pip install -r "
+                             "requirements-extra.txt"):
         main(arguments.split())
 
 
 def test_the_commands_of_the_readme_run(package, saved, tmp_path, capsys):
     _, folder = saved("gpt2")
     assert main(["import", str(folder), "--output", str(tmp_path / "one")]) == 0
-    assert main(["export", str(tmp_path / "one"), str(tmp_path / "out"), "--dtype", "float32", "--max-shard-size", "40KB"]) == 0
+    assert main(["export", str(tmp_path / "one"), str(tmp_path / "out"), "--dtype", "float32", "--max-shard-size",
+                 "40KB"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert "GPT2LMHeadModel, 40 tensors" in first and "in float64" in first and "in float32" in second

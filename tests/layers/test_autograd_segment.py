@@ -83,6 +83,7 @@ def test_attention_by_hand_is_the_fused_one_also_of_heads_that_share_keys(docume
         _, model, _, _ = build(config)
     attention, s = model.chunks[0].sublayers[0], config.seq_length
     qkv = torch.randn(3, s, config.qkv_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    bias = attention_bias(document_ids(torch.randint(0, 3, (3, s), generator=torch.Generator().manual_seed(2)), 0), torch.float64) if documents else None
+    bias = attention_bias(document_ids(torch.randint(0, 3, (3, s), generator=torch.Generator().manual_seed(2)), 0),
+                          torch.float64) if documents else None
     by_hand = attention.core(qkv, AttentionInputs(torch.ones(3, 8, s, s, dtype=torch.float64), None, bias))
     assert torch.allclose(by_hand, attention.core(qkv, AttentionInputs(None, None, bias)), rtol=1e-12, atol=1e-13)

@@ -1,4 +1,5 @@
-"""The choices of a model, each against its formula and torch's own; what they keep for backward is what formulas count."""
+"""The choices of a model, each against its formula and torch's own; what they keep for backward is what formulas
+count."""
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ def test_a_normalization_and_its_gradients_are_torchs_own(name):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 0.05), (torch.float16, 0.05 / 8)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 0.05),
+                                              (torch.float16, 0.05 / 8)])
 @pytest.mark.parametrize("name", [*NORMALIZATIONS, *ACTIVATIONS])
 def test_what_training_runs_is_what_the_definition_says(name, dtype, tolerance):
     """Forward and backward by hand, against the definition under autograd."""
@@ -59,7 +61,8 @@ def test_what_training_runs_is_what_the_definition_says(name, dtype, tolerance):
 @pytest.mark.parametrize("name", NORMALIZATIONS)
 def test_a_normalization_in_16_bit_stays_within_its_rounding(name, dtype, rounding):
     """bfloat16 has 8 bits, fp16 has 11: 2^-8 or 2^-11 of the size for each of a handful of operations."""
-    x = torch.randn(4, 8, 256, generator=torch.Generator().manual_seed(2)) * 500             # whose squares fp16 does not hold
+    # whose squares fp16 does not hold
+    x = torch.randn(4, 8, 256, generator=torch.Generator().manual_seed(2)) * 500
     weight, bias = torch.ones(256), torch.zeros(256)
     kind = NORMALIZATIONS[name]
     exact = kind.function(x.to(dtype).double(), weight.double(), bias.double(), 1e-5)

@@ -1,4 +1,5 @@
-"""Where tokens stand and what they look at: rotary positions, documents; and the rules of the settings that choose them."""
+"""Where tokens stand and what they look at: rotary positions, documents; and the rules of the settings that choose
+them."""
 
 import math
 
@@ -52,14 +53,17 @@ def test_turning_back_undoes_a_turn_and_a_part_of_the_head_may_stay():
     ("llama3", dict(use_rope_scaling=True, rope_scaling_factor=32.0, rotary_base=500_000.0))])
 def test_frequencies_are_those_of_transformers_bit_for_bit(kind, options):
     """Also Llama 3.1's at places beyond the length that its first models were trained with."""
-    transformers = pytest.importorskip("transformers", reason="compares with Transformers: pip install -r requirements-extra.txt")
+    transformers = pytest.importorskip("transformers",
+                                       reason="compares with Transformers: pip install -r requirements-extra.txt")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     parameters = {"rope_type": kind, "rope_theta": options.get("rotary_base", 10_000.0)}
     parameters |= {"linear": {"factor": 4.0}, "default": {}, "llama3": {
-        "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}[kind]
-    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(hidden_size=256, num_attention_heads=2, max_position_embeddings=20_000,
-                                                           rope_parameters=parameters))
-    config = tiny(1, hidden_size=256, num_attention_heads=2, position_embedding_type="rope", max_position_embeddings=20_000, **options)
+        "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192}}[kind]
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(hidden_size=256, num_attention_heads=2,
+                                                           max_position_embeddings=20_000, rope_parameters=parameters))
+    config = tiny(1, hidden_size=256, num_attention_heads=2, position_embedding_type="rope",
+                  max_position_embeddings=20_000, **options)
     assert torch.equal(rotary_frequencies(config), theirs.inv_freq)
     places = torch.tensor([[0, 1, 17, 8191, 8192, 19_999]])
     cos, sin = theirs(torch.zeros(1), places)
@@ -76,7 +80,8 @@ def test_documents_and_places_are_those_that_one_counts_by_hand():
     assert positions_within_documents(documents).tolist() == [[0, 1, 2, 3, 0, 1, 2, 0], [0, 0, 0, 1, 2, 3, 4, 5]]
     drawn = torch.randint(0, 5, (20, 30), generator=torch.Generator().manual_seed(1))
     positions, expected = counted_documents(drawn)
-    assert torch.equal(document_ids(drawn, END_OF_TEXT), expected) and torch.equal(positions_within_documents(expected), positions)
+    assert torch.equal(document_ids(drawn, END_OF_TEXT), expected)
+    assert torch.equal(positions_within_documents(expected), positions)
     seen = attention_bias(documents, torch.float64)[0, 0].exp()
     assert seen.sum(dim=1).tolist() == [1, 2, 3, 4, 1, 2, 3, 1] and not seen.triu(1).any()
 
@@ -109,11 +114,14 @@ def test_a_packed_sample_is_its_documents_one_by_one(family):
     rows = torch.cat([data.tokens[0], data.labels[0, :, -1:]], dim=1)[:6]
     with fake_world(0, 1):
         _, model, optimizer, stage = build(config, weights)
-        packed, expected = losses_and_gradients(stage, optimizer, model, [Batch.of_rows(rows, list(range(6)), ends=Ends(END_OF_TEXT, False, True, True))])
+        packed, expected = losses_and_gradients(stage, optimizer, model,
+                                                [Batch.of_rows(rows, list(range(6)),
+                                                               ends=Ends(END_OF_TEXT, False, True, True))])
         alone = []
         for row in rows:
             begin = 0
-            for end in [*(i + 1 for i in range(len(row) - 1) if row[i] == END_OF_TEXT and i + 2 < len(row)), len(row) - 1]:
+            for end in [*(i + 1 for i in range(len(row) - 1) if row[i] == END_OF_TEXT and i + 2 < len(row)),
+                        len(row) - 1]:
                 alone.append(Batch.of_rows(row[None, begin:end + 1], [0]))
                 begin = end
         assert len(alone) > 9
@@ -128,18 +136,27 @@ LLAMA = dict(FAMILIES["llama"])
 
 
 @pytest.mark.parametrize("options, sentence", [
-    (dict(num_query_groups=3), "num-attention-heads 8 must be divisible by num-query-groups 3; try --num-query-groups 1, 2, 4, 8"),
-    (dict(num_query_groups=2, tensor_model_parallel_size=4), "num-query-groups 2 must be divisible by tensor-model-parallel-size 4, since each "
+    (dict(num_query_groups=3),
+     "num-attention-heads 8 must be divisible by num-query-groups 3; try --num-query-groups 1, 2, 4, 8"),
+    (dict(num_query_groups=2, tensor_model_parallel_size=4),
+     "num-query-groups 2 must be divisible by tensor-model-parallel-size 4, since each "
      "rank holds whole groups; try --tp 1, 2"),
-    (dict(group_query_attention=True), "--group-query-attention needs --num-query-groups below num-attention-heads 8, but there are 8; "
+    (dict(group_query_attention=True),
+     "--group-query-attention needs --num-query-groups below num-attention-heads 8, but there are 8; "
      "try --num-query-groups 4"),
-    (dict(position_embedding_type="rope", kv_channels=3), "RoPE must rotate an even number of channels from 2 to 3, but "
+    (dict(position_embedding_type="rope", kv_channels=3),
+     "RoPE must rotate an even number of channels from 2 to 3, but "
      "rotary-percent 1 x kv-channels 3 is 3; try --kv-channels 4"),
     (dict(group_query_attention=False, num_query_groups=2, given=("group_query_attention", "num_query_groups")),
-     "--no-group-query-attention and --num-query-groups 2 contradict each other, since there are 8 heads; try --num-query-groups 8"),
-    (dict(position_embedding_type="rope", rotary_percent=0.1), "RoPE must rotate an even number of channels from 2 to 2, but rotary-percent 0.1 x kv-channels 2 is 0"),
-    (dict(use_rope_scaling=True), "--use-rope-scaling, --rotary-percent and --rotary-seq-len-interpolation-factor need --position-embedding-type rope"),
-    (dict(position_embedding_type="alibi"), "unknown --position-embedding-type 'alibi'; try one of learned_absolute, rope, none"),
+     "--no-group-query-attention and --num-query-groups 2 contradict each other, since there are 8 heads; try "
+     "--num-query-groups 8"),
+    (dict(position_embedding_type="rope", rotary_percent=0.1),
+     "RoPE must rotate an even number of channels from 2 to 2, but rotary-percent 0.1 x kv-channels 2 is 0"),
+    (dict(use_rope_scaling=True),
+     "--use-rope-scaling, --rotary-percent and --rotary-seq-len-interpolation-factor need --position-embedding-type "
+     "rope"),
+    (dict(position_embedding_type="alibi"),
+     "unknown --position-embedding-type 'alibi'; try one of learned_absolute, rope, none"),
     (dict(hidden_size=18), "hidden-size 18 must be divisible by num-attention-heads 8"),
 ])
 def test_what_does_not_go_together_is_said_in_a_sentence(options, sentence):
@@ -152,8 +169,8 @@ def test_what_does_not_go_together_is_said_in_a_sentence(options, sentence):
 # Published with the weights, embeddings once if tied.
 @pytest.mark.parametrize("name, vocabulary, parameters", [
     ("llama2-7b", 32_000, 6_738_415_616), ("llama2-13b", 32_000, 13_015_864_320), ("llama3-8b", 128_256, 8_030_261_248),
-    ("llama3.2-1b", 128_256, 1_235_814_400), ("qwen2.5-0.5b", 151_936, 494_032_768), ("qwen3-0.6b", 151_936, 596_049_920),
-    ("smollm2-135m", 49_152, 134_515_008)])
+    ("llama3.2-1b", 128_256, 1_235_814_400), ("qwen2.5-0.5b", 151_936, 494_032_768),
+    ("qwen3-0.6b", 151_936, 596_049_920), ("smollm2-135m", 49_152, 134_515_008)])
 def test_a_preset_has_the_published_number_of_parameters(name, vocabulary, parameters):
     config = Config(model=name).resolve(1).with_vocabulary(vocabulary)
     assert parameter_count(config) == parameters

@@ -1,4 +1,5 @@
-"""Each optimizer of the table does what its paper says on every layout; what is kept of it has the bytes that formulas say."""
+"""Each optimizer of the table does what its paper says on every layout; what is kept of it has the bytes that formulas
+say."""
 
 import pytest
 import torch
@@ -8,14 +9,17 @@ import train
 from nanodomino.analysis import expected_memory
 from nanodomino.optim.optimizers import OPTIMIZERS
 
-LAYOUTS = [dict(), dict(tensor_model_parallel_size=2, slices=2), dict(pipeline_model_parallel_size=2, data_parallel_size=2),
-           dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2, bucket_size=500),
+LAYOUTS = [{}, dict(tensor_model_parallel_size=2, slices=2),
+           dict(pipeline_model_parallel_size=2, data_parallel_size=2),
+           dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2,
+                bucket_size=500),
            dict(data_parallel_size=4, zero_stage=0)]
 STEPS = 3
 
 
 def world(layout) -> int:
-    return layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size", 1) * layout.get("data_parallel_size", 1)
+    return layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size",
+                                                                    1) * layout.get("data_parallel_size", 1)
 
 
 def without_key_bias(weights: dict, heads: int) -> tuple[dict, torch.Tensor]:
@@ -31,8 +35,8 @@ def without_key_bias(weights: dict, heads: int) -> tuple[dict, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_lion_agrees_on_every_layout_but_where_the_true_gradient_is_zero(pool, layout):
-    """The keys' bias moves all scores of a query alike, which softmax does not see: its gradient is rounding, and the sign
-    of that is a full step. Nothing else depends on it: losses, norms and all other weights are the reference's."""
+    """The keys' bias moves all scores of a query alike, which softmax does not see: its gradient is rounding, and the
+    sign of that is a full step. Nothing else depends on it: losses, norms and all other weights are the reference's."""
     config = tiny(world(layout), optimizer="lion", lr=1e-3, **layout)
     weights, data, records, final = reference_for(config, STEPS)
     outcomes = pool.run(train_rank, config, weights, data, STEPS, world_size=config.world_size)
@@ -40,7 +44,8 @@ def test_lion_agrees_on_every_layout_but_where_the_true_gradient_is_zero(pool, l
     assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < 1e-9
     heads = config.num_attention_heads
     (ours, our_keys), (theirs, their_keys), (_, first_keys) = (
-        without_key_bias(one, heads) for one in (whole(outcomes, lambda outcome: outcome.weights, config.tp), final, weights))
+        without_key_bias(one, heads) for one in (whole(outcomes, lambda outcome: outcome.weights, config.tp), final,
+                                                 weights))
     assert difference(ours, theirs) < 1e-9
     farthest = sum(train.learning_rate(step, config) for step in range(1, STEPS + 1)) * (1 + 1e-9)
     for keys in (our_keys, their_keys):
@@ -60,7 +65,8 @@ def state_rank(config, data):
     _, model, optimizer, stage = build(config)
     train.train_step(1, stage, optimizer, data, config, stage.mesh)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-                for tensor in [bucket.main_grad for bucket in optimizer.buckets] + [bucket.weights for bucket in optimizer.buckets]
+                for tensor in [bucket.main_grad for bucket in optimizer.buckets]
+                + [bucket.weights for bucket in optimizer.buckets]
                 + optimizer.state_tensors()}
     return sum(storages.values()), sum(expected_memory.state_bytes(config, stage.mesh).values()), optimizer.state_names
 
@@ -78,6 +84,7 @@ def test_each_optimizer_learns(pool, name):
     """The same tokens again and again."""
     config = tiny(1, optimizer=name, lr=3e-3, clip_grad=1.0, train_iters=30, lr_decay_style="constant")
     data = random_data(config, 1)
-    data.tokens, data.labels, data.loss_mask = (one.expand(30, -1, -1) for one in (data.tokens, data.labels, data.loss_mask))
+    data.tokens, data.labels, data.loss_mask = (one.expand(30, -1, -1)
+                                                for one in (data.tokens, data.labels, data.loss_mask))
     (outcome,) = pool.run(train_rank, config, None, data, 30, world_size=1)
     assert outcome.losses[-1] < 0.8 * outcome.losses[0]

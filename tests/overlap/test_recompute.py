@@ -1,4 +1,5 @@
-"""What backward computes again has the same bits, puts nothing on the wires, covers them, and is gone when it is done with."""
+"""What backward computes again has the same bits, puts nothing on the wires, covers them, and is gone when it is done
+with."""
 
 import dataclasses
 import weakref
@@ -43,7 +44,8 @@ def same_bits(found, expected):
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("changes", [{}, dict(slices=3, columns=2, normalization="RMSNorm"), dict(slices=2, **DROPOUT),
-                                     dict(schedule="zb-v", slices=2, num_layers=3, **DROPOUT), dict(slices=2, columns=2, sequence_parallel=True, **DROPOUT)],
+                                     dict(schedule="zb-v", slices=2, num_layers=3, **DROPOUT),
+                                     dict(slices=2, columns=2, sequence_parallel=True, **DROPOUT)],
                          ids=["one-slice", "slices-columns", "dropout", "zb-v-dropout", "sequence-parallel"])
 def test_gradients_have_the_same_bits(dtype, changes):
     """No operation changes its operands or its order; masks are the same masks."""
@@ -54,9 +56,11 @@ def test_gradients_have_the_same_bits(dtype, changes):
 
 def test_several_steps_on_several_stages_have_the_same_bits_too(pool):
     """With real sums and messages, uneven slices, input and weight gradients apart."""
-    config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule="zb-h1", slices=2, **DROPOUT)
+    config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule="zb-h1", slices=2,
+                  **DROPOUT)
     weights, data, _, _ = reference_for(dataclasses.replace(config, hidden_dropout=0.0, attention_dropout=0.0), 2)
-    plain, *others = (pool.run(train_rank, dataclasses.replace(config, recompute_granularity=one), weights, data, 2, world_size=4)
+    plain, *others = (pool.run(train_rank, dataclasses.replace(config, recompute_granularity=one), weights, data, 2,
+                               world_size=4)
                       for one in GRANULARITIES)
     for other in others:
         for mine, theirs in zip(other, plain):
@@ -82,19 +86,25 @@ def test_a_mask_is_drawn_once_where_it_is_kept_and_twice_where_it_is_not(monkeyp
 
 # ---- the wires
 
-@pytest.mark.parametrize("schedule, sequence_parallel", [*((schedule, False) for schedule in SCHEDULES), ("1f1b", True), ("zb-v", True)])
+@pytest.mark.parametrize("schedule, sequence_parallel", [*((schedule, False) for schedule in SCHEDULES), ("1f1b", True),
+                                                         ("zb-v", True)])
 def test_no_sum_is_repeated(schedule, sequence_parallel):
-    """As many collectives and bytes as without, by count and by formula. Of a stream that is cut, too: backward gathers a product's input
-    again, whether it was kept or computed again."""
-    config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=2, columns=2, schedule=schedule, sequence_parallel=sequence_parallel)
-    counts = [step_of(dataclasses.replace(config, recompute_granularity=one), around=comm.CollectiveCounter)[1].counts for one in GRANULARITIES]
-    assert counts[0] == counts[1] == counts[2] == expected_traffic.totals_by_group(expected_traffic.step_traffic(config, sizes.mesh_at(config)))
+    """As many collectives and bytes as without, by count and by formula. Of a stream that is cut, too: backward gathers
+    a product's input again, whether it was kept or computed again."""
+    config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=2, columns=2, schedule=schedule,
+                  sequence_parallel=sequence_parallel)
+    counts = [step_of(dataclasses.replace(config, recompute_granularity=one), around=comm.CollectiveCounter)[1].counts
+              for one in GRANULARITIES]
+    expected = expected_traffic.totals_by_group(expected_traffic.step_traffic(config, sizes.mesh_at(config)))
+    assert counts[0] == counts[1] == counts[2] == expected
 
 
 @pytest.mark.parametrize("slices", [1, 2])
 def test_a_sublayer_is_computed_again_while_the_sum_above_it_travels(slices):
-    """Between that sum's launch and its wait; so with one slice, too, there is more than weight gradients to hide it."""
-    config = tiny(2, **{**EIGHT, "global_batch_size": 4}, tensor_model_parallel_size=2, slices=slices, recompute_granularity="full")
+    """Between that sum's launch and its wait; so with one slice, too, there is more than weight gradients to hide
+    it."""
+    config = tiny(2, **{**EIGHT, "global_batch_size": 4}, tensor_model_parallel_size=2, slices=slices,
+                  recompute_granularity="full")
     trace = Trace()
     step_of(config, prepare=lambda stage: [setattr(owner, "trace", trace) for owner in (stage, stage.ops)])
     events = [(event.kind, event.args.get("site")) for event in trace.events if event.args.get("slice") == 0]
@@ -108,7 +118,8 @@ def test_a_sublayer_is_computed_again_while_the_sum_above_it_travels(slices):
 # ---- memory
 
 def test_what_was_computed_again_is_gone_before_the_next_sublayers_turn(monkeypatch):
-    """Of all slices one has one sublayer whole at a time. What a weight gradient needs stays where that is done later."""
+    """Of all slices one has one sublayer whole at a time. What a weight gradient needs stays where that is done
+    later."""
     again, found, restore = [], [], LinearPair.restore
 
     def watched(self, ops, slice, tape, h):
@@ -119,7 +130,8 @@ def test_what_was_computed_again_is_gone_before_the_next_sublayers_turn(monkeypa
         again.extend(map(weakref.ref, (h[0].tensor, tape.activation)))
 
     monkeypatch.setattr(LinearPair, "restore", watched)
-    for schedule, most in (("1f1b", 0), ("zb-v", 2 * 2 * 3 - 2)):              # of three slices all but one, and that one's MLP
+    # of three slices all but one, and that one's MLP
+    for schedule, most in (("1f1b", 0), ("zb-v", 2 * 2 * 3 - 2)):
         again.clear(), found.clear()
         step_of(tiny(2, **{**EIGHT, "global_batch_size": 4}, tensor_model_parallel_size=2, slices=3, schedule=schedule,
                      recompute_granularity="full"))
@@ -152,16 +164,19 @@ class Stream:
 
 
 class Gpu(TorchDispatchMode):
-    """Streams and pinned memory as torch.cuda has them, on a CPU. What training's stream computes is there at once; a copy
-    in another one finds its memory as it is when somebody waits for it. Fresh memory holds no numbers, so that who reads
-    too early computes none; memory that is given up before its copy is made is missed."""
+    """Streams and pinned memory as torch.cuda has them, on a CPU. What training's stream computes is there at once; a
+    copy in another one finds its memory as it is when somebody waits for it. Fresh memory holds no numbers, so that who
+    reads too early computes none; memory that is given up before its copy is made is missed."""
 
     def __init__(self):
         super().__init__()
-        self.clock = self.products = 0                         # operations of training's stream, and those that take their time
-        self.windows = []                                      # products between the begin of each copy back and the wait for it
+        # operations of training's stream, and those that take their time
+        self.clock = self.products = 0
+        # products between the begin of each copy back and the wait for it
+        self.windows = []
         self.current = self.training = Stream(self)
-        self.pinned, self.written = {}, {}                     # storage: itself; when training last wrote to it, or was given it
+        # storage: itself; when training last wrote to it, or was given it
+        self.pinned, self.written = {}, {}
 
     @contextmanager
     def enter(self, stream):
@@ -190,7 +205,8 @@ class Gpu(TorchDispatchMode):
     def copy(self, target, source, non_blocking=False):
         (here,) = (one for one in (target, source) if one.untyped_storage()._cdata not in self.pinned)
         host, back, begun = (source if here is target else target), here is target, self.products
-        assert non_blocking and self.current.seen >= self.written[here.untyped_storage()._cdata], "training may not be there yet"
+        assert non_blocking and self.current.seen >= self.written[here.untyped_storage()._cdata], (
+            "training may not be there yet")
         storage, view = weakref.ref(here.untyped_storage()), (here.storage_offset(), here.shape, here.stride())
 
         def late():
@@ -205,9 +221,11 @@ class Gpu(TorchDispatchMode):
 
 
 def step_on_host(config, monkeypatch):
-    """(the gradients of a step with --checkpoint-in-cpu, the Gpu, bytes on the tapes at most: of it, and of its host)."""
+    """(the gradients of a step with --checkpoint-in-cpu, the Gpu, bytes on the tapes at most: of it, and of its
+    host)."""
     gpu, config, most = Gpu(), dataclasses.replace(config, checkpoint_in_cpu=True), [0, 0]
-    for name, stands_in in (("Stream", lambda device: Stream(gpu)), ("stream", gpu.enter), ("current_stream", lambda: gpu.current)):
+    for name, stands_in in (("Stream", lambda device: Stream(gpu)), ("stream", gpu.enter),
+                            ("current_stream", lambda: gpu.current)):
         monkeypatch.setattr(torch.cuda, name, stands_in)
 
     def prepare(stage):
@@ -231,22 +249,27 @@ def step_on_host(config, monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [{}, dict(slices=3, columns=2), dict(slices=2, schedule="gpipe", **DROPOUT),
-                                     dict(slices=2, schedule="paired"), dict(schedule="zb-v", num_layers=3), dict(slices=2, sequence_parallel=True)],
+                                     dict(slices=2, schedule="paired"), dict(schedule="zb-v", num_layers=3),
+                                     dict(slices=2, sequence_parallel=True)],
                          ids=["one-slice", "slices", "gpipe-dropout", "paired", "zb-v", "sequence-parallel"])
 def test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits(monkeypatch, changes):
     """However late copies are, nothing is read before it is there, and no memory is given up while a copy needs it."""
-    config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "global_batch_size": 16, "recompute_granularity": "full", **changes})
+    config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "global_batch_size": 16,
+                        "recompute_granularity": "full", **changes})
     gradients, gpu, _ = step_on_host(config, monkeypatch)
     assert same_bits(gradients, step_of(config)[0])
-    first = config.microbatches * config.slices * config.virtual_stages            # of each tape nothing was to do before
+    # of each tape nothing was to do before
+    first = config.microbatches * config.slices * config.virtual_stages
     assert len(gpu.windows) > first and sum(products > 0 for products in gpu.windows) >= len(gpu.windows) - first
 
 
 @pytest.mark.parametrize("slices, schedule", [(3, "gpipe"), (2, "interleaved"), (1, "interleaved")])
 def test_the_gpus_memory_holds_no_x_but_those_that_are_leaving(monkeypatch, slices, schedule):
     """One sublayer's; all others are on the host, as the formulas say, also what came from the layers before."""
-    config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=slices, schedule=schedule, recompute_granularity="full", **DROPOUT)
+    config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=slices, schedule=schedule,
+                  recompute_granularity="full", **DROPOUT)
     _, _, most = step_on_host(config, monkeypatch)
     config = dataclasses.replace(config, checkpoint_in_cpu=True, device="cuda")
     at = sizes.mesh_at(config)
-    assert most == [expected_memory.tape_bytes(config, at) + sizes.hidden_bytes(config), expected_memory.host_bytes(config, at)]
+    assert most == [expected_memory.tape_bytes(config, at) + sizes.hidden_bytes(config),
+                    expected_memory.host_bytes(config, at)]

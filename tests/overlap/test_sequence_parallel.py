@@ -41,12 +41,13 @@ def arrive(flight):
 
 
 def three_of(kind, shape, dtype):
-    """On a rank: its rows of a tensor that all have; what they are spread to, in whole and in two chunks of features; and what
-    its own tensor, a part of a sum, is joined to."""
+    """On a rank: its rows of a tensor that all have; what they are spread to, in whole and in two chunks of features;
+    and what its own tensor, a part of a sum, is joined to."""
     mesh = make_mesh(1, 1, torch.distributed.get_world_size(), torch.device("cpu"))
     stream = kind(mesh.tp_group)
     rows = stream.own_rows(numbers(99, shape, dtype))
-    assert kind is ReplicatedStream or rows.untyped_storage().nbytes() == rows.nbytes, "a view would keep all rows in memory"
+    assert kind is ReplicatedStream or rows.untyped_storage().nbytes() == rows.nbytes, (
+        "a view would keep all rows in memory")
     return rows, arrive(stream.gather(rows)), [arrive(stream.gather(part)) for part in rows.chunk(2, dim=-1)], arrive(
         stream.reduce(numbers(mesh.tp_rank, shape, dtype)))
 
@@ -54,7 +55,8 @@ def three_of(kind, shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_rows_are_spread_to_all_and_parts_of_sums_joined_to_rows(pool, ranks, dtype):
-    """Three samples of eight tokens: rows in order, where they are also of two samples; the sum's bits are those of one call."""
+    """Three samples of eight tokens: rows in order, where they are also of two samples; the sum's bits are those of one
+    call."""
     shape, whole_of_it = (3, 8, 6), numbers(99, (3, 8, 6), dtype)
     total = torch.stack([numbers(rank, shape, dtype) for rank in range(ranks)]).sum(dim=0)
     found = pool.run(three_of, ShardedStream, shape, dtype, world_size=ranks)
@@ -68,7 +70,7 @@ def test_rows_are_spread_to_all_and_parts_of_sums_joined_to_rows(pool, ranks, dt
 def test_where_it_is_whole_rows_are_all_rows_and_join_is_a_sum(pool):
     shape, dtype = (3, 8, 6), torch.float64
     total = numbers(0, shape, dtype) + numbers(1, shape, dtype)
-    for own, spread, chunks, joined in pool.run(three_of, ReplicatedStream, shape, dtype, world_size=2):
+    for own, spread, _, joined in pool.run(three_of, ReplicatedStream, shape, dtype, world_size=2):
         assert torch.equal(own, spread) and torch.equal(own, numbers(99, shape, dtype)) and torch.equal(joined, total)
 
 
@@ -82,7 +84,8 @@ def two_products(kind, shape):
 
 @pytest.mark.parametrize("kind", [ShardedStream, ReplicatedStream])
 def test_spread_and_join_are_each_others_backward(pool, kind):
-    """<spread x, y> = <x, join y>, over all ranks; of a whole stream each rank's copy says all of the second already."""
+    """<spread x, y> = <x, join y>, over all ranks; of a whole stream each rank's copy says all of the second
+    already."""
     products = pool.run(two_products, kind, (3, 8, 6), world_size=4)
     spread, joined = (sum(side) for side in zip(*products))
     assert spread == pytest.approx(joined / (4 if kind is ReplicatedStream else 1), rel=1e-12)
@@ -95,18 +98,23 @@ def with_masks(config, steps):
     weights, data = random_weights(sizes_of(config), seed=3), random_data(config, steps)
     batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(steps)]
     return weights, data, *train_reference(
-        sizes_of(config), weights, batches, [train.learning_rate(step + 1, config) for step in range(steps)], config.weight_decay, config.clip_grad,
-        (config.adam_beta1, config.adam_beta2), config.adam_eps, masks=[masks_of(config, step) for step in range(steps)])
+        sizes_of(config), weights, batches, [train.learning_rate(step + 1, config) for step in range(steps)],
+        config.weight_decay, config.clip_grad, (config.adam_beta1, config.adam_beta2), config.adam_eps,
+        masks=[masks_of(config, step) for step in range(steps)])
 
 
 @pytest.mark.parametrize("tp, pp, options", [
-    (4, 1, dict(columns=3, recompute_granularity="full")), (2, 2, dict(schedule="zb-v", columns=3, recompute_granularity="selective")),
+    (4, 1, dict(columns=3, recompute_granularity="full")),
+    (2, 2, dict(schedule="zb-v", columns=3, recompute_granularity="selective")),
     *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
-        (2, 1, dict(columns=3)), (2, 2, dict(schedule="paired", recompute_granularity="full")), (4, 2, dict(schedule="zb-h1", columns=3))))],
+        (2, 1, dict(columns=3)), (2, 2, dict(schedule="paired", recompute_granularity="full")),
+        (4, 2, dict(schedule="zb-h1", columns=3))))],
     ids=["tp4-full", "tp2-pp2-zb-v", "tp2-columns3", "tp2-pp2-paired", "tp4-pp2-zb-h1"])
 def test_masks_are_the_whole_samples_cut(pool, tp, pp, options):
-    """Three samples in two slices, so that a rank's rows begin in the middle of one; four layers, and all of it to 1e-9."""
-    config = tiny(tp * pp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **SIX, slices=2, sequence_parallel=True, **DROPOUT, **options)
+    """Three samples in two slices, so that a rank's rows begin in the middle of one; four layers, and all of it to
+    1e-9."""
+    config = tiny(tp * pp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **SIX, slices=2,
+                  sequence_parallel=True, **DROPOUT, **options)
     weights, data, records, final = with_masks(config, STEPS)
     outcomes = pool.run(train_rank, config, weights, data, STEPS, world_size=tp * pp)
     assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
@@ -120,13 +128,15 @@ def test_on_one_rank_it_is_accepted_and_changes_no_bit(pool):
     options = dict(slices=2, **DROPOUT)
     weights = random_weights(sizes_of(tiny(1)), seed=3)
     data = random_data(tiny(1), STEPS)
-    (one,), (other,) = (pool.run(train_rank, tiny(1, sequence_parallel=cut, **options), weights, data, STEPS, world_size=1) for cut in (False, True))
+    (one,), (other,) = (pool.run(train_rank, tiny(1, sequence_parallel=cut, **options), weights, data, STEPS,
+                                 world_size=1) for cut in (False, True))
     assert one.losses == other.losses
     assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in weights)
 
 
 def stopped_rank(configs, weights, data, folder):
-    """A step with the first of the settings, saved; the next with the second. Losses and weights, as train_rank gives them."""
+    """A step with the first of the settings, saved; the next with the second. Losses and weights, as train_rank gives
+    them."""
     folder, (first, second) = Path(folder), configs
     mesh, model, optimizer, stage = build(first, weights)
     before = train_steps((mesh, model, optimizer, stage), first, data, range(1, 2))
@@ -141,12 +151,14 @@ def stopped_rank(configs, weights, data, folder):
     return after
 
 
-@pytest.mark.parametrize("first", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["whole-then-cut", "cut-then-whole"])
+@pytest.mark.parametrize("first", [pytest.param(False, marks=pytest.mark.exhaustive), True],
+                         ids=["whole-then-cut", "cut-then-whole"])
 def test_a_checkpoint_does_not_say_how_the_stream_lay(pool, tmp_path, first):
     """So a run goes on either way, on another layout too, as the plain model does: it is a setting that may change."""
     assert "sequence_parallel" in names_affecting(Config, "nothing")
     boxes = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), dict(tensor_model_parallel_size=4)
-    configs = [tiny(4, **box, **SIX, slices=2, sequence_parallel=cut, **DROPOUT) for box, cut in zip(boxes, (first, not first))]
+    configs = [tiny(4, **box, **SIX, slices=2, sequence_parallel=cut, **DROPOUT)
+               for box, cut in zip(boxes, (first, not first))]
     weights, data, records, final = with_masks(configs[0], STEPS)
     outcomes = pool.run(stopped_rank, configs, weights, data, str(tmp_path), world_size=4)
     assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
@@ -162,8 +174,8 @@ def drift_rank(config, weights, data):
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_copies_over_tp_keep_the_same_bits(pool, zero_stage):
     """Norms, row biases, positions, which each rank has a part of the gradient of; in bfloat16, with their masters."""
-    config = tiny(4, tensor_model_parallel_size=2, data_parallel_size=2, slices=2, sequence_parallel=True, dtype="bfloat16",
-                  global_batch_size=12, zero_stage=zero_stage)
+    config = tiny(4, tensor_model_parallel_size=2, data_parallel_size=2, slices=2, sequence_parallel=True,
+                  dtype="bfloat16", global_batch_size=12, zero_stage=zero_stage)
     weights = random_weights(sizes_of(config), seed=3)
     assert pool.run(drift_rank, config, weights, random_data(config, STEPS), world_size=4) == [""] * 4
 
@@ -171,7 +183,8 @@ def test_copies_over_tp_keep_the_same_bits(pool, zero_stage):
 # ---- what is between a launch and its wait
 
 def windows_of(config, staggered=Domino.staggered):
-    """Of forward and backward of a microbatch on rank 0: (kind, site, slice, products of other slices meanwhile) of all that travels."""
+    """Of forward and backward of a microbatch on rank 0: (kind, site, slice, products of other slices meanwhile) of all
+    that travels."""
     found, launched = [], {}
     with fake_world(0, config.world_size), mock.patch.object(Domino, "staggered", staggered):
         _, _, _, stage = build(config, trace=Trace())
@@ -200,7 +213,8 @@ def windows_of(config, staggered=Domino.staggered):
     return forward, found
 
 
-FOUR = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, sequence_parallel=True)          # three layers
+# three layers
+FOUR = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, sequence_parallel=True)
 
 
 def bare(windows):
@@ -208,24 +222,30 @@ def bare(windows):
     return {(kind, site, piece) for kind, site, piece, products in windows if not products}
 
 
-@pytest.mark.parametrize("slices, columns, granularity", [(2, 1, "none"), (3, 1, "none"), (2, 2, "none"), (2, 1, "full"), (3, 2, "selective")])
+@pytest.mark.parametrize("slices, columns, granularity", [(2, 1, "none"), (3, 1, "none"), (2, 2, "none"),
+                                                          (2, 1, "full"), (3, 2, "selective")])
 def test_every_gather_and_every_scatter_travels_behind_another_slices_product(slices, columns, granularity):
     """But at the model's ends, where there is nothing yet, or nothing left, to compute."""
     forward, backward = windows_of(tiny(2, **FOUR, slices=slices, columns=columns, recompute_granularity=granularity))
-    assert bare(forward) <= {("reduce_scatter", "embedding", 0), ("all_gather", "layers.0.attention", 0), ("all_gather", "head", slices - 1),
+    assert bare(forward) <= {("reduce_scatter", "embedding", 0), ("all_gather", "layers.0.attention", 0),
+                             ("all_gather", "head", slices - 1),
                              *(("all_reduce", "cross_entropy", piece) for piece in range(slices))}
-    assert bare(backward) <= {("reduce_scatter", "head", 0), ("all_gather", "layers.2.mlp", 0), ("reduce_scatter", "layers.0.attention", slices - 1),
+    assert bare(backward) <= {("reduce_scatter", "head", 0), ("all_gather", "layers.2.mlp", 0),
+                              ("reduce_scatter", "layers.0.attention", slices - 1),
                               ("all_gather", "embedding", slices - 1)}
-    assert len(forward) == slices * (6 * 2 * columns + 1 + columns + 2) and len(backward) == slices * (6 * 3 * columns + 2 * columns)
+    assert len(forward) == slices * (6 * 2 * columns + 1 + columns + 2)
+    assert len(backward) == slices * (6 * 3 * columns + 2 * columns)
 
 
 @pytest.mark.parametrize("slices", [2, 3])
 def test_since_slices_come_a_turn_after_each_other(slices):
-    """Without that, the first slice's gather and the last one's scatter of each sublayer find all others waiting too."""
+    """Without that, the first slice's gather and the last one's scatter of each sublayer find all others waiting
+    too."""
     forward, backward = windows_of(tiny(2, **FOUR, slices=slices), staggered=lambda self, piece, generator: generator)
     for windows in (forward, backward):
         assert {one for one in bare(windows) if one[1].startswith("layers.1.")} == {
-            one for site in ("layers.1.attention", "layers.1.mlp") for one in (("all_gather", site, 0), ("reduce_scatter", site, slices - 1))}
+            one for site in ("layers.1.attention", "layers.1.mlp")
+            for one in (("all_gather", site, 0), ("reduce_scatter", site, slices - 1))}
 
 
 def test_a_stream_that_is_whole_has_no_turns_to_keep():
@@ -234,6 +254,8 @@ def test_a_stream_that_is_whole_has_no_turns_to_keep():
         for cut in (False, True):
             config = tiny(2, **FOUR | dict(sequence_parallel=cut), slices=2)
             _, _, _, stage = build(config)
-            assert type(stage.ops.stream) is type(residual_stream(config, stage.mesh)) is (ShardedStream if cut else ReplicatedStream)
+            assert type(stage.ops.stream) is type(residual_stream(config,
+                                                                  stage.mesh)) is (ShardedStream if cut
+                                                                                   else ReplicatedStream)
             turns = list(stage.staggered(type("Piece", (), dict(index=3)), iter(())))
             assert len(turns) == (3 if cut else 0)

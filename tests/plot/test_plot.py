@@ -349,7 +349,7 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, capsys):
     for arguments, message in table:
         refused(arguments, message, capsys)
     for wrong in ("{}", "[]", "7", "{", '{"step": "x"}', '{"step": -1}', '{"step": 1e9}', '{"step": 1, "loss": "x"}',
-                  '{"step": 1, "loss": []}', '{"step": %d}' % 2**31, "[" * 10**5, "\0", "\xff"):
+                  '{"step": 1, "loss": []}', '{"step": ' + str(2**31) + "}", "[" * 10**5, "\0", "\xff"):
         lines = broken.read_bytes().splitlines(keepends=True)
         lines[1] = wrong.encode("latin-1") + b"\n"
         broken.write_bytes(b"".join(lines))

@@ -91,8 +91,8 @@ def refusal(attempt):
 
 @pytest.mark.parametrize("world_size, flags", [
     (1, ""), (4, ""), (8, ""), (8, "--tp 8 --slices 4"), (8, "--pp 8"), (8, "--dp 2"), (8, "--tp 1 --pp 1 --dp 8"),
-    (1, "--slices 4"), (1, "--columns 96"), (1, "--fp16 --dtype float16 --loss-scale 8"), (1, "--vocab-size 300"), (1, "--trace 5:5"),
-    (1, "--seed 2147483647"),
+    (1, "--slices 4"), (1, "--columns 96"), (1, "--fp16 --dtype float16 --loss-scale 8"), (1, "--vocab-size 300"),
+    (1, "--trace 5:5"), (1, "--seed 2147483647"),
     (1, "--eval-iters 0 --sample-tokens 0 --top-k 0 --seed 0 --clip-grad 0 --temperature 0 --lr 0")])
 def test_good_input_reaches_the_process_group(attempt, world_size, flags):
     """Without this, every test below would also pass if everything were refused."""
@@ -110,24 +110,32 @@ BAD_FLAGS = [
     (1, "--dp 2", "world size 1", "1 x 1 x 2 = 2", "start 2 processes with torchrun"),
     (4, "--tp 0", "--tensor-model-parallel-size must be at least 1", "but is 0"),
     (4, "--pp -1", "--pipeline-model-parallel-size must be at least 1", "but is -1"),
-    (4, "--pp 4 --num-layers 3", "num-layers 3", "pipeline-model-parallel-size 4, since", "try --num-layers 4 or --pp 2"),
-    (4, "--pp 4 --num-layers 7 --schedule zb-v", "num-layers 7", "size 4 x virtual-stages 2 = 8", "try --num-layers 8 or --pp 2"),
-    (2, "--pp 2 --num-layers 7 --virtual-stages 4", "size 2 x virtual-stages 4 = 8", "try --num-layers 8 or --virtual-stages 3 or --pp 1"),
-    (4, "--pp 4 --num-layers 8 --virtual-stages 3", "num-layers 8", "size 4 x virtual-stages 3 = 12", "try --num-layers 12 or --virtual-stages 2 or --pp 2"),
+    (4, "--pp 4 --num-layers 3", "num-layers 3", "pipeline-model-parallel-size 4, since",
+     "try --num-layers 4 or --pp 2"),
+    (4, "--pp 4 --num-layers 7 --schedule zb-v", "num-layers 7", "size 4 x virtual-stages 2 = 8",
+     "try --num-layers 8 or --pp 2"),
+    (2, "--pp 2 --num-layers 7 --virtual-stages 4", "size 2 x virtual-stages 4 = 8",
+     "try --num-layers 8 or --virtual-stages 3 or --pp 1"),
+    (4, "--pp 4 --num-layers 8 --virtual-stages 3", "num-layers 8", "size 4 x virtual-stages 3 = 12",
+     "try --num-layers 12 or --virtual-stages 2 or --pp 2"),
     (1, "--num-layers 4 --virtual-stages 8", "num-layers 4", "size 1 x virtual-stages 8 = 8", "try --num-layers 8"),
     (2, "--virtual-stages 0", "--virtual-stages must be at least 1", "but is 0"),
     (2, "--schedule 1f1b --virtual-stages 2", "virtual-stages must be 1 with schedule 1f1b", "but is 2",
      "try --virtual-stages 1 or --schedule interleaved or --schedule zb-v"),
     (2, "--schedule zb-v --virtual-stages 1", "virtual-stages must be 2 with schedule zb-v", "but is 1",
      "try --virtual-stages 2 or --schedule 1f1b"),
-    (2, "--schedule interleaved --virtual-stages 1", "virtual-stages must be from 2 to 999", "but is 1", "try --virtual-stages 2"),
-    (2, "--num-virtual-stages-per-pipeline-rank 1000", "must be from 2 to 999 with schedule interleaved", "but is 1000", "try --virtual-stages 999"),
+    (2, "--schedule interleaved --virtual-stages 1", "virtual-stages must be from 2 to 999", "but is 1",
+     "try --virtual-stages 2"),
+    (2, "--num-virtual-stages-per-pipeline-rank 1000", "must be from 2 to 999 with schedule interleaved", "but is 1000",
+     "try --virtual-stages 999"),
     # Divisibility
     (1, "--hidden-size 4", "hidden-size 4", "divisible by num-attention-heads 8", "try 8"),
     (4, "--tp 4 --num-attention-heads 6", "heads 6", "parallel-size 4", "try --tp 1, 2, 3, 6"),
     (4, "--tp 4 --ffn-hidden-size 10", "ffn-hidden-size 10", "tensor-model-parallel-size 4", "try --tp 1, 2, 5, 10"),
-    (4, "--tp 4 --make-vocab-size-divisible-by 1", "vocabulary of 257", "size 4", "try --make-vocab-size-divisible-by 512"),
-    (8, "--tp 8 --make-vocab-size-divisible-by 5", "vocabulary of 260", "size 8", "try --make-vocab-size-divisible-by 1024"),
+    (4, "--tp 4 --make-vocab-size-divisible-by 1", "vocabulary of 257", "size 4",
+     "try --make-vocab-size-divisible-by 512"),
+    (8, "--tp 8 --make-vocab-size-divisible-by 5", "vocabulary of 260", "size 8",
+     "try --make-vocab-size-divisible-by 1024"),
     (1, "--model gpt2-xl --num-attention-heads 12", "hidden-size 1600", "num-attention-heads 12"),
     # The batch
     (3, "--pp 1", "global-batch-size 16", "4 x 3 = 12", "try --global-batch-size 24"),
@@ -141,7 +149,8 @@ BAD_FLAGS = [
     # Sizes
     (1, "--seq-length 0", "--seq-length must be at least 1", "but is 0"),
     (1, "--train-iters 99999999999999999999", "--train-iters", "at most 2147483647", "but is 99999999999999999999"),
-    (4, "--tp 4 --pp 1 --sequence-parallel --seq-length 126", "seq-length 126", "parallel-size 4 with --sequence-parallel", "try --seq-length 128"),
+    (4, "--tp 4 --pp 1 --sequence-parallel --seq-length 126", "seq-length 126",
+     "parallel-size 4 with --sequence-parallel", "try --seq-length 128"),
     (1, "--seq-length 64 --max-position-embeddings 63", "seq-length 64", "try --max-position-embeddings 64"),
     (1, "--model gpt2 --max-position-embeddings 512", "seq-length 1024", "512", "try --max-position-embeddings 1024"),
     (4, "--vocab-size 256", "vocabulary of 257 tokens", "--vocab-size 256", "at least 257"),
@@ -156,7 +165,8 @@ BAD_FLAGS = [
     (1, "--hidden-dropout 1", "--hidden-dropout must be at least 0 and below 1", "1.0"),
     (1, "--attention-dropout -0.1", "--attention-dropout must be at least 0 and below 1", "-0.1"),
     (1, "--loss-scale 0", "--loss-scale must be above 0 and below 3.40282e+38", "0.0"),
-    (1, "--fp16 --min-loss-scale 65536", "min-loss-scale 65536 must be at most initial-loss-scale 32768", "try --min-loss-scale 32768"),
+    (1, "--fp16 --min-loss-scale 65536", "min-loss-scale 65536 must be at most initial-loss-scale 32768",
+     "try --min-loss-scale 32768"),
     (1, "--bf16 --dtype float32", "--bf16 and --dtype float32 contradict each other", "give one"),
     (1, "--fp16-lm-cross-entropy", "--fp16-lm-cross-entropy needs --fp16", "--dtype is float32", "add --fp16"),
     (1, "--lr-warmup-fraction 1", "--lr-warmup-fraction must be at least 0 and below 1", "1.0"),
@@ -248,7 +258,8 @@ BAD_FOLDERS = {
     "a number for a file's name": (change_meta(vocab_file=7), "gives '7' as vocab_file", "a file beside it", AGAIN),
     "a file elsewhere": (change_meta(vocab_file="../../encoder.json"), "as vocab_file", "a file beside it", AGAIN),
     "a folder for a file": (change_meta(merge_file=".."), "as merge_file", "a file beside it", AGAIN),
-    "an entropy that is no number": (change_meta(unigram_entropy=float("nan")), "entropies of nan", "must be finite", AGAIN),
+    "an entropy that is no number": (change_meta(unigram_entropy=float("nan")), "entropies of nan", "must be finite",
+                                     AGAIN),
     "an endless entropy": (change_meta(bigram_entropy=float("inf")), "must be finite", AGAIN),
     "an endless vocabulary": (change_meta(vocab_size=float("inf")), "meta.json is damaged", AGAIN),
     "more words than numbers": (change_meta(vocab_size=70_000), "vocab_size <= 65536", "vocab_size 70000", AGAIN),
@@ -322,7 +333,8 @@ def test_a_refused_start_leaves_nothing_behind(refusal, tmp_path):
     """Neither a folder of its own nor a lock in somebody else's."""
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text("precious")
-    for flags in (["--run-dir", "old"], ["--load", "nowhere"], ["--load", "old"], ["--load", "old", "--run-dir", "new/run"]):
+    for flags in (["--run-dir", "old"], ["--load", "nowhere"], ["--load", "old"],
+                  ["--load", "old", "--run-dir", "new/run"]):
         refusal(flags, ranks=[0])
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["old", "old/metrics.jsonl"]
 
@@ -348,7 +360,8 @@ def test_a_lock_that_is_a_link_is_not_written_through(refusal, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "run" / "lock").symlink_to(tmp_path / "precious")
-    assert "--run-dir run can't be written to (Too many levels of symbolic links)" in refusal(["--run-dir", "run"], ranks=[0])
+    sentence = "--run-dir run can't be written to (Too many levels of symbolic links)"
+    assert sentence in refusal(["--run-dir", "run"], ranks=[0])
     assert (tmp_path / "precious").read_text() == "precious"
 
 
@@ -362,7 +375,8 @@ def test_what_a_kill_has_left_is_gone_at_the_next_start(attempt, tmp_path):
     (run / ".mine").touch()
     with pytest.raises(ReachedTheGroup):
         attempt(["--run-dir", "run"], ranks=[0])
-    assert sorted(path.name for path in run.iterdir()) == [".mine", "checkpoints", "lock"] and not list((run / "checkpoints").iterdir())
+    assert sorted(path.name for path in run.iterdir()) == [".mine", "checkpoints", "lock"]
+    assert not list((run / "checkpoints").iterdir())
 
 
 def test_the_next_free_run_folder_is_found_or_refused(attempt, refusal, tmp_path):
@@ -395,7 +409,8 @@ def look_together(run_dir, full):
 
 def test_a_run_folder_that_some_host_sees_and_cannot_write_to_is_refused_by_all(pool, tmp_path):
     """At the start, not at the first checkpoint, hours later; and nothing is left there."""
-    sentence = (f"--run-dir {tmp_path} can't be written to by rank 1 (File too large), 2 (File too large); choose a folder that all "
+    sentence = (f"--run-dir {tmp_path} can't be written to by rank 1 (File too large), 2 (File too large); choose a "
+                f"folder that all "
                 "hosts may write to")
     for full, said in (((), ""), ((1, 2), sentence)):
         assert pool.run(look_together, str(tmp_path), full, world_size=3) == [said] * 3
@@ -457,7 +472,8 @@ def test_half_an_environment_is_refused(changes, needles):
 def test_a_whole_environment_or_none_is_a_place():
     """What the refusals above are measured against."""
     assert read_launch_environment(LAUNCHED) == LaunchInfo(1, 4, 1, 4, launched=True)
-    assert read_launch_environment({}) == read_launch_environment(dict(MASTER_ADDR="localhost", HOME="/")) == LaunchInfo()
+    assert read_launch_environment({}) == read_launch_environment(dict(MASTER_ADDR="localhost",
+                                                                       HOME="/")) == LaunchInfo()
 
 
 @pytest.mark.parametrize("rank, error, waits, begin", [

@@ -18,7 +18,7 @@ import shutil
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable
+from collections.abc import Callable
 
 import pytest
 from support.jobs import TINY, make_corpus
@@ -75,7 +75,8 @@ FLAGS = [Bad(f"train.py {flags[:60]}", "train.py", flags, says) for flags, *says
     ("--data-path ''", "--data-path must not be empty", "leave the flag out"),
     ("--num-layers 2000000000", "the fullest of {n} processes would need at least", "GB here; lower --num-layers"),
     ("--hidden-size 4000000 --num-attention-heads 4", "processes would need at least", "more processes (--tp, --pp)"),
-    ("--micro-batch-size 40000000 --global-batch-size 160000000", "GB of memory, and each has", "lower --micro-batch-size"),
+    ("--micro-batch-size 40000000 --global-batch-size 160000000", "GB of memory, and each has",
+     "lower --micro-batch-size"),
     ("--load " + "a" * 5000, "can't be looked up (File name too long)", "give a checkpoint or the folder of a run")]]
 
 FLAGS += [Bad(f"generate {flags}", "nanodomino.generate", flags, says) for flags, *says in [
@@ -212,7 +213,8 @@ def pipe(name):
 DAMAGES = {what: (says, spoil) for what, spoil, *says in [
     ("without a manifest", remove(f"{STEP}/manifest.json"), "is not a complete checkpoint", ANOTHER),
     ("with an empty manifest", write(f"{STEP}/manifest.json", b""), "is not a complete checkpoint", ANOTHER),
-    ("with a flipped bit in its manifest", flip(f"{STEP}/manifest.json", behind=b'"num_layers": '), "manifest.json is damaged", ANOTHER),
+    ("with a flipped bit in its manifest", flip(f"{STEP}/manifest.json", behind=b'"num_layers": '),
+     "manifest.json is damaged", ANOTHER),
     ("whose manifest lists no files", forge(files=None), "manifest.json lacks files", ANOTHER),
     ("of a later version", forge(format="nanodomino-checkpoint-9"), "has format 'nanodomino-checkpoint-9'",
      "use the version that wrote it"),
@@ -227,7 +229,8 @@ DAMAGES = {what: (says, spoil) for what, spoil, *says in [
      "index changes one of torch's own types", "do not use this checkpoint"),
     ("whose files are a list", forge(files=["a"]), "manifest.json lacks files", ANOTHER),
     ("of no files", forge(files={}), "does not list .metadata", ANOTHER),
-    ("of a file elsewhere", forge(files={"../../data/meta.json": {"size": 1, "sha256": ""}}), "files beside it", ANOTHER),
+    ("of a file elsewhere", forge(files={"../../data/meta.json": {"size": 1, "sha256": ""}}), "files beside it",
+     ANOTHER),
     ("of an absolute file", forge(files={"/etc/passwd": {"size": 1, "sha256": ""}}), "files beside it", ANOTHER),
     ("of a file without a size", forge(files={".metadata": 7}), "must give size and SHA-256", ANOTHER),
     ("of a step below 0", forge(step=-5), "must be from 0 to", ANOTHER),
@@ -248,8 +251,8 @@ CHECKPOINTS += [Bad(what, "train.py", flags, says, spoil) for what, flags, spoil
      "give a checkpoint or the folder of a run"),
     ("--load a file", "--load data/meta.json", leave, "there is no folder data/meta.json to load from"),
     ("--load a corpus", "--load data", leave, "data is not a complete checkpoint", ANOTHER),
-    ("--load a run without a sound checkpoint", "--load run", flip(f"{STEP}/__0_0.distcp"), "holds no intact checkpoint",
-     "give another folder"),
+    ("--load a run without a sound checkpoint", "--load run", flip(f"{STEP}/__0_0.distcp"),
+     "holds no intact checkpoint", "give another folder"),
     ("--load a narrower model", f"--load {STEP} --hidden-size 32", leave, "hidden-size 16, but this run has 32",
      "give the same again"),
     ("--load another vocabulary", f"--load {STEP} --vocab-size 300", leave, "vocab-size 257, but this run has 300",
@@ -346,7 +349,8 @@ def test_the_table_has_forty_rows_for_one_and_for_four_processes():
 
 
 @pytest.mark.parametrize("bad, n", [
-    pytest.param(bad, n, id=f"{bad.what} on {n}", marks=pytest.mark.exhaustive if n > 1 and row % 6 and n != min(bad.processes) else [])
+    pytest.param(bad, n, id=f"{bad.what} on {n}", marks=pytest.mark.exhaustive if n > 1 and row % 6
+                 and n != min(bad.processes) else [])
     for row, bad in enumerate(TABLE) for n in bad.processes])
 def test_it_ends_soon_with_one_sentence(fork_server, sound, tmp_path, bad, n):
     """Of the rule, the numbers and the fix; whether all ranks find the mistake or one, while the others wait for it."""

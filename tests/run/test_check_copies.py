@@ -14,7 +14,8 @@ BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_pa
 
 
 def nudged_rank(config, data, nudges):
-    """What is said after a step, once rank `rank` has changed the last bit of element `place` of `name`, for each nudge."""
+    """What is said after a step, once rank `rank` has changed the last bit of element `place` of `name`, for each
+    nudge."""
     mesh, model, optimizer, stage = build(config)
     train.train_step(1, stage, optimizer, data, config, mesh)
     before = drifted_copies(model, optimizer, mesh)
@@ -31,16 +32,21 @@ def nudged_rank(config, data, nudges):
 
 @pytest.mark.parametrize("nudges, said", [
     ([], []),
-    ([(1, "layers.0.attention.norm.weight", 0)], ["layers.0.attention.norm.weight differs between rank 0, 2, 3 and rank 1)"]),
-    ([(2, "layers.0.mlp.dense_h_to_4h.weight", 5)], ["layers.0.mlp.dense_h_to_4h.weight differs between rank 0 and rank 2)"]),
+    ([(1, "layers.0.attention.norm.weight", 0)],
+     ["layers.0.attention.norm.weight differs between rank 0, 2, 3 and rank 1)"]),
+    ([(2, "layers.0.mlp.dense_h_to_4h.weight", 5)],
+     ["layers.0.mlp.dense_h_to_4h.weight differs between rank 0 and rank 2)"]),
     ([(5, "the master of final_norm.weight", 3)],
      ["(the master of final_norm.weight differs between rank 4 and rank 5)"]),
-    ([(7, "embedding.word_embeddings.weight", 9)], ["embedding.word_embeddings.weight differs between rank 1, 3, 5 and rank 7)"]),
-    ([(4, f"layers.2.{name}", 1) for name in ("attention.norm.weight", "attention.norm.bias", "mlp.norm.weight", "mlp.norm.bias")],
+    ([(7, "embedding.word_embeddings.weight", 9)],
+     ["embedding.word_embeddings.weight differs between rank 1, 3, 5 and rank 7)"]),
+    ([(4, f"layers.2.{name}", 1) for name in ("attention.norm.weight", "attention.norm.bias", "mlp.norm.weight",
+                                              "mlp.norm.bias")],
      ["layers.2.attention.norm.weight differs between rank 4 and rank 5, 6, 7", ", and 1 more)"])],
     ids=["sound", "tp", "dp", "master", "tied", "many"])
 def test_what_differs_is_named_with_its_ranks(pool, nudges, said):
-    """Over tp what is not cut, over dp everything, on first and last stage the tied matrix: each against its own copies alone."""
+    """Over tp what is not cut, over dp everything, on first and last stage the tied matrix: each against its own copies
+    alone."""
     config = tiny(8, **BOX, dtype="bfloat16")
     results = pool.run(nudged_rank, config, random_data(config, 1), nudges)
     assert len(set(results)) == 1 and results[0][0] == "", results[0]
@@ -53,7 +59,8 @@ def test_a_checksum_sees_every_bit_and_its_place(monkeypatch):
     before = int(checksum(weight))
     for bit in range(32):
         changed = weight.clone()
-        changed.view(torch.int32)[777] ^= torch.tensor(1 << bit if bit < 31 else -1 << 31, dtype=torch.int64).to(torch.int32)
+        changed.view(torch.int32)[777] ^= torch.tensor(1 << bit if bit < 31 else -1 << 31,
+                                                       dtype=torch.int64).to(torch.int32)
         assert int(checksum(changed)) != before
     monkeypatch.setattr(check_copies, "CHUNK", 64)
     before = int(checksum(weight))

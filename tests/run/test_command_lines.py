@@ -1,6 +1,7 @@
 """The manners of the command lines: help that helps, readers that go away, Ctrl-C, a line that moves.
 
-Every command is a real process, as a shell starts it; only for help are they forks (support/fork_server.py), since help is many.
+Every command is a real process, as a shell starts it; only for help are they forks (support/fork_server.py), since help
+is many.
 """
 
 import fcntl
@@ -70,7 +71,8 @@ def trained(tmp_path_factory):
 
 def train(folder: Path, run_dir: str, stdout, stderr=subprocess.PIPE, **environment) -> subprocess.Popen:
     return start(folder, "train.py", *TINY, "--data-path", "data", "--run-dir", run_dir, "--train-iters", 6,
-                 "--save-interval", 2, "--log-interval", 1, "--sample-tokens", 3, stdout=stdout, stderr=stderr, environment=environment)
+                 "--save-interval", 2, "--log-interval", 1, "--sample-tokens", 3, stdout=stdout, stderr=stderr,
+                 environment=environment)
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -85,7 +87,8 @@ def losses(run_dir: Path) -> list[float]:
     *[("bench.py", f"{question} --help", [f"usage: python bench.py {question} [flags]", "--num-layers INT"])
       for question in QUESTIONS],
     ("nanodomino.checkpoint", "--help", ["usage: python -m nanodomino.checkpoint", "verify", "export", "every byte"]),
-    ("nanodomino.huggingface", "--help", ["usage: python -m nanodomino.huggingface", "import", "export", "folder that Transformers loads"]),
+    ("nanodomino.huggingface", "--help", ["usage: python -m nanodomino.huggingface", "import", "export",
+                                          "folder that Transformers loads"]),
     ("nanodomino.checkpoint", "verify --help", ["verify [-h] DIR", "folder of a run"]),
     ("nanodomino.checkpoint", "export --help", ["export [-h] DIR OUT", "newest intact one", "the file to write"]),
     ("data/prepare.py", "--help", ["usage: python data/prepare.py", "--input TEXT", "end-of-text", "--overwrite"]),
@@ -111,8 +114,10 @@ def test_only_what_has_rounds_has_repeats(fork_server, tmp_path, question, has):
 
 @pytest.mark.parametrize("command, flags", [
     ("data/prepare.py", "--verify data"),
-    ("-m nanodomino.generate", "--load run --max-tokens 3 --seed 1"), *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
-        ("train.py", "--help"), ("bench.py", "--help"), ("bench.py", "overlap --help"), ("bench.py", "plan"), ("data/prepare.py", "--help"),
+    ("-m nanodomino.generate", "--load run --max-tokens 3 --seed 1"),
+    *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
+        ("train.py", "--help"), ("bench.py", "--help"), ("bench.py", "overlap --help"), ("bench.py", "plan"),
+        ("data/prepare.py", "--help"),
         ("data/prepare.py", "--input data/meta.json --output made --overwrite"), ("-m nanodomino.checkpoint", "--help"),
         ("-m nanodomino.checkpoint", "verify run"), ("-m nanodomino.checkpoint", "export run out.pt"))]])
 def test_a_closed_pipe_is_no_error(trained, nobody_reads, command, flags):
@@ -317,7 +322,8 @@ def test_where_nobody_looks_no_line_moves(tmp_path):
 
 @needs_proc
 @pytest.mark.parametrize("question, flags, moment", [
-    ("checkpoint", ["--num-attention-heads", 2], "round 2 of 100001: save"), *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
+    ("checkpoint", ["--num-attention-heads", 2], "round 2 of 100001: save"),
+    *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
         ("scaling", ["--max-processes", 2, "--device", "cpu"], "world of 1, round 2 of 100001"),
         ("throughput", ["--device", "cpu"], "round 2 of 100001: plain"),
         ("zero", ["--device", "cpu"], "memory: zero-0"))]])

@@ -71,41 +71,53 @@ def test_a_rank_takes_the_others_with_it_and_is_heard_alone(fork_server, folder,
         assert not any(word in ended.output for word in ("failed", "lost", "error: ")), ended.output
 
 
-NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {}, NCCL version 2.27.5\n{}\nLast error:\n{}"
+NCCL = ("NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {}, NCCL version 2.27.5\n{}\n"
+        "Last error:\n{}")
 ANOTHERS_END = [
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:41234",
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Read error [127.0.0.1]:2134: Connection reset by peer",
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:459] writev [127.0.0.1]:8871: Broken pipe",
-    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete",
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation "
+    "to complete",
     "Application timeout caused pair closure",
     "Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.h:311] Connect timeout [none]",
-    "Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] timed out connecting: SO_ERROR: "
+    "Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] timed out connecting: "
+    "SO_ERROR: "
     "Connection refused, remote=[10.0.0.2]:52011",
     "wait timeout after 300000ms, keys: /default_pg/0//cuda//timeout_dump",
     "Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
     "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
-    NCCL.format("remote process exited or there was a network error", "ncclRemoteError: A call failed possibly due to a network "
-                "error or a remote process exiting prematurely.", "socketProgress: Connection closed by remote peer node2<42830>"),
-    NCCL.format("internal error - please report this issue to the NCCL developers", "ncclInternalError: Internal check failed.",
-                "Net : Connection closed by remote peer user<50260>"),
-    NCCL.format("unhandled system error (run with NCCL_DEBUG=INFO for details)", "ncclSystemError: System call (e.g. socket, malloc) "
-                "or external library call failed or device error.", "socketStartConnect: Connect to 10.0.0.2<45231> failed : "
+    NCCL.format("remote process exited or there was a network error",
+                "ncclRemoteError: A call failed possibly due to a network "
+                "error or a remote process exiting prematurely.",
+                "socketProgress: Connection closed by remote peer node2<42830>"),
+    NCCL.format("internal error - please report this issue to the NCCL developers",
+                "ncclInternalError: Internal check failed.", "Net : Connection closed by remote peer user<50260>"),
+    NCCL.format("unhandled system error (run with NCCL_DEBUG=INFO for details)",
+                "ncclSystemError: System call (e.g. socket, malloc) "
+                "or external library call failed or device error.",
+                "socketStartConnect: Connect to 10.0.0.2<45231> failed : "
                 "Connection refused"),
-    "[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=ALLREDUCE, NumelIn=112, NumelOut=112, "
+    "[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=ALLREDUCE, NumelIn=112, "
+    "NumelOut=112, "
     "Timeout(ms)=660000) ran for 660010 milliseconds before timing out.",
     "NCCL communicator was aborted on rank 1.",
     "timed out waiting for the device, which has made no progress for 600 seconds",
 ]
 OWN_ERROR = [
-    NCCL.format("invalid usage (run with NCCL_DEBUG=WARN for details)", "ncclInvalidUsage: This usually reflects invalid usage of "
+    NCCL.format("invalid usage (run with NCCL_DEBUG=WARN for details)",
+                "ncclInvalidUsage: This usually reflects invalid usage of "
                 "NCCL library.", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"),
-    NCCL.format("unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "ncclUnhandledCudaError: Call to CUDA function failed.",
-                "Cuda failure 2 'out of memory'"),
-    NCCL.format("unhandled system error (run with NCCL_DEBUG=INFO for details)", "ncclSystemError: System call (e.g. socket, malloc) "
-                "or external library call failed or device error.", "Error while creating shared memory segment /dev/shm/nccl-qXv9Ng "
+    NCCL.format("unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+                "ncclUnhandledCudaError: Call to CUDA function failed.", "Cuda failure 2 'out of memory'"),
+    NCCL.format("unhandled system error (run with NCCL_DEBUG=INFO for details)",
+                "ncclSystemError: System call (e.g. socket, malloc) "
+                "or external library call failed or device error.",
+                "Error while creating shared memory segment /dev/shm/nccl-qXv9Ng "
                 "(size 9637888): No space left on device (28)"),
     "ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
-    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 5.00 MiB is free.",
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 5.00 MiB is "
+    "free.",
     "CUDA error: peer access is not supported between these two devices",
     "CUDA error: the launch timed out and was terminated",
     "CUDA error: an illegal memory access was encountered",
@@ -113,7 +125,8 @@ OWN_ERROR = [
 ]
 
 
-@pytest.mark.parametrize("text, lonely", [(text, True) for text in ANOTHERS_END] + [(text, False) for text in OWN_ERROR])
+@pytest.mark.parametrize("text, lonely",
+                         [(text, True) for text in ANOTHERS_END] + [(text, False) for text in OWN_ERROR])
 def test_only_what_follows_from_anothers_end_counts_as_lost_neighbours(text, lonely):
     """As gloo, the store, NCCL and CUDA put it: an error of one's own must be said with its traceback."""
     assert caused_by_peer(RuntimeError(text)) == lonely

@@ -1,7 +1,8 @@
 """A run that is interrupted, killed, starved or damaged says so and ends; started again, it goes on with the same bits.
 
-Most are black boxes: two or four ranks on a tiny corpus, forks that start at once (support/fork_server.py); where torchrun itself matters, under torchrun.
-tests/random_kills.py does the same at random moments, for as long as one likes.
+Most are black boxes: two or four ranks on a tiny corpus, forks that start at once (support/fork_server.py); where
+torchrun itself matters, under torchrun. tests/random_kills.py does the same at random moments, for as long as one
+likes.
 """
 
 import os
@@ -33,7 +34,8 @@ from nanodomino.checkpoint import save
 from nanodomino.run import watchdog
 
 fault, rank, now = sys.argv.pop(1), int(os.environ["RANK"]), 0
-train_step, loss_func, on_gradients_ready, write_data = train.train_step, train.loss_func, train.ZeroOptimizer.on_gradients_ready, save.dcp.FileSystemWriter.write_data
+train_step, loss_func, on_gradients_ready = train.train_step, train.loss_func, train.ZeroOptimizer.on_gradients_ready
+write_data = save.dcp.FileSystemWriter.write_data
 
 def step(number, *others, **more):
     global now
@@ -51,7 +53,7 @@ def poisoned_loss(mask, losses):
     return total * (float("nan") if bad else 1.0), tokens
 
 def poisoned_gradients(optimizer, modules):
-    if (fault, rank, now) == ("copy", 1, 3):             # a vector that both ranks hold, and rank 0 counts: only its copy is bad
+    if (fault, rank, now) == ("copy", 1, 3):         # both ranks hold a vector, rank 0 counts it; only the copy is bad
         for weight in (weight for module in modules for weight in module.parameters() if weight.shard_dim is None):
             weight.main_grad.view(-1)[0] = float("inf")
     return on_gradients_ready(optimizer, modules)
@@ -61,7 +63,7 @@ def full_disk(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return write_data(*arguments)
 
-if "device" in fault:                                    # as on NCCL: a queue with work in it, and collectives that do not raise in time
+if "device" in fault:           # as on NCCL: a queue with work in it, and collectives that do not raise in time
     start_world, make_mesh = train.start_world, train.make_mesh
     train.start_world = lambda place, device, timeout: start_world(place, device, timeout + 600)
     train.make_mesh = lambda pp, dp, tp, device, timeout: make_mesh(pp, dp, tp, device, timeout + 600)
@@ -88,7 +90,8 @@ def job(tmp_path, corpus, fork_server):
 
     def job(run_dir, *flags, fault=None, torchrun=False, **options):
         script = dict(script=tmp_path / "driver.py") if fault else {}
-        jobs.append(Job(tmp_path, corpus, run_dir, *flags, word=fault, fork_server=None if torchrun else fork_server, **script, **options))
+        jobs.append(Job(tmp_path, corpus, run_dir, *flags, word=fault, fork_server=None if torchrun else fork_server,
+                        **script, **options))
         return jobs[-1]
 
     yield job
@@ -125,9 +128,11 @@ def last_checkpoint(one) -> str:
 
 @pytest.mark.parametrize("number, whom, flags, processes", [
     (signal.SIGTERM, "a rank", [], 2),
-    pytest.param(signal.SIGINT, "torchrun", ["--tp", 2, "--pp", 2], 4, marks=pytest.mark.exhaustive)], ids=["a rank", "torchrun, tp 2 pp 2"])
+    pytest.param(signal.SIGINT, "torchrun", ["--tp", 2, "--pp", 2], 4, marks=pytest.mark.exhaustive)],
+    ids=["a rank", "torchrun, tp 2 pp 2"])
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_with_the_same_bits(job, alone, number, whom, flags, processes):
-    """The step in which the signal comes is the last, and the checkpoint is of that step, whatever the save interval."""
+    """The step in which the signal comes is the last, and the checkpoint is of that step, whatever the save
+    interval."""
     first = job("run", *LENGTH, *flags, processes=processes, torchrun=whom == "torchrun", fault="slow")
     first.wait_for(lambda: first.steps() >= 7)
     before, ranks = first.steps(), first.ranks()
@@ -136,7 +141,8 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_with_the_same_bits(job, al
     if whom == "a rank":
         assert f"exitcode  : {128 + number}" in first.output(), first.output()
     stopped_after = first.steps()
-    assert before <= stopped_after <= before + 3 and last_checkpoint(first) == f"step-{stopped_after:08d}", first.output()
+    assert before <= stopped_after <= before + 3 and last_checkpoint(first) == f"step-{stopped_after:08d}", (
+        first.output())
     second = job("run", *LENGTH, *flags, processes=processes)
     assert second.end() == 0 and f"going on after step {stopped_after} of 24" in second.output(), second.output()
     assert not differences(second.run_dir, alone(*flags, processes=processes))
@@ -160,7 +166,8 @@ def test_a_second_signal_ends_a_rank_that_waits_for_a_silent_one(job):
 
 @pytest.mark.exhaustive
 def test_a_signal_ends_a_rank_whose_device_waits_for_a_dead_one(job):
-    """The step that it should finish first never ends; torchrun's own patience is half a minute, a scheduler's may be hours."""
+    """The step that it should finish first never ends; torchrun's own patience is half a minute, a scheduler's may be
+    hours."""
     one = job("run", "--train-iters", 100_000, fault="device")
     one.wait_for(lambda: one.steps() >= 3)
     one.send(1, signal.SIGSTOP)
@@ -213,16 +220,19 @@ def test_a_restart_goes_on_in_the_folder_of_its_own_launch(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_folder_in_use_is_refused_until_its_run_has_ended(job, alone):
-    """torchrun killed with -9 leaves its ranks behind: they still train, and a second run would write over their files."""
+    """torchrun killed with -9 leaves its ranks behind: they still train, and a second run would write over their
+    files."""
     first = job("run", *LENGTH, fault="slow")
     first.wait_for(lambda: first.steps() >= 3)
     left_behind = first.ranks()
     for pid in (first.process.pid, *left_behind.values()):
-        os.kill(pid, signal.SIGKILL if pid == first.process.pid else signal.SIGSTOP)       # or they would be done too soon
+        # or they would be done too soon
+        os.kill(pid, signal.SIGKILL if pid == first.process.pid else signal.SIGSTOP)
     first.end()
     second = job("run", *LENGTH)
     assert second.end() != 0
-    assert f"is in use by process {left_behind[0]}, which is still training in it; end that one first" in second.output(), second.output()
+    assert (f"is in use by process {left_behind[0]}, which is still training in it; end that one first"
+            in second.output()), second.output()
     for pid in left_behind.values():
         os.kill(pid, signal.SIGKILL)
     third = job("run", *LENGTH)
@@ -231,10 +241,11 @@ def test_a_folder_in_use_is_refused_until_its_run_has_ended(job, alone):
 
 # Silent
 
-@pytest.mark.parametrize("fault", [None, pytest.param("device", marks=pytest.mark.exhaustive)], ids=["gloo", "as on a GPU"])
+@pytest.mark.parametrize("fault", [None, pytest.param("device", marks=pytest.mark.exhaustive)],
+                         ids=["gloo", "as on a GPU"])
 def test_a_rank_that_hangs_is_named_with_the_step(job, fault):
-    """Every group has --timeout: torch's own is half an hour, and a new group does not inherit that of the world. On a GPU
-    the host sits in a call that does not raise, and a thread sees to it."""
+    """Every group has --timeout: torch's own is half an hour, and a new group does not inherit that of the world. On a
+    GPU the host sits in a call that does not raise, and a thread sees to it."""
     one = job("run", "--train-iters", 100_000, "--timeout", 5, "--tp", 2, "--pp", 2, processes=4, fault=fault)
     one.wait_for(lambda: one.steps() >= 3)
     hanging = one.send(2, signal.SIGSTOP)
@@ -244,7 +255,8 @@ def test_a_rank_that_hangs_is_named_with_the_step(job, fault):
     wait_until(lambda: set(one.ranks().values()) <= {hanging}, seconds=15)
     one.send(2, signal.SIGKILL)                     # torchrun would do it, after 30 seconds
     assert one.end() != 0
-    assert any(f"lost its neighbours in step {step} (dead or silent: rank 2)" in one.output() for step in (steps + 1, steps + 2)), one.output()
+    assert any(f"lost its neighbours in step {step} (dead or silent: rank 2)" in one.output()
+               for step in (steps + 1, steps + 2)), one.output()
 
 
 @pytest.mark.exhaustive
@@ -270,16 +282,19 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all(job, fault, skipped, f
 
 def test_too_many_skipped_steps_end_the_run(job):
     """With a sentence, and with the weights of the last good step."""
-    one = job("run", "--train-iters", 100, "--save-interval", 5, "--max-skipped-steps", 3, "--tp", 2, "--pp", 2, fault="losses", processes=4)
+    one = job("run", "--train-iters", 100, "--save-interval", 5, "--max-skipped-steps", 3, "--tp", 2, "--pp", 2,
+              fault="losses", processes=4)
     assert one.end() != 0
-    assert "error: 3 steps in a row, up to step 10, had a loss or gradient that is not finite; start from" in one.output(), one.output()
+    assert ("error: 3 steps in a row, up to step 10, had a loss or gradient that is not finite; start from"
+            in one.output()), one.output()
     assert "failed in step" not in one.output() and last_checkpoint(one) == "step-00000005"
 
 
 def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(pool, tmp_path):
     """Step 2 is the last good one; what is skipped after it is saved by three starts."""
     make_corpus(tmp_path)
-    command = ("--run-dir", tmp_path / "run", "--train-iters", 20, "--save-interval", 1, "--keep-last", 1, "--max-skipped-steps", 6)
+    command = ("--run-dir", tmp_path / "run", "--train-iters", 20, "--save-interval", 1, "--keep-last", 1,
+               "--max-skipped-steps", 6)
     for at_once in (4, 1, 1, 9):
         ended = start(pool, tmp_path, *command, "--exit-interval", at_once, bad_steps=range(3, 20))
     assert ended.code is None and "6 steps in a row, up to step 8, had a loss" in ended.error
@@ -289,15 +304,17 @@ def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(pool, 
 @pytest.mark.parametrize("bad, last", [((1, 3, 5), None), ((2, 4, 5), 5)], ids=["here and there", "in a row"])
 @pytest.mark.parametrize("at_once", [9, 2], ids="{} steps a start".format)
 def test_only_skipped_steps_in_a_row_end_a_run_however_often_it_is_started_again(pool, tmp_path, bad, last, at_once):
-    """Bad numbers here and there are no divergence. But a run that is stopped every few steps, or restarted, must not go on for
-    ever without a good one: the count goes on where the checkpoint was made."""
+    """Bad numbers here and there are no divergence. But a run that is stopped every few steps, or restarted, must not
+    go on for ever without a good one: the count goes on where the checkpoint was made."""
     make_corpus(tmp_path)
     run, ended = tmp_path / "run", None
     while ended is None or "stopped as told" in ended.output:
-        ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 6, "--max-skipped-steps", 2, "--exit-interval", at_once, bad_steps=bad)
+        ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 6, "--max-skipped-steps", 2, "--exit-interval",
+                      at_once, bad_steps=bad)
     assert [step for step, skipped in lines(run, "skipped") if skipped] == list(bad)
     if last:
-        assert ended.code is None and f"2 steps in a row, up to step {last}, had a loss or gradient that is not finite" in ended.error
+        assert ended.code is None
+        assert f"2 steps in a row, up to step {last}, had a loss or gradient that is not finite" in ended.error
     else:
         assert ended.code == 0 and saved(run)[0] == 6
 
@@ -321,16 +338,20 @@ def unshared_rank(flags):
     """As on two hosts, each with a disk of its own."""
     rank, check_shared_folder = int(os.environ["RANK"]), train.check_shared_folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "check_shared_folder", lambda run_dir: check_shared_folder(run_dir / "of another host" if rank > 1 else run_dir))
+        patch.setattr(train, "check_shared_folder",
+                      lambda run_dir: check_shared_folder(run_dir / "of another host" if rank > 1 else run_dir))
         return start_rank(flags, bad_steps=())
 
 
 def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(pool, tmp_path):
-    """By all ranks alike, in a sentence. The first save would be too late: training would go on to its end for nothing."""
+    """By all ranks alike, in a sentence. The first save would be too late: training would go on to its end for
+    nothing."""
     run = tmp_path / "run"
     flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(run), "--train-iters", "1"]
     for ended in pool.run(unshared_rank, flags, world_size=4):
-        assert ended.code is None and "is not the same folder on all hosts: what rank 0 writes there, rank 2, 3 can't see; choose one" in ended.error
+        assert ended.code is None
+        assert ("is not the same folder on all hosts: what rank 0 writes there, rank 2, 3 can't see; choose one"
+                in ended.error)
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints"] and not list((run / "checkpoints").iterdir())
 
 
@@ -341,8 +362,10 @@ def test_a_save_that_fails_is_a_warning_and_the_next_one_is_tried(job, alone):
     one = job("run", *LENGTH, fault="full")
     assert one.end() == 0, one.output()
     for step in (10, 15):
-        assert f"warning: the checkpoint of step {step} could not be written: rank 1: OSError: [Errno 28] No space left" in one.output(), one.output()
-    assert [folder.name for folder in checkpoints_of(one.run_dir)] == ["step-00000024", "step-00000020", "step-00000005"]
+        says = f"warning: the checkpoint of step {step} could not be written: rank 1: OSError: [Errno 28] No space left"
+        assert says in one.output(), one.output()
+    kept = [folder.name for folder in checkpoints_of(one.run_dir)]
+    assert kept == ["step-00000024", "step-00000020", "step-00000005"]
     assert not differences(one.run_dir, alone())
     assert not one.saving(), "an unfinished one would keep a full disk full"
 

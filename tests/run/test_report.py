@@ -43,7 +43,8 @@ def test_each_stage_says_which_layers_its_chunks_hold(schedule, chunks, layers, 
     config = tiny(2, pipeline_model_parallel_size=2, schedule=schedule, virtual_stages=chunks, num_layers=layers)
     assert [describe_stage(config, stage) for stage in range(2)] == held
     for stage, words in enumerate(held):
-        model, numbers = meta_stage(config, stage), [list(map(int, re.findall(r"\d+", one))) for one in words.split(";")]
+        model = meta_stage(config, stage)
+        numbers = [list(map(int, re.findall(r"\d+", one))) for one in words.split(";")]
         assert [[chunk.layers[end].mlp.site for end in (0, -1)] for chunk in model.chunks] == [
             [f"layers.{one[end]}.mlp" for end in (0, -1)] for one in numbers]
         assert ("embedding" in words, "head" in words) == (model.pre_process, model.post_process)
@@ -51,7 +52,8 @@ def test_each_stage_says_which_layers_its_chunks_hold(schedule, chunks, layers, 
 
 def test_the_picture_at_the_start_has_the_chunks_and_the_schedule(tmp_path, capsys):
     place = dataclasses.replace(meta_mesh(2, 1, 1), device=torch.device("cpu"))
-    corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path, tokens=dict.fromkeys(("train", "valid", "test"), 999))
+    corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
+                             tokens=dict.fromkeys(("train", "valid", "test"), 999))
     config = tiny(2, pipeline_model_parallel_size=2, schedule="interleaved", num_layers=4)
     Report(config, corpus, place, tmp_path, 0, True)
     said = capsys.readouterr().out
@@ -102,7 +104,8 @@ def test_mfu_is_a_part_of_what_all_gpus_of_the_world_could_do(tmp_path, monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     config = tiny(16, dtype="bfloat16", global_batch_size=48, tensor_model_parallel_size=2)
     place = SimpleNamespace(device=torch.device("cuda"), pp=1, picture=lambda held: "")
-    corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path, tokens=dict(train=999, valid=999, test=999))
+    corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
+                             tokens=dict(train=999, valid=999, test=999))
     one = Report(config, corpus, place, tmp_path, 0, speaks=True)
     one.step(1, StepResult(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0), 0.1, seconds=1e-6)
     mfu = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["mfu"]
@@ -114,7 +117,8 @@ def estimate_rank(config):
 
 
 def test_all_ranks_come_to_the_same_estimate_and_more_work_takes_longer(pool):
-    small, large = (tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, num_layers=layers, hidden_size=64, seq_length=64)
+    small, large = (tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, num_layers=layers,
+                         hidden_size=64, seq_length=64)
                     for layers in (2, 40))
     found = [pool.run(estimate_rank, config, world_size=4) for config in (small, large)]
     for of_ranks in found:
@@ -162,15 +166,18 @@ def reopened(tmp_path, first_step, *lines) -> tuple[list[bytes], str]:
     return left, " ".join(said)
 
 
-@pytest.mark.parametrize("bad", [b"\n", b"{\n", b"\xff\xff\n", b"[1]\n", b'{"step": "two"}\n', b"[" * 99999 + b"\n", b"\0" * 4096 + b"\n"], ids=len)
+@pytest.mark.parametrize("bad", [b"\n", b"{\n", b"\xff\xff\n", b"[1]\n", b'{"step": "two"}\n', b"[" * 99999 + b"\n",
+                                 b"\0" * 4096 + b"\n"], ids=len)
 def test_a_line_that_cannot_be_read_costs_no_line_after_it(tmp_path, bad):
     """A disk or a hand has damaged it. It is named and stays."""
     before, after = lines_of(0, 1, 2), lines_of(4, 5)
     left, said = reopened(tmp_path, 5, *before, bad, bad, *after, *lines_of(6, 7))
-    assert left == [*before, bad, bad, *after] and "metrics.jsonl can't be read in line 4, 5, which is left as it is" in said
+    assert left == [*before, bad, bad, *after]
+    assert "metrics.jsonl can't be read in line 4, 5, which is left as it is" in said
 
 
-@pytest.mark.parametrize("last", [b'{"step": 5, "lo', b'{"step": 5, "loss": 1.0}', b"\0\0", b'{"step": 5, "test_loss": 1.0}\n', b"{\n"])
+@pytest.mark.parametrize("last", [b'{"step": 5, "lo', b'{"step": 5, "loss": 1.0}', b"\0\0",
+                                  b'{"step": 5, "test_loss": 1.0}\n', b"{\n"])
 def test_what_does_not_count_at_the_end_is_cut_without_a_word(tmp_path, last):
     """Half a line of a killed run, a test loss of what was then the end."""
     assert reopened(tmp_path, 5, *lines_of(0, 1, 5), last) == (lines_of(0, 1, 5), "")

@@ -28,7 +28,8 @@ def shown():
 
     def shown(folder):
         accumulator = reader.EventAccumulator(str(folder), size_guidance={reader.SCALARS: 0}).Reload()
-        return {name: [(event.step, event.value) for event in accumulator.Scalars(name)] for name in accumulator.Tags()["scalars"]}
+        return {name: [(event.step, event.value) for event in accumulator.Scalars(name)]
+                for name in accumulator.Tags()["scalars"]}
 
     return shown
 
@@ -39,34 +40,38 @@ def told(path: Path) -> dict:
     for line in map(json.loads, path.read_text().splitlines()):
         for name, value in line.items():
             if name != "step" and value is not None:
-                found.setdefault(name, []).append((line["step"], pytest.approx(float(value), rel=1e-6)))      # it keeps fp32
+                # it keeps fp32
+                found.setdefault(name, []).append((line["step"], pytest.approx(float(value), rel=1e-6)))
     return found
 
 
 def test_it_shows_the_lines_of_metrics(pool, tmp_path, shown):
     """Every number of them, at its step; a skipped step as 1; what is not finite, null there, is a gap."""
     make_corpus(tmp_path)
-    ended = start(pool, tmp_path, "--run-dir", tmp_path / "run", "--tensorboard-dir", tmp_path / "board", "--train-iters", 5, "--eval-interval", 2,
-                  world_size=2, bad_steps=[3])
+    ended = start(pool, tmp_path, "--run-dir", tmp_path / "run", "--tensorboard-dir", tmp_path / "board",
+                  "--train-iters", 5, "--eval-interval", 2, world_size=2, bad_steps=[3])
     assert ended.code == 0 and len(os.listdir(tmp_path / "board")) == 1, "one rank writes"
     expected = told(tmp_path / "run" / "metrics.jsonl")
-    assert shown(tmp_path / "board") == expected and {"loss", "skipped", "loss_scale", "valid_loss", "test_loss", "bigram_entropy"} < expected.keys()
+    assert shown(tmp_path / "board") == expected
+    assert {"loss", "skipped", "loss_scale", "valid_loss", "test_loss", "bigram_entropy"} < expected.keys()
     assert [step for step, _ in expected["loss"]] == [1, 2, 4, 5] and expected["skipped"][2] == (3, 1.0)
 
 
 def test_a_run_that_goes_on_leaves_no_stale_and_no_double_points(pool, tmp_path, shown):
-    """Set back behind steps that were shown; at the end, whose test loss was the test loss of another length; and at its end again. It remembers the
-    folder, wherever it is started."""
+    """Set back behind steps that were shown; at the end, whose test loss was the test loss of another length; and at
+    its end again. It remembers the folder, wherever it is started."""
     make_corpus(tmp_path)
     run, length = tmp_path / "run", ("--save-interval", 2, "--eval-interval", 2)
-    start(pool, tmp_path, "--run-dir", run, "--train-iters", 5, *length, "--tensorboard-dir", os.path.relpath(tmp_path / "board"))
+    start(pool, tmp_path, "--run-dir", run, "--train-iters", 5, *length, "--tensorboard-dir",
+          os.path.relpath(tmp_path / "board"))
     delete_checkpoint(checkpoints_of(run)[0])
     assert saved(run) == [4, 2] and shown(tmp_path / "board")["test_loss"][0][0] == 5
     for iterations, test in ((8, 8), (10, 10), (10, 10)):
         start(pool, tmp_path, "--run-dir", run, "--train-iters", iterations, "--lr", 0.001 * iterations)
         found = shown(tmp_path / "board")
         assert found == told(run / "metrics.jsonl")
-        assert [step for step, _ in found["loss"]] == list(range(1, iterations + 1)) and [step for step, _ in found["test_loss"]] == [test]
+        assert [step for step, _ in found["loss"]] == list(range(1, iterations + 1))
+        assert [step for step, _ in found["test_loss"]] == [test]
     assert len(os.listdir(tmp_path / "board")) == 4
 
 
@@ -75,7 +80,8 @@ def test_what_is_said_is_there_at_once(tmp_path, shown):
     path, said = tmp_path / "metrics.jsonl", []
     one = TensorBoardWriter(tmp_path / "board", path, 0, said.append)
     with open(path, "ab", buffering=0) as metrics:
-        for text, steps in ((b'{"step": 1, "loss": 1.0}\n', [1]), (b'{"step": 2, "lo', [1]), (b'ss": 2.0}\nnothing\n', [1, 2]), (b'{"step": 3, "loss": 3.0}\n', [1, 2, 3])):
+        for text, steps in ((b'{"step": 1, "loss": 1.0}\n', [1]), (b'{"step": 2, "lo', [1]),
+                            (b'ss": 2.0}\nnothing\n', [1, 2]), (b'{"step": 3, "loss": 3.0}\n', [1, 2, 3])):
             metrics.write(text)
             one.read_on()
             assert [step for step, _ in shown(tmp_path / "board").get("loss", [])] == steps
@@ -92,7 +98,9 @@ def test_what_can_not_be_written_is_written_when_there_is_room(tmp_path, shown, 
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    faults = {3: [(nanodomino.run.tensorboard, "check_writable", full)], 4: [(nanodomino.run.tensorboard, "check_writable", full)], 6: [(tensorboard.SummaryWriter, "flush", lambda writer: flush(writer) or full())],
+    faults = {3: [(nanodomino.run.tensorboard, "check_writable", full)],
+              4: [(nanodomino.run.tensorboard, "check_writable", full)],
+              6: [(tensorboard.SummaryWriter, "flush", lambda writer: flush(writer) or full())],
               7: [(tensorboard, "SummaryWriter", full)]}
     with open(path, "ab", buffering=0) as metrics:
         for step in range(1, 10):
@@ -145,7 +153,9 @@ def test_without_the_package_every_rank_says_the_same_before_any_talks_to_anothe
     monkeypatch.chdir(tmp_path)
     flags = ["--data-path", str(make_corpus(tmp_path)), "--device", "cpu"]
     monkeypatch.setattr(train, "start_world", lambda *_: pytest.fail("reached the group"))
-    with pytest.raises(UserError, match="--tensorboard-dir needs a package that can't be imported .*tensorboard.*; pip install -r requirements-extra.txt"):
+    with pytest.raises(UserError,
+                       match="--tensorboard-dir needs a package that can't be imported .*tensorboard.*; pip install -r "
+                             "requirements-extra.txt"):
         train.main([*flags, "--tensorboard-dir", "board"], LaunchInfo(rank, 4, rank, 4, launched=True))
     assert not (tmp_path / "board").exists() and not (tmp_path / "runs").exists()
 

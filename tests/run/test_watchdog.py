@@ -1,4 +1,5 @@
-"""A rank whose device waits for ever ends with a sentence, in time, and no other does: with a device that a test makes wait."""
+"""A rank whose device waits for ever ends with a sentence, in time, and no other does: with a device that a test makes
+wait."""
 
 import time
 from collections import deque
@@ -38,7 +39,8 @@ class Device:
 
 @pytest.fixture
 def watched(monkeypatch):
-    """watched(timeout, device, seconds, ...): a real Watchdog of that device for so long -> [(seconds until, error)] of its ends."""
+    """watched(timeout, device, seconds, ...): a real Watchdog of that device for so long -> [(seconds until, error)] of
+    its ends."""
     monkeypatch.setattr(watchdog, "LOOK", 0.02)
     monkeypatch.setattr(watchdog.dist, "group", SimpleNamespace(WORLD=None))
 
@@ -73,14 +75,16 @@ def test_a_device_without_progress_ends_its_rank_at_the_timeout(watched):
 
 
 def test_a_long_step_makes_progress_mark_by_mark(watched):
-    """The host has put all of it into the queue at once. What counts is the time after the last mark that was come to."""
+    """The host has put all of it into the queue at once. What counts is the time after the last mark that was come
+    to."""
     begin = time.monotonic()
     (seconds, _), = watched(0.5, Device(NEVER, [begin + 0.3 * number for number in range(1, 6)]))
     assert 2.0 <= seconds < 3.0, "the last mark is at 1.5"
 
 
 def test_a_device_that_waits_for_its_own_host_is_not_waiting_for_another(watched):
-    """Reading, compiling, saving: the neighbours will see who is silent. And on a CPU there is no device to wait for."""
+    """Reading, compiling, saving: the neighbours will see who is silent. And on a CPU there is no device to wait
+    for."""
     assert watched(0.3, Device(0.0), seconds=1.0) == []
     assert watched(0.3, None, seconds=1.0) == []
     (seconds, _), = watched(0.3, Device(NEVER), signals=SimpleNamespace(number=0, received_at=0.0))
@@ -96,11 +100,13 @@ def test_once_told_to_stop_its_patience_is_short(watched, monkeypatch):
     assert 0.6 <= seconds < 1.6 and error.signals is told, "from the signal on"
     begin = time.monotonic()
     told = SimpleNamespace(number=15, received_at=begin)
-    assert watched(600, Device(begin + 1.0, [begin + 0.2 * number for number in range(1, 6)]), seconds=1.2, signals=told) == []
+    assert watched(600, Device(begin + 1.0, [begin + 0.2 * number for number in range(1, 6)]), seconds=1.2,
+                   signals=told) == []
 
 
 def test_an_error_that_nccl_knows_of_ends_at_once(watched):
-    sound, broken = (SimpleNamespace(get_error=lambda name=name: SimpleNamespace(name=name)) for name in ("SUCCESS", "COMM_ERROR"))
+    sound, broken = (SimpleNamespace(get_error=lambda name=name: SimpleNamespace(name=name))
+                     for name in ("SUCCESS", "COMM_ERROR"))
     assert watched(600, Device(NEVER), seconds=0.5, backends=[sound]) == []
     (seconds, error), = watched(600, Device(NEVER), backends=[sound, broken])
     assert seconds < 1.0 and "NCCL reports COMM_ERROR" in str(error)

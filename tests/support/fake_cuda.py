@@ -1,6 +1,7 @@
 """One training step on a GPU that is not there, and what it would ask of the GPU: a line of JSON for each case.
 
-    python tests/support/fake_cuda.py LIBRARY '[{"rank": 0, "settings": {"model": "gpt2", "dtype": "bfloat16", ...}}, ...]'
+    python tests/support/fake_cuda.py LIBRARY '[{"rank": 0, "settings": {"model": "gpt2", "dtype": "bfloat16", ...}},
+    ...]'
 
 A FakeTensor has a shape, a type and a device, and no numbers. So train.py's own train_step runs on cuda:0, for any rank
 of any layout, in seconds and without memory, and each of its operations passes by here. LIBRARY is fake_cuda.cpp,
@@ -24,21 +25,21 @@ if __name__ == "__main__":
     tests = Path(__file__).resolve().parent.parent
     sys.path[:0] = [str(tests.parent), str(tests)]
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.weak import WeakIdKeyDictionary  # noqa: E402
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
-import train  # noqa: E402
-from nanodomino import domino  # noqa: E402
-from nanodomino.config.config import Config  # noqa: E402
-from nanodomino.corpus.folder import Corpus  # noqa: E402
-from nanodomino.data import TokenDataset  # noqa: E402
-from nanodomino.mesh import make_mesh  # noqa: E402
-from nanodomino.zero import ZeroOptimizer  # noqa: E402
-from support.fake_world import fake_world, only_views, operands, tensors, writes  # noqa: E402
+import train
+from nanodomino import domino
+from nanodomino.config.config import Config
+from nanodomino.corpus.folder import Corpus
+from nanodomino.data import TokenDataset
+from nanodomino.mesh import make_mesh
+from nanodomino.zero import ZeroOptimizer
+from support.fake_world import fake_world, only_views, operands, tensors, writes
 
 VOCABULARY = 50257
 CROSS_ENTROPY = ("local_max_and_sum_exp", "partial_loss_sums", "loss_from_sums", "cross_entropy_gradient")

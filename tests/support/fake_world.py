@@ -1,7 +1,8 @@
 """One rank of a world in which nobody else is, for tests that look at operations and not at numbers.
 
 torch's "fake" backend says at once that a collective is done, and moves nothing. So any rank of any layout runs in one
-process; the parts that others would send for a scatter or a gather are zeros, so that all numbers are finite; and a TorchDispatchMode sees each operation on the way to the device, backward's too.
+process; the parts that others would send for a scatter or a gather are zeros, so that all numbers are finite; and a
+TorchDispatchMode sees each operation on the way to the device, backward's too.
 """
 
 from contextlib import contextmanager

@@ -3,15 +3,15 @@
 What a bad input does, a process must show: its exit code, what it prints, how long it takes. To start Python and import
 torch costs seconds, times four for a launch of four. Here they are paid once:
 
-    the test                                 server: has imported train.py      rank 0 ... rank n - 1
-    fork_server.launch(command, ranks)     --->    fork one for each rank      -->    an environment, folder and screen of its
-                                             wait; end all if one fails         own; the command's file, as __main__
-    Ended(code, seconds, output)     <---    who ended how, and when     <--    exits
+    the test                               server, with train.py imported      rank 0 ... rank n - 1
+    fork_server.launch(command, ranks) --> forks a process for each rank  -->  gets its environment, folder and screen;
+                                           waits; ends all if one fails        runs the command's file as __main__
+    Ended(code, seconds, output)       <-- who ended how, and when        <--  exits
 
 It acts as torchrun does: soon after one rank has ended with another code than 0, the others get SIGTERM, and half a
 minute later SIGKILL. Only the store in which the ranks meet is rank 0's own, as under a cluster's launcher; torchrun
-would lend one. `fork_server.start` does the same without waiting: a launcher of its own watches the ranks, and may be killed
-as torchrun may.
+would lend one. `fork_server.start` does the same without waiting: a launcher of its own watches the ranks, and may be
+killed as torchrun may.
 """
 
 import gc
@@ -94,7 +94,8 @@ class Running:
         return {rank: pid for rank, pid in lines if is_alive(pid)}
 
     def poll(self) -> int | None:
-        """None while the launcher is alive, then the first code of a rank that was not 0; 0; or -9, if it was killed."""
+        """None while the launcher is alive, then the first code of a rank that was not 0; 0; or -9, if it was
+        killed."""
         if is_alive(self.pid):
             return None
         code = self.places.with_suffix(".code")
@@ -113,7 +114,8 @@ def is_alive(pid: int) -> bool:
     """A process of ours that has not ended; another one that has got its number does not count."""
     try:
         folder = Path(f"/proc/{pid}")
-        return (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z" and b"fork_server.py" in (folder / "cmdline").read_bytes()
+        state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        return state != "Z" and b"fork_server.py" in (folder / "cmdline").read_bytes()
     except OSError:
         return False
 
@@ -129,7 +131,8 @@ def launcher_environments(processes: int) -> list[dict]:
 # ---- the server's end
 
 def serve():
-    """What takes so long comes first: the program, and what torch's first optimizer step and checkpoint would import."""
+    """What takes so long comes first: the program, and what torch's first optimizer step and checkpoint would
+    import."""
     import torch._inductor.config
     import torch.distributed.checkpoint  # noqa: F401
 
@@ -174,7 +177,8 @@ def launch_and_wait(command: str, ranks: list, folder: str, log: str, limit: flo
             rank = alive.pop(pid)
             if status and places:
                 with open(log, "a") as file:
-                    print(f"rank {rank} has ended, exitcode  : {os.waitstatus_to_exitcode(status)} (pid: {pid})", file=file)
+                    print(f"rank {rank} has ended, exitcode  : {os.waitstatus_to_exitcode(status)} (pid: {pid})",
+                          file=file)
             if status and not code:
                 code, end_others = os.waitstatus_to_exitcode(status), time.monotonic() + NOTICED
         elif time.monotonic() > end_others:
@@ -205,7 +209,8 @@ def become(command: str, flags: list[str], environment: dict, folder: str, log: 
         if command.endswith(".py"):
             runpy.run_path(str(ROOT / command), run_name="__main__")
         else:
-            sys.modules.pop(f"{command}.__main__", None)                 # train.py has imported it; a new process would not have
+            # train.py has imported it; a new process would not have
+            sys.modules.pop(f"{command}.__main__", None)
             runpy.run_module(command, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code or 0

@@ -1,6 +1,7 @@
 """Train a tiny GPT on any layout in the pool's workers, and put what the ranks hold together again.
 
-    worker   train(config, weights, data, steps) -> Outcome: this rank's losses, norms, shards of every gradient and weight
+    worker   train(config, weights, data, steps) -> Outcome: this rank's losses, norms, shards of every gradient and
+    weight
     session  whole(outcomes, ...)                -> full tensors by name; replicas and copies must agree, bit for bit
 
 The ranks run train.py's own train_step, with only the data replaced.
@@ -27,33 +28,39 @@ VOCABULARY = 29          # padded to 32: the last rank owns fewer words than the
 
 # Choices of a model, as families make them; at 8 heads and tp 4 a rank has one of 4 groups.
 FAMILIES = dict(
-    gpt2=dict(),
+    gpt2={},
     llama=dict(position_embedding_type="rope", swiglu=True, num_query_groups=4, disable_bias_linear=True),
-    qwen2=dict(position_embedding_type="rope", swiglu=True, num_query_groups=4, disable_bias_linear=True, add_qkv_bias=True,
-               kv_channels=4, rotary_percent=0.5, rotary_base=50.0),
+    qwen2=dict(position_embedding_type="rope", swiglu=True, num_query_groups=4, disable_bias_linear=True,
+               add_qkv_bias=True, kv_channels=4, rotary_percent=0.5, rotary_base=50.0),
     qwen3=dict(position_embedding_type="rope", swiglu=True, disable_bias_linear=True, qk_layernorm=True, kv_channels=6,
-               use_rope_scaling=True, rope_scaling_factor=4.0, rotary_seq_len_interpolation_factor=2.0, ffn_hidden_size=24),
+               use_rope_scaling=True, rope_scaling_factor=4.0, rotary_seq_len_interpolation_factor=2.0,
+               ffn_hidden_size=24),
     mixed=dict(position_embedding_type="none", num_query_groups=4, qk_layernorm=True, kv_channels=4))
 
 
 def tiny(world_size=1, **changes) -> Config:
-    """A resolved Config: 3 layers, 16 wide, global batch 24 x 8 tokens, clipping that bites, everything else as given."""
+    """A resolved Config: 3 layers, 16 wide, global batch 24 x 8 tokens, clipping that bites, everything else as
+    given."""
     sizes = dict(num_layers=3, hidden_size=16, num_attention_heads=8, seq_length=8, make_vocab_size_divisible_by=32,
-                 global_batch_size=24, micro_batch_size=3, dtype="float64", clip_grad=0.1, lr=1e-2, lr_warmup_fraction=0.4,
+                 global_batch_size=24, micro_batch_size=3, dtype="float64", clip_grad=0.1, lr=1e-2,
+                 lr_warmup_fraction=0.4,
                  train_iters=5, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, bucket_size=2000)
     return Config(**{**sizes, **changes}).resolve(world_size).with_vocabulary(VOCABULARY)
 
 
 def sizes_of(config: Config) -> Sizes:
     """The same model, as the reference names it."""
-    return Sizes(num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads,
-                 ffn_hidden_size=config.ffn_hidden_size, vocab_size=config.vocab_size, padded_vocab_size=config.padded_vocab_size,
+    return Sizes(num_layers=config.num_layers, hidden_size=config.hidden_size,
+                 num_attention_heads=config.num_attention_heads,
+                 ffn_hidden_size=config.ffn_hidden_size, vocab_size=config.vocab_size,
+                 padded_vocab_size=config.padded_vocab_size,
                  max_positions=config.max_position_embeddings, tied=config.tied, normalization=config.normalization,
                  num_query_groups=config.num_query_groups, head_dim=config.kv_channels, swiglu=config.swiglu,
                  bias=not config.disable_bias_linear, qkv_bias=not config.disable_bias_linear or config.add_qkv_bias,
-                 qk_norm=config.qk_layernorm, positions=config.position_embedding_type, rotary_percent=config.rotary_percent,
-                 rotary_base=config.rotary_base, rope_scaling=config.rope_scaling_factor if config.use_rope_scaling else 0.0,
-                 interpolation=config.rotary_seq_len_interpolation_factor)
+                 qk_norm=config.qk_layernorm, positions=config.position_embedding_type,
+                 rotary_percent=config.rotary_percent,
+                 rotary_base=config.rotary_base, rope_scaling=config.rope_scaling_factor if config.use_rope_scaling
+                 else 0.0, interpolation=config.rotary_seq_len_interpolation_factor)
 
 
 @dataclass
@@ -98,7 +105,8 @@ def random_data(config: Config, steps: int, seed=7) -> FixedData:
     generator = torch.Generator().manual_seed(seed)
     shape = (steps, config.global_batch_size, config.seq_length)
     tokens = torch.randint(0, config.vocab_size, (*shape[:2], config.seq_length + 1), generator=generator)
-    share = torch.linspace(-0.2, 1.1, config.global_batch_size)[torch.randperm(config.global_batch_size, generator=generator)]
+    share = torch.linspace(-0.2, 1.1, config.global_batch_size)[torch.randperm(config.global_batch_size,
+                                                                               generator=generator)]
     loss_mask = (torch.rand(shape, generator=generator) < share[:, None]).float()
     if config.reset_position_ids or config.reset_attention_mask:
         tokens = torch.where(torch.rand(tokens.shape, generator=generator) < 0.25, END_OF_TEXT, tokens)
@@ -109,7 +117,8 @@ def random_data(config: Config, steps: int, seed=7) -> FixedData:
 
 @dataclass
 class Outcome:
-    """What one rank saw. gradients: of each step, before clipping, for the mean loss; shards are (tensor, shard_dim) by name."""
+    """What one rank saw. gradients: of each step, before clipping, for the mean loss; shards are (tensor, shard_dim) by
+    name."""
     place: tuple                 # pp_rank, dp_rank, tp_rank
     losses: list
     norms: list
@@ -175,7 +184,8 @@ def cut_of(weight):
 
 
 def whole(outcomes: list[Outcome], shards_of, tp: int) -> dict:
-    """Full tensors by name from every rank's shards. Replicas, and copies on other stages, must be equal bit for bit."""
+    """Full tensors by name from every rank's shards. Replicas, and copies on other stages, must be equal bit for
+    bit."""
     parts, full = {}, {}
     for outcome in outcomes:
         for name, (tensor, cut) in shards_of(outcome).items():
@@ -183,7 +193,8 @@ def whole(outcomes: list[Outcome], shards_of, tp: int) -> dict:
             assert torch.equal(here, tensor), f"{name}: replicas on {outcome.place} differ"
     for (name, cut), by_tp_rank in parts.items():
         if cut is None:
-            assert all(torch.equal(by_tp_rank[0], tensor) for tensor in by_tp_rank.values()), f"{name}: copies over tp differ"
+            assert all(torch.equal(by_tp_rank[0], tensor)
+                       for tensor in by_tp_rank.values()), f"{name}: copies over tp differ"
             full[name] = by_tp_rank[0]
         else:
             full[name] = joined_runs([by_tp_rank[rank] for rank in range(tp)], *cut)
@@ -199,7 +210,8 @@ def difference(ours: dict, theirs: dict) -> float:
     """The largest deviation over all tensors, each relative to its own largest entry."""
     assert ours.keys() == theirs.keys(), f"names that only one side has: {sorted(ours.keys() ^ theirs.keys())}"
     deviations = {name: float((ours[name] - theirs[name]).abs().max()) for name in theirs}
-    assert not any(map(math.isnan, deviations.values())), f"not a number in {[name for name in deviations if math.isnan(deviations[name])]}"
+    nans = [name for name, deviation in deviations.items() if math.isnan(deviation)]
+    assert not nans, f"not a number in {nans}"
     largest = {name: float(theirs[name].abs().max()) for name in theirs}
     # nothing but rounding is that of keys' norm biases without positions: softmax does not see what all keys have more
     return max(deviation / (largest[name] if largest[name] > 1e-14 else 1.0) for name, deviation in deviations.items())
@@ -215,14 +227,18 @@ _references = {}
 
 
 def reference_for(config: Config, steps: int):
-    """(weights to start from, data, records of the steps, final weights) of the plain model; computed once per model."""
+    """(weights to start from, data, records of the steps, final weights) of the plain model; computed once per
+    model."""
     sizes = sizes_of(config)
-    key = (sizes, steps, *(getattr(config, name) for name in names_affecting(Config, "model", "optimizer", "run", "losses")))
-    betas = {"adamw": (config.adam_beta1, config.adam_beta2), "lion": (config.lion_beta1, config.lion_beta2)}[config.optimizer]
+    key = (sizes, steps,
+           *(getattr(config, name) for name in names_affecting(Config, "model", "optimizer", "run", "losses")))
+    betas = {"adamw": (config.adam_beta1, config.adam_beta2),
+             "lion": (config.lion_beta1, config.lion_beta2)}[config.optimizer]
     if key not in _references:
         weights, data = random_weights(sizes, seed=3), random_data(config, steps)
         rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
-        batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(), data.positions[i] if data.positions is not None else None,
+        batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(), data.positions[i]
+                    if data.positions is not None else None,
                     data.documents[i] if data.documents is not None else None) for i in range(steps)]
         records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad,
                                          betas, config.adam_eps, optimizer_name=config.optimizer)

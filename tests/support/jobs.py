@@ -16,9 +16,11 @@ from nanodomino.checkpoint.export import export
 from nanodomino.checkpoint.folders import checkpoints_of
 from support import ROOT
 from support.fork_server import LAUNCHER, Running, launcher_environments
+import contextlib
 
 PATIENCE = 90           # seconds until a launch counts as stuck
-TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --hidden-dropout 0.1 --attention-dropout 0.1 "
+TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --hidden-dropout 0.1 "
+        "--attention-dropout 0.1 "
         "--eval-iters 1 --eval-interval 7 --sample-tokens 0 --device cpu").split()
 
 
@@ -41,17 +43,20 @@ def wait_until(condition, seconds=PATIENCE, pause=0.02):
 
 
 class Job:
-    """A torchrun of our own, or with `fork_server` what starts as many ranks sooner. run_dir None: the default one, under
-    `folder`; word: goes before train.py's flags, for a test's script."""
+    """A torchrun of our own, or with `fork_server` what starts as many ranks sooner. run_dir None: the default one,
+    under `folder`; word: goes before train.py's flags, for a test's script."""
 
-    def __init__(self, folder: Path, corpus: Path, run_dir, *flags, processes=2, restarts=0, script=ROOT / "train.py", word=None, fork_server=None):
+    def __init__(self, folder: Path, corpus: Path, run_dir, *flags, processes=2, restarts=0, script=ROOT / "train.py",
+                 word=None, fork_server=None):
         self.run_dir = folder / (run_dir or "runs/nano-001")
         place = ["--run-dir", str(self.run_dir)] if run_dir else []
         words = [*([word] if word else []), *TINY, "--data-path", str(corpus), *place, *map(str, flags)]
         self.log = folder / f"output-{time.monotonic_ns()}.txt"
         if fork_server:
             self.log.touch()
-            self.process = fork_server.start(str(script), [(words, place) for place in launcher_environments(processes)], folder, self.log)
+            self.process = fork_server.start(str(script),
+                                             [(words, place) for place in launcher_environments(processes)], folder,
+                                             self.log)
             return
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
                    "--max-restarts", str(restarts), "--monitor-interval", "0.1", str(script), *words]
@@ -69,7 +74,8 @@ class Job:
             try:
                 state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
                 if int(parent) == self.process.pid and state != "Z":
-                    environment = dict(one.split(b"=", 1) for one in (folder / "environ").read_bytes().split(b"\0") if b"=" in one)
+                    environment = dict(one.split(b"=", 1) for one in (folder / "environ").read_bytes().split(b"\0")
+                                       if b"=" in one)
                     if b"RANK" in environment:
                         found[int(environment[b"RANK"])] = int(folder.name)
             except OSError:         # it has just ended
@@ -84,7 +90,8 @@ class Job:
 
     def metrics(self) -> list[dict]:
         path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+        return [json.loads(line) for line in path.read_text().splitlines(keepends=True)
+                if line.endswith("\n")] if path.exists() else []
 
     def steps(self) -> int:
         return max((line["step"] for line in self.metrics()), default=0)
@@ -107,17 +114,16 @@ class Job:
 
     def close(self):
         for pid in [*self.ranks().values(), *([self.process.pid] if self.process.poll() is None else [])]:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.wait()
 
 
 def numbers(run_dir: Path) -> list:
     """What metrics.jsonl says of the training, without the times; at full precision."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in ("step_ms", "tokens_per_second", "mfu")} for line in lines]
+    return [{name: value for name, value in line.items() if name not in ("step_ms", "tokens_per_second", "mfu")}
+            for line in lines]
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:

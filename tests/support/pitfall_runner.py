@@ -4,8 +4,8 @@
     what is found     side_of()   what the ranks of the pool come to, put together; each with the bug, or without
     the difference    judge()     AssertionError, if there is one beyond rounding
 
-Everything is float64 and agrees to 1e-9, or is wrong. A bug may make ranks disagree that should not, so nothing here asks
-them to; harness.py's `whole` would.
+Everything is float64 and agrees to 1e-9, or is wrong. A bug may make ranks disagree that should not, so nothing here
+asks them to; harness.py's `whole` would.
 """
 
 import dataclasses
@@ -42,7 +42,8 @@ class Pitfall:
     options: dict                # of tiny()
     runner: object               # function(config, weights, data, steps) -> Outcome, in a worker
     drawn: bool                  # start from the weights that the model draws, not from given ones
-    conditions: object           # of the right side too, of the form of a bug: wires that are late, a number that is not finite
+    # of the right side too, of the form of a bug: wires that are late, a number that is not finite
+    conditions: object
     straight: bool               # what is right is the same run without a stop, not the plain model
     check: object                # check(pool), where the numbers of the training do not show the bug
     shown: str                   # ... and how it shows itself then
@@ -59,12 +60,13 @@ def nothing(config):
     return []
 
 
-def pitfall(title, guard, world_size=2, runner=train_rank, drawn=False, conditions=nothing, straight=False, check=None, shown="", **options):
+def pitfall(title, guard, world_size=2, runner=train_rank, drawn=False, conditions=nothing, straight=False, check=None,
+            shown="", **options):
     """Enters a bug into the table."""
     def enter(bug):
         if bug.__module__ == "pitfalls":                 # and not the command, whose module has another name
-            TABLE.append(Pitfall(len(TABLE) + 1, title, " ".join(bug.__doc__.split()), guard, bug, world_size, options, runner, drawn, conditions,
-                                 straight, check, shown))
+            TABLE.append(Pitfall(len(TABLE) + 1, title, " ".join(bug.__doc__.split()), guard, bug, world_size, options,
+                                 runner, drawn, conditions, straight, check, shown))
         return bug
     return enter
 
@@ -84,9 +86,8 @@ def in_worker(number, wrong, function, *arguments):
     import pitfalls  # noqa: F401    fills the table, in a worker too
 
     entry = TABLE[number - 1]
-    with replaced(entry.conditions(entry.config)):
-        with replaced(entry.bug(entry.config) if wrong else []):
-            return function(*arguments)
+    with replaced(entry.conditions(entry.config)), replaced(entry.bug(entry.config) if wrong else []):
+        return function(*arguments)
 
 
 class Around:
@@ -118,7 +119,8 @@ def text(vocabulary, samples, length, steps) -> Text:
         rows = torch.randint(0, vocabulary, (samples, length + 1), generator=generator)
         follows = torch.rand(samples, length, generator=generator) < 0.9
         for place in range(length):
-            rows[:, place + 1] = torch.where(follows[:, place], (5 * rows[:, place] + 3) % vocabulary, rows[:, place + 1])
+            rows[:, place + 1] = torch.where(follows[:, place], (5 * rows[:, place] + 3) % vocabulary,
+                                             rows[:, place + 1])
         share = torch.linspace(-0.2, 1.2, samples)[torch.randperm(samples, generator=generator)]
         mask = (torch.rand(samples, length, generator=generator) < share[:, None]).float()
         mask[-5:] = 0
@@ -135,12 +137,14 @@ def masks_of(config, step):
     ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
     dropout = masks_and_positions.MasksAndPositions(config, SimpleNamespace(tp=1, tp_rank=0, tp_group=None), list(ids))
     core = {"core": config.attention_dropout}
-    return lambda site, shape: dropout.draw_masks(site, shape[1:], core.get(site.split(".")[-1], config.hidden_dropout), torch.zeros(1).double())
+    return lambda site, shape: dropout.draw_masks(site, shape[1:], core.get(site.split(".")[-1], config.hidden_dropout),
+                                                  torch.zeros(1).double())
 
 
 @dataclass
 class Side:
-    """What a run came to. gradients: of each step, whole tensors by name; apart: parameters whose copies are not the same."""
+    """What a run came to. gradients: of each step, whole tensors by name; apart: parameters whose copies are not the
+    same."""
     losses: list
     norms: list
     gradients: list
@@ -158,7 +162,8 @@ def plain(entry: Pitfall, steps: int):
     weights = drawn_weights(config) if entry.drawn else random_weights(sizes, seed=3)
     rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
     batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(steps)]
-    records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad, (config.adam_beta1, config.adam_beta2),
+    records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad,
+                                     (config.adam_beta1, config.adam_beta2),
                                      config.adam_eps, masks=[masks_of(config, step) for step in range(steps)])
     count = min(config.eval_iters, steps)
     reference = ReferenceGPT(sizes).double().load_full(final)
@@ -173,7 +178,8 @@ def plain(entry: Pitfall, steps: int):
 def drawn_weights(config):
     """As one process draws them, by name."""
     whole = dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
-    alone = SimpleNamespace(pp=1, dp=1, tp=1, pp_rank=0, dp_rank=0, tp_rank=0, device=torch.device("cpu"), tp_group=None)
+    alone = SimpleNamespace(pp=1, dp=1, tp=1, pp_rank=0, dp_rank=0, tp_rank=0, device=torch.device("cpu"),
+                            tp_group=None)
     return {name: weight.detach() for name, weight in model.GPT(whole, alone).named_parameters()}
 
 
@@ -198,7 +204,8 @@ def joined(outcomes: list[Outcome], shards_of):
 
 def side_of(outcomes: list[Outcome]) -> Side:
     """Losses and norms are rank 0's; if another rank has others, so is that said."""
-    gradients = [joined(outcomes, lambda outcome: outcome.gradients[step])[0] for step in range(len(outcomes[0].gradients))]
+    gradients = [joined(outcomes, lambda outcome: outcome.gradients[step])[0]
+                 for step in range(len(outcomes[0].gradients))]
     weights, apart = joined(outcomes, lambda outcome: outcome.weights)
     for what in ("losses", "norms", "evaluation"):
         if len({repr(getattr(outcome, what)) for outcome in outcomes}) > 1:
@@ -220,7 +227,8 @@ def worst(ours: dict, theirs: dict) -> tuple[float, str]:
         return math.inf, missing[0]
     if not all(tensor.isfinite().all() for tensor in theirs.values()):
         return 0.0, ""                                             # of a step that must be skipped
-    errors = {name: float((ours[name] - theirs[name]).abs().max()) / (float(theirs[name].abs().max()) or 1.0) for name in theirs}
+    errors = {name: float((ours[name] - theirs[name]).abs().max()) / (float(theirs[name].abs().max()) or 1.0)
+              for name in theirs}
     return max((math.inf if math.isnan(error) else error, name) for name, error in errors.items())
 
 
@@ -246,7 +254,8 @@ def judge(right: Side, found: Side):
         assert error < TOLERANCE, f"gradient of {name} in step {step} is off by {error:.1e}"
     error, name = worst(found.weights, right.weights)
     assert error < TOLERANCE, f"weight {name} is off by {error:.1e}"
-    assert error_of(found.evaluation, right.evaluation) < TOLERANCE, f"evaluation: {found.evaluation:.5f}, not {right.evaluation:.5f}"
+    assert error_of(found.evaluation,
+                    right.evaluation) < TOLERANCE, f"evaluation: {found.evaluation:.5f}, not {right.evaluation:.5f}"
 
 
 def check(pool, entry: Pitfall, wrong: bool):

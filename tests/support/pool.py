@@ -1,8 +1,8 @@
 """Eight processes that live as long as the test session: a world of any size up to eight, in a fraction of a second.
 
-A test of parallel code needs ranks, and a rank is a process. Starting a process, importing torch and joining a group takes
-seconds; a test of a small model takes milliseconds. So the processes are started once, at the first test that asks for them, and
-every call gives some of them a *fresh* process group:
+A test of parallel code needs ranks, and a rank is a process. Starting a process, importing torch and joining a group
+takes seconds; a test of a small model takes milliseconds. So the processes are started once, at the first test that
+asks for them, and every call gives some of them a *fresh* process group:
 
     the test                              worker 0 ... worker world_size - 1
     pool.run(function, x, world_size=4)
@@ -13,16 +13,17 @@ every call gives some of them a *fresh* process group:
         <-- free ---------------------    ready for the next call
     [result of rank 0, of rank 1, ...]
 
-Why a release? A rank that leaves its group closes its sockets, and a neighbour that was still reading from them would see an
-error that no real run has. So all stay until the last one is done. If a rank *fails*, closing the sockets is the
+Why a release? A rank that leaves its group closes its sockets, and a neighbour that was still reading from them would
+see an error that no real run has. So all stay until the last one is done. If a rank *fails*, closing the sockets is the
 quickest way to wake the others out of their collectives, so then all are released at once; whoever still isn't back
 GRACE seconds later is stuck, and the pool kills its workers and starts new ones at the next call.
 
 What a test can rely on:
 - `function` is found by its module and name, so it stands at the top level of a test module. Arguments and results are
-  pickled. Tensors travel as bytes (not as shared memory, which needs a file descriptor for each), arrive on the CPU, and
-  have no autograd graph.
-- One torch thread in each worker. Random seeds differ from rank to rank but not from run to run: code that relies on ranks
+  pickled. Tensors travel as bytes (not as shared memory, which needs a file descriptor for each), arrive on the CPU,
+  and have no autograd graph.
+- One torch thread in each worker. Random seeds differ from rank to rank but not from run to run: code that relies on
+  ranks
   drawing alike without saying so is found out.
 - The first rank to fail comes first in the message, since the others often fail only because of it.
 - An `assert` in a worker is plain Python's and shows no values: return the numbers, and assert in the test.
@@ -97,7 +98,8 @@ RELEASE, FREE = "release", "free"
 
 
 class TensorPickler(pickle.Pickler):
-    """Pickles a tensor as its elements, its dtype and its shape: a view takes its own bytes only, not its whole storage's."""
+    """Pickles a tensor as its elements, its dtype and its shape: a view takes its own bytes only, not its whole
+    storage's."""
 
     def reducer_override(self, value):
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
@@ -199,12 +201,14 @@ class Pool:
         """function(*args) on ranks 0 .. world_size - 1, each in a fresh gloo group. Returns the results by rank.
 
         `timeout`: seconds for the call, not counting the start of the workers.
-        Raises WorkerError if a rank raises or dies, WorkerTimeout if one is not back in time, ValueError for a call that can't be made.
+        Raises WorkerError if a rank raises or dies, WorkerTimeout if one is not back in time, ValueError for a call
+        that can't be made.
         """
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size {world_size} must lie between 1 and the pool's {self.size} workers")
         if "<" in function.__qualname__ or function.__module__ == "__main__":
-            raise ValueError(f"{function.__qualname__} must stand at the top level of a module: workers find it by name")
+            raise ValueError(f"{function.__qualname__} must stand at the top level of a module: workers find it by "
+                             f"name")
         ranks = range(world_size)
         arguments = pack(args)
         self.start()
@@ -224,7 +228,8 @@ class Pool:
         return [pickle.loads(outcomes[rank].packed) for rank in ranks]
 
     def start(self):
-        """Starts all workers side by side, unless they run already. They inherit sys.path, so tests' modules are found."""
+        """Starts all workers side by side, unless they run already. They inherit sys.path, so tests' modules are
+        found."""
         if self.processes:
             return
         # A server process without threads imports torch once (and the compiler, which the first optimizer step would
@@ -300,7 +305,8 @@ class Pool:
                 self.processes[rank].join(GRACE)
                 exit_code = self.processes[rank].exitcode
                 # Its moment is unknown, but whatever others report came after it.
-                messages[rank] = Failure(-math.inf, f"the process died, exit code {exit_code} (minus a number: by that signal)\n")
+                messages[rank] = Failure(-math.inf,
+                                         f"the process died, exit code {exit_code} (minus a number: by that signal)\n")
         return messages
 
     def wait_until_free(self, ranks, timeout):
@@ -321,7 +327,7 @@ class Pool:
         for rank in ranks:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
         deadline = time.monotonic() + 1.0
-        texts = {rank: "" for rank in ranks}
+        texts = dict.fromkeys(ranks, "")
         while not all(texts.values()) and time.monotonic() < deadline:
             time.sleep(0.1)  # long enough for a dump that has begun to be complete at the next look
             texts = {rank: Path(self.stack_path(rank)).read_text() for rank in ranks}

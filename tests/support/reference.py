@@ -2,7 +2,8 @@
 
 Every parallel layout is compared with this file, in float64, so it has to be right by being plain: `nn.Linear`,
 `nn.Embedding`, `nn.LayerNorm`, attention written out, one batch, one backward, `torch.optim.AdamW`. No slices,
-no microbatches, no ranks. test_reference.py in turn holds it against torch's transformer and against finite differences.
+no microbatches, no ranks. test_reference.py in turn holds it against torch's transformer and against finite
+differences.
 
 The model is GPT-2's (Radford et al. 2019, section 2.3), as GPT-3 kept it:
 
@@ -11,20 +12,20 @@ The model is GPT-2's (Radford et al. 2019, section 2.3), as GPT-3 kept it:
                      x = x + mlp(norm(x))                mlp: linear, tanh-GELU, linear
     logits = head(final norm(x))                         only the first vocab_size rows of the padded head
 
-Where a comparison could be blind, the two sides differ on purpose. nanodomino keeps q, k and v in one fused matrix whose
-rows run [head, (q, k, v), head_dim], so that a contiguous cut gives whole heads:
+Where a comparison could be blind, the two sides differ on purpose. nanodomino keeps q, k and v in one fused matrix
+whose rows run [head, (q, k, v), head_dim], so that a contiguous cut gives whole heads:
 
     fused rows    | q of head 0 | k of head 0 | v of head 0 | q of head 1 | k of head 1 | ...
     here          three matrices of rows [head, head_dim]
 
-If both used one layout, both could mix up heads alike. Here the layouts meet only in `split_qkv` and `fuse_qkv`, at the border.
-Weights and gradients cross it as a dict of full tensors, named as in nanodomino:
+If both used one layout, both could mix up heads alike. Here the layouts meet only in `split_qkv` and `fuse_qkv`, at the
+border. Weights and gradients cross it as a dict of full tensors, named as in nanodomino:
 
-    embedding.word_embeddings.weight      [padded_vocab, h]      embedding.position_embeddings.weight   [max_positions, h]
-    layers.{i}.attention.norm.weight, .bias          [h]         layers.{i}.mlp.norm.weight, .bias                [h]
-    layers.{i}.attention.qkv.weight, .bias    [3h, h], [3h]      layers.{i}.mlp.dense_h_to_4h.weight, .bias    [f, h], [f]
-    layers.{i}.attention.dense.weight, .bias   [h, h], [h]       layers.{i}.mlp.dense_4h_to_h.weight, .bias    [h, f], [h]
-    final_norm.weight, .bias                         [h]         output_layer.weight   [padded_vocab, h], only when untied
+    embedding.word_embeddings.weight      [padded_vocab, h]    embedding.position_embeddings.weight  [max_positions, h]
+    layers.{i}.attention.norm.weight, .bias          [h]       layers.{i}.mlp.norm.weight, .bias              [h]
+    layers.{i}.attention.qkv.weight, .bias    [3h, h], [3h]    layers.{i}.mlp.dense_h_to_4h.weight, .bias  [f, h], [f]
+    layers.{i}.attention.dense.weight, .bias   [h, h], [h]     layers.{i}.mlp.dense_4h_to_h.weight, .bias  [h, f], [h]
+    final_norm.weight, .bias                         [h]       output_layer.weight  [padded_vocab, h], only when untied
 
 b = batch, s = sequence, h = hidden, f = the MLP's inner width, n = heads, d = h / n.
 """
@@ -91,7 +92,8 @@ def split_qkv(fused, num_groups, head_dim):
 
 def fuse_qkv(q, k, v, num_groups):
     """The inverse of split_qkv."""
-    return torch.cat([part for group in zip(q.chunk(num_groups), k.chunk(num_groups), v.chunk(num_groups)) for part in group])
+    return torch.cat([part for group in zip(q.chunk(num_groups), k.chunk(num_groups), v.chunk(num_groups))
+                      for part in group])
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -116,12 +118,14 @@ class Attention(nn.Module):
         self.sizes, self.head_dim = sizes, sizes.head_dim
         self.norm = sizes.norm()
         heads, groups = sizes.num_attention_heads * self.head_dim, sizes.num_query_groups * self.head_dim
-        self.q, self.k, self.v = (nn.Linear(sizes.hidden_size, rows, bias=sizes.qkv_bias) for rows in (heads, groups, groups))
+        self.q, self.k, self.v = (nn.Linear(sizes.hidden_size, rows, bias=sizes.qkv_bias)
+                                  for rows in (heads, groups, groups))
         self.dense = nn.Linear(heads, sizes.hidden_size, bias=sizes.bias)
         self.q_norm = sizes.norm(self.head_dim) if sizes.qk_norm else nn.Identity()
         self.k_norm = sizes.norm(self.head_dim) if sizes.qk_norm else nn.Identity()
 
-    def forward(self, x, mask, positions, documents):  # [b, s, h] -> [b, s, h]; positions [b, s]; documents [b, s] or None
+    # [b, s, h] -> [b, s, h]; positions [b, s]; documents [b, s] or None
+    def forward(self, x, mask, positions, documents):
         b, s, h = x.shape
         x = self.norm(x)
         q, k, v = (part(x).reshape(b, s, -1, self.head_dim).transpose(1, 2) for part in (self.q, self.k, self.v))
@@ -140,7 +144,8 @@ class Attention(nn.Module):
 
 
 def rope(x, positions, sizes):
-    """x [b, n, s, d]: its first numbers, as complex ones of two halves, times exp(i angle). Angles are of fp32 by definition."""
+    """x [b, n, s, d]: its first numbers, as complex ones of two halves, times exp(i angle). Angles are of fp32 by
+    definition."""
     size = int(sizes.head_dim * sizes.rotary_percent)
     frequencies = 1.0 / sizes.rotary_base ** (torch.arange(0, size, 2).float() / size) / sizes.interpolation
     if sizes.rope_scaling:
@@ -183,7 +188,8 @@ class ReferenceGPT(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.word_embeddings = nn.Embedding(sizes.padded_vocab_size, sizes.hidden_size)
-        self.position_embeddings = nn.Embedding(sizes.max_positions, sizes.hidden_size) if sizes.positions == "learned_absolute" else None
+        self.position_embeddings = nn.Embedding(sizes.max_positions,
+                                                sizes.hidden_size) if sizes.positions == "learned_absolute" else None
         layers = range(sizes.num_layers)
         self.attentions = nn.ModuleList(Attention(sizes, f"layers.{i}.attention") for i in layers)
         self.mlps = nn.ModuleList(MLP(sizes, f"layers.{i}.mlp") for i in layers)
@@ -191,7 +197,8 @@ class ReferenceGPT(nn.Module):
         self.head = None if sizes.tied else nn.Linear(sizes.hidden_size, sizes.padded_vocab_size, bias=False)
 
     def forward(self, tokens, positions, mask=None, documents=None):
-        """tokens [b, s], positions [b, s] or [s] -> logits [b, s, vocab_size]. documents [b, s]: tokens of different ones don't meet.
+        """tokens [b, s], positions [b, s] or [s] -> logits [b, s, vocab_size]. documents [b, s]: tokens of different
+        ones don't meet.
 
         `mask(site, shape)`, if given, returns the dropout mask of a site, scaled by 1/(1-p), or None. Sites in order:
         "embedding" [b, s, h]; then in each layer i "layers.{i}.attention.core" [b, n, s, s] on the probabilities,
@@ -221,12 +228,15 @@ class ReferenceGPT(nn.Module):
                     getattr(part, kind) for part in (attention.q, attention.k, attention.v)
                 )
                 for one in ("q", "k"):
-                    named[f"layers.{i}.attention.{one}_layernorm.{kind}"] = (getattr(getattr(attention, f"{one}_norm"), kind, None),)
+                    named[f"layers.{i}.attention.{one}_layernorm.{kind}"] = (getattr(getattr(attention, f"{one}_norm"),
+                                                                                     kind, None),)
                 named[f"layers.{i}.attention.dense.{kind}"] = (getattr(attention.dense, kind),)
                 named[f"layers.{i}.mlp.norm.{kind}"] = (getattr(mlp.norm, kind, None),)
-                named[f"layers.{i}.mlp.dense_h_to_4h.{kind}"] = tuple(getattr(part, kind) for part in (mlp.gate, mlp.up) if part is not None)
+                named[f"layers.{i}.mlp.dense_h_to_4h.{kind}"] = tuple(getattr(part, kind) for part in (mlp.gate, mlp.up)
+                                                                      if part is not None)
                 named[f"layers.{i}.mlp.dense_4h_to_h.{kind}"] = (getattr(mlp.down, kind),)
-        named["final_norm.weight"], named["final_norm.bias"] = (self.final_norm.weight,), (getattr(self.final_norm, "bias", None),)
+        named["final_norm.weight"], named["final_norm.bias"] = (self.final_norm.weight,
+                                                                ), (getattr(self.final_norm, "bias", None),)
         if self.head is not None:
             named["output_layer.weight"] = (self.head.weight,)
         return {name: parameters for name, parameters in named.items() if all(one is not None for one in parameters)}
@@ -277,7 +287,8 @@ def full_shapes(sizes):
 def random_weights(sizes, seed=0, dtype=torch.float64):
     """Full tensors that let no term hide: biases are not 0, norm weights are not 1, padded rows are not 0.
 
-    Matrices are scaled by 1/sqrt(columns), so that scores and logits are of order one and softmax is neither flat nor one-hot.
+    Matrices are scaled by 1/sqrt(columns), so that scores and logits are of order one and softmax is neither flat nor
+    one-hot.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -323,18 +334,20 @@ def build_optimizer(model, weight_decay, betas, eps, name="adamw"):
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return {"adamw": lambda: torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps), "lion": lambda: PlainLion(groups, betas)}[name]()
+    return {"adamw": lambda: torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps),
+            "lion": lambda: PlainLion(groups, betas)}[name]()
 
 
 def train_reference(
-    sizes, weights, batches, learning_rates, weight_decay=0.1, clip_grad=1.0, betas=(0.9, 0.95), eps=1e-8, masks=None, optimizer_name="adamw"
+    sizes, weights, batches, learning_rates, weight_decay=0.1, clip_grad=1.0, betas=(0.9, 0.95), eps=1e-8, masks=None,
+    optimizer_name="adamw"
 ):
     """Trains from `weights` for len(batches) steps. Returns (a StepRecord for each step, final weights by name).
 
-    batches[step]: (tokens, labels, loss_mask), each [B, s]: the whole global batch; then perhaps positions and documents, or None:
-    position i of a row has number i, a row is one document.
-    learning_rates[step]: that step's rate. clip_grad: the largest global L2 norm; 0 for no clipping.
-    masks[step], if given: the `mask` of ReferenceGPT.forward for that step.
+    batches[step]: (tokens, labels, loss_mask), each [B, s]: the whole global batch; then perhaps positions and
+    documents, or None: position i of a row has number i, a row is one document. learning_rates[step]: that step's rate.
+    clip_grad: the largest global L2 norm; 0 for no clipping. masks[step], if given: the `mask` of ReferenceGPT.forward
+    for that step.
     """
     model = ReferenceGPT(sizes).to(next(iter(weights.values())).dtype).load_full(weights)
     optimizer = build_optimizer(model, weight_decay, betas, eps, optimizer_name)
@@ -347,7 +360,8 @@ def train_reference(
         loss = masked_loss(logits, labels, loss_mask)
         loss.backward()
         gradients = model.full_gradients()
-        # parameters() lists the tied matrix once, so the norm counts it once; the scale is min(1, clip / (norm + 1e-6)).
+        # parameters() lists the tied matrix once, so the norm counts it once; the scale is min(1, clip / (norm +
+        # 1e-6)).
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad or math.inf)
         records.append(StepRecord(loss.item(), gradients, norm.item()))
         for group in optimizer.param_groups:

@@ -1,4 +1,5 @@
-"""The pool itself: results by rank, errors that name the right rank and come quickly, hangs that end, worlds of every size.
+"""The pool itself: results by rank, errors that name the right rank and come quickly, hangs that end, worlds of every
+size.
 
 The tests of parallel code believe what the pool says; here the pool is tested with functions whose outcome is plain.
 """
@@ -44,7 +45,8 @@ def double_point(point):
 
 def return_view_and_graph():
     parameter = torch.nn.Parameter(torch.arange(1000.0))
-    return parameter[10:12], (parameter * 2)[:2], parameter, torch.arange(6).reshape(2, 3).t(), torch.tensor(1.5).bfloat16()
+    transposed = torch.arange(6).reshape(2, 3).t()
+    return parameter[10:12], (parameter * 2)[:2], parameter, transposed, torch.tensor(1.5).bfloat16()
 
 
 def fail_on_one_rank(failing):
@@ -83,7 +85,8 @@ def change_process_state():
 
 
 def report_process_state():
-    state = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(), os.environ.get("LEFT_BY_A_TEST")
+    left = os.environ.get("LEFT_BY_A_TEST")
+    state = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(), left
     return state, torch.rand(1).item(), os.getpid()
 
 
@@ -195,7 +198,8 @@ def test_a_hang_ends_with_stacks_and_the_next_call_works(pool):
     with pytest.raises(WorkerTimeout) as caught:
         pool.run(forget_one_receive, world_size=3, timeout=2)
     assert caught.value.unfinished == (1, 2)
-    assert str(caught.value).startswith("rank 1, 2 of 3 had not finished support.test_pool.forget_one_receive after 2 s")
+    assert str(caught.value).startswith("rank 1, 2 of 3 had not finished support.test_pool.forget_one_receive after 2 "
+                                        "s")
     assert str(caught.value).count("in forget_one_receive") == 2
     assert pool.processes == []
     assert [value.item() for value in pool.run(sum_of_ranks, world_size=4)] == [6.0] * 4

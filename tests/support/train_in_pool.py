@@ -1,9 +1,11 @@
-"""All of train.py in the pool's workers, from the flags to the exit code: what a person starts, in a fraction of a second.
+"""All of train.py in the pool's workers, from the flags to the exit code: what a person starts, in a fraction of a
+second.
 
     start(pool, folder, *flags, world_size=2) -> Ended of rank 0
 
-A worker lends its process group, and gives it the run's time-out. What would change it for the tests after this one is left out: the lock on the run's
-folder and the signals, both of which last as long as the process. test_interrupted_runs.py has those, with processes of their own.
+A worker lends its process group, and gives it the run's time-out. What would change it for the tests after this one is
+left out: the lock on the run's folder and the signals, both of which last as long as the process.
+test_interrupted_runs.py has those, with processes of their own.
 """
 
 import contextlib
@@ -40,7 +42,8 @@ class Ended:
 
 def start(pool: Pool, folder: Path, *flags, world_size=1, bad_steps=()) -> Ended:
     """`train.py FLAGS` with a corpus of make_corpus(), in which each of `bad_steps` has a loss that is not finite."""
-    given = [*TINY, "--seq-length", "12", "--data-path", str(folder / "tokens"), *map(str, flags)]      # short, for the test split
+    # short, for the test split
+    given = [*TINY, "--seq-length", "12", "--data-path", str(folder / "tokens"), *map(str, flags)]
     ended = pool.run(start_rank, given, bad_steps, world_size=world_size)
     assert len({(one.code, one.error) for one in ended}) == 1, "ranks disagree"
     return ended[0]

@@ -91,7 +91,8 @@ def test_on_a_gpu_a_collectives_end_is_marked_in_a_stream_of_its_group(monkeypat
             trace.watch("all_reduce", streams.work(f"{name} of {group}"), group=group, bytes=8)
     assert streams.made == 3
     assert [streams.log[f"stream {number}"] for number in (1, 2, 3)] == [
-        [f"wait for first of {group}", "mark", f"wait for second of {group}", "mark"] for group in ("tp", "dp", "world")]
+        [f"wait for first of {group}", "mark", f"wait for second of {group}", "mark"]
+        for group in ("tp", "dp", "world")]
     assert streams.log["training's"] == 6 * ["mark"], "where each was launched"
     assert [len(event.end) for event in trace.events] == 6 * [1]
 
@@ -104,8 +105,8 @@ def of(events, *kinds):
 
 @pytest.mark.parametrize("schedule, pp", [("1f1b", 2), *((schedule, 3) for schedule in SCHEDULES)])
 def test_spans_and_messages_are_the_schedules(pool, schedule, pp):
-    """Each stage's actions in the schedule's order, one after the other, pairs in turns; a message for each with another
-    stage at its other end; and totals that add up."""
+    """Each stage's actions in the schedule's order, one after the other, pairs in turns; a message for each with
+    another stage at its other end; and totals that add up."""
     config = tiny(pp, pipeline_model_parallel_size=pp, schedule=schedule, num_layers=2 * pp, global_batch_size=12)
     recording = pool.run(traced, config, random_data(config, 1), 1, world_size=pp)[0][0]
     placement = config.placement
@@ -117,7 +118,8 @@ def test_spans_and_messages_are_the_schedules(pool, schedule, pp):
         passes = of(events, *PASSES)
         assert all(one.end <= other.begin for one, other in zip(passes, passes[1:]))
         halves = [half for action in row for half in action.halves]
-        expected = {"send": [(given[0], str(given[1])) for half in halves if (given := message_sent(placement, stage, half))],
+        expected = {"send": [(given[0], str(given[1])) for half in halves
+                             if (given := message_sent(placement, stage, half))],
                     "receive": [(source[0], str(message_received(half))) for half in halves
                                 if (source := placement.source(stage, half))]}
         for kind in MOMENTS:
@@ -180,9 +182,11 @@ def test_in_zero_2_each_microbatchs_gradients_are_on_the_wires_while_it_goes_bac
         backwards, reduces = of(events, "backward"), of(events, "reduce_scatter")
         counts = [sum(one.begin < event.begin < one.end for event in reduces) for one in backwards]
         assert len(set(counts)) == 1 and counts[0] >= 5 and sum(counts) == len(reduces)
-        turns = [event.kind for event in events if event.kind == "reduce_scatter" or event.kind == "wait" and event.args["group"] == "dp"]
+        turns = [event.kind for event in events if event.kind == "reduce_scatter" or event.kind == "wait"
+                 and event.args["group"] == "dp"]
         gathers = len(of(events, "all_gather"))
-        assert turns == ["reduce_scatter"] * 2 + ["wait", "reduce_scatter"] * (len(reduces) - 2) + ["wait"] * (2 + gathers)
+        assert turns == ["reduce_scatter"] * 2 + ["wait",
+                                                  "reduce_scatter"] * (len(reduces) - 2) + ["wait"] * (2 + gathers)
 
 
 EVERYTHING = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, micro_batch_size=2,
@@ -218,7 +222,8 @@ def test_a_sum_is_ready_on_all_its_ranks_at_the_same_moment(recording):
 
 def test_the_examples_in_the_docstring_are_what_is_recorded(recording):
     """Each of them names an event that a run records, about which the same is told."""
-    examples = [ast.parse(call).body[0].value for call in re.findall(r"trace\.\w+\(.*?\)", nanodomino.comm.trace.__doc__)]
+    examples = [ast.parse(call).body[0].value
+                for call in re.findall(r"trace\.\w+\(.*?\)", nanodomino.comm.trace.__doc__)]
     assert [example.func.attr for example in examples] == ["span", "moment", "watch"]
     for example in examples:
         told = {keyword.arg for keyword in example.keywords}
@@ -313,11 +318,12 @@ def test_totals_to_the_nanosecond():
 
 
 def test_the_wait_for_a_late_partner_is_not_communication_that_was_hidden():
-    """Rank 0 asks for a sum at 10 and computes on; rank 1 joins at 30, and until 50 it travels: hidden on rank 0 while that
-    still computes, to 45, and on rank 1, which goes on with its own work at once, up to the end."""
+    """Rank 0 asks for a sum at 10 and computes on; rank 1 joins at 30, and until 50 it travels: hidden on rank 0 while
+    that still computes, to 45, and on rank 1, which goes on with its own work at once, up to the end."""
     def events(joins, computes, waits_until):
         return [Event("step", 0, 60, {"step": 1}), Event("backward", 0, waits_until, {"microbatch": 0}),
-                Event("all_reduce", joins, 50, {"group": "tp", "bytes": 8}), Event("wait", computes, waits_until, {"group": "tp"})]
+                Event("all_reduce", joins, 50, {"group": "tp", "bytes": 8}),
+                Event("wait", computes, waits_until, {"group": "tp"})]
 
     late = Recording("late", [(0, 0, 0), (0, 0, 1)], [events(10, 45, 52), events(30, 51, 52)])
     find_ready(late)
@@ -373,7 +379,8 @@ def test_chunks_and_the_halves_of_a_backward_are_told_apart():
 def test_weight_gradients_are_shown_where_they_are_cover():
     """A weight backward is nothing else, and has its own colour."""
     events = [Event(kind, begin * 10**6, end * 10**6, about) for kind, begin, end, about in (
-        ("step", 0, 100, dict(step=1)), ("backward", 0, 50, dict(microbatch=0)), ("weight_gradient", 10, 20, dict(slice=0)),
+        ("step", 0, 100, dict(step=1)), ("backward", 0, 50, dict(microbatch=0)),
+        ("weight_gradient", 10, 20, dict(slice=0)),
         ("weight_backward", 50, 90, dict(microbatch=1)), ("weight_gradient", 60, 80, dict(slice=0)))]
     svg = picture([Recording("by hand", [(0, 0, 0)], [events])])
     assert svg.count(WORK["weight_gradient"]) == 1 + 1                                               # and the legend
@@ -404,7 +411,8 @@ def test_the_legend_names_what_travels(recording):
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_gathers_over_tp_are_drawn_as_sums_and_those_over_dp_as_weights(pool, zero_stage):
     """A scatter and a gather are a sum in two steps; of the gathers ZeRO's alone bring weights."""
-    recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=zero_stage, slices=2, sequence_parallel=True)
+    recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=zero_stage, slices=2,
+                       sequence_parallel=True)
     gathers = {event.args["group"] for events in recording.ranks for event in of(events, "all_gather")}
     assert gathers == ({"tp", "dp"} if zero_stage else {"tp"})
     words = texts(picture([recording]))
@@ -424,7 +432,8 @@ def test_the_picture_letters_the_slices():
         events += [Event("resume", (chunk * 40 + turn * 10) * 10**6, (chunk * 40 + turn * 10 + 10) * 10**6,
                          dict(slice=turn % 2)) for turn in range(4)]
     words = texts(picture([Recording("by hand", [(0, 0, 0)], [events])]))
-    assert [word for word in words if word and word[0] == "3" and word[-1] in "ab"] == ["3a", "3b", "3a", "3b", "3'a", "3'b", "3'a", "3'b"]
+    assert [word for word in words if word and word[0] == "3" and word[-1] in "ab"] == ["3a", "3b", "3a", "3b", "3'a",
+                                                                                        "3'b", "3'a", "3'b"]
 
 
 def test_two_recordings_share_one_scale_and_keep_their_captions():
@@ -478,7 +487,7 @@ def test_chrome_trace_holds_everything(recording):
     receives = {(row["pid"], row["ts"]) for row in complete if row["cat"] == "receive"}
     assert {(row["pid"], row["ts"]) for row in flows if row["ph"] == "s"} == sends
     assert {(row["pid"], row["ts"]) for row in flows if row["ph"] == "f"} == receives
-    assert Counter(row["id"] for row in flows) == {i: 2 for i in range(len(sends))}
+    assert Counter(row["id"] for row in flows) == dict.fromkeys(range(len(sends)), 2)
 
 
 def draw(folder):
@@ -532,16 +541,17 @@ def test_what_is_no_recording_is_named(tmp_path):
 
 
 def test_a_recording_that_somebody_has_changed_is_named_and_never_a_traceback(tmp_path):
-    """Each field of each kind of event in turn: without it, of another type, or as large as a number can be. What a picture can
-    do without is drawn; all else is one sentence."""
+    """Each field of each kind of event in turn: without it, of another type, or as large as a number can be. What a
+    picture can do without is drawn; all else is one sentence."""
     file, output, sound = tmp_path / "x.json", tmp_path / "x.svg", chrome_trace(two_stages())
     sound["traceEvents"].append(dict(ph="X", name="", cat="resume", pid=1, tid=0, ts=13e3, dur=1e3, args={"slice": 0}))
     sound["traceEvents"].append(dict(ph="X", name="", cat="weight_backward", pid=1, tid=0, ts=14e3, dur=1e3,
                                      args={"microbatch": 1, "chunk": 1}))
     kinds = {row["cat"]: i for i, row in enumerate(sound["traceEvents"]) if row["ph"] == "X"}
     values, refused = ("gone", "7", [7], -7, 10**15, 1e300), Counter()
-    places = [("traceEvents",), ("traceEvents", 9), ("otherData",), ("otherData", "places"), ("otherData", "places", 0, 1)]
-    for kind, i in kinds.items():
+    places = [("traceEvents",), ("traceEvents", 9), ("otherData",), ("otherData", "places"),
+              ("otherData", "places", 0, 1)]
+    for i in kinds.values():
         places += [("traceEvents", i, name) for name in ("cat", "ts", "dur", "args")]
         places += [("traceEvents", i, "args", name) for name in sound["traceEvents"][i]["args"]]
     for place in places:
@@ -556,9 +566,11 @@ def test_a_recording_that_somebody_has_changed_is_named_and_never_a_traceback(tm
             try:
                 main([str(file), "--output", str(output), "--step", "7"])
             except UserError as error:
-                assert str(error).startswith(f"{file} is no recording (") and "\n" not in str(error) and len(str(error)) < 400
+                assert str(error).startswith(f"{file} is no recording (") and "\n" not in str(error)
+                assert len(str(error)) < 400
                 refused[place[-1]] += 1
-    assert min(refused[name] for name in ("ts", "step", "microbatch", "peer", "group", "bytes", "ready", "slice", "places")) > 3
+    assert min(refused[name] for name in ("ts", "step", "microbatch", "peer", "group", "bytes", "ready", "slice",
+                                          "places")) > 3
     assert output.exists()
 
 
