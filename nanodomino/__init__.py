@@ -14,7 +14,7 @@ The chapters, each readable by itself (errors.py is for all: the exception for a
 
     comm          process groups, collectives, traces       schedules    1F1B and five more, as lists of actions
     layers        what a sublayer computes on one rank      optim        buckets, optimizers, loss scale
-    overlap       the residual and norm between two sublayers, sequence parallelism, recomputation
+    overlap       collectives in flight, residual and norm, sequence parallelism, recomputation
     corpus        tokens on disk, tokenizers
 
 The tools around them, which the files above never import:

@@ -1,6 +1,7 @@
-"""Runs the work between two sublayers for Domino, and decides what is kept for backward.
+"""The parts that domino.py runs between two sublayers, and what it keeps for backward.
 
-Read residual_norm.py (bias, dropout, residual and norm between two sublayers), sequence_parallel.py (each rank
-holds a part of the tokens there), recompute.py (keep fewer activations and compute them again), host_offload.py
-(keep them in host memory).
+Read flight.py (a collective in flight), slice_ops.py (launch, yield, wait, multiply), residual_norm.py (bias, dropout,
+residual and norm between two sublayers), embedding_and_head.py (the two ends of the model). Then the options:
+sequence_parallel.py (each rank holds a shard of the residual stream), recompute.py (keep fewer activations and
+recompute the others), host_offload.py (keep them in the host's memory).
 """
