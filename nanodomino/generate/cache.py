@@ -1,8 +1,9 @@
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
-from nanodomino.layers.attention import Attention, fused_attention, heads_first, join_heads, norm_and_rotate
-from nanodomino.layers.masks_and_positions import add_residual
+from nanodomino.layers.masks_and_positions import AttentionInputs
 from nanodomino.layers.positions import attention_bias, document_ids, positions_within_documents, rotation
 from nanodomino.model import GPT, Chunk
 
@@ -43,16 +44,22 @@ class Cache:
             self.begin = ends[-1] + 1 if ends else self.begin
         self.length += tokens.size(1)
 
-    def attend(self, attention: Attention, qkv):
-        """qkv [1, m, ..] of the new tokens -> [1, m, heads d]."""
-        q, k, v = attention.split(qkv)
-        q, _ = norm_and_rotate(q, attention.q_layernorm, self.turn)
-        k, _ = norm_and_rotate(k, attention.k_layernorm, self.turn)
-        keys, values = self.kept[attention.site]
-        end = self.length + qkv.size(1)
-        keys[:, :, self.length:end], values[:, :, self.length:end] = heads_first(k), heads_first(v)
-        keys, values = keys[:, :, self.seen:end], values[:, :, self.seen:end]
-        return join_heads(fused_attention(heads_first(q), keys, values, self.bias))
+    def hidden_dropout_mask(self, site, x):
+        """Return no mask, as MasksAndPositions does in evaluation."""
+        return None
+
+    def attention_inputs(self, sublayer, x) -> AttentionInputs | None:
+        """Return what attention needs for the new tokens; its keys and values join those in the cache."""
+        if not sublayer.attends:
+            return None
+        return AttentionInputs(None, self.turn, self.bias, partial(self.extend, sublayer.site))
+
+    def extend(self, site, k, v):
+        """Store k and v [1, groups, m, d] of the new tokens; return k and v of all tokens that they may attend to."""
+        keys, values = self.kept[site]
+        end = self.length + k.size(2)
+        keys[:, :, self.length:end], values[:, :, self.length:end] = k, v
+        return keys[:, :, self.seen:end], values[:, :, self.seen:end]
 
     def run(self, chunk: Chunk, tokens, hidden):
         """A chunk on m new tokens [1, m] (hidden [1, m, h] from the layers before) -> hidden,
@@ -60,10 +67,8 @@ class Cache:
         model, x = self.model, hidden
         if chunk.pre_process:
             x = model.embedding.add_positions(model.embedding.word_embeddings(tokens), self.positions, None)
-        for sublayer in chunk.sublayers:
-            columns = sublayer.column(sublayer.norm(x))
-            core = self.attend(sublayer, columns) if sublayer.attends else sublayer.core(columns, None)
-            x = add_residual(x, sublayer.row(core), sublayer.row.bias, None)
+        for layer in chunk.layers:
+            x = layer(x, self)
         if not chunk.post_process:
             return x
         (vocabulary,) = model.head

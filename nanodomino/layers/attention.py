@@ -82,7 +82,10 @@ class Attention(Sublayer):
         q, k, v = self.split(qkv)
         q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_layernorm), (k, self.k_layernorm)))
         q, k = (x if inputs.rotary is None else rotate(x, inputs.rotary) for x in (q, k))
-        return join_heads(self.attend(*map(heads_first, (q, k, v)), inputs))
+        q, k, v = map(heads_first, (q, k, v))
+        if inputs.extend_cache is not None:
+            k, v = inputs.extend_cache(k, v)
+        return join_heads(self.attend(q, k, v, inputs))
 
     def core_forward(self, qkv, inputs, training):
         if not training:

@@ -11,6 +11,7 @@ draws the same bits again.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ class AttentionInputs:
     dropout_mask: torch.Tensor | None        # [b, heads/t, s, s], for the attention probabilities
     rotary: torch.Tensor | None              # (cos, sin), see rotation() in positions.py
     attention_bias: torch.Tensor | None      # [b, 1, s, s], added to the scores; None: plain causal attention
+    extend_cache: Callable | None = None     # generation: k, v of new tokens -> k, v of all tokens so far
 
 
 class MasksAndPositions:
