@@ -25,8 +25,8 @@ from nanodomino.config.config import Config
 from nanodomino.errors import UserError, require
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT, parameter_count
+from nanodomino.run.agreement import from_rank_0
 from nanodomino.zero import ZeroOptimizer
-from train import tell_all
 
 
 def add_flags(parser):
@@ -67,7 +67,7 @@ def answer(flags, launch):
     inside = Path(tempfile.gettempdir()).resolve()
     require(flags.folder is None or Path(flags.folder).resolve() in (inside, inside.parent),
             "--folder is where bench.py keeps the files of the processes that it starts; start it without torchrun")
-    folder = Path(tell_all(tempfile.mkdtemp() if launch.rank == 0 else None))
+    folder = Path(from_rank_0(tempfile.mkdtemp() if launch.rank == 0 else None))
     try:
         saver = Saver(folder, mesh, keep_last=1)
         measured, size, largest = measure(saver, model, optimizer, flags.repeats + 1)

@@ -93,7 +93,7 @@ def stopped_and_gone_on(config, weights, data, steps):
     """train_rank, but after half of the steps all is saved, and a new model and optimizer go on from that."""
     half = (steps + 1) // 2
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else ExitStack() as folder:
-        folder = Path(train.tell_all(folder))
+        folder = Path(train.from_rank_0(folder))
         built = build(config, weights)
         before = train_steps(built, config, data, range(1, half + 1))
         saver = save.Saver(folder, built[0], keep_last=1)

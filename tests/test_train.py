@@ -207,7 +207,7 @@ def test_the_same_command_with_an_exit_interval_goes_on_by_as_many_steps_each_ti
         assert (ended.code, ended.error) == (0, "")
         assert [step for step, _ in lines(tmp_path / "run", "loss")] == list(range(1, steps + 1))
         assert saved(tmp_path / "run") == list(range(steps, 0, -2))
-        assert ("stopped as told" in ended.output) == (steps < 6) and f"{steps} of 6 steps done" in ended.output
+        assert ("stopped early" in ended.output) == (steps < 6) and f"{steps} of 6 steps done" in ended.output
         assert [step for step, _ in lines(tmp_path / "run", "test_loss")] == [6] * (steps == 6)
     assert "nothing is left" in ended.output
 

@@ -302,7 +302,7 @@ def test_the_command_that_began_a_run_from_another_goes_on_with_its_own_when_giv
         assert (ended.code, ended.error) == (0, "")
         assert [step for step, _ in lines(tmp_path / "run", "loss")] == list(range(begin + 1, steps + 1))
         assert saved(tmp_path / "run")[0] == steps
-        assert ("and nothing else of it" in ended.output) == (bool(again) and steps == 2)
+        assert ("starting from the weights in" in ended.output) == (bool(again) and steps == 2)
         if steps == 4:
             shutil.rmtree(tmp_path / "from")
 

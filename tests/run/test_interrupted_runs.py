@@ -308,7 +308,7 @@ def test_only_skipped_steps_in_a_row_end_a_run_however_often_it_is_started_again
     go on for ever without a good one: the count goes on where the checkpoint was made."""
     make_corpus(tmp_path)
     run, ended = tmp_path / "run", None
-    while ended is None or "stopped as told" in ended.output:
+    while ended is None or "stopped early" in ended.output:
         ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 6, "--max-skipped-steps", 2, "--exit-interval",
                       at_once, bad_steps=bad)
     assert [step for step, skipped in lines(run, "skipped") if skipped] == list(bad)
