@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from benchmarks.common import Times, add_config_flags, bytes_text, config_of, gathered, progress, ratios, table
+from nanodomino.analysis.sizes import parameter_count
 from nanodomino.analysis.step_time import slowest, synchronize
 from nanodomino.checkpoint.folders import checkpoints_of
 from nanodomino.checkpoint.load import restore
@@ -24,7 +25,7 @@ from nanodomino.comm.world import find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError, require
 from nanodomino.mesh import make_mesh
-from nanodomino.model import GPT, parameter_count
+from nanodomino.model import GPT
 from nanodomino.run.agreement import from_rank_0
 from nanodomino.zero import ZeroOptimizer
 

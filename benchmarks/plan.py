@@ -32,12 +32,12 @@ from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, g
                                schedule_text, seconds_text, table)
 from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
 from nanodomino.analysis.hardware import PEAK_FLOPS
+from nanodomino.analysis.sizes import parameter_count
 from nanodomino.analysis.step_time import Machine, slowest, synchronize
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PUBLISHED_VOCABULARIES
 from nanodomino.config.setting import flag_name
 from nanodomino.errors import UserError, require
-from nanodomino.model import parameter_count
 from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES
 

@@ -29,13 +29,13 @@ from benchmarks.common import (GPT2, SAME, RandomTokens, Times, add_config_flags
                                ratios, shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
 from nanodomino.analysis.hardware import find_peak_flops
+from nanodomino.analysis.sizes import flops_per_token, parameter_count
 from nanodomino.comm.world import find_device, start_world
 from nanodomino.domino import Domino
 from nanodomino.errors import UserError, require
 from nanodomino.huggingface.families import family_of, write_config
 from nanodomino.huggingface.tensor_mapping import map_tensors
 from nanodomino.mesh import make_mesh
-from nanodomino.model import flops_per_token, parameter_count
 from nanodomino.zero import ZeroOptimizer
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",

@@ -52,11 +52,11 @@ from benchmarks.plain import Plain, adamw, mean_loss
 from benchmarks.throughput import COMPARED_STEPS, OurTraining
 from nanodomino.analysis import expected_memory
 from nanodomino.analysis.hardware import peak_memory
+from nanodomino.analysis.sizes import parameter_count
 from nanodomino.comm.world import LaunchInfo, find_device, keep_freed_memory, start_world
 from nanodomino.config.config import Config
 from nanodomino.errors import require
 from nanodomino.mesh import make_mesh
-from nanodomino.model import parameter_count
 
 MEASURED_STEPS = 2           # for the peak: AdamW's moments exist after the first
 TINY = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8)

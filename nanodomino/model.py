@@ -1,24 +1,22 @@
-"""GPT-2/3, and Llama's kin, as a chain of sublayers, cut where the wires are.
+"""GPT-2/3 and Llama as a chain of sublayers, cut between any two layers into pipeline stages.
 
-A pre-norm transformer is one residual stream x that each sublayer reads and adds to; attention and MLP alternate, 2L
-of them. Written around the wires (reduce), every sublayer is the same three steps:
+A pre-norm transformer is one residual stream x [b, s, h] that every sublayer reads and adds to. Attention and MLP
+alternate, 2L sublayers in all. With tensor parallelism (parallel.py) each sublayer is the same three steps:
 
-    bridge    replicated, element-wise     x' = x + dropout(y + bias);   h = norm(x')
-    partial   sharded, matrix products     y_partial = core(h W1^T) W2^T
-    reduce    the wires                    y = sum over tp ranks of y_partial
+    residual + norm    on every rank alike, element-wise   x' = x + dropout(y + bias);   h = norm(x')
+    inside             on this rank's shard, two matmuls   partial y = core(h W1^T) W2^T
+    all-reduce         communication                       y = sum of the partial y over tp ranks
 
-    tokens -> embed -> g -> | norm -> f -> W1 -> attention -> W2 -> g -> +
-                            | norm -> f -> W1 -> gelu -> W2 -> g -> + | ... | norm -> f -> head
+    tokens -> embedding -> g -> | norm -> f -> W1 -> attention -> W2 -> g -> +
+                                | norm -> f -> W1 -> gelu -> W2 -> g -> + | ... | norm -> f -> head
 
-Here the pieces are called in a row, with the blocking f and g of parallel.py and plain autograd: that is the
-*definition* of the model, and what every faster schedule is tested against. domino.py calls the very same pieces in
-another order. A pipeline stage is a run of layers, or several: its chunks.
+This file calls the sublayers one after another, with the blocking f and g of parallel.py and plain autograd. That is
+the *definition* of the model, which every faster schedule is tested against. domino.py runs the same sublayers in
+another order.
 
-Which norm, positions, core and biases it has is what families of models differ in: the sublayers' business
-(sublayers.py), and nobody's who schedules them.
+Model families differ in norm, positions, activation and biases. Only the files in layers/ depend on these choices.
 
-Sources: GPT-2; GPT-3 (2005.14165); Megatron-LM (1909.08053, section 3); sublayer scaling of the initial weights as in
-GPT-2.
+Sources: GPT-2; GPT-3 (2005.14165); Megatron-LM (1909.08053, section 3); Llama (2302.13971).
 """
 
 import dataclasses
@@ -40,13 +38,6 @@ from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits, local_shard, parameter
 
 
-def stage_layers(num_layers: int, stage: int, stages: int) -> range:
-    """The layers of a pipeline stage, as even as they go: the first num_layers % stages stages hold one more."""
-    each, extra = divmod(num_layers, stages)
-    first = stage * each + min(stage, extra)
-    return range(first, first + each + (stage < extra))
-
-
 class Layer(nn.Module):
     """A transformer layer: attention, then MLP."""
 
@@ -60,7 +51,7 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Word embedding, cut by vocabulary, and learned positions, if there are, whole on every rank."""
+    """The word embedding, cut by vocabulary, and learned positions (if any), whole on every rank."""
 
     def __init__(self, config, mesh: Mesh, pre_process: bool):
         super().__init__()
@@ -71,14 +62,16 @@ class Embedding(nn.Module):
                 (config.max_position_embeddings, config.hidden_size), config, mesh, std=config.init_method_std)
 
     def add_positions(self, words, positions, mask):
-        """words [b, s, h] + the vectors of positions [b, s], if there are, with dropout."""
+        """Add the embeddings of positions [b, s] (if any) to words [b, s, h], then drop."""
         if self.position_embeddings is None:
-            return drop(words.clone(), mask)                   # of the whole sum's memory a part may be ours: let it go
+            return drop(words.clone(), mask)        # clone: a shard may be a view that keeps the whole stream in memory
         return drop(words + F.embedding(positions, self.position_embeddings.weight), mask)
 
     def add_position_gradients(self, gradient, positions):
-        """Of what came out of add_positions, before its dropout [b, s, h]. Not by index_add_, which on GPUs adds in any
-        order: tp ranks have copies of these, and must add alike."""
+        """Add to the position embeddings' main_grad. gradient [b, s, h]: of the sum in add_positions(), before dropout.
+
+        Not with index_add_, which adds in any order on GPUs: the copies on all tp ranks must get the same bits.
+        """
         if self.position_embeddings is not None:
             weight = self.position_embeddings.weight
             add_gradients([weight], [torch.ops.aten.embedding_dense_backward(
@@ -87,53 +80,63 @@ class Embedding(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A run of layers, without a gap. pre_process: it takes tokens, and embeds them; post_process: it gives losses or
-    logits, by final norm and head. Else hidden states [b, s, h]."""
+    """Consecutive layers of a stage.
+
+    pre_process: the chunk starts with the embedding and takes tokens; otherwise it takes hidden states [b, s, h].
+    post_process: it ends with final norm and head and returns losses or logits; otherwise hidden states [b, s, h].
+    """
     layers: list[Layer]
     pre_process: bool
     post_process: bool
 
     @property
     def sublayers(self) -> list[Sublayer]:
-        """Attention and MLP of each layer in turn."""
+        """Return attention and MLP of each layer, in order."""
         return [sublayer for layer in self.layers for sublayer in (layer.attention, layer.mlp)]
 
 
-class GPT(nn.Module):
-    """One pipeline stage of a GPT; with pp = 1, all of it.
+def stage_layers(num_layers: int, stage: int, stages: int) -> range:
+    """Return the layers of a pipeline stage. The first num_layers % stages stages hold one more than the others."""
+    each, extra = divmod(num_layers, stages)
+    first = stage * each + min(stage, extra)
+    return range(first, first + each + (stage < extra))
 
-    Its chunks are usually one; config.placement says which of the model's they are. pre_process: one of them owns the
-    embedding, post_process: one owns final norm and head. Parameters have global names (layers.7.attention.qkv.weight),
-    the same on every layout.
+
+class GPT(nn.Module):
+    """One pipeline stage of a GPT; the whole model if pp = 1.
+
+    Most schedules give a stage one chunk, some several; config.placement says which of the model's chunks they are.
+    pre_process, post_process: this stage holds the embedding, or final norm and head.
+    Parameter names are global (layers.7.attention.qkv.weight), so they don't depend on the layout.
     """
 
     def __init__(self, config, mesh: Mesh, parallel_output=True):
         super().__init__()
         self.config, self.mesh, self.parallel_output = config, mesh, parallel_output
         placement, tied = config.placement, config.tied
-        held = [placement.virtual_stage(mesh.pp_rank, chunk) for chunk in range(placement.chunks)]
-        self.pre_process, self.post_process = 0 in held, placement.last in held
-        if self.pre_process or (self.post_process and tied):   # a last stage holds a copy of the tied matrix
+        virtual_stages = [placement.virtual_stage(mesh.pp_rank, chunk) for chunk in range(placement.chunks)]
+        self.pre_process, self.post_process = 0 in virtual_stages, placement.last in virtual_stages
+        if self.pre_process or (self.post_process and tied):   # the last stage holds a copy of a tied matrix
             self.embedding = Embedding(config, mesh, self.pre_process)
-        runs = [stage_layers(config.num_layers, virtual_stage, placement.last + 1) for virtual_stage in held]
+        numbers = [stage_layers(config.num_layers, stage, placement.last + 1) for stage in virtual_stages]
         self.layers = nn.ModuleDict({str(i): Layer(config, mesh, f"layers.{i}")
-                                     for i in sorted(layer for run in runs for layer in run)})
-        self.chunks = [Chunk([self.layers[str(i)] for i in run], virtual_stage == 0, virtual_stage == placement.last)
-                       for run, virtual_stage in zip(runs, held)]
+                                     for i in sorted(i for chunk in numbers for i in chunk)})
+        self.chunks = [Chunk([self.layers[str(i)] for i in chunk], stage == 0, stage == placement.last)
+                       for chunk, stage in zip(numbers, virtual_stages)]
         if self.post_process:
             self.final_norm = Norm(config, mesh, config.hidden_size)
             if not tied:
                 self.output_layer = VocabParallelEmbedding(config, mesh)
-            # in a list: not a second owner
+            # in a list, or torch would register a tied matrix under a second name
             self.head = [self.embedding.word_embeddings if tied else self.output_layer]
-        if mesh.device.type != "meta":                         # where there is nothing to draw into
+        if mesh.device.type != "meta":
             self.initialize()
 
     @torch.no_grad()
     def initialize(self):
-        """Draw each parameter whole, from a generator seeded by (seed, its global name), and keep this rank's part.
+        """Draw each parameter whole, from a generator seeded by (seed, global name), and keep this rank's shard.
 
-        So the initial weights are the same on every layout, shards of one matrix differ, and replicas agree.
+        So initial weights are the same on every layout: the shards of a matrix differ, and replicas agree.
         """
         for name, weight in self.named_parameters():
             if weight.init_std is None:
@@ -145,23 +148,27 @@ class GPT(nn.Module):
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """The word embedding's matrix, where two stages, the model's first and last, each hold a copy of it."""
+        """This stage's copy of the tied word embedding, if the first and the last stage each hold one; else None."""
         shared = self.config.tied and self.pre_process != self.post_process
         return self.embedding.word_embeddings.weight if shared else None
 
     def forward(self, tokens, positions, labels=None, hidden=None, sample_ids=None, chunk=0, documents=None):
-        """The plain model, with blocking wires: one of its chunks.
+        """Run one chunk of the plain model, with blocking communication.
 
-        tokens, positions, labels: [b, s]; hidden: [b, s, h] from the layers before (None for the first);
-        sample_ids: b numbers that seed dropout, None to evaluate; documents [b, s]: see positions.py.
-        Returns hidden states [b, s, h]; at the model's end the loss of each token [b, s], or without labels the logits:
-        [b, s, valid] of this rank's words with parallel_output, else [b, s, v] on every rank.
+        tokens, positions, labels: [b, s]
+        hidden: [b, s, h] from the previous chunk; None for the first
+        sample_ids: b numbers that seed dropout; None to evaluate
+        documents: [b, s], see layers/positions.py
+        Returns hidden states [b, s, h]. The last chunk returns the loss of each token [b, s] or, without labels, the
+        logits: [b, s, num_words] of this rank's words with parallel_output, else [b, s, v] on every rank.
         """
-        masks_and_positions = MasksAndPositions(self.config, self.mesh, sample_ids, positions=positions, documents=documents)
+        masks_and_positions = MasksAndPositions(self.config, self.mesh, sample_ids, positions=positions,
+                                                documents=documents)
         x, chunk = hidden, self.chunks[chunk]
         if chunk.pre_process:
             words = self.embedding.word_embeddings(tokens)
-            x = self.embedding.add_positions(words, positions, masks_and_positions.hidden_dropout_mask("embedding", words))
+            mask = masks_and_positions.hidden_dropout_mask("embedding", words)
+            x = self.embedding.add_positions(words, positions, mask)
         for layer in chunk.layers:
             x = layer(x, masks_and_positions)
         if not chunk.post_process:
@@ -175,30 +182,14 @@ class GPT(nn.Module):
         return logits if self.parallel_output else gather_logits(logits, vocabulary, self.config.vocab_size)
 
 
+# ---- models without memory, on torch's meta device: estimates and checkpoints ask them for names and shapes
+
 @lru_cache(maxsize=64)
 def meta_stage(config, pp_rank=0, tp_rank=0) -> GPT:
-    """A stage of the model as one of its ranks would hold it, without memory: what a formula needs of shapes and kinds
-    it asks here, so that what a layer has is said in one place."""
+    """Return the stage that the rank at these coordinates would hold."""
     return GPT(config, meta_mesh(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank))
 
 
 def meta_model(config) -> GPT:
-    """All of the model, as one process would hold it, without memory."""
+    """Return the whole model, as one process would hold it."""
     return meta_stage(dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))
-
-
-def parameter_count(config) -> int:
-    """Parameters of the whole model, a tied matrix once, without the vocabulary's padding."""
-    whole = meta_model(config)
-    padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size
-    matrices = sum(isinstance(module, VocabParallelEmbedding) for module in whole.modules())
-    return sum(weight.numel() for weight in whole.parameters()) - matrices * padding
-
-
-def flops_per_token(config) -> float:
-    """Training FLOPs of a token: 6 N + 12 L n d s, N without positions, attention not halved for causality
-    (PaLM, 2204.02311, appendix B; nanoGPT). n d is h, where heads are not of another size; SwiGLU's third matrix, and
-    keys and values that heads share, are in N."""
-    learned = config.position_embedding_type == "learned_absolute"
-    parameters = parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
-    return 6 * parameters + 12 * config.num_layers * config.num_attention_heads * config.kv_channels * config.seq_length

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from support.harness import Outcome, build, cut_of, reference_for, sizes_of, tiny, whole
 from support.reference import ReferenceGPT
 
+from nanodomino.analysis.sizes import flops_per_token, parameter_count
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.layers.masks_and_positions import MasksAndPositions
-from nanodomino.model import flops_per_token, parameter_count
 
 
 def drawn_rank(config):

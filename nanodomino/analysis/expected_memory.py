@@ -38,14 +38,15 @@ from dataclasses import replace
 from itertools import accumulate
 
 from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_element, bytes_per_main_element, gradient_shards,
-                                       hidden_bytes, local_vocab_size, mesh_at, optimizer_shards, qkv_and_mlp_bytes,
-                                       residual_bytes, slice_count, stage_actions, stage_model, tokens_per_microbatch)
+                                       hidden_bytes, local_vocab_size, mesh_at, optimizer_shards, parameter_count,
+                                       qkv_and_mlp_bytes, residual_bytes, slice_count, stage_actions, stage_model,
+                                       tokens_per_microbatch)
 from nanodomino.config.config import Config
 from nanodomino.layers.cross_entropy import CHUNK_BYTES
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.positions import rotary_size
 from nanodomino.mesh import PIPELINE_THREAD_BLOCKS, Mesh
-from nanodomino.model import Chunk, parameter_count
+from nanodomino.model import Chunk
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.pipeline import ACTIONS_AHEAD

@@ -3,8 +3,9 @@ from functools import lru_cache
 from nanodomino.config.config import Config
 from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.mesh import Mesh, meta_mesh
-from nanodomino.model import GPT, meta_stage
+from nanodomino.model import GPT, meta_model, meta_stage
 from nanodomino.optim.buckets import ParameterKind, flat_layout, sort_into_buckets
+from nanodomino.parallel import VocabParallelEmbedding
 
 
 # ---- the grid
@@ -109,3 +110,23 @@ def qkv_and_mlp_bytes(config: Config) -> tuple[int, int, int, int]:
 def local_vocab_size(config: Config, at: Mesh) -> int:
     """Logits of a token on this rank, whose stage has the head: its words, rounded up (VocabParallelEmbedding)."""
     return stage_model(config, at).head[0].num_logits
+
+
+# ---- the whole model
+
+def parameter_count(config: Config) -> int:
+    """Return the parameters of the whole model: a tied matrix counts once, the vocabulary's padding not at all."""
+    model = meta_model(config)
+    padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size
+    matrices = sum(isinstance(module, VocabParallelEmbedding) for module in model.modules())
+    return sum(weight.numel() for weight in model.parameters()) - matrices * padding
+
+
+def flops_per_token(config: Config) -> float:
+    """Return the training FLOPs per token: 6 N + 12 L n d s (PaLM, 2204.02311, appendix B; nanoGPT).
+
+    N: parameters without learned positions; n heads of d numbers. Attention is not halved for causality.
+    """
+    learned = config.position_embedding_type == "learned_absolute"
+    parameters = parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
+    return 6 * parameters + 12 * config.num_layers * config.num_attention_heads * config.kv_channels * config.seq_length

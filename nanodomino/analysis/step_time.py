@@ -37,9 +37,10 @@ import torch.nn.functional as F
 
 from nanodomino.analysis import expected_memory, expected_traffic, sizes
 from nanodomino.analysis.expected_traffic import Traffic
+from nanodomino.analysis.sizes import flops_per_token
 from nanodomino.config.config import Config
 from nanodomino.errors import require
-from nanodomino.model import Chunk, flops_per_token
+from nanodomino.model import Chunk
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.schedules import simulation

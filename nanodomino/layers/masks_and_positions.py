@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanodomino.layers.main_grad import wide
 from nanodomino.layers.positions import attention_bias, rotation
 
 
@@ -46,8 +47,7 @@ class MasksAndPositions:
         """Draw masks [b, *shape], scaled by 1/(1 - probability). Returns None if nothing is dropped."""
         if self.sample_ids is None or probability == 0.0:
             return None
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        masks = torch.empty(len(self.sample_ids), *shape, device=like.device, dtype=dtype)
+        masks = torch.empty(len(self.sample_ids), *shape, device=like.device, dtype=wide(like))
         for mask, sample in zip(masks, self.sample_ids):
             mask.bernoulli_(1.0 - probability, generator=seeded_generator(like.device, self.config.seed, sample, site))
         return masks.div_(1.0 - probability)

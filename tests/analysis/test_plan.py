@@ -23,12 +23,13 @@ from benchmarks import comm, memory, plan
 from benchmarks.common import config_of, main, parse, seconds_text
 from nanodomino import pipeline
 from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
+from nanodomino.analysis.sizes import flops_per_token, parameter_count
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.domino import Domino
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.mesh import make_mesh
-from nanodomino.model import flops_per_token, meta_stage, parameter_count
+from nanodomino.model import meta_stage
 from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES, Schedule
 from nanodomino.schedules.simulation import peak_microbatches

@@ -13,7 +13,7 @@ from benchmarks import plan, published
 from benchmarks.common import main, parse
 from benchmarks.published import RUNS, TABLE_1, TABLE_5
 from nanodomino.analysis import expected_traffic, sizes, step_time
-from nanodomino.model import parameter_count
+from nanodomino.analysis.sizes import parameter_count
 
 EVERY = [(paper, run) for paper, runs in RUNS.items() for run in runs]
 # How far off a prediction with the default flags is allowed to be. It is high for small models and low for large ones,

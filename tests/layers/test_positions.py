@@ -9,6 +9,7 @@ from support.fake_world import fake_world
 from support.harness import END_OF_TEXT, FAMILIES, build, counted_documents, difference, random_data, sizes_of, tiny
 from support.reference import random_weights
 
+from nanodomino.analysis.sizes import parameter_count
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.data import Batch, Ends
@@ -16,7 +17,7 @@ from nanodomino.domino import run_alone
 from nanodomino.errors import UserError
 from nanodomino.layers.positions import (attention_bias, document_ids, inverse_rotation, positions_within_documents,
                                          rotary_frequencies, rotate, rotation)
-from nanodomino.model import meta_stage, parameter_count
+from nanodomino.model import meta_stage
 
 
 def rope(**changes):

@@ -12,10 +12,11 @@ import torch
 from support.harness import tiny
 
 import nanodomino.run.report
+from nanodomino.analysis.sizes import flops_per_token
 from nanodomino.analysis.step_time import estimate
 from nanodomino.config.config import Config
 from nanodomino.mesh import make_mesh, meta_mesh
-from nanodomino.model import flops_per_token, meta_stage
+from nanodomino.model import meta_stage
 from nanodomino.run.report import Report, describe_stage, open_metrics
 from nanodomino.run.signals import StopSignal
 from nanodomino.schedules.simulation import picture
