@@ -1,32 +1,37 @@
-"""ZeRO stages 1 and 2: a replica keeps 1/dp of the optimizer, and of the gradients (1910.02054, sections 5.1 and 5.2).
+"""ZeRO stages 1 and 2: shards the optimizer's state, and the gradients, over the replicas (1910.02054, section 5).
 
-Data-parallel replicas hold the same weights and sum their gradients. Each could run the whole optimizer and keep all of
-its state; instead each owns 1/dp of it. The step has three phases:
+Data-parallel replicas hold the same weights and sum their gradients. Instead of running the whole optimizer, each
+replica owns one of dp partitions of the weights and updates only that. A step has three phases:
 
-    1  reduce-scatter  every gradient bucket is summed over the replicas, each gets the sum of its own part
-                       (started while backward still runs, as soon as it is through with a bucket)
-    2  update          norm, clipping, optimizer on the own part: fp32 master weights and moments of that part alone
-    3  all-gather      the new weights of all parts to everybody
+    1  reduce-scatter  sums each gradient bucket over the replicas; each receives the sum of its own partition.
+                       Launched while backward still runs, as soon as the bucket's gradients are complete
+    2  update          norm, clipping and optimizer on the own partition, with fp32 master weights and moments
+    3  all-gather      sends the new weights of each partition to all replicas
 
-    bucket of one kind    | qkv.weight | dense.weight | ... |pad|     weights: the model's parameters are views of it
-                          | . . . . . . . . . . . . . . . . . . |     main_grad: fp32 when training in 16 bit
-    dp = 4                |   rank 0   |   rank 1  |   2  |   3   |   each rank updates its quarter as one tensor
+    a flat bucket    | qkv.weight | dense.weight | ... |pad|     see optim/buckets.py
+    dp = 4           |   rank 0   |   rank 1  |   2  |   3   |   each rank updates its quarter as one tensor
 
-Stage 1 adds up the gradients of a step's m microbatches, and reduces their sum. Stage 2 reduces those of each, and adds
-up the own part alone: a bucket has memory for gradients from the first that is added until its reduce is done, then
-another bucket has it. (All replicas of a stage run the same schedule, so they send the same buckets in the same order.)
-Stage 0 is the same code with one part: the reduce is an all-reduce, which is a reduce-scatter and an all-gather, the
-part is everything, and no weights are gathered. With AdamW a parameter costs
+Stage 1 accumulates the gradients of a step's m microbatches and reduces the sum. Stage 2 reduces the gradients of each
+microbatch and accumulates only the own partition; a bucket's main_grad exists only from its first gradient until its
+reduce is done. Stage 0 is the same code with one partition: phase 1 is an all-reduce, and phase 3 sends nothing.
 
-                 bytes, 16-bit training      fp32, where the master is the weight      on the wires, 16 bit, (dp-1)/dp x
+**When are a bucket's gradients complete?** The bucket counts reports. domino.py reports a sublayer's modules once per
+microbatch, after the last slice has added to their gradients, and the report counts once for each parameter. A bucket
+of 4 parameters and a step of 3 microbatches: stages 0 and 1 reduce it once, after 12 reports; stage 2 reduces it after
+every 4. There the reports of two microbatches may interleave, and a reduce then carries some gradients of both. This is
+harmless, because the last report follows the last gradient and all reduces add up to the same sum. Replicas of a stage
+run the same schedule, so they launch the same reduces in the same order.
+
+With AdamW a parameter costs
+
+                 bytes, 16-bit training      fp32: the weight is its own master        bytes sent, 16 bit, (dp-1)/dp x
     stage 0      2 + 4 + 4 + 4 + 4           4 + 4 + 4 + 4                             4 + 4
     stage 1      2 + 4 + (4 + 4 + 4)/dp      4 + 4 + (4 + 4)/dp                        4 + 2
     stage 2      2 + (4 + 4 + 4 + 4)/dp      4 + (4 + 4 + 4)/dp                        4 m + 2
 
-Beside that, stage 2 has some buckets in memory, which should be small beside the whole: those that are being filled,
-and those on their way. Backward, 4 FLOP a token and parameter, hides the wires of a microbatch that has C/R (dp-1)/dp
-tokens or more, at C FLOP/s and R bytes/s: some 1,600 for an H100 among its neighbours, 15,000 on a network of 400
-Gbit/s. What it does not hide is paid m times: stage 2 is for what does not fit otherwise, in few or large microbatches.
+and in stage 2 the main_grad of the few buckets that are being filled or reduced. Backward takes 4 FLOP per token and
+parameter, so at C FLOP/s and R bytes/s it hides the reduces of a microbatch of C/R (dp-1)/dp tokens or more: 1,600 on
+H100s with NVLink, 15,000 over 400 Gbit/s. Use stage 2 for what does not fit otherwise, with few or large microbatches.
 """
 
 import math
@@ -38,47 +43,45 @@ import torch.distributed as dist
 
 from nanodomino.comm.collectives import all_gather, reduce_scatter
 from nanodomino.comm.trace import NO_TRACE
-from nanodomino.mesh import Mesh
-from nanodomino.model import GPT
 from nanodomino.optim.buckets import Bucket, ParameterKind, sort_into_buckets
 from nanodomino.optim.loss_scale import LossScale
 from nanodomino.optim.optimizers import OPTIMIZERS
 
-MAX_REDUCES_IN_FLIGHT = 2        # reduces that stage 2 has under way at most, each with its memory
+MAX_REDUCES_IN_FLIGHT = 2        # in stage 2, where each holds a bucket's main_grad
 
 
 def sum_of_squares(flat):
-    """As a float64. Pieces are summed in the tensor's own type, several times as fast as all of it in float64."""
+    """Return it in float64; blocks are summed in the tensor's own type, which is several times as fast."""
     return torch.stack(torch._foreach_norm(flat.split(1 << 18))).double().square().sum()
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of the global batch, and the same on every rank."""
+    """The outcome for the global batch, equal on all ranks."""
     loss: float
     grad_norm: float
-    skipped: bool        # not finite: no weight has changed
-    stop: bool           # some rank wishes to stop
-    loss_scale: float    # of this step
+    skipped: bool        # the loss or a gradient was not finite, so no weight has changed
+    stop: bool           # some rank wants to stop
+    loss_scale: float    # during this step
 
 
 class ZeroOptimizer:
-    """config.optimizer over flat buckets, sharded over the replicas from config.zero_stage 1 on."""
+    """Runs config.optimizer on flat buckets, partitioned over the replicas if config.zero_stage is 1 or 2."""
 
-    def __init__(self, model: GPT, config, mesh: Mesh, trace=NO_TRACE):
+    def __init__(self, model, config, mesh, trace=NO_TRACE):
         self.config, self.mesh, self.trace = config, mesh, trace
         self.partitions, self.partition = (mesh.dp, mesh.dp_rank) if config.zero_stage else (1, 0)
         shards_gradients = config.zero_stage == 2 and mesh.dp > 1
         self.buckets = [Bucket(kind, parameters, self.partitions, self.partition, shards_gradients)
                         for kind, parameters in sort_into_buckets(model)]
         self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
-        self.buckets_of = {}                             # modules -> how many of their parameters are in which bucket
+        self.buckets_of = {}                             # modules -> Counter of the buckets of their parameters
         self.reports_needed = {bucket: len(bucket.parameters) * (1 if shards_gradients else config.microbatches)
-                               for bucket in self.buckets}      # that a bucket waits for before its reduce
-        self.reduces_in_flight = deque()                 # reduces: (bucket, its gradients, work, received)
+                               for bucket in self.buckets}
+        self.reduces_in_flight = deque()                 # (bucket, its main_grad, work, received)
         self.has_loss = model.post_process
-        self.updates = 0                                 # steps that were not skipped: the optimizer's own count
-        self.skipped_in_a_row = 0                        # steps up to this one that were, and not by the scale alone
+        self.updates = 0                                 # steps that were not skipped, as the optimizer counts them
+        self.skipped_in_a_row = 0                        # without those that a smaller loss scale might have prevented
         self.loss_scale = LossScale(config)
         self.spec = OPTIMIZERS[config.optimizer]
         groups = [dict(params=[bucket.master for bucket in self.buckets if bucket.kind.decay == decay],
@@ -86,20 +89,20 @@ class ZeroOptimizer:
         self.optimizer = self.spec.make([group for group in groups if group["params"]], config)
         self.zero_grad()
 
-    # ---- what is kept of each bucket beside its gradient: for whoever saves, counts or restores it
+    # ---- state, for checkpoints and memory accounts
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The names of what must be saved of each parameter to go on."""
+        """What a checkpoint saves for each parameter."""
         return ("weight", *self.spec.moments)
 
     def own_state(self, bucket: Bucket, name: str):
-        """This rank's part of what is `kept`: fp32 or wider. None for a moment before the first update."""
+        """Return this rank's partition of a state, in fp32 or wider; None for a moment before the first update."""
         return bucket.master if name == "weight" else self.optimizer.state[bucket.master].get(name)
 
     def allocate_own_state(self, bucket: Bucket, name: str):
-        """Where this rank's part of what is `kept` lies, made where it is not there yet: to be filled by whoever
-        restores it, who sets `updates` before and calls gather_weights after."""
+        """Return this rank's partition of a state, allocated if need be, for a checkpoint to fill. Set `updates` first,
+        and call gather_weights() last."""
         if name == "weight":
             return bucket.master
         state = self.optimizer.state[bucket.master]
@@ -110,19 +113,19 @@ class ZeroOptimizer:
         return state[name]
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Everything that is kept for the update: master weights, moments, counts."""
+        """Return all master weights, moments and step counts."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return [bucket.master for bucket in self.buckets] + states
 
     def zero_grad(self):
-        """Before the first backward of a step."""
+        """Prepare for the first backward of a step."""
         for bucket in self.buckets:
             bucket.zero_grad()
         self.reports_left = dict(self.reports_needed)
 
     def warm_up(self):
-        """Every sum and gather of a step, of zeros: what a communicator does at its first time is then done."""
-        self.finish_reduces()                                    # of what a microbatch of nothing has sent
+        """Run each collective of a step once, on zeros, so that communicators are set up before training."""
+        self.finish_reduces()                            # ... that the warm-up's backward has launched
         self.zero_grad()
         for bucket in self.buckets:
             self.reduce(bucket)
@@ -133,11 +136,10 @@ class ZeroOptimizer:
     # ---- phase 1
 
     def on_gradients_ready(self, modules):
-        """These modules' gradients of a microbatch are there. A bucket that has heard so of all its parameters, by each
-        microbatch that it waits for, goes on the wires. (Where these take turns, after as many reports: a sum may be
-        sent in any parts, and the last report comes behind all that is added.)"""
+        """Count one report for each parameter of the modules; reduce the buckets that have all of theirs."""
         if modules not in self.buckets_of:
-            self.buckets_of[modules] = Counter(self.bucket_of[weight] for one in modules for weight in one.parameters())
+            self.buckets_of[modules] = Counter(self.bucket_of[weight] for module in modules
+                                               for weight in module.parameters())
         for bucket, count in self.buckets_of[modules].items():
             self.reports_left[bucket] -= count
             if self.reports_left[bucket] <= 0:
@@ -145,7 +147,7 @@ class ZeroOptimizer:
                 self.reduce(bucket)
 
     def reduce(self, bucket):
-        """Start summing a bucket over the replicas."""
+        """Launch the sum of a bucket's gradients over the replicas."""
         if self.mesh.dp == 1:
             return
         if bucket.shards_gradients and len(self.reduces_in_flight) == MAX_REDUCES_IN_FLIGHT:
@@ -159,10 +161,10 @@ class ZeroOptimizer:
         self.trace.watch("all_reduce" if self.partitions == 1 else "reduce_scatter", work, group="dp",
                          bytes=flat.nbytes)
 
-    def finish_reduces(self, left=0):
-        """Wait until so few reduces are under way, the oldest first. Whoever was late, the own parts of their sums are
-        added up in the order of the launches: the same run has the same bits."""
-        done = [self.reduces_in_flight.popleft() for _ in range(len(self.reduces_in_flight) - left)]
+    def finish_reduces(self, max_in_flight=0):
+        """Wait for the oldest reduces until at most so many are in flight. Sums are always added in the order of the
+        launches, so that a rerun has the same bits."""
+        done = [self.reduces_in_flight.popleft() for _ in range(len(self.reduces_in_flight) - max_in_flight)]
         for _, _, work, _ in done:
             self.wait("dp", work)
         with self.trace.span("optimizer"):
@@ -174,41 +176,60 @@ class ZeroOptimizer:
                     bucket.own_grad.add_(own)
 
     def finalize_gradients(self):
-        """After the last backward: wait for all. Then those who have parts of one gradient add them up: first and last
-        stage, of a tied matrix; where tensor-parallel ranks have worked on the rows of one, of what is whole on each.
-        After the sum over replicas, so that all add the same numbers and their copies never drift apart."""
-        assert self.reports_left == self.reports_needed, "a gradient was never reported as final"
+        """After the last backward, finish all reduces. Then sum the gradients of which several ranks hold a part: the
+        tied embedding, on the first and the last stage, and copies that each tensor-parallel rank applies to its own
+        tokens or heads. Because replicas are summed first, all ranks add the same numbers and copies stay equal."""
+        assert self.reports_left == self.reports_needed, "a gradient was never reported as complete"
         self.finish_reduces()
         for bucket in self.buckets:
-            for group, is_a_part in (("tp", bucket.kind.partial_gradient), ("embedding", bucket.kind.tied)):
-                if is_a_part:
+            for group, partial in (("tp", bucket.kind.partial_gradient), ("embedding", bucket.kind.tied)):
+                if partial:
                     work = dist.all_reduce(bucket.own_grad, group=getattr(self.mesh, f"{group}_group"), async_op=True)
                     self.trace.watch("all_reduce", work, group=group, bytes=bucket.own_grad.nbytes)
                     self.wait(group, work)
 
     # ---- phases 2 and 3
 
-    def counts_in_norm(self, kind: ParameterKind) -> bool:
-        """Whether this rank is the one that adds its part of such a bucket to the global norm."""
-        mesh = self.mesh
-        return ((kind.sharded or mesh.tp_rank == 0) and (self.partitions > 1 or mesh.dp_rank == 0)
-                and (not kind.tied or mesh.is_first_stage))
+    def step(self, learning_rate: float, totals, stop=False) -> StepResult:
+        """Divide the gradients by the global number of tokens and the loss scale, clip, update and gather.
 
-    def step(self, learning_rate: float, totals, stop=False) -> "StepResult":
-        """Divide by the global number of tokens and the scale, clip, update, gather; or skip, if a sum is not finite.
-
-        totals: what pipeline.run returned; stop: whether this rank wishes to stop after the step.
+        totals: what pipeline.run returned; stop: whether this rank wants to stop after the step. If the loss or the
+        norm is not finite, the update is skipped; the step number, the data and the learning rate go on as always.
         """
         self.finalize_gradients()
         loss_sum, tokens, squares, stops = self.sum_over_world(totals, stop)
-        tokens, scale = max(tokens, 1.0), self.loss_scale.value    # where nothing counts all gradients are zero
-        grad_norm = math.sqrt(squares) / (tokens * scale)          # main_grad holds gradients of scale x the loss sum
+        tokens, scale = max(tokens, 1.0), self.loss_scale.value    # if no token counts, all gradients are zero
+        grad_norm = math.sqrt(squares) / (tokens * scale)
         skipped = not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
         if not (math.isfinite(loss_sum) and self.loss_scale.update(overflow=skipped)):
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if not skipped:
             self.update(learning_rate, grad_norm, 1.0 / (tokens * scale))
         return StepResult(loss_sum / tokens, grad_norm, skipped, stops > 0, scale)
+
+    def sum_over_world(self, totals, stop=False):
+        """Return the world's [loss sum, tokens, sum of squared gradients, ranks that want to stop], each token and each
+        parameter counted once. All ranks see the same numbers, so all skip a step, or stop after it, or none does."""
+        sums = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
+        sums[3].fill_(stop)                                    # sums[3] = stop would copy it and wait for the GPU
+        if self.has_loss and self.mesh.tp_rank == 0:
+            sums[0], sums[1] = totals.loss_sum, totals.tokens
+        else:
+            sums[0] += 0.0 * totals.loss_sum                   # 0 x NaN is NaN: what does not count must be finite too
+        with self.trace.span("optimizer"):
+            for bucket in self.buckets:
+                square = sum_of_squares(bucket.own_grad)
+                sums[2] += square if self.counts_in_norm(bucket.kind) else 0.0 * square
+        work = dist.all_reduce(sums, async_op=True)
+        self.trace.watch("all_reduce", work, group="world", bytes=sums.nbytes)
+        self.wait("world", work)
+        return sums.tolist()                                   # here, once a step, the host waits for its device
+
+    def counts_in_norm(self, kind: ParameterKind) -> bool:
+        """Return whether this rank, of all that hold a copy of the same gradients, adds them to the global norm."""
+        mesh = self.mesh
+        return ((kind.sharded or mesh.tp_rank == 0) and (self.partitions > 1 or mesh.dp_rank == 0)
+                and (not kind.tied or mesh.is_first_stage))
 
     def update(self, learning_rate: float, grad_norm: float, scale: float):
         """Phases 2 and 3, with `scale` times the gradients."""
@@ -223,27 +244,8 @@ class ZeroOptimizer:
         self.updates += 1
         self.gather_weights()
 
-    def sum_over_world(self, totals, stop=False):
-        """One all-reduce of four numbers: loss sum, tokens, sum of squared gradients, each counted once in the world,
-        and how many ranks wish to stop. So all decide alike: to skip a step that is not finite on one of them, to stop
-        after it."""
-        mine = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
-        mine[3].fill_(stop)                                    # mine[3] = stop would copy it, and wait for the GPU
-        if self.has_loss and self.mesh.tp_rank == 0:
-            mine[0], mine[1] = totals.loss_sum, totals.tokens
-        else:
-            mine[0] += 0.0 * totals.loss_sum                   # what does not count here must be finite all the same,
-        with self.trace.span("optimizer"):
-            for bucket in self.buckets:                        # and 0 x NaN and 0 x infinity are NaN
-                square = sum_of_squares(bucket.own_grad)
-                mine[2] += square if self.counts_in_norm(bucket.kind) else 0.0 * square
-        work = dist.all_reduce(mine, async_op=True)
-        self.trace.watch("all_reduce", work, group="world", bytes=mine.nbytes)
-        self.wait("world", work)
-        return mine.tolist()                             # here the host waits for its device, once a step: watch.py
-
     def gather_weights(self):
-        """Phase 3: the new weights of every part to every replica."""
+        """Phase 3: send the new weights of each partition to all replicas."""
         works = []
         for bucket in self.buckets:
             if bucket.master is not bucket.own_weights:

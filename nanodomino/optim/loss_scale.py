@@ -1,45 +1,41 @@
-"""Train in fp16: gradients times a factor, or the small ones are rounded to zero (1710.03740, section 3.2).
+"""Loss scaling: multiplies fp16 gradients by a factor, so that small ones are not rounded to 0 (1710.03740, 3.2).
 
-A number of fp16 has 11 bits. The largest is 65504, from 2^-14 down there are fewer bits, and below 2^-24 is nothing.
-Weights and activations fit in. Gradients of activations do not: those of the mean loss of 2^19 tokens begin at 2^-19,
-and get smaller as the model learns. Backward is linear. So let the gradient of each token's loss be `scale`, and all
-that follows from it is as many times as large:
+An fp16 number has 11 significant bits. The largest is 65504; below 2^-14 numbers have fewer bits, below 2^-24 there is
+only zero. Weights and activations fit into this range. Gradients of activations do not: for the mean loss of 2^19
+tokens they start at 2^-19, and they shrink as the model learns. But backward is linear: if the gradient of each token's
+loss is `scale` instead of 1, every gradient is `scale` times as large.
 
                          2^-24          2^-14                                     2^15
     numbers of fp16        | fewer bits   | . . . . . . 11 bits . . . . . . . . . . | infinity
     gradients       o o O O O O O o o o
     times the scale                    o o O O O O O o o o
 
-The parameters' gradients are added up in fp32 (main_grad) and divided by the scale where they are divided by the number
-of tokens, before norm and clipping (zero.py). A scale is best a power of two: it changes exponents alone, so no bit of
-a result depends on it, as long as nothing is too large or too small.
+zero.py divides the parameters' gradients, in fp32, by the scale and the number of tokens before it computes the norm.
+A power of two changes only exponents, so it changes no bit of the result unless a number over- or underflows.
 
-**Of what.** Of *one token's* loss. Megatron-LM scales a mean, so its first 2^32 is shared by the tokens that a replica
-has in a batch: 2^13 for each of 2^19. Here no batch size, microbatch or layout comes into it. With a scale of 1 that is
-the gradient of the loss sum, and not enough: after 60 steps of nano a quarter of what goes backward into its products
-is below 2^-14. Since the gradient of a logit is at most the scale, more than 2^15 is of little use: that is the first
-one. A sum over tokens would soon be too large too; all of those are of fp32 (buckets.py, bridge.py,
-functions.py).
+Megatron-LM scales the mean loss, and its initial 2^32 amounts to 2^13 for each of a replica's 2^19 tokens. Our scale is
+that of one token, which does not depend on the batch or the layout. 1 would not do: after 60 steps of the preset nano
+a quarter of the numbers that enter backward's matmuls are below 2^-14. Nor would much more than the initial 2^15, since
+a logit's gradient can be as large as the scale. Sums over tokens could overflow earlier; all of them are in fp32.
 
-**How large.** Nobody knows, and it changes while training goes on. So it is tried (Megatron-LM's DynamicGradScaler):
+The best scale changes during training, so it adapts, as Megatron-LM's DynamicGradScaler does:
 
-    a gradient is not finite     the step is skipped, and from the `hysteresis`-th such step on the scale is halved
-    `window` good steps in a row the scale is doubled, and the patience of the hysteresis is whole again
+    some gradient is not finite      skip the step; from the `hysteresis`-th such step on, also halve the scale
+    `window` good steps in a row     double the scale, and count for the hysteresis anew
 
-All ranks see the same: whether a step is finite is decided for the world (zero.py). Skipped so, a step is no sign of a
-run that goes wrong, and not counted as one: at most hysteresis - 1 + log2(scale / least) of them follow each other. One
-that is skipped at the least scale is, and so is one whose loss is not finite: the loss was not scaled.
-
-A scale that is given (--loss-scale), and the 1 of all other types, is one that never moves.
+zero.py finds out for the world whether a step is finite, so all ranks decide alike. A skipped step leaves weights and
+moments as they are, while the step number, the data and the learning rate go on. It is expected, so it does not count
+as a failure: at most hysteresis - 1 + log2(scale / least) such steps follow each other. A step skipped at the smallest
+scale does count, and so does one whose loss is not finite, since the loss itself is never scaled.
 """
 
 import math
 
-LOSS_SCALE_LIMIT = 2.0**128    # of loss scales, which multiply fp32
+LOSS_SCALE_LIMIT = 2.0**128    # scales must be smaller: they multiply fp32 numbers
 
 
 class LossScale:
-    """value: what the gradients of this step's losses are."""
+    """value: the factor for this step. It never changes if it is set by --loss-scale, and is 1 for all other types."""
 
     def __init__(self, config):
         given = config.loss_scale or (None if config.dtype == "float16" else 1.0)
@@ -51,41 +47,37 @@ class LossScale:
         self.good_steps = 0
 
     def update(self, overflow: bool) -> bool:
-        """After a step, whose gradients were not finite if it is an overflow. Returns whether a smaller scale may mend
-        it."""
+        """Adapt the scale after a step; return whether a smaller scale might have prevented its overflow."""
         if not overflow:
             self.good_steps += 1
             if self.good_steps >= self.window and 2.0 * self.value < LOSS_SCALE_LIMIT:
                 self.value, self.good_steps, self.patience = 2.0 * self.value, 0, self.hysteresis
             return False
-        mends = self.value > self.least
+        can_shrink = self.value > self.least
         self.good_steps, self.patience = 0, max(self.patience - 1, 0)
         if self.patience == 0:
             self.value = max(self.value / 2.0, self.least)
-        return mends
+        return can_shrink
 
     def advice(self) -> str:
-        """Of a run that gives up, where it may be the scale that is too large, and can't get smaller."""
-        if self.value <= 1.0:
+        """Return the start of an error message's advice if the scale may be too large and cannot get smaller."""
+        if self.value <= 1.0 or self.value > self.least:
             return ""
-        return (f"try a smaller --{'min-' * self.moves}loss-scale than {self.least:g}, or "
-                if self.value <= self.least else "")
-
-    # ---- for checkpoints
+        return f"try a smaller --{'min-' * self.moves}loss-scale than {self.least:g}, or "
 
     def state(self) -> dict | None:
-        """None of one that never moves."""
+        """Return what a checkpoint saves; None if the scale never changes."""
         return dict(value=self.value, good_steps=self.good_steps, patience=self.patience) if self.moves else None
 
     def restore(self, state: dict | None):
-        """From what state() gave, here or in a run of other settings, whose scale may not have moved."""
+        """Restore what state() returned, perhaps in a run with other settings or with a fixed scale."""
         if self.moves and state:
             self.value = max(state["value"], self.least)
             self.good_steps, self.patience = state["good_steps"], min(state["patience"], self.hysteresis)
 
 
 def is_valid_state(value) -> bool:
-    """Whether a stranger's record can be restored."""
+    """Return whether a checkpoint's entry, which may hold anything, can be restored."""
     return value is None or (isinstance(value, dict) and value.keys() == {"value", "good_steps", "patience"}
                              and all(type(number) in (int, float) and 0 <= number < LOSS_SCALE_LIMIT
                                      for number in value.values())

@@ -1,17 +1,17 @@
-"""What becomes of a gradient: the arithmetic of an update, element by element, and the moments that it keeps.
+"""Optimizers: how a gradient changes a weight, element by element, and which moments are kept for it.
 
     AdamW    m = b1 m + (1 - b1) g     v = b2 v + (1 - b2) g^2                                        (1711.05101)
              w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
     Lion     u = sign(b1 m + (1 - b1) g)     m = b2 m + (1 - b2) g     w = (1 - lr decay) w - lr u    (2302.06675)
 
-Both look at one element at a time. That is why ZeRO can cut flat buffers anywhere: zero.py hands over this rank's part
-of each buffer as one tensor, decides what is decayed, and asks here for nothing but an optimizer and the names of its
-moments, which checkpoints save beside the weight. So another optimizer is one entry of OPTIMIZERS.
+Because each element is updated by itself, ZeRO may cut flat buffers anywhere. zero.py passes this rank's partition of
+each buffer as one tensor, and checkpoints save each moment next to the weight. A new optimizer is one entry of
+OPTIMIZERS.
 
-What the layout may show. AdamW's update is a smooth function of the gradient, so rounding stays rounding. Lion's is a
-step: where a gradient is 0 but for rounding its sign is noise, a full step of lr either way, and layouts part. A GPT
-has one such place, the bias of the keys, which moves all scores of a query alike, and softmax does not see that. Nor
-does anything else depend on it: losses and all other weights still agree on every layout.
+Layouts differ by rounding. AdamW's update is a smooth function of the gradient, so the difference stays small. Lion's
+is a sign: where a gradient is 0 but for rounding, it is a full step of lr in a random direction. A GPT has one such
+parameter, the bias of the keys: it shifts all scores of a query alike, which softmax ignores. Nothing else depends on
+it, so losses and all other weights still agree on every layout.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Evolved sign momentum (2302.06675, algorithm 2): one moment, and half of AdamW's state."""
+    """Evolved sign momentum (2302.06675, algorithm 2): one moment, half of AdamW's state."""
 
     def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
@@ -40,9 +40,10 @@ class Lion(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """make(parameter groups, config) -> a torch.optim.Optimizer, whose groups have `lr`; moments: the names under which
-    it keeps a tensor of the weight's shape each, whatever its settings;
-    counts_steps: whether it also keeps the number of its updates, as `step`."""
+    """make(parameter groups, config) returns a torch.optim.Optimizer whose groups have an `lr`.
+
+    moments: the names of the state tensors with the weight's shape; counts_steps: whether the state also has a `step`.
+    """
     make: Callable
     moments: tuple[str, ...]
     counts_steps: bool = False
