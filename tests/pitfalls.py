@@ -827,7 +827,7 @@ def cost_by_name(config):
     wrong for the third."""
     def alive(config, place):
         return min(config.pp, config.microbatches) if config.schedule == "1f1b" else config.microbatches
-    return [(expected_memory, "alive", alive)]
+    return [(expected_memory, "microbatches_in_flight", alive)]
 
 
 # ---- what is computed again
