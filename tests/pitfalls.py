@@ -1016,7 +1016,7 @@ GUARDED = [
      "test_a_sublayers_gradients_are_all_there_when_it_is_called_final"),
     ("Memory for gradients that is used again while they travel",
      "A bucket that hands it on before its reduce is done sums what another one adds, or zeros.",
-     "gpu/test_hazards.py", "test_nothing_is_touched_while_it_travels"),
+     "gpu/test_hazards.py", "test_nothing_is_touched_in_flight"),
     ("More stages than microbatches",
      "The warm-up is longer than the work, and a stage waits for a microbatch that never comes.",
      "exactness/test_layouts.py", "test_training_equals_one_plain_process"),
@@ -1033,7 +1033,7 @@ GUARDED = [
      "and nothing else.", "gpu/test_fake_cuda.py", "test_memory_of_gpt2"),
     ("A sum that is repeated with what is computed again",
      "A sublayer that runs again up to its end puts its sum on the wires again, and who adds it "
-     "adds it twice.", "overlap/test_recompute.py", "test_no_sum_is_repeated"),
+     "adds it twice.", "overlap/test_recompute.py", "test_no_collective_is_repeated"),
     ("Memory that is given up while a copy still reads it",
      "Copies to the host and back run beside training. A tensor is freed, its memory is given to "
      "another, and the copy takes what it finds; or somebody reads what has not come back yet.",

@@ -1,5 +1,4 @@
-"""Domino hides its wires, and hides no error: what runs between a launch and its wait, how much travels, and what comes
-out."""
+"""Domino hides its collectives: what runs between a launch and its wait, how many bytes are sent, and the gradients."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -19,8 +18,7 @@ TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4
 
 
 def one_microbatch(data: FixedData, config, stage, model):
-    """Forward and backward of microbatch 0 of step 0; returns the events of each, the losses and the gradients by
-    name."""
+    """Run microbatch 0 of step 0 forward and backward; return the events of both, the losses, the gradients by name."""
     for weight in model.parameters():
         weight.main_grad.zero_()
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
@@ -39,8 +37,7 @@ def trace_rank(config, data):
 
 
 def windows(events):
-    """For each launch that somebody waited for: (site, slice, what other slices did meanwhile, what the slice itself
-    did)."""
+    """Return, for each launch, (site, slice, what other slices did before the wait, what the slice itself did)."""
     found = []
     for i, (kind, about) in enumerate(events):
         if kind == "all_reduce":
@@ -55,17 +52,17 @@ def windows(events):
 
 @pytest.mark.parametrize("slices", [2, 3])
 def test_in_every_window_between_launch_and_wait_another_slice_computes(pool, slices):
-    """Waited too early, nothing is hidden. Matrix products fill every window that has one left to fill it with."""
+    """A wait that comes too early hides nothing. Every window that can contain a matmul of another slice does."""
     config = tiny(2, **TP2, slices=slices)
     forward, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
 
     for site, piece, others, _ in windows(forward) + windows(backward):
         assert others["resume"] >= slices - 1, f"nobody ran while slice {piece} waited for {site}"
-    # Without a product: the embedding of a slice whose successors only look words up, and the cross entropy.
+    # No matmul is left for the embedding (the next slices only look words up) and the cross entropy.
     bare = {(site, piece) for site, piece, others, _ in windows(forward) if not others["matmul"]}
     assert bare <= {("embedding", piece) for piece in range(slices - 1)} | {("cross_entropy", piece)
                                                                             for piece in range(slices)}
-    # The last slice's last reduce of all: only its own weight gradients are left, and they run there.
+    # At the last slice's last all-reduce only its own weight gradients are left, and they run there.
     bare = [(site, piece, own) for site, piece, others, own in windows(backward) if not others["matmul"]]
     assert [(site, piece) for site, piece, _ in bare] == [("layers.0.attention", slices - 1)]
     assert bare[0][2]["weight_gradient"] == 1
@@ -87,23 +84,23 @@ def test_with_one_slice_every_launch_is_followed_by_its_wait(pool):
     assert all(set(own) <= {"resume"} and not others for _, _, others, own in windows(forward))
 
 
-def test_columns_start_each_chunk_on_the_wires_while_the_next_is_computed(pool):
-    """Domino's column split, which hides something even with a single slice."""
+def test_with_columns_each_chunk_is_in_flight_while_the_next_is_computed(pool):
+    """The column split hides communication even with a single slice."""
     config = tiny(2, **TP2, slices=1, columns=4)
     forward, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
     site = "layers.1.mlp"
     steps = [kind for kind, about in forward if about.get("site") == site]
-    # the column-parallel product, then four chunks
+    # the column-parallel matmul, then four chunks
     assert steps == ["matmul"] + ["matmul", "all_reduce"] * 4 + ["wait"]
     steps = [kind for kind, about in backward if about.get("site") == site]
     assert steps == ["matmul"] + ["matmul", "all_reduce"] * 4 + ["weight_gradient", "wait"]
 
 
-# ---- right, however the wires behave
+# ---- correct, whenever a collective completes
 
 
 def with_delayed_collectives(kind, *arguments):
-    """train_rank, on such wires."""
+    """Run train_rank with collectives that complete at once (early) or only in wait() (late)."""
     with ExitStack() as stack:
         for patch in delayed_collectives(kind):
             stack.enter_context(mock.patch.object(*patch))
@@ -112,8 +109,8 @@ def with_delayed_collectives(kind, *arguments):
 
 @pytest.mark.parametrize("world_size, options", [(8, {}), (4, dict(sequence_parallel=True, micro_batch_size=12))],
                          ids=["whole", "cut"])
-def test_slow_and_fast_wires_give_the_same_bits(pool, world_size, options):
-    """Whoever reads a sum before wait(), or writes to a buffer on the wires, computes something else here."""
+def test_collectives_that_complete_late_or_early_give_the_same_bits(pool, world_size, options):
+    """Code that reads a sum before wait(), or writes to a tensor in flight, computes different numbers here."""
     config = tiny(world_size, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2,
                   **options)
     weights, data, records, _ = reference_for(config, 2)
@@ -126,7 +123,7 @@ def test_slow_and_fast_wires_give_the_same_bits(pool, world_size, options):
 
 
 def plain_rank(config, weights, data):
-    """The definition: GPT.forward with blocking wires and autograd, on this rank's microbatch."""
+    """Run the definition on this rank's microbatch: GPT.forward with blocking collectives, and autograd."""
     _, model, _, _ = build(config, weights)
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
     losses = model(batch.tokens, batch.positions, batch.labels, sample_ids=batch.sample_ids)
@@ -142,7 +139,7 @@ def domino_rank(config, weights, data):
 @pytest.mark.parametrize("tp, slices, columns, dropout", [(1, 2, 1, 0.0), (2, 1, 1, 0.2), (2, 3, 2, 0.2),
                                                           (4, 2, 3, 0.0), (8, 4, 1, 0.1)])
 def test_domino_computes_what_the_plain_model_defines(pool, tp, slices, columns, dropout):
-    """Losses and every gradient, tape against autograd, with dropout where it is on."""
+    """Compares the losses and every gradient, tape against autograd, with and without dropout."""
     changes = dict(TP2, tensor_model_parallel_size=tp, hidden_dropout=dropout, attention_dropout=dropout)
     config = tiny(tp, **changes, slices=slices, columns=columns)
     weights, data, _, _ = reference_for(config, 1)
@@ -154,12 +151,11 @@ def test_domino_computes_what_the_plain_model_defines(pool, tp, slices, columns,
                           {name: tensor for name, (tensor, _) in plain_gradients.items()}) < 1e-10
 
 
-# ---- how much travels
+# ---- how many bytes are sent
 
 
 def count_rank(config, data):
-    """Collectives and sends of one training step on this rank: (kind, group) -> (calls, elements, all of them
-    asynchronous)."""
+    """Count the collectives and sends of one training step on this rank, by (kind, group)."""
     import nanodomino.zero as zero
     import train
     counts = Counter()
@@ -199,7 +195,7 @@ def count_rank(config, data):
 
 @pytest.mark.parametrize("slices, columns", [(1, 1), (2, 1), (2, 2)])
 def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
-    """2 + 2 all-reduces of X a layer and microbatch; slices and columns make more of them, not more bytes."""
+    """A layer all-reduces 4 activations per microbatch; slices and columns make more calls, not more bytes."""
     config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=4, num_layers=5,
                   slices=slices, columns=columns)
     results = pool.run(count_rank, config, random_data(config, 1))
@@ -215,16 +211,15 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
         assert (counts[("send", way), "calls"], counts[("send", way), "elements"]) == (m, m * activation)
         assert counts[("reduce_scatter", "dp"), "elements"] == counts[("all_gather", "dp"), "elements"] == padded
         embedding = counts[("all_reduce", "embedding"), "calls"], counts[("all_reduce", "embedding"), "elements"]
-        assert embedding == (1, tied / config.dp)              # after the sum over replicas: each part by its owner
+        assert embedding == (1, tied / config.dp)              # after the sum over replicas, by each shard's owner
         assert counts[("all_reduce", "world"), "elements"] == 4
         assert not counts.get((("all_reduce", "dp"), "calls"))
-        assert ("all_reduce", "tp") not in blocking, "a tensor-parallel sum that blocks is not inside Domino"
+        assert ("all_reduce", "tp") not in blocking, "a tensor-parallel all-reduce blocks"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "paired", "zb-v"])
 def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool, schedule):
-    """Masks agree where the stream is replicated, belong to their heads where it is sharded, to their layers in
-    chunks."""
+    """Masks agree where ranks replicate the stream; heads and layers keep their own masks where they are split."""
     from nanodomino.layers.masks_and_positions import MasksAndPositions
     from support.reference import train_reference, random_weights
     from support.harness import sizes_of

@@ -16,14 +16,16 @@ import train
 from nanodomino.domino import Domino
 from nanodomino.layers.cross_entropy import max_and_sum_exp_of_rows, scaled_exp_of_rows
 
-# bridge: opens the stage, or closes a sublayer; its backward: out of the head, of a sublayer, into the stage; cross
-# entropy: forward, backward
+# residual + norm: at the stage's start, after a sublayer; its backward: below the head, of a sublayer, at the start;
+# cross entropy: forward, backward
 GRAPHS = 7
 
 
 def graphs(layers, micro_batch_size=4, one_differs=False, dropout=0.0, recompute_granularity="none"):
-    """Captured by each of: the warm-up, a step, an evaluation, another step. one_differs: one norm's weight is of
-    another type than the others'."""
+    """Count the graphs captured by the warm-up, a step, an evaluation and another step.
+
+    one_differs: give one norm a weight of another type than the other norms.
+    """
     torch._dynamo.reset()
     counters.clear()
     config = tiny(2, tensor_model_parallel_size=2, num_layers=layers, slices=2, micro_batch_size=micro_batch_size,
@@ -78,21 +80,21 @@ def test_a_model_of_any_depth_has_the_same_few_graphs(layers):
     assert graphs(layers) == [GRAPHS, 0, 0, 0]
 
 
-def test_a_norm_that_is_computed_again_has_the_graph_that_opens_a_stage():
+def test_a_recomputed_norm_reuses_the_graph_of_the_stages_first_norm():
     assert graphs(2, recompute_granularity="full") == [GRAPHS, 0, 0, 0]
 
 
-def test_an_evaluation_which_drops_nothing_has_its_graph_from_the_warm_up():
+def test_the_warm_up_captures_the_graph_of_evaluation_which_has_no_dropout():
     made, *later = graphs(2, dropout=0.1)
     assert made == GRAPHS + 1 and later == [0, 0, 0]
 
 
 def test_a_smaller_last_slice_adds_a_set_for_any_size():
-    """5 samples are slices of 3 and 2; a graph that meets a second size is made again, for all sizes."""
+    """5 samples are slices of 3 and 2. A graph that meets a second size is captured again, for any size."""
     made, *later = graphs(2, micro_batch_size=5)
     assert GRAPHS < made <= 2 * GRAPHS and later == [0, 0, 0]
 
 
-def test_what_differs_between_layers_is_counted():
-    """Else the tests above could not fail."""
+def test_a_layer_that_differs_adds_a_graph():
+    """Otherwise the tests above could not fail."""
     assert graphs(2, one_differs=True)[0] > GRAPHS

@@ -1,5 +1,4 @@
-"""What backward computes again has the same bits, puts nothing on the wires, covers them, and is gone when it is done
-with."""
+"""Recomputation gives the same bits, repeats no collective, hides the collectives in flight, and frees its memory."""
 
 import dataclasses
 import weakref
@@ -26,7 +25,7 @@ EIGHT = dict(micro_batch_size=4, global_batch_size=8, num_layers=2)          # t
 
 
 def step_of(config, prepare=lambda stage: None, around=lambda mesh: nullcontext()):
-    """(the gradients, what around() gave) of one step of rank 0, whose sums reach nobody."""
+    """Run one step of rank 0 in a world without other processes; return (the gradients, what around() gave)."""
     with fake_world(0, config.world_size):
         mesh, model, optimizer, stage = build(config)
         prepare(stage)
@@ -48,14 +47,14 @@ def same_bits(found, expected):
                                      dict(slices=2, columns=2, sequence_parallel=True, **DROPOUT)],
                          ids=["one-slice", "slices-columns", "dropout", "zb-v-dropout", "sequence-parallel"])
 def test_gradients_have_the_same_bits(dtype, changes):
-    """No operation changes its operands or its order; masks are the same masks."""
+    """No operation changes its operands or its order, and dropout draws the same masks."""
     config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "dtype": dtype, **changes})
     plain, *others = (step_of(dataclasses.replace(config, recompute_granularity=one))[0] for one in GRANULARITIES)
     assert all(same_bits(other, plain) for other in others)
 
 
 def test_several_steps_on_several_stages_have_the_same_bits_too(pool):
-    """With real sums and messages, uneven slices, input and weight gradients apart."""
+    """With real collectives and messages, uneven slices, and deferred weight gradients."""
     config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule="zb-h1", slices=2,
                   **DROPOUT)
     weights, data, _, _ = reference_for(dataclasses.replace(config, hidden_dropout=0.0, attention_dropout=0.0), 2)
@@ -68,8 +67,8 @@ def test_several_steps_on_several_stages_have_the_same_bits_too(pool):
             assert all(torch.equal(mine.weights[name][0], theirs.weights[name][0]) for name in theirs.weights)
 
 
-def test_a_mask_is_drawn_once_where_it_is_kept_and_twice_where_it_is_not(monkeypatch):
-    """Those of the stream are kept but for full recomputation; attention's only where its inside is."""
+def test_a_mask_is_drawn_once_if_it_is_kept_and_twice_if_it_is_not(monkeypatch):
+    """Full recomputation drops the residual-stream masks; selective already drops attention's."""
     sites, draw = [], MasksAndPositions.draw_masks
 
     def drawn(self, site, *arguments):
@@ -84,11 +83,11 @@ def test_a_mask_is_drawn_once_where_it_is_kept_and_twice_where_it_is_not(monkeyp
         assert counts == [2 * core, 4 * hidden, embedding]
 
 
-# ---- the wires
+# ---- collectives
 
 @pytest.mark.parametrize("schedule, sequence_parallel", [*((schedule, False) for schedule in SCHEDULES), ("1f1b", True),
                                                          ("zb-v", True)])
-def test_no_sum_is_repeated(schedule, sequence_parallel):
+def test_no_collective_is_repeated(schedule, sequence_parallel):
     """As many collectives and bytes as without, by count and by formula. Of a stream that is cut, too: backward gathers
     a product's input again, whether it was kept or computed again."""
     config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=2, columns=2, schedule=schedule,
@@ -100,9 +99,8 @@ def test_no_sum_is_repeated(schedule, sequence_parallel):
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-def test_a_sublayer_is_computed_again_while_the_sum_above_it_travels(slices):
-    """Between that sum's launch and its wait; so with one slice, too, there is more than weight gradients to hide
-    it."""
+def test_a_sublayer_is_recomputed_while_the_all_reduce_above_it_is_in_flight(slices):
+    """Between its launch and its wait, so that it hides the all-reduce even with a single slice."""
     config = tiny(2, **{**EIGHT, "global_batch_size": 4}, tensor_model_parallel_size=2, slices=slices,
                   recompute_granularity="full")
     trace = Trace()
@@ -117,9 +115,8 @@ def test_a_sublayer_is_computed_again_while_the_sum_above_it_travels(slices):
 
 # ---- memory
 
-def test_what_was_computed_again_is_gone_before_the_next_sublayers_turn(monkeypatch):
-    """Of all slices one has one sublayer whole at a time. What a weight gradient needs stays where that is done
-    later."""
+def test_what_was_recomputed_is_freed_before_the_next_sublayer(monkeypatch):
+    """Only one slice at a time holds a recomputed sublayer. Deferred weight gradients keep what they need."""
     again, found, restore = [], [], LinearPair.restore
 
     def watched(self, ops, slice, tape, h):
@@ -138,10 +135,10 @@ def test_what_was_computed_again_is_gone_before_the_next_sublayers_turn(monkeypa
         assert len(found) == 3 * 4 and max(found) == most
 
 
-# ---- the host's memory, behind a GPU that is not there
+# ---- host offload, on a simulated GPU
 
 class Stream:
-    """Of copies, which are made when training's stream waits for them, and no sooner."""
+    """A stream whose copies are carried out only when training's stream waits for them."""
 
     def __init__(self, gpu):
         self.gpu, self.seen, self.copies = gpu, 0, []
@@ -253,7 +250,7 @@ def step_on_host(config, monkeypatch):
                                      dict(slices=2, sequence_parallel=True)],
                          ids=["one-slice", "slices", "gpipe-dropout", "paired", "zb-v", "sequence-parallel"])
 def test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits(monkeypatch, changes):
-    """However late copies are, nothing is read before it is there, and no memory is given up while a copy needs it."""
+    """However late a copy is, nothing reads its target before it is done, and no memory is freed that a copy needs."""
     config = tiny(2, **{**EIGHT, "tensor_model_parallel_size": 2, "global_batch_size": 16,
                         "recompute_granularity": "full", **changes})
     gradients, gpu, _ = step_on_host(config, monkeypatch)
@@ -264,8 +261,8 @@ def test_what_was_on_the_host_comes_back_in_time_and_with_the_same_bits(monkeypa
 
 
 @pytest.mark.parametrize("slices, schedule", [(3, "gpipe"), (2, "interleaved"), (1, "interleaved")])
-def test_the_gpus_memory_holds_no_x_but_those_that_are_leaving(monkeypatch, slices, schedule):
-    """One sublayer's; all others are on the host, as the formulas say, also what came from the layers before."""
+def test_the_gpu_holds_no_x_except_those_that_are_being_copied_out(monkeypatch, slices, schedule):
+    """It holds one sublayer's x; all others are on the host, as the formulas say, also the chunk's input."""
     config = tiny(2, **EIGHT, tensor_model_parallel_size=2, slices=slices, schedule=schedule,
                   recompute_granularity="full", **DROPOUT)
     _, _, most = step_on_host(config, monkeypatch)

@@ -1,4 +1,4 @@
-"""A stream that is cut along its tokens trains as a whole one does: the same numbers, other wires, less memory."""
+"""A sharded residual stream trains like a replicated one: the same numbers, other collectives, less memory."""
 
 from collections import Counter
 from pathlib import Path
@@ -27,7 +27,7 @@ DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3)
 SIX = dict(global_batch_size=6, num_layers=4)          # two microbatches of three samples
 
 
-# ---- spread, join, own
+# ---- gather, reduce, own_rows
 
 def numbers(seed, shape, dtype):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
@@ -41,8 +41,8 @@ def arrive(flight):
 
 
 def three_of(kind, shape, dtype):
-    """On a rank: its rows of a tensor that all have; what they are spread to, in whole and in two chunks of features;
-    and what its own tensor, a part of a sum, is joined to."""
+    """On a rank: its rows of a tensor; their gather, in one piece and in two chunks of features; and the reduce of a
+    tensor of its own."""
     mesh = make_mesh(1, 1, torch.distributed.get_world_size(), torch.device("cpu"))
     stream = kind(mesh.tp_group)
     rows = stream.own_rows(numbers(99, shape, dtype))
@@ -54,9 +54,8 @@ def three_of(kind, shape, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_rows_are_spread_to_all_and_parts_of_sums_joined_to_rows(pool, ranks, dtype):
-    """Three samples of eight tokens: rows in order, where they are also of two samples; the sum's bits are those of one
-    call."""
+def test_gather_returns_all_rows_and_reduce_the_sum_of_this_ranks_rows(pool, ranks, dtype):
+    """Three samples of eight tokens, so that a rank holds rows of two samples; the sum has torch.sum's bits."""
     shape, whole_of_it = (3, 8, 6), numbers(99, (3, 8, 6), dtype)
     total = torch.stack([numbers(rank, shape, dtype) for rank in range(ranks)]).sum(dim=0)
     found = pool.run(three_of, ShardedStream, shape, dtype, world_size=ranks)
@@ -67,7 +66,7 @@ def test_rows_are_spread_to_all_and_parts_of_sums_joined_to_rows(pool, ranks, dt
         assert torch.equal(spread, whole_of_it) and torch.equal(torch.cat(chunks, dim=-1), whole_of_it)
 
 
-def test_where_it_is_whole_rows_are_all_rows_and_join_is_a_sum(pool):
+def test_with_a_replicated_stream_gather_does_nothing_and_reduce_is_an_all_reduce(pool):
     shape, dtype = (3, 8, 6), torch.float64
     total = numbers(0, shape, dtype) + numbers(1, shape, dtype)
     for own, spread, _, joined in pool.run(three_of, ReplicatedStream, shape, dtype, world_size=2):
@@ -75,7 +74,7 @@ def test_where_it_is_whole_rows_are_all_rows_and_join_is_a_sum(pool):
 
 
 def two_products(kind, shape):
-    """(<spread x, y>, <x, join y>) of this rank's part x of something, and a y of its own."""
+    """Return (<gather x, y>, <x, reduce y>) for this rank's rows x of a tensor and a y of its own."""
     mesh = make_mesh(1, 1, torch.distributed.get_world_size(), torch.device("cpu"))
     stream = kind(mesh.tp_group)
     x, y = stream.own_rows(numbers(99, shape, torch.float64)), numbers(mesh.tp_rank, shape, torch.float64)
@@ -83,9 +82,9 @@ def two_products(kind, shape):
 
 
 @pytest.mark.parametrize("kind", [ShardedStream, ReplicatedStream])
-def test_spread_and_join_are_each_others_backward(pool, kind):
-    """<spread x, y> = <x, join y>, over all ranks; of a whole stream each rank's copy says all of the second
-    already."""
+def test_gather_and_reduce_are_each_others_backward(pool, kind):
+    """<gather x, y> = <x, reduce y>, summed over the ranks. With a replicated stream each rank already has all of
+    <x, reduce y>."""
     products = pool.run(two_products, kind, (3, 8, 6), world_size=4)
     spread, joined = (sum(side) for side in zip(*products))
     assert spread == pytest.approx(joined / (4 if kind is ReplicatedStream else 1), rel=1e-12)
@@ -110,7 +109,7 @@ def with_masks(config, steps):
         (2, 1, dict(columns=3)), (2, 2, dict(schedule="paired", recompute_granularity="full")),
         (4, 2, dict(schedule="zb-h1", columns=3))))],
     ids=["tp4-full", "tp2-pp2-zb-v", "tp2-columns3", "tp2-pp2-paired", "tp4-pp2-zb-h1"])
-def test_masks_are_the_whole_samples_cut(pool, tp, pp, options):
+def test_dropout_masks_are_those_of_the_whole_sample(pool, tp, pp, options):
     """Three samples in two slices, so that a rank's rows begin in the middle of one; four layers, and all of it to
     1e-9."""
     config = tiny(tp * pp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **SIX, slices=2,
@@ -153,8 +152,8 @@ def stopped_rank(configs, weights, data, folder):
 
 @pytest.mark.parametrize("first", [pytest.param(False, marks=pytest.mark.exhaustive), True],
                          ids=["whole-then-cut", "cut-then-whole"])
-def test_a_checkpoint_does_not_say_how_the_stream_lay(pool, tmp_path, first):
-    """So a run goes on either way, on another layout too, as the plain model does: it is a setting that may change."""
+def test_a_run_may_turn_sequence_parallelism_on_or_off_when_it_resumes(pool, tmp_path, first):
+    """On another layout too, and with the numbers of the plain model."""
     assert "sequence_parallel" in names_affecting(Config, "nothing")
     boxes = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), dict(tensor_model_parallel_size=4)
     configs = [tiny(4, **box, **SIX, slices=2, sequence_parallel=cut, **DROPOUT)
@@ -173,18 +172,18 @@ def drift_rank(config, weights, data):
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_copies_over_tp_keep_the_same_bits(pool, zero_stage):
-    """Norms, row biases, positions, which each rank has a part of the gradient of; in bfloat16, with their masters."""
+    """Norms, row biases and positions, of which each rank has a partial gradient; bfloat16 weights and masters."""
     config = tiny(4, tensor_model_parallel_size=2, data_parallel_size=2, slices=2, sequence_parallel=True,
                   dtype="bfloat16", global_batch_size=12, zero_stage=zero_stage)
     weights = random_weights(sizes_of(config), seed=3)
     assert pool.run(drift_rank, config, weights, random_data(config, STEPS), world_size=4) == [""] * 4
 
 
-# ---- what is between a launch and its wait
+# ---- what runs between a launch and its wait
 
 def windows_of(config, staggered=Domino.staggered):
-    """Of forward and backward of a microbatch on rank 0: (kind, site, slice, products of other slices meanwhile) of all
-    that travels."""
+    """Return (kind, site, slice, matmuls of other slices while it is in flight) for each collective of a microbatch on
+    rank 0, forward and backward."""
     found, launched = [], {}
     with fake_world(0, config.world_size), mock.patch.object(Domino, "staggered", staggered):
         _, _, _, stage = build(config, trace=Trace())
@@ -217,20 +216,20 @@ def windows_of(config, staggered=Domino.staggered):
 FOUR = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, sequence_parallel=True)
 
 
-def bare(windows):
-    """What travels while no other slice computes a product."""
+def exposed(windows):
+    """The collectives during which no other slice computes a matmul."""
     return {(kind, site, piece) for kind, site, piece, products in windows if not products}
 
 
 @pytest.mark.parametrize("slices, columns, granularity", [(2, 1, "none"), (3, 1, "none"), (2, 2, "none"),
                                                           (2, 1, "full"), (3, 2, "selective")])
-def test_every_gather_and_every_scatter_travels_behind_another_slices_product(slices, columns, granularity):
-    """But at the model's ends, where there is nothing yet, or nothing left, to compute."""
+def test_another_slices_matmul_hides_every_all_gather_and_reduce_scatter(slices, columns, granularity):
+    """Except at the model's ends, where no slice has a matmul left."""
     forward, backward = windows_of(tiny(2, **FOUR, slices=slices, columns=columns, recompute_granularity=granularity))
-    assert bare(forward) <= {("reduce_scatter", "embedding", 0), ("all_gather", "layers.0.attention", 0),
+    assert exposed(forward) <= {("reduce_scatter", "embedding", 0), ("all_gather", "layers.0.attention", 0),
                              ("all_gather", "head", slices - 1),
                              *(("all_reduce", "cross_entropy", piece) for piece in range(slices))}
-    assert bare(backward) <= {("reduce_scatter", "head", 0), ("all_gather", "layers.2.mlp", 0),
+    assert exposed(backward) <= {("reduce_scatter", "head", 0), ("all_gather", "layers.2.mlp", 0),
                               ("reduce_scatter", "layers.0.attention", slices - 1),
                               ("all_gather", "embedding", slices - 1)}
     assert len(forward) == slices * (6 * 2 * columns + 1 + columns + 2)
@@ -238,18 +237,17 @@ def test_every_gather_and_every_scatter_travels_behind_another_slices_product(sl
 
 
 @pytest.mark.parametrize("slices", [2, 3])
-def test_since_slices_come_a_turn_after_each_other(slices):
-    """Without that, the first slice's gather and the last one's scatter of each sublayer find all others waiting
-    too."""
+def test_without_staggered_slices_collectives_are_exposed(slices):
+    """At a sublayer's first gather and last reduce-scatter, all other slices would wait too."""
     forward, backward = windows_of(tiny(2, **FOUR, slices=slices), staggered=lambda self, piece, generator: generator)
     for windows in (forward, backward):
-        assert {one for one in bare(windows) if one[1].startswith("layers.1.")} == {
+        assert {one for one in exposed(windows) if one[1].startswith("layers.1.")} == {
             one for site in ("layers.1.attention", "layers.1.mlp")
             for one in (("all_gather", site, 0), ("reduce_scatter", site, slices - 1))}
 
 
-def test_a_stream_that_is_whole_has_no_turns_to_keep():
-    """Its sums are hidden as they are, and a turn less is a turn in which nobody waits."""
+def test_with_a_replicated_stream_slices_are_not_staggered():
+    """Their all-reduces are hidden without it."""
     with fake_world(0, 2):
         for cut in (False, True):
             config = tiny(2, **FOUR | dict(sequence_parallel=cut), slices=2)
