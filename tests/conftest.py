@@ -24,7 +24,8 @@ def pytest_cmdline_main(config):
     Most tests wait for sockets and time-outs, so two cores can serve three. `-n 0` keeps everything in one process.
     """
     options = config.option
-    if (config.args_source is config.ArgsSource.TESTPATHS and getattr(options, "numprocesses", 0) is None
+    is_worker = hasattr(config, "workerinput")
+    if (not is_worker and config.args_source is config.ArgsSource.TESTPATHS and getattr(options, "numprocesses", 0) is None
             and options.capture != "no" and not options.usepdb):
         options.numprocesses, options.dist = 3, "worksteal"
 

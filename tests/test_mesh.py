@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support import ROOT
 from support.jobs import TINY, make_corpus
-from support.train_in_pool import start_rank
+from support.train_in_pool import main_on_rank
 from torch.distributed.distributed_c10d import _process_group_color, _world
 
 from nanodomino import mesh
@@ -134,7 +134,7 @@ def timeouts_rank(flags):
             destroy()
 
         patch.setattr(dist, "destroy_process_group", look_and_destroy)
-        return start_rank(flags, bad_steps=()), waits
+        return main_on_rank(flags, bad_steps=()), waits
 
 
 def test_every_group_of_a_run_has_its_timeout(pool, tmp_path):

@@ -15,7 +15,7 @@ from support.jobs import make_corpus
 from support.fork_server import launcher_environments
 from support.harness import build, sizes_of, tiny
 from support.reference import random_weights
-from support.train_in_pool import lines, saved, start
+from support.train_in_pool import metric_points, saved_steps, train_in_pool
 
 import train
 from data.prepare import prepare
@@ -203,23 +203,24 @@ def test_the_same_command_with_an_exit_interval_goes_on_by_as_many_steps_each_ti
     finds nothing left."""
     command = ("--run-dir", tmp_path / "run", "--train-iters", 6, "--exit-interval", 2, "--keep-last", 5)
     for steps in (2, 4, 6, 6):
-        ended = start(pool, small, *command)
+        ended = train_in_pool(pool, small, *command)
         assert (ended.code, ended.error) == (0, "")
-        assert [step for step, _ in lines(tmp_path / "run", "loss")] == list(range(1, steps + 1))
-        assert saved(tmp_path / "run") == list(range(steps, 0, -2))
+        assert [step for step, _ in metric_points(tmp_path / "run", "loss")] == list(range(1, steps + 1))
+        assert saved_steps(tmp_path / "run") == list(range(steps, 0, -2))
         assert ("stopped early" in ended.output) == (steps < 6) and f"{steps} of 6 steps done" in ended.output
-        assert [step for step, _ in lines(tmp_path / "run", "test_loss")] == [6] * (steps == 6)
+        assert [step for step, _ in metric_points(tmp_path / "run", "test_loss")] == [6] * (steps == 6)
     assert "nothing is left" in ended.output
 
 
 def test_the_test_loss_of_what_was_once_the_end_goes_when_the_run_goes_on(pool, small, tmp_path):
     """Two of them in one metrics.jsonl, and whoever reads it takes the first."""
     for steps in (2, 4):
-        start(pool, small, "--run-dir", tmp_path / "run", "--train-iters", steps)
-        ((last, loss),) = lines(tmp_path / "run", "test_loss")
+        train_in_pool(pool, small, "--run-dir", tmp_path / "run", "--train-iters", steps)
+        ((last, loss),) = metric_points(tmp_path / "run", "test_loss")
         assert last == steps
-    start(pool, small, "--run-dir", tmp_path / "run", "--train-iters", 4)
-    assert lines(tmp_path / "run", "test_loss") == [(4, loss)], "nor is it there twice after a start with nothing left"
+    train_in_pool(pool, small, "--run-dir", tmp_path / "run", "--train-iters", 4)
+    assert metric_points(tmp_path / "run",
+                         "test_loss") == [(4, loss)], "nor is it there twice after a start with nothing left"
 
 
 @pytest.mark.parametrize("name, peak", [("NVIDIA A10", 125e12), ("NVIDIA A10G", None), ("NVIDIA RTX A4000", None),

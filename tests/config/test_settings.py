@@ -10,7 +10,7 @@ import pytest
 from support import ROOT
 from support.jobs import make_corpus
 from support.harness import build, random_data, tiny
-from support.train_in_pool import lines, saved, start
+from support.train_in_pool import metric_points, saved_steps, train_in_pool
 
 import train
 from data.prepare import prepare
@@ -181,12 +181,14 @@ def test_other_training_tokens_are_another_run(pool, tmp_path):
     text.write_text(text.read_text().replace("line 7 ", "line 8 "))
     prepare(text, tmp_path / "other", progress=False)
     tokens.rename(tmp_path / "moved")
-    assert start(pool, tmp_path, "--run-dir", run, "--train-iters", 1, "--data-path", tmp_path / "moved").code == 0
+    assert train_in_pool(pool, tmp_path, "--run-dir", run, "--train-iters", 1, "--data-path",
+                         tmp_path / "moved").code == 0
     (tmp_path / "moved").rename(tokens)
-    assert start(pool, tmp_path, "--run-dir", run, "--train-iters", 2, "--data-path", tokens).code == 0
-    ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 3, "--data-path", tmp_path / "other")
+    assert train_in_pool(pool, tmp_path, "--run-dir", run, "--train-iters", 2, "--data-path", tokens).code == 0
+    ended = train_in_pool(pool, tmp_path, "--run-dir", run, "--train-iters", 3, "--data-path", tmp_path / "other")
     assert ended.code is None and "was made with data-sha256 " in ended.error
-    assert start(pool, tmp_path, "--run-dir", tmp_path / "next", "--load", run, "--finetune", "--train-iters", 1,
+    assert train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "next", "--load", run, "--finetune", "--train-iters",
+                         1,
                  "--data-path", tmp_path / "other").code == 0
 
 
@@ -293,15 +295,15 @@ def test_the_command_that_began_a_run_from_another_goes_on_with_its_own_when_giv
     """A scheduler gives it at each start. What the run has done since then must not be thrown away for where it came
     from, which by then may even be gone."""
     make_corpus(tmp_path)
-    assert start(pool, tmp_path, "--run-dir", tmp_path / "from", "--train-iters", 3).code == 0
+    assert train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "from", "--train-iters", 3).code == 0
     command = ["--load", tmp_path / "from", *again, "--run-dir", tmp_path / "run", "--train-iters", 8,
                "--exit-interval", 2]
     begin = 0 if again else 3
     for steps in (2, 4, 6) if again else (4, 6, 8):
-        ended = start(pool, tmp_path, *command)
+        ended = train_in_pool(pool, tmp_path, *command)
         assert (ended.code, ended.error) == (0, "")
-        assert [step for step, _ in lines(tmp_path / "run", "loss")] == list(range(begin + 1, steps + 1))
-        assert saved(tmp_path / "run")[0] == steps
+        assert [step for step, _ in metric_points(tmp_path / "run", "loss")] == list(range(begin + 1, steps + 1))
+        assert saved_steps(tmp_path / "run")[0] == steps
         assert ("starting from the weights in" in ended.output) == (bool(again) and steps == 2)
         if steps == 4:
             shutil.rmtree(tmp_path / "from")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from support.jobs import make_corpus
 from support.harness import FixedData, build, difference, train_steps, whole
-from support.train_in_pool import lines, start_rank
+from support.train_in_pool import main_on_rank, metric_points
 
 from nanodomino.checkpoint.folders import checkpoints_of
 from nanodomino.checkpoint.load import load_weights, read_single_process
@@ -374,13 +374,13 @@ def test_an_imported_model_is_trained_on_and_exported(pool, package, saved, tmp_
              f"{tmp_path / 'run'} "
              f"--train-iters 2 --global-batch-size 8 --micro-batch-size 2 --tp {tp} --pp {pp} --dtype float64 "
              f"--eval-iters 0 --sample-tokens 0 --device cpu --lr 1e-3").split()
-    ended = pool.run(start_rank, flags, (), world_size=tp * pp)
+    ended = pool.run(main_on_rank, flags, (), world_size=tp * pp)
     assert ended[0].code == 0, ended[0]
     config = config_of(checkpoints_of(tmp_path / "run")[0])
     batch = TokenDataset(corpus, "train", config.seq_length, config.seed).batch(0, 0, 0, 1, 8, 8)
     with torch.no_grad():
         expected = F.cross_entropy(exact(model)(batch.tokens).logits.flatten(0, 1), batch.labels.flatten())
-    assert lines(tmp_path / "run", "loss")[0] == (1, pytest.approx(float(expected), rel=1e-9))
+    assert metric_points(tmp_path / "run", "loss")[0] == (1, pytest.approx(float(expected), rel=1e-9))
 
     assert "with tokenizer.json" in export_model(tmp_path / "run", tmp_path / "out", None, 10**9)
     again, told = package.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)

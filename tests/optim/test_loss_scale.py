@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.jobs import make_corpus
 from support.harness import build, difference, random_data, reference_for, relative, tiny, train_rank, whole
-from support.train_in_pool import lines, start
+from support.train_in_pool import metric_points, train_in_pool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
@@ -264,12 +264,12 @@ def test_a_narrow_cross_entropy_has_no_wide_temporary(narrow):
 def test_a_run_finds_its_scale_and_no_step_that_is_skipped_on_the_way_ends_it(pool, tmp_path):
     """From 2^40 down, which takes many more steps than may be skipped in a row; all numbers of the run tell of it."""
     make_corpus(tmp_path)
-    ended = start(pool, tmp_path, "--run-dir", tmp_path / "run", "--fp16", "--tp", 2, "--train-iters", 40,
+    ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--fp16", "--tp", 2, "--train-iters", 40,
                   "--max-skipped-steps", 3, "--initial-loss-scale", 2.0**40,
                   "--log-interval", 1, "--sample-tokens", 3, world_size=2)
     assert ended.code == 0, ended.error
-    scales, skipped = lines(tmp_path / "run", "loss_scale"), [skipped
-                                                              for _, skipped in lines(tmp_path / "run", "skipped")]
+    scales = metric_points(tmp_path / "run", "loss_scale")
+    skipped = [skipped for _, skipped in metric_points(tmp_path / "run", "skipped")]
     first = skipped.index(False)
     assert 20 < first < 40 and skipped == first * [True] + (40 - first) * [False]
     assert [scale for _, scale in scales] == [2.0**40] + [2.0**(40 - step)
@@ -282,7 +282,8 @@ def test_a_run_finds_its_scale_and_no_step_that_is_skipped_on_the_way_ends_it(po
                                         (("--loss-scale", 2.0**40), "loss-scale")])
 def test_a_run_whose_scale_can_not_fall_ends_after_too_many_skipped_steps(pool, tmp_path, flags, fix):
     make_corpus(tmp_path)
-    ended = start(pool, tmp_path, "--run-dir", tmp_path / "run", "--fp16", "--train-iters", 40, "--max-skipped-steps",
+    ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--fp16", "--train-iters", 40,
+                          "--max-skipped-steps",
                   3, "--initial-loss-scale", 2.0**40, *flags)
     assert ended.code is None and ended.error.startswith("3 steps in a row, up to step 3, had a loss or gradient that "
                                                          "is not finite; "
@@ -293,10 +294,11 @@ def test_a_run_whose_scale_can_not_fall_ends_after_too_many_skipped_steps(pool, 
 def test_a_loss_that_is_not_finite_is_not_the_scales_fault(pool, tmp_path):
     """It counts, and the scale stays."""
     make_corpus(tmp_path)
-    ended = start(pool, tmp_path, "--run-dir", tmp_path / "run", "--fp16", "--hysteresis", 1, "--train-iters", 9,
+    ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--fp16", "--hysteresis", 1, "--train-iters",
+                          9,
                   "--max-skipped-steps", 2, "--initial-loss-scale", 64, bad_steps=[2, 4, 5, 6])
     assert ended.code is None and "2 steps in a row, up to step 5, had a loss" in ended.error
-    assert {scale for _, scale in lines(tmp_path / "run", "loss_scale")} == {64.0}
+    assert {scale for _, scale in metric_points(tmp_path / "run", "loss_scale")} == {64.0}
 
 
 @pytest.mark.parametrize("at_once", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
@@ -305,14 +307,15 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_scale_and_patience(pool, tm
     norms."""
     make_corpus(tmp_path)
     flags = ("--fp16", "--train-iters", 14, "--initial-loss-scale", 2.0**19, "--loss-scale-window", 3, "--tp", 2)
-    straight = start(pool, tmp_path, "--run-dir", tmp_path / "straight", *flags, world_size=2)
+    straight = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "straight", *flags, world_size=2)
     assert straight.code == 0
     for _ in range(math.ceil(14 / at_once)):
-        assert start(pool, tmp_path, "--run-dir", tmp_path / "stopped", *flags, "--exit-interval", at_once,
+        assert train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "stopped", *flags, "--exit-interval", at_once,
                      world_size=2).code == 0
     for name in ("loss_scale", "skipped", "loss", "grad_norm"):
-        assert lines(tmp_path / "stopped", name) == lines(tmp_path / "straight", name)
-    scales, skipped = ([value for _, value in lines(tmp_path / "straight", name)] for name in ("loss_scale", "skipped"))
+        assert metric_points(tmp_path / "stopped", name) == metric_points(tmp_path / "straight", name)
+    scales, skipped = ([value for _, value in metric_points(tmp_path / "straight", name)]
+                       for name in ("loss_scale", "skipped"))
     assert any(one > other for one, other in pairwise(scales)) and any(one < other for one, other in pairwise(scales))
     assert not all(skipped)
 
@@ -322,13 +325,14 @@ def test_a_run_in_another_type_goes_on_in_fp16_with_the_first_scale(pool, tmp_pa
     remembered."""
     make_corpus(tmp_path)
     run = tmp_path / "run"
-    start(pool, tmp_path, "--run-dir", run, "--bf16", "--train-iters", 2)
+    train_in_pool(pool, tmp_path, "--run-dir", run, "--bf16", "--train-iters", 2)
     assert read_manifest(checkpoints_of(run)[0])["loss_scale"] is None
-    ended = start(pool, tmp_path, "--run-dir", run, "--fp16", "--train-iters", 4, "--initial-loss-scale", 32)
-    assert ended.code == 0 and lines(run, "loss_scale") == [(1, 1.0), (2, 1.0), (3, 32.0), (4, 32.0)]
+    ended = train_in_pool(pool, tmp_path, "--run-dir", run, "--fp16", "--train-iters", 4, "--initial-loss-scale", 32)
+    assert ended.code == 0 and metric_points(run, "loss_scale") == [(1, 1.0), (2, 1.0), (3, 32.0), (4, 32.0)]
     assert read_manifest(checkpoints_of(run)[0])["loss_scale"] == dict(value=32.0, good_steps=2, patience=2)
-    ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 5, "--min-loss-scale", 64, "--initial-loss-scale",
+    ended = train_in_pool(pool, tmp_path, "--run-dir", run, "--train-iters", 5, "--min-loss-scale", 64,
+                          "--initial-loss-scale",
                   64, "--hysteresis", 1)
-    assert ended.code == 0 and lines(run, "loss_scale")[-1] == (5,
+    assert ended.code == 0 and metric_points(run, "loss_scale")[-1] == (5,
                                                                 64.0), "what is given counts more than what was found"
     assert is_valid_state(read_manifest(checkpoints_of(run)[0])["loss_scale"])

@@ -13,7 +13,7 @@ import time
 
 import pytest
 from support.jobs import ROOT, TINY, Job, differences, fill_disk, make_corpus, needs_proc, wait_until
-from support.train_in_pool import lines, saved, start, start_rank
+from support.train_in_pool import main_on_rank, metric_points, saved_steps, train_in_pool
 
 import train
 from nanodomino.checkpoint.folders import checkpoints_of
@@ -296,9 +296,9 @@ def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(pool, 
     command = ("--run-dir", tmp_path / "run", "--train-iters", 20, "--save-interval", 1, "--keep-last", 1,
                "--max-skipped-steps", 6)
     for at_once in (4, 1, 1, 9):
-        ended = start(pool, tmp_path, *command, "--exit-interval", at_once, bad_steps=range(3, 20))
+        ended = train_in_pool(pool, tmp_path, *command, "--exit-interval", at_once, bad_steps=range(3, 20))
     assert ended.code is None and "6 steps in a row, up to step 8, had a loss" in ended.error
-    assert saved(tmp_path / "run") == [7, 6, 5, 4, 3, 2]
+    assert saved_steps(tmp_path / "run") == [7, 6, 5, 4, 3, 2]
 
 
 @pytest.mark.parametrize("bad, last", [((1, 3, 5), None), ((2, 4, 5), 5)], ids=["here and there", "in a row"])
@@ -309,14 +309,15 @@ def test_only_skipped_steps_in_a_row_end_a_run_however_often_it_is_started_again
     make_corpus(tmp_path)
     run, ended = tmp_path / "run", None
     while ended is None or "stopped early" in ended.output:
-        ended = start(pool, tmp_path, "--run-dir", run, "--train-iters", 6, "--max-skipped-steps", 2, "--exit-interval",
+        ended = train_in_pool(pool, tmp_path, "--run-dir", run, "--train-iters", 6, "--max-skipped-steps", 2,
+                              "--exit-interval",
                       at_once, bad_steps=bad)
-    assert [step for step, skipped in lines(run, "skipped") if skipped] == list(bad)
+    assert [step for step, skipped in metric_points(run, "skipped") if skipped] == list(bad)
     if last:
         assert ended.code is None
         assert f"2 steps in a row, up to step {last}, had a loss or gradient that is not finite" in ended.error
     else:
-        assert ended.code == 0 and saved(run)[0] == 6
+        assert ended.code == 0 and saved_steps(run)[0] == 6
 
 
 # Drifted apart
@@ -340,7 +341,7 @@ def unshared_rank(flags):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "check_shared_folder",
                       lambda run_dir: check_shared_folder(run_dir / "of another host" if rank > 1 else run_dir))
-        return start_rank(flags, bad_steps=())
+        return main_on_rank(flags, bad_steps=())
 
 
 def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(pool, tmp_path):
@@ -441,10 +442,10 @@ def test_damaged_checkpoints_push_out_no_good_one_when_the_run_goes_on_before_th
     """Or a second damage would cost all of the run."""
     make_corpus(tmp_path)
     command = ("--run-dir", tmp_path / "run", "--keep-last", 2, "--train-iters")
-    start(pool, tmp_path, *command, 4, "--save-interval", 1, "--keep-last", 3)
-    assert saved(tmp_path / "run") == [4, 3, 2]
+    train_in_pool(pool, tmp_path, *command, 4, "--save-interval", 1, "--keep-last", 3)
+    assert saved_steps(tmp_path / "run") == [4, 3, 2]
     for step in (4, 3):
         (tmp_path / "run" / "checkpoints" / f"step-0000000{step}" / "__0_0.distcp").unlink()
     for last, kept in ((5, [5, 4, 3, 2]), (6, [6, 5])):
-        ended = start(pool, tmp_path, *command, last, "--save-interval", 5)
-        assert ended.code == 0 and saved(tmp_path / "run") == kept, ended.output
+        ended = train_in_pool(pool, tmp_path, *command, last, "--save-interval", 5)
+        assert ended.code == 0 and saved_steps(tmp_path / "run") == kept, ended.output

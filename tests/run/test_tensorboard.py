@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.jobs import fill_disk, make_corpus
-from support.train_in_pool import lines, saved, start
+from support.train_in_pool import metric_points, saved_steps, train_in_pool
 
 import nanodomino.run.tensorboard
 import train
@@ -48,7 +48,7 @@ def told(path: Path) -> dict:
 def test_it_shows_the_lines_of_metrics(pool, tmp_path, shown):
     """Every number of them, at its step; a skipped step as 1; what is not finite, null there, is a gap."""
     make_corpus(tmp_path)
-    ended = start(pool, tmp_path, "--run-dir", tmp_path / "run", "--tensorboard-dir", tmp_path / "board",
+    ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--tensorboard-dir", tmp_path / "board",
                   "--train-iters", 5, "--eval-interval", 2, world_size=2, bad_steps=[3])
     assert ended.code == 0 and len(os.listdir(tmp_path / "board")) == 1, "one rank writes"
     expected = told(tmp_path / "run" / "metrics.jsonl")
@@ -62,12 +62,12 @@ def test_a_run_that_goes_on_leaves_no_stale_and_no_double_points(pool, tmp_path,
     its end again. It remembers the folder, wherever it is started."""
     make_corpus(tmp_path)
     run, length = tmp_path / "run", ("--save-interval", 2, "--eval-interval", 2)
-    start(pool, tmp_path, "--run-dir", run, "--train-iters", 5, *length, "--tensorboard-dir",
+    train_in_pool(pool, tmp_path, "--run-dir", run, "--train-iters", 5, *length, "--tensorboard-dir",
           os.path.relpath(tmp_path / "board"))
     delete_checkpoint(checkpoints_of(run)[0])
-    assert saved(run) == [4, 2] and shown(tmp_path / "board")["test_loss"][0][0] == 5
+    assert saved_steps(run) == [4, 2] and shown(tmp_path / "board")["test_loss"][0][0] == 5
     for iterations, test in ((8, 8), (10, 10), (10, 10)):
-        start(pool, tmp_path, "--run-dir", run, "--train-iters", iterations, "--lr", 0.001 * iterations)
+        train_in_pool(pool, tmp_path, "--run-dir", run, "--train-iters", iterations, "--lr", 0.001 * iterations)
         found = shown(tmp_path / "board")
         assert found == told(run / "metrics.jsonl")
         assert [step for step, _ in found["loss"]] == list(range(1, iterations + 1))
@@ -119,9 +119,9 @@ def test_a_folder_that_can_not_be_written_is_a_warning_and_the_numbers_are_the_s
     make_corpus(tmp_path)
     (tmp_path / "file").touch()
     for name, flags in (("with", ("--tensorboard-dir", tmp_path / folder)), ("without", ())):
-        ended = start(pool, tmp_path, "--run-dir", tmp_path / name, "--train-iters", 3, *flags)
+        ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / name, "--train-iters", 3, *flags)
         assert ended.code == 0 and ended.output.count("can't be written") == (name == "with"), ended.output
-    assert lines(tmp_path / "with", "loss") == lines(tmp_path / "without", "loss")
+    assert metric_points(tmp_path / "with", "loss") == metric_points(tmp_path / "without", "loss")
 
 
 @pytest.mark.exhaustive

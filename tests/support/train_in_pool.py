@@ -1,7 +1,7 @@
 """All of train.py in the pool's workers, from the flags to the exit code: what a person starts, in a fraction of a
 second.
 
-    start(pool, folder, *flags, world_size=2) -> Ended of rank 0
+    train_in_pool(pool, folder, *flags, world_size=2) -> Ended of rank 0
 
 A worker lends its process group, and gives it the run's time-out. What would change it for the tests after this one is
 left out: the lock on the run's folder and the signals, both of which last as long as the process.
@@ -40,16 +40,16 @@ class Ended:
     output: str
 
 
-def start(pool: Pool, folder: Path, *flags, world_size=1, bad_steps=()) -> Ended:
+def train_in_pool(pool: Pool, folder: Path, *flags, world_size=1, bad_steps=()) -> Ended:
     """`train.py FLAGS` with a corpus of make_corpus(), in which each of `bad_steps` has a loss that is not finite."""
     # short, for the test split
     given = [*TINY, "--seq-length", "12", "--data-path", str(folder / "tokens"), *map(str, flags)]
-    ended = pool.run(start_rank, given, bad_steps, world_size=world_size)
+    ended = pool.run(main_on_rank, given, bad_steps, world_size=world_size)
     assert len({(one.code, one.error) for one in ended}) == 1, "ranks disagree"
     return ended[0]
 
 
-def start_rank(flags: list[str], bad_steps) -> Ended:
+def main_on_rank(flags: list[str], bad_steps) -> Ended:
     """On one rank, in a worker."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     get_batch, screen = train.get_batch, io.StringIO()
@@ -73,12 +73,12 @@ def start_rank(flags: list[str], bad_steps) -> Ended:
             return Ended(None, str(error), screen.getvalue())
 
 
-def lines(run_dir: Path, name: str) -> list[tuple]:
+def metric_points(run_dir: Path, name: str) -> list[tuple]:
     """(step, value) of each line of metrics.jsonl that has a value of that name."""
     found = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [(line["step"], line[name]) for line in found if name in line]
 
 
-def saved(run_dir: Path) -> list[int]:
+def saved_steps(run_dir: Path) -> list[int]:
     """The steps of its checkpoints, newest first."""
     return [step_of(folder) for folder in checkpoints_of(run_dir)]
