@@ -1012,8 +1012,8 @@ GUARDED = [
      "test_who_asks_only_when_a_message_is_needed_holds_up_its_sender_for_ever"),
     ("A weight that is called final with its input gradient",
      "With backward in two halves what comes later stays at home: a weight is final after its last "
-     "weight gradient, which may be microbatches behind.", "docs/test_words.py",
-     "test_a_sublayers_gradients_are_all_there_when_it_is_called_final"),
+     "weight gradient, which may be microbatches behind.", "docs/test_docstring_claims.py",
+     "test_a_sublayers_gradients_are_complete_when_it_is_reported_ready"),
     ("Memory for gradients that is used again while they travel",
      "A bucket that hands it on before its reduce is done sums what another one adds, or zeros.",
      "gpu/test_hazards.py", "test_nothing_is_touched_in_flight"),

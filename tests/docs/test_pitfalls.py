@@ -4,11 +4,11 @@ measured."""
 import dataclasses
 import re
 
-import pytest
 import pitfalls
+import pytest
 from pitfalls import DOCUMENT, GUARDED, ROOT, document, row_of, rows_of_document
-from support.pool import WorkerError
 from support.pitfall_runner import CHECKED, TABLE, Around, check, judge, measure, plain, replaced, worst
+from support.pool import WorkerError
 
 TESTS = ROOT / "tests"
 EVERY = 8                # by default of these entries only

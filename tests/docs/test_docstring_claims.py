@@ -1,0 +1,219 @@
+"""Measures what the docstrings of parallel.py and domino.py claim: bugs that they describe are put back, and autograd's
+order is recorded.
+
+A wrong docstring teaches what is wrong, and no other test would notice.
+"""
+
+import random
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.harness import Outcome, build, cut_of, random_data, reference_for, tiny, whole
+
+from nanodomino import parallel
+from nanodomino.comm.trace import Trace
+from nanodomino.config.config import Config
+from nanodomino.domino import Domino, run_alone
+from nanodomino.parallel import ReduceFromTensorParallel
+
+# ---- parallel.py: an all-reduce in g's backward
+
+class AllReducedTwice(ReduceFromTensorParallel):
+    """g whose backward also all-reduces, which is wrong."""
+
+    @staticmethod
+    def forward(ctx, partial, group):
+        ctx.group = group
+        return ReduceFromTensorParallel.forward(ctx, partial, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def plain_gradients_rank(config, weights, data, g):
+    """Return the gradients of a microbatch's summed loss: plain forward with this g, backward by autograd."""
+    _, model, _, _ = build(config, weights)
+    original, parallel.ReduceFromTensorParallel = parallel.ReduceFromTensorParallel, g
+    try:
+        batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+        losses = model(batch.tokens, batch.positions, batch.labels)
+        (losses * batch.loss_mask).sum().backward()
+    finally:
+        parallel.ReduceFromTensorParallel = original
+    gradients = {name: (weight.grad, cut_of(weight)) for name, weight in model.named_parameters()}
+    return Outcome((0, 0, model.mesh.tp_rank), [], [], [gradients], {}, 0.0)
+
+
+def wrong_against_right(pool, config, weights, data):
+    """Return {name: (ratio of the gradients' norms, cosine of the angle between them)}."""
+    wrong, right = (whole(pool.run(plain_gradients_rank, config, weights, data, g, world_size=config.tp),
+                          lambda outcome: outcome.gradients[0], config.tp)
+                    for g in (AllReducedTwice, ReduceFromTensorParallel))
+    return {name: (float(wrong[name].norm() / right[name].norm()),
+                   float(torch.cosine_similarity(wrong[name].flatten(), right[name].flatten(), dim=0)))
+            for name in right}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_an_all_reduce_in_gs_backward_scales_the_last_sublayer_by_t_and_turns_the_gradients_below(pool, tp):
+    """Gradients above the last g are right, and so is the row bias of its sublayer, which is added after g."""
+    config = tiny(tp, tensor_model_parallel_size=tp, micro_batch_size=4, global_batch_size=4)
+    weights, data, _, _ = reference_for(config, 1)
+    found = wrong_against_right(pool, config, weights, data)
+    last = f"layers.{config.num_layers - 1}.mlp."
+    for name, (ratio, cosine) in found.items():
+        if name.startswith("final_norm") or name == last + "dense_4h_to_h.bias":
+            assert (ratio, cosine) == pytest.approx((1.0, 1.0), abs=1e-12), name
+        elif name.startswith(last):
+            assert (ratio, cosine) == pytest.approx((tp, 1.0), abs=1e-12), name
+        else:
+            assert cosine < 0.995, f"{name} still has the right direction"
+
+
+def test_the_table_in_parallels_docstring_is_what_is_measured(pool):
+    config = Config(dtype="float64", tensor_model_parallel_size=2, pipeline_model_parallel_size=1, global_batch_size=4)
+    config = config.resolve(2).with_vocabulary(257)
+    found = wrong_against_right(pool, config, None, random_data(config, 1))
+    rows = [re.search(rf"\n +{row} +([\d. ]+)\n", parallel.__doc__)[1] for row in ("layer", "ratio of norms", "cosine")]
+    layers, ratios, cosines = ([float(number) for number in row.split()] for row in rows)
+    assert sorted(layers) == list(range(config.num_layers))
+    for layer, ratio, cosine in zip(layers, ratios, cosines, strict=True):
+        measured = found[f"layers.{layer:.0f}.mlp.dense_h_to_4h.weight"]
+        assert measured == (pytest.approx(ratio, rel=0.01), pytest.approx(cosine, abs=0.01))
+
+
+# ---- domino.py: the order in which autograd and Domino run backward
+
+class Step(torch.autograd.Function):
+    """Appends its name to a log when backward reaches it."""
+
+    @staticmethod
+    def forward(ctx, name, log, *inputs):
+        ctx.name, ctx.log, ctx.count = name, log, len(inputs)
+        return sum(inputs[1:], inputs[0].clone())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.log.append(ctx.name)
+        return None, None, *[gradient] * ctx.count
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_autograd_runs_the_ready_node_that_forward_recorded_last(seed):
+    """Checks random graphs of 30 nodes with up to three inputs each."""
+    choose, log, x = random.Random(seed), [], torch.ones(1, requires_grad=True)
+    inputs, outputs = {0: []}, {0: Step.apply(0, log, x)}
+    for node in range(1, 30):
+        inputs[node] = choose.sample(range(node), min(node, choose.randint(1, 3)))
+        outputs[node] = Step.apply(node, log, *[outputs[source] for source in inputs[node]])
+    pending_users = {node: sum(node in used for used in inputs.values()) for node in inputs}
+    ready = {node for node, users in pending_users.items() if not users}
+    torch.autograd.grad([outputs[node] for node in ready], x)
+    for node in log:
+        assert node == max(ready)
+        ready.remove(node)
+        for source in inputs[node]:
+            pending_users[source] -= 1
+            if not pending_users[source]:
+                ready.add(source)
+    assert len(log) == 30
+
+
+def test_autograd_waits_for_each_gradient_right_after_its_launch():
+    """Two slices are recorded in turn, as Domino runs them. f is split into launch and wait, so that the other slice's
+    work could run in between; autograd does not use the chance."""
+    log, x = [], {slice: torch.ones(1, requires_grad=True) for slice in "ab"}
+    hidden = dict(x)
+    for sublayer in ("attention 0", "mlp 0", "attention 1", "mlp 1"):
+        for slice in "ab":
+            h = Step.apply(f"wait {slice}", log, hidden[slice])
+            h = Step.apply(f"launch {slice}", log, h)
+            hidden[slice] = hidden[slice] + Step.apply(f"{sublayer} {slice}", log, h)
+    torch.autograd.grad(hidden["a"] + hidden["b"], list(x.values()))
+    assert log == [event for sublayer in ("mlp 1", "attention 1", "mlp 0", "attention 0") for slice in "ba"
+                   for event in (f"{sublayer} {slice}", f"launch {slice}", f"wait {slice}")]
+
+
+class ExtraYield(Domino):
+    """Yields once too often for slice 0 on tp rank 1, so that this rank launches its collectives in another order."""
+
+    def forward_sublayer(self, slice, step, *arguments):
+        if self.mesh.tp_rank == 1 and slice.index == 0 and step.site == "layers.1.attention":
+            yield
+        return (yield from super().forward_sublayer(slice, step, *arguments))
+
+
+def losses_rank(config, weights, data, engine):
+    _, model, _, _ = build(config, weights)
+    batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+    return run_alone(engine(model, config.slices).forward(batch, training=False))[0]
+
+
+def test_an_extra_yield_on_one_rank_adds_different_slices_to_each_other_without_an_error(pool):
+    config = tiny(2, tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, slices=2)
+    weights, data, _, _ = reference_for(config, 1)
+    right = pool.run(losses_rank, config, weights, data, Domino, world_size=2)
+    wrong = pool.run(losses_rank, config, weights, data, ExtraYield, world_size=2)
+    assert torch.equal(right[0], right[1])
+    for losses in wrong:
+        assert (losses - right[0]).abs().min() > 1e-3, "every sample was summed with another sample"
+
+
+def first_stage_rank(config, data):
+    """Return the kinds of the first stage's events after the last all-reduce launch, in forward and in backward."""
+    _, model, _, stage = build(config, trace=Trace())
+    if not model.pre_process:
+        return None
+    batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+    output, tape = run_alone(stage.forward(batch))
+    kinds = [event.kind for event in stage.trace.events]
+    last_launch = len(kinds) - kinds[::-1].index("all_reduce")
+    forward = kinds[last_launch:]
+    stage.trace.events.clear()
+    run_alone(stage.backward(tape, torch.ones_like(output)))
+    kinds = [event.kind for event in stage.trace.events]
+    return forward, kinds[len(kinds) - kinds[::-1].index("all_reduce"):]
+
+
+def test_the_last_all_reduce_is_exposed_in_forward_and_hidden_by_weight_gradients_in_backward(pool):
+    """Checks a stage that is not the last, where the cross entropy would follow."""
+    config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3)
+    forward, backward = pool.run(first_stage_rank, config, random_data(config, 1), world_size=4)[0]
+    assert set(forward) == {"resume", "wait"}
+    assert set(backward) == {"resume", "wait", "weight_gradient"} and backward.count("weight_gradient") == 1
+
+
+def final_rank(config, weights, data, later):
+    """Return the names of the parameters whose main_grad changed after it was reported ready, and of all reported.
+    later: weight gradients are left to weight_backward."""
+    _, model, _, stage = build(config, weights)
+    for weight in model.parameters():
+        weight.main_grad.zero_()
+    batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+    losses, tape = run_alone(stage.forward(batch))
+    final = {}
+
+    def on_gradients_ready(modules):
+        final.update({weight: weight.main_grad.clone() for module in modules for weight in module.parameters()})
+
+    run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype), on_gradients_ready, later))
+    if later:
+        run_alone(stage.weight_backward(tape, on_gradients_ready))
+    names = {weight: name for name, weight in model.named_parameters()}
+    changed = [names[weight] for weight in final if not torch.equal(final[weight], weight.main_grad)]
+    return changed, sorted(names[weight] for weight in final)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["together", "apart"])
+def test_a_sublayers_gradients_are_complete_when_it_is_reported_ready(pool, later):
+    """That includes the row bias, whose gradient comes from the residual + norm of the next sublayer."""
+    config = tiny(2, tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, slices=2)
+    weights, data, _, _ = reference_for(config, 1)
+    for changed, final in pool.run(final_rank, config, weights, data, later, world_size=2):
+        assert not changed
+        assert "layers.0.attention.dense.bias" in final and final == sorted(weights)

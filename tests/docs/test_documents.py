@@ -1,0 +1,141 @@
+"""Checks that the files, functions, tests, flags and commands in documents exist, and that the README is one page."""
+
+import ast
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+from nanodomino.errors import UserError
+from nanodomino.run.command_line import from_command_line
+
+
+def tracked_files():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("this copy is no git checkout")
+    return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def text_of(path):
+    return (ROOT / path).read_text(errors="replace")
+
+
+def documents():
+    return [path for path in tracked_files() if path.suffix == ".md"]
+
+
+def test_no_file_cites_a_document_outside_the_repository():
+    files = tracked_files()
+    names = [name for name in ("DESIGN", "PITFALLS", "STYLE") if not any(path.stem == name for path in files)]
+    cited = re.compile(rf"\b({'|'.join(names)})\b|\b[Pp]itfalls? \d")
+    found = [f"{path}: {match[0]}" for path in files if path.name != Path(__file__).name
+             for match in cited.finditer(text_of(path))]
+    assert not found
+
+
+def headings_of(path):
+    """The anchors that GitHub makes of a document's headings."""
+    headings = re.findall(r"^#+ (.*)", text_of(path), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_to_a_file_and_a_heading():
+    dead = []
+    for path in documents():
+        for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text_of(path)):
+            target = path.parent / link if link else path
+            if "://" in link:
+                continue
+            if not (ROOT / target).exists() or (anchor and target.suffix == ".md" and not named_anchor(target, anchor)):
+                dead.append(f"{path}: {link}#{anchor}")
+    assert not dead
+
+
+def named_anchor(path, anchor):
+    return anchor in headings_of(path) or f'name="{anchor}"' in text_of(path) or f'id="{anchor}"' in text_of(path)
+
+
+def test_every_python_file_that_is_named_exists():
+    """A file is named by its path from the root or from nanodomino/, or by its name alone; tests are not searched."""
+    files = tracked_files()
+    known = {str(path) for path in files} | {path.name for path in files}
+    known |= {str(path.relative_to("nanodomino")) for path in files if path.parts[0] == "nanodomino"}
+    sources = [path for path in files if path.suffix == ".py" and path.parts[0] not in ("tests", "data")]
+    gone = [f"{path}: {name}" for path in documents() + sources
+            for name in re.findall(r"(?<![\w/.])[\w-][\w/-]*\.py\b", text_of(path)) if name not in known]
+    assert not gone
+
+
+def names_defined_in(path):
+    """The classes, functions and variables at a file's top, and methods as Class.method."""
+    for node in ast.parse(text_of(path)).body:
+        if isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+            yield from (f"{node.name}.{method.name}" for method in getattr(node, "body", ())
+                        if isinstance(method, ast.FunctionDef))
+
+
+def test_every_name_that_a_document_places_in_a_file_is_defined_there():
+    """Documents write `Mesh` in `mesh.py`, or `one_f_one_b`, `interleaved` in `schedules/definitions.py`."""
+    wrong = []
+    for path in documents():
+        for names, file in re.findall(r"((?:`[\w.]+`(?:\s\([fg]\))?(?:,\s|\sand\s)?)+)\s+in\s+`([\w/]+\.py)`",
+                                      text_of(path)):
+            sources = [folder / file for folder in (Path("nanodomino"), Path()) if (ROOT / folder / file).exists()]
+            defined = {name for source in sources for name in names_defined_in(source)}
+            wrong += [f"{path}: {name} in {file}" for name in re.findall(r"`([\w.]+)`", names) if name not in defined]
+    assert not wrong
+
+
+def test_every_test_that_a_document_names_exists():
+    tests = " ".join(text_of(path) for path in tracked_files() if path.parts[0] == "tests" and path.suffix == ".py")
+    gone = [f"{path}: {name}" for path in documents() for name in re.findall(r"`(test_\w+_\w+_\w+)`", text_of(path))
+            if f"def {name}(" not in tests]
+    assert not gone
+
+
+def commands():
+    """Yield (document, command) for each command in a document's shell blocks, without its comment."""
+    for path in documents():
+        for block in re.findall(r"```sh\n(.*?)```", text_of(path), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                if command := line.partition("  #")[0].strip():
+                    yield path, command
+
+
+def test_every_module_and_flag_of_a_command_in_a_document_exists():
+    sources = " ".join(text_of(path) for path in tracked_files() if path.suffix == ".py")
+    settings = text_of("docs/settings.md")
+    wrong = []
+    for path, command in commands():
+        own = re.split(r"(?=train\.py|-m nanodomino|data/prepare\.py|bench\.py|tests/)", command, maxsplit=1)[1:]
+        wrong += [f"{path}: {flag}" for flag in re.findall(r"--[\w-]+", own[0] if own else "")
+                  if f"`{flag}`" not in settings and f'"{flag}"' not in sources]
+        wrong += [f"{path}: {module}" for module in re.findall(r"-m (nanodomino\.\w+)", command)
+                  if not (ROOT / module.replace(".", "/")).with_suffix(".py").exists()
+                  and not (ROOT / module.replace(".", "/") / "__main__.py").exists()]
+    assert not wrong
+
+
+def test_every_training_command_in_a_document_is_accepted(tmp_path, monkeypatch):
+    """The flags are valid together for that number of processes. Commands that load a checkpoint are skipped."""
+    monkeypatch.chdir(tmp_path)
+    for path, command in commands():
+        found = re.search(r"(?:torchrun .*?--nproc_per_node (\d+) .*?|python )train\.py\b(.*)", command)
+        if found and "--load" not in command:
+            hosts = re.search(r"--nnodes (\d+)", command)
+            arguments = shlex.split(found[2].replace("NAME", "1f1b").strip(" `'"))
+            try:
+                from_command_line(arguments, int(found[1] or 1) * int(hosts[1] if hosts else 1))
+            except UserError as error:
+                pytest.fail(f"{path}: {command}: {error}")
+
+
+def test_the_readme_is_a_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
