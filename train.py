@@ -35,7 +35,7 @@ from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.presets import LR_DECAY_STYLES
 from nanodomino.corpus.folder import Corpus, load_corpus
-from nanodomino.data import Batch, Ends, TokenDataset, sample_ids_of
+from nanodomino.data import Batch, EndOfText, TokenDataset, sample_ids_of
 from nanodomino.domino import Domino, run_alone
 from nanodomino.errors import UserError, require
 from nanodomino.generate.sampling import generate
@@ -71,8 +71,9 @@ def dataset_builder(config: Config, corpus: Corpus, device) -> dict[str, TokenDa
     """
     splits = [split for split in ("train", "valid", "test")
               if split == "train" or corpus.tokens[split] > config.seq_length]
-    ends = Ends(corpus.end_of_text, config.eod_mask_loss, config.reset_position_ids, config.reset_attention_mask)
-    return {split: TokenDataset(corpus, split, config.seq_length, config.seed, ends, device) for split in splits}
+    end_of_text = EndOfText(corpus.end_of_text, config.eod_mask_loss, config.reset_position_ids,
+                            config.reset_attention_mask)
+    return {split: TokenDataset(corpus, split, config.seq_length, config.seed, end_of_text, device) for split in splits}
 
 
 def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuffle: bool, microbatch: int, chunk: int):
@@ -152,12 +153,12 @@ def learning_rate(step: int, config: Config) -> float:
 def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh):
     """Connect the stages, run an empty microbatch through each chunk, and make every all-reduce of a step once.
 
-    Afterwards kernels are loaded, memory is allocated and communicators exist. On a GPU each of these waits for the whole
-    device, so in the first step it could wait for a message whose sender waits for this rank.
+    Afterwards kernels are loaded, memory is allocated and communicators exist. On a GPU, each of these waits for the
+    whole device; in the first step it could wait for a message whose sender waits for this rank.
     """
     pipeline.connect(mesh, config.placement)
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=mesh.device)
-    batch = Batch.of_rows(rows, [0] * len(rows), counted=0)
+    batch = Batch.from_rows(rows, [0] * len(rows), counted=0)
     for number, chunk in enumerate(stage.model.chunks):
         hidden = None if chunk.pre_process else torch.zeros(config.hidden_shape, dtype=config.params_dtype,
                                                             device=mesh.device)
@@ -208,8 +209,8 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
                 saver.wait()                                   # the last checkpoint may still be in flight to disk
                 report.draw_curve()
                 raise UserError(f"{optimizer.skipped_in_a_row} steps in a row, up to step {step}, had a loss or "
-                                f"gradient that is not finite; {optimizer.loss_scale.advice()}start again, from an "
-                                f"earlier checkpoint or from scratch, with a smaller --lr than {config.lr}")
+                                f"gradient that is not finite; {optimizer.loss_scale.advice()}start from an earlier "
+                                f"checkpoint, or from scratch, with a smaller --lr than {config.lr}")
             if "valid" in datasets and config.eval_iters and (step % config.eval_interval == 0 or last):
                 report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh, watchdog.mark))
             if step % config.save_interval == 0 or last or stop:

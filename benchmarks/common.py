@@ -39,7 +39,7 @@ from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.config import Config
 from nanodomino.config.flags import add_flags
 from nanodomino.config.setting import flag_settings
-from nanodomino.data import Batch, Ends
+from nanodomino.data import Batch, EndOfText
 from nanodomino.errors import UserError, require
 from nanodomino.overlap import recompute, sequence_parallel
 
@@ -230,13 +230,13 @@ class RandomTokens:
 
     def __init__(self, config: Config, device=torch.device("cpu")):
         shape = (config.global_batch_size, config.seq_length + 1)
-        self.ends = Ends(0, False, config.reset_position_ids, config.reset_attention_mask)
+        self.end_of_text = EndOfText(0, False, config.reset_position_ids, config.reset_attention_mask)
         self.tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
 
     def batch(self, step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True) -> Batch:
         first = dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
-        return Batch.of_rows(self.tokens[first:first + micro_batch_size],
-                             list(range(first, first + micro_batch_size)), ends=self.ends)
+        return Batch.from_rows(self.tokens[first:first + micro_batch_size],
+                             list(range(first, first + micro_batch_size)), end_of_text=self.end_of_text)
 
 
 # ---- alternatives in turn

@@ -60,7 +60,7 @@ def answer(flags, launch):
     model = GPT(config, mesh)
     ZeroOptimizer(model, config, mesh)                   # gives each parameter its main_grad
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=device)
-    batch = Batch.of_rows(rows, list(range(len(rows))))
+    batch = Batch.from_rows(rows, list(range(len(rows))))
 
     backends = {"nanodomino": None, **({"nanodomino, compiled": config.compile_backend} if flags.compile else {})}
     sides = {"autograd": Autograd(model, batch, config.slices),

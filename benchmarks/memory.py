@@ -89,7 +89,8 @@ class CopiedRandomTokens(RandomTokens):
 
     def batch(self, *arguments, **options) -> Batch:
         batch = super().batch(*arguments, **options)
-        return Batch.of_rows(torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1), batch.sample_ids, ends=self.ends)
+        return Batch.from_rows(torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1), batch.sample_ids,
+                               end_of_text=self.end_of_text)
 
 
 # ---- activations: what the tapes hold

@@ -1,27 +1,26 @@
-"""Tokens on disk -> the batch of (seed, step, microbatch, dp rank).
+"""Finds the tokens of any step as a pure function of (seed, step).
 
-A corpus is a folder made by data/prepare.py: one long row of token ids per split, and meta.json about them. The row
-is cut into windows that overlap by one token, since the label of a position is the token after it:
+A corpus is a folder made by data/prepare.py: for each split one long stream of token ids, and meta.json about them.
+The stream is cut into windows that overlap by one token, since the label of a position is the next token:
 
-    row        t0  t1  t2  t3  t4  t5  t6  t7  t8 ...         seq_length s = 4
+    stream     t0  t1  t2  t3  t4  t5  t6  t7  t8 ...         seq_length s = 4
     window 0  [t0  t1  t2  t3] t4                             tokens t0..t3, labels t1..t4
     window 1                  [t4  t5  t6  t7] t8             tokens t4..t7, labels t5..t8
 
-Training counts samples, k = step x global_batch_size + place in the global batch, and walks the windows epoch by
-epoch, each epoch in an order of its own:
+Training counts samples: k = step x global_batch_size + index in the global batch. Each epoch visits every window once,
+in an order of its own:
 
     sample k  ->  window  permutation(seed, epoch = k // windows)[k % windows]
 
-So the data of a step is a pure function of (seed, step). A resumed run needs no saved position, and the layout does
-not show: the places of a global batch are dealt out in contiguous runs, to replicas first, then to microbatches.
+So a resumed run needs no saved position, and the layout does not change what is learned. A global batch is dealt out in
+contiguous runs, first to replicas, then to their microbatches:
 
-    place      0  1  2  3 | 4  5  6  7        global batch 8, dp 2, micro batch 2
+    index      0  1  2  3 | 4  5  6  7        global batch 8, dp 2, micro batch 2
                replica 0  |  replica 1
                m0    m1   |  m0    m1
 
-The ranks of a replica that need tokens, those that hold an end of the model, ask with the same numbers and so read the
-same ones: nobody broadcasts. Evaluation takes the windows in their stored order; places past the end are rows that
-count for nothing.
+All ranks of a replica that need a microbatch's tokens read them from disk; no rank broadcasts them. Evaluation takes
+the windows in their stored order, and fills the last global batch with rows that do not count.
 """
 
 from dataclasses import dataclass
@@ -33,104 +32,112 @@ from nanodomino.corpus.folder import Corpus
 from nanodomino.errors import require
 from nanodomino.layers.positions import document_ids, positions_within_documents
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
-class Ends:
-    """What it means that a document ends, with this token."""
+class EndOfText:
+    """The token that ends a document, and its effects."""
     token: int
-    mask_loss: bool = False            # nobody learns to predict it
-    reset_positions: bool = False      # the next one begins at place 0
-    reset_attention: bool = False      # and is not seen from this one, nor this one from there
+    mask_loss: bool = False            # the model does not learn to predict it
+    reset_positions: bool = False      # positions restart at 0 after it
+    reset_attention: bool = False      # tokens after it do not attend to tokens up to it
 
 
 @dataclass
 class Batch:
-    """A microbatch. A chunk between the model's ends gets the sample_ids alone, and None for the tensors."""
+    """A microbatch. A chunk between the embedding and the head gets only the sample ids, and None for the tensors."""
     tokens: torch.Tensor        # [b, s] int64
     labels: torch.Tensor        # [b, s] int64, the next tokens
     loss_mask: torch.Tensor     # [b, s] float32, 0 where a position does not count
     positions: torch.Tensor     # [b, s] int64
-    sample_ids: list[int]       # [b], each row's number in the order of consumption; seeds its dropout
-    documents: torch.Tensor | None = None      # [b, s] int64, see positions.py; None: each row is one
-    in_order: bool = True       # positions are 0, 1, .. in each row
+    sample_ids: list[int]       # [b], each sample's number in the whole training; seeds its dropout masks
+    documents: torch.Tensor | None = None      # [b, s] int64, see positions.py; None: attention crosses documents
+    in_order: bool = True       # positions are 0, 1, .. s - 1 in each row
 
     @staticmethod
-    def of_rows(rows, sample_ids, counted=None, ends: "Ends | None" = None) -> "Batch":
-        """rows [b, s + 1] int64, a token more than a sample; all else is made on their device. Only the first `counted`
-        rows count; None: all do. ends: what the end of a document means; None: nothing."""
+    def from_rows(rows, sample_ids, counted=None, end_of_text: EndOfText | None = None) -> "Batch":
+        """Make a batch, on their device, of rows [b, s + 1] int64; the last token of a row is only a label.
+
+        Only the first `counted` rows count in the loss; None: all. end_of_text: None if it has no effects.
+        """
         b, s = len(rows), rows.size(1) - 1
         labels = rows[:, 1:]
         loss_mask = torch.ones(labels.shape, device=rows.device)
         if counted is not None:
             loss_mask[counted:] = 0
         positions, documents = torch.arange(s, device=rows.device).expand(b, s), None
-        if ends and ends.mask_loss:
-            loss_mask.masked_fill_(labels == ends.token, 0)
-        if ends and (ends.reset_positions or ends.reset_attention):
-            documents = document_ids(rows[:, :-1], ends.token)
-            positions = positions_within_documents(documents) if ends.reset_positions else positions
+        effects = end_of_text or EndOfText(-1)
+        if effects.mask_loss:
+            loss_mask.masked_fill_(labels == effects.token, 0)
+        if effects.reset_positions or effects.reset_attention:
+            documents = document_ids(rows[:, :-1], effects.token)
+            positions = positions_within_documents(documents) if effects.reset_positions else positions
         return Batch(rows[:, :-1], labels, loss_mask, positions, sample_ids,
-                     documents if ends and ends.reset_attention else None, not (ends and ends.reset_positions))
+                     documents if effects.reset_attention else None, in_order=not effects.reset_positions)
 
     def split(self, count: int) -> list["Batch"]:
-        """Cut along the samples into `count` parts whose sizes differ by one at most; the longer ones come first."""
-        cuts = [tensor.tensor_split(count) if tensor is not None else [None] * count
-                for tensor in (self.tokens, self.labels, self.loss_mask, self.positions, self.documents)]
-        return [Batch(*part, ids.tolist(), documents, self.in_order)
-                for *part, documents, ids in zip(*cuts, np.array_split(self.sample_ids, count))]
+        """Split along the samples into `count` slices whose sizes differ by at most one, the larger ones first."""
+        slices = [tensor.tensor_split(count) if tensor is not None else [None] * count
+                  for tensor in (self.tokens, self.labels, self.loss_mask, self.positions, self.documents)]
+        return [Batch(*tensors, ids.tolist(), documents, self.in_order)
+                for *tensors, documents, ids in zip(*slices, np.array_split(self.sample_ids, count))]
 
 
 def sample_ids_of(step: int, microbatch: int, dp_rank: int, dp: int, micro_batch_size: int,
                   global_batch_size: int) -> list[int]:
-    """Which samples of the run are in this microbatch of this replica."""
+    """Return the numbers of the samples in a microbatch of a replica."""
     first = step * global_batch_size + dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
     return list(range(first, first + micro_batch_size))
 
 
 class TokenDataset:
-    """One split as batches, on `device`, of windows of `seq_length` tokens. Raises UserError if there is no window."""
+    """The batches of one split, on `device`. Raises UserError if the split holds no window of seq_length + 1 tokens."""
 
-    def __init__(self, corpus: Corpus, split: str, seq_length: int, seed: int, ends: Ends | None = None,
-                 device=torch.device("cpu")):
+    def __init__(self, corpus: Corpus, split: str, seq_length: int, seed: int, end_of_text: EndOfText | None = None,
+                 device=CPU):
         self.corpus, self.split, self.seq_length, self.seed, self.device = corpus, split, seq_length, seed, device
-        self.ends = ends
+        self.end_of_text = end_of_text
         count = corpus.tokens[split]
         self.windows = max(count - 1, 0) // seq_length
         require(self.windows > 0,
                 f"the {split} split of {corpus.path} has {count} tokens, but one sample needs seq-length + 1 = "
                 f"{seq_length + 1}; lower --seq-length, prepare more text, or give {split} more of it with "
                 "data/prepare.py --split")
-        self.row = np.memmap(corpus.path / f"{split}.bin", corpus.dtype, mode="r")
+        self.stream = np.memmap(corpus.path / f"{split}.bin", corpus.dtype, mode="r")
         self.epoch, self.order = None, None
 
     def window_of(self, sample: int) -> int:
-        """The window that training reads as its sample number `sample`; no window twice in an epoch."""
-        epoch, place = divmod(sample, self.windows)
+        """Return the window of a training sample. No window comes twice in an epoch."""
+        epoch, index = divmod(sample, self.windows)
         if epoch != self.epoch:
             self.epoch, self.order = (
                 epoch, np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.windows))
-        return int(self.order[place])
+        return int(self.order[index])
 
     def batch(self, step: int, microbatch: int, dp_rank: int, dp: int, micro_batch_size: int, global_batch_size: int,
               shuffle: bool = True) -> Batch:
-        """The rows of one microbatch on one replica.
-        `shuffle=False` is evaluation: windows in order, then empty rows."""
+        """Read one microbatch of one replica.
+
+        shuffle=False, for evaluation, takes the windows in order; rows after the last window are 0 and do not count.
+        Raises UserError if the batch sizes do not divide, or a token id is outside the vocabulary.
+        """
         require(global_batch_size % (dp * micro_batch_size) == 0,
                 f"global-batch-size {global_batch_size} must be divisible by micro-batch-size x data parallel = "
                 f"{micro_batch_size} x {dp} = {micro_batch_size * dp}")
         sample_ids = sample_ids_of(step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size)
         s, counted = self.seq_length, None
-        if not shuffle:             # every rank has equally many rows, and none is counted twice
+        if not shuffle:             # every rank gets a batch of the same size, and no window counts twice
             counted = min(max(self.windows - sample_ids[0], 0), micro_batch_size)
         rows = np.zeros((micro_batch_size, s + 1), dtype=np.int64)
         for row, sample in zip(rows[:counted], sample_ids):
             start = (self.window_of(sample) if shuffle else sample) * s
-            row[:] = self.row[start:start + s + 1]
-        # An id outside the vocabulary would end as an unreadable device-side assert in the embedding.
+            row[:] = self.stream[start:start + s + 1]
+        # In the embedding, an id outside the vocabulary would be an unreadable device-side assert.
         require(rows.max() < self.corpus.vocab_size,
                 f"{self.corpus.path / self.split}.bin holds token id {rows.max()}, outside the "
                 f"vocabulary of {self.corpus.vocab_size}; prepare the text again")
         rows = torch.from_numpy(rows)
-        if self.device.type == "cuda":     # from memory that the GPU reads by itself: the host goes on
+        if self.device.type == "cuda":     # from pinned memory the copy is asynchronous: the host continues
             rows = rows.pin_memory().to(self.device, non_blocking=True)
-        return Batch.of_rows(rows, sample_ids, counted, self.ends)
+        return Batch.from_rows(rows, sample_ids, counted, self.end_of_text)

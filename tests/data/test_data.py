@@ -27,7 +27,7 @@ from nanodomino.corpus import documents
 from nanodomino.corpus.cuts import SAFE_CUT
 from nanodomino.corpus.folder import SPLITS, load_corpus
 from nanodomino.corpus.tokenizer import END_OF_TEXT, build_tokenizer
-from nanodomino.data import Ends, TokenDataset
+from nanodomino.data import EndOfText, TokenDataset
 from nanodomino.errors import UserError
 
 SCRIPT = Path(prepare_module.__file__).resolve()
@@ -745,7 +745,7 @@ def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, m
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: copies.append(("pinned", tuple(rows.shape))) or rows)
     monkeypatch.setattr(torch.Tensor, "to",
                         lambda rows, device, non_blocking: copies.append((device.type, non_blocking)) or rows)
-    TokenDataset(corpus, "train", 16, seed=1, ends=Ends(corpus.end_of_text, mask_loss=True),
+    TokenDataset(corpus, "train", 16, seed=1, end_of_text=EndOfText(corpus.end_of_text, mask_loss=True),
                  device=torch.device("cuda")).batch(0, 0, 0, 1, 4, 4)
     assert copies == [("pinned", (4, 17)), ("cuda", True)]
 
@@ -835,7 +835,8 @@ def test_evaluation_stops_at_the_end_and_counts_no_token_twice(corpus):
 
 def test_end_of_text_is_no_target_if_so_asked(corpus):
     for asked in (False, True):
-        batch = TokenDataset(corpus, "train", 512, seed=1, ends=Ends(corpus.end_of_text, asked)).batch(0, 0, 0, 1, 8, 8)
+        end_of_text = EndOfText(corpus.end_of_text, mask_loss=asked)
+        batch = TokenDataset(corpus, "train", 512, seed=1, end_of_text=end_of_text).batch(0, 0, 0, 1, 8, 8)
         at_end = batch.labels == corpus.end_of_text
         assert at_end.any() and torch.equal(batch.loss_mask == 0, at_end & torch.tensor(asked))
 

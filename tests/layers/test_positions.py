@@ -12,7 +12,7 @@ from support.reference import random_weights
 from nanodomino.analysis.sizes import parameter_count
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
-from nanodomino.data import Batch, Ends
+from nanodomino.data import Batch, EndOfText
 from nanodomino.domino import run_alone
 from nanodomino.errors import UserError
 from nanodomino.layers.positions import (attention_bias, document_ids, inverse_rotation, positions_within_documents,
@@ -90,7 +90,7 @@ def test_documents_and_places_are_those_that_one_counts_by_hand():
 @pytest.mark.parametrize("flags", [(False, False), (True, False), (False, True), (True, True)])
 def test_a_batch_says_what_its_flags_ask_for(flags):
     rows = torch.tensor([[7, 3, 8, 8, 3]])
-    batch = Batch.of_rows(rows, [0], ends=Ends(3, False, *flags))
+    batch = Batch.from_rows(rows, [0], end_of_text=EndOfText(3, False, *flags))
     assert batch.positions.tolist() == ([[0, 1, 0, 1]] if flags[0] else [[0, 1, 2, 3]])
     assert (batch.documents.tolist() if flags[1] else batch.documents) == ([[0, 0, 1, 1]] if flags[1] else None)
     assert batch.loss_mask.sum() == 4
@@ -116,14 +116,14 @@ def test_a_packed_sample_is_its_documents_one_by_one(family):
     with fake_world(0, 1):
         _, model, optimizer, stage = build(config, weights)
         packed, expected = losses_and_gradients(stage, optimizer, model,
-                                                [Batch.of_rows(rows, list(range(6)),
-                                                               ends=Ends(END_OF_TEXT, False, True, True))])
+                                                [Batch.from_rows(rows, list(range(6)),
+                                                               end_of_text=EndOfText(END_OF_TEXT, False, True, True))])
         alone = []
         for row in rows:
             begin = 0
             for end in [*(i + 1 for i in range(len(row) - 1) if row[i] == END_OF_TEXT and i + 2 < len(row)),
                         len(row) - 1]:
-                alone.append(Batch.of_rows(row[None, begin:end + 1], [0]))
+                alone.append(Batch.from_rows(row[None, begin:end + 1], [0]))
                 begin = end
         assert len(alone) > 9
         one_by_one, gradients = losses_and_gradients(stage, optimizer, model, alone)
