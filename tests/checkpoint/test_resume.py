@@ -1,0 +1,190 @@
+"""Any layout resumes from the checkpoint of any other, and the same layout with the same bits."""
+
+import dataclasses
+import json
+import math
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanodomino.checkpoint.export import export
+from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.load import load_weights
+from nanodomino.checkpoint.safe_load import SafeReader
+from nanodomino.checkpoint.save import allocate_host_copies
+from nanodomino.checkpoint.shards import boxes_of_range, local_boxes
+from nanodomino.generate.sampling import generate
+from support.checkpoints import (DP2, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for, save_steps,
+                                 train_from)
+from support.harness import Outcome, build, cut_of, difference, reference_for, relative, sizes_of, whole
+from support.reference import full_shapes
+
+STATES = ("weight", "exp_avg", "exp_avg_sq")
+
+
+def resume_from_each(config, data, folders):
+    return [train_from(config, None, data, 2, 3, load=folder) for folder in folders]
+
+
+@pytest.mark.parametrize("pairs, family", [("ring", {}), ("ring", LLAMA), *[
+    pytest.param("all", family, marks=pytest.mark.exhaustive) for family in ({}, LLAMA)]],
+    ids=["ring", "ring-llama", "all", "all-llama"])
+def test_any_layout_resumes_from_any_other(pool, tmp_path, pairs, family):
+    """Two steps on one layout and the third on another equal the reference model. The data order, the learning rate and
+    Adam's count must continue. Six layouts in a ring, or all pairs of twelve."""
+    configs = [config_for(*layout, **UNEVEN | family) for layout in (LAYOUTS if pairs == "all" else LAYOUTS[::2])]
+    weights, data, records, final = reference_for(configs[0], 3)
+    folders = []
+    for i, config in enumerate(configs):
+        pool.run(train_from, config, weights, data, 0, 2, None, str(tmp_path / str(i)), world_size=config.world_size)
+        folders += map(str, checkpoints_of(tmp_path / str(i)))
+    for i, config in enumerate(configs):
+        chosen = folders if pairs == "all" else [folders[i - 1]]
+        results = pool.run(resume_from_each, config, data, chosen, world_size=config.world_size)
+        for outcomes in zip(*results, strict=True):
+            assert relative(outcomes[0].losses, [records[2].loss]) < 1e-9
+            assert relative(outcomes[0].norms, [records[2].gradient_norm]) < 1e-9
+            assert difference(whole(outcomes, lambda outcome: outcome.weights, config.tp), final) < 1e-9
+
+
+def assert_same_bits(pool, folder, config, weights, data):
+    """Four steps in a row equal two steps, a checkpoint, and two more. Returns the losses of rank 0."""
+    size = config.world_size
+    straight = pool.run(train_from, config, weights, data, 0, 4, world_size=size)
+    pool.run(train_from, config, weights, data, 0, 2, None, str(folder), world_size=size)
+    resumed = pool.run(train_from, config, None, data, 2, 4, str(checkpoints_of(folder)[0]), world_size=size)
+    for expected, found in zip(straight, resumed):
+        assert expected.losses[2:] == found.losses and expected.norms[2:] == found.norms
+        assert all(map(math.isfinite, found.norms))
+        assert all(torch.equal(expected.weights[name][0], found.weights[name][0]) for name in found.weights)
+    return straight[0].losses
+
+
+@pytest.mark.parametrize("dtype, optimizer", [("bfloat16", "lion"), *[
+    pytest.param(dtype, "adamw", marks=pytest.mark.exhaustive)
+    for dtype in ("float32", "bfloat16", "float16", "float64")]])
+def test_the_same_layout_resumes_with_the_same_bits(pool, tmp_path, dtype, optimizer):
+    """Moments, master weights, AdamW's count and dropout are as if the run had never stopped."""
+    config = config_for(*TP2_PP2_DP2, dtype=dtype, optimizer=optimizer, initial_loss_scale=256.0, hidden_dropout=0.1,
+                        attention_dropout=0.1)
+    weights, data, _, _ = reference_for(config_for(*ONE_RANK), 4)
+    assert_same_bits(pool, tmp_path, config, weights, data)
+
+
+def test_a_skipped_step_does_not_count_as_an_adam_step_after_a_resume(pool, tmp_path):
+    """Adam's bias correction depends on the number of updates. Counting steps instead would change the run a little and
+    break nothing."""
+    weights, data, _, _ = reference_for(config_for(*ONE_RANK), 4)
+    data = dataclasses.replace(data, loss_mask=data.loss_mask.clone())
+    data.loss_mask[0] = math.nan
+    losses = assert_same_bits(pool, tmp_path, config_for(*DP2), weights, data)
+    assert [math.isnan(loss) for loss in losses] == [True, False, False, False], "or no step was skipped"
+
+
+# ---- which boxes a rank saves and reads
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (1, 5), (5, 1), (4, 3), (3, 7), (2, 1, 3), (2, 3, 2), (2, 3, 4)],
+                         ids=str)
+def test_boxes_hold_each_element_of_a_range_once_and_in_order(shape):
+    """For every range: at most one box of a vector, three of a matrix, five of three dimensions; none is empty."""
+    elements = torch.arange(torch.Size(shape).numel())
+    for begin, end in product(range(len(elements) + 1), repeat=2):
+        boxes = boxes_of_range(begin, end, shape) if begin <= end else []
+        values = [elements.view(shape)[tuple(slice(first, first + length) for first, length in zip(*box))]
+                  for box in boxes]
+        assert [value.shape for value in values] == [box.size for box in boxes]
+        assert torch.cat([elements[:0], *(value.flatten() for value in values)]).tolist() == list(range(begin, end))
+        assert len(boxes) <= 2 * len(shape) - 1 and all(value.numel() for value in values)
+
+
+def boxes_on_rank(config):
+    """({name: [(offset, shape)]} of the boxes that this rank saves, bytes that it copies, sizes of its blocks of host
+    memory, bytes of all states that it holds)."""
+    mesh, model, optimizer, _ = build(config)
+    copies = allocate_host_copies(optimizer, mesh)
+    boxes = {name: [(offset, tuple(box.shape)) for offset, box in tensor.boxes.items()]
+             for name, tensor in local_boxes(model, mesh, copies).items()}
+    storages = [copy.values.untyped_storage() for copy in copies]
+    blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    held = sum(len(bucket.weights) for bucket in optimizer.buckets if mesh.is_first_stage or not bucket.kind.tied)
+    return boxes, sum(copy.values.nbytes for copy in copies), sorted(blocks.values()), len(STATES) * 8 * held
+
+
+@pytest.mark.parametrize("tp, pp, dp, zero_stage", [
+    (1, 1, 1, 1), (1, 1, 4, 1), (1, 1, 4, 0), (2, 1, 2, 1), (2, 1, 2, 0), (1, 2, 2, 1), (2, 2, 2, 1), (4, 2, 1, 0)])
+def test_ranks_divide_the_work_and_save_each_element_once(pool, tp, pp, dp, zero_stage):
+    """Each rank copies 1/dp of what it holds, and 1/tp of what all tp ranks hold, into blocks of power-of-two sizes."""
+    config = config_for(tp, pp, dp, 1, zero_stage, "1f1b", **UNEVEN)
+    times = {f"{state}.{name}": torch.zeros(shape) for state in STATES
+             for name, shape in full_shapes(sizes_of(config)).items()}
+    for saves, copied, blocks, held in pool.run(boxes_on_rank, config, world_size=config.world_size):
+        for name, boxes in saves.items():
+            for offset, shape in boxes:
+                times[name][tuple(slice(first, first + length) for first, length in zip(offset, shape))] += 1
+        assert sum(blocks) == copied <= held / dp + 3 * 8 * 50 and copied > 0.5 * held / dp
+        assert all(size & (size - 1) == 0 for size in blocks)
+    assert all((count == 1).all() for count in times.values())
+
+
+@pytest.mark.parametrize("tp, dp, zero_stage", [(1, 4, 1), (1, 4, 0), (2, 2, 1)])
+def test_each_rank_writes_its_share_of_the_bytes(pool, tmp_path, tp, dp, zero_stage):
+    sizes = {}
+    for name, layout in (("alone", (1, 1, 1, 1, 1)), ("together", (tp, 1, dp, 1, zero_stage))):
+        config = config_for(*layout, "1f1b", hidden_size=128)
+        pool.run(save_steps, config, str(tmp_path / name), world_size=config.world_size)
+        sizes[name] = [path.stat().st_size for path in checkpoints_of(tmp_path / name)[0].glob("*.distcp")]
+    assert len(sizes["together"]) == 4 and max(sizes["together"]) < 1.1 / 4 * sizes["alone"][0]
+
+
+# ---- what a checkpoint holds
+
+def test_a_checkpoint_holds_global_names_a_tied_matrix_once_and_the_counters(saved):
+    """The first and the last stage both hold the tied matrix, and must not both write it."""
+    run_dir, _, config = saved
+    index = SafeReader(checkpoints_of(run_dir)[0]).read_metadata().state_dict_metadata
+    assert {name: tuple(entry.size) for name, entry in index.items()} == {
+        f"{state}.{name}": tuple(shape) for state in STATES for name, shape in full_shapes(sizes_of(config)).items()}
+    manifest = json.loads((checkpoints_of(run_dir)[0] / "manifest.json").read_text())
+    assert (manifest["step"], manifest["adam_steps"], manifest["skipped_in_a_row"]) == (3, 3, 0)
+    assert manifest["config"]["hidden_size"] == 16
+
+
+@pytest.mark.parametrize("layout, family", [(TP2_PP2_DP2, {}), (TP2, LLAMA)], ids=["gpt", "llama"])
+def test_export_writes_full_weights(pool, tmp_path, layout, family):
+    """The two runs of rows of a SwiGLU, which a checkpoint holds in three dimensions, become one matrix again."""
+    config = config_for(*layout, **family)
+    weights, data, _, _ = reference_for(config, 1)
+    pool.run(train_from, config, weights, data, 0, 0, None, str(tmp_path), world_size=config.world_size)
+    export(checkpoints_of(tmp_path)[0], tmp_path / "out.pt")
+    exported = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in weights)
+
+
+def generate_from(config, folder, tokens, use_cache):
+    mesh, model, _, _ = build(config)
+    load_weights(Path(folder), model, mesh)
+    return generate(model, mesh, tokens, 20, config.vocab_size, 1.0, 0, 5, use_cache)
+
+
+def test_generated_text_depends_on_neither_layout_nor_cache(pool, saved):
+    """Twenty tokens with eight positions: the key-value cache fills up, grows, and is rebuilt."""
+    folder = str(checkpoints_of(saved[0])[0])
+    texts = [pool.run(generate_from, config_for(*layout), folder, [3, 1, 4], cache, world_size=math.prod(layout[:3]))[0]
+             for layout in (LAYOUTS[0], LAYOUTS[5], LAYOUTS[6]) for cache in (True, False)]
+    assert texts == [texts[0]] * 6 and len(texts[0]) == 23 and len(set(texts[0])) > 5
+
+
+def load_in_16_bit(config, folder):
+    mesh, model, _, _ = build(config)
+    load_weights(Path(folder), model, mesh)
+    shards = {name: (weight.detach().clone(), cut_of(weight)) for name, weight in model.named_parameters()}
+    return Outcome((0, 0, mesh.tp_rank), [], [], [], shards, 0.0)
+
+
+def test_weights_without_an_optimizer_are_rounded_to_the_models_dtype(pool, saved):
+    config = config_for(*TP2, dtype="bfloat16")
+    outcomes = pool.run(load_in_16_bit, config, str(checkpoints_of(saved[0])[0]), world_size=2)
+    loaded = whole(outcomes, lambda outcome: outcome.weights, 2)
+    assert all(torch.equal(loaded[name], weight.bfloat16()) for name, weight in saved[1].items())

@@ -1,0 +1,341 @@
+"""Imported models equal those of Transformers in logits and gradients, and come back with the same bits.
+
+All comparisons are in float64, on models whose weights and biases are all random.
+"""
+
+import dataclasses
+import json
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.load import load_weights, read_single_process
+from nanodomino.checkpoint.manifest import verify
+from nanodomino.checkpoint.safe_load import SafeReader
+from nanodomino.comm.world import LaunchInfo
+from nanodomino.config.config import Config
+from nanodomino.config.presets import PRESETS
+from nanodomino.corpus.folder import load_corpus
+from nanodomino.data import TokenDataset
+from nanodomino.errors import UserError
+from nanodomino.generate.__main__ import main as generate_main
+from nanodomino.huggingface import export_model as exporting, import_model as importing
+from nanodomino.huggingface.__main__ import main, size_in_bytes
+from nanodomino.huggingface.export_model import export_model, split_into_files
+from nanodomino.huggingface.families import FAMILIES, family_of, read_config, write_config
+from nanodomino.huggingface.import_model import import_model
+from nanodomino.huggingface.safetensors_files import GENERATION
+from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
+from support.harness import FixedData, build, difference, train_steps, whole
+from support.huggingface import (GPT2_SIZES, LENGTH, LLAMA3, MODELS, VOCABULARY, change_config, change_tensors,
+                                 config_of, same_bits, weights_of, with_exact_norms)
+from support.jobs import make_corpus
+from support.train_in_pool import main_on_rank, metric_points
+
+LARGE = 10**9            # a --max-shard-size above the size of any model here
+BY_DEFAULT = ("gpt2", "llama 3.1", "qwen2", "qwen3")
+SOME_MODELS = [*BY_DEFAULT, *(pytest.param(name, marks=pytest.mark.exhaustive)
+                              for name in MODELS if name not in BY_DEFAULT)]
+LAYOUTS = {"one": {}, "tp2-columns": dict(tensor_model_parallel_size=2, columns=3),
+           "pp2": dict(pipeline_model_parallel_size=2),
+           "tp2-pp2-cut": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
+           "tp4": dict(tensor_model_parallel_size=4, slices=1)}
+CROSSINGS_BY_DEFAULT = (("llama tied", "tp4"), ("qwen3", "tp2-pp2-cut"), ("qwen2", "tp2-columns"), ("gpt2", "pp2"))
+
+
+def random_tokens(*shape, seed=1):
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- the numbers
+
+def logits_rank(folder, tokens, positions, tp):
+    config = dataclasses.replace(config_of(folder), tensor_model_parallel_size=tp)
+    mesh, model, _, _ = build(config)
+    load_weights(folder, model, mesh)
+    model.parallel_output = False
+    with torch.no_grad():
+        return model(tokens, positions)
+
+
+@pytest.mark.parametrize("name", SOME_MODELS)
+def test_logits_equal_those_of_transformers(pool, saved, tmp_path, name):
+    """On one rank, and on two tensor-parallel ranks if the model has at least two groups of heads."""
+    model, folder = saved(name)
+    import_model(folder, tmp_path / "imported")
+    tokens, positions = random_tokens(2, LENGTH), MODELS[name][2] + torch.arange(LENGTH).expand(2, -1)
+    with torch.no_grad():
+        expected = with_exact_norms(model)(tokens, position_ids=positions).logits
+    assert expected.std() > 0.5, "or the comparison shows nothing"
+    for tp in range(1, min(2, config_of(tmp_path / "imported").num_query_groups) + 1):
+        for logits in pool.run(logits_rank, tmp_path / "imported", tokens, positions, tp, world_size=tp):
+            assert (logits - expected).abs().max() < 1e-9 * expected.abs().max()
+
+
+def gradients_rank(folder, options, data):
+    """Losses and gradients of one step from the imported weights."""
+    config = dataclasses.replace(config_of(folder), **dict(
+        dtype="float64", seq_length=LENGTH, global_batch_size=4, micro_batch_size=4, slices=2) | options)
+    built = build(config)
+    load_weights(folder, built[1], built[0])
+    return train_steps(built, config, data, range(1, 2))
+
+
+@pytest.mark.parametrize("name, layout", [
+    pytest.param(name, layout, marks=[] if (name, layout) in CROSSINGS_BY_DEFAULT else pytest.mark.exhaustive)
+    for name in MODELS for layout in LAYOUTS])
+def test_gradients_equal_those_of_transformers(pool, saved, tmp_path, name, layout):
+    """With as many groups as heads, with fewer, and with one group per rank; with tied and untied embeddings."""
+    model, folder = saved(name)
+    import_model(folder, tmp_path / "imported")
+    config, options = config_of(tmp_path / "imported"), LAYOUTS[layout]
+    tp, pp = (options.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline"))
+    if config.num_query_groups % tp:
+        pytest.skip(f"{config.num_query_groups} groups can't be divided among {tp} ranks")
+    rows = random_tokens(4, LENGTH + 1, seed=2)
+    data = FixedData(rows[None, :, :-1], rows[None, :, 1:], torch.ones(1, 4, LENGTH))
+    model.zero_grad()
+    loss = F.cross_entropy(with_exact_norms(model)(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten())
+    loss.backward()
+    gradients = {hf_name: weight.grad for hf_name, weight in model.named_parameters()}
+    expected = {mapping.name: mapping.conversion.from_hf([gradients[name] for name in mapping.hf_shapes], config)
+                for mapping in map_tensors(config, family_of(config).modules)}
+    outcomes = pool.run(gradients_rank, tmp_path / "imported", options, data, world_size=tp * pp)
+    found = whole(outcomes, lambda outcome: outcome.gradients[0], tp)
+    assert outcomes[0].losses == [pytest.approx(float(loss.detach()), rel=1e-9)]
+    assert difference(found, {name: gradient.reshape(found[name].shape) for name, gradient in expected.items()}) < 1e-9
+
+
+@pytest.mark.parametrize("name", SOME_MODELS)
+def test_transformers_loads_an_export_and_nothing_is_lost(transformers, saved, tmp_path, name):
+    """Import and export, in one file or several, give the same tensors, names and logits; a second import, the same
+    bits."""
+    model, folder = saved(name)
+    import_model(folder, tmp_path / "imported")
+    for size in (LARGE, 30_000):
+        out = tmp_path / str(size)
+        export_model(tmp_path / "imported", out, None, size)
+        loaded, problems = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+        assert not any(problems.values()), problems
+        assert type(loaded) is type(model) or name == "mistral", "a Mistral is exported as a Llama"
+        assert same_bits(loaded.state_dict(), model.state_dict())
+        tokens = torch.arange(LENGTH).unsqueeze(0)
+        with torch.no_grad():
+            difference = with_exact_norms(loaded)(tokens).logits - with_exact_norms(model)(tokens).logits
+        assert difference.abs().max() < 1e-12
+        import_model(out, tmp_path / f"{size} again")
+        assert same_bits(weights_of(tmp_path / "imported"), weights_of(tmp_path / f"{size} again"))
+        for entry in ("vocab_size", "tie_word_embeddings", "eos_token_id", "bos_token_id", "rope_parameters",
+                      *(["head_dim"] if name != "qwen2" else [])):
+            assert getattr(loaded.config, entry, None) == getattr(model.config, entry, None)
+    assert (tmp_path / str(LARGE) / "model.safetensors").exists()
+    assert len(list((tmp_path / "30000").glob("model-*.safetensors"))) > 3
+    assert len({path.stat().st_mode for path in (tmp_path / "30000").iterdir()}) == 1, "all files have the same mode"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_each_dtype_comes_back_with_its_bits(saved, transformers, tmp_path, dtype):
+    """A checkpoint holds fp32 or fp64; export uses the imported dtype unless another one is asked for."""
+    torch.manual_seed(1)
+    configuration = transformers.AutoConfig.for_model("gpt2", **GPT2_SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(configuration).to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "model")
+    assert f"in {dtype}" in import_model(tmp_path / "model", tmp_path / "imported")
+    wide = torch.float64 if dtype == "float64" else torch.float32
+    assert {weight.dtype for weight in weights_of(tmp_path / "imported").values()} == {wide}
+    for asked, expected in ((None, dtype), ("bfloat16", "bfloat16")):
+        out = tmp_path / f"{asked}"
+        export_model(tmp_path / "imported", out, asked, LARGE)
+        assert json.loads((out / "config.json").read_text())["torch_dtype"] == expected
+        assert same_bits(transformers.AutoModelForCausalLM.from_pretrained(out).state_dict(),
+                         {name: weight.to(getattr(torch, expected)) for name, weight in model.state_dict().items()})
+
+
+def test_tensors_of_several_dtypes_are_imported_in_a_dtype_that_holds_them_all(folder, tmp_path):
+    def mix(tensors):
+        for i, name in enumerate(tensors):
+            tensors[name] = tensors[name].to(torch.bfloat16 if i % 2 else torch.float16)
+
+    mixed = folder("gpt2")
+    change_tensors(mixed, mix)
+    assert "in float32" in import_model(mixed, tmp_path / "imported")
+
+
+def test_the_rows_that_pad_the_vocabulary_are_zeros(saved, tmp_path):
+    import_model(saved("gpt2")[1], tmp_path / "imported")
+    words = torch.empty(384, 48, dtype=torch.float64)
+    read_single_process({"weight.embedding.word_embeddings.weight": words}, SafeReader(tmp_path / "imported"))
+    assert not words[VOCABULARY:].any() and words[:VOCABULARY].any(dim=1).all()
+
+
+# ---- files of other writers
+
+def assert_imports_alike(changed, original, tmp_path):
+    import_model(changed, tmp_path / "changed")
+    import_model(original, tmp_path / "original")
+    assert same_bits(weights_of(tmp_path / "changed"), weights_of(tmp_path / "original"))
+    assert config_of(tmp_path / "changed") == config_of(tmp_path / "original")
+
+
+def test_names_without_prefix_and_old_buffers_are_understood(saved, folder, tmp_path):
+    """OpenAI's gpt2 on the hub has such names, and stores masks, which are not weights."""
+    def as_openai(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        for layer in range(3):
+            tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.uint8)
+            tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+
+    changed = folder("gpt2")
+    change_tensors(changed, as_openai)
+    change_config(changed, n_ctx=LENGTH, task_specific_params={"text-generation": {"do_sample": True}},
+                  architectures=...)
+    assert_imports_alike(changed, saved("gpt2")[1], tmp_path)
+
+
+def test_a_config_json_of_an_older_llama_is_understood(saved, folder, tmp_path):
+    """It has rope_theta and rope_scaling at the top, stores inv_freq, and leaves out what has Transformers' default."""
+    changed = folder("llama 3.1")
+    scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+    change_config(changed, rope_parameters=..., rope_theta=500000.0, rope_scaling=scaling, torch_dtype="float64",
+                  pretraining_tp=1, rope_interleaved=False, is_llama_config=True, _name_or_path="x", hidden_act=...,
+                  rms_norm_eps=..., attention_bias=..., mlp_bias=..., tie_word_embeddings=...)
+    inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    change_tensors(changed, lambda tensors: tensors.update(inv_freq))
+    assert_imports_alike(changed, saved("llama 3.1")[1], tmp_path)
+
+
+def test_a_tied_head_may_be_stored_if_it_equals_the_embedding(saved, folder, tmp_path):
+    changed = folder("gpt2")
+    change_tensors(changed, lambda tensors: tensors.update(
+        {"lm_head.weight": tensors["transformer.wte.weight"].clone()}))
+    assert_imports_alike(changed, saved("gpt2")[1], tmp_path)
+    change_tensors(changed, lambda tensors: tensors["lm_head.weight"].view(-1)[-1:].add_(1))
+    with pytest.raises(UserError, match="lm_head.weight differs from its transformer.wte.weight; set tie_word"):
+        import_model(changed, tmp_path / "differs")
+
+
+def test_tokenizer_files_and_special_tokens_are_copied_both_ways(folder, tmp_path):
+    """The manifest lists them too; other files are not copied."""
+    changed = folder("gpt2")
+    (changed / GENERATION).unlink()
+    for name in ("tokenizer.json", "merges.txt", "training_args.bin"):
+        (changed / name).write_text(name)
+    assert "with tokenizer.json, merges.txt" in import_model(changed, tmp_path / "imported")
+    assert {"tokenizer.json", "merges.txt", GENERATION} < verify(tmp_path / "imported")["files"].keys()
+    out = tmp_path / "out"
+    export_model(tmp_path / "imported", out, None, LARGE)
+    assert (out / "merges.txt").read_text() == "merges.txt" and not (out / "training_args.bin").exists()
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 5
+
+
+# ---- runs
+
+@pytest.mark.parametrize("name, tp, pp", [("gpt2", 2, 1), ("llama", 2, 2), *[
+    pytest.param(*crossing, marks=pytest.mark.exhaustive) for crossing in (
+        ("gpt2 untied", 4, 1), ("llama with biases", 2, 1), ("qwen2", 2, 2), ("qwen3", 1, 2), ("mistral", 2, 1))]])
+def test_an_imported_model_is_trained_and_exported(pool, transformers, saved, tmp_path, name, tp, pp):
+    """train.py takes the sizes from the checkpoint, and its first loss equals that of Transformers on the same text.
+    The export after two steps loads, has the run's weights bit for bit, and the tokenizer of the run's data folder."""
+    model, folder = saved(name)
+    corpus = load_corpus(make_corpus(tmp_path))
+    (corpus.path / "tokenizer.json").write_text("{}")
+    import_model(folder, tmp_path / "imported")
+    flags = (f"--load {tmp_path / 'imported'} {'--finetune' if pp > 1 else ''} --data-path {corpus.path} "
+             f"--run-dir {tmp_path / 'run'} --train-iters 2 --global-batch-size 8 --micro-batch-size 2 --tp {tp} "
+             f"--pp {pp} --dtype float64 --eval-iters 0 --sample-tokens 0 --device cpu --lr 1e-3").split()
+    ended = pool.run(main_on_rank, flags, (), world_size=tp * pp)
+    assert ended[0].code == 0, ended[0]
+    checkpoint = checkpoints_of(tmp_path / "run")[0]
+    config = config_of(checkpoint)
+    batch = TokenDataset(corpus, "train", config.seq_length, config.seed).batch(0, 0, 0, 1, 8, 8)
+    with torch.no_grad():
+        expected = F.cross_entropy(with_exact_norms(model)(batch.tokens).logits.flatten(0, 1), batch.labels.flatten())
+    assert metric_points(tmp_path / "run", "loss")[0] == (1, pytest.approx(float(expected), rel=1e-9))
+
+    out = tmp_path / "out"
+    assert "with tokenizer.json" in export_model(tmp_path / "run", out, None, LARGE)
+    loaded, problems = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(problems.values()) and loaded.config.eos_token_id == corpus.end_of_text
+    import_model(out, tmp_path / "again")
+    assert same_bits(weights_of(tmp_path / "again"), weights_of(checkpoint))
+    assert not same_bits(weights_of(tmp_path / "again"), weights_of(tmp_path / "imported"))
+
+
+def test_generate_asks_for_a_tokenizer_if_the_checkpoint_has_none(saved, tmp_path):
+    import_model(saved("gpt2")[1], tmp_path / "imported")
+    with pytest.raises(UserError, match="was imported, not trained, without a tokenizer.json; give a data"):
+        generate_main(["--load", str(tmp_path / "imported"), "--device", "cpu"], LaunchInfo())
+
+
+def test_the_commands_of_the_readme_run(saved, tmp_path, capsys):
+    checkpoint, out = str(tmp_path / "imported"), str(tmp_path / "out")
+    assert main(["import", str(saved("gpt2")[1]), "--output", checkpoint]) == 0
+    assert main(["export", checkpoint, out, "--dtype", "float32", "--max-shard-size", "40KB"]) == 0
+    imported, exported = capsys.readouterr().out.splitlines()
+    assert "GPT2LMHeadModel, 40 tensors" in imported and "in float64" in imported and "in float32" in exported
+
+
+# ---- without tensors
+
+CHOICES = [dict(rotary_seq_len_interpolation_factor=3.0), dict(disable_bias_linear=False), dict(num_query_groups=1),
+           dict(layernorm_epsilon=0.5, rotary_base=7.0), dict(use_rope_scaling=True, rope_scaling_factor=3.0),
+           dict(disable_bias_linear=False, add_qkv_bias=False), dict(kv_channels=14, add_qkv_bias=True),
+           dict(untie_embeddings_and_output_weights=True, max_position_embeddings=999)]
+
+
+@pytest.mark.parametrize("choices", [*(dict(model=preset) for preset in PRESETS),
+                                     *(dict(model="nano-llama") | choices for choices in CHOICES)],
+                         ids=lambda choices: " ".join(map(str, choices.values())))
+def test_every_preset_has_a_family_and_its_settings_come_back(choices):
+    config, preset = Config(**choices).resolve(1).with_vocabulary(50257), choices["model"]
+    values = json.loads(json.dumps(write_config(config, "float32")))
+    restored = read_config(values, "config.json")
+    settings = [field.name for field in dataclasses.fields(Config) if field.metadata["affects"] == "model"
+                and field.name != "model" and (config.use_rope_scaling or field.name != "rope_scaling_factor")]
+    assert {name: getattr(restored, name) for name in settings} == {name: getattr(config, name) for name in settings}
+    assert FAMILIES[values["model_type"]] is family_of(config)
+    assert values["model_type"] == "gpt2" or "gpt" not in preset and preset != "nano"
+
+
+def test_files_end_between_parameters_and_are_as_full_as_possible(saved):
+    config = read_config(json.loads((saved("llama")[1] / "config.json").read_text()), "config.json")
+    mappings = map_tensors(config, LLAMA_MODULES)
+    for limit in (1, 30_000, LARGE):
+        files = split_into_files(mappings, torch.float32, limit)
+        assert sum(files, []) == mappings and all(files)
+        sizes = [[4 * sum(shape.numel() for shape in mapping.hf_shapes.values()) for mapping in file] for file in files]
+        assert all(sum(file) <= limit or len(file) == 1 for file in sizes)
+        assert all(sum(first) + second[0] > limit for first, second in zip(sizes, sizes[1:]))
+    assert [size_in_bytes(text) for text in ("5GB", "500 mb", "7kb", "12")] == [5 * 10**9, 5 * 10**8, 7000, 12]
+
+
+# ---- memory
+
+def anonymous_bytes() -> int:
+    """The memory of this process that is not mapped from a file."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux how much memory a process has")
+def test_no_model_is_ever_in_memory_as_a_whole(transformers, tmp_path, monkeypatch):
+    """The model has 60 MB in fp32, and its tensors 1 MB; import and export hold a few tensors at a time."""
+    configuration = transformers.AutoConfig.for_model("gpt2", **GPT2_SIZES | dict(n_embd=256, n_inner=1024, n_layer=20))
+    model = transformers.AutoModelForCausalLM.from_config(configuration).bfloat16()
+    model.save_pretrained(tmp_path / "model")
+    seen, before = [], anonymous_bytes()
+    for module, name in ((importing, "convert_from_hf"), (exporting, "convert_to_hf")):
+        def observed(*args, convert=getattr(module, name)):
+            tensors = convert(*args)
+            seen.append(anonymous_bytes())
+            return tensors
+        monkeypatch.setattr(module, name, observed)
+    import_model(tmp_path / "model", tmp_path / "imported")
+    assert len(seen) == 244 and max(seen) - before < 12 * 2**20
+    seen.clear()
+    export_model(tmp_path / "imported", tmp_path / "out", "float32", 4 * 10**6)
+    assert len(seen) == 244 and max(seen) - before < 20 * 2**20

@@ -1,0 +1,252 @@
+"""What can't be imported or exported exactly is refused in one sentence, and leaves nothing behind."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanodomino.config.config import Config
+from nanodomino.errors import UserError
+from nanodomino.huggingface import export_model as exporting, import_model as importing
+from nanodomino.huggingface.__main__ import main
+from nanodomino.huggingface.export_model import export_model
+from nanodomino.huggingface.families import write_config
+from nanodomino.huggingface.import_model import import_model
+from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors
+
+
+def assert_import_refused(folder, tmp_path, message, names=""):
+    with pytest.raises(UserError, match=message) as error:
+        import_model(folder, tmp_path / "imported")
+    assert names in str(error.value) and "\n" not in str(error.value) and not list(tmp_path.glob("*imported*"))
+
+
+ROPE, UNKNOWN = "original_max_position_embeddings", ", which nanodomino does not know"
+ONLY, WHOLE, POSITIVE = "but nanodomino supports only", ", but it must be a positive whole number", "must be a positive"
+CONFIGS = [      # (model, changes of config.json, error)
+    ("gpt2", dict(activation_function="gelu"), f'activation_function "gelu", {ONLY} "gelu_new" or "gelu_pytorch_tanh"'),
+    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), f"has scale_attn_by_inverse_layer_idx true, {ONLY} false"),
+    ("gpt2", dict(scale_attn_weights=False), f"has scale_attn_weights false, {ONLY} true"),
+    ("gpt2", dict(reorder_and_upcast_attn=True), "has reorder_and_upcast_attn true, but"),
+    ("gpt2", dict(add_cross_attention=True), "has add_cross_attention true, but"),
+    ("gpt2", dict(n_layer=0), f"has n_layer 0{WHOLE}; correct it"),
+    ("gpt2", dict(n_embd=...), f"has n_embd null{WHOLE}"),
+    ("gpt2", dict(n_head="4"), f'has n_head "4"{WHOLE}'),
+    ("gpt2", dict(n_positions=True), f"has n_positions true{WHOLE}"),
+    ("gpt2", dict(n_head=5), "an impossible model: hidden-size 48 must be divisible by num-attention-heads 5"),
+    ("gpt2", dict(layer_norm_epsilon=-1.0), f"has layer_norm_epsilon -1.0, but it {POSITIVE} number"),
+    ("gpt2", dict(tie_word_embeddings="yes"), f'has tie_word_embeddings "yes", {ONLY} true or false'),
+    ("gpt2", dict(tie_word_embeddings=False), "lacks lm_head.weight, which a GPT2LMHeadModel with this config.json"),
+    ("gpt2", dict(architectures=["BertForMaskedLM"]), 'architecture "BertForMaskedLM", but only GPT2LMHeadModel, '),
+    ("gpt2", dict(architectures=["GPT2LMHeadModel", "LlamaForCausalLM"]), "architecture .*, but only GPT2LMHeadModel"),
+    ("gpt2", dict(model_type="llama"), 'GPT2LMHeadModel and model_type "llama", which contradict each other'),
+    ("gpt2", dict(model_type=["gpt2"]), "which contradict each other"),
+    ("gpt2", dict(model_type="mamba", architectures=...), 'model_type "mamba" and no architectures, but only gpt2, l'),
+    ("gpt2", dict(quantization_config={"bits": 4}), f'has quantization_config {{"bits": 4}}{UNKNOWN}'),
+    ("llama", dict(logit_scale=2.0), f"has logit_scale 2.0{UNKNOWN} and which may change the logits"),
+    ("llama", dict(output_multiplier=2.0), f"has output_multiplier 2.0{UNKNOWN}"),
+    ("llama", dict(rope_interleaved=True), f"has rope_interleaved true{UNKNOWN}"),
+    ("llama", dict(hidden_act="gelu"), f'has hidden_act "gelu", {ONLY} "silu" or "swish"'),
+    ("llama", dict(attention_bias=True), "has attention_bias true and mlp_bias false, but nanodomino has biases"),
+    ("llama", dict(mlp_bias=True), "has attention_bias false and mlp_bias true, but"),
+    ("llama", dict(num_key_value_heads=3), "model: num-attention-heads 4 must be divisible by num-query-groups 3"),
+    ("llama", dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, but"),
+    ("llama", dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), "rotary_factor 0.5, "),
+    ("llama", dict(rope_scaling=dict(type="yarn", factor=4.0)), f'rope of type "yarn", {ONLY} default, linear, '),
+    ("llama", dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), 'has rope of type "dynamic", but'),
+    ("llama", dict(rope_scaling=[2.0]), r"has rope_scaling \[2.0\], but it must be an object"),
+    ("llama", dict(rope_scaling=dict(rope_type="linear")), f"has factor null, but it {POSITIVE} number"),
+    ("llama", dict(rope_scaling=LLAMA3 | dict(low_freq_factor=2.0)), f"has low_freq_factor 2.0, {ONLY} 1"),
+    ("llama", dict(rope_scaling=LLAMA3 | dict(high_freq_factor=8.0)), "has high_freq_factor 8.0, but"),
+    ("llama", dict(rope_scaling=LLAMA3 | {ROPE: 4096}), f"scales rope from {ROPE} 4096, {ONLY} Llama 3's 8192"),
+    ("llama", {"rope_scaling": LLAMA3, ROPE: 4096}, f"scales rope from {ROPE} 4096"),
+    ("llama", dict(rope_parameters=dict(rope_type="default", attention_factor=2.0)), f"attention_factor 2.0{UNKNOWN}"),
+    ("llama", dict(rope_parameters=dict(full_attention=dict(rope_theta=1.0))), f"has full_attention .*{UNKNOWN}"),
+    ("llama", dict(rope_parameters=dict(rope_theta=0)), f"has rope_theta 0, but it {POSITIVE} number"),
+    ("mistral", dict(sliding_window=23), f"has sliding_window 23, below max_position_embeddings {LENGTH}, but"),
+    ("mistral", dict(sliding_window=..., max_position_embeddings=8192), "sliding_window 4096, below max_.* 8192, but"),
+    ("mistral", dict(attention_bias=True), f"has attention_bias true{UNKNOWN}"),
+    ("qwen2", dict(use_sliding_window=True), "has use_sliding_window true, but"),
+    ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "nanodomino has full attention in every la"),
+    ("qwen3", dict(attention_bias=True), f"has attention_bias true, {ONLY} false"),
+]
+
+
+@pytest.mark.parametrize("model, changes, message", CONFIGS,
+                         ids=[f"{model} {' '.join(changes)}" for model, changes, _ in CONFIGS])
+def test_a_config_json_that_changes_the_model_is_refused(folder, tmp_path, model, changes, message):
+    changed = folder(model)
+    change_config(changed, **changes)
+    assert_import_refused(changed, tmp_path, message, "config.json")
+
+
+NAME = {"gpt2": "transformer.h.1.mlp.c_fc.weight", "llama": "model.layers.1.mlp.up_proj.weight"}
+TENSORS = [      # (change of the tensors, error)
+    (lambda tensors, name: tensors.pop(name), r"lacks {name}, which a \w+ with this config.json has; download the f"),
+    (lambda tensors, name: [tensors.pop(name) for name in list(tensors)[:5]], "lacks .*, .*, .* and others, which a"),
+    (lambda tensors, name: tensors.update({name: tensors[name][1:].clone()}),
+     r"{name} in .* has shape \(\d+, \d+\), but config.json implies \(\d+, \d+\)"),
+    (lambda tensors, name: tensors.update({name: tensors[name].t().contiguous()}), "{name} in .* has shape"),
+    (lambda tensors, name: tensors.update({"score.weight": torch.ones(2, 48)}), "holds score.weight, which a .*"),
+    (lambda tensors, name: tensors.update({name.partition(".")[2]: tensors[name].clone()}),
+     "holds .*, which a .* does not have"),                    # with and without the prefix
+    (lambda tensors, name: tensors.update({name: tensors[name].to(torch.int8)}),
+     "{name} in .* has type I8, but weights must be of type F64, F32, F16, BF16"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(TENSORS)))
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_a_missing_unknown_or_wrong_tensor_is_named(folder, tmp_path, model, number):
+    (change, message), changed = TENSORS[number], folder(model)
+    change_tensors(changed, lambda tensors: change(tensors, NAME[model]))
+    assert_import_refused(changed, tmp_path, message.format(name=NAME[model]))
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def split_weights(folder: Path, parts=3) -> Path:
+    """Split the weights of a folder into several files with an index."""
+    from safetensors.torch import load_file, save_file
+    tensors = load_file(folder / "model.safetensors")
+    weight_map = {name: f"part-{i % parts}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors").unlink()
+    (folder / INDEX).write_text(json.dumps(dict(metadata={}, weight_map=weight_map)))
+    return folder
+
+
+def add_to_index(folder: Path, **entries):
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps(index | dict(weight_map=index["weight_map"] | entries)))
+
+
+FILES = [        # (change of a folder with three files and an index, error)
+    (lambda folder: (folder / "config.json").unlink(), "has no config.json; give the folder of a model"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json can't be read .*; download the folder"),
+    (lambda folder: (folder / "config.json").write_bytes(b"\xff"), "config.json can't be read"),
+    (lambda folder: (folder / "config.json").write_text("[]"), "config.json must hold one JSON object"),
+    (lambda folder: (folder / INDEX).unlink(), f"has neither model.safetensors nor {INDEX}; give a folder in"),
+    (lambda folder: (folder / INDEX).write_text("{}"), "must have a weight_map from each tensor to a file in the same"),
+    (lambda folder: add_to_index(folder, x="../part-0.safetensors"), "must have a weight_map"),
+    (lambda folder: add_to_index(folder, **{"lm_head.weight": "part-0.safetensors"}),
+     "lists lm_head.weight in part-0.safetensors, but it is not there"),
+    (lambda folder: (folder / "part-1.safetensors").unlink(), "part-1.safetensors is missing; download the folder"),
+    (lambda folder: os.truncate(folder / "part-1.safetensors", 5000), "part-1.safetensors is damaged or not a safeten"),
+    (lambda folder: (folder / "part-1.safetensors").write_bytes(b""), "part-1.safetensors is damaged"),
+    (lambda folder: (folder / "part-1.safetensors").write_bytes(b"\xff" * 100), "part-1.safetensors is damaged"),
+    (lambda folder: shutil.copy(folder / "part-1.safetensors", folder / "part-2.safetensors"),
+     "is in both .*part-1.safetensors and .*part-2.safetensors"),
+    (lambda folder: shutil.rmtree(folder), "there is no folder .*; give one with config.json and model.safetensors"),
+]
+
+
+@pytest.mark.parametrize("change, message", FILES, ids=[message[:40] for _, message in FILES])
+def test_a_damaged_folder_is_refused(folder, tmp_path, change, message):
+    changed = split_weights(folder("gpt2"))
+    change(changed)
+    assert_import_refused(changed, tmp_path, message)
+
+
+# ---- output
+
+def test_nothing_is_overwritten_and_names_must_fit(saved, tmp_path):
+    (tmp_path / "file").write_text("")
+    import_model(saved("gpt2")[1], tmp_path / "runs" / "imported")
+    for act in (lambda out: import_model(saved("gpt2")[1], out),
+                lambda out: export_model(tmp_path / "runs" / "imported", out, None, 1)):
+        with pytest.raises(UserError, match="file already exists, and nothing is overwritten; choose another name"):
+            act(tmp_path / "file")
+    with pytest.raises(UserError, match="is a name for step 7, but an imported model is at step 0"):
+        import_model(saved("gpt2")[1], tmp_path / "step-00000007")
+    with pytest.raises(UserError, match=r"can't be written \(Not a directory\); free some space, or choose"):
+        import_model(saved("gpt2")[1], tmp_path / "file" / "imported")
+
+
+@pytest.mark.parametrize("module, name", [(importing, "convert_from_hf"), (exporting, "convert_to_hf")],
+                         ids=["import", "export"])
+def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, module, name):
+    """A full disk in the middle leaves no folder; the next attempt removes what a killed process left, and succeeds."""
+    import_model(saved("gpt2")[1], tmp_path / "imported")
+    convert, calls, out = getattr(module, name), [], tmp_path / "out"
+
+    def act():
+        if module is importing:
+            return import_model(saved("gpt2")[1], out)
+        return export_model(tmp_path / "imported", out, None, 10**9)
+
+    def fail(*args):
+        calls.append(1)
+        if len(calls) == 9:
+            raise OSError(28, os.strerror(28))
+        return convert(*args)
+
+    (tmp_path / ".out.unfinished").mkdir()
+    (tmp_path / ".out.unfinished" / "left").write_text("")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, fail)
+        with pytest.raises(UserError, match=r"out can't be written \(No space left on device\); free some space"):
+            act()
+    assert len(calls) == 9 and not list(tmp_path.glob("*out*"))
+    act()
+    assert out.exists() and not (out / "left").exists()
+
+
+# ---- export
+
+@pytest.mark.parametrize("choices, message", [
+    (dict(normalization="RMSNorm"), "GPT2LMHeadModel needs normalization LayerNorm, not RMSNorm; export another model"),
+    (dict(position_embedding_type="none"), "GPT2LMHeadModel needs position-embedding-type learned_absolute, not none"),
+    (dict(swiglu=True), "GPT2LMHeadModel needs swiglu False, not True"),
+    (dict(disable_bias_linear=True), "GPT2LMHeadModel needs disable-bias-linear False, not True"),
+    (dict(kv_channels=8), "GPT2LMHeadModel needs kv-channels 4, not 8"),
+    (dict(model="nano-llama", rotary_percent=0.5), "LlamaForCausalLM needs rotary-percent 1.0, not 0.5"),
+    (dict(model="nano-llama", qk_layernorm=True, add_qkv_bias=True), "needs .*, not True"),
+    (dict(model="nano-llama", use_rope_scaling=True, rotary_seq_len_interpolation_factor=2.0), "only one rope scaling"),
+    (dict(model="nano-llama", hidden_size=18, kv_channels=8),
+     "Llama's hidden-size 18 is divisible by its num-attention-heads 4")])
+def test_a_model_that_no_family_fits_is_not_exported(choices, message):
+    config = Config(**dict(num_layers=2, hidden_size=16, num_attention_heads=4) | choices)
+    with pytest.raises(UserError, match=message):
+        write_config(config.resolve(1).with_vocabulary(257), "float32")
+
+
+def test_a_value_above_the_maximum_of_the_dtype_is_named(folder, tmp_path):
+    changed, name = folder("gpt2"), NAME["gpt2"]
+    change_tensors(changed, lambda tensors: tensors[name].view(-1)[7:8].fill_(-70000.0))
+    import_model(changed, tmp_path / "imported")
+    with pytest.raises(UserError, match=rf"{name} has values up to 70000, above the maximum 65504 of torch.float16"):
+        export_model(tmp_path / "imported", tmp_path / "out", "float16", 10**9)
+    assert not list(tmp_path.glob("*out*"))
+
+
+# ---- command line
+
+@pytest.mark.parametrize("arguments, message", [
+    ("", "arguments are required: import | export; python -m nanodomino.huggingface --help lists every flag"),
+    ("import DIR", "--output"), ("export DIR", "arguments are required: DIR"), ("export DIR OUT --dtype int8", "int8"),
+    ("import DIR --output X --dtype float16", "unrecognized arguments: --dtype float16; "),
+    ("export DIR OUT --max-shard-size 5TB", "--max-shard-size must be a number of B, KB, MB or GB, but is 5TB"),
+    ("export DIR OUT --max-shard-size 0", "--max-shard-size must be"),
+    ("export nowhere OUT", "there is no folder nowhere to load from"),
+    ("import nowhere --output OUT", "there is no folder nowhere; give one with config.json")])
+def test_a_mistyped_command_is_refused_in_one_sentence(transformers, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        main(arguments.split())
+    assert "\n" not in str(error.value) and not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", ["import DIR --output X", "export DIR X"])
+def test_without_safetensors_it_says_what_to_install(monkeypatch, arguments):
+    for name in [name for name in sys.modules if name.startswith("safetensors")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(UserError, match="need the package safetensors, .*; pip install -r requirements-extra.txt"):
+        main(arguments.split())

@@ -1,0 +1,75 @@
+"""Small models of every family that can be imported, and ways to change the folders that Transformers writes."""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from nanodomino.checkpoint.export import full_weights
+from nanodomino.checkpoint.manifest import read_manifest
+from nanodomino.config.config import Config
+from nanodomino.config.records import from_record
+
+VOCABULARY, LENGTH = 300, 24
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=104, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=5,
+             pad_token_id=None)
+GPT2_SIZES = dict(vocab_size=VOCABULARY, n_embd=48, n_inner=104, n_layer=3, n_head=4, n_positions=LENGTH,
+                  bos_token_id=None, eos_token_id=5)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=8192, rope_theta=500_000.0)
+LINEAR = dict(rope_type="linear", factor=3.0, rope_theta=5000.0)
+MODELS = {       # name: (model_type, its configuration, the first position)
+    "gpt2": ("gpt2", GPT2_SIZES, 0),
+    "gpt2 untied": ("gpt2", GPT2_SIZES | dict(tie_word_embeddings=False, n_inner=None, layer_norm_epsilon=1e-3), 0),
+    "llama": ("llama", SIZES, 0),
+    "llama tied": ("llama", SIZES | dict(tie_word_embeddings=True, num_key_value_heads=4, head_dim=10,
+                                         rms_norm_eps=1e-3), 0),
+    "llama 3.1": ("llama", SIZES | dict(max_position_embeddings=16384, num_key_value_heads=1, head_dim=32,
+                                        rope_parameters=LLAMA3), 9000),
+    "llama interpolated": ("llama", SIZES | dict(rope_parameters=LINEAR), 0),
+    "llama with biases": ("llama", SIZES | dict(attention_bias=True, mlp_bias=True), 0),
+    "mistral": ("mistral", SIZES | dict(sliding_window=LENGTH, head_dim=14), 0),
+    "qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True), 0),
+    "qwen3": ("qwen3", SIZES | dict(head_dim=20), 0),
+}
+
+
+def change_config(folder: Path, **entries):
+    """Change entries of config.json; ... removes one."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | entries
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
+
+
+def change_tensors(folder: Path, change):
+    """Call change({name: tensor}) on the weights of a folder, and write them back."""
+    from safetensors.torch import load_file, save_file
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def with_exact_norms(model):
+    """Let a Transformers model compute RMSNorm in the dtype of its input, not in fp32; the rest is its own code."""
+    for norm in model.modules():
+        if type(norm).__name__.endswith("RMSNorm"):
+            norm.forward = lambda x, norm=norm: F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    return model
+
+
+def config_of(checkpoint: Path) -> Config:
+    return from_record(read_manifest(checkpoint)["config"], checkpoint)
+
+
+def weights_of(checkpoint: Path) -> dict:
+    """{global name: full weight} of a checkpoint, without the vocabulary's padding."""
+    weights, words = full_weights(checkpoint, read_manifest(checkpoint)["config"]), config_of(checkpoint).vocab_size
+    return {name: weight[:words] if "word_embeddings" in name or "output_layer" in name else weight
+            for name, weight in weights.items()}
+
+
+def same_bits(found: dict, expected: dict) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]) for name in found)
