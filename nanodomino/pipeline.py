@@ -61,10 +61,8 @@ class P2PCommunicator:
                 self.outbox.append((dist.isend, receiver, message, output.contiguous()))
 
     def post(self, actions_done: int | None = None):
-        """Post a batch: the queued sends and, once so many actions are done, the receives that are due then.
-
-        Holds each tensor until it is sent, and waits for the oldest sends while more than p are in flight.
-        """
+        """Post a batch: the queued sends and, once so many actions are done, the receives that are due then. Waits for
+        the oldest sends if more than p are in flight, since each holds a tensor."""
         receives = [] if actions_done is None else [
             (dist.irecv, self.placement.source(self.stage, message)[0], message,
              torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device))
@@ -81,8 +79,7 @@ class P2PCommunicator:
                 self.sends_in_flight.append((work, tensor))
             else:
                 self.inbox[message] = (work, tensor)
-        while len(self.sends_in_flight) > self.mesh.pp:
-            self.wait(self.sends_in_flight.popleft()[0])
+        self.wait_for_sends(self.mesh.pp)
 
     def tag(self, message) -> int:
         """Return the number by which gloo matches messages; NCCL matches them by their order."""
@@ -100,8 +97,8 @@ class P2PCommunicator:
             self.trace.moment("receive", message=str(message), peer=self.mesh.stage_rank(source[0]))
         return tensor
 
-    def wait_for_sends(self):
-        while self.sends_in_flight:
+    def wait_for_sends(self, max_in_flight=0):
+        while len(self.sends_in_flight) > max_in_flight:
             self.wait(self.sends_in_flight.popleft()[0])
 
     def wait(self, work, **details):
@@ -190,11 +187,8 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_sha
 
 
 def run_halves(running: deque, messages: P2PCommunicator, trace):
-    """Run the (half, generator) of one action to their ends.
-
-    The two halves of a pair are resumed in turn, no matter what has arrived; otherwise tensor-parallel ranks would
-    launch their all-reduces in different orders.
-    """
+    """Run the (half, generator) of one action to their ends. Resume the halves of a pair in turn, whatever has arrived;
+    otherwise tensor-parallel ranks would launch their all-reduces in different orders."""
     while running:
         half, generator = running.popleft()
         with torch.no_grad(), trace.span(half.kind, microbatch=half.microbatch, chunk=half.chunk):

@@ -25,10 +25,7 @@ class ParameterKind:
 
 
 def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
-    """Return (kind, parameters) of each bucket, in the order of backward.
-
-    A bucket is closed when it has config.bucket_size parameters or more.
-    """
+    """Return (kind, parameters) of each bucket in the order of backward. Buckets end at config.bucket_size elements."""
     open_buckets, full, tied_copy = {}, [], model.tied_copy
     for weight in reversed(list(model.parameters())):
         sharded = weight.shard_dim is not None

@@ -1,36 +1,26 @@
 """Six pipeline schedules. Each is a pure function that returns the actions of one stage in order.
 
-Stage r of p holds a run of layers, and a global batch is cut into m microbatches. In which order a stage runs their
-forwards and backwards decides how long it idles and how many activations it holds. Because a schedule is data, it can
-be printed, counted and tested without a process (simulation.py); pipeline.py executes it.
+Stage r of p holds a run of layers, and a global batch is cut into m microbatches. The order of their forwards and
+backwards decides how long a stage idles and how many activations it holds. A schedule is data: it can be printed,
+counted and tested without a process (simulation.py); pipeline.py executes it.
 
-The *bubble* is the time for which the busiest stage idles, divided by the time for which it computes. The table gives
-the idle time of a step and the number of microbatches whose activations stage r holds at once. F, B and W are the
-durations of a stage's forward, input gradients and weight gradients:
+The *bubble* is the busiest stage's idle time, divided by the time for which it computes. F, B and W are the durations
+of a stage's forward, input gradients and weight gradients; v is its number of chunks, shorter runs of layers:
 
                  idle time of a step        microbatches held           source
     gpipe        (p - 1)(F + B + W)         m                           1811.06965
     1f1b         (p - 1)(F + B + W)         p - r                       2006.09503; 2104.04473, section 2.2
     paired       (p - 1)(F + B + W)         2 (p - r)                   combined 1F1B of Megatron-Core, DualPipe
-    interleaved  (p - 1)(F + B + W)/v       p + (p - 2 r - 1)/v         2104.04473, section 2.2; v chunks a stage
+    interleaved  (p - 1)(F + B + W)/v       p + (p - 2 r - 1)/v         2104.04473, section 2.2
     zb-h1        (p - 1)(F + B - W)         p                           2401.10241, section 2.1
     zb-v         (p - 1) F/2                p                           2401.10241, section 6; 2405.15362
 
-Three ideas improve on 1F1B:
+This assumes that m is a multiple of p for interleaved, at least p for zb-h1 and at least (3 p - 1)/2 for zb-v; that
+W <= B for zb-h1, which idles (p - 1) F otherwise; and that F = B = W for zb-v. In zb-v no stage idles between its first
+and its last action, but stages start and end one after another, and clipping by the global norm makes them all wait.
+(The paper updates before the norm is known and rolls back if need be, section 4. We do not.)
 
-  - If each stage holds v *chunks*, shorter runs of layers, the pipeline fills in v times shorter steps.
-  - The previous stage waits for input gradients, but no stage waits for weight gradients. Those can be computed later,
-    when the stage would otherwise idle.
-  - If a backward and the forward of another microbatch run as a *pair*, each hides the other's all-reduces (domino.py).
-
-The formulas assume enough microbatches: p for zb-h1, (3 p - 1)/2 for zb-v, a multiple of p for interleaved. zb-h1's
-assumes W <= B; otherwise its idle time is (p - 1) F. zb-v's assumes F = B = W. There no stage idles between its first
-and its last action, but each starts later than the first stage and ends later by as much, and gradient clipping makes
-all stages wait for the global norm. The paper updates before the norm is known and rolls back if need be (section 4);
-we do not. Of the 2 (p - r) microbatches that paired holds, two share a pair: one tape grows while the other shrinks.
-
-No code asks for a schedule's name to know its cost. The number of activations, the step time, the bubble and the order
-of messages all follow from the actions. So a new schedule is one function here and one line in SCHEDULES.
+A new schedule is a function and a line in SCHEDULES: its cost and its messages follow from its actions.
 """
 
 from collections import deque
@@ -45,9 +35,8 @@ def gpipe(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """Alternate one forward and one backward, after a warm-up of one forward for each later stage.
-
-    In the steady state each backward frees an activation before the next forward stores one.
+    """After a warm-up of one forward for each later stage, alternate a forward and a backward: one activation comes,
+    one goes.
 
         stage 0 |F0 F1 F2 F3                   B0 B0 F4 B1 B1 F5 B2 B2    B3 B3    B4 B4    B5 B5
         stage 1 |   F0 F1 F2             B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
@@ -62,7 +51,7 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
 
 def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """1F1B in which each backward and the forward after it run as a pair, drawn here as B B F.
+    """1F1B in which each backward and the next forward run as a pair, drawn as B B F, to hide each other's all-reduces.
 
         stage 0 |F0 F1 F2 F3 F4             B0 B0 F5 B1 B1    B2 B2 B3 B3    B4 B4 B5 B5
         stage 1 |   F0 F1 F2       B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4 B5 B5
@@ -79,12 +68,9 @@ def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
 
 def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list:
-    """1F1B over several chunks per stage.
-
-    A round takes `stages` microbatches through chunk 0, then through chunk 1, and so on. When the first of them comes
-    back to this stage, the stage has just finished the others. If the last round has fewer microbatches, the stage
-    idles in place of the missing ones.
-    """
+    """1F1B over several chunks per stage: the pipeline fills in shorter steps. A round takes `stages` microbatches
+    through chunk 0, then through chunk 1, and so on; when the first of them comes back, the stage has just finished the
+    last. If the last round has fewer microbatches, the stage idles in place of the missing ones."""
     rounds = range(0, microbatches, stages)
     order = [(i, chunk) for first in rounds for chunk in range(chunks) for i in range(first, first + stages)]
     forwards = [Forward(i, chunk) for i, chunk in order]
@@ -97,11 +83,9 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
 
 
 def zb_h1(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """1F1B in which each weight gradient is computed `stage` microbatches late.
-
-    The last stages then compute weight gradients at the end of the step, where 1F1B lets them idle. In return each
-    stage holds p microbatches, as many as 1F1B's first stage.
-    """
+    """1F1B in which each weight gradient, for which no stage waits, is computed `stage` microbatches late. So the last
+    stages compute weight gradients at the end of the step, where 1F1B lets them idle. In return each stage holds p
+    microbatches, as many as 1F1B's first stage."""
     warm_up, actions = min(stages - stage - 1, microbatches), []
     for i in range(microbatches + stages):
         actions += [Forward(i)] if i < microbatches else []

@@ -45,10 +45,8 @@ class Placement:
         return (self.stages - 1 - index if self.folded and chunk % 2 else index), chunk
 
     def source(self, stage: int, half):
-        """Return the (stage, chunk) that sends an action its input, or that sends this message to `stage`.
-
-        None at the ends of the model and for weight gradients, which need no message.
-        """
+        """Return the (stage, chunk) that sends an action's input, or a message to `stage`; None at the ends of the model
+        and for weight gradients, which need no message."""
         return self.location(self.virtual_stage(stage, half.chunk) - half.direction) if half.direction else None
 
     def target(self, stage: int, half):
@@ -85,10 +83,8 @@ class Timetable:
 
     @cached_property
     def dependencies(self) -> list[list[tuple]]:
-        """For each stage a list of (action, events it waits for, events at its end, arrivals of the messages it sends).
-
-        An event is a finished half or an arrived message, numbered because planning simulates thousands of actions.
-        """
+        """For each stage a list of (action, events it waits for, [(event it causes, whether on another stage)]). Events
+        are finished halves and arrived messages, numbered because planning simulates thousands of actions."""
         number, table = defaultdict(count().__next__), [[] for _ in self.rows]
         for stage, row in enumerate(self.rows):
             for action in row:
@@ -97,8 +93,8 @@ class Timetable:
                 table[stage].append((
                     action,
                     [number[stage, event] for event in needed],
-                    [number[stage, half] for half in action.halves] + [number[t] for t in sent if t[0] == stage],
-                    [number[t] for t in sent if t[0] != stage]))
+                    [(number[stage, half], False) for half in action.halves]
+                    + [(number[target], target[0] != stage) for target in sent]))
         return table
 
 

@@ -13,11 +13,8 @@ from nanodomino.schedules.placement import Message, Timetable, message_sent, tim
 
 
 def simulate(table: Timetable, duration=lambda stage, action: action.length, message=0) -> list[list[tuple]]:
-    """Return (action, start, end) for each stage's actions.
-
-    duration(stage, action): of the action on that stage; message: the delay between an action's end and the arrival of
-    its output on another stage. Raises ValueError if the stages wait for each other forever.
-    """
+    """Return (action, start, end) for each stage's actions. message: the delay between an action's end and the arrival
+    of its output on another stage. Raises ValueError if the stages wait for each other forever."""
     queues, rows = [deque(row) for row in table.dependencies], [[] for _ in table.rows]
     times = {}                                       # when each event happened
     while any(queues):
@@ -25,12 +22,12 @@ def simulate(table: Timetable, duration=lambda stage, action: action.length, mes
         for stage, queue in enumerate(queues):
             free = rows[stage][-1][2] if rows[stage] else 0
             while queue and all(event in times for event in queue[0][1]):
-                action, needed, finished, sent = queue.popleft()
+                action, needed, caused = queue.popleft()
                 start = max([free, *[times[event] for event in needed]])
                 free = start + duration(stage, action)
                 rows[stage].append((action, start, free))
-                times.update(dict.fromkeys(finished, free))
-                times.update(dict.fromkeys(sent, free + message))
+                for event, elsewhere in caused:
+                    times[event] = free + message * elsewhere
         if len(times) == before:
             raise ValueError(f"the schedule stops with {[str(queue[0][0]) for queue in queues if queue]} waiting for "
                              "each other")
@@ -53,14 +50,11 @@ def bubble(rows) -> float:
 
 
 def peak_microbatches(actions, size=lambda chunk: 1):
-    """Return how many microbatches, weighted by size(chunk), a stage holds at most.
-
-    A microbatch is held from its forward to its last backward action: what an InputBackward could free is needed again
-    for the weight gradients. A pair holds both of its microbatches.
-    """
+    """Return how many microbatches, weighted by size(chunk), a stage holds at most. It holds each from its forward to
+    its last backward action: what an InputBackward could free, the WeightBackward needs."""
     held = peak = 0
     for action in actions:
-        for half in reversed(action.halves):
+        for half in reversed(action.halves):                 # a pair holds both of its microbatches
             if half.kind == "forward":
                 held += size(half.chunk)
                 peak = max(peak, held)
@@ -71,11 +65,8 @@ def peak_microbatches(actions, size=lambda chunk: 1):
 
 @lru_cache(maxsize=16)
 def receives_to_post(table: Timetable, actions_ahead=0) -> list[list[list[Message]]]:
-    """Return for each stage and action the messages whose receives the stage posts before that action starts.
-
-    They are the messages that have been sent, in the simulation, by the start of that action or, if actions_ahead is
-    given, of an action that many places later. pipeline.py says why.
-    """
+    """Return for each stage and action the messages whose receives are posted before the action: those sent, in the
+    simulation, by the start of this action or of the action `actions_ahead` places later. pipeline.py says why."""
     rows = simulate(table)
     sent = sorted(((end, sender, *target) for sender, row in enumerate(rows) for action, _, end in row
                    for half in action.halves if (target := message_sent(table.placement, sender, half))
