@@ -749,7 +749,7 @@ def count_lost(config):
 
 
 @pitfall("Adam's count is taken from the step's number",
-         "`nanodomino/checkpoint.py`, `restore`: the manifest keeps `adam_steps` beside `step`",
+         "`nanodomino/checkpoint/load.py`, `restore`: the manifest keeps `adam_steps` beside `step`",
          conditions=one_bad_number, **RESUMED, **TP)
 def count_from_step(config):
     """They are the same until a step is skipped. After that, a run that goes on corrects for one update too many; the
@@ -787,7 +787,7 @@ def power_cut(config):
 
 
 @pitfall("A checkpoint that was being written is taken for whole",
-         "`nanodomino/checkpoint.py`, `Saver.write` and `seal`: data, manifest, and the "
+         "`nanodomino/checkpoint/save.py`, `Saver.write` and `complete`: data, manifest, and the "
          "name last", world_size=1, check=nothing_is_taken_for_whole, conditions=power_cut,
          shown="No number of a training shows it, but the next start does: the newest checkpoint lacks its tensors.")
 def named_too_early(config):
