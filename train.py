@@ -181,7 +181,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     stage = Domino(model, config.slices, config.columns, config.active_compile_backend, trace)
     done = restore(run.checkpoint, model, optimizer, mesh, run.weights_only) if run.checkpoint else 0
     saver = Saver(run.folder, mesh, config.keep_last, config.timeout, resumed_from=done)
-    report = Report(config, corpus, mesh, run.folder, done, speaks=dist.get_rank() == 0)
+    report = Report(config, corpus, mesh, run.folder, done, enabled=dist.get_rank() == 0)
     if run.weights_only:
         report.say(f"starting from the weights in {run.checkpoint}, without its optimizer state and step")
     if done < config.train_iters:
@@ -195,7 +195,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     try:
         while done < config.train_iters and not stop:
             step, step_start = done + 1, time.perf_counter()
-            watchdog.about.update(step=step, signals=signals)
+            watchdog.context.update(step=step, signals=signals)
             trace.recording = step in traced
             result = train_step(step, stage, optimizer, datasets["train"], config, mesh,
                                 stop=lambda: signals.number > 0, on_action=on_action)
@@ -234,7 +234,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     if "test" in datasets and config.eval_iters:
         report.losses(done, "test", evaluate(stage, datasets["test"], config, mesh, watchdog.mark))
     report.end(done, time.perf_counter() - start_time)
-    watchdog.over.set()                                        # the other replicas may wait long for the sample
+    watchdog.finished.set()                                    # the other replicas may wait long for the sample
     if config.sample_tokens:
         write_sample(model, config, corpus, datasets.get("valid", datasets["train"]), mesh)
     return 0

@@ -1,7 +1,8 @@
+"""Mistakes of the user, as opposed to errors in this code: they end a command with one sentence and no traceback."""
 
 
 class UserError(Exception):
-    """A mistake that whoever started the run can mend: one sentence with the rule, the numbers and the fix."""
+    """A mistake that the user can correct. The message is one sentence: the rule, the numbers and the fix."""
 
 
 def require(condition, message: str):

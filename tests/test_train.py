@@ -171,8 +171,8 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path):
     path.write_text(json.dumps(dataclasses.asdict(config)))
     assert changed_settings(tmp_path, dataclasses.replace(config, exit_interval=7, run_dir="elsewhere")) == []
     changed = dataclasses.replace(config, lr=0.5, train_iters=99)
-    assert changed_settings(tmp_path, changed) == [f"train_iters 99, before {config.train_iters}",
-                                                   f"lr 0.5, before {config.lr}"]
+    assert changed_settings(tmp_path, changed) == [f"train_iters 99 (was {config.train_iters})",
+                                                   f"lr 0.5 (was {config.lr})"]
     path.write_text('{"lr": ')
     assert changed_settings(tmp_path, changed) == []
 
@@ -184,10 +184,10 @@ def test_a_run_with_nothing_left_keeps_its_settings_on_record(run, corpus, tmp_p
              "--sample-tokens", 0, "--data-path", corpus, "--run-dir", "one"]
     run(tmp_path, None, *flags, "--train-iters", 2, "--lr", 0.01)
     printed = run(tmp_path, None, *flags, "--train-iters", 2, "--lr", 0.02, "--trace", "1:2")
-    assert "nothing is left" in printed and "nothing is left to trace" in printed and "2 of 2 steps done" in printed
+    assert "this run has already done 2 steps" in printed and "nothing is left to trace" in printed and "2 of 2 steps done" in printed
     assert json.loads((tmp_path / "one" / "config.json").read_text())["lr"] == 0.01
     printed = run(tmp_path, None, *flags, "--train-iters", 3, "--lr", 0.02)
-    assert "going on after step 2 of 3; train_iters 3, before 2; lr 0.02, before 0.01" in printed
+    assert "resuming after step 2 of 3; train_iters 3 (was 2); lr 0.02 (was 0.01)" in printed
 
 
 # ---- started again
@@ -209,7 +209,7 @@ def test_the_same_command_with_an_exit_interval_goes_on_by_as_many_steps_each_ti
         assert saved_steps(tmp_path / "run") == list(range(steps, 0, -2))
         assert ("stopped early" in ended.output) == (steps < 6) and f"{steps} of 6 steps done" in ended.output
         assert [step for step, _ in metric_points(tmp_path / "run", "test_loss")] == [6] * (steps == 6)
-    assert "nothing is left" in ended.output
+    assert "this run has already done 6 steps" in ended.output
 
 
 def test_the_test_loss_of_what_was_once_the_end_goes_when_the_run_goes_on(pool, small, tmp_path):

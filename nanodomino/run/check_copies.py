@@ -1,17 +1,17 @@
-"""Copies of a parameter must stay copies, bit for bit; and what tells when they do not.
+"""Checks, at each checkpoint, that all copies of a parameter are still bitwise equal.
 
-A parameter lies on many ranks: what tensor parallelism does not cut (norms, the biases after a sum, positions) on all
-of tp, everything on all of dp, a tied matrix on two stages. What keeps the copies alike:
+A parameter has copies on many ranks: a replicated one (norms, row-parallel biases, positions) on all of tp, each one on
+all of dp, a tied embedding on the first and the last stage. They stay equal because
 
-    over dp        each part of a weight is updated by its owner, who sends it to all       alike by construction
-                   (without ZeRO, each replica updates all of it with the same gradients)   (alike if the kernels are)
-    two stages     both add the same two gradients, once the replicas have                  alike if a sum is
-    over tp        every rank has the same gradient, as it has computed the same numbers    alike if the kernels are
-                   (of a stream that is cut: all have the same sum of what each computed)   (alike if a sum is)
+    over dp        with ZeRO, one owner updates each part and all-gathers it      equal by construction
+                   without, each replica applies the same gradients               equal if kernels are deterministic
+    two stages     both add the same two gradients                                equal if addition is
+    over tp        each rank computes the same gradient from the same numbers     equal if kernels are deterministic
+                   (with sequence parallelism, all all-reduce the same parts)     (equal if addition is)
 
-The last is a wish. A compiler that measures which of two kernels is quicker, on each rank for itself, may choose one
-here and the other there, and their sums differ in the last bit: from then on the ranks train slightly different models,
-which no loss shows. So it is asked to choose by rule, and at each save the copies are compared.
+A compiler that benchmarks kernels on each rank separately breaks the last line: two ranks may choose kernels whose
+sums differ in the last bit. From there on the ranks train slightly different models, which no loss shows. Hence the
+compiler is asked to choose deterministically, and the copies are compared.
 """
 
 from collections import defaultdict
@@ -23,14 +23,14 @@ from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.zero import ZeroOptimizer
 
-CHUNK = 1 << 20          # elements that are widened at once
-BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-SHOWN = 3                # parameters that are named
+CHUNK = 1 << 20          # elements widened to int64 at once
+INTEGER_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16}       # by bytes per element
+MAX_NAMED = 3            # parameters named in the message
 
 
 def make_compiler_deterministic():
-    """Before anything is compiled. Older versions of torch have no such word; there the comparison alone is left."""
-    # here and not above: as slow to import as the compiler itself
+    """Ask torch.compile for deterministic kernels, before it compiles anything; older versions of torch cannot."""
+    # imported here, because it takes as long as the compiler itself
     from torch._inductor import config as inductor
 
     if hasattr(inductor, "deterministic"):
@@ -39,43 +39,47 @@ def make_compiler_deterministic():
 
 @torch.no_grad()
 def checksum(weight) -> torch.Tensor:
-    """An int64 of all bits of a tensor and of their places, on its device: exact, so in whatever order it is summed."""
+    """Return an int64 checksum of the bits and their order, on the weight's device; exact, so it is reproducible."""
     total = torch.zeros((), dtype=torch.int64, device=weight.device)
-    for bits in weight.detach().reshape(-1).view(BITS[weight.element_size()]).split(CHUNK):
-        places = torch.arange(1, 2 * len(bits), 2, device=weight.device)       # odd: times them no bit is lost
-        total = 31 * total + (bits.to(torch.int64) * places).sum()             # beyond 64 bits it wraps around
+    for bits in weight.detach().reshape(-1).view(INTEGER_TYPES[weight.element_size()]).split(CHUNK):
+        factors = torch.arange(1, 2 * len(bits), 2, device=weight.device)      # odd factors lose no bit modulo 2^64
+        total = 31 * total + (bits.to(torch.int64) * factors).sum()
     return total
 
 
-def held(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh):
-    """(name, which shard of it over tp, which part over dp, the numbers) of all that this rank holds; who says the same
-    of something should have the same numbers. Of 16-bit weights the fp32 masters too, of the own part: a weight rounds
-    their drift away for a while."""
+def local_copies(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh):
+    """Yield (name, tp shard, dp partition, tensor) of each tensor on this rank that another rank may have a copy of.
+
+    Equal keys mean copies. Includes the fp32 master weights of this rank's partition, if weights have 16 bits: rounding
+    hides the drift of a master weight for a while.
+    """
     for name, weight in model.named_parameters():
         shard, bucket = None if weight.shard_dim is None else mesh.tp_rank, optimizer.bucket_of[weight]
         yield name, shard, None, weight
-        begin = bucket.offsets[weight] - bucket.own_offset
-        own = bucket.master[max(begin, 0):max(begin + weight.numel(), 0)]
-        if bucket.master is not bucket.own_weights and len(own):
-            yield f"the master of {name}", shard, optimizer.partition, own
+        start = bucket.offsets[weight] - bucket.own_offset
+        master = bucket.master[max(start, 0):max(start + weight.numel(), 0)]
+        if bucket.master is not bucket.own_weights and len(master):
+            yield f"the master of {name}", shard, optimizer.partition, master
 
 
 def drifted_copies(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> str:
-    """Which parameters' copies are not the same on all ranks that have one, as a sentence; empty if all are. The same
-    on every rank; all ranks call it together."""
-    *keys, tensors = zip(*held(model, optimizer, mesh))
-    sums = torch.stack([checksum(tensor) for tensor in tensors]).tolist()
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (list(zip(*keys)), sums))
-    copies = defaultdict(lambda: defaultdict(list))            # what should be the same -> checksum -> its ranks
-    for rank, (keys, sums) in enumerate(everyone):
-        for key, total in zip(keys, sums):
-            copies[key][total].append(rank)
-    found = {name: " and ".join(f"rank {', '.join(map(str, ranks))}" for ranks in by_sum.values())
-             for (name, *_), by_sum in copies.items() if len(by_sum) > 1}
-    if not found:
+    """Return a warning that names the parameters whose copies differ, and the ranks; an empty string if none do.
+
+    Collective: all ranks call it and get the same answer.
+    """
+    *keys, tensors = zip(*local_copies(model, optimizer, mesh))
+    checksums = torch.stack([checksum(tensor) for tensor in tensors]).tolist()
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (list(zip(*keys)), checksums))
+    ranks_by_value = defaultdict(lambda: defaultdict(list))    # {(name, shard, partition): {checksum: ranks}}
+    for rank, (keys, checksums) in enumerate(gathered):
+        for key, value in zip(keys, checksums):
+            ranks_by_value[key][value].append(rank)
+    drifted = {name: " and ".join(f"rank {', '.join(map(str, ranks))}" for ranks in by_value.values())
+               for (name, *_), by_value in ranks_by_value.items() if len(by_value) > 1}
+    if not drifted:
         return ""
-    more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    named = "; ".join(f"{name} differs between {where}" for name, where in list(found.items())[:SHOWN])
+    more = f", and {len(drifted) - MAX_NAMED} more" if len(drifted) > MAX_NAMED else ""
+    named = "; ".join(f"{name} differs between {ranks}" for name, ranks in list(drifted.items())[:MAX_NAMED])
     return (f"copies of parameters have drifted apart ({named}{more}), so the ranks train slightly different models; "
-            "whoever goes on from this checkpoint has them alike again; try --deterministic-mode or --no-compile")
+            "a run resumed from this checkpoint has equal copies again; try --deterministic-mode or --no-compile")

@@ -1,3 +1,12 @@
+"""Finds or makes the folder of a run, and the checkpoint that the run starts from.
+
+    --run-dir of an earlier run     resume from its newest intact checkpoint; --load and --finetune no longer matter
+    --run-dir of a new run          start from --load, or from random weights
+    no --run-dir                    a new folder runs/MODEL-NUMBER, which a restart by torchrun finds again
+
+Everything that may be wrong with a folder is found here, before the first step and not at the first checkpoint.
+"""
+
 import fcntl
 import itertools
 import os
@@ -18,35 +27,37 @@ from nanodomino.config.terminal import tolerate_closed_output
 from nanodomino.errors import UserError, require
 
 
-# ---- the run's folder
-
 @dataclass(frozen=True)
 class Run:
-    """Where a run lives and what it starts from: a checkpoint or nothing, and of it perhaps the weights alone."""
+    """The folder of a run and the checkpoint to start from, if any; weights_only: load nothing else of it."""
     folder: Path
     checkpoint: Path | None
     weights_only: bool = False
 
 
 def open_run(config: Config, launch: LaunchInfo) -> Run:
-    """Find or make the folder of this run. Raises UserError. Called by rank 0 alone."""
+    """Find or make the folder of this run, lock it, and find the checkpoint to start from. Called by rank 0 only.
+
+    Raises UserError if the folder cannot be used, or if the settings do not fit the run or the checkpoint.
+    """
     run_dir = Path(config.run_dir or "runs")
-    # before a folder is made for nothing; a run that has begun no longer needs what it was loaded from
-    begun = launch.restarted or (config.run_dir and os.path.exists(run_dir))
-    loaded = None if begun else find_checkpoint_to_load(config)
+    # Check --load before making a folder; an earlier run no longer needs the checkpoint that it started from.
+    exists = launch.restarted or (config.run_dir and os.path.exists(run_dir))
+    loaded = None if exists else find_checkpoint_to_load(config)
     try:
         require(not run_dir.is_file(), f"--run-dir {run_dir} is a file; choose another name")
-        if not begun:
+        if not exists:
             check_writable(next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir()))
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.run_dir is None:
-            run_dir = numbered_folder(run_dir, config.model, again=launch.restarted,
-                                  launch=os.environ.get("TORCHELASTIC_RUN_ID", ""))
-        known = (run_dir / "config.json").exists()
-        require(known or checkpoints_of(run_dir) or not (run_dir / "metrics.jsonl").exists(), f"--run-dir {run_dir} "
-                "holds a metrics.jsonl but no config.json, so it is no run to go on with; choose another folder")
-        # what a person sees must never end a run
-        tolerate_closed_output(OSError, f"training goes on, and {run_dir / 'metrics.jsonl'} tells of it")
+            run_dir = numbered_folder(run_dir, config.model, launch.restarted,
+                                      os.environ.get("TORCHELASTIC_RUN_ID", ""))
+        has_settings = (run_dir / "config.json").exists()
+        require(has_settings or checkpoints_of(run_dir) or not (run_dir / "metrics.jsonl").exists(),
+                f"--run-dir {run_dir} holds a metrics.jsonl but no config.json, so it can't be resumed; choose another "
+                "folder")
+        # A full disk or a closed terminal must not end a run.
+        tolerate_closed_output(OSError, f"training continues, and {run_dir / 'metrics.jsonl'} records it")
         lock_folder(run_dir)
         clear_leftovers(run_dir)
         check_writable(run_dir)
@@ -54,20 +65,20 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
         (run_dir / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} can't be written to ({error.strerror}); choose another folder") from None
-    if checkpoint:                                             # a run that has begun goes on with its own
+    if checkpoint:
         check_settings(read_manifest(checkpoint)["config"], checkpoint, config, "model", "optimizer", "run")
         return Run(run_dir, checkpoint)
-    if known and (record := recorded_settings(run_dir)):           # killed before its first checkpoint, it may begin again
+    if has_settings and (record := recorded_settings(run_dir)):     # killed before its first checkpoint
         check_settings(record, f"--run-dir {run_dir}", config, "model", "optimizer", "run")
-    left = checkpoints_of(run_dir)
-    require(not left and not (run_dir / SAVED_MARKER).exists(),
-            f"--run-dir {run_dir} has been saved before, but of the {len(left)} checkpoints that are in it now none is "
-            "sound, and to begin again would cut its metrics.jsonl; bring one back, or move it all away to begin anew")
-    return Run(run_dir, find_checkpoint_to_load(config) if begun else loaded, weights_only=config.finetune)
+    damaged = checkpoints_of(run_dir)
+    require(not damaged and not (run_dir / SAVED_MARKER).exists(),
+            f"--run-dir {run_dir} has saved checkpoints, but none of the {len(damaged)} in it is intact, and starting "
+            "over would erase its metrics.jsonl; restore a checkpoint, or move the folder away to start over")
+    return Run(run_dir, find_checkpoint_to_load(config) if exists else loaded, weights_only=config.finetune)
 
 
 def find_checkpoint_to_load(config: Config) -> Path | None:
-    """The checkpoint that --load means, if it fits. Raises UserError."""
+    """Return the checkpoint that --load names, if any. Raises UserError if it does not fit the settings."""
     if not config.load:
         return None
     checkpoint = find_checkpoint(Path(config.load))
@@ -77,40 +88,39 @@ def find_checkpoint_to_load(config: Config) -> Path | None:
 
 
 def check_writable(folder: Path):
-    """Can files be made there, and filled? Better asked now than at the first write. Raises OSError."""
+    """Raise OSError unless files can be made and filled in the folder."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(1 << 16))
 
 
 def check_shared_folder(run_dir: Path):
-    """All ranks will write there, so each looks for a file that rank 0 has just made, and makes one of its own. Raises
-    UserError on all alike."""
+    """Check that every rank sees a file made by rank 0 and can write. Raises the same UserError on all ranks."""
     made = tempfile.NamedTemporaryFile(dir=run_dir, prefix=".shared-") if dist.get_rank() == 0 else None
-    name, everyone, failure = [made and os.path.basename(made.name)], [None] * dist.get_world_size(), ""
+    name, results, failure = [made and os.path.basename(made.name)], [None] * dist.get_world_size(), ""
     dist.broadcast_object_list(name, src=0)
-    sees = os.path.exists(run_dir / name[0])
+    visible = os.path.exists(run_dir / name[0])
     try:
-        if sees:
+        if visible:
             check_writable(run_dir)
     except OSError as error:
         failure = error.strerror
-    dist.all_gather_object(everyone, (sees, failure))
-    del made                                                   # and the file is gone
-    blind = ", ".join(str(rank) for rank, (sees, _) in enumerate(everyone) if not sees)
-    require(not blind, f"--run-dir {run_dir} is not the same folder on all hosts: what rank 0 writes there, rank "
-            f"{blind} can't see; choose one on a disk that all hosts share")
-    failed = ", ".join(f"{rank} ({failure})" for rank, (_, failure) in enumerate(everyone) if failure)
-    require(not failed, f"--run-dir {run_dir} can't be written to by rank {failed}; choose a folder that all hosts may "
+    dist.all_gather_object(results, (visible, failure))
+    del made                                                   # deletes the file
+    blind = ", ".join(str(rank) for rank, (visible, _) in enumerate(results) if not visible)
+    require(not blind, f"--run-dir {run_dir} is not the same folder on all hosts: rank {blind} can't see a file that "
+            "rank 0 wrote there; choose a folder on a disk that all hosts share")
+    failed = ", ".join(f"{rank} ({failure})" for rank, (_, failure) in enumerate(results) if failure)
+    require(not failed, f"--run-dir {run_dir} can't be written to by rank {failed}; choose a folder that all hosts can "
             "write to")
 
 
 def lock_folder(run_dir: Path, patience=5.0):
-    """One run at a time in a folder: two would write over each other's files.
+    """Let only one run use a folder at a time. Raises UserError after `patience` seconds.
 
-    The system lets go of the lock when this process ends, however it ends. A run whose torchrun was killed with -9 may
-    still be alive, and a rank that is being restarted may need a moment to be gone.
+    The system releases the lock when this process ends, however it ends. If torchrun is killed with -9, its ranks may
+    live on; and while torchrun restarts a run, the old rank 0 may need a moment to end.
     """
-    # open as long as this process lives; a link would lead to another file
+    # Stays open as long as the process lives. O_NOFOLLOW: a symbolic link could point to another file.
     descriptor = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
     end = time.monotonic() + patience
     while True:
@@ -122,27 +132,27 @@ def lock_folder(run_dir: Path, patience=5.0):
         except BlockingIOError:
             require(time.monotonic() < end,
                     f"--run-dir {run_dir} is in use by process {os.pread(descriptor, 20, 0).decode() or '?'}, which "
-                    "is still training in it; end that one first, or choose another folder")
+                    "is still training in it; end this process first, or choose another folder")
             time.sleep(0.2)
         except OSError:
-            return                                             # a file system that knows no claims
+            return                                             # a file system without locks
 
 
-def numbered_folder(parent: Path, name: str, again: bool, launch: str) -> Path:
-    """Make parent/NAME-NUMBER with the first number that is free, also where other runs start at the same moment.
+def numbered_folder(parent: Path, name: str, restarted: bool, launch_id: str) -> Path:
+    """Make parent/NAME-NUMBER with the first free number, safely even if other runs start at the same moment.
 
-    again: torchrun has restarted this run, so the newest folder is meant that this launch has made, if it came so far;
-    launch: torchrun's name for it, the same after a restart.
+    restarted: torchrun has restarted this run, so return the newest folder that this launch made, if it made one;
+    launch_id: torchrun's id of the launch, which a restart keeps.
     """
     for folder in (sorted(parent.glob(f"{name}-[0-9]*"), key=lambda folder: (len(folder.name), folder.name),
-                          reverse=True) if again else ()):
-        if (folder / "launch.txt").exists() and (folder / "launch.txt").read_text() == launch:
+                          reverse=True) if restarted else ()):
+        if (folder / "launch.txt").exists() and (folder / "launch.txt").read_text() == launch_id:
             return folder
     for number in itertools.count(1):
         folder = parent / f"{name}-{number:03d}"
         try:
             folder.mkdir()
-            (folder / "launch.txt").write_text(launch)
+            (folder / "launch.txt").write_text(launch_id)
             return folder
         except FileExistsError:
             pass

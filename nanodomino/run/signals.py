@@ -1,17 +1,18 @@
+"""Stops a run gracefully: the first SIGTERM or Ctrl-C asks for a checkpoint, the second ends the process at once."""
+
 import os
 import signal
 import threading
 import time
 
 
-# ---- told to stop
-
 class StopSignal:
-    """SIGTERM and Ctrl-C: the first asks for a checkpoint after the step, a second one ends the process at once. `say`
-    tells it, with a line, on this thread: a step may take long.
+    """Records the first SIGTERM or SIGINT, in `number` and `received_at`; the second one ends the process.
 
-    Python runs a handler between two of its own instructions, and a rank that waits for a silent one runs none. So a
-    thread listens, to which the C library's handler passes the signal's number through a pipe.
+    say(line): prints that the request was received, since the current step may take long.
+
+    Python runs signal handlers between two bytecode instructions, and a rank inside a collective executes none. So the
+    C library's handler writes the signal's number into a pipe (set_wakeup_fd), and a thread reads the pipe.
     """
 
     def __init__(self, say):
@@ -28,9 +29,9 @@ class StopSignal:
             self.handle(number[0])
 
     def handle(self, number: int):
-        # A terminal sends Ctrl-C to torchrun too, which sends its own signal after it: the same wish.
+        # A terminal sends Ctrl-C to torchrun too, which then signals its ranks: within two seconds it is one request.
         if self.number and time.monotonic() - self.received_at > 2.0:
             os._exit(128 + number)
         if not self.number:
             self.number, self.received_at = number, time.monotonic()
-            self.say("stopping after this step, with a checkpoint; a second Ctrl-C ends at once")
+            self.say("stopping after this step with a checkpoint; press Ctrl-C again to stop at once")

@@ -1,27 +1,27 @@
-"""A device that waits for ever, and the thread that ends its process.
+"""A thread that ends this process if its device waits forever.
 
-That nobody waits for ever (launch.py) gloo sees to by itself: its collectives are the host's work, and raise. NCCL's
-are the device's. The host only puts them into its queue, and goes on until it needs a number or the queue is full:
+gloo's collectives run on the host and raise if a peer is gone (failure.py). NCCL's run on the device. The host only
+enqueues them, and continues until it needs a number or the queue is full:
 
-    host      put put put put   .tolist() ...............................      no error, no signal handler, no end
-    device    [ work ][ all-reduce, whose neighbour is dead .............
+    host      enqueue enqueue enqueue   .tolist() .......................      no exception, no signal handler, no end
+    device    [ work ][ all-reduce with a dead peer .....................
 
-A dead GPU says nothing to another of its host; where a connection to another host was closed, NCCL notices, and torch's
-own watchdog then aborts the process without a word of ours. So a thread looks at the device from outside:
+A dead GPU tells the other GPUs of its host nothing. If a connection to another host closes, NCCL notices, and torch's
+own watchdog aborts the process without a message of ours. So a thread checks the device every POLL_INTERVAL seconds:
 
-    NCCL reports an error           ends at once
-    told to stop, and no progress   ends in GRACE seconds     torchrun tells the others so when a rank has died; a
-                                                              moment later it would kill them
-    no progress                     ends in --timeout         somebody hangs, or a whole host is gone
+    NCCL reports an error              ends the process at once
+    stop signal, then no progress      ends it after STOP_GRACE      torchrun signals the other ranks when one has died,
+                                       seconds                       and kills them soon after
+    no progress                        ends it after --timeout       a peer hangs, or its whole host is gone
 
-(A second signal ends at once on any device: launch.StopSignal.) All come before torch's watchdog does: having found an
-error it waits for a minute, and its time-out is a minute longer than ours (mesh.py). It stays as it is: it is the end
-of whoever is not watched, and of us should we fail.
+(A second stop signal ends the process at once on any device: signals.py.) All of this happens before torch's watchdog
+acts: it waits a minute after an error, and its timeout is a minute longer than ours (comm/world.py). It remains as the
+last resort.
 
-Progress is a mark that the device comes to. Training puts one into its queue after each forward and backward, since a
-step may be of many microbatches, all of them in the queue. A device with an empty queue waits for its own host, and for
-nobody else, once the first messages have been exchanged (pipeline.py): a rank that reads slowly is what the others wait
-for, and must not call them silent.
+Progress means that the device has reached a recorded event. Training records an event after each forward and backward
+of a microbatch, because a step can consist of many microbatches, all of them enqueued. A device whose queue is empty
+waits only for its own host, once the pipeline stages are connected: a rank that is slow to read data makes its peers
+wait, and must not blame them.
 """
 
 import threading
@@ -36,18 +36,19 @@ from nanodomino.comm.world import LaunchInfo
 from nanodomino.mesh import Mesh
 from nanodomino.run.failure import report_and_exit
 
-GRACE = 20.0             # seconds without progress, once told to stop; torchrun's patience is 30
-LOOK = 0.5               # seconds between two looks
+STOP_GRACE = 20.0        # seconds without progress after a stop signal; torchrun kills after 30
+POLL_INTERVAL = 0.5      # seconds
 
 
 @contextmanager
 def connection_timeout(launch: LaunchInfo, timeout: float):
-    """While it lasts, this process ends if the others can't be reached: they may take `timeout` seconds to come, and as
-    many to connect; torch, which tries again and again, some more. gloo would wait for a connection five times as long.
+    """End this process if the block does not finish: ranks may take `timeout` seconds to start, and as many to connect.
+
+    The grace on top is for torch, which retries. Without this, gloo would wait five times as long for a connection.
     """
-    timer = threading.Timer(2 * timeout + GRACE, report_and_exit, (launch, RuntimeError(
-        f"timed out connecting to the others, after {timeout:.0f} seconds; is GLOO_SOCKET_IFNAME the interface between "
-        "the hosts, and does a firewall let them through?")))
+    timer = threading.Timer(2 * timeout + STOP_GRACE, report_and_exit, (launch, RuntimeError(
+        f"timed out connecting to the other ranks after {timeout:.0f} seconds; is GLOO_SOCKET_IFNAME the interface "
+        "between the hosts, and does a firewall let the ranks connect?")))
     timer.daemon = True
     timer.start()
     try:
@@ -56,61 +57,62 @@ def connection_timeout(launch: LaunchInfo, timeout: float):
         timer.cancel()
 
 
-class HostQueue:
-    """What a CPU has been asked to do and has not done yet: nothing. Stands in for a GPU's stream, and for a mark in
-    it."""
+class EmptyQueue:
+    """Stands in for a CUDA stream, and for an event in it, if the device is the CPU: there is never work left."""
 
     def query(self) -> bool:
         return True
 
     def record_event(self):
-        return HostQueue()
+        return EmptyQueue()
 
 
 class Watchdog:
-    """A context manager: while it lasts, this process ends if its device waits for ever."""
+    """A context manager that watches the device until its block ends or `finished` is set."""
 
     def __init__(self, launch: LaunchInfo, mesh: Mesh, timeout: float):
         self.launch, self.timeout = launch, timeout
-        self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else HostQueue()
+        self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else EmptyQueue()
         groups = (dist.group.WORLD, mesh.tp_group, mesh.dp_group, mesh.pp_group, mesh.embedding_group)
         backends = [group._get_backend(mesh.device) for group in groups if group]
-        self.backends = [backend for backend in backends if backend.name() == "nccl"]            # gloo's raise instead
-        self.marks, self.moved = deque(), time.monotonic()
-        self.about = {}                                        # for whoever reports the end: step, signals
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self.look, name="watch", daemon=True)
+        self.nccl_backends = [backend for backend in backends if backend.name() == "nccl"]
+        self.events, self.last_progress = deque(), time.monotonic()
+        self.context = {}                                      # attributes for the error: step, signals
+        self.finished = threading.Event()
+        self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
     def __enter__(self):
         self.thread.start()
         return self
 
     def __exit__(self, *error):
-        self.over.set()
+        self.finished.set()
 
     def mark(self, *_):
-        """Progress is made when the device has come to here. As pipeline.run's on_action."""
-        self.marks.append(self.queue.record_event())
+        """Enqueue an event; reaching it is progress. Takes and ignores the arguments of pipeline.run's on_action."""
+        self.events.append(self.queue.record_event())
 
-    def look(self):
-        while not self.over.wait(LOOK):
-            if text := self.lost():
+    def watch(self):
+        while not self.finished.wait(POLL_INTERVAL):
+            if text := self.find_hang():
                 error = RuntimeError(text)
-                error.__dict__.update(self.about)
+                error.__dict__.update(self.context)
                 report_and_exit(self.launch, error)
 
-    def lost(self) -> str | None:
-        """What tells that the neighbours are lost, if anything does. Called again and again."""
-        for backend in self.backends:
+    def find_hang(self) -> str | None:
+        """Return an error message if the device waits for a lost peer. Must be called repeatedly."""
+        for backend in self.nccl_backends:
             if (state := backend.get_error().name) != "SUCCESS":
                 return f"NCCL reports {state}: a connection was closed by peer, or a collective has failed"
-        now, signals = time.monotonic(), self.about.get("signals")
-        while self.marks and self.marks[0].query():
-            self.marks.popleft()
-            self.moved = now
+        now, signals = time.monotonic(), self.context.get("signals")
+        while self.events and self.events[0].query():
+            self.events.popleft()
+            self.last_progress = now
         if self.queue.query():
-            self.moved = now
-        told = now - max(self.moved, signals.received_at) if signals and signals.number else 0.0
-        if now - self.moved > self.timeout or told > GRACE:
-            return f"timed out waiting for the device, which has made no progress for {now - self.moved:.0f} seconds"
+            self.last_progress = now
+        idle, stopping = now - self.last_progress, 0.0
+        if signals and signals.number:
+            stopping = now - max(self.last_progress, signals.received_at)
+        if idle > self.timeout or stopping > STOP_GRACE:
+            return f"timed out waiting for the device, which has made no progress for {idle:.0f} seconds"
         return None

@@ -72,5 +72,5 @@ def test_hosts_that_cannot_reach_each_other_end_within_twice_the_timeout(tmp_pat
     and end with a traceback."""
     ended = two_hosts(tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert [code for _, code, _ in ended] == [1, 1] and max(seconds for *_, seconds in ended) < 80, ended
-    assert all("lost its neighbours" in output and "Traceback" not in output for output, *_ in ended), ended
+    assert all("lost its peers" in output and "Traceback" not in output for output, *_ in ended), ended
     assert any("GLOO_SOCKET_IFNAME" in output for output, *_ in ended), "the one that waits to be called"

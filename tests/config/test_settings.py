@@ -101,11 +101,11 @@ def test_what_is_given_counts_more_than_what_is_remembered(begun):
 def test_a_sentence_says_which_of_its_numbers_nobody_gave_now(begun):
     run, _ = begun("--schedule", "interleaved", "--virtual-stages", 3, "--num-layers", 6, world_size=2)
     with pytest.raises(UserError,
-                       match=r"virtual-stages must be 2 .* but is 3; .* \(as remembered from before: --virtual-stages "
+                       match=r"virtual-stages must be 2 .* but is 3; .* \(remembered, not given now: --virtual-stages "
                              r"3\)$"):
         settled("--run-dir", run, "--schedule", "zb-v", world_size=2)
     with pytest.raises(UserError,
-                       match=r"with schedule interleaved, but is 1; [^(]* \(as remembered from before: --schedule "
+                       match=r"with schedule interleaved, but is 1; [^(]* \(remembered, not given now: --schedule "
                              r"interleaved\)$"):
         settled("--run-dir", run, "--virtual-stages", 1, world_size=2)
     with pytest.raises(UserError, match=r"with schedule zb-v, but is 3; [^(]*$"):
@@ -362,7 +362,7 @@ def test_what_a_run_remembers_can_be_taken_back(tmp_path):
     again = from_command_line(flags[:2], 1)
     assert (again.loss_scale, again.checkpoint_in_cpu, again.tensorboard_dir) == (256.0, True, str(tmp_path / "board"))
     with pytest.raises(UserError,
-                       match=r"remembered from before: --checkpoint-in-cpu, which --no-checkpoint-in-cpu turns off"):
+                       match=r"remembered, not given now: --checkpoint-in-cpu, which --no-checkpoint-in-cpu turns off"):
         from_command_line([*flags[:2], "--recompute-granularity", "none"], 1)
     (tmp_path / "off.json").write_text(json.dumps({"loss_scale": None, "tensorboard_dir": None}))
     other = from_command_line([*flags[:2], "--recompute-granularity", "none", "--no-checkpoint-in-cpu", "--config",

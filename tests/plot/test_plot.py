@@ -143,7 +143,7 @@ def test_a_failure_to_draw_is_a_warning(report, tmp_path, capsys, monkeypatch):
     (tmp_path / "loss.svg").rmdir()
     monkeypatch.setattr(nanodomino.run.report, "picture", lambda curves: 1 / 0)
     one.losses(2, "valid", math.nan)
-    assert "warning: loss.svg can't be drawn: division by zero; training goes on" in capsys.readouterr().out
+    assert "warning: loss.svg can't be drawn: division by zero; training continues" in capsys.readouterr().out
     monkeypatch.undo()
     one.losses(3, "valid", 2.4)
     assert "warning" not in capsys.readouterr().out

@@ -411,7 +411,7 @@ def test_a_run_folder_that_some_host_sees_and_cannot_write_to_is_refused_by_all(
     """At the start, not at the first checkpoint, hours later; and nothing is left there."""
     sentence = (f"--run-dir {tmp_path} can't be written to by rank 1 (File too large), 2 (File too large); choose a "
                 f"folder that all "
-                "hosts may write to")
+                "hosts can write to")
     for full, said in (((), ""), ((1, 2), sentence)):
         assert pool.run(look_together, str(tmp_path), full, world_size=3) == [said] * 3
     assert not list(tmp_path.iterdir())
@@ -480,9 +480,9 @@ def test_a_whole_environment_or_none_is_a_place():
     (0, UserError("heads 3; try 4"), False, "error: heads 3; try 4\n"),
     (3, UserError("heads 3; try 4"), True, "error: heads 3; try 4\n"),
     (2, ValueError("mine"), False, "rank 2 failed: ValueError: mine\n"),
-    (2, RuntimeError("Connection closed by peer"), True, "rank 2 lost its neighbours: "),
-    (2, RuntimeError("writev: Broken pipe"), True, "rank 2 lost its neighbours: "),
-    (2, RuntimeError("NCCL error: remote process exited"), True, "rank 2 lost its neighbours: ")], ids=str)
+    (2, RuntimeError("Connection closed by peer"), True, "rank 2 lost its peers: "),
+    (2, RuntimeError("writev: Broken pipe"), True, "rank 2 lost its peers: "),
+    (2, RuntimeError("NCCL error: remote process exited"), True, "rank 2 lost its peers: ")], ids=str)
 def test_who_may_be_only_an_echo_waits_before_it_speaks(monkeypatch, capsys, rank, error, waits, begin):
     """But it does speak: an id outside the vocabulary is found by a single replica, which may not hold rank 0."""
     slept = []

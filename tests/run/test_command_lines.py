@@ -170,8 +170,8 @@ def test_what_a_person_sees_never_ends_a_run(trained, nobody_reads, screen):
     assert [one.name for one in ours] == [one.name for one in theirs]
     if stderr == subprocess.PIPE:
         reason = "No space left on device" if screen == "full disk" else "Broken pipe"
-        assert err == f"warning: standard output is gone ({reason}); training goes on, and {run_dir}/metrics.jsonl " \
-                      "tells of it\n"
+        assert err == f"warning: standard output is gone ({reason}); training continues, and {run_dir}/metrics.jsonl " \
+                      "records it\n"
 
 
 @pytest.mark.exhaustive

@@ -67,9 +67,9 @@ if "device" in fault:           # as on NCCL: a queue with work in it, and colle
     start_world, make_mesh = train.start_world, train.make_mesh
     train.start_world = lambda place, device, timeout: start_world(place, device, timeout + 600)
     train.make_mesh = lambda pp, dp, tp, device, timeout: make_mesh(pp, dp, tp, device, timeout + 600)
-    watchdog.HostQueue.query = lambda queue: False
-    watchdog.HostQueue.record_event = lambda queue: type("Mark", (), dict(query=lambda mark: True))()
-    watchdog.GRACE = 4.0
+    watchdog.EmptyQueue.query = lambda queue: False
+    watchdog.EmptyQueue.record_event = lambda queue: type("Mark", (), dict(query=lambda mark: True))()
+    watchdog.STOP_GRACE = 4.0
 
 train.train_step, train.loss_func, train.ZeroOptimizer.on_gradients_ready = step, poisoned_loss, poisoned_gradients
 save.dcp.FileSystemWriter.write_data = full_disk
@@ -144,7 +144,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_with_the_same_bits(job, al
     assert before <= stopped_after <= before + 3 and last_checkpoint(first) == f"step-{stopped_after:08d}", (
         first.output())
     second = job("run", *LENGTH, *flags, processes=processes)
-    assert second.end() == 0 and f"going on after step {stopped_after} of 24" in second.output(), second.output()
+    assert second.end() == 0 and f"resuming after step {stopped_after} of 24" in second.output(), second.output()
     assert not differences(second.run_dir, alone(*flags, processes=processes))
 
 
@@ -194,7 +194,7 @@ def test_a_rank_killed_during_a_save_costs_the_steps_since_the_last_one(job, alo
     saved, reached = int(last_checkpoint(first)[5:]), first.steps()
     assert reached - saved <= 10, "the last save may have been under way"
     second = job("run", *LENGTH, "--tp", 2, "--pp", 2, processes=4)
-    assert second.end() == 0 and f"going on after step {saved} " in second.output(), second.output()
+    assert second.end() == 0 and f"resuming after step {saved} " in second.output(), second.output()
     assert not differences(second.run_dir, alone("--tp", 2, "--pp", 2, processes=4))
     assert not second.saving(), "what the killed one left is gone"
 
@@ -206,7 +206,7 @@ def test_torchrun_restarts_a_killed_run_by_itself_in_the_default_folder(job, alo
     one.wait_for(lambda: one.steps() >= 7)
     shutil.copytree(one.run_dir, tmp_path / "runs" / "nano-002", ignore=lambda *_: ["launch.txt", "checkpoints"])
     one.send(0, signal.SIGKILL)
-    assert one.end() == 0 and "going on after step " in one.output(), one.output()
+    assert one.end() == 0 and "resuming after step " in one.output(), one.output()
     assert not differences(one.run_dir, alone("--pp", 2))
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["nano-001", "nano-002"]
 
@@ -231,7 +231,7 @@ def test_a_folder_in_use_is_refused_until_its_run_has_ended(job, alone):
     first.end()
     second = job("run", *LENGTH)
     assert second.end() != 0
-    assert (f"is in use by process {left_behind[0]}, which is still training in it; end that one first"
+    assert (f"is in use by process {left_behind[0]}, which is still training in it; end this process first"
             in second.output()), second.output()
     for pid in left_behind.values():
         os.kill(pid, signal.SIGKILL)
@@ -250,12 +250,12 @@ def test_a_rank_that_hangs_is_named_with_the_step(job, fault):
     one.wait_for(lambda: one.steps() >= 3)
     hanging = one.send(2, signal.SIGSTOP)
     moment, steps = time.monotonic(), one.steps()
-    one.wait_for(lambda: "lost its neighbours" in one.output(), seconds=25)
+    one.wait_for(lambda: "lost its peers" in one.output(), seconds=25)
     assert 4 < time.monotonic() - moment
     wait_until(lambda: set(one.ranks().values()) <= {hanging}, seconds=15)
     one.send(2, signal.SIGKILL)                     # torchrun would do it, after 30 seconds
     assert one.end() != 0
-    assert any(f"lost its neighbours in step {step} (dead or silent: rank 2)" in one.output()
+    assert any(f"lost its peers in step {step} (dead or hanging: rank 2)" in one.output()
                for step in (steps + 1, steps + 2)), one.output()
 
 
@@ -351,7 +351,7 @@ def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(pool,
     flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(run), "--train-iters", "1"]
     for ended in pool.run(unshared_rank, flags, world_size=4):
         assert ended.code is None
-        assert ("is not the same folder on all hosts: what rank 0 writes there, rank 2, 3 can't see; choose one"
+        assert ("is not the same folder on all hosts: rank 2, 3 can't see a file that rank 0 wrote there; choose a folder"
                 in ended.error)
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints"] and not list((run / "checkpoints").iterdir())
 
@@ -432,7 +432,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(job, alone, tm
     data[1].write_bytes(data[1].read_bytes()[:-1])
     data[2].unlink()
     one = job("run", *LENGTH, "--keep-last", 4)
-    assert one.end() == 0 and f"going on after step {int(good.name[5:])} of 24" in one.output(), one.output()
+    assert one.end() == 0 and f"resuming after step {int(good.name[5:])} of 24" in one.output(), one.output()
     for path, what in zip(data, ("is damaged", "should have", "is missing")):
         assert any(line.startswith(f"warning: {path} {what}") for line in one.output().splitlines()), one.output()
     assert not differences(run_dir, alone("--keep-last", 4))

@@ -26,11 +26,11 @@ from nanodomino.zero import StepResult
 @pytest.fixture
 def report(tmp_path):
     """report(tokens by split): of a run of a tiny model."""
-    def report(speaks=True, **tokens):
+    def report(enabled=True, **tokens):
         place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: "")
         corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
                                  tokens={"train": 999, "valid": 999, "test": 999} | tokens)
-        return Report(tiny(1), corpus, place, tmp_path, 0, speaks)
+        return Report(tiny(1), corpus, place, tmp_path, 0, enabled)
     return report
 
 
@@ -66,8 +66,8 @@ def test_a_split_of_a_few_samples_says_so(report, capsys):
     """Samples of 8 tokens here."""
     report(valid=25, test=8)
     said = capsys.readouterr().out
-    assert "the valid split holds 3 samples of 8 tokens: its loss will say little" in said
-    assert "the test split holds 0 samples of 8 tokens: there will be no loss of it" in said
+    assert "the valid split holds 3 samples of 8 tokens: its loss will be noisy" in said
+    assert "the test split holds 0 samples of 8 tokens: it will have no loss" in said
 
 
 def test_splits_with_enough_samples_are_not_talked_about(report, capsys):
@@ -81,7 +81,7 @@ def test_a_step_that_takes_long_is_announced_and_a_short_one_is_not(report, caps
     one.estimate(0.3, 10**9)
     assert capsys.readouterr().out == ""
     one.estimate(41.2, 12_345_678_901)
-    assert "a step will take about 41 s, and the fullest rank about 12.3 GB of memory" in capsys.readouterr().out
+    assert "a step will take about 41 s, and the fullest rank will need about 12.3 GB of memory" in capsys.readouterr().out
 
 
 def test_the_bar_moves_within_a_step_that_takes_long(report, monkeypatch):
@@ -89,11 +89,11 @@ def test_the_bar_moves_within_a_step_that_takes_long(report, monkeypatch):
     one.bar = SimpleNamespace(set_postfix_str=said.append)
     one.action(1, 8)
     assert said == [], "the step has just begun"
-    monkeypatch.setattr(nanodomino.run.report, "PATIENCE", 0.0)
+    monkeypatch.setattr(nanodomino.run.report, "BAR_INTERVAL", 0.0)
     time.sleep(0.01)
     one.action(3, 8)
-    assert said == ["in this step 3 of 8 forwards and backwards"]
-    silent = report(speaks=False)
+    assert said == ["3 of 8 forward and backward passes of this step"]
+    silent = report(enabled=False)
     silent.bar = one.bar
     silent.action(5, 8)
     assert len(said) == 1, "only rank 0 has a screen"
@@ -107,7 +107,7 @@ def test_mfu_is_a_part_of_what_all_gpus_of_the_world_could_do(tmp_path, monkeypa
     place = SimpleNamespace(device=torch.device("cuda"), pp=1, picture=lambda held: "")
     corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
                              tokens=dict(train=999, valid=999, test=999))
-    one = Report(config, corpus, place, tmp_path, 0, speaks=True)
+    one = Report(config, corpus, place, tmp_path, 0, enabled=True)
     one.step(1, StepResult(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0), 0.1, seconds=1e-6)
     mfu = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["mfu"]
     assert mfu == pytest.approx(48 * 8 * flops_per_token(config) / 1e-6 / (16 * 989e12), rel=1e-12)
@@ -137,7 +137,7 @@ def test_whoever_tells_a_run_to_stop_hears_that_it_will():
         while not said and time.monotonic() < end:
             time.sleep(0.01)
         assert signals.number == signal.SIGINT
-        assert said == ["stopping after this step, with a checkpoint; a second Ctrl-C ends at once"]
+        assert said == ["stopping after this step with a checkpoint; press Ctrl-C again to stop at once"]
     finally:
         signal.set_wakeup_fd(-1)
         for number, handler in kept.items():
@@ -174,7 +174,7 @@ def test_a_line_that_cannot_be_read_costs_no_line_after_it(tmp_path, bad):
     before, after = lines_of(0, 1, 2), lines_of(4, 5)
     left, said = reopened(tmp_path, 5, *before, bad, bad, *after, *lines_of(6, 7))
     assert left == [*before, bad, bad, *after]
-    assert "metrics.jsonl can't be read in line 4, 5, which is left as it is" in said
+    assert "metrics.jsonl can't be read in line 4, 5; leaving it as it is" in said
 
 
 @pytest.mark.parametrize("last", [b'{"step": 5, "lo', b'{"step": 5, "loss": 1.0}', b"\0\0",

@@ -83,7 +83,7 @@ def test_what_is_said_is_there_at_once(tmp_path, shown):
         for text, steps in ((b'{"step": 1, "loss": 1.0}\n', [1]), (b'{"step": 2, "lo', [1]),
                             (b'ss": 2.0}\nnothing\n', [1, 2]), (b'{"step": 3, "loss": 3.0}\n', [1, 2, 3])):
             metrics.write(text)
-            one.read_on()
+            one.update()
             assert [step for step, _ in shown(tmp_path / "board").get("loss", [])] == steps
     assert not said
 
@@ -108,10 +108,10 @@ def test_what_can_not_be_written_is_written_when_there_is_room(tmp_path, shown, 
             with monkeypatch.context() as patch:
                 for fault in faults.get(step, ()):
                     patch.setattr(*fault)
-                one.read_on()
+                one.update()
             assert len(said) == (step > 2) + (step > 5)
     assert shown(tmp_path / "board") == {"loss": [(step, step) for step in range(1, 10)]}
-    assert "can't be written (No space left on device); training goes on" in said[0]
+    assert "can't be written (No space left on device); training continues" in said[0]
 
 
 @pytest.mark.parametrize("folder", ["file", "file/board", "/proc/board"])
@@ -139,7 +139,7 @@ def test_a_really_full_disk_costs_no_point(tmp_path, shown):
                 if step == 20:
                     (disk / "ballast").unlink()
                 metrics.write(b'{"step": %d, "loss": %d.0}\n' % (step, step))
-                one.read_on()
+                one.update()
         assert len(said) == 1 and shown(disk / "board") == {"loss": [(step, step) for step in range(1, 31)]}
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -41,18 +41,18 @@ class Device:
 def watched(monkeypatch):
     """watched(timeout, device, seconds, ...): a real Watchdog of that device for so long -> [(seconds until, error)] of
     its ends."""
-    monkeypatch.setattr(watchdog, "LOOK", 0.02)
+    monkeypatch.setattr(watchdog, "POLL_INTERVAL", 0.02)
     monkeypatch.setattr(watchdog.dist, "group", SimpleNamespace(WORLD=None))
 
     def watched(timeout, device, seconds=3.0, backends=(), signals=None):
         ends, begin = [], time.monotonic()
         one = Watchdog(LaunchInfo(), meta_mesh(1, 1, 1), timeout)
-        one.queue, one.backends = device or one.queue, backends
-        one.about = dict(step=7, signals=signals)
+        one.queue, one.nccl_backends = device or one.queue, backends
+        one.context = dict(step=7, signals=signals)
 
         def fail(place, error):
             ends.append((time.monotonic() - begin, error))
-            one.over.set()                                      # the real one does not come back
+            one.finished.set()                                      # the real one does not come back
 
         monkeypatch.setattr(watchdog, "report_and_exit", fail)
         with one:
@@ -93,7 +93,7 @@ def test_a_device_that_waits_for_its_own_host_is_not_waiting_for_another(watched
 
 def test_once_told_to_stop_its_patience_is_short(watched, monkeypatch):
     """torchrun tells so when a rank has died; but a step that goes on may end in peace."""
-    monkeypatch.setattr(watchdog, "GRACE", 0.4)
+    monkeypatch.setattr(watchdog, "STOP_GRACE", 0.4)
     begin = time.monotonic()
     told = SimpleNamespace(number=15, received_at=begin + 0.2)
     (seconds, error), = watched(600, Device(NEVER), signals=told)
