@@ -1,23 +1,22 @@
-"""A sum that is cut, and the cut made whole: the two collectives of ZeRO and of sequence parallelism.
+"""Reduce-scatter and all-gather, in place and asynchronous: the two collectives of ZeRO and sequence parallelism.
 
-    whole on each of n ranks   | part 0 | part 1 | ... | part n-1 |        rank i owns part i
+    a tensor on each of n ranks   | part 0 | part 1 | ... | part n-1 |        rank i owns part i
 
-    reduce_scatter     the owner gets the sum of everybody's part     each rank sends (n-1)/n of the whole
-    all_gather         everybody gets each part from its owner        the same
+    reduce_scatter     part i on rank i becomes the sum of all ranks' part i     each rank sends (n-1)/n of the tensor
+    all_gather         part i on every rank becomes rank i's part i              the same
 
-One after the other they are an all-reduce: everybody gets the sum of the whole. NCCL, which joins GPUs, has both. gloo,
-which joins CPUs, has both by name, but its reduce-scatter all-reduces a copy, which sends twice as much, and its
-all-gather goes through buffers of its own. So on CPUs they are messages: every part goes straight to its owner, who
-adds up what has arrived, or from its owner straight to everybody. What is to be added up arrives in memory of its own,
-another whole until then.
+One after the other they are an all-reduce. NCCL has both. gloo has both by name, but its reduce-scatter all-reduces a
+copy, which sends twice as much, and its all-gather copies through extra buffers. So on CPUs both are built from
+point-to-point messages: each part goes straight to its owner, or from its owner to all others. A reduce-scatter then
+needs a receive buffer as large as the tensor.
 
-**Receive first, then send.** Two ranks that exchange 2 MB over a wire of 500 Mbit/s in each direction need 35 ms, or 67
-where each asks for its message after it has sent its own. gloo begins to send when the other side has said that it is
-ready; that word goes by the same connection as everything else, and if this rank's message has set out, it waits behind
-all of it. One direction follows the other then, on a wire that has both. (gloo's own all-to-all and broadcasts do that:
-exchanges of 4 MB took 45 and 66 ms, these messages 35; between processes of a host 2.9 and 1.9 ms, these 1.8 and 1.5.)
+**Post the receives before the sends.** Two ranks that exchange 2 MB over a link with 500 Mbit/s in each direction need
+35 ms, but 67 ms if each posts its receive after its send. gloo starts to send when the receiver has said that it is
+ready. That short message uses the same connection. If the rank's own large send has started, the short message queues
+behind all of it, and the two directions run one after the other. (gloo's all-to-all and broadcasts do that: exchanging
+4 MB took 45 and 66 ms, and 35 ms here; between processes on one host 2.9 and 1.9 ms, and 1.8 and 1.5 ms here.)
 
-Both work in place, and only start: the tensor must be left alone until wait() has come back.
+Both functions only launch the operation. Leave the tensor alone until wait() has returned.
 """
 
 import threading
@@ -25,17 +24,17 @@ import threading
 import torch
 import torch.distributed as dist
 
-# torch 2.13 gave both a new name and warns at the old one; older versions know the old one alone.
+# torch 2.13 renamed both and warns about the old names; older versions have only those
 native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-TAGS = {"reduce_scatter": 0, "all_gather": 1}        # whoever counts messages can tell what they belong to
+TAGS = {"reduce_scatter": 0, "all_gather": 1}        # so that benchmarks can count the messages of each
 
 
 def reduce_scatter(whole, group):
-    """Start: this rank's part of `whole` becomes the sum of everybody's; the others are of no use afterwards.
+    """Launch a reduce-scatter: this rank's part of `whole` becomes the sum; the other parts become garbage.
 
-    Returns (work, received). Where `received` [n, size/n] is not None, it holds all ranks' versions of this part after
-    work.wait(), and the caller adds up: always in the same order, so to the same bits, whoever was late.
+    Returns (work, received). If `received` [n, size/n] is not None, it holds all ranks' versions of this part after
+    work.wait(), and the caller adds them up: always in the same order, so the sum has the same bits in every run.
     """
     parts, rank = whole.chunk(group.size()), group.rank()
     if whole.is_cuda:
@@ -46,7 +45,7 @@ def reduce_scatter(whole, group):
 
 
 def all_gather(whole, group):
-    """Start: each part of `whole` becomes that of its owner. Returns the work to wait for."""
+    """Launch an all-gather: every part of `whole` becomes its owner's. Returns the work to wait for."""
     parts = whole.chunk(group.size())
     own = parts[group.rank()]
     if whole.is_cuda:
@@ -55,15 +54,17 @@ def all_gather(whole, group):
 
 
 def exchange(sends, receives, group, tag):
-    """Start: one tensor to each other rank, and one from each; the next rank comes first, so that all have somebody
-    else to talk to."""
-    others = [(group.rank() + distance) % group.size() for distance in range(1, group.size())]
-    return Messages([dist.irecv(receives[other], group=group, group_src=other, tag=tag) for other in others]
-                    + [dist.isend(sends[other], group=group, group_dst=other, tag=tag) for other in others])
+    """Launch a send of sends[i] to each other rank i and a receive of receives[i] from it.
+
+    Each rank starts with the next rank, then the one after, so that no rank is everyone's first partner.
+    """
+    ranks = [(group.rank() + distance) % group.size() for distance in range(1, group.size())]
+    return Messages([dist.irecv(receives[rank], group=group, group_src=rank, tag=tag) for rank in ranks]
+                    + [dist.isend(sends[rank], group=group, group_dst=rank, tag=tag) for rank in ranks])
 
 
 class Messages:
-    """Several under way, as one work, which may be waited for again: one message may not."""
+    """Several messages in flight as one work. It may be waited for twice, which torch's message works may not."""
 
     def __init__(self, works):
         self.works, self.future = works, None
@@ -79,12 +80,12 @@ class Messages:
             self.works.pop(0).wait()
 
     def get_future(self):
-        """Done when all of them are. Whoever keeps a record asks for it; messages have none, so a thread waits."""
+        """Return a future that is done when all messages are; traces use it. Messages have none, so a thread waits."""
         def thread():
             try:
                 self.finish()
                 future.set_result(None)
-            except RuntimeError as error:                # for whoever waits
+            except RuntimeError as error:                # raised where the future is waited for
                 future.set_exception(error)
 
         self.future = future = torch.futures.Future()

@@ -1,9 +1,10 @@
-"""Which of this host's network interfaces leads to the other hosts?
+"""Find the network interface through which the other hosts can reach this one.
 
-gloo tells the others at which address it can be reached. Left alone it takes the one that the host's own name stands
-for, and that is 127.0.0.1 on many systems: each host then asks the others to connect to themselves, and healthy ranks
-look as if they were dead. The kernel knows better: asked for a way to MASTER_ADDR, it says from which address it would
-send. GLOO_SOCKET_IFNAME, where somebody has set it, wins.
+gloo sends the other ranks an address to connect to. By default it takes the address of the host's own name. On many
+systems that is 127.0.0.1, so each host tells the others to connect to themselves, and healthy ranks look dead.
+
+The kernel knows better: asked for a route to MASTER_ADDR, it answers with the local address it would send from. We look
+up the interface with that address and pass its name to gloo in GLOO_SOCKET_IFNAME, unless the user has set that.
 """
 
 import fcntl
@@ -11,24 +12,24 @@ import os
 import socket
 import struct
 
-SIOCGIFADDR = 0x8915             # of linux/sockios.h
-ELSEWHERE = "192.0.2.1"          # an address that nobody has (RFC 5737): the way to it is the way out
+SIOCGIFADDR = 0x8915             # from linux/sockios.h: get an interface's address
+UNUSED_ADDRESS = "192.0.2.1"     # reserved for documentation (RFC 5737); the route to it is the route to other hosts
 
 
 def address_towards(host: str) -> str:
-    """From which of its addresses this host would send there. Nothing is sent: UDP has no handshake."""
+    """Return the local address this host would send from. Connecting a UDP socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return probe.getsockname()[0]
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has this address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    """Return the name of the interface that has this address, or None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:                                    # it has none
+                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:                                    # the interface has no address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
@@ -36,12 +37,12 @@ def interface_of(address: str) -> str | None:
 
 
 def choose_interface(master_addr: str):
-    """Have gloo use the interface towards the other hosts, if one is found and nobody has chosen one."""
+    """Set GLOO_SOCKET_IFNAME to the interface towards the other hosts, if one is found and the user has set none."""
     try:
         address = address_towards(master_addr)
-        if address.startswith("127."):                         # the host that the name stands for, asked by itself
-            address = address_towards(ELSEWHERE)
+        if address.startswith("127."):                         # this host is MASTER_ADDR itself
+            address = address_towards(UNUSED_ADDRESS)
         if name := interface_of(address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    except OSError:                                            # no such name, no way out: gloo's own words will tell
+    except OSError:                                            # unknown host or no route: gloo will report it
         pass

@@ -1,33 +1,31 @@
-"""What a rank did, and when: a list of spans, of moments, and of what travelled meanwhile.
+"""Record what a rank did, and when: spans, moments, and collectives in flight.
 
-Whoever works says so, whoever puts something on the wires says that too:
+The code that does the work reports it:
 
-    with trace.span("matmul", slice=0, site="layers.3.mlp"): ...     from here to there, on this rank's own time
+    with trace.span("matmul", slice=0, site="layers.3.mlp"): ...     from here to the end of the block
     trace.moment("send", message="F2", peer=1, bytes=4096)           an instant
-    trace.watch("all_reduce", work, group="tp", bytes=4096)          from the launch until the wires are done
+    trace.watch("all_reduce", work, group="tp", bytes=4096)          from its launch until it is done
 
-The kinds of spans are
+The kinds of spans:
 
-    step                one optimizer step, the whole of it
-    forward, backward   a microbatch passes through a chunk of this stage; two of them as a pair: a span for each turn
-    input_backward      the same, if weight gradients are left for later: what the stage before waits for
-    weight_backward     and what was left
-    resume              within: a slice runs until it has put something on the wires
-    matmul              within: a matrix product on the way forward, or of an input gradient
-    weight_gradient     within: the deferred products
-    wait                somebody needs what is on the wires, or will be, and has nothing else to do
-    optimizer           the last sum, norm, clipping, the update of this rank's part
+    step                one optimizer step
+    forward, backward   a microbatch passes through a chunk of this stage; in a pair of two, one span for each turn
+    input_backward      the part of backward that the previous stage waits for, in schedules that split backward
+    weight_backward     the other part: the weight gradients
+    resume              inside these: a slice runs until it yields
+    matmul              inside these: a matmul of the forward, or of an input gradient
+    weight_gradient     inside these: the matmuls of weight gradients
+    wait                nothing to compute before a collective or message is done
+    optimizer           the last reduce, gradient norm, clipping, the update of this rank's shard
 
-the kinds of moments `send` and `receive` (a message between stages leaves, has been received), and the kinds of what is
-watched `all_reduce`, `reduce_scatter` and `all_gather`.
+The kinds of moments are `send` and `receive` (a message between stages was sent, was received). The collectives that
+are watched are `all_reduce`, `reduce_scatter` and `all_gather`.
 
-On the CPU the time is the clock's. On CUDA, where calls return before the work is done, a mark is an event in the
-stream that is current there, and becomes a time when all is over; a collective's last mark is set in a stream beside
-training's, one for each group, where nothing else is and so nothing delays it. The clocks of several hosts differ:
-`clock_offset` measures by how much, in the way of the network time protocol, from the quickest of a few round trips to
-rank 0.
+On the CPU a time is the clock's. On CUDA, where calls return before the work is done, it is a CUDA event in the current
+stream, which becomes a time when the recording is taken. The ends of a group's collectives are recorded in a stream of
+their own, where nothing can delay them. Clocks of different hosts disagree; clock_offset() measures by how much.
 
-With `recording` off, each call costs a comparison. timeline.py draws what was recorded.
+With `recording` off, each call costs one comparison. The timeline package draws what was recorded.
 """
 
 import time
@@ -43,8 +41,8 @@ ROUND_TRIPS = 20
 
 @dataclass(slots=True)
 class Event:
-    """kind: see above; begin, end: nanoseconds of this process's clock (end 0: never; a list, until take(), of what is
-    watched: its end will be in it); args: slice, site, microbatch, bytes, ..."""
+    """begin, end: nanoseconds of this process's clock; until take(), marks. end is 0 if the span never ended, and until
+    take() a list for a watched collective, which receives its end. args: slice, site, microbatch, bytes ..."""
     kind: str
     begin: int
     end: int | list
@@ -52,7 +50,7 @@ class Event:
 
 
 class Span:
-    """Ends an event. By hand, since @contextmanager takes as long as all the rest of a span."""
+    """Sets an event's end on exit. A class, because @contextmanager alone costs as much as the rest of a span."""
     __slots__ = ("trace", "event")
 
     def __init__(self, trace, event):
@@ -66,16 +64,16 @@ class Span:
 
 
 class Trace:
-    """Events in the order in which they began, as long as `recording` is true."""
+    """Events, ordered by begin, recorded while `recording` is true."""
     nothing = nullcontext()
 
     def __init__(self, device=torch.device("cpu"), recording=True):
         self.device, self.recording = device, recording
         self.events: list[Event] = []
-        self.beside = {}                             # group -> the stream in which its collectives' ends are marked
+        self.streams = {}                            # group -> the CUDA stream that records the ends of its collectives
 
     def mark(self):
-        """Now: nanoseconds, or on CUDA an event in the current stream."""
+        """Return the time in nanoseconds or, on CUDA, an event in the current stream."""
         if self.device.type != "cuda":
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
@@ -83,7 +81,7 @@ class Trace:
         return event
 
     def span(self, kind, **args):
-        """A context manager: from here to its end."""
+        """Return a context manager that records its block."""
         if not self.recording:
             return self.nothing
         event = Event(kind, self.mark(), 0, args)
@@ -96,36 +94,38 @@ class Trace:
             self.events.append(Event(kind, now, now, args))
 
     def watch(self, kind, work, **args):
-        """A collective that has just been launched: from now until `work` is done, whoever waits for it or not."""
+        """Record a collective that has just been launched until `work` is done, no matter when it is waited for."""
         if self.recording:
             end = []
             self.events.append(Event(kind, self.mark(), end, args))
             if self.device.type == "cuda":
-                self.mark_beside(args["group"], work, end)
+                self.record_end(args["group"], work, end)
             else:
-                work.get_future().add_done_callback(self.time_to(end))
+                work.get_future().add_done_callback(self.append_time_to(end))
 
-    def mark_beside(self, group: str, work, end: list):
-        """Append an event that comes when `work` is done, without a wait of training's stream. A callback of the future
-        would run in a stream of torch's pool, which may be the one of a message that waits for its sender. Of work and
-        future the future is waited for: it leaves the work's hold on its tensors to whoever waits for the work."""
-        if group not in self.beside:
-            self.beside[group] = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self.beside[group]):
+    def record_end(self, group: str, work, end: list):
+        """Append a CUDA event that fires when `work` is done, without making the training stream wait.
+
+        A callback of the future would run in a stream of torch's pool, possibly one in which a message waits for its
+        sender. The future is waited for rather than the work, since waiting for the work would release its tensors.
+        """
+        if group not in self.streams:
+            self.streams[group] = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self.streams[group]):
             work.get_future().wait()
             end.append(self.mark())
 
-    def time_to(self, end: list):
-        """A callback that appends the time to `end`. gloo calls it in a thread of its own, where a Python function
-        would cost some 60 microseconds, since a stack is mapped for it first. So all of this is C: next() makes map()
-        pass the next tick of an endless clock to append()."""
+    def append_time_to(self, end: list):
+        """Return a callback that appends the time to `end`, made of C functions only: next() makes map() pass the next
+        tick of an endless clock to append(). gloo calls it in a thread of its own, where a Python function would cost
+        some 60 microseconds, because its stack is mapped first."""
         return partial(next, map(end.append, iter(time.perf_counter_ns, None)))
 
     def take(self, offset=0) -> list[Event]:
-        """All events so far, with times in nanoseconds of rank 0's clock, which is `offset` ahead of ours; forgets
-        them."""
+        """Return all events so far and forget them. Times are nanoseconds of rank 0's clock, which is `offset` ahead of
+        this rank's clock."""
         events, self.events = self.events, []
-        if self.device.type == "cuda":               # all marks count back from now: the further, the coarser
+        if self.device.type == "cuda":               # times count back from now: the longer, the less precise
             self.now = self.mark()
             torch.cuda.synchronize(self.device)
             self.now_time = time.perf_counter_ns()
@@ -143,23 +143,25 @@ NO_TRACE = Trace(recording=False)
 
 
 def clock_offset() -> int:
-    """Nanoseconds by which rank 0's clock is ahead of this process's. All ranks call it together; on one host it is
-    close to 0. Wrong by at most half of the quickest round trip."""
+    """Return by how many nanoseconds rank 0's clock is ahead of this rank's clock, as NTP measures it.
+
+    Every rank must call it. Of ROUND_TRIPS round trips to rank 0 the quickest counts; the error is at most half of it.
+    """
     rank, offset = dist.get_rank(), 0
     clock = torch.zeros(1, dtype=torch.int64)
-    for other in range(1, dist.get_world_size()):
+    for peer in range(1, dist.get_world_size()):
         if rank == 0:
             for _ in range(ROUND_TRIPS):
-                dist.recv(clock, other)
+                dist.recv(clock, peer)
                 clock[0] = time.perf_counter_ns()
-                dist.send(clock, other)
-        elif rank == other:
+                dist.send(clock, peer)
+        elif rank == peer:
             trips = []
             for _ in range(ROUND_TRIPS):
-                asked = time.perf_counter_ns()
+                sent = time.perf_counter_ns()
                 dist.send(clock, 0)
                 dist.recv(clock, 0)
-                answered = time.perf_counter_ns()
-                trips.append((answered - asked, int(clock) - (asked + answered) // 2))
+                received = time.perf_counter_ns()
+                trips.append((received - sent, int(clock) - (sent + received) // 2))
             offset = min(trips)[1]
     return offset

@@ -1,3 +1,14 @@
+"""Start a process: read what torchrun says, pick the device, join the process group.
+
+torchrun starts one process per GPU (or per CPU rank) and tells each of them in environment variables who it is:
+
+    RANK, WORLD_SIZE                its number among all processes, and their count
+    LOCAL_RANK, LOCAL_WORLD_SIZE    the same among the processes of this host
+    MASTER_ADDR, MASTER_PORT        where all processes meet to exchange addresses
+
+Without these variables the process is a world of size 1. NCCL connects GPUs, gloo connects CPUs.
+"""
+
 import ctypes
 import os
 import sys
@@ -10,23 +21,23 @@ import torch.distributed as dist
 from nanodomino.comm.network_interface import choose_interface
 from nanodomino.errors import UserError, require
 
-TIMEOUT = 600       # seconds; --timeout's default
-LATER = 60          # seconds by which NCCL's own time-out, which aborts the process, comes after ours (watch.py)
+TIMEOUT = 600       # seconds; the default of --timeout
+NCCL_GRACE = 60     # seconds by which NCCL's timeout, which aborts the process, comes after ours (run/watchdog.py)
 
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """What the launcher told this process: its number in the world and on its host."""
+    """What the launcher says about this process. The defaults describe a single process without a launcher."""
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    launched: bool = False        # by torchrun, which also says where the others are
+    launched: bool = False        # by torchrun
     restarted: bool = False       # by torchrun --max-restarts, after a rank had died
 
 
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
-    """Read torchrun's variables; with none of them, one process. Raises UserError if only some are there."""
+    """Read torchrun's variables. Raises UserError if some of them are missing or make no sense."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = [name for name in names if environment.get(name)]
     if not found:
@@ -42,7 +53,7 @@ def read_launch_environment(environment=os.environ) -> LaunchInfo:
             f"MASTER_PORT must be from 1 to 65535, but the environment has {environment['MASTER_PORT']}; "
             "start with torchrun, which sets it, or unset it for one process")
     launch = LaunchInfo(*(int(environment[name]) for name in names), launched=True,
-                  restarted=environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+                        restarted=environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
     require(launch.rank < launch.world_size and launch.local_rank < launch.local_world_size,
             f"RANK {launch.rank} must be below WORLD_SIZE {launch.world_size} and LOCAL_RANK {launch.local_rank} below "
             f"LOCAL_WORLD_SIZE {launch.local_world_size}; start with torchrun, which sets them")
@@ -50,74 +61,77 @@ def read_launch_environment(environment=os.environ) -> LaunchInfo:
 
 
 def find_device(config, launch: LaunchInfo) -> torch.device:
-    """This process's device: its own GPU, or the CPU. Raises UserError if there are too few GPUs."""
-    # One queue into the device: kernels start in the order of their launches, so that a sum put on the wires before a
-    # product does not wait behind it. CUDA reads this once, when it starts.
+    """Return this process's own GPU, or the CPU. Raises UserError if there are fewer GPUs than processes."""
+    # One hardware queue, which CUDA reads once at its start: kernels start in launch order, so an all-reduce launched
+    # before a matmul does not wait for that matmul.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     gpus = torch.cuda.device_count()
     if config.device == "cpu" or (config.device == "auto" and gpus == 0):
         return torch.device("cpu")
     require(gpus > 0, "--device cuda needs a GPU that torch can see, and there is none; try --device cpu")
-    shown_its_own = gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES")       # as SLURM does: a GPU for each task
-    require(launch.local_world_size <= gpus or shown_its_own,
+    sees_only_its_own = gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES")   # as under SLURM, with a GPU per task
+    require(launch.local_world_size <= gpus or sees_only_its_own,
             f"{launch.local_world_size} processes on this host need as many GPUs, and there "
             f"are {gpus}; start torchrun --nproc_per_node {gpus}, or try --device cpu")
-    return torch.device("cuda", 0 if shown_its_own else launch.local_rank)
+    return torch.device("cuda", 0 if sees_only_its_own else launch.local_rank)
 
 
 def keep_freed_memory():
-    """Let this process keep what it frees for its next tensors, as torch itself does on GPUs.
+    """Make malloc keep freed memory for the next tensors, as torch's own allocator does on GPUs.
 
-    glibc gives large blocks back to the kernel, and at the next step each of their pages is faulted in and cleared
-    again: a quarter of a step, at hidden 512 and batch 8 x 256 (0.89 against 0.66 s, on two cores).
+    glibc returns large blocks to the kernel, which must clear each of their pages again in the next step. That took a
+    quarter of a step with hidden size 512 and batch 8 x 256 on two cores (0.89 s instead of 0.66 s).
     """
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4                                     # of malloc.h
+    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4                      # from malloc.h
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(M_MMAP_MAX, 0)                                            # nothing mapped on its own
-        libc.mallopt(M_TRIM_THRESHOLD, -1)                                     # the heap never shrinks
+        libc.mallopt(M_MMAP_MAX, 0)                            # take large blocks from the heap, too
+        libc.mallopt(M_TRIM_THRESHOLD, -1)                     # never shrink the heap
 
 
-def check_own_gpu(gpu: str, launch: LaunchInfo, store: dist.Store):
-    """NCCL knows no two ranks on one GPU. gpu: its number in all the world. Raises UserError on every rank alike."""
-    store.set(f"gpu of rank {launch.rank}", gpu)
-    gpus = [store.get(f"gpu of rank {rank}").decode() for rank in range(launch.world_size)]
-    for gpu in gpus:
-        ranks = [str(rank) for rank, other in enumerate(gpus) if other == gpu]
-        require(len(ranks) == 1, f"each process needs a GPU of its own, but ranks {' and '.join(ranks)} see the same "
-                "one; start as many processes as there are GPUs, or give each its own CUDA_VISIBLE_DEVICES")
+def check_own_gpu(uuid: str, launch: LaunchInfo, store: dist.Store):
+    """Raise UserError on every rank if two ranks have the same GPU, which NCCL does not support."""
+    store.set(f"gpu of rank {launch.rank}", uuid)
+    uuids = [store.get(f"gpu of rank {rank}").decode() for rank in range(launch.world_size)]
+    for uuid in uuids:
+        ranks = [str(rank) for rank, other in enumerate(uuids) if other == uuid]
+        require(len(ranks) == 1, f"each process needs its own GPU, but ranks {' and '.join(ranks)} share one; start as "
+                "many processes as there are GPUs, or give each process its own CUDA_VISIBLE_DEVICES")
 
 
 def collective_timeout(timeout: int, device: torch.device) -> timedelta:
-    """What a group is given. On CPUs its collectives raise then; on GPUs the process has ended by then (watch.py)."""
-    return timedelta(seconds=timeout + (LATER if device.type == "cuda" else 0))
+    """Return a process group's timeout. On CPUs a collective raises when it expires. On GPUs NCCL would abort the
+    process, so its timeout comes later and run/watchdog.py can report the error first."""
+    return timedelta(seconds=timeout + (NCCL_GRACE if device.type == "cuda" else 0))
 
 
 def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT):
-    """Bring up the default process group: NCCL between GPUs, gloo between CPUs, a world of one without a launcher.
+    """Initialize the default process group. Without a launcher it has a single member.
 
-    timeout: seconds that a collective may take before it is an error.
-    Raises UserError if there is no way to the others.
+    timeout: seconds that a collective may take.
+    Raises UserError if the processes cannot connect.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-    if launch.world_size > launch.local_world_size:              # on several hosts
+    if launch.world_size > launch.local_world_size:            # several hosts
         choose_interface(os.environ.get("MASTER_ADDR", ""))
-    # checkpoints talk on the CPU, behind training
+    # gloo on GPUs as well: checkpoints communicate from the CPU while training goes on
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, patience = dist.HashStore(), timedelta(seconds=timeout)
+    store = dist.HashStore()
     try:
         if launch.launched:
-            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience))
-            # torchrun --max-restarts keeps its store, and in it the addresses of the dead: each start has its names
+            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size,
+                                               timeout=timedelta(seconds=timeout)))
+            # torchrun --max-restarts reuses its store, which still has the addresses of the dead processes
             store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         if device.type == "cuda":
             check_own_gpu(str(torch.cuda.get_device_properties(device).uuid), launch, store)
         dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, store=store,
                                 timeout=collective_timeout(timeout, device),
                                 device_id=device if device.type == "cuda" else None)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:     # a port in use, a host or rank that is not there
-        raise UserError(f"the {launch.world_size} processes can't meet at MASTER_ADDR {os.environ.get('MASTER_ADDR')}, "
-                        f"MASTER_PORT {os.environ.get('MASTER_PORT')} ({str(error).splitlines()[0]}); choose a free "
-                        f"port of a host that all can reach, and start all {launch.world_size}") from None
+    except (dist.DistNetworkError, dist.DistStoreError) as error:     # port in use, host unknown, rank missing
+        raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR "
+                        f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
+                        f"({str(error).splitlines()[0]}); choose a free port on a host that all can reach, and start "
+                        f"all {launch.world_size}") from None

@@ -49,13 +49,8 @@ class Attention(Sublayer):
         self.q_layernorm, self.k_layernorm = (
             Norm(config, mesh, self.head_dim, partial_gradient=True) if config.qk_layernorm else None for _ in range(2))
 
-    @property
-    def column(self):
-        return self.qkv
-
-    @property
-    def row(self):
-        return self.dense
+    column = property(lambda self: self.qkv)
+    row = property(lambda self: self.dense)
 
     def split(self, qkv):
         """qkv [b, s, ..] -> q [b, s, groups, group_size, d], k and v [b, s, groups, 1, d]."""

@@ -20,13 +20,8 @@ class MLP(Sublayer):
                                                   has_bias, partition_stride=matrices)
         self.dense_4h_to_h = RowParallelLinear(config.ffn_hidden_size, config.hidden_size, config, mesh, has_bias)
 
-    @property
-    def column(self):
-        return self.dense_h_to_4h
-
-    @property
-    def row(self):
-        return self.dense_4h_to_h
+    column = property(lambda self: self.dense_h_to_4h)
+    row = property(lambda self: self.dense_4h_to_h)
 
     def core(self, c, inputs):
         return self.activation.function(c)

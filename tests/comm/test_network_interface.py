@@ -27,7 +27,7 @@ def test_the_interface_towards_the_master_is_chosen_unless_somebody_has(monkeypa
     def towards(host):
         if host == "nobody.invalid":
             raise socket.gaierror("no such name")
-        return {"10.0.0.7": "10.0.0.9", "localhost": "127.0.1.1", network_interface.ELSEWHERE: "172.16.0.3"}[host]
+        return {"10.0.0.7": "10.0.0.9", "localhost": "127.0.1.1", network_interface.UNUSED_ADDRESS: "172.16.0.3"}[host]
 
     monkeypatch.setattr(network_interface, "address_towards", towards)
     monkeypatch.setattr(network_interface, "interface_of", {"10.0.0.9": "eth1", "172.16.0.3": "eth0"}.get)

@@ -40,7 +40,7 @@ def test_too_few_gpus_are_refused_before_and_a_shared_one_when_the_ranks_meet(mo
     store = dist.HashStore()
     store.set("gpu of rank 0", "a")
     store.set("gpu of rank 1", "b")
-    with pytest.raises(UserError, match="ranks 0 and 2 see the same one; start as many processes as there are GPUs"):
+    with pytest.raises(UserError, match="ranks 0 and 2 share one; start as many processes as there are GPUs"):
         check_own_gpu("a", LaunchInfo(2, 3), store)
     check_own_gpu("c", LaunchInfo(2, 3), store)
 

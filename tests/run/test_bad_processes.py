@@ -308,11 +308,11 @@ LAUNCHES = [Bad(f"a launcher with {what}", "train.py", "--timeout 1", says, envi
     ("MASTER_PORT http", dict(MASTER_PORT="http"), "MASTER_PORT must be a whole number", "has 'http'", TORCHRUN),
     ("MASTER_PORT 99999", dict(MASTER_PORT="99999"), "MASTER_PORT must be from 1 to 65535, but", "has 99999", TORCHRUN),
     ("a port in use", dict(MASTER_PORT="{port}"), "MASTER_PORT {port}", "choose a free port"),
-    ("a host that is not there", dict(MASTER_ADDR="nobody.invalid"), "can't meet at MASTER_ADDR nobody.invalid",
-     "choose a free port of a host that all can reach")]]
+    ("a host that is not there", dict(MASTER_ADDR="nobody.invalid"), "cannot connect at MASTER_ADDR nobody.invalid",
+     "choose a free port on a host that all can reach")]]
 LAUNCHES += [
     Bad("a launcher that starts a process too few", "train.py", "--timeout 1 --tp 1 --pp {more} --num-layers 5",
-        ["the {more} processes can't meet", "and start all {more}"], environment=dict(WORLD_SIZE="{more}")),
+        ["the {more} processes cannot connect", "and start all {more}"], environment=dict(WORLD_SIZE="{more}")),
     Bad("ranks of different flags", "train.py", "--seed {rank}",
         ["rank 1 was started with another seed than rank 0", "give all hosts the same flags"], processes=(4,))]
 
