@@ -1,3 +1,14 @@
+"""Runs new tokens through the model and keeps the keys and values of all earlier tokens.
+
+Attention needs the keys and values of every earlier token, and they do not change when a token is added. Cached, a new
+token costs one position of each layer, however long the text is. Each key-value group is cached once, for all of its
+query heads.
+
+A full window cannot slide by one token. Learned positions would all change; and although rotary positions enter
+attention only as distances, the cached keys and values of the upper layers still depend on the token that left. So the
+later half of the window is kept and recomputed from position 0.
+"""
+
 from functools import partial
 
 import torch
@@ -8,40 +19,43 @@ from nanodomino.layers.positions import attention_bias, document_ids, positions_
 from nanodomino.model import GPT, Chunk
 
 
-class Cache:
-    """Keys and values [1, groups/t, positions, d] of each attention of this stage, for the first `length` tokens of a
-    window of at most `room`; keys are turned already. begin: where the document begins that the next token belongs to,
-    which end_of_text ends, if its end means anything.
+class KeyValueCache:
+    """Rotated keys, and values, [1, groups/t, positions, d] of each attention of this stage.
+
+    size: the number of positions that the cache can hold; `length` of them are filled.
+    end_of_text: the token after which a new document starts, used if the model was trained with document boundaries.
+
+    For the layers, it also takes the part of MasksAndPositions.
     """
 
-    def __init__(self, model: GPT, room: int, end_of_text: int | None = None):
+    def __init__(self, model: GPT, size: int, end_of_text: int | None = None):
         config = model.config
-        self.model, self.length, self.begin = model, 0, 0
+        self.model, self.length, self.document_start = model, 0, 0
         self.end_of_text = end_of_text if config.uses_document_boundaries else None
-        shape = (1, config.num_query_groups // model.mesh.tp, room, config.kv_channels)
-        self.kept = {sublayer.site: torch.zeros(2, *shape, device=model.mesh.device, dtype=config.params_dtype)
-                     for chunk in model.chunks for sublayer in chunk.sublayers if sublayer.attends}
+        shape = (1, config.num_query_groups // model.mesh.tp, size, config.kv_channels)
+        self.keys_and_values = {
+            sublayer.site: torch.zeros(2, *shape, device=model.mesh.device, dtype=config.params_dtype)
+            for chunk in model.chunks for sublayer in chunk.sublayers if sublayer.attends}
 
-    def meet(self, tokens):
-        """Before the new tokens [1, m] go through: where they stand, and what they may look at. m > 1 only on an empty
-        cache."""
+    def start(self, tokens):
+        """Compute the positions and the attention bias of the new tokens [1, m]. m > 1 needs an empty cache."""
         config, m = self.model.config, tokens.size(1)
         self.positions = torch.arange(self.length, self.length + m, device=tokens.device).unsqueeze(0)
-        self.seen, self.bias = 0, None
+        self.first_visible, self.bias = 0, None
         if self.end_of_text is not None and self.length == 0:
             documents = document_ids(tokens, self.end_of_text)
             self.positions = positions_within_documents(documents) if config.reset_position_ids else self.positions
             self.bias = attention_bias(documents, config.params_dtype) if config.reset_attention_mask else None
         elif self.end_of_text is not None:
-            self.positions = self.positions - self.begin * config.reset_position_ids
-            self.seen = self.begin * config.reset_attention_mask
-        self.turn = rotation(config, self.positions, m, tokens.device)
+            self.positions = self.positions - self.document_start * config.reset_position_ids
+            self.first_visible = self.document_start * config.reset_attention_mask
+        self.rotary = rotation(config, self.positions, m, tokens.device)
 
-    def pass_on(self, tokens):
-        """After they went through."""
+    def finish(self, tokens):
+        """Count the new tokens [1, m] as cached, after all chunks have run."""
         if self.end_of_text is not None:
-            ends = [place for place, token in enumerate(tokens[0].tolist(), self.length) if token == self.end_of_text]
-            self.begin = ends[-1] + 1 if ends else self.begin
+            ends = [i for i, token in enumerate(tokens[0].tolist(), self.length) if token == self.end_of_text]
+            self.document_start = ends[-1] + 1 if ends else self.document_start
         self.length += tokens.size(1)
 
     def hidden_dropout_mask(self, site, x):
@@ -52,18 +66,20 @@ class Cache:
         """Return what attention needs for the new tokens; its keys and values join those in the cache."""
         if not sublayer.attends:
             return None
-        return AttentionInputs(None, self.turn, self.bias, partial(self.extend, sublayer.site))
+        return AttentionInputs(None, self.rotary, self.bias, partial(self.extend, sublayer.site))
 
     def extend(self, site, k, v):
         """Store k and v [1, groups, m, d] of the new tokens; return k and v of all tokens that they may attend to."""
-        keys, values = self.kept[site]
+        keys, values = self.keys_and_values[site]
         end = self.length + k.size(2)
         keys[:, :, self.length:end], values[:, :, self.length:end] = k, v
-        return keys[:, :, self.seen:end], values[:, :, self.seen:end]
+        return keys[:, :, self.first_visible:end], values[:, :, self.first_visible:end]
 
     def run(self, chunk: Chunk, tokens, hidden):
-        """A chunk on m new tokens [1, m] (hidden [1, m, h] from the layers before) -> hidden,
-        or logits of this rank's words."""
+        """Run a chunk on new tokens [1, m], or on hidden [1, m, h] from the previous chunk.
+
+        Returns hidden [1, m, h], or from the last chunk the logits [1, 1, words of this rank] of the last token.
+        """
         model, x = self.model, hidden
         if chunk.pre_process:
             x = model.embedding.add_positions(model.embedding.word_embeddings(tokens), self.positions, None)

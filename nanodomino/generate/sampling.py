@@ -1,49 +1,45 @@
+"""Samples one token after the other, over all stages and tensor-parallel ranks.
+
+    window of tokens -> stage 0 -> ... -> last stage -> logits of the next token -> sample -> broadcast to all stages
+
+The tensor-parallel ranks of the last stage all gather the full row of logits and sample with generators of the same
+seed, so they choose the same token without communicating.
+
+**Threads.** A token of a small model is a hundred small matmuls. To give a part of a matmul to another thread and wait
+for it costs 10 us if that core is idle, and milliseconds if another program is using it. So each step uses as many
+threads as its work is worth: one for a token of gpt2, all of them for a long prompt or for gpt3-13b.
+"""
+
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from nanodomino.config.config import Config
-from nanodomino.generate.cache import Cache
+from nanodomino.generate.cache import KeyValueCache
 from nanodomino.layers.masks_and_positions import seeded_generator
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits
 
-WORK_OF_A_THREAD = 2**21     # multiplications: 0.05 ms of a core where many positions share the weights, 0.8 ms for one
-
-
-def choose(logits, temperature: float, top_k: int, generator) -> int:
-    """The next token from logits [v]: the largest at temperature 0, else a draw among the top_k largest (all if 0)."""
-    if temperature == 0.0:
-        return int(logits.argmax())
-    logits = (logits.double() - logits.max()) / temperature      # none above 0: no temperature makes them overflow
-    if 0 < top_k < logits.numel():
-        logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
-    return int(torch.multinomial(logits.softmax(dim=-1).cpu(), 1, generator=generator))
-
-
-def useful_threads(config: Config, positions: int) -> int:
-    """How many threads the products of a step on so many positions keep busy, by the largest matrix of a layer."""
-    work = positions * config.hidden_size * config.ffn_hidden_size // config.tp
-    return max(1, work // WORK_OF_A_THREAD)
+WORK_PER_THREAD = 2**21      # multiplications: 0.05 ms of a core if many positions share the weights, 0.8 ms for one
 
 
 @torch.no_grad()
 def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0,
              seed=0, use_cache=True, sample=0, show=lambda token: True, end_of_text=None) -> list[int]:
-    """tokens (at least one) plus max_tokens more, or as many as come before an end_of_text. Called by every rank of a
-    replica with the same arguments.
+    """Return tokens (at least one) and up to max_tokens more, stopping before an end_of_text.
 
-    vocab_size: of the tokenizer, which may be smaller than the model's; nothing beyond it is written.
-    use_cache=False computes the whole window for each token: the same text, slower.
-    sample: numbers the texts of one seed, each from random numbers of its own.
-    show(token) is called on every rank as soon as a token is there, and says whether to go on: the same on all of them.
+    Every rank of a replica calls this with the same arguments.
+    vocab_size: the tokenizer's. The model's may be larger, but no token beyond the tokenizer's is chosen.
+    use_cache=False: recompute the whole window for each token, which gives the same text, slower.
+    sample: the number of this text among the texts of one seed; each has its own random numbers.
+    show(token): called on every rank after each token; returns whether to continue, the same on all ranks.
     """
     config, device, threads = model.config, mesh.device, torch.get_num_threads()
     generator, longest = seeded_generator("cpu", seed, "generate", sample), config.context_length
     tokens, window = list(tokens), tokens[-longest:]
-    new_cache = partial(Cache, model, min(longest, len(window) + max_tokens), end_of_text)
+    new_cache = partial(KeyValueCache, model, min(longest, len(window) + max_tokens), end_of_text)
     cache = new_cache()
     try:
         for _ in range(max_tokens):
@@ -65,23 +61,41 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
     return tokens
 
 
-def next_token(cache: Cache, mesh: Mesh, new, vocab_size: int, temperature: float, top_k: int, generator) -> int:
-    """What follows the tokens new [1, m], the ones after those in the cache: drawn at the model's end, told to all."""
+def useful_threads(config: Config, positions: int) -> int:
+    """Return how many threads a step on so many positions keeps busy, judged by the largest matmul of a layer."""
+    work = positions * config.hidden_size * config.ffn_hidden_size // config.tp
+    return max(1, work // WORK_PER_THREAD)
+
+
+def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperature: float, top_k: int,
+               generator) -> int:
+    """Run the tokens new [1, m], which follow the cached ones, and return the token sampled after them on all ranks."""
     config, placement, x = cache.model.config, cache.model.config.placement, None
-    cache.meet(new)
-    for number, chunk in enumerate(cache.model.chunks):        # each is over before the stage's next one is wanted
-        before, after = (placement.location(placement.virtual_stage(mesh.pp_rank, number) + step) for step in (-1, 1))
-        if before and before[0] != mesh.pp_rank:
+    cache.start(new)
+    for number, chunk in enumerate(cache.model.chunks):        # this stage's next chunk starts after this one returns
+        previous, following = (placement.location(placement.virtual_stage(mesh.pp_rank, number) + step)
+                               for step in (-1, 1))
+        if previous and previous[0] != mesh.pp_rank:
             x = torch.empty(1, new.size(1), config.hidden_size, dtype=config.params_dtype, device=mesh.device)
-            dist.recv(x, mesh.stage_rank(before[0]), group=mesh.pp_group)
+            dist.recv(x, mesh.stage_rank(previous[0]), group=mesh.pp_group)
         x = cache.run(chunk, new, x)
-        if after and after[0] != mesh.pp_rank:
-            dist.send(x, mesh.stage_rank(after[0]), group=mesh.pp_group)
-    cache.pass_on(new)
-    following = torch.zeros(1, dtype=torch.int64, device=mesh.device)
+        if following and following[0] != mesh.pp_rank:
+            dist.send(x, mesh.stage_rank(following[0]), group=mesh.pp_group)
+    cache.finish(new)
+    token = torch.zeros(1, dtype=torch.int64, device=mesh.device)
     if cache.model.post_process:
         logits = gather_logits(x, *cache.model.head, vocab_size)
-        following[0] = choose(logits[0, 0], temperature, top_k, generator)
+        token[0] = sample_token(logits[0, 0], temperature, top_k, generator)
     if mesh.pp > 1:
-        dist.broadcast(following, mesh.stage_rank(placement.location(placement.last)[0]), group=mesh.pp_group)
-    return int(following)
+        dist.broadcast(token, mesh.stage_rank(placement.location(placement.last)[0]), group=mesh.pp_group)
+    return int(token)
+
+
+def sample_token(logits, temperature: float, top_k: int, generator) -> int:
+    """Sample a token from logits [v] among the top_k largest (0: all). Temperature 0 returns the largest."""
+    if temperature == 0.0:
+        return int(logits.argmax())
+    logits = (logits.double() - logits.max()) / temperature    # at most 0, so that a small temperature cannot overflow
+    if 0 < top_k < logits.numel():
+        logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
+    return int(torch.multinomial(logits.softmax(dim=-1).cpu(), 1, generator=generator))

@@ -1,3 +1,9 @@
+"""Prints generated texts, token by token.
+
+A token is a few bytes, and a UTF-8 character up to four, so the last byte of a character may come three tokens later.
+A decoder holds incomplete characters back until later tokens complete them or show that they are not UTF-8.
+"""
+
 import argparse
 import codecs
 import sys
@@ -16,47 +22,46 @@ from nanodomino.model import GPT
 SEPARATOR = "---------------\n"
 
 
-# ---- on a screen
-
 class Writer:
-    """Puts texts on standard output, which only rank 0 has, until whoever reads it has gone (`| head`).
+    """Writes to standard output, which only rank 0 has, until its reader is gone (`| head`).
 
-    Each method returns whether somebody still reads: on every rank what rank 0 knows, since one that stops alone would
-    leave the others waiting in their next sum.
+    Each method returns whether the output is still open, as rank 0 sees it, on every rank: a rank that stopped alone
+    would leave the others waiting in their next all-reduce.
     """
 
     def __init__(self, tokenizer: Tokenizer, mesh: Mesh):
         self.tokenizer, self.mesh = tokenizer, mesh
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        sys.stdout.reconfigure(errors="replace")               # a ? for a character that the terminal does not know
+        sys.stdout.reconfigure(errors="replace")               # ? for a character that the terminal cannot show
 
     def write(self, text: str) -> bool:
+        """Print a text."""
         print(text, end="", flush=True)
-        return bool(tell(stdout_is_open(), self.mesh))
+        return bool(broadcast_number(stdout_is_open(), self.mesh))
 
     def write_token(self, token: int) -> bool:
-        """The characters that this token completes."""
+        """Print the characters that this token completes."""
         return self.write(self.decoder.decode(self.tokenizer.token_bytes(token)))
 
     def end_text(self) -> bool:
-        """What is left is no character any more."""
+        """Print U+FFFD for an incomplete character, and a newline."""
         return self.write(self.decoder.decode(b"", final=True) + "\n")
 
 
-def tell(number: int, mesh: Mesh) -> int:
-    """Rank 0's number, on every tensor-parallel rank."""
-    told = torch.tensor([int(number)], device=mesh.device)
+def broadcast_number(number: int, mesh: Mesh) -> int:
+    """Return rank 0's number on every tensor-parallel rank."""
+    tensor = torch.tensor([int(number)], device=mesh.device)
     if mesh.tp > 1:
-        dist.broadcast(told, 0, group=mesh.tp_group)
-    return int(told)
+        dist.broadcast(tensor, 0, group=mesh.tp_group)
+    return int(tensor)
 
 
 def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: Tokenizer, seed: int):
-    """--num-samples texts for each prompt, each shown as it is written; then, on stderr, how fast that was."""
+    """Print --num-samples texts for each prompt as they are generated; then, on stderr, the rate in tokens/s."""
     config = model.config
     context_name = "seq-length" if config.context_length == config.seq_length else "max-position-embeddings"
     speaks, longest = dist.get_rank() == 0, config.context_length
-    writer, written, begin = Writer(tokenizer, mesh), 0, time.perf_counter()
+    writer, written, start_time = Writer(tokenizer, mesh), 0, time.perf_counter()
     for number, (text, sample) in enumerate(product(flags.prompts, range(flags.num_samples))):
         prompt = tokenizer.encode_prompt(text) or [tokenizer.end_of_text]
         if speaks and len(prompt) > longest and sample == 0:
@@ -68,6 +73,6 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
         written += len(tokens) - len(prompt)
         if not writer.end_text():
             return
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start_time
     if speaks:
         print(f"{written} tokens in {seconds:.2f} s, {written / seconds:.1f} tokens/s", file=sys.stderr)

@@ -30,7 +30,7 @@ from nanodomino.config.config import Config
 from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
 from nanodomino.errors import UserError
 from nanodomino.generate.__main__ import command_line
-from nanodomino.generate.sampling import choose, generate, useful_threads
+from nanodomino.generate.sampling import generate, sample_token, useful_threads
 from nanodomino.generate.writing import SEPARATOR, Writer
 
 PATIENCE = 90           # seconds until a process counts as stuck; it takes 6, but the machine may have other work
@@ -38,14 +38,14 @@ PATIENCE = 90           # seconds until a process counts as stuck; it takes 6, b
 
 # ---- the tokens
 
-def test_choose_is_greedy_at_zero_and_stays_among_the_top_k():
+def test_sample_token_is_greedy_at_zero_and_stays_among_the_top_k():
     logits = torch.tensor([1.0, 5.0, 4.0, -1.0])
     generator = torch.Generator().manual_seed(0)
-    assert choose(logits, 0.0, 0, generator) == 1
-    drawn = [choose(logits, 1.0, 2, generator) for _ in range(200)]
+    assert sample_token(logits, 0.0, 0, generator) == 1
+    drawn = [sample_token(logits, 1.0, 2, generator) for _ in range(200)]
     assert set(drawn) == {1, 2}
     assert drawn.count(1) / 200 == pytest.approx(1 / (1 + math.exp(-1)), abs=0.12)
-    assert {choose(logits, 50.0, 0, generator) for _ in range(200)} == {0, 1, 2, 3}
+    assert {sample_token(logits, 50.0, 0, generator) for _ in range(200)} == {0, 1, 2, 3}
 
 
 def generate_rank(config, weights):

@@ -267,7 +267,7 @@ CHECKPOINTS += [Bad(what, "nanodomino.generate", flags, says, spoil) for what, f
     ("generate from a checkpoint with settings of a later version", "--load run", forge(config=dict(rotary=True)),
      "settings that this version does not know (rotary)", "use the version that wrote it"),
     ("generate where the training text has gone", "--load run", forge(config=dict(data_path="moved/data")),
-     "tokenizer lies with the training text, and moved/data is not there", "new place as --data-path")]]
+     "tokenizer is in the training data, but moved/data does not exist", "new path as --data-path")]]
 
 
 # ---- runs
