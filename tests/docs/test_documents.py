@@ -139,3 +139,9 @@ def test_every_training_command_in_a_document_is_accepted(tmp_path, monkeypatch)
 
 def test_the_readme_is_a_page():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/tour.md"])
+def test_the_minutes_of_a_file_are_500_lines_an_hour(path):
+    for file, minutes in re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", text_of(path), re.MULTILINE):
+        assert len(text_of(file).splitlines()) * 60 / 500 == pytest.approx(int(minutes), abs=4), file
