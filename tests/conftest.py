@@ -1,6 +1,6 @@
-"""The fixtures of every test: one pool of workers for the whole session, and real processes that start in no time.
+"""The fixtures that all tests share: a pool of ranks, and real processes that start in milliseconds.
 
-With pytest-xdist each worker process of pytest has both of its own.
+Under pytest-xdist each of its worker processes has a pool and a fork server of its own, started at first use.
 """
 
 import pytest
@@ -9,29 +9,30 @@ import torch
 from support.fork_server import ForkServer
 from support.pool import Pool
 
-torch.set_num_threads(1)        # here and in the workers: small tensors, and more processes than cores
+torch.set_num_threads(1)        # tensors are small, and there are more processes than cores
 
 
 def pytest_addoption(parser):
     parser.addoption("--exhaustive", action="store_true",
-                     help="run the long crossings too, of which the others are a sample")
+                     help="run the long crossings too; the other tests sample them")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Without paths and without -n, let pytest-xdist, if it is installed, run the whole suite in three processes.
+    """Run the whole suite in three processes if pytest-xdist is installed; paths, -n, -s or --pdb switch that off.
 
-    Most tests wait for sockets and time-outs, so two cores can serve three. `-n 0` keeps everything in one process.
+    Many tests wait for sockets and time-outs, so three processes keep two cores busy. Of each two that have finished
+    their share one takes tests from the other ("worksteal"); tests of one file mostly stay together.
     """
     options = config.option
-    is_worker = hasattr(config, "workerinput")
-    if (not is_worker and config.args_source is config.ArgsSource.TESTPATHS and getattr(options, "numprocesses", 0) is None
+    whole_suite = config.args_source is config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
+    if (whole_suite and getattr(options, "numprocesses", 0) is None
             and options.capture != "no" and not options.usepdb):
         options.numprocesses, options.dist = 3, "worksteal"
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without --exhaustive, or an -m that asks for them, the tests that are marked so are left out."""
+    """Leave out the tests marked exhaustive, unless --exhaustive or -m asks for them."""
     if not config.getoption("--exhaustive") and "exhaustive" not in config.getoption("-m"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("exhaustive")])
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
@@ -39,8 +40,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def pool():
-    """`pool.run(function, *args, world_size=8, timeout=120)`: see support/pool.py. Tests without it start no
-    process."""
+    """`pool.run(function, *args, world_size=8, timeout=120)` calls a function on every rank: see support/pool.py."""
     workers = Pool()
     yield workers
     workers.close()
@@ -48,7 +48,7 @@ def pool():
 
 @pytest.fixture(scope="session")
 def fork_server():
-    """`fork_server.launch(command, ranks, folder, limit)`: see support/fork_server.py."""
+    """`fork_server.launch(command, ranks, folder, limit)` runs real processes: see support/fork_server.py."""
     server = ForkServer()
     yield server
     server.close()

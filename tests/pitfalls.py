@@ -48,8 +48,8 @@ from nanodomino.schedules import actions, definitions
 from support import ROOT, harness
 from support.delayed_collectives import delayed_collectives
 from support.harness import build, tiny, train_rank, train_steps
-from support.pitfall_runner import (CHECKED, END, LONG, TABLE, TOLERANCE, Pitfall, Side, check, judge, measure,
-                                    pitfall, worst)
+from support.pitfall_runner import (CHECKED, END, LONG, Pitfall, Side, TABLE, TOLERANCE, check, judge, measure, pitfall,
+                                    worst)
 from support.pool import Pool
 
 DOCUMENT = ROOT / "docs" / "pitfalls.md"

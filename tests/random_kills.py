@@ -1,12 +1,11 @@
-"""A training that is killed again and again ends with the same weights as one that is left alone.
+"""Check that a training which is killed at random moments ends with the same weights as an undisturbed one.
 
     python tests/random_kills.py --kills 50 --minutes 20
 
-prints a line a round, then the count; exit code 1 if a round differed.
-
-A round is one small training in a folder of its own. torchrun is started; a rank, any, gets kill -9 (or SIGTERM, one
-time in five) at a random moment or, two times in three, as soon as the hidden folder of an unfinished checkpoint is
-seen; after one to three kills it is let go to its end. Only processes of our own torchrun are ever sent a signal.
+Each round trains a small model under torchrun in a folder of its own. A random rank gets SIGKILL (one time in five
+SIGTERM), two times in three while a checkpoint is being written and otherwise at a random moment. After one to three
+kills the run is resumed and may finish. Prints a line for each round and a summary; the exit code is 1 if any round
+differed. Only processes of this script's own torchrun get a signal.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from support.jobs import Job, differences, make_corpus, wait_until
 
 
 def strike(job: Job, draw: random.Random, in_save: bool, last_moment: float) -> tuple[str, int]:
-    """Send one signal; returns what was done and whether it hit a save: 1 or 0."""
+    """Send a signal to a random rank. Return what was done, and 1 if a checkpoint was being written, else 0."""
     rank = draw.randrange(2)
     number = signal.SIGTERM if draw.random() < 0.2 else signal.SIGKILL
     if in_save:
@@ -42,22 +41,24 @@ def strike(job: Job, draw: random.Random, in_save: bool, last_moment: float) -> 
 
 
 def wait_for_save(job: Job, count: int):
-    """Until the count-th unfinished checkpoint of this launch is seen, or the job is over."""
+    """Wait until this launch starts its count-th checkpoint, or ends."""
     for _ in range(count):
         wait_until(lambda: not job.saving() or job.process.poll() is not None, pause=0.001)
         wait_until(lambda: job.saving() or job.process.poll() is not None, pause=0.001)
 
 
-def a_round(folder: Path, corpus: Path, flags, draw: random.Random, left: int) -> tuple[list[str], int, int, Path]:
-    """Kill and start again until the training is through -> (what was done, kills, kills in a save, the run's
-    folder)."""
-    told, kills, inside = [], 0, 0
+def run_round(folder: Path, corpus: Path, flags, draw: random.Random, left: int) -> tuple[list[str], int, int, Path]:
+    """Kill and resume a training until it finishes.
+
+    Returns (what was done, number of kills, number of kills during a save, the run's folder).
+    """
+    events, kills, in_saves = [], 0, 0
     for _ in range(min(draw.randint(1, 3), left)):
         job = Job(folder, corpus, "run", *flags)
         try:
             text, hit = strike(job, draw, draw.random() < 2 / 3, last_moment=8.0)
             job.end()
-            told, kills, inside = told + [text], kills + (text != "came too late"), inside + hit
+            events, kills, in_saves = events + [text], kills + (text != "came too late"), in_saves + hit
         finally:
             job.close()
     job = Job(folder, corpus, "run", *flags)
@@ -65,21 +66,21 @@ def a_round(folder: Path, corpus: Path, flags, draw: random.Random, left: int) -
         assert job.end() == 0, job.output()
     finally:
         job.close()
-    return told, kills, inside, job.run_dir
+    return events, kills, in_saves, job.run_dir
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Kill a small training at random moments, start it again, compare the "
-                                                 "weights at its end.")
-    parser.add_argument("--kills", type=int, default=50, help="signals to send in all (default 50)")
-    parser.add_argument("--minutes", type=float, default=20.0, help="no new round is begun after so many (default 20)")
-    parser.add_argument("--seed", type=int, default=0, help="draws the moments and ranks (default 0)")
+    parser = argparse.ArgumentParser(description="Kill a small training at random moments, resume it, and compare "
+                                                 "the final weights.")
+    parser.add_argument("--kills", type=int, default=50, help="number of signals to send (default 50)")
+    parser.add_argument("--minutes", type=float, default=20.0, help="start no new round after this time (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments and ranks (default 0)")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16")
     arguments = parser.parse_args()
     draw, end = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
     flags = ["--tp", 1 + arguments.seed % 2, "--train-iters", 40, "--save-interval", 3,
              *(["--bf16"] if arguments.bf16 else [])]
-    rounds = same = kills = inside = 0
+    rounds = same = kills = in_saves = 0
     with tempfile.TemporaryDirectory() as name:
         corpus = make_corpus(Path(name))
         alone = Job(Path(name), corpus, "alone", *flags)
@@ -88,12 +89,12 @@ def main():
             rounds += 1
             folder = Path(name) / f"round-{rounds}"
             folder.mkdir()
-            told, new, hits, run_dir = a_round(folder, corpus, flags, draw, arguments.kills - kills)
+            events, new, hits, run_dir = run_round(folder, corpus, flags, draw, arguments.kills - kills)
             found = differences(run_dir, alone.run_dir)
-            same, kills, inside = same + (not found), kills + new, inside + hits
-            print(f"round {rounds:3d} | {'; '.join(told)} | "
+            same, kills, in_saves = same + (not found), kills + new, in_saves + hits
+            print(f"round {rounds:3d} | {'; '.join(events)} | "
                   f"{'same weights and metrics' if not found else 'DIFFERS: ' + ', '.join(found)}", flush=True)
-    print(f"{same} of {rounds} rounds ended with the same weights; {kills} kills, {inside} inside a save")
+    print(f"{same} of {rounds} rounds ended with the same weights; {kills} kills, {in_saves} in_saves a save")
     sys.exit(0 if same == rounds else 1)
 
 

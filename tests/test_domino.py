@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.delayed_collectives import delayed_collectives
-from support.harness import (FixedData, build, cut_of, difference, random_data, reference_for, relative, tiny,
-                             train_rank, whole)
+from support.harness import (FixedData, build, difference, full_tensors, random_data, reference_for, relative,
+                             shard_spec, tiny, train_rank)
 
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_alone
@@ -27,7 +27,7 @@ def one_microbatch(data: FixedData, config, stage, model):
     stage.trace.events.clear()
     run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
     backward_events = [(event.kind, event.args) for event in stage.trace.events]
-    gradients = {name: (weight.main_grad.clone(), cut_of(weight)) for name, weight in model.named_parameters()}
+    gradients = {name: (weight.main_grad.clone(), shard_spec(weight)) for name, weight in model.named_parameters()}
     return forward_events, backward_events, losses, gradients
 
 
@@ -128,7 +128,7 @@ def plain_rank(config, weights, data):
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
     losses = model(batch.tokens, batch.positions, batch.labels, sample_ids=batch.sample_ids)
     (losses * batch.loss_mask).sum().backward()
-    return losses.detach(), {name: (weight.grad, cut_of(weight)) for name, weight in model.named_parameters()}
+    return losses.detach(), {name: (weight.grad, shard_spec(weight)) for name, weight in model.named_parameters()}
 
 
 def domino_rank(config, weights, data):
@@ -221,7 +221,7 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
 def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool, schedule):
     """Masks agree where ranks replicate the stream; heads and layers keep their own masks where they are split."""
     from nanodomino.layers.masks_and_positions import MasksAndPositions
-    from support.reference import train_reference, random_weights
+    from support.reference import random_weights, train_reference
     from support.harness import sizes_of
     import train
     options = dict(hidden_dropout=0.2, attention_dropout=0.3)
@@ -249,8 +249,9 @@ def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool
     outcomes = pool.run(train_rank, config, weights, data, 2)
     assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
     for step, record in enumerate(records):
-        assert difference(whole(outcomes, lambda outcome: outcome.gradients[step], config.tp), record.gradients) < 1e-9
-    weights_now = whole(outcomes, lambda outcome: outcome.weights, config.tp)
+        assert difference(full_tensors(outcomes, lambda outcome: outcome.gradients[step], config.tp),
+                          record.gradients) < 1e-9
+    weights_now = full_tensors(outcomes, lambda outcome: outcome.weights, config.tp)
     assert difference(weights_now, final) < 1e-9
 
     without = tiny(8, **layout)

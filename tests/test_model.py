@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.harness import Outcome, build, cut_of, reference_for, sizes_of, tiny, whole
+from support.harness import Outcome, build, full_tensors, reference_for, shard_spec, sizes_of, tiny
 from support.reference import ReferenceGPT
 
 from nanodomino.analysis.sizes import flops_per_token, parameter_count
@@ -14,7 +14,7 @@ from nanodomino.layers.masks_and_positions import MasksAndPositions
 
 def drawn_rank(config):
     mesh, model, _, _ = build(config)
-    shards = {name: (weight.detach().clone(), cut_of(weight)) for name, weight in model.named_parameters()}
+    shards = {name: (weight.detach().clone(), shard_spec(weight)) for name, weight in model.named_parameters()}
     return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), [], [], [], shards, 0.0)
 
 
@@ -23,11 +23,11 @@ def drawn(pool, **layout):
                                                                           1) * layout.pop("dp", 1)
     config = tiny(world_size, init_method_std=0.02, dtype="float32", **layout)
     outcomes = pool.run(drawn_rank, config, world_size=world_size)
-    return whole(outcomes, lambda outcome: outcome.weights, config.tp), outcomes
+    return full_tensors(outcomes, lambda outcome: outcome.weights, config.tp), outcomes
 
 
 def test_initial_weights_do_not_depend_on_the_layout(pool):
-    """Replicas start alike (whole() checks it bit for bit), and the layout does not show."""
+    """Replicas start alike (full_tensors() checks it bit for bit), and the layout does not show."""
     alone, _ = drawn(pool)
     for layout in (dict(tensor_model_parallel_size=4),
                    dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=2, dp=2)):
@@ -64,7 +64,7 @@ def logits_rank(config, weights, data, parallel_output):
             * batch.loss_mask.flatten()).sum() if not parallel_output else None
     if loss is not None:
         loss.backward()
-    gradients = {} if loss is None else {name: (weight.grad, cut_of(weight))
+    gradients = {} if loss is None else {name: (weight.grad, shard_spec(weight))
                                          for name, weight in model.named_parameters()}
     return Outcome((0, 0, model.mesh.tp_rank), [logits.detach()], [], [], gradients, 0.0)
 
@@ -84,7 +84,7 @@ def test_logits_are_the_reference_models_gathered_or_sharded(pool, tp):
     losses = F.cross_entropy(expected.flatten(0, 1), batch.labels.flatten(),
                              reduction="none") * batch.loss_mask.flatten()
     losses.sum().backward()
-    gradients = whole(gathered, lambda outcome: outcome.weights, tp)
+    gradients = full_tensors(gathered, lambda outcome: outcome.weights, tp)
     for name, gradient in reference.full_gradients().items():
         assert torch.allclose(gradients[name], gradient, rtol=0, atol=1e-11), name
 

@@ -2,7 +2,7 @@ import pytest
 
 from nanodomino.checkpoint.folders import checkpoints_of
 from support.checkpoints import TP2_PP2_DP2, config_for, train_from
-from support.harness import reference_for, whole
+from support.harness import full_tensors, reference_for
 
 
 @pytest.fixture(scope="session")
@@ -12,4 +12,4 @@ def saved(pool, tmp_path_factory):
     weights, data, _, _ = reference_for(config, 4)
     pool.run(train_from, config, weights, data, 0, 2, None, str(run_dir))
     outcomes = pool.run(train_from, config, None, data, 2, 3, str(checkpoints_of(run_dir)[0]), str(run_dir))
-    return run_dir, whole(outcomes, lambda outcome: outcome.weights, config.tp), config
+    return run_dir, full_tensors(outcomes, lambda outcome: outcome.weights, config.tp), config

@@ -18,7 +18,7 @@ from nanodomino.checkpoint.shards import boxes_of_range, local_boxes
 from nanodomino.generate.sampling import generate
 from support.checkpoints import (DP2, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for, save_steps,
                                  train_from)
-from support.harness import Outcome, build, cut_of, difference, reference_for, relative, sizes_of, whole
+from support.harness import Outcome, build, difference, full_tensors, reference_for, relative, shard_spec, sizes_of
 from support.reference import full_shapes
 
 STATES = ("weight", "exp_avg", "exp_avg_sq")
@@ -46,7 +46,7 @@ def test_any_layout_resumes_from_any_other(pool, tmp_path, pairs, family):
         for outcomes in zip(*results, strict=True):
             assert relative(outcomes[0].losses, [records[2].loss]) < 1e-9
             assert relative(outcomes[0].norms, [records[2].gradient_norm]) < 1e-9
-            assert difference(whole(outcomes, lambda outcome: outcome.weights, config.tp), final) < 1e-9
+            assert difference(full_tensors(outcomes, lambda outcome: outcome.weights, config.tp), final) < 1e-9
 
 
 def assert_same_bits(pool, folder, config, weights, data):
@@ -179,12 +179,12 @@ def test_generated_text_depends_on_neither_layout_nor_cache(pool, saved):
 def load_in_16_bit(config, folder):
     mesh, model, _, _ = build(config)
     load_weights(Path(folder), model, mesh)
-    shards = {name: (weight.detach().clone(), cut_of(weight)) for name, weight in model.named_parameters()}
+    shards = {name: (weight.detach().clone(), shard_spec(weight)) for name, weight in model.named_parameters()}
     return Outcome((0, 0, mesh.tp_rank), [], [], [], shards, 0.0)
 
 
 def test_weights_without_an_optimizer_are_rounded_to_the_models_dtype(pool, saved):
     config = config_for(*TP2, dtype="bfloat16")
     outcomes = pool.run(load_in_16_bit, config, str(checkpoints_of(saved[0])[0]), world_size=2)
-    loaded = whole(outcomes, lambda outcome: outcome.weights, 2)
+    loaded = full_tensors(outcomes, lambda outcome: outcome.weights, 2)
     assert all(torch.equal(loaded[name], weight.bfloat16()) for name, weight in saved[1].items())

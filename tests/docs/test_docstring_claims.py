@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Outcome, build, cut_of, random_data, reference_for, tiny, whole
+from support.harness import Outcome, build, full_tensors, random_data, reference_for, shard_spec, tiny
 
 from nanodomino import parallel
 from nanodomino.comm.trace import Trace
@@ -45,13 +45,13 @@ def plain_gradients_rank(config, weights, data, g):
         (losses * batch.loss_mask).sum().backward()
     finally:
         parallel.ReduceFromTensorParallel = original
-    gradients = {name: (weight.grad, cut_of(weight)) for name, weight in model.named_parameters()}
+    gradients = {name: (weight.grad, shard_spec(weight)) for name, weight in model.named_parameters()}
     return Outcome((0, 0, model.mesh.tp_rank), [], [], [gradients], {}, 0.0)
 
 
 def wrong_against_right(pool, config, weights, data):
     """Return {name: (ratio of the gradients' norms, cosine of the angle between them)}."""
-    wrong, right = (whole(pool.run(plain_gradients_rank, config, weights, data, g, world_size=config.tp),
+    wrong, right = (full_tensors(pool.run(plain_gradients_rank, config, weights, data, g, world_size=config.tp),
                           lambda outcome: outcome.gradients[0], config.tp)
                     for g in (AllReducedTwice, ReduceFromTensorParallel))
     return {name: (float(wrong[name].norm() / right[name].norm()),

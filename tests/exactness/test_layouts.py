@@ -12,7 +12,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.harness import FAMILIES, build, difference, reference_for, relative, sizes_of, tiny, train_rank, whole
+from support.harness import (FAMILIES, build, difference, full_tensors, reference_for, relative, sizes_of, tiny,
+                             train_rank)
 from support.reference import ReferenceGPT, masked_loss
 
 import train
@@ -114,9 +115,9 @@ def test_training_equals_one_plain_process(pool, world_size, options):
     assert relative(outcomes[0].losses, [record.loss for record in records]) < TOLERANCE
     assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < TOLERANCE
     for step, record in enumerate(records):
-        gradients = whole(outcomes, lambda outcome: outcome.gradients[step], config.tp)
+        gradients = full_tensors(outcomes, lambda outcome: outcome.gradients[step], config.tp)
         assert difference(gradients, record.gradients) < TOLERANCE, f"gradients of step {step + 1}"
-    assert difference(whole(outcomes, lambda outcome: outcome.weights, config.tp), final) < TOLERANCE
+    assert difference(full_tensors(outcomes, lambda outcome: outcome.weights, config.tp), final) < TOLERANCE
     assert relative([outcomes[0].evaluation], [plain_evaluation(config, final, data)]) < TOLERANCE
 
 

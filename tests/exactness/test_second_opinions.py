@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.harness import difference, random_data, relative, sizes_of, tiny, train_rank, whole
+from support.harness import difference, full_tensors, random_data, relative, sizes_of, tiny, train_rank
 from support.reference import ReferenceGPT, build_optimizer, no_dropout, random_weights
 from torch import nn
 
@@ -91,7 +91,7 @@ def test_domino_computes_what_dtensor_computes(pool, tp):
     """Cuts, heads, biases and sums, with words on every rank: 16 + 13 of them, or 8 + 8 + 8 + 5."""
     _, _, ours, theirs = both_sides(pool, tp, dtensor_step, tensor_model_parallel_size=tp, slices=2,
                                     micro_batch_size=12)
-    gradients = whole(ours, lambda outcome: outcome.gradients[0], tp)
+    gradients = full_tensors(ours, lambda outcome: outcome.gradients[0], tp)
     for loss, torchs_gradients in theirs:
         assert relative(ours[0].losses[:1], [loss]) < TOLERANCE
         assert difference(gradients, torchs_gradients) < TOLERANCE
@@ -132,7 +132,7 @@ def test_a_stream_that_is_cut_computes_what_dtensor_computes_with_one(pool, tp):
     choice."""
     config, _, ours, theirs = both_sides(pool, tp, sequence_parallel_step, tensor_model_parallel_size=tp, slices=2,
                                          micro_batch_size=12, sequence_parallel=True)
-    gradients = whole(ours, lambda outcome: outcome.gradients[0], tp)
+    gradients = full_tensors(ours, lambda outcome: outcome.gradients[0], tp)
     gradients["embedding.word_embeddings.weight"] = gradients["embedding.word_embeddings.weight"][:config.vocab_size]
     for loss, torchs_gradients in theirs:
         assert relative(ours[0].losses[:1], [loss]) < TOLERANCE
@@ -205,7 +205,7 @@ def test_the_pipeline_computes_what_torchs_pipelining_computes(pool, schedule, p
     assert len(losses) == config.microbatches
     assert relative(ours[0].losses[:1], [sum(losses) / tokens]) < TOLERANCE
     torchs_gradients = {name: sum(gradients[name] for _, gradients in theirs) / tokens for name in theirs[0][1]}
-    assert difference(whole(ours, lambda outcome: outcome.gradients[0], 1), torchs_gradients) < TOLERANCE
+    assert difference(full_tensors(ours, lambda outcome: outcome.gradients[0], 1), torchs_gradients) < TOLERANCE
 
 
 # ---- data parallel
@@ -277,7 +277,7 @@ def test_zero_trains_what_torchs_data_parallel_trains(pool, torchs_part, zero_st
     config, _, ours, theirs = both_sides(pool, dp, torchs_part, data_parallel_size=dp, zero_stage=zero_stage)
     assert config.microbatches > 1
     assert relative(ours[0].losses, [sum(parts) for parts in zip(*(losses for losses, _, _ in theirs))]) < TOLERANCE
-    weights = whole(ours, lambda outcome: outcome.weights, 1)
+    weights = full_tensors(ours, lambda outcome: outcome.weights, 1)
     for _, norms, torchs_weights in theirs:
         assert min(norms) > config.clip_grad, "the clipping must bite"
         assert relative(ours[0].norms, norms) < TOLERANCE

@@ -23,7 +23,7 @@ import tiktoken
 import torch
 from support.jobs import LAUNCHER, ROOT, TINY, make_corpus
 from support.fork_server import launcher_environments
-from support.harness import END_OF_TEXT, FAMILIES, build, counted_documents, reference_for, sizes_of, tiny
+from support.harness import END_OF_TEXT, FAMILIES, build, count_documents, reference_for, sizes_of, tiny
 from support.reference import ReferenceGPT, random_weights
 
 from nanodomino.config.config import Config
@@ -126,7 +126,7 @@ def test_every_family_writes_what_the_plain_model_does_within_documents_and_up_t
         while len(text) < len(prompt) + 14:
             window = window if len(window) <= 8 else window[-4:]
             tokens = torch.tensor([window])
-            positions, documents = counted_documents(tokens)
+            positions, documents = count_documents(tokens)
             with torch.no_grad():
                 logits = plain(tokens, positions if resets[0] else torch.arange(len(window)), documents=documents
                                if resets[1] else None)

@@ -29,7 +29,7 @@ from nanodomino.huggingface.families import FAMILIES, family_of, read_config, wr
 from nanodomino.huggingface.import_model import import_model
 from nanodomino.huggingface.safetensors_files import GENERATION
 from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
-from support.harness import FixedData, build, difference, train_steps, whole
+from support.harness import FixedData, build, difference, full_tensors, train_steps
 from support.huggingface import (GPT2_SIZES, LENGTH, LLAMA3, MODELS, VOCABULARY, change_config, change_tensors,
                                  config_of, same_bits, weights_of, with_exact_norms)
 from support.jobs import make_corpus
@@ -104,7 +104,7 @@ def test_gradients_equal_those_of_transformers(pool, saved, tmp_path, name, layo
     expected = {mapping.name: mapping.conversion.from_hf([gradients[name] for name in mapping.hf_shapes], config)
                 for mapping in map_tensors(config, family_of(config).modules)}
     outcomes = pool.run(gradients_rank, tmp_path / "imported", options, data, world_size=tp * pp)
-    found = whole(outcomes, lambda outcome: outcome.gradients[0], tp)
+    found = full_tensors(outcomes, lambda outcome: outcome.gradients[0], tp)
     assert outcomes[0].losses == [pytest.approx(float(loss.detach()), rel=1e-9)]
     assert difference(found, {name: gradient.reshape(found[name].shape) for name, gradient in expected.items()}) < 1e-9
 

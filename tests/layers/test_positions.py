@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from support.fake_world import fake_world
-from support.harness import END_OF_TEXT, FAMILIES, build, counted_documents, difference, random_data, sizes_of, tiny
+from support.harness import END_OF_TEXT, FAMILIES, build, count_documents, difference, random_data, sizes_of, tiny
 from support.reference import random_weights
 
 from nanodomino.analysis.sizes import parameter_count
@@ -80,7 +80,7 @@ def test_documents_and_places_are_those_that_one_counts_by_hand():
     assert documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2], [0, 1, 2, 2, 2, 2, 2, 2]]
     assert positions_within_documents(documents).tolist() == [[0, 1, 2, 3, 0, 1, 2, 0], [0, 0, 0, 1, 2, 3, 4, 5]]
     drawn = torch.randint(0, 5, (20, 30), generator=torch.Generator().manual_seed(1))
-    positions, expected = counted_documents(drawn)
+    positions, expected = count_documents(drawn)
     assert torch.equal(document_ids(drawn, END_OF_TEXT), expected)
     assert torch.equal(positions_within_documents(expected), positions)
     seen = attention_bias(documents, torch.float64)[0, 0].exp()

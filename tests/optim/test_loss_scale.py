@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support.jobs import make_corpus
-from support.harness import build, difference, random_data, reference_for, relative, tiny, train_rank, whole
+from support.harness import build, difference, full_tensors, random_data, reference_for, relative, tiny, train_rank
 from support.train_in_pool import metric_points, train_in_pool
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -173,7 +173,7 @@ def test_16_bit_training_follows_float64_as_far_off_as_its_rounding_is_coarser(p
         config = tiny(world_size, **layout, **options | dict(fp16_lm_cross_entropy=narrow), dtype=dtype, lr=1e-3,
                       loss_scale=2.0**10)
         outcomes = pool.run(train_rank, config, {name: weights[name] for name in names}, data, 4, world_size=world_size)
-        gradients = {name: one.double() for name, one in whole(outcomes, lambda outcome: outcome.gradients[0],
+        gradients = {name: one.double() for name, one in full_tensors(outcomes, lambda outcome: outcome.gradients[0],
                                                                config.tp).items()}
         sides[dtype] = outcomes[0].losses, outcomes[0].norms, gradients
     off = {dtype: [distance(one, exact) / ROUNDING[dtype]

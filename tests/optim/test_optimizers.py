@@ -3,7 +3,7 @@ say."""
 
 import pytest
 import torch
-from support.harness import build, difference, random_data, reference_for, relative, tiny, train_rank, whole
+from support.harness import build, difference, full_tensors, random_data, reference_for, relative, tiny, train_rank
 
 import train
 from nanodomino.analysis import expected_memory
@@ -44,8 +44,8 @@ def test_lion_agrees_on_every_layout_but_where_the_true_gradient_is_zero(pool, l
     assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < 1e-9
     heads = config.num_attention_heads
     (ours, our_keys), (theirs, their_keys), (_, first_keys) = (
-        without_key_bias(one, heads) for one in (whole(outcomes, lambda outcome: outcome.weights, config.tp), final,
-                                                 weights))
+        without_key_bias(one, heads) for one in (full_tensors(outcomes, lambda outcome: outcome.weights, config.tp),
+                                                 final, weights))
     assert difference(ours, theirs) < 1e-9
     farthest = sum(train.learning_rate(step, config) for step in range(1, STEPS + 1)) * (1 + 1e-9)
     for keys in (our_keys, their_keys):

@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from support.jobs import ROOT, TINY, Job, make_corpus, needs_proc
+from support.jobs import Job, ROOT, TINY, make_corpus, needs_proc
 from support.fork_server import launcher_environments
 
 from nanodomino.run.failure import caused_by_peer

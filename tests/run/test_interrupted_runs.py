@@ -12,7 +12,7 @@ import subprocess
 import time
 
 import pytest
-from support.jobs import ROOT, TINY, Job, differences, fill_disk, make_corpus, needs_proc, wait_until
+from support.jobs import Job, ROOT, TINY, differences, fill_disk, make_corpus, needs_proc, wait_until
 from support.train_in_pool import main_on_rank, metric_points, saved_steps, train_in_pool
 
 import train

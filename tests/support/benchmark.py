@@ -1,4 +1,4 @@
-"""Ask bench.py a question, as a person would."""
+"""Run bench.py as a user would, and check what it prints."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from support import ROOT
 
 
 def ask(*arguments) -> dict:
-    """The last line of what bench.py prints."""
+    """Run `python bench.py ARGUMENTS` and return the JSON of its last line."""
     done = subprocess.run([sys.executable, "bench.py", *arguments], cwd=ROOT, capture_output=True, text=True,
                           timeout=120)
     assert done.returncode == 0, done.stderr
@@ -16,5 +16,5 @@ def ask(*arguments) -> dict:
 
 
 def within(value, spread) -> bool:
-    """A figure and its [least, most]; None is too noisy to tell."""
+    """Whether a figure lies in its own spread [least, most]. The figure is None where the spread is too wide."""
     return spread[0] <= spread[1] and (value is None or spread[0] <= value <= spread[1])

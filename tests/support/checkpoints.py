@@ -7,7 +7,7 @@ import train
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import FORMAT, file_digest, manifest_text
 from nanodomino.checkpoint.save import Saver
-from support.harness import Outcome, build, cut_of, tiny
+from support.harness import Outcome, build, shard_spec, tiny
 
 # tp, pp, dp, slices, zero stage, schedule
 LAYOUTS = [(1, 1, 1, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "zb-v"), (1, 1, 2, 1, 2, "1f1b"),
@@ -36,7 +36,7 @@ def train_from(config, weights, data, first, last, load=None, save_to=None):
         saver.save(last, model, optimizer, config)
         saver.wait()
         assert saver.failure() is None
-    shards = {name: (weight.detach().clone(), cut_of(weight)) for name, weight in model.named_parameters()}
+    shards = {name: (weight.detach().clone(), shard_spec(weight)) for name, weight in model.named_parameters()}
     return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), [result.loss for result in results],
                    [result.grad_norm for result in results], [], shards, 0.0)
 

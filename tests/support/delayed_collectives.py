@@ -1,4 +1,8 @@
-"""All-reduces and exchanges that are carried out at wait(), or at once: both must give the same numbers."""
+"""Carry out each asynchronous collective at its wait(), or at its launch.
+
+A real collective finishes at some moment between the two. Code that reads a result before it waits is right when all
+finish at the launch and wrong when all finish at the wait, so tests compare both extremes.
+"""
 
 import torch.distributed as dist
 
@@ -6,7 +10,7 @@ from nanodomino.comm import collectives
 
 
 class LateWork:
-    """A wire that moves nothing until somebody waits."""
+    """The handle of a collective that moves no data until wait()."""
 
     def __init__(self, collective):
         self.collective = collective
@@ -18,26 +22,28 @@ class LateWork:
 
 
 class EarlyWork:
-    """A wire that was done before anybody looked."""
+    """The handle of a collective that was finished at its launch."""
 
     def wait(self):
         pass
 
 
 def delayed_collectives(when):
-    """Collectives that are carried out at wait() ('late') or at once ('early'), as [(object, name, replacement)]."""
-    sums, exchanges = dist.all_reduce, collectives.exchange
+    """Return patches [(object, name, replacement)] that carry collectives out 'late' (at wait()) or 'early'."""
+    real_all_reduce, real_exchange = dist.all_reduce, collectives.exchange
 
-    def carry_out(collective):
+    def launch(collective):
         if when == "late":
             return LateWork(collective)
         collective()
         return EarlyWork()
 
     def all_reduce(*arguments, async_op=False, **options):
-        return carry_out(lambda: sums(*arguments, **options)) if async_op else sums(*arguments, **options)
+        if not async_op:
+            return real_all_reduce(*arguments, **options)
+        return launch(lambda: real_all_reduce(*arguments, **options))
 
     def exchange(*arguments):
-        return carry_out(lambda: exchanges(*arguments).wait())
+        return launch(lambda: real_exchange(*arguments).wait())
 
     return [(dist, "all_reduce", all_reduce), (collectives, "exchange", exchange)]

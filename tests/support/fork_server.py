@@ -1,17 +1,17 @@
-"""Real processes that start in no time: one process has imported torch already, and each new one is a fork of it.
+"""Start real processes in milliseconds: a server imports torch once, and each new process is a fork of it.
 
-What a bad input does, a process must show: its exit code, what it prints, how long it takes. To start Python and import
-torch costs seconds, times four for a launch of four. Here they are paid once:
+A test of exit codes, printed errors and time-outs needs real processes. Starting Python and importing torch takes
+seconds for each rank. The server pays that once:
 
     the test                               server, with train.py imported      rank 0 ... rank n - 1
-    fork_server.launch(command, ranks) --> forks a process for each rank  -->  gets its environment, folder and screen;
+    fork_server.launch(command, ranks) --> forks a process for each rank  -->  sets its environment, folder and output;
                                            waits; ends all if one fails        runs the command's file as __main__
-    Ended(code, seconds, output)       <-- who ended how, and when        <--  exits
+    Ended(code, seconds, output)       <-- exit code, time, output        <--  exits
 
-It acts as torchrun does: soon after one rank has ended with another code than 0, the others get SIGTERM, and half a
-minute later SIGKILL. Only the store in which the ranks meet is rank 0's own, as under a cluster's launcher; torchrun
-would lend one. `fork_server.start` does the same without waiting: a launcher of its own watches the ranks, and may be
-killed as torchrun may.
+It behaves like torchrun: when a rank exits with a code other than 0, the others get SIGTERM, and 30 seconds later
+SIGKILL. One thing differs: rank 0 hosts the store in which the ranks meet, as under SLURM; under torchrun the launcher
+does. `fork_server.start` does not wait: a launcher process of its own watches the ranks, and a test may kill it as it
+may kill torchrun.
 """
 
 import gc
@@ -30,14 +30,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STUBBORN = 30.0     # seconds from SIGTERM to SIGKILL
-NOTICED = 0.05      # seconds until the end of a rank is noticed; torchrun looks every 0.1
+NOTICED = 0.05      # seconds from the exit of a failed rank to SIGTERM for the others; torchrun polls every 0.1
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
 class Ended:
-    """code: of the first rank that failed, or 0; seconds: until all had ended; late: they had to be killed;
-    output: what all of them wrote on their screens."""
+    """The end of a launch.
+
+    code: exit code of the first rank that failed, or 0. seconds: until all ranks had ended. late: whether ranks had to
+    be killed. output: stdout and stderr of all ranks.
+    """
     code: int
     seconds: float
     late: bool
@@ -45,7 +48,7 @@ class Ended:
 
 
 class ForkServer:
-    """The test's end. `launch` any number of times, then `close`."""
+    """The client side: call `launch` and `start` any number of times, then `close`."""
 
     def __init__(self):
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
@@ -55,9 +58,9 @@ class ForkServer:
                                        text=True, env=environment)
 
     def launch(self, command: str, ranks: list[tuple[list[str], dict]], folder: Path, limit: float) -> Ended:
-        """A process in `folder` for each (flags, environment) of `ranks`; after `limit` seconds they are killed.
+        """Run a process in `folder` for each (flags, environment) of `ranks`, and kill them after `limit` seconds.
 
-        command: a script, its path from the repository (train.py), or a module (nanodomino.generate).
+        command: a script's path relative to the repository (train.py), or a module (nanodomino.generate).
         """
         log = folder.with_name(f"{folder.name}.output")
         log.write_text("")
@@ -69,7 +72,7 @@ class ForkServer:
         return Ended(**json.loads(answer), output=log.read_text(errors="replace"))
 
     def start(self, command: str, ranks: list[tuple[list[str], dict]], folder: Path, log: Path) -> "Running":
-        """The same under a launcher that nobody waits for. log: what all of them write, and how each has ended."""
+        """Start the ranks under a launcher process and return at once. log: gets their output and exit codes."""
         places = log.with_suffix(".ranks")
         places.write_text("")
         self.server.stdin.write(json.dumps(dict(command=command, ranks=ranks, folder=str(folder), log=str(log),
@@ -83,19 +86,21 @@ class ForkServer:
 
 
 class Running:
-    """A launcher and its ranks, with the manners of a subprocess.Popen."""
+    """A launcher and its ranks, with the interface of subprocess.Popen."""
 
     def __init__(self, pid: int, places: Path):
         self.pid, self.places = pid, places
 
     def ranks(self) -> dict[int, int]:
-        """{rank: pid} of those that are alive."""
+        """Return {rank: pid} of the ranks that are alive."""
         lines = [json.loads(line) for line in self.places.read_text().splitlines()]
         return {rank: pid for rank, pid in lines if is_alive(pid)}
 
     def poll(self) -> int | None:
-        """None while the launcher is alive, then the first code of a rank that was not 0; 0; or -9, if it was
-        killed."""
+        """Return None while the launcher is alive, then the first nonzero exit code of a rank, or 0.
+
+        Returns -9 if the launcher itself was killed.
+        """
         if is_alive(self.pid):
             return None
         code = self.places.with_suffix(".code")
@@ -111,7 +116,7 @@ class Running:
 
 
 def is_alive(pid: int) -> bool:
-    """A process of ours that has not ended; another one that has got its number does not count."""
+    """Whether a process of the fork server is alive; another process that got the same pid does not count."""
     try:
         folder = Path(f"/proc/{pid}")
         state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -121,31 +126,30 @@ def is_alive(pid: int) -> bool:
 
 
 def launcher_environments(processes: int) -> list[dict]:
-    """What a launcher tells each of so many ranks on this host."""
+    """Return the environment variables that a launcher gives to each rank on this host."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     return [dict(zip(LAUNCHER, map(str, (rank, processes, rank, processes, "127.0.0.1", port))))
             for rank in range(processes)]
 
 
-# ---- the server's end
+# ---- the server side
 
 def serve():
-    """What takes so long comes first: the program, and what torch's first optimizer step and checkpoint would
-    import."""
+    """Import what is slow to import, then serve one launch for each line of stdin."""
     import torch._inductor.config
     import torch.distributed.checkpoint  # noqa: F401
 
     import train  # noqa: F401
 
-    gc.freeze()                                             # a fork's collections look at its own objects only
+    gc.freeze()                                             # garbage collection in a fork skips these objects
     for line in sys.stdin:
         job = json.loads(line)
         print(json.dumps(launch_alone(**job) if "places" in job else launch_and_wait(**job)), flush=True)
 
 
 def launch_alone(places: str, log: str, **job) -> int:
-    """The pid of a process that does the rest. Its parent ends at once, so that nobody needs to wait for it."""
+    """Fork a launcher and return its pid. A double fork: its parent exits at once, so that it leaves no zombie."""
     reader, writer = os.pipe()
     if not (child := os.fork()):
         if not os.fork():
@@ -161,7 +165,7 @@ def launch_alone(places: str, log: str, **job) -> int:
 
 
 def launch_and_wait(command: str, ranks: list, folder: str, log: str, limit: float, places: str | None = None) -> dict:
-    """The fields of Ended, without the output. places: a file for the pids of the ranks."""
+    """Run the ranks to their end and return Ended's fields except output. places: a file for the ranks' pids."""
     begin, alive, code, late = time.monotonic(), {}, 0, False
     end_others, end_all = math.inf, begin + limit
     for rank, (flags, environment) in enumerate(ranks):
@@ -193,12 +197,12 @@ def launch_and_wait(command: str, ranks: list, folder: str, log: str, limit: flo
 
 
 def send(processes, number: int):
-    for pid in processes:                                   # our own children, not yet waited for: they are still there
+    for pid in processes:                                   # children that were not waited for keep their pids
         os.kill(pid, number)
 
 
 def become(command: str, flags: list[str], environment: dict, folder: str, log: str):
-    """Be the process that `python COMMAND FLAGS` is, to its end."""
+    """Turn this fork into `python COMMAND FLAGS` and exit with its code."""
     os.environ.update(environment)
     os.chdir(folder)
     screen = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -209,7 +213,7 @@ def become(command: str, flags: list[str], environment: dict, folder: str, log: 
         if command.endswith(".py"):
             runpy.run_path(str(ROOT / command), run_name="__main__")
         else:
-            # train.py has imported it; a new process would not have
+            # imported by train.py already
             sys.modules.pop(f"{command}.__main__", None)
             runpy.run_module(command, run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -218,7 +222,7 @@ def become(command: str, flags: list[str], environment: dict, folder: str, log: 
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
-    os._exit(code)                                          # to take all of torch apart would cost a second
+    os._exit(code)                                          # skips a second of tearing down torch
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Train a tiny GPT on any layout in the pool's workers, and put what the ranks hold together again.
+"""Train a tiny GPT on any layout in the pool's workers, and join the shards of all ranks to full tensors.
 
-    worker   train(config, weights, data, steps) -> Outcome: this rank's losses, norms, shards of every gradient and
-    weight
-    session  whole(outcomes, ...)                -> full tensors by name; replicas and copies must agree, bit for bit
+    on each rank   train_rank(config, weights, data, steps) -> Outcome: losses, norms, shards of gradients and weights
+    in the test    full_tensors(outcomes, shards_of, tp)    -> full tensors by name; replicas must agree bit for bit
 
-The ranks run train.py's own train_step, with only the data replaced.
+The ranks run train.py's own train_step; only the data is replaced.
 """
 
 import math
@@ -24,9 +23,9 @@ from nanodomino.mesh import make_mesh
 from nanodomino.parallel import local_shard
 from nanodomino.zero import ZeroOptimizer
 
-VOCABULARY = 29          # padded to 32: the last rank owns fewer words than the others; padded to 64, none
+VOCABULARY = 29          # padded to 32, so that the last rank owns fewer words; padded to 64, it owns none
 
-# Choices of a model, as families make them; at 8 heads and tp 4 a rank has one of 4 groups.
+# Settings of published model families. With tp 4, each rank has one of the 4 query groups.
 FAMILIES = dict(
     gpt2={},
     llama=dict(position_embedding_type="rope", swiglu=True, num_query_groups=4, disable_bias_linear=True),
@@ -39,17 +38,16 @@ FAMILIES = dict(
 
 
 def tiny(world_size=1, **changes) -> Config:
-    """A resolved Config: 3 layers, 16 wide, global batch 24 x 8 tokens, clipping that bites, everything else as
-    given."""
+    """Return a resolved Config: 3 layers, hidden size 16, a global batch of 24 x 8 tokens, and clipping that acts."""
     sizes = dict(num_layers=3, hidden_size=16, num_attention_heads=8, seq_length=8, make_vocab_size_divisible_by=32,
                  global_batch_size=24, micro_batch_size=3, dtype="float64", clip_grad=0.1, lr=1e-2,
-                 lr_warmup_fraction=0.4,
-                 train_iters=5, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, bucket_size=2000)
+                 lr_warmup_fraction=0.4, train_iters=5, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+                 bucket_size=2000)
     return Config(**{**sizes, **changes}).resolve(world_size).with_vocabulary(VOCABULARY)
 
 
 def sizes_of(config: Config) -> Sizes:
-    """The same model, as the reference names it."""
+    """Return the reference model's description of the same model."""
     return Sizes(num_layers=config.num_layers, hidden_size=config.hidden_size,
                  num_attention_heads=config.num_attention_heads,
                  ffn_hidden_size=config.ffn_hidden_size, vocab_size=config.vocab_size,
@@ -65,7 +63,7 @@ def sizes_of(config: Config) -> Sizes:
 
 @dataclass
 class FixedData:
-    """A dataset of given arrays: steps x [global batch, s]. Stands in for TokenDataset."""
+    """A dataset of given arrays [steps, global batch, s], with TokenDataset's interface."""
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
@@ -87,48 +85,50 @@ class FixedData:
                      None if self.documents is None else self.documents[step, rows], self.positions is None)
 
 
-END_OF_TEXT = 3          # where documents count: about one token in four
+END_OF_TEXT = 3          # where samples hold documents, about every fourth token
 
 
-def counted_documents(tokens):
-    """(positions, documents) of tokens [.., s], counted one by one."""
+def count_documents(tokens):
+    """Return (positions, documents) of tokens [..., s], counted in a plain loop."""
     positions, documents = torch.zeros_like(tokens), torch.zeros_like(tokens)
-    for row, place, document in zip(*(one.flatten(0, -2) for one in (tokens, positions, documents))):
+    for row, position, document in zip(*(tensor.flatten(0, -2) for tensor in (tokens, positions, documents))):
         for i in range(1, len(row)):
             ended = bool(row[i - 1] == END_OF_TEXT)
-            place[i], document[i] = 0 if ended else place[i - 1] + 1, document[i - 1] + ended
+            position[i], document[i] = 0 if ended else position[i - 1] + 1, document[i - 1] + ended
     return positions, documents
 
 
 def random_data(config: Config, steps: int, seed=7) -> FixedData:
-    """Random tokens; the share of tokens that count differs from row to row, from none of them to all."""
+    """Return random tokens. The fraction of tokens in the loss mask grows from none in some rows to all in others."""
     generator = torch.Generator().manual_seed(seed)
     shape = (steps, config.global_batch_size, config.seq_length)
     tokens = torch.randint(0, config.vocab_size, (*shape[:2], config.seq_length + 1), generator=generator)
-    share = torch.linspace(-0.2, 1.1, config.global_batch_size)[torch.randperm(config.global_batch_size,
-                                                                               generator=generator)]
+    order = torch.randperm(config.global_batch_size, generator=generator)
+    share = torch.linspace(-0.2, 1.1, config.global_batch_size)[order]
     loss_mask = (torch.rand(shape, generator=generator) < share[:, None]).float()
     if config.reset_position_ids or config.reset_attention_mask:
         tokens = torch.where(torch.rand(tokens.shape, generator=generator) < 0.25, END_OF_TEXT, tokens)
-    positions, documents = counted_documents(tokens[..., :-1])
+    positions, documents = count_documents(tokens[..., :-1])
     return FixedData(tokens[..., :-1], tokens[..., 1:], loss_mask, positions if config.reset_position_ids else None,
                      documents if config.reset_attention_mask else None)
 
 
 @dataclass
 class Outcome:
-    """What one rank saw. gradients: of each step, before clipping, for the mean loss; shards are (tensor, shard_dim) by
-    name."""
+    """The results of one rank."""
     place: tuple                 # pp_rank, dp_rank, tp_rank
     losses: list
     norms: list
-    gradients: list
-    weights: dict
+    gradients: list              # of each step, of the mean loss, before clipping: {name: (tensor, shard_spec())}
+    weights: dict                # {name: (tensor, shard_spec())}
     evaluation: float
 
 
 def build(config: Config, weights=None, trace=NO_TRACE):
-    """(mesh, model, optimizer, stage) on this rank, filled with full weights by name (or as drawn, without any)."""
+    """Return (mesh, model, optimizer, stage) on this rank.
+
+    weights: full tensors by name, of which each rank takes its shard; None keeps the model's own initial weights.
+    """
     mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
     model = train.model_builder(config, mesh)
     with torch.no_grad():
@@ -140,33 +140,33 @@ def build(config: Config, weights=None, trace=NO_TRACE):
 
 
 def train_rank(config: Config, weights, data: FixedData, steps: int) -> Outcome:
-    """Runs in a worker: `steps` steps of train.py's train_step, then an evaluation on the same data."""
+    """Train for `steps` steps and evaluate on the same data. Runs in a worker of the pool."""
     return train_steps(build(config, weights), config, data, range(1, steps + 1))
 
 
 def train_steps(built, config: Config, data: FixedData, steps: range) -> Outcome:
-    """The same for some steps of a run, of what build() gave."""
+    """Train for the given steps, continuing from `built`, which is what build() returned."""
     mesh, model, optimizer, stage = built
     gradients, losses, norms = [], [], []
     sum_over_world = optimizer.sum_over_world
 
-    def look(*arguments):                                       # between the reduce over replicas and the clipping
+    def record_gradients(*arguments):        # runs between the reduction over replicas and the clipping
         sums = sum_over_world(*arguments)
         gradients.append(reduced_gradients(model, optimizer, divisor=sums[1] * optimizer.loss_scale.value))
         return sums
 
-    optimizer.sum_over_world = look
+    optimizer.sum_over_world = record_gradients
     for step in steps:
         result = train.train_step(step, stage, optimizer, data, config, mesh)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     evaluation = train.evaluate(stage, data, config, mesh)
-    shards = {name: (weight.detach().clone(), cut_of(weight)) for name, weight in model.named_parameters()}
+    shards = {name: (weight.detach().clone(), shard_spec(weight)) for name, weight in model.named_parameters()}
     return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), losses, norms, gradients, shards, evaluation)
 
 
 def reduced_gradients(model, optimizer, divisor) -> dict:
-    """Each parameter's gradient after the reduce over replicas, gathered from the parts that ZeRO left it in."""
+    """Return each parameter's gradient after the reduction over replicas, gathered from ZeRO's partitions."""
     gradients = {}
     for bucket in optimizer.buckets:
         whole = bucket.own_grad
@@ -175,17 +175,20 @@ def reduced_gradients(model, optimizer, divisor) -> dict:
             all_gather(whole, optimizer.mesh.dp_group).wait()
         for weight in bucket.parameters:
             gradients[weight] = bucket.view(weight, whole) / divisor
-    return {name: (gradients[weight], cut_of(weight)) for name, weight in model.named_parameters()}
+    return {name: (gradients[weight], shard_spec(weight)) for name, weight in model.named_parameters()}
 
 
-def cut_of(weight):
-    """How a shard is cut: None, or (dimension, runs along it of which each rank has a part)."""
+def shard_spec(weight):
+    """Return how a weight is sharded over tp ranks: None, or (dimension, partition_stride)."""
     return None if weight.shard_dim is None else (weight.shard_dim, weight.partition_stride)
 
 
-def whole(outcomes: list[Outcome], shards_of, tp: int) -> dict:
-    """Full tensors by name from every rank's shards. Replicas, and copies on other stages, must be equal bit for
-    bit."""
+def full_tensors(outcomes: list[Outcome], shards_of, tp: int) -> dict:
+    """Join the shards of all ranks to full tensors by name.
+
+    shards_of: outcome -> {name: (tensor, shard_spec())}. Raises AssertionError unless replicas, and copies on other
+    stages and tp ranks, are equal bit for bit.
+    """
     parts, full = {}, {}
     for outcome in outcomes:
         for name, (tensor, cut) in shards_of(outcome).items():
@@ -193,42 +196,44 @@ def whole(outcomes: list[Outcome], shards_of, tp: int) -> dict:
             assert torch.equal(here, tensor), f"{name}: replicas on {outcome.place} differ"
     for (name, cut), by_tp_rank in parts.items():
         if cut is None:
-            assert all(torch.equal(by_tp_rank[0], tensor)
-                       for tensor in by_tp_rank.values()), f"{name}: copies over tp differ"
+            equal = all(torch.equal(by_tp_rank[0], tensor) for tensor in by_tp_rank.values())
+            assert equal, f"{name}: copies over tp differ"
             full[name] = by_tp_rank[0]
         else:
-            full[name] = joined_runs([by_tp_rank[rank] for rank in range(tp)], *cut)
+            full[name] = join_shards([by_tp_rank[rank] for rank in range(tp)], *cut)
     return full
 
 
-def joined_runs(shards, dim, runs):
-    """The whole of which each rank has a part of each run."""
-    return torch.cat([shard.chunk(runs, dim)[run] for run in range(runs) for shard in shards], dim)
+def join_shards(shards, dim, stride):
+    """Join the shards of all tp ranks. Each shard holds `stride` blocks, one from each of the tensor's blocks."""
+    return torch.cat([shard.chunk(stride, dim)[block] for block in range(stride) for shard in shards], dim)
 
 
 def difference(ours: dict, theirs: dict) -> float:
-    """The largest deviation over all tensors, each relative to its own largest entry."""
+    """Return the largest deviation over all tensors, each relative to the tensor's own largest entry."""
     assert ours.keys() == theirs.keys(), f"names that only one side has: {sorted(ours.keys() ^ theirs.keys())}"
     deviations = {name: float((ours[name] - theirs[name]).abs().max()) for name in theirs}
     nans = [name for name, deviation in deviations.items() if math.isnan(deviation)]
     assert not nans, f"not a number in {nans}"
     largest = {name: float(theirs[name].abs().max()) for name in theirs}
-    # nothing but rounding is that of keys' norm biases without positions: softmax does not see what all keys have more
+    # A bias that all keys share cancels in softmax: without positions, the key norm's bias has a gradient of rounding.
     return max(deviation / (largest[name] if largest[name] > 1e-14 else 1.0) for name, deviation in deviations.items())
 
 
 def relative(ours: list, theirs: list) -> float:
-    """The largest relative deviation between two lists of numbers."""
+    """Return the largest relative deviation between two lists of numbers."""
     assert len(ours) == len(theirs) and not any(map(math.isnan, ours + theirs))
-    return max(abs(one - other) / abs(other) for one, other in zip(ours, theirs))
+    return max(abs(our - their) / abs(their) for our, their in zip(ours, theirs))
 
 
 _references = {}
 
 
 def reference_for(config: Config, steps: int):
-    """(weights to start from, data, records of the steps, final weights) of the plain model; computed once per
-    model."""
+    """Train the reference model, once for each model and data.
+
+    Returns (initial weights, data, a record of each step, final weights).
+    """
     sizes = sizes_of(config)
     key = (sizes, steps,
            *(getattr(config, name) for name in names_affecting(Config, "model", "optimizer", "run", "losses")))
@@ -237,9 +242,9 @@ def reference_for(config: Config, steps: int):
     if key not in _references:
         weights, data = random_weights(sizes, seed=3), random_data(config, steps)
         rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
-        batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(), data.positions[i]
-                    if data.positions is not None else None,
-                    data.documents[i] if data.documents is not None else None) for i in range(steps)]
+        batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(),
+                    None if data.positions is None else data.positions[i],
+                    None if data.documents is None else data.documents[i]) for i in range(steps)]
         records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad,
                                          betas, config.adam_eps, optimizer_name=config.optimizer)
         _references[key] = (weights, data, records, final)

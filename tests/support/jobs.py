@@ -1,5 +1,6 @@
-"""A tiny training as a job of its own: start it, signal a rank, wait for its end, compare what two runs have left."""
+"""Start a tiny training as a job of its own, signal its ranks, wait for its end, and compare what two runs saved."""
 
+import contextlib
 import json
 import os
 import signal
@@ -16,25 +17,23 @@ from nanodomino.checkpoint.export import export
 from nanodomino.checkpoint.folders import checkpoints_of
 from support import ROOT
 from support.fork_server import LAUNCHER, Running, launcher_environments
-import contextlib
 
 PATIENCE = 90           # seconds until a launch counts as stuck
 TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --hidden-dropout 0.1 "
-        "--attention-dropout 0.1 "
-        "--eval-iters 1 --eval-interval 7 --sample-tokens 0 --device cpu").split()
-
+        "--attention-dropout 0.1 --eval-iters 1 --eval-interval 7 --sample-tokens 0 --device cpu").split()
 
 needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 
 
 def make_corpus(folder: Path) -> Path:
-    """A prepared folder of about 13,000 tokens."""
+    """Prepare a data folder of about 13,000 tokens in folder / "tokens" and return it."""
     (folder / "text.txt").write_text("".join(f"line {i} of a text that says {i * 7919 % 101}\n" for i in range(400)))
     prepare(folder / "text.txt", folder / "tokens", progress=False)
     return folder / "tokens"
 
 
 def wait_until(condition, seconds=PATIENCE, pause=0.02):
+    """Poll until condition() is true. Raises TimeoutError after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -43,20 +42,22 @@ def wait_until(condition, seconds=PATIENCE, pause=0.02):
 
 
 class Job:
-    """A torchrun of our own, or with `fork_server` what starts as many ranks sooner. run_dir None: the default one,
-    under `folder`; word: goes before train.py's flags, for a test's script."""
+    """A training under torchrun, or under a ForkServer, which starts the ranks faster.
+
+    run_dir: below folder; None is train.py's default. word: an argument in front of train.py's flags, for a test's own
+    script. restarts: torchrun's --max-restarts.
+    """
 
     def __init__(self, folder: Path, corpus: Path, run_dir, *flags, processes=2, restarts=0, script=ROOT / "train.py",
                  word=None, fork_server=None):
         self.run_dir = folder / (run_dir or "runs/nano-001")
-        place = ["--run-dir", str(self.run_dir)] if run_dir else []
-        words = [*([word] if word else []), *TINY, "--data-path", str(corpus), *place, *map(str, flags)]
+        where = ["--run-dir", str(self.run_dir)] if run_dir else []
+        words = [*([word] if word else []), *TINY, "--data-path", str(corpus), *where, *map(str, flags)]
         self.log = folder / f"output-{time.monotonic_ns()}.txt"
         if fork_server:
             self.log.touch()
-            self.process = fork_server.start(str(script),
-                                             [(words, place) for place in launcher_environments(processes)], folder,
-                                             self.log)
+            ranks = [(words, environment) for environment in launcher_environments(processes)]
+            self.process = fork_server.start(str(script), ranks, folder, self.log)
             return
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
                    "--max-restarts", str(restarts), "--monitor-interval", "0.1", str(script), *words]
@@ -66,7 +67,7 @@ class Job:
             self.process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
 
     def ranks(self) -> dict[int, int]:
-        """{rank: pid} of our launcher's children that are alive."""
+        """Return {rank: pid} of the launcher's children that are alive."""
         if isinstance(self.process, Running):
             return self.process.ranks()
         found = {}
@@ -74,45 +75,47 @@ class Job:
             try:
                 state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
                 if int(parent) == self.process.pid and state != "Z":
-                    environment = dict(one.split(b"=", 1) for one in (folder / "environ").read_bytes().split(b"\0")
-                                       if b"=" in one)
+                    variables = (folder / "environ").read_bytes().split(b"\0")
+                    environment = dict(variable.split(b"=", 1) for variable in variables if b"=" in variable)
                     if b"RANK" in environment:
                         found[int(environment[b"RANK"])] = int(folder.name)
-            except OSError:         # it has just ended
+            except OSError:         # the process has just ended
                 pass
         return found
 
     def send(self, rank: int, number: int) -> int:
-        """A signal to a rank, which must be there; returns its pid."""
+        """Send signal `number` to a rank and return its pid. Raises KeyError if the rank is not alive."""
         pid = self.ranks()[rank]
         os.kill(pid, number)
         return pid
 
     def metrics(self) -> list[dict]:
+        """Return the complete lines of metrics.jsonl; the last line may be half written."""
         path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True)
-                if line.endswith("\n")] if path.exists() else []
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def steps(self) -> int:
         return max((line["step"] for line in self.metrics()), default=0)
 
     def wait_for(self, condition, seconds=PATIENCE):
-        """Until the condition holds, while the job is alive."""
+        """Wait until the condition holds. Raises AssertionError if the job ends first."""
         wait_until(lambda: condition() or self.process.poll() is not None, seconds)
         assert self.process.poll() is None, self.output()
 
     def saving(self) -> bool:
-        """A checkpoint is being written, or was when its rank died."""
+        """Whether a checkpoint is being written, or was when its rank died."""
         return any((self.run_dir / "checkpoints").glob(".step-*.unfinished"))
 
     def end(self, seconds=PATIENCE) -> int:
-        """Wait for torchrun; its exit code."""
+        """Wait for the launcher and return its exit code."""
         return self.process.wait(seconds)
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     def close(self):
+        """Kill what is still alive."""
         for pid in [*self.ranks().values(), *([self.process.pid] if self.process.poll() is None else [])]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -120,14 +123,14 @@ class Job:
 
 
 def numbers(run_dir: Path) -> list:
-    """What metrics.jsonl says of the training, without the times; at full precision."""
+    """Return the lines of metrics.jsonl without times, at full precision."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name not in ("step_ms", "tokens_per_second", "mfu")}
             for line in lines]
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Of the newest checkpoint, whole."""
+    """Return the full weights of a run's newest checkpoint by name."""
     out = run_dir / "exported.pt"
     out.unlink(missing_ok=True)
     export(checkpoints_of(run_dir)[0], out)
@@ -135,7 +138,7 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def differences(run_dir: Path, other: Path) -> list[str]:
-    """What is not bit for bit the same in two runs; empty if nothing is."""
+    """Name what differs in any bit between two runs: weights, metrics, last step. An empty list: they are equal."""
     ours, theirs = weights(run_dir), weights(other)
     found = [] if ours.keys() == theirs.keys() else ["names of the weights"]
     found += [name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name])]
@@ -144,7 +147,7 @@ def differences(run_dir: Path, other: Path) -> list[str]:
 
 
 def fill_disk(path: Path):
-    """Until not a byte more goes onto the disk."""
+    """Write to `path` until the disk is full to the last byte."""
     with open(path, "wb", buffering=0) as file:
         for size in (65536, 4096, 1):
             try:
@@ -155,5 +158,5 @@ def fill_disk(path: Path):
 
 
 def listen_to_interrupts():
-    """What a shell starts in the background ignores them, and its children inherit that."""
+    """Restore Ctrl-C in a child process: background jobs of a shell ignore SIGINT, and children inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

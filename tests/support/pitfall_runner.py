@@ -5,7 +5,7 @@
     the difference    judge()     AssertionError, if there is one beyond rounding
 
 Everything is float64 and agrees to 1e-9, or is wrong. A bug may make ranks disagree that should not, so nothing here
-asks them to; harness.py's `whole` would.
+asks them to; harness.py's `full_tensors` would.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from support.harness import FixedData, Outcome, joined_runs, sizes_of, tiny, train_rank
+from support.harness import FixedData, Outcome, join_shards, sizes_of, tiny, train_rank
 from support.reference import ReferenceGPT, masked_loss, random_weights, train_reference
 
 import train
@@ -196,7 +196,7 @@ def joined(outcomes: list[Outcome], shards_of):
     whole = {}
     for name, (cut, by_rank) in parts.items():
         pieces = [by_rank[rank] for rank in sorted(by_rank)]
-        whole[name] = pieces[0] if cut is None else joined_runs(pieces, *cut)
+        whole[name] = pieces[0] if cut is None else join_shards(pieces, *cut)
         if cut is None and not all(torch.equal(pieces[0], piece) for piece in pieces):
             apart.add(name)
     return whole, apart

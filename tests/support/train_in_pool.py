@@ -1,11 +1,10 @@
-"""All of train.py in the pool's workers, from the flags to the exit code: what a person starts, in a fraction of a
-second.
+"""Run all of train.py in the pool's workers, from its flags to its exit code, in a fraction of a second.
 
     train_in_pool(pool, folder, *flags, world_size=2) -> Ended of rank 0
 
-A worker lends its process group, and gives it the run's time-out. What would change it for the tests after this one is
-left out: the lock on the run's folder and the signals, both of which last as long as the process.
-test_interrupted_runs.py has those, with processes of their own.
+The run uses the worker's process group and sets its own time-out on it. The lock on the run's folder and the signal
+handlers are replaced, because they would last as long as the worker. tests/run/test_interrupted_runs.py tests both in
+processes of their own.
 """
 
 import contextlib
@@ -34,23 +33,23 @@ from nanodomino.run import folder as run_folder
 
 @dataclass
 class Ended:
-    """code: None after a mistake, of which `error` is the sentence; output: what rank 0 wrote on its screen."""
+    """The end of a run on one rank. After a UserError code is None and error is its message. output: stdout."""
     code: int | None
     error: str
     output: str
 
 
 def train_in_pool(pool: Pool, folder: Path, *flags, world_size=1, bad_steps=()) -> Ended:
-    """`train.py FLAGS` with a corpus of make_corpus(), in which each of `bad_steps` has a loss that is not finite."""
-    # short, for the test split
+    """Run `train.py FLAGS` on the corpus that make_corpus(folder) prepared. The loss of each of bad_steps is NaN."""
+    # 12 tokens a sample: even the test split of this corpus has some
     given = [*TINY, "--seq-length", "12", "--data-path", str(folder / "tokens"), *map(str, flags)]
-    ended = pool.run(main_on_rank, given, bad_steps, world_size=world_size)
-    assert len({(one.code, one.error) for one in ended}) == 1, "ranks disagree"
-    return ended[0]
+    ranks = pool.run(main_on_rank, given, bad_steps, world_size=world_size)
+    assert len({(rank.code, rank.error) for rank in ranks}) == 1, "ranks disagree"
+    return ranks[0]
 
 
 def main_on_rank(flags: list[str], bad_steps) -> Ended:
-    """On one rank, in a worker."""
+    """Run train.py's main() on this rank of the pool."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     get_batch, screen = train.get_batch, io.StringIO()
 
@@ -74,11 +73,11 @@ def main_on_rank(flags: list[str], bad_steps) -> Ended:
 
 
 def metric_points(run_dir: Path, name: str) -> list[tuple]:
-    """(step, value) of each line of metrics.jsonl that has a value of that name."""
-    found = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line[name]) for line in found if name in line]
+    """Return (step, value) for each line of metrics.jsonl that has this metric."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line[name]) for line in lines if name in line]
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    """The steps of its checkpoints, newest first."""
+    """Return the steps of a run's checkpoints, newest first."""
     return [step_of(folder) for folder in checkpoints_of(run_dir)]
