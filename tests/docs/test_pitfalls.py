@@ -7,13 +7,8 @@ import re
 import pitfalls
 import pytest
 from pitfalls import DOCUMENT, GUARDED, ROOT, document, row_of, rows_of_document
-<<<<<<< HEAD
 from support.pitfall_runner import Around, CHECKED, TABLE, check, judge, measure, plain, replaced, worst
 from support.pool import WorkerError
-=======
-from support.pool import WorkerError
-from support.pitfall_runner import Around, CHECKED, TABLE, check, judge, measure, plain, replaced, worst
->>>>>>> b992424 (Support code in plain English; full_tensors, shard_spec, join_shards)
 
 TESTS = ROOT / "tests"
 EVERY = 8                # by default of these entries only

@@ -351,7 +351,8 @@ def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(pool,
     flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(run), "--train-iters", "1"]
     for ended in pool.run(unshared_rank, flags, world_size=4):
         assert ended.code is None
-        assert ("is not the same folder on all hosts: rank 2, 3 can't see a file that rank 0 wrote there; choose a folder"
+        assert ("is not the same folder on all hosts: rank 2, 3 can't see a file that rank 0 wrote there; choose a "
+                "folder"
                 in ended.error)
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints"] and not list((run / "checkpoints").iterdir())
 
