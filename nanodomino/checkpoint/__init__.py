@@ -1,4 +1,4 @@
-"""Checkpoints that any layout can load, and that are either complete or absent.
+"""Saves checkpoints that any layout can load, and that are either complete or absent.
 
     runs/nano-001/checkpoints/step-00000100/
         manifest.json        step, counters, settings, size and SHA-256 of every other file; written last

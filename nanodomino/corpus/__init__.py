@@ -1,4 +1,4 @@
-"""A prepared folder of tokens, and everything that data/prepare.py needs to make one.
+"""Loads a prepared folder of tokens, and contains all that data/prepare.py needs to make one.
 
     documents.py               text files and the documents in them
     tokenizer.py               text <-> token ids: bytes, GPT-2's tokens, or

@@ -1,4 +1,4 @@
-"""What a sublayer computes on one rank; domino.py decides when its all-reduces run.
+"""Computes what a sublayer computes on one rank; domino.py decides when its all-reduces run.
 
 Read norms.py, activations.py, positions.py and masks_and_positions.py (rope, dropout masks, document boundaries).
 Then sublayer.py, with attention.py and mlp.py (two matmuls around a core) and linear_pair.py (how domino.py runs them),
