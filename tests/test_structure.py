@@ -60,7 +60,7 @@ def test_at_most_ten_files_lie_directly_in_nanodomino():
 
 
 def test_packages_hold_no_code_in_their_init():
-    """So that importing one file of a package loads that file alone."""
+    """Importing one file of a package then loads no other file of it."""
     for path in PACKAGE.rglob("__init__.py"):
         nodes = [type(node) for node in ast.parse(path.read_text()).body]
         assert nodes == [ast.Expr], f"{path} has more than a docstring"
@@ -69,7 +69,7 @@ def test_packages_hold_no_code_in_their_init():
 @pytest.mark.parametrize("folder", [PACKAGE, *sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))],
                          ids=lambda folder: folder.name)
 def test_the_docstring_of_a_package_names_its_files(folder):
-    """And no others; the docstring of nanodomino names its packages too."""
+    """It names no file that is gone, either. The docstring of nanodomino also names the packages."""
     named = set(re.findall(r"\w+", ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))))
     present = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
     assert not present - named - {"__init__", "__main__"}
