@@ -6,8 +6,8 @@
     runs/nano-001/checkpoints/.step-00000200.unfinished/
     runs/nano-001/checkpoints/.step-00000050.discarded/
 
-A kill can leave the two hidden kinds behind; the next start deletes them. A folder with any other name, such as a
-user's copy of a checkpoint, is never loaded by itself and never deleted.
+A process that is killed can leave the two hidden folders; the next start deletes them. A folder with any other name,
+such as a user's copy of a checkpoint, is never found and never deleted.
 """
 
 import json
@@ -86,7 +86,7 @@ def delete_checkpoint(folder: Path):
 
 
 def clear_leftovers(run_dir: Path):
-    """Delete what a killed process left behind, which would keep a full disk full."""
+    """Delete what a killed process has left: it would keep a full disk full."""
     for suffix in ("unfinished", "discarded"):
         for folder in (run_dir / "checkpoints").glob(f".step-*.{suffix}"):
             shutil.rmtree(folder, ignore_errors=True)

@@ -20,7 +20,7 @@ from nanodomino.zero import ZeroOptimizer
 
 def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weights_only=False) -> int:
     """Fill the model and the optimizer; return the checkpoint's step. All ranks must call it together.
-    weights_only: leave the optimizer as it is, and return step 0. Raises UserError."""
+    weights_only: keep the state of the new optimizer, and return step 0. Raises UserError."""
     manifest = read_manifest(folder)
     if not weights_only:
         optimizer.updates, optimizer.skipped_in_a_row = manifest["adam_steps"], manifest["skipped_in_a_row"]

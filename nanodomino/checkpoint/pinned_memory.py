@@ -8,7 +8,7 @@ import torch
 
 
 def allocate(lengths: list[int], dtype: torch.dtype, pin_memory: bool) -> list[list[torch.Tensor]]:
-    """For each length, return flat tensors with that many elements in all. More than one if a block ends in between."""
+    """For each length, return flat tensors with that many elements in total, several if a block ends in between."""
     total = sum(lengths)
     blocks = [torch.empty(1 << bit, dtype=dtype, pin_memory=pin_memory)
               for bit in range(total.bit_length()) if total >> bit & 1]

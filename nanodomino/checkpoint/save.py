@@ -42,22 +42,22 @@ def allocate_host_copies(optimizer: ZeroOptimizer, mesh: Mesh) -> list[BucketRan
     ranges = [(bucket, state, *range_to_save(bucket, mesh))
               for bucket in optimizer.buckets for state in optimizer.state_names]
     like, copies = optimizer.buckets[0].own_grad, []
-    memory = pinned_memory.allocate([end - begin for *_, begin, end in ranges], like.dtype, like.is_cuda)
-    for (bucket, state, begin, _), tensors in zip(ranges, memory):
+    memory = pinned_memory.allocate([end - start for *_, start, end in ranges], like.dtype, like.is_cuda)
+    for (bucket, state, start, _), tensors in zip(ranges, memory):
         for values in tensors:
-            copies.append(BucketRange(bucket, state, begin, values))
-            begin += len(values)
+            copies.append(BucketRange(bucket, state, start, values))
+            start += len(values)
     return copies
 
 
 def copy_to_host(optimizer: ZeroOptimizer, copies: list[BucketRange]):
-    """Fill the copies, and wait until they are filled: the writing thread must not have to ask the GPU."""
-    for bucket, state, begin, values in copies:
+    """Fill the copies, and wait until they are filled, because the writing thread makes no CUDA call."""
+    for bucket, state, start, values in copies:
         own = optimizer.own_state(bucket, state)
         if own is None:                                        # no moments before the first update
             values.zero_()
         else:
-            values.copy_(own[begin - bucket.own_offset:][:len(values)], non_blocking=True)
+            values.copy_(own[start - bucket.own_offset:][:len(values)], non_blocking=True)
     if optimizer.mesh.device.type == "cuda":
         torch.cuda.current_stream().synchronize()
 
@@ -110,7 +110,7 @@ class Saver:
     # ---- on the thread
 
     def write_or_note_error(self, step, tensors, manifest):
-        """Write, and keep the text of an error for failure(): an exception would end with the thread."""
+        """Write, and keep the text of an error for failure(): an exception would be lost with the thread."""
         try:
             self.write(step, tensors, manifest)
         except BaseException as error:
@@ -147,10 +147,10 @@ class Saver:
     def complete(self, temporary: Path, final: Path, manifest: dict):
         """Write the manifest, rename the folder, and only then delete old checkpoints.
 
-        A checkpoint after skipped steps replaces no older one: if the run has diverged, the user needs the older one to
-        start from."""
+        A checkpoint after skipped steps replaces no older one: a run that has diverged must be restarted from an older
+        one."""
         write_manifest(temporary, manifest, "--run-dir must lie on a disk that all hosts share")
-        if final.exists():                                     # the run went back to before this step, and came again
+        if final.exists():                                     # the run went back, and has come to this step again
             delete_checkpoint(final)
         temporary.rename(final)
         flush_folder(final.parent)

@@ -36,17 +36,17 @@ class BucketRange(NamedTuple):
     """A contiguous range of a flat bucket's weights, or of one of its moments."""
     bucket: Bucket
     state: str                  # "weight" or the name of a moment: one of ZeroOptimizer.state_names
-    begin: int                  # in elements from the start of the bucket
+    start: int                  # in elements from the start of the bucket
     values: torch.Tensor        # flat
 
 
-def boxes_of_range(begin: int, end: int, shape) -> list[Box]:
-    """The boxes that elements begin .. end - 1 of a flattened tensor of this shape fill, in order."""
+def boxes_of_range(start: int, end: int, shape) -> list[Box]:
+    """The boxes that elements start .. end - 1 of a flattened tensor of this shape fill, in order."""
     if len(shape) == 1:
-        return [Box((begin,), (end - begin,))] * (begin < end)
+        return [Box((start,), (end - start,))] * (start < end)
     row_size, boxes = math.prod(shape[1:]), []
-    rows_begin, rows_end = -(-begin // row_size) * row_size, end // row_size * row_size        # of whole rows
-    for first, last in pairwise(sorted({begin, min(rows_begin, end), max(rows_end, begin), end})):
+    rows_start, rows_end = -(-start // row_size) * row_size, end // row_size * row_size        # of whole rows
+    for first, last in pairwise(sorted({start, min(rows_start, end), max(rows_end, start), end})):
         row, rows = first // row_size, (last - first) // row_size
         if rows:
             boxes.append(Box((row, *[0] * len(shape[1:])), (rows, *shape[1:])))
@@ -74,9 +74,9 @@ class LocalBoxes(torch.Tensor):
         full.shard_offset = [length * mesh.tp_rank if cut else 0 for length, cut in zip(shape, sharded)]
         return full
 
-    def add(self, values, begin: int = 0):
-        """Add the boxes of flat values, which start at element `begin` of this rank's shard."""
-        for offset, size in boxes_of_range(begin, begin + len(values), self.shard_shape):
+    def add(self, values, start: int = 0):
+        """Add the boxes of flat values, which start at element `start` of this rank's shard."""
+        for offset, size in boxes_of_range(start, start + len(values), self.shard_shape):
             box, values = values[:math.prod(size)], values[math.prod(size):]
             self.boxes[torch.Size(map(sum, zip(self.shard_offset, offset)))] = box.view(size)
 
@@ -97,18 +97,18 @@ def local_boxes(model: GPT, mesh: Mesh, ranges: list[BucketRange]) -> dict[str, 
     "exp_avg.layers.7.attention.qkv.weight". Global names contain no rank and no stage."""
     names = {weight: name for name, weight in model.named_parameters()}
     found = {}
-    for bucket, state, begin, values in ranges:
+    for bucket, state, start, values in ranges:
         for weight in bucket.parameters:
-            start = bucket.offsets[weight]
-            part = values[max(start - begin, 0):max(start - begin + weight.numel(), 0)]
+            offset = bucket.offsets[weight] - start            # of the weight's first element in `values`
+            part = values[max(offset, 0):max(offset + weight.numel(), 0)]
             if len(part):
                 boxes = found.setdefault(f"{state}.{names[weight]}", LocalBoxes.of(weight, mesh))
-                boxes.add(part, max(begin - start, 0))
+                boxes.add(part, max(-offset, 0))
     return found
 
 
 def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
-    """Return the range (begin, end) of a bucket that this rank saves.
+    """Return the range (start, end) of a bucket that this rank saves.
 
     All ranks that hold the same values share the work: the dp replicas, and also the tp ranks if the bucket is not
     sharded over them. A replica saves the part that it owns under ZeRO-1. The first stage saves a tied embedding."""

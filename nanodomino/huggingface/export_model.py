@@ -80,7 +80,7 @@ def export_model(folder: Path, out: Path, dtype_name: str | None, max_bytes: int
 
 
 def flush_and_share(path: Path):
-    """Flush a file, and let everybody read it who may read its folder: safetensors lets only the owner."""
+    """Flush a file, and give it the permissions of its folder: safetensors lets only the owner read it."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     path.chmod(path.parent.stat().st_mode & 0o666)

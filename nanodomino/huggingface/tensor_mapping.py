@@ -1,6 +1,7 @@
 """Which Hugging Face tensors hold the values of a parameter, and how to convert in both directions.
 
-The values are the same, under other names and in another order. With n heads of d channels in g groups, r = n/g:
+Both sides hold the same values, with different names and in a different order. With n heads of d channels each, in g
+groups of r = n/g heads:
 
     nanodomino                              GPT-2                            Llama, Mistral, Qwen
     qkv  [g x (r q heads, k, v) x d, h]     c_attn [h, (q, k, v) x n d]      q_proj [n d, h], k_proj, v_proj [g d, h]
