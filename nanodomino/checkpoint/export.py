@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.load import read_single_process
+from nanodomino.checkpoint.load import read_full_tensor
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.checkpoint.safe_load import SafeReader
+from nanodomino.checkpoint.shards import LocalBoxes
 from nanodomino.config.records import from_record
 from nanodomino.errors import UserError, require
 from nanodomino.model import meta_model
@@ -37,13 +38,8 @@ def export(folder: Path, out: Path) -> dict[str, torch.Tensor]:
 
 
 def full_weights(folder: Path, settings: dict) -> dict[str, torch.Tensor]:
-    """Return {global name: full weight} of a checkpoint with these settings."""
-    reader = SafeReader(folder)
-    stored = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
-              for name, entry in reader.read_metadata().state_dict_metadata.items() if name.startswith("weight.")}
-    read_single_process(stored, reader)
-    model = meta_model(from_record(settings, folder))
-    shapes = {name: weight.shape for name, weight in model.named_parameters()}
-    tensors = {name.removeprefix("weight."): tensor for name, tensor in stored.items()}
-    # join the two runs of rows in a SwiGLU's matrix, which a checkpoint holds as [2, rows, columns]
-    return {name: tensor.view(shapes.get(name, tensor.shape)) for name, tensor in tensors.items()}
+    """Return {global name: full weight} of a checkpoint with these settings. Raises UserError."""
+    reader, model = SafeReader(folder), meta_model(from_record(settings, folder))
+    shapes = {name: LocalBoxes.of(weight, model.mesh).size() for name, weight in model.named_parameters()}
+    return {name: read_full_tensor(f"weight.{name}", shapes[name], reader).view(weight.shape)
+            for name, weight in model.named_parameters()}

@@ -7,6 +7,7 @@ the weights, exactly as after each step.
 import warnings
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
 
 from nanodomino.checkpoint.manifest import read_manifest
@@ -28,7 +29,7 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weig
     states = optimizer.state_names if optimizer.updates else ("weight",)
     own = [BucketRange(bucket, state, bucket.own_offset, optimizer.allocate_own_state(bucket, state))
            for bucket in optimizer.buckets for state in states]
-    read_tensors(local_boxes(model, mesh, own), folder)
+    read_tensors(local_boxes(model, mesh, own), SafeReader(folder))
     optimizer.gather_weights()
     return 0 if weights_only else manifest["step"]
 
@@ -39,27 +40,29 @@ def load_weights(folder: Path, model: GPT, mesh: Mesh):
     for name, weight in model.named_parameters():
         tensors[f"weight.{name}"] = LocalBoxes.of(weight, mesh)
         tensors[f"weight.{name}"].add(weight.detach().view(-1))
-    read_tensors(tensors, folder)
+    read_tensors(tensors, SafeReader(folder))
 
 
-def read_tensors(tensors: dict, folder: Path):
-    """Fill {name: tensor} from a checkpoint; all ranks call it together.
+def read_tensors(tensors: dict, reader: SafeReader, single_process=False):
+    """Fill {name: tensor} from a checkpoint. All ranks call it together, or a single process without a process group.
     Raises UserError, where dcp.load would print a traceback per rank."""
-    reader = SafeReader(folder)
     known = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         require(name in known and known[name].size == tensor.size(),
-                f"{folder} lacks {name} of shape {tuple(tensor.size())}; use another checkpoint")
+                f"{reader.path} lacks {name} of shape {tuple(tensor.size())}; use another checkpoint")
     try:
-        dcp.load(tensors, storage_reader=reader)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")                    # dcp warns that there is no process group
+            dcp.load(tensors, storage_reader=reader, no_dist=single_process)
     except dcp.CheckpointException as error:                   # raised on all ranks: a file has the right checksum, but
         rank, (first, _) = next(iter(error.failures.items()))  # not the tensors that the index promises
-        raise UserError(f"{folder} does not hold what its index says (rank {rank}: {type(first).__name__}: "
+        raise UserError(f"{reader.path} does not hold what its index says (rank {rank}: {type(first).__name__}: "
                         f"{str(first).splitlines()[0] if str(first) else ''}); use another checkpoint") from None
 
 
-def read_single_process(tensors: dict, reader: SafeReader):
-    """Fill {name: full tensor} from a checkpoint in a process without a process group."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")                        # dcp warns that there is no process group
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+def read_full_tensor(name: str, shape, reader: SafeReader) -> torch.Tensor:
+    """Read one full tensor, in its stored dtype, in a process without a process group. Raises UserError."""
+    entry = reader.read_metadata().state_dict_metadata.get(name)
+    tensor = torch.empty(shape, dtype=entry and entry.properties.dtype)
+    read_tensors({name: tensor}, reader, single_process=True)
+    return tensor

@@ -45,7 +45,8 @@ def boxes_of_range(start: int, end: int, shape) -> list[Box]:
     if len(shape) == 1:
         return [Box((start,), (end - start,))] * (start < end)
     row_size, boxes = math.prod(shape[1:]), []
-    rows_start, rows_end = -(-start // row_size) * row_size, end // row_size * row_size        # of whole rows
+    # cut where the first whole row starts and where the last whole row ends
+    rows_start, rows_end = -(-start // row_size) * row_size, end // row_size * row_size
     for first, last in pairwise(sorted({start, min(rows_start, end), max(rows_end, start), end})):
         row, rows = first // row_size, (last - first) // row_size
         if rows:
@@ -64,7 +65,7 @@ class LocalBoxes(torch.Tensor):
 
     @classmethod
     def of(cls, weight, mesh: Mesh) -> "LocalBoxes":
-        """No boxes yet, of the full tensor of a parameter."""
+        """Return the full tensor of a parameter, still without boxes."""
         shape, sharded = list(weight.shape), [dim == weight.shard_dim for dim in range(weight.dim())]
         if weight.partition_stride > 1:
             shape[:1], sharded[:1] = (weight.partition_stride, shape[0] // weight.partition_stride), (False, True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from nanodomino.checkpoint.folders import find_checkpoint
-from nanodomino.checkpoint.load import read_single_process
+from nanodomino.checkpoint.load import read_full_tensor
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.checkpoint.safe_load import SafeReader
 from nanodomino.config.config import Config
@@ -35,12 +35,7 @@ def split_into_files(mappings: list[TensorMapping], dtype: torch.dtype, max_byte
 def convert_to_hf(mapping: TensorMapping, reader: SafeReader, config: Config,
                   dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Read one parameter, and return {Hugging Face name: tensor}. Raises UserError."""
-    stored = reader.read_metadata().state_dict_metadata.get(f"weight.{mapping.name}")
-    require(stored and stored.size == mapping.shape,
-            f"{reader.path} lacks {mapping.name} of shape {tuple(mapping.shape)}; use another checkpoint")
-    full = torch.empty(mapping.shape, dtype=stored.properties.dtype)
-    read_single_process({f"weight.{mapping.name}": full}, reader)
-    tensors = {}
+    full, tensors = read_full_tensor(f"weight.{mapping.name}", mapping.shape, reader), {}
     for name, part in zip(mapping.hf_shapes, mapping.conversion.to_hf(full, config)):
         tensors[name] = part.to(dtype).contiguous()
         largest, limit = float(part.abs().max()), torch.finfo(dtype).max

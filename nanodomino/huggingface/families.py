@@ -29,6 +29,7 @@ def width_per_head(sizes) -> int:
 
 @dataclass(frozen=True)
 class Family:
+    """Which settings and tensors a family has. An "entry" below is an entry of config.json."""
     architecture: str           # class name in Transformers
     prefix: str                 # of all tensor names but lm_head's; some files leave it out
     modules: dict               # a table of tensor_mapping.py

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.checkpoint.folders import checkpoints_of
-from nanodomino.checkpoint.load import load_weights, read_single_process
+from nanodomino.checkpoint.load import load_weights, read_full_tensor
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.checkpoint.safe_load import SafeReader
 from nanodomino.comm.world import LaunchInfo
@@ -166,8 +166,7 @@ def test_tensors_of_several_dtypes_are_imported_in_a_dtype_that_holds_them_all(f
 
 def test_the_rows_that_pad_the_vocabulary_are_zeros(saved, tmp_path):
     import_model(saved("gpt2")[1], tmp_path / "imported")
-    words = torch.empty(384, 48, dtype=torch.float64)
-    read_single_process({"weight.embedding.word_embeddings.weight": words}, SafeReader(tmp_path / "imported"))
+    words = read_full_tensor("weight.embedding.word_embeddings.weight", (384, 48), SafeReader(tmp_path / "imported"))
     assert not words[VOCABULARY:].any() and words[:VOCABULARY].any(dim=1).all()
 
 
