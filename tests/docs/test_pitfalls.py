@@ -7,7 +7,7 @@ import re
 import pitfalls
 import pytest
 from pitfalls import DOCUMENT, GUARDED, ROOT, document, row_of, rows_of_document
-from support.pitfall_runner import Around, CHECKED, TABLE, check, judge, measure, plain, replaced, worst
+from support.pitfall_runner import PoolWithBug, CHECKED, TABLE, check, judge, measure, plain, replaced, worst
 from support.pool import WorkerError
 
 TESTS = ROOT / "tests"
@@ -32,7 +32,7 @@ def test_put_back_it_is_found_and_does_what_the_page_says(pool, entry):
     """By an assertion of the check, and not because something broke."""
     if entry.check:
         with pytest.raises((AssertionError, WorkerError)) as failure:
-            entry.check(Around(pool, entry, wrong=True))
+            entry.check(PoolWithBug(pool, entry, wrong=True))
         assert isinstance(failure.value, AssertionError) or re.search(r"^AssertionError", str(failure.value),
                                                                       re.MULTILINE), str(failure.value)
     else:

@@ -81,7 +81,8 @@ def test_a_step_that_takes_long_is_announced_and_a_short_one_is_not(report, caps
     one.estimate(0.3, 10**9)
     assert capsys.readouterr().out == ""
     one.estimate(41.2, 12_345_678_901)
-    assert "a step will take about 41 s, and the fullest rank will need about 12.3 GB of memory" in capsys.readouterr().out
+    said = "a step will take about 41 s, and the fullest rank will need about 12.3 GB of memory"
+    assert said in capsys.readouterr().out
 
 
 def test_the_bar_moves_within_a_step_that_takes_long(report, monkeypatch):

@@ -1,8 +1,7 @@
-"""One rank of a world in which nobody else is, for tests that look at operations and not at numbers.
+"""Run one rank of any layout alone, for tests that look at operations and not at numbers.
 
-torch's "fake" backend says at once that a collective is done, and moves nothing. So any rank of any layout runs in one
-process; the parts that others would send for a scatter or a gather are zeros, so that all numbers are finite; and a
-TorchDispatchMode sees each operation on the way to the device, backward's too.
+torch's "fake" backend reports each collective as done and moves no data. What other ranks would send is replaced by
+zeros, so that all numbers stay finite. A TorchDispatchMode can record each operation, those of backward too.
 """
 
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ exchange = collectives.exchange
 @contextmanager
 def fake_world(rank: int, world_size: int):
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)                 # of tensors this small, several would wait for each other most of the time
+    torch.set_num_threads(1)                 # on tensors this small, more threads mostly wait for each other
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with mock.patch.object(collectives, "exchange", zeros_from_others):

@@ -1,11 +1,11 @@
-"""A training with a bug beside the right one: what pitfalls.py is run with, and measured by.
+"""Train with a bug and compare with the right numbers: the machinery of tests/pitfalls.py.
 
-    what is right     plain()     reference.py's model on one process, step by step
-    what is found     side_of()   what the ranks of the pool come to, put together; each with the bug, or without
-    the difference    judge()     AssertionError, if there is one beyond rounding
+    the right numbers    plain()      reference.py's model on one process, step by step
+    the numbers found    join_ranks() the results of all ranks of the pool, with the bug or without
+    the verdict          judge()      AssertionError if they differ by more than rounding
 
-Everything is float64 and agrees to 1e-9, or is wrong. A bug may make ranks disagree that should not, so nothing here
-asks them to; harness.py's `full_tensors` would.
+All is float64: it agrees to 1e-9 or it is wrong. A bug may make replicas differ, so join_ranks() reports that instead
+of failing as harness.full_tensors would.
 """
 
 import dataclasses
@@ -24,29 +24,29 @@ import train
 from nanodomino import model
 from nanodomino.layers import masks_and_positions
 
-TOLERANCE = 1e-9         # of everything, in float64
-CHECKED = 2              # steps: the second one sees the weights that the first one made
-LONG, END = 40, 10       # steps of the curves in docs/pitfalls.md; the mean loss of the last ones is shown there
+TOLERANCE = 1e-9         # largest relative error of any number, in float64
+CHECKED = 2              # steps in a test: the second step sees the weights that the first step wrote
+LONG, END = 40, 10       # steps of the runs in docs/pitfalls.md, whose table shows the mean loss of the last END steps
 
 
 # ---- the table
 
 @dataclass(frozen=True, eq=False)
 class Pitfall:
+    """A bug that can be put back, and how to show it."""
     number: int
     title: str
     lesson: str                  # what goes wrong, and why
-    guard: str                   # what in the code prevents it: file, function
-    bug: object                  # bug(config) -> [(object, name, replacement)]
+    guard: str                   # what in the code prevents it: file and function
+    bug: object                  # bug(config) -> patches [(object, name, replacement)]
     world_size: int
-    options: dict                # of tiny()
-    runner: object               # function(config, weights, data, steps) -> Outcome, in a worker
-    drawn: bool                  # start from the weights that the model draws, not from given ones
-    # of the right side too, of the form of a bug: wires that are late, a number that is not finite
-    conditions: object
-    straight: bool               # what is right is the same run without a stop, not the plain model
-    check: object                # check(pool), where the numbers of the training do not show the bug
-    shown: str                   # ... and how it shows itself then
+    options: dict                # for tiny()
+    runner: object               # runner(config, weights, data, steps) -> Outcome, on each rank
+    drawn: bool                  # start from the model's own initial weights
+    conditions: object           # patches for the right run too, such as late collectives or an infinite gradient
+    straight: bool               # compare with the same run without an interruption, not with the plain model
+    check: object                # check(pool) replaces the comparison where the training's numbers don't show the bug
+    shown: str                   # how the bug shows then
 
     @property
     def config(self):
@@ -62,19 +62,19 @@ def nothing(config):
 
 def pitfall(title, guard, world_size=2, runner=train_rank, drawn=False, conditions=nothing, straight=False, check=None,
             shown="", **options):
-    """Enters a bug into the table."""
+    """Enter the decorated bug into the table."""
     def enter(bug):
-        if bug.__module__ == "pitfalls":                 # and not the command, whose module has another name
+        if bug.__module__ == "pitfalls":                 # as a script the module is __main__ and imports itself again
             TABLE.append(Pitfall(len(TABLE) + 1, title, " ".join(bug.__doc__.split()), guard, bug, world_size, options,
                                  runner, drawn, conditions, straight, check, shown))
         return bug
     return enter
 
 
-# ---- to run with a bug
+# ---- run with a bug
 
 def replaced(patches):
-    """A context in which all of them are replaced. AttributeError, if there is no longer such a thing to replace."""
+    """Return a context manager that applies all patches. Raises AttributeError if a name to replace is gone."""
     stack = ExitStack()
     with stack:
         for owner, name, replacement in patches:
@@ -82,28 +82,29 @@ def replaced(patches):
         return stack.pop_all()
 
 
-def in_worker(number, wrong, function, *arguments):
-    import pitfalls  # noqa: F401    fills the table, in a worker too
+def call_with_bug(number, wrong, function, *arguments):
+    """Call a function on this rank under a pitfall's conditions and, if wrong, its bug."""
+    import pitfalls  # noqa: F401    fills the table in this worker
 
     entry = TABLE[number - 1]
     with replaced(entry.conditions(entry.config)), replaced(entry.bug(entry.config) if wrong else []):
         return function(*arguments)
 
 
-class Around:
-    """A pool whose workers have the bug, or the conditions alone; for tests that ask for a pool."""
+class PoolWithBug:
+    """A pool whose workers run under a pitfall's conditions and, if wrong, with its bug."""
 
     def __init__(self, pool, entry: Pitfall, wrong: bool):
         self.pool, self.entry, self.wrong = pool, entry, wrong
 
     def run(self, function, *arguments, **options):
-        return self.pool.run(in_worker, self.entry.number, self.wrong, function, *arguments, **options)
+        return self.pool.run(call_with_bug, self.entry.number, self.wrong, function, *arguments, **options)
 
 
-# ---- what is right
+# ---- the right numbers
 
 class Text(FixedData):
-    """Five of each batch's 24 rows count for nothing, and a split ends before them: its last batch is not full."""
+    """The last five of each batch's 24 rows do not count, as in the last, incomplete batch of a split."""
 
     @property
     def windows(self):
@@ -112,7 +113,7 @@ class Text(FixedData):
 
 @lru_cache
 def text(vocabulary, samples, length, steps) -> Text:
-    """Something to learn: mostly the next token follows from the last one. Of the rows that count, unevenly many do."""
+    """Return data that can be learnt: nine tokens in ten follow from the previous token. The loss mask is uneven."""
     batches, masks = [], []
     for step in range(steps):
         generator = torch.Generator().manual_seed(1000 + step)
@@ -131,7 +132,7 @@ def text(vocabulary, samples, length, steps) -> Text:
 
 
 def masks_of(config, step):
-    """The dropout masks of a step as reference.py asks for them."""
+    """Return a step's dropout masks in the form that reference.py takes, or None without dropout."""
     if not config.hidden_dropout and not config.attention_dropout:
         return None
     ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
@@ -143,8 +144,7 @@ def masks_of(config, step):
 
 @dataclass
 class Side:
-    """What a run came to. gradients: of each step, whole tensors by name; apart: parameters whose copies are not the
-    same."""
+    """The results of a run. gradients: full tensors by name for each step. apart: names whose copies differ."""
     losses: list
     norms: list
     gradients: list
@@ -155,7 +155,7 @@ class Side:
 
 @lru_cache
 def plain(entry: Pitfall, steps: int):
-    """(weights to start from, data, the plain model's Side)."""
+    """Return (initial weights, data, the plain model's results)."""
     config = entry.config
     sizes = sizes_of(config)
     data = text(config.vocab_size, config.global_batch_size, config.seq_length, steps)
@@ -176,17 +176,17 @@ def plain(entry: Pitfall, steps: int):
 
 
 def drawn_weights(config):
-    """As one process draws them, by name."""
+    """Return the initial weights that a single process draws, by name."""
     whole = dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
     alone = SimpleNamespace(pp=1, dp=1, tp=1, pp_rank=0, dp_rank=0, tp_rank=0, device=torch.device("cpu"),
                             tp_group=None)
     return {name: weight.detach() for name, weight in model.GPT(whole, alone).named_parameters()}
 
 
-# ---- what is found
+# ---- the numbers found
 
 def joined(outcomes: list[Outcome], shards_of):
-    """(whole tensors by name from every rank's shards, names whose copies differ)."""
+    """Return (full tensors by name from every rank's shards, names whose copies differ)."""
     parts, apart = {}, set()
     for outcome in outcomes:
         for name, (tensor, cut) in shards_of(outcome).items():
@@ -202,8 +202,8 @@ def joined(outcomes: list[Outcome], shards_of):
     return whole, apart
 
 
-def side_of(outcomes: list[Outcome]) -> Side:
-    """Losses and norms are rank 0's; if another rank has others, so is that said."""
+def join_ranks(outcomes: list[Outcome]) -> Side:
+    """Join the results of all ranks. Losses and norms are rank 0's; `apart` names those that another rank disputes."""
     gradients = [joined(outcomes, lambda outcome: outcome.gradients[step])[0]
                  for step in range(len(outcomes[0].gradients))]
     weights, apart = joined(outcomes, lambda outcome: outcome.weights)
@@ -215,35 +215,35 @@ def side_of(outcomes: list[Outcome]) -> Side:
 
 
 def error_of(ours: float, theirs: float) -> float:
-    """Relative. Two numbers that are not finite agree."""
+    """Return the relative error. Two numbers that are not finite agree."""
     if not math.isfinite(theirs) or not math.isfinite(ours):
         return 0.0 if math.isfinite(ours) == math.isfinite(theirs) else math.inf
     return abs(ours - theirs) / (abs(theirs) or 1.0)
 
 
 def worst(ours: dict, theirs: dict) -> tuple[float, str]:
-    """The largest deviation of a tensor, as a part of its own largest entry, and its name."""
+    """Return the largest deviation of a tensor relative to its own largest entry, and the tensor's name."""
     if missing := sorted(theirs.keys() - ours.keys()):
         return math.inf, missing[0]
     if not all(tensor.isfinite().all() for tensor in theirs.values()):
-        return 0.0, ""                                             # of a step that must be skipped
+        return 0.0, ""                                             # the step must be skipped
     errors = {name: float((ours[name] - theirs[name]).abs().max()) / (float(theirs[name].abs().max()) or 1.0)
               for name in theirs}
     return max((math.inf if math.isnan(error) else error, name) for name, error in errors.items())
 
 
 def measure(pool, entry: Pitfall, wrong: bool, steps: int) -> tuple[Side, Side]:
-    """(what is right, what the ranks come to with or without the bug)."""
+    """Return (the right results, the results of the ranks with or without the bug)."""
     weights, data, right = plain(entry, steps)
     arguments = entry.config, None if entry.drawn else weights, data, steps
-    found = side_of(Around(pool, entry, wrong).run(entry.runner, *arguments, world_size=entry.world_size))
+    found = join_ranks(PoolWithBug(pool, entry, wrong).run(entry.runner, *arguments, world_size=entry.world_size))
     if entry.straight:
-        right = side_of(Around(pool, entry, False).run(train_rank, *arguments, world_size=entry.world_size))
+        right = join_ranks(PoolWithBug(pool, entry, False).run(train_rank, *arguments, world_size=entry.world_size))
     return right, found
 
 
 def judge(right: Side, found: Side):
-    """AssertionError, with what differs first."""
+    """Raise AssertionError for the first result that differs by more than rounding."""
     assert not found.apart, f"ranks that must agree do not: {', '.join(sorted(found.apart))}"
     for step, (ours, theirs) in enumerate(zip(found.losses, right.losses, strict=True), start=1):
         assert error_of(ours, theirs) < TOLERANCE, f"loss of step {step}: {ours}, not {theirs}"
@@ -259,9 +259,9 @@ def judge(right: Side, found: Side):
 
 
 def check(pool, entry: Pitfall, wrong: bool):
-    """AssertionError if the code, with or without the bug, is wrong. Returns what was measured, if training was."""
+    """Raise AssertionError if the results, with or without the bug, are wrong. Returns measure()'s results."""
     if entry.check:
-        return entry.check(Around(pool, entry, wrong))
+        return entry.check(PoolWithBug(pool, entry, wrong))
     right, found = measure(pool, entry, wrong, CHECKED)
     judge(right, found)
     return right, found

@@ -1,32 +1,31 @@
-"""Eight processes that live as long as the test session: a world of any size up to eight, in a fraction of a second.
+"""Eight processes that live as long as the test session. They form a world of any size up to eight in milliseconds.
 
 A test of parallel code needs ranks, and a rank is a process. Starting a process, importing torch and joining a group
-takes seconds; a test of a small model takes milliseconds. So the processes are started once, at the first test that
-asks for them, and every call gives some of them a *fresh* process group:
+takes seconds; a test of a small model takes milliseconds. So the processes start once, at the first test that needs
+them, and every call gives some of them a *fresh* process group:
 
     the test                              worker 0 ... worker world_size - 1
     pool.run(function, x, world_size=4)
         -- call: names, arguments --->    set RANK ..., join a new gloo group
                                           result = function(x)
-        <-- outcome ------------------    the result, or a traceback and the time of it
-        -- release ------------------>    leave the group, put back what a test may have changed
+        <-- outcome ------------------    the result, or a traceback and its time
+        -- release ------------------>    leave the group, reset what a test may have changed
         <-- free ---------------------    ready for the next call
     [result of rank 0, of rank 1, ...]
 
-Why a release? A rank that leaves its group closes its sockets, and a neighbour that was still reading from them would
-see an error that no real run has. So all stay until the last one is done. If a rank *fails*, closing the sockets is the
-quickest way to wake the others out of their collectives, so then all are released at once; whoever still isn't back
-GRACE seconds later is stuck, and the pool kills its workers and starts new ones at the next call.
+Why a release? A rank that leaves its group closes its sockets, and a neighbour that still reads from them would see an
+error that no real run has. So all ranks stay until the last one is done. If a rank fails, closed sockets are the
+quickest way to wake the others out of their collectives, so then all ranks are released at once. A rank that is not
+back GRACE seconds later is stuck; the pool kills its workers and starts new ones at the next call.
 
 What a test can rely on:
-- `function` is found by its module and name, so it stands at the top level of a test module. Arguments and results are
-  pickled. Tensors travel as bytes (not as shared memory, which needs a file descriptor for each), arrive on the CPU,
-  and have no autograd graph.
-- One torch thread in each worker. Random seeds differ from rank to rank but not from run to run: code that relies on
-  ranks
-  drawing alike without saying so is found out.
-- The first rank to fail comes first in the message, since the others often fail only because of it.
-- An `assert` in a worker is plain Python's and shows no values: return the numbers, and assert in the test.
+- `function` is found by its module and name, so it must stand at the top level of a module. Arguments and results are
+  pickled. Tensors are sent as bytes (shared memory would need a file descriptor for each), arrive on the CPU, and have
+  no autograd graph.
+- Each worker has one torch thread. Random seeds differ between ranks but not between runs, so code that relies on equal
+  seeds without setting them fails.
+- The message shows the first rank to fail first, since the others often fail only because of it.
+- An `assert` in a worker is plain Python's and shows no values. Return the numbers and assert in the test.
 """
 
 import faulthandler
@@ -51,13 +50,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-START_TIMEOUT = 300.0  # seconds for eight times `import torch`, on a machine that may be busy
-GRACE = 3.0  # seconds that the others get to come back once one rank has failed
+START_TIMEOUT = 300.0  # seconds to start all workers on a busy machine
+GRACE = 3.0  # seconds that the other ranks have to return after one has failed
 LEAVE_TIMEOUT = 10.0  # seconds to leave a group
 
 
 class WorkerError(RuntimeError):
-    """A rank raised, or its process died. `rank` is the first one that did; `failed` and `unfinished` list ranks."""
+    """A rank raised, or its process died. `rank` is the first to fail; `failed` and `unfinished` list ranks."""
 
     def __init__(self, message, rank=None, failed=(), unfinished=()):
         super().__init__(message)
@@ -65,12 +64,12 @@ class WorkerError(RuntimeError):
 
 
 class WorkerTimeout(WorkerError):
-    """No rank failed, but `unfinished` ones didn't come back in time. The message shows where they stood."""
+    """No rank failed, but the `unfinished` ranks did not return in time. The message shows their stacks."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What to run, and in which world. `number` keeps the keys of one call in the store apart from the next one's."""
+    """What to run, and in which world. `number` separates this call's keys in the store from other calls'."""
 
     module: str
     qualified_name: str
@@ -94,12 +93,11 @@ class Failure:
 RELEASE, FREE = "release", "free"
 
 
-# --------------------------------------------------------------------------------------------- what travels
+# --------------------------------------------------------------------------------------------- what is sent
 
 
 class TensorPickler(pickle.Pickler):
-    """Pickles a tensor as its elements, its dtype and its shape: a view takes its own bytes only, not its whole
-    storage's."""
+    """Pickles a tensor as elements, dtype and shape, so that a view takes its own bytes only, not its storage's."""
 
     def reducer_override(self, value):
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
@@ -124,48 +122,48 @@ def pack(value):
 
 
 def worker_main(rank, connection, store_port, stack_path):
-    """The life of one worker: wait for a call, answer it, until the test session closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session, which then closes the pool
+    """Answer calls until the test session closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session handles Ctrl-C and closes the pool
     stack_file = open(stack_path, "w")
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-    # Without a name for the network interface gloo looks up the host's own name, which fails on some machines.
+    # Without an interface gloo resolves the host's own name, which fails on some machines.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
-    gc.freeze()  # what is imported by now stays: collections look at a call's own objects only
+    gc.freeze()  # garbage collection skips what is imported by now
     try:
         while True:
             restore_defaults(rank)
             connection.send(FREE)
             answer(connection.recv(), rank, connection, store)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the session has gone
+        pass  # the session has ended
 
 
 def restore_defaults(rank):
-    """Puts back what a test may have changed for the whole process."""
+    """Reset the process-wide state that a test may have changed."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    if torch.are_deterministic_algorithms_enabled():  # asked first: setting it imports torch's whole compiler
+    if torch.are_deterministic_algorithms_enabled():  # the setter imports torch's compiler, so ask first
         torch.use_deterministic_algorithms(False)
     torch.manual_seed(1000 + rank)
 
 
 def answer(call, rank, connection, store):
-    """Runs one call in a group of its own, sends the outcome, and leaves the group once all ranks may."""
+    """Run a call in a fresh group, send its outcome, and leave the group when the session releases all ranks."""
     environment = dict(os.environ)
     try:
         outcome = Result(run_in_group(call, rank, store))
-    except BaseException as error:  # SystemExit too: a worker outlives what it runs
-        frames = error.__traceback__.tb_next  # the first frame is this one: no news
+    except BaseException as error:  # SystemExit too: the worker must survive it
+        frames = error.__traceback__.tb_next  # without this function's own frame
         outcome = Failure(time.monotonic(), "".join(traceback.format_exception(type(error), error, frames)))
         del error, frames
     connection.send(outcome)
     assert connection.recv() == RELEASE
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # sockets are closed when the last reference to a group is gone, be it in a cycle
-    gc.freeze()  # modules that the call imported stay too (the first optimizer step brings 800)
+    gc.collect()  # the group's sockets close with its last reference, which may be in a cycle
+    gc.freeze()  # modules that the call imported too (the first optimizer step imports 800)
     os.environ.clear()
     os.environ.update(environment)
 
@@ -180,7 +178,7 @@ def run_in_group(call, rank, store):
         store=dist.PrefixStore(f"call-{call.number}", store),
         rank=rank,
         world_size=call.world_size,
-        timeout=timedelta(seconds=call.timeout + 60),  # the session's own limit strikes first, and tells more
+        timeout=timedelta(seconds=call.timeout + 60),  # the session's own limit comes first and its message says more
     )
     return pack(function(*arguments))
 
@@ -189,7 +187,7 @@ def run_in_group(call, rank, store):
 
 
 class Pool:
-    """`size` workers, started at the first `run`, and again at the first `run` after they had to be killed."""
+    """`size` workers, started by the first `run`, and again by the first `run` after they had to be killed."""
 
     def __init__(self, size=8):
         self.size = size
@@ -198,7 +196,7 @@ class Pool:
         self.connections = []
 
     def run(self, function, *args, world_size=8, timeout=120):
-        """function(*args) on ranks 0 .. world_size - 1, each in a fresh gloo group. Returns the results by rank.
+        """Call function(*args) on ranks 0 to world_size - 1 of a fresh gloo group. Returns the results by rank.
 
         `timeout`: seconds for the call, not counting the start of the workers.
         Raises WorkerError if a rank raises or dies, WorkerTimeout if one is not back in time, ValueError for a call
@@ -221,19 +219,18 @@ class Pool:
             stacks = self.read_stacks([rank for rank in ranks if rank not in outcomes])
             if len(outcomes) < world_size or not self.wait_until_free(ranks, LEAVE_TIMEOUT):
                 self.close()
-        except BaseException:  # KeyboardInterrupt above all: workers are in an unknown state
+        except BaseException:  # such as KeyboardInterrupt: the workers are in an unknown state
             self.close()
             raise
         raise_failures(call, outcomes, stacks)
         return [pickle.loads(outcomes[rank].packed) for rank in ranks]
 
     def start(self):
-        """Starts all workers side by side, unless they run already. They inherit sys.path, so tests' modules are
-        found."""
+        """Start all workers unless they run already. They inherit sys.path, so they find the tests' modules."""
         if self.processes:
             return
-        # A server process without threads imports torch once (and the compiler, which the first optimizer step would
-        # import), and the workers are forks of it: a tenth of the time that eight imports take.
+        # A server process without threads imports torch once, and the compiler, which the first optimizer step would
+        # import. The workers are forks of it, which takes a tenth of the time of eight imports.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed.checkpoint", "torch._inductor.config"])
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -244,7 +241,7 @@ class Pool:
                 arguments = (rank, theirs, self.store.port, self.stack_path(rank))
                 process = context.Process(target=worker_main, args=arguments, name=f"worker-{rank}", daemon=True)
                 process.start()
-                theirs.close()  # so that a dead worker reads as the end of the pipe
+                theirs.close()  # so that a worker's death closes the pipe
                 self.processes.append(process)
                 self.connections.append(ours)
             if not self.wait_until_free(range(self.size), START_TIMEOUT):
@@ -254,7 +251,7 @@ class Pool:
             raise
 
     def close(self):
-        """Ends the workers, busy or not. The next `run` starts new ones."""
+        """Kill the workers, busy or not. The next `run` starts new ones."""
         for connection in self.connections:
             connection.close()
         for process in self.processes:
@@ -267,7 +264,7 @@ class Pool:
         self.processes, self.connections = [], []
 
     def gather_outcomes(self, ranks, timeout):
-        """Outcomes by rank, until all have come, or the time is over, or GRACE seconds after the first failure."""
+        """Return outcomes by rank: all of them, or what arrived before the time-out or GRACE after a failure."""
         outcomes, released = {}, False
         deadline = time.monotonic() + timeout
         while len(outcomes) < len(ranks):
@@ -294,7 +291,7 @@ class Pool:
             pass  # a dead worker: `receive` reports it
 
     def receive(self, ranks, deadline):
-        """The messages that have come from `ranks`, waiting for at least one. None of them: the deadline has passed."""
+        """Return the messages that arrived from `ranks`, at least one; an empty dict if the deadline passes."""
         rank_of = {self.connections[rank]: rank for rank in ranks}
         messages = {}
         for connection in multiprocessing.connection.wait(rank_of, max(0.0, deadline - time.monotonic())):
@@ -304,13 +301,13 @@ class Pool:
             except (EOFError, ConnectionResetError):
                 self.processes[rank].join(GRACE)
                 exit_code = self.processes[rank].exitcode
-                # Its moment is unknown, but whatever others report came after it.
+                # The time of death is unknown, but failures that others report came after it.
                 messages[rank] = Failure(-math.inf,
                                          f"the process died, exit code {exit_code} (minus a number: by that signal)\n")
         return messages
 
     def wait_until_free(self, ranks, timeout):
-        """True once every rank has said FREE; False if one has died or the time is over."""
+        """Wait for FREE from every rank. Returns False if a rank has died or the time is over."""
         deadline, busy = time.monotonic() + timeout, set(ranks)
         while busy:
             messages = self.receive(busy, deadline)
@@ -323,13 +320,13 @@ class Pool:
         return str(Path(self.stack_directory.name) / f"stacks-of-rank-{rank}")
 
     def read_stacks(self, ranks):
-        """Where the given ranks stand right now, by rank: a signal makes each write its Python stacks to a file."""
+        """Return the Python stacks of the given ranks. A signal makes each rank write them to a file."""
         for rank in ranks:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
         deadline = time.monotonic() + 1.0
         texts = dict.fromkeys(ranks, "")
         while not all(texts.values()) and time.monotonic() < deadline:
-            time.sleep(0.1)  # long enough for a dump that has begun to be complete at the next look
+            time.sleep(0.1)  # long enough to complete a dump that has started
             texts = {rank: Path(self.stack_path(rank)).read_text() for rank in ranks}
         return texts
 
