@@ -1,4 +1,4 @@
-"""What a process does to itself before it joins the others, and the groups that it makes of them."""
+"""Starting a process, and the process groups of the mesh."""
 
 import platform
 import subprocess
@@ -20,13 +20,13 @@ from nanodomino.mesh import make_mesh
 
 FAULTS = """
 import ctypes, resource, sys, torch
-ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)       # no huge pages: a fault is one small page, whatever the system prefers
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)       # no huge pages, so that every fault is one small page
 from nanodomino.comm.world import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 def step():
     tensors = [torch.ones(10_000_000) for _ in range(4)]
-for _ in range(10):                  # until the heap has found its size
+for _ in range(10):                  # until the heap stops growing
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 step()
@@ -37,18 +37,17 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.g
 @pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is about glibc")
 def test_freed_memory_serves_the_next_step():
-    """Without it, the kernel takes back 160 MB after every step, and clears as many again."""
+    """Without keep_freed_memory() the kernel takes 160 MB back after every step and clears them again."""
     share = {way: float(subprocess.run([sys.executable, "-c", FAULTS, way], cwd=ROOT,
                                        capture_output=True, text=True, check=True).stdout) for way in ("kept", "left")}
     assert share["kept"] < 0.01
-    assert share["left"] > 0.5, "then there is no need for it any more"
+    assert share["left"] > 0.5, "keep_freed_memory() would be unnecessary"
 
 
-# ---- a rank's groups
+# ---- process groups
 
-def made(monkeypatch, pp, dp, tp, device):
-    """[the calls of dist.new_group that make_mesh makes on a rank] for each rank of such a box; a call as (ranks,
-    options)."""
+def new_group_calls(monkeypatch, pp, dp, tp, device):
+    """Return, for each rank of the grid, make_mesh's calls of dist.new_group as a list of (ranks, options)."""
     calls = [[] for _ in range(pp * dp * tp)]
     monkeypatch.setattr(mesh, "nccl_options", lambda **settings: dict(backend="nccl", **settings))
     monkeypatch.setattr(dist, "get_world_size", lambda: len(calls))
@@ -56,44 +55,43 @@ def made(monkeypatch, pp, dp, tp, device):
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
         monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, **options: calls[rank].append((ranks, options))
                             or SimpleNamespace(ranks=ranks))
-        place = make_mesh(pp, dp, tp, device)
-        if pp * dp * tp == 8 and pp == dp == tp:
-            assert [place.tp_group.ranks, place.dp_group.ranks, place.pp_group.ranks, place.embedding_group.ranks] == [
+        made = make_mesh(pp, dp, tp, device)
+        if pp == dp == tp == 2:
+            assert [made.tp_group.ranks, made.dp_group.ranks, made.pp_group.ranks, made.embedding_group.ranks] == [
                 [rank & 6, rank & 6 | 1], [rank & 5, rank & 5 | 2], [rank & 3, rank & 3 | 4], [rank & 3, rank & 3 | 4]]
     return calls
 
 
-BOXES = [(2, 2, 2), (1, 8, 1), (1, 1, 8), (3, 1, 2), (4, 2, 1), (8, 1, 1), (1, 1, 1)]
+GRIDS = [(2, 2, 2), (1, 8, 1), (1, 1, 8), (3, 1, 2), (4, 2, 1), (8, 1, 1), (1, 1, 1)]
 
 
-@pytest.mark.parametrize("pp, dp, tp", BOXES)
+@pytest.mark.parametrize("pp, dp, tp", GRIDS)
 def test_an_axis_costs_one_split_in_which_every_rank_takes_part(monkeypatch, pp, dp, tp):
-    """A split of a NCCL communicator ends when all of its ranks have come; an axis of one needs none, and no memory of
-    a GPU."""
-    calls = made(monkeypatch, pp, dp, tp, torch.device("cuda", 0))
+    """NCCL splits a communicator in one call of all its ranks. An axis of size 1 needs no split, and no GPU memory."""
+    calls = new_group_calls(monkeypatch, pp, dp, tp, torch.device("cuda", 0))
     assert all(options.pop("use_local_synchronization") for of_rank in calls
-               for _, options in of_rank), "others make other groups"
+               for _, options in of_rank), "other ranks create other groups"
     axes = [*zip(*calls)]
     assert len(axes) == (4 if pp > 1 else 3) and all(len(of_rank) == len(axes) for of_rank in calls)
     for size, axis in zip((tp, dp, pp, pp), axes):
         rows = {tuple(ranks) for ranks, _ in axis}
         assert sorted(rank for row in rows for rank in row) == list(range(pp * dp * tp)), "each rank is in one row"
-        assert all(rank in ranks for rank, (ranks, _) in enumerate(axis)), "and makes that"
+        assert all(rank in ranks for rank, (ranks, _) in enumerate(axis)), "each rank creates the group it belongs to"
         assert {options["backend"] for _, options in axis} == {"gloo" if size == 1 else "nccl"}
     assert all(options.get("high_priority") for axis in axes[:2] for ranks, options in axis if len(ranks) > 1)
 
 
-def test_on_cpus_groups_are_the_worlds_kind(monkeypatch):
+def test_on_cpus_groups_use_the_default_backend(monkeypatch):
     assert all(options == dict(use_local_synchronization=True)
-               for of_rank in made(monkeypatch, 2, 2, 2, torch.device("cpu")) for _, options in of_rank)
+               for of_rank in new_group_calls(monkeypatch, 2, 2, 2, torch.device("cpu")) for _, options in of_rank)
 
 
 def test_no_two_rows_of_a_split_have_the_same_colour():
-    """torch draws a row's colour from its ranks, which could make two rows one."""
+    """NCCL groups the ranks of a split by colour, which torch hashes from the row's ranks: rows must not collide."""
     count = 0
     for world in (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048):
-        for tp in (one for one in (1, 2, 4, 8, 16) if world % one == 0):
-            for pp in (one for one in (1, 2, 3, 4, 6, 8, 12, 16, 32) if world // tp % one == 0):
+        for tp in (size for size in (1, 2, 4, 8, 16) if world % size == 0):
+            for pp in (size for size in (1, 2, 3, 4, 6, 8, 12, 16, 32) if world // tp % size == 0):
                 box = torch.arange(world).view(pp, -1, tp)
                 pipelines = box.reshape(pp, -1).t()
                 for rows in (box.reshape(-1, tp).tolist(), box.transpose(1, 2).reshape(-1, box.size(1)).tolist(),
@@ -106,26 +104,26 @@ def test_no_two_rows_of_a_split_have_the_same_colour():
 
 
 def group_rank(pp, dp, tp):
-    """The sum of the ranks' numbers in each group of a real mesh, twice made in one world."""
+    """Return the sum of 2^rank over each group of a mesh, for two meshes created in one world."""
     sums = []
     for _ in range(2):
-        place = make_mesh(pp, dp, tp, torch.device("cpu"))
-        for group in (place.tp_group, place.dp_group, place.pp_group, place.embedding_group):
-            number = torch.tensor(float(2 ** dist.get_rank()))
-            dist.all_reduce(number, group=group)
-            sums.append(int(number))
+        made = make_mesh(pp, dp, tp, torch.device("cpu"))
+        for group in (made.tp_group, made.dp_group, made.pp_group, made.embedding_group):
+            total = torch.tensor(float(2 ** dist.get_rank()))
+            dist.all_reduce(total, group=group)
+            sums.append(int(total))
     return sums
 
 
 def test_groups_are_made_of_the_right_ranks_also_a_second_time(pool):
-    """Stages in the middle too have a group for a tied matrix, or the others' next would have another name."""
+    """Middle stages have an embedding group too: if they created fewer groups, names of later groups would differ."""
     for rank, (tp, dp, pp, ends, *again) in enumerate(pool.run(group_rank, 4, 1, 2)):
         assert (tp, dp, pp) == (3 << (rank & 6), 1 << rank, 0b1010101 << (rank & 1)) and again == [tp, dp, pp, ends]
         assert ends == (0b1000001 if rank < 2 or rank > 5 else 0b10100) << (rank & 1)
 
 
 def timeouts_rank(flags):
-    """How a run ends, and the seconds that each of this rank's groups waits at its end, the checkpoints' own too."""
+    """Run train.py; return how it ended and the timeouts (seconds) of all its groups, the checkpoints' included."""
     waits, destroy = [], dist.destroy_process_group
     with pytest.MonkeyPatch.context() as patch:
         def look_and_destroy():
@@ -138,8 +136,8 @@ def timeouts_rank(flags):
 
 
 def test_every_group_of_a_run_has_its_timeout(pool, tmp_path):
-    """A new group does not inherit that of the world, but takes torch's own half an hour; a rank that hangs while it
-    saves would be waited for so long."""
+    """A new group does not inherit the world's timeout: with torch's default, others would wait half an hour for a rank
+    that hangs while it saves."""
     flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(tmp_path / "run"), "--tp", "1", "--pp",
              "2", "--train-iters", "1", "--timeout", "77"]
     for ended, waits in pool.run(timeouts_rank, flags, world_size=2):

@@ -1,4 +1,4 @@
-"""The model itself: where initial weights come from, what forward returns, what dropout draws."""
+"""The model: initial weights, logits, cross entropy, dropout masks, parameter and FLOP counts."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def drawn(pool, **layout):
 
 
 def test_initial_weights_do_not_depend_on_the_layout(pool):
-    """Replicas start alike (full_tensors() checks it bit for bit), and the layout does not show."""
+    """Replicas start with equal bits (full_tensors() checks that), and so does every layout."""
     alone, _ = drawn(pool)
     for layout in (dict(tensor_model_parallel_size=4),
                    dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=2, dp=2)):
@@ -37,7 +37,7 @@ def test_initial_weights_do_not_depend_on_the_layout(pool):
 
 
 def test_shards_of_one_matrix_are_different(pool):
-    """Drawn from the same seed they would be the same, and stay so."""
+    """If the ranks drew their shards from the same seed, the shards would be equal and stay equal."""
     _, outcomes = drawn(pool, tensor_model_parallel_size=4)
     matrices = [name for name, (tensor, shard_dim) in outcomes[0].weights.items() if shard_dim is not None
                 and tensor.dim() == 2]
@@ -50,7 +50,7 @@ def test_shards_of_one_matrix_are_different(pool):
 def test_initial_weights_follow_gpt2(pool):
     weights, _ = drawn(pool, hidden_size=64, num_layers=2, num_attention_heads=4)
     assert weights["layers.0.attention.qkv.weight"].std() == pytest.approx(0.02, rel=0.05)
-    # 2 L = 4 sublayers
+    # GPT-2 divides by sqrt(2 L), with 2 L = 4 sublayers
     assert weights["layers.1.mlp.dense_4h_to_h.weight"].std() == pytest.approx(0.02 / 4 ** 0.5, rel=0.05)
     assert weights["layers.0.mlp.norm.weight"].eq(1).all() and weights["layers.0.attention.qkv.bias"].eq(0).all()
 
@@ -71,7 +71,7 @@ def logits_rank(config, weights, data, parallel_output):
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_logits_are_the_reference_models_gathered_or_sharded(pool, tp):
-    """Padding has no logits at all, and the gathered logits carry gradients back to each shard."""
+    """Padding rows have no logits, and gathered logits pass gradients back to each shard."""
     config = tiny(tp, tensor_model_parallel_size=tp)
     weights, data, _, _ = reference_for(config, 1)
     reference = ReferenceGPT(sizes_of(config)).double().load_full(weights)
@@ -97,7 +97,7 @@ def huge_logits_rank(config, scale):
     logits = torch.randn(2, 3, config.vocab_size, generator=generator) * scale
     labels = torch.randint(0, config.vocab_size, (2, 3), generator=generator)
     words = logits[..., vocabulary.first_row:vocabulary.first_row + vocabulary.num_words]
-    # padding that would win
+    # padding logits that would dominate the softmax if they counted
     local = F.pad(words, (0, vocabulary.num_logits - vocabulary.num_words), value=1e4).requires_grad_()
     before = local.detach().clone()
     loss = vocab_parallel_cross_entropy(local, labels, vocabulary)
@@ -113,17 +113,15 @@ def huge_logits_rank(config, scale):
 
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_vocab_parallel_cross_entropy_in_float32(pool, scale):
-    """The maximum is global (exp would overflow), the softmax normalised, foreign labels count nothing, and
-    logits that are fp32 already are not overwritten."""
-    for loss, expected, gradient, expected_gradient in pool.run(huge_logits_rank,
-                                                                tiny(4, tensor_model_parallel_size=4, dtype="float32"),
-                                                                scale, world_size=4):
+    """At scale 300 exp overflows unless the maximum over all ranks is subtracted. Logits are not overwritten."""
+    config = tiny(4, tensor_model_parallel_size=4, dtype="float32")
+    for loss, expected, gradient, expected_gradient in pool.run(huge_logits_rank, config, scale, world_size=4):
         assert torch.allclose(loss, expected, rtol=1e-5, atol=1e-5)
         assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
 class OneRank:
-    """All of a vocabulary of 19 words, rounded up to 24."""
+    """Stands in for a VocabParallelEmbedding with all 19 words of a vocabulary and 24 logits."""
     num_words, num_logits = 19, 24
 
     class group:
@@ -137,8 +135,8 @@ class OneRank:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 1000])
 def test_cross_entropy_in_chunks_rounds_each_gradient_by_itself(monkeypatch, dtype, rows):
-    """However many rows a chunk has; and where the model is sure of the label, whose probability rounds to 1 in 16
-    bit."""
+    """For any number of rows per chunk, and where the model is so sure of the label that its probability rounds to 1 in
+    16 bits: then softmax - 1 would be 0."""
     from nanodomino.layers import cross_entropy
     monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", rows * 4 * OneRank.num_logits)
     logits = torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(6)) * 4
@@ -158,7 +156,7 @@ def test_cross_entropy_in_chunks_rounds_each_gradient_by_itself(monkeypatch, dty
 
 class FakeMesh:
     def __init__(self, tp, tp_rank):
-        self.tp, self.tp_rank, self.tp_group = tp, tp_rank, None
+        self.tp, self.tp_rank = tp, tp_rank
 
 
 class FakeAttention:
@@ -167,25 +165,25 @@ class FakeAttention:
 
 
 def masks_of(masks, x):
-    """Of an attention's heads, and of the stream behind it."""
-    return masks.attention_inputs(FakeAttention(),
-                                  x).dropout_mask, masks.hidden_dropout_mask("layers.0.attention.hidden", x)
+    """Return an attention's masks: of the probabilities of this rank's heads, and of the residual stream."""
+    return (masks.attention_inputs(FakeAttention(), x).dropout_mask,
+            masks.hidden_dropout_mask("layers.0.attention.hidden", x))
 
 
 def test_dropout_masks_agree_where_replicated_and_differ_where_sharded():
-    """The residual stream is one, and must be dropped alike on every rank; the heads are each rank's own."""
+    """Every rank holds a copy of the residual stream and must drop the same numbers; heads differ from rank to rank."""
     config = tiny(2, tensor_model_parallel_size=2, hidden_dropout=0.5, attention_dropout=0.5)
     x = torch.zeros(2, config.seq_length, config.hidden_size)
     ranks = [MasksAndPositions(config, FakeMesh(2, rank), [10, 11]) for rank in (0, 1)]
-    (core0, hidden0), (core1, hidden1) = (masks_of(dropout, x) for dropout in ranks)
-    assert torch.equal(hidden0, hidden1)                        # the residual stream is the same on both
-    assert not torch.equal(core0, core1)                        # other heads, other masks
-    assert not torch.equal(hidden0[0], hidden0[1])              # other samples too
+    (core0, hidden0), (core1, hidden1) = (masks_of(masks, x) for masks in ranks)
+    assert torch.equal(hidden0, hidden1)
+    assert not torch.equal(core0, core1)                        # masks of different heads
+    assert not torch.equal(hidden0[0], hidden0[1])              # masks of different samples
     assert set(hidden0.unique().tolist()) == {0.0, 2.0}         # scaled by 1 / (1 - p)
     again = masks_of(MasksAndPositions(config, FakeMesh(2, 0), [11]), x[:1])
-    # however the batch is sliced
+    # slicing the batch changes no mask
     assert torch.equal(again[0][0], core0[1]) and torch.equal(again[1][0], hidden0[1])
-    assert masks_of(MasksAndPositions(config, FakeMesh(2, 0), None), x) == (None, None)             # none in evaluation
+    assert masks_of(MasksAndPositions(config, FakeMesh(2, 0), None), x) == (None, None)             # evaluation
 
 
 @pytest.mark.parametrize("name, millions", [("nano", 0.93), ("gpt2", 124), ("gpt2-medium", 355), ("gpt2-large", 774),

@@ -1,4 +1,4 @@
-"""ZeRO's two collectives against sums and copies made by hand."""
+"""Reduce-scatter and all-gather against plain sums and copies."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from nanodomino.comm.collectives import all_gather, reduce_scatter
 
 
 def numbers(rank, size, dtype):
-    """A rank's tensor; the sum of several depends on the order, in 16 and in 64 bit."""
+    """Return a rank's tensor. The sum of several has bits that depend on the order, in 16 and in 64 bits."""
     return torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
 
 
 def both(size, dtype):
-    """On a rank: its part after a reduce-scatter; everything after an all-gather of these parts; and what stood there
-    before the first wait()."""
+    """Return this rank's part after a reduce-scatter, the tensor after an all-gather of the parts, and the tensor as it
+    was before the first wait()."""
     group, rank = dist.group.WORLD, dist.get_rank()
     whole = numbers(rank, size, dtype)
     work, received = reduce_scatter(whole, group=group)
@@ -25,14 +25,14 @@ def both(size, dtype):
     elsewhere.chunk(group.size())[rank].copy_(part)
     work = all_gather(elsewhere, group=group)
     work.wait()
-    work.wait()                                                # as of torch's own works
+    work.wait()                                                # torch's works allow a second wait(), too
     return part, elsewhere, before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_each_rank_gets_the_sum_of_its_part_and_all_get_all_parts(pool, ranks, dtype):
-    """Added in one call, so the same bits at every run and whoever is late."""
+    """The order of the sum is fixed, so its bits are the same in every run, whichever rank is late."""
     size = 24 * 16
     theirs = [numbers(rank, size, dtype) for rank in range(ranks)]
     whole = torch.cat([torch.stack([one.chunk(ranks)[part] for one in theirs]).sum(dim=0) for part in range(ranks)])

@@ -1,4 +1,4 @@
-"""Hosts find each other without being told through which interface."""
+"""Hosts find each other without a setting for the network interface."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from nanodomino.comm import network_interface
 from nanodomino.errors import UserError
 
 
-def test_the_way_to_oneself_is_the_loopback():
+def test_the_interface_towards_this_host_is_the_loopback():
     assert network_interface.interface_of(network_interface.address_towards("127.0.0.1")) in ("lo", "lo0")
     assert network_interface.interface_of("192.0.2.77") is None
 
@@ -23,7 +23,7 @@ def test_the_way_to_oneself_is_the_loopback():
     ("10.0.0.7", None, "eth1"), ("10.0.0.7", "ib0", "ib0"), ("localhost", None, "eth0"),
     ("nobody.invalid", None, None)],
     ids=["towards-the-master", "the-users-wins", "the-masters-own-name", "no-such-host"])
-def test_the_interface_towards_the_master_is_chosen_unless_somebody_has(monkeypatch, master, before, after):
+def test_the_interface_towards_the_master_is_chosen_unless_the_user_has_set_one(monkeypatch, master, before, after):
     def towards(host):
         if host == "nobody.invalid":
             raise socket.gaierror("no such name")
@@ -38,8 +38,10 @@ def test_the_interface_towards_the_master_is_chosen_unless_somebody_has(monkeypa
 
 
 def two_hosts(tmp_path, **environment):
-    """A run of two processes, each in a network namespace of its own, where its name stands for 127.0.0.1
-    -> [(output, exit code, seconds)]. Skips where there is no right to make one."""
+    """Run two processes, each in a network namespace of its own whose host name resolves to 127.0.0.1.
+
+    Returns [(output, exit code, seconds)]. Skips if namespaces may not be created.
+    """
     flags = ["--tp", "2", "--pp", "1", "--train-iters", "2", "--num-layers", "2", "--eval-iters", "0",
              "--sample-tokens", "0", "--timeout", "15", "--run-dir", str(tmp_path / "run")]
     try:
@@ -60,7 +62,7 @@ def two_hosts(tmp_path, **environment):
         pytest.skip(str(error))
 
 
-def test_two_hosts_train_together_without_a_word_about_interfaces(tmp_path):
+def test_two_hosts_train_together_without_a_setting(tmp_path):
     (output, *_), _ = ended = two_hosts(tmp_path)
     assert [code for _, code, _ in ended] == [0, 0], ended
     assert "2 of 2 steps done" in output and INTERFACE == "wire"
@@ -68,9 +70,9 @@ def test_two_hosts_train_together_without_a_word_about_interfaces(tmp_path):
 
 @pytest.mark.exhaustive
 def test_hosts_that_cannot_reach_each_other_end_within_twice_the_timeout(tmp_path):
-    """The user's own word on the interface wins, even where it leads nowhere; gloo alone would wait for 75 seconds,
-    and end with a traceback."""
+    """The user's GLOO_SOCKET_IFNAME wins, even if it leads nowhere. gloo alone would wait for 75 seconds and end with a
+    traceback."""
     ended = two_hosts(tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert [code for _, code, _ in ended] == [1, 1] and max(seconds for *_, seconds in ended) < 80, ended
     assert all("lost its peers" in output and "Traceback" not in output for output, *_ in ended), ended
-    assert any("GLOO_SOCKET_IFNAME" in output for output, *_ in ended), "the one that waits to be called"
+    assert any("GLOO_SOCKET_IFNAME" in output for output, *_ in ended), "the rank that waits for a connection"

@@ -1,4 +1,4 @@
-"""A fused attention's backward is one call of its node; attention by hand, many nodes, goes through autograd's engine.
+"""Fused attention's backward is one call of its autograd node; attention with dropout goes through autograd's engine.
 
 The engine hands each GPU's work over to a thread of its own and waits for it: at every layer and slice, with nothing to
 do meanwhile. Both ways give the gradients of plain autograd.
@@ -16,7 +16,7 @@ from nanodomino.layers.positions import attention_bias, document_ids
 
 @pytest.fixture
 def engine_runs(monkeypatch):
-    """A list with an entry for each time that autograd's engine has run."""
+    """Return a list that grows by one entry each time autograd's engine runs."""
     runs, run = [], torch.autograd._engine_run_backward
 
     def counted(*arguments, **options):
@@ -53,7 +53,7 @@ def test_attentions_gradient_is_autograds_with_the_engine_and_without(engine_run
 @pytest.mark.parametrize("rank", [0, 7], ids=["first-stage", "last-stage"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_in_a_step_the_engine_runs_for_the_loss_alone(engine_runs, rank, dropout):
-    """Once a microbatch, on the last stage; and for each slice's attention where its probabilities are dropped."""
+    """Once per microbatch on the last stage, and once per attention and slice if there is attention dropout."""
     config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, num_layers=4,
                   attention_dropout=dropout)
     with fake_world(rank, 8):
@@ -63,8 +63,8 @@ def test_in_a_step_the_engine_runs_for_the_loss_alone(engine_runs, rank, dropout
     assert len(engine_runs) == config.microbatches * (model.post_process + attentions)
 
 
-def test_scores_by_hand_stay_within_fp16():
-    """The products alone, of 64 numbers up to 40, would be above 65504."""
+def test_scores_with_dropout_do_not_overflow_fp16():
+    """Unscaled dot products of 64 numbers up to 40 would exceed fp16's 65504."""
     config = tiny(1, hidden_size=128, num_attention_heads=2, num_layers=1, dtype="float16")
     with fake_world(0, 1):
         _, model, _, _ = build(config)
@@ -76,8 +76,8 @@ def test_scores_by_hand_stay_within_fp16():
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_attention_by_hand_is_the_fused_one_also_of_heads_that_share_keys(documents):
-    """With a mask that drops nothing; each head with the keys of its own group, and of its own document alone."""
+def test_attention_with_an_all_ones_dropout_mask_equals_fused_attention(documents):
+    """With heads that share keys, with and without documents."""
     config = tiny(1, num_query_groups=2, kv_channels=4)
     with fake_world(0, 1):
         _, model, _, _ = build(config)

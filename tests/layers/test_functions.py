@@ -1,5 +1,4 @@
-"""The choices of a model, each against its formula and torch's own; what they keep for backward is what formulas
-count."""
+"""Norms and activations: against torch's own, and their hand-written backward against autograd."""
 
 import pytest
 import torch
@@ -20,20 +19,20 @@ def test_a_normalization_and_its_gradients_are_torchs_own(name):
     theirs = getattr(torch.nn, name)(16, eps=1e-3).double()
     parameters = [weight, bias] if kind.has_bias else [weight]
     with torch.no_grad():
-        for one, value in zip(theirs.parameters(), parameters):
-            one.copy_(value)
+        for parameter, value in zip(theirs.parameters(), parameters):
+            parameter.copy_(value)
     ours, expected = kind.function(x, weight, bias, 1e-3), theirs(x)
     assert torch.allclose(ours, expected, rtol=1e-13, atol=1e-13)
-    mine = torch.autograd.grad(ours, [x, *parameters], gradient)
-    for one, other in zip(mine, torch.autograd.grad(expected, [x, *theirs.parameters()], gradient), strict=True):
-        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad(ours, [x, *parameters], gradient)
+    for grad, their_grad in zip(found, torch.autograd.grad(expected, [x, *theirs.parameters()], gradient), strict=True):
+        assert torch.allclose(grad, their_grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 0.05),
                                               (torch.float16, 0.05 / 8)])
 @pytest.mark.parametrize("name", [*NORMALIZATIONS, *ACTIVATIONS])
 def test_what_training_runs_is_what_the_definition_says(name, dtype, tolerance):
-    """Forward and backward by hand, against the definition under autograd."""
+    """The hand-written forward and backward against the definition and autograd."""
     generator = torch.Generator().manual_seed(3)
     x, weight, bias, gradient = (torch.randn(shape, generator=generator).to(dtype).requires_grad_()
                                  for shape in ((2, 3, 16), (16,), (16,), (2, 3, 16)))
@@ -51,17 +50,18 @@ def test_what_training_runs_is_what_the_definition_says(name, dtype, tolerance):
             mine = kind.backward(gradient, x, ours[1:], weight, bias)
     assert ours[0].dtype == dtype and torch.allclose(ours[0], expected, rtol=tolerance, atol=tolerance)
     theirs = torch.autograd.grad(expected, inputs, gradient)
-    for one, other in zip([one for one in mine if one is not None], theirs, strict=True):
-        assert one.dtype == dtype or one.dim() == 1 and one.dtype == torch.float32, "a sum over tokens may be wider"
-        assert one.dtype == torch.float32 or one.dim() > 1 or dtype != torch.float16, "and of fp16 it must be"
-        assert torch.allclose(one, other.to(one.dtype), rtol=tolerance, atol=tolerance)
+    for grad, their_grad in zip([grad for grad in mine if grad is not None], theirs, strict=True):
+        is_sum = grad.dim() == 1
+        assert grad.dtype == dtype or is_sum and grad.dtype == torch.float32, "only a sum over tokens may be wider"
+        assert grad.dtype == torch.float32 or not is_sum or dtype != torch.float16, "fp16 would overflow in that sum"
+        assert torch.allclose(grad, their_grad.to(grad.dtype), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 @pytest.mark.parametrize("name", NORMALIZATIONS)
 def test_a_normalization_in_16_bit_stays_within_its_rounding(name, dtype, rounding):
-    """bfloat16 has 8 bits, fp16 has 11: 2^-8 or 2^-11 of the size for each of a handful of operations."""
-    # whose squares fp16 does not hold
+    """bfloat16 rounds each of a few operations to 8 bits, fp16 to 11: a relative error of 2^-8 or 2^-11 each."""
+    # the squares of these overflow fp16
     x = torch.randn(4, 8, 256, generator=torch.Generator().manual_seed(2)) * 500
     weight, bias = torch.ones(256), torch.zeros(256)
     kind = NORMALIZATIONS[name]
@@ -73,7 +73,7 @@ def test_a_normalization_in_16_bit_stays_within_its_rounding(name, dtype, roundi
 
 
 @pytest.mark.parametrize("name", NORMALIZATIONS)
-def test_a_model_on_paper_has_the_parameters_of_its_choices(name):
+def test_a_meta_model_has_the_parameters_of_its_norm(name):
     config = tiny(1, normalization=name)
     names = {parameter for parameter, _ in meta_stage(config).named_parameters()}
     assert ("layers.0.mlp.norm.bias" in names) == ("final_norm.bias" in names) == NORMALIZATIONS[name].has_bias

@@ -1,5 +1,4 @@
-"""Where tokens stand and what they look at: rotary positions, documents; and the rules of the settings that choose
-them."""
+"""Rotary positions, documents, the rules of the settings that choose them, and the presets that use them."""
 
 import math
 
@@ -26,34 +25,35 @@ def rope(**changes):
 
 # ---- rotary positions
 
-def test_a_product_of_turned_vectors_knows_their_distance_alone():
+def test_a_dot_product_of_rotated_vectors_depends_on_their_distance_alone():
     config = rope(max_position_embeddings=64)
     q, k = torch.randn(2, 1, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def product(m, n):
-        turned = [rotate(x, rotation(config, torch.tensor([[place]]), 1, q.device)) for x, place in ((q, m), (k, n))]
-        return float((turned[0] * turned[1]).sum())
+        rotated = [rotate(x, rotation(config, torch.tensor([[position]]), 1, q.device))
+                   for x, position in ((q, m), (k, n))]
+        return float((rotated[0] * rotated[1]).sum())
 
     assert product(3, 3) == pytest.approx(float((q * k).sum()), rel=1e-6)
     assert product(40, 33) == pytest.approx(product(7, 0), rel=1e-5)
     assert abs(product(7, 0) - product(0, 7)) > 1e-3 * abs(product(7, 0))
 
 
-def test_turning_back_undoes_a_turn_and_a_part_of_the_head_may_stay():
+def test_the_inverse_rotation_undoes_a_rotation_and_rotary_percent_leaves_the_rest_alone():
     config = rope(rotary_percent=0.5)
     x = torch.randn(2, 8, 2, 3, 8, dtype=torch.float64)
-    turn = rotation(config, None, 8, x.device)
-    turned = rotate(x, turn)
-    assert torch.equal(turned[..., 4:], x[..., 4:]) and not torch.allclose(turned[:, 1:, ..., :4], x[:, 1:, ..., :4])
-    assert torch.allclose(rotate(turned, inverse_rotation(turn)), x, rtol=1e-6, atol=1e-6)
-    assert torch.equal(turned[:, 0], x[:, 0])                  # at place 0 nothing is turned
+    rotary = rotation(config, None, 8, x.device)
+    rotated = rotate(x, rotary)
+    assert torch.equal(rotated[..., 4:], x[..., 4:]) and not torch.allclose(rotated[:, 1:, ..., :4], x[:, 1:, ..., :4])
+    assert torch.allclose(rotate(rotated, inverse_rotation(rotary)), x, rtol=1e-6, atol=1e-6)
+    assert torch.equal(rotated[:, 0], x[:, 0])                 # the angle of position 0 is 0
 
 
 @pytest.mark.parametrize("kind, options", [
     ("default", dict(rotary_base=500_000.0)), ("linear", dict(rotary_seq_len_interpolation_factor=4.0)),
     ("llama3", dict(use_rope_scaling=True, rope_scaling_factor=32.0, rotary_base=500_000.0))])
 def test_frequencies_are_those_of_transformers_bit_for_bit(kind, options):
-    """Also Llama 3.1's at places beyond the length that its first models were trained with."""
+    """Llama 3.1's scaling too, also at positions beyond the original context length."""
     transformers = pytest.importorskip("transformers",
                                        reason="compares with Transformers: pip install -r requirements-extra.txt")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -66,15 +66,15 @@ def test_frequencies_are_those_of_transformers_bit_for_bit(kind, options):
     config = tiny(1, hidden_size=256, num_attention_heads=2, position_embedding_type="rope",
                   max_position_embeddings=20_000, **options)
     assert torch.equal(rotary_frequencies(config), theirs.inv_freq)
-    places = torch.tensor([[0, 1, 17, 8191, 8192, 19_999]])
-    cos, sin = theirs(torch.zeros(1), places)
-    ours = rotation(config, places, 6, torch.device("cpu"))
+    positions = torch.tensor([[0, 1, 17, 8191, 8192, 19_999]])
+    cos, sin = theirs(torch.zeros(1), positions)
+    ours = rotation(config, positions, 6, torch.device("cpu"))
     assert torch.equal(ours[0].flatten(2), cos[..., :64]) and torch.equal(ours[1].flatten(2), sin[..., :64])
 
 
 # ---- documents
 
-def test_documents_and_places_are_those_that_one_counts_by_hand():
+def test_documents_and_positions_are_those_counted_by_hand():
     tokens = torch.tensor([[7, 8, 9, 3, 7, 8, 3, 9], [3, 3, 7, 7, 7, 7, 7, 3]])
     documents = document_ids(tokens, END_OF_TEXT)
     assert documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2], [0, 1, 2, 2, 2, 2, 2, 2]]
@@ -88,7 +88,7 @@ def test_documents_and_places_are_those_that_one_counts_by_hand():
 
 
 @pytest.mark.parametrize("flags", [(False, False), (True, False), (False, True), (True, True)])
-def test_a_batch_says_what_its_flags_ask_for(flags):
+def test_a_batch_has_the_positions_and_documents_that_its_flags_ask_for(flags):
     rows = torch.tensor([[7, 3, 8, 8, 3]])
     batch = Batch.from_rows(rows, [0], end_of_text=EndOfText(3, False, *flags))
     assert batch.positions.tolist() == ([[0, 1, 0, 1]] if flags[0] else [[0, 1, 2, 3]])
@@ -97,7 +97,7 @@ def test_a_batch_says_what_its_flags_ask_for(flags):
 
 
 def losses_and_gradients(stage, optimizer, model, batches):
-    """Of each batch's tokens in turn [all tokens], and the sum of their gradients."""
+    """Return the losses of all batches' tokens [all tokens], and the sum of the batches' gradients."""
     optimizer.zero_grad()
     losses = []
     for batch in batches:
@@ -109,22 +109,21 @@ def losses_and_gradients(stage, optimizer, model, batches):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_sample_is_its_documents_one_by_one(family):
-    """With both flags, whatever the positions: every loss and every gradient."""
+    """With both flags every loss and every gradient is equal, for learned positions and for rope."""
     config = tiny(1, **FAMILIES[family], reset_position_ids=True, reset_attention_mask=True, slices=2)
     weights, data = random_weights(sizes_of(config), seed=3), random_data(config, 1)
     rows = torch.cat([data.tokens[0], data.labels[0, :, -1:]], dim=1)[:6]
     with fake_world(0, 1):
         _, model, optimizer, stage = build(config, weights)
-        packed, expected = losses_and_gradients(stage, optimizer, model,
-                                                [Batch.from_rows(rows, list(range(6)),
-                                                               end_of_text=EndOfText(END_OF_TEXT, False, True, True))])
+        batch = Batch.from_rows(rows, list(range(6)), end_of_text=EndOfText(END_OF_TEXT, False, True, True))
+        packed, expected = losses_and_gradients(stage, optimizer, model, [batch])
         alone = []
         for row in rows:
-            begin = 0
+            start = 0
             for end in [*(i + 1 for i in range(len(row) - 1) if row[i] == END_OF_TEXT and i + 2 < len(row)),
                         len(row) - 1]:
-                alone.append(Batch.from_rows(row[None, begin:end + 1], [0]))
-                begin = end
+                alone.append(Batch.from_rows(row[None, start:end + 1], [0]))
+                start = end
         assert len(alone) > 9
         one_by_one, gradients = losses_and_gradients(stage, optimizer, model, alone)
     assert torch.allclose(packed, one_by_one, rtol=1e-9)
@@ -160,14 +159,14 @@ LLAMA = dict(FAMILIES["llama"])
      "unknown --position-embedding-type 'alibi'; try one of learned_absolute, rope, none"),
     (dict(hidden_size=18), "hidden-size 18 must be divisible by num-attention-heads 8"),
 ])
-def test_what_does_not_go_together_is_said_in_a_sentence(options, sentence):
+def test_settings_that_contradict_each_other_are_refused_in_a_sentence(options, sentence):
     world_size = options.get("tensor_model_parallel_size", 1)
     with pytest.raises(UserError) as error:
         tiny(world_size, **options)
     assert str(error.value).startswith(sentence) and "\n" not in str(error.value)
 
 
-# Published with the weights, embeddings once if tied.
+# The published counts; tied embeddings count once.
 @pytest.mark.parametrize("name, vocabulary, parameters", [
     ("llama2-7b", 32_000, 6_738_415_616), ("llama2-13b", 32_000, 13_015_864_320), ("llama3-8b", 128_256, 8_030_261_248),
     ("llama3.2-1b", 128_256, 1_235_814_400), ("qwen2.5-0.5b", 151_936, 494_032_768),
@@ -177,7 +176,7 @@ def test_a_preset_has_the_published_number_of_parameters(name, vocabulary, param
     assert parameter_count(config) == parameters
 
 
-def test_a_flag_counts_more_than_the_presets_choice():
+def test_a_flag_overrides_the_preset():
     config = Config(model="nano-llama", swiglu=False, normalization="LayerNorm").resolve(1).with_vocabulary(257)
     names = dict(meta_stage(config).named_parameters())
     assert names["layers.0.mlp.dense_h_to_4h.weight"].shape == (384, 96) and "final_norm.bias" in names
