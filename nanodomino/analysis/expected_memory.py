@@ -1,37 +1,21 @@
-"""What a training step must take, from the sizes alone: bytes of state, bytes of activations, bytes on the wires.
+"""The memory of one rank in bytes: model state, activations, messages, peak. `bench.py memory` checks it on real runs.
 
-Pure functions of a Config and of a place in the rank grid. Shapes and kinds come from the model itself, built without
-memory; the formulas of activations and wires are written out, to be learned from. Nothing runs. `bench.py comm` and
-`bench.py memory` hold them against a real step, byte for byte; `bench.py plan` evaluates them for clusters that nobody
-has at hand. Times, which are a model and no count, are in step_time.py.
+With the symbols of sizes.py; X is the bytes of one activation [b, s, h]:
 
-    b, s, h       samples of a microbatch, tokens of a sample, hidden size; V padded vocabulary
-    t, p, d       tensor, pipeline, data parallel sizes; m microbatches; v chunks of a stage
-    e, w          bytes of an element of the weights, and of an fp32 or wider one
-    X = e b s h   one activation
+    what                                            bytes                            source
+    model state, 16-bit training                    6 + 12/d per parameter           1910.02054, sections 3.1 and 5.1,
+    model state, fp32 training                      8 + 8/d per parameter            here with fp32 gradients
+      ZeRO-2                                        2 + 16/d; 4 + 12/d; and the      1910.02054, section 5.2
+                                                    buckets being filled or reduced
+    activations of a layer and microbatch           4 X + (4 + 2 ffn/h) X/t          2205.05198, section 4, for this
+      selective recomputation                       4 X + (3 + ffn/h) X/t            model's layers; norm statistics
+      full recomputation                            2 X, on the GPU or on its host   and log-sum-exp come on top
+      sequence parallel                             X/t in place of X
+      between input and weight gradients            4 X + (4 + 2 ffn/h) X/t          2401.10241, section 2
+    microbatches in flight on stage r               1F1B: min(m, p - r)              2104.04473, section 2.2; counted in
+                                                                                     the schedule's actions
 
-    what                                      bytes
-    model state, 16-bit training              6 + 12/d a parameter                    1910.02054, sections 3.1 and 5.1,
-    model state, fp32 training                8 + 8/d a parameter                     here with fp32 gradients; padding
-    the same in ZeRO-2                        2 + 16/d; 4 + 12/d; and some buckets    1910.02054, section 5.2
-    activations of a layer and microbatch     4 X + (4 + 2 ffn/h) X/t + small terms   as in 2205.05198, section 4
-      sequence parallel                       4 X/t in place of 4 X, here and below   section 4.2.2; stream.py
-      selective recomputation                 4 X + (3 + ffn/h) X/t                   section 5; recompute.py
-      full recomputation                      2 X, on the GPU or in the host's memory
-    the same after its input gradients        4 X + (4 + 2 ffn/h) X/t, in any case    2401.10241, section 2
-    microbatches alive on a stage             counted in its actions; 1F1B: p - r     schedules.py
-    tensor parallel, a layer and microbatch   2 sums of X forward, 2 back             1909.08053, section 3
-      sequence parallel                       2 gathers and 2 scatters; 1 gather more 2205.05198, section 4.2.2
-    the same in s slices and k columns        s k times as many calls, same bytes     2409.15241, section 3
-    embedding; head                           1 sum of X forward; 1 back              1909.08053, section 3
-    cross entropy, a microbatch               a maximum of w b s, a sum of 2 w b s    1909.08053, section 3; packed
-    a boundary between stages, a microbatch   X down, X up (or X/t); p v - 1 of them, 2104.04473, section 2.2
-                                              of which those inside of a stage have no wires
-    ZeRO-1, a step                            w a parameter scattered, e gathered     1910.02054, section 7
-    ZeRO-2, a step                            m w a parameter scattered, e gathered   with m microbatches
-    tied embedding on two stages, a step      a sum of w V h/t; of the own 1/d of it with ZeRO
-
-On the wires of n ranks in a ring, each sends 2 (n-1)/n of what is summed, (n-1)/n of what is scattered or gathered.
+State and activations are exact. Working memory, and with it the peak, is an estimate within a few percent.
 """
 
 from dataclasses import replace
@@ -55,292 +39,327 @@ from nanodomino.schedules.placement import message_received, message_sent
 from nanodomino.schedules.simulation import peak_microbatches, receives_to_post
 from nanodomino.zero import MAX_REDUCES_IN_FLIGHT
 
+# ---- model state
 
-def state_bytes(config: Config, at: Mesh) -> dict[str, int]:
-    """Of parameters, gradients and optimizer on a rank: exact, with the padding and the optimizer's counts."""
-    e, w, flat = bytes_per_element(config), bytes_per_main_element(config), bucket_sizes(config, at)
-    padded = sum(size for _, size in flat)
-    counts = 4 * len(flat) if OPTIMIZERS[config.optimizer].counts_steps else 0
-    return {"parameters": e * padded, "gradients": w * padded // gradient_shards(config),
-            "optimizer": optimizer_values_per_weight(config) * w * padded // optimizer_shards(config) + counts}
+def state_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
+    """Return the bytes of a rank's parameters, gradients and optimizer state, with padding and step counts; exact."""
+    e, w, buckets = bytes_per_element(config), bytes_per_main_element(config), bucket_sizes(config, mesh)
+    elements = sum(size for _, size in buckets)
+    step_counts = 4 * len(buckets) if OPTIMIZERS[config.optimizer].counts_steps else 0
+    return {"parameters": e * elements, "gradients": w * elements // gradient_shards(config),
+            "optimizer": optimizer_values_per_weight(config) * w * elements // optimizer_shards(config) + step_counts}
 
 
 def optimizer_values_per_weight(config: Config) -> int:
-    """Numbers that the optimizer keeps of each weight: its moments, and of 16-bit weights a master copy."""
+    """Count the moments of a weight and, in 16-bit training, its fp32 master copy."""
     return len(OPTIMIZERS[config.optimizer].moments) + (bytes_per_element(config) < bytes_per_main_element(config))
 
 
 def state_bytes_per_parameter(config: Config) -> float:
-    """Bytes, without padding; with AdamW 6 + 12/d or 8 + 8/d, in ZeRO-2 2 + 16/d or 4 + 12/d."""
-    return bytes_per_element(config) + bytes_per_main_element(config) / gradient_shards(config) + optimizer_values_per_weight(config) * bytes_per_main_element(config) / optimizer_shards(config)
+    """Return the bytes of model state per parameter, as in the table above but for any optimizer; without padding."""
+    e, w = bytes_per_element(config), bytes_per_main_element(config)
+    return e + w / gradient_shards(config) + optimizer_values_per_weight(config) * w / optimizer_shards(config)
 
 
 def average_state_bytes(config: Config) -> int:
-    """Of the model state on the average rank: a lower bound, found at once however many layers there are."""
-    one, two = (parameter_count(replace(config, num_layers=layers)) for layers in (1, 2))
-    parameters = one + (config.num_layers - 1) * (two - one)
+    """Return the model state of the average rank: a lower bound that takes no longer for many layers than for two."""
+    one_layer, two_layers = (parameter_count(replace(config, num_layers=layers)) for layers in (1, 2))
+    parameters = one_layer + (config.num_layers - 1) * (two_layers - one_layer)
     return int(parameters * state_bytes_per_parameter(config) / (config.tp * config.pp))
 
 
-# ---- activations
+# ---- activations: what the tapes keep for backward
 
 def layer_tape_bytes(config: Config) -> dict[str, float]:
-    """Bytes that Domino's tape keeps of one layer and one microbatch, by what they are. Backward reads each of them,
-    and computes again what it has not (recompute.py)."""
+    """Return by name the bytes that a tape keeps of one layer and one microbatch.
+
+    Backward reads each of them; with recomputation it first recomputes the missing ones (overlap/recompute.py).
+    """
     e, w, t, n = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config)
-    own, (q, k, before, after) = residual_bytes(config), qkv_and_mlp_bytes(config)
-    scores = n * config.seq_length * config.num_attention_heads // t           # attention probabilities, counted
-    kept = {} if offloads_to_host(config) else {"norm inputs": 2 * own}   # x', which the norm differentiates itself at
+    residual, (q, k, before, after) = residual_bytes(config), qkv_and_mlp_bytes(config)
+    probabilities = n * config.seq_length * config.num_attention_heads // t                # number of elements
+    kept = {} if offloads_to_host(config) else {"norm inputs": 2 * residual}
     kept["norm statistics"] = 2 * n * norm_statistics_bytes(config) / config.sequence_shards
-    forgets = GRANULARITIES[config.recompute_granularity]
-    if "h" in forgets:
+    dropped = GRANULARITIES[config.recompute_granularity]
+    if "h" in dropped:
         return kept
-    kept |= {"product inputs": 2 * own,                        # h: the column-parallel weight gradient
-             "qkv": (q + 2 * k) / t,                           # with their bias: attention's backward
-             "mlp before activation": before / t}              # the activation's backward
+    kept |= {"column-parallel inputs": 2 * residual, "qkv": (q + 2 * k) / t, "mlp before activation": before / t}
     if config.hidden_dropout:
         kept["hidden dropout"] = 2 * w * n * config.hidden_size / config.sequence_shards
-    if "activation" in forgets:
+    if "activation" in dropped:
         return kept
-    kept |= {"context": q / t,                                 # its output: its backward, dense's weight gradient
-             "mlp after activation": after / t}                # dense_4h_to_h's weight gradient
-    if config.qk_layernorm:                                    # at which the norms differentiate themselves
+    kept |= {"context": q / t, "mlp after activation": after / t}                          # row-parallel inputs
+    if config.qk_layernorm:
         heads = config.num_attention_heads + config.num_query_groups
-        beside = k if config.attention_dropout else 0          # v, which lies between them; there is a copy too
-        kept["q, k before norms"] = (q + k + beside + n * heads * norm_statistics_bytes(config)) / t
+        v = k if config.attention_dropout else 0               # a copy of q, k, v is kept, and v lies beside k in it
+        kept["q, k before norms"] = (q + k + v + n * heads * norm_statistics_bytes(config)) / t
     elif k < q and not config.rope and not config.attention_dropout:
-        kept["q by head"] = q / t                              # a copy, since q, k and v lie group by group
+        kept["q by head"] = q / t                              # a copy: q, k and v are stored group by group
     if k < q and config.device == "cuda" and not config.attention_dropout and (config.reset_attention_mask or e > 2):
-        kept["keys, values of each head"] = 2 * q / t          # fused_attention in sublayers.py says why
-    if config.attention_dropout:                               # by hand: probabilities, their mask, their product
-        # each slice has a mask of the future, or the documents' in its place
-        future = 0 if config.reset_attention_mask else slice_count(config) * config.seq_length ** 2
-        kept["attention dropout"] = (2 * e + w) * scores + future + (2 * q / t if k < q else 0)
-    else:                                                      # from which its backward finds the probabilities again
+        kept["keys, values of each head"] = 2 * q / t          # see fused_attention in layers/attention.py
+    if config.attention_dropout:                               # unfused: probabilities, dropout mask, their product
+        # The causal mask is kept by each slice, or the mask of its documents in its place.
+        causal_masks = 0 if config.reset_attention_mask else slice_count(config) * config.seq_length ** 2
+        kept["attention dropout"] = (2 * e + w) * probabilities + causal_masks + (2 * q / t if k < q else 0)
+    else:                                                      # fused attention recomputes the probabilities from it
         kept["logsumexp"] = w * n * config.num_attention_heads // t
     return kept
 
 
-def offloads_to_host(config: Config) -> bool:
-    """Whether norm inputs leave the memory that the rest is in."""
-    return config.checkpoint_in_cpu and config.device == "cuda"
-
-
 def layer_weight_gradient_bytes(config: Config) -> dict[str, float]:
-    """The same once its input gradients are there, for the weight gradients that are done later. It does not depend on
-    what was computed again for that, nor on the stream: these products want all rows."""
+    """Return what a tape keeps of a layer between its input gradients and its weight gradients, if they are split.
+
+    These are the matmuls' inputs and output gradients for all tokens, with recomputation and sequence parallelism too.
+    """
     t, x, (q, k, before, after) = config.tp, hidden_bytes(config), qkv_and_mlp_bytes(config)
-    return {"product inputs": 2 * x, "context": q / t, "mlp after activation": after / t,
-            "gradients of sums": 2 * x,                        # in place of the norm inputs
+    return {"column-parallel inputs": 2 * x, "context": q / t, "mlp after activation": after / t,
+            "gradients of row-parallel outputs": 2 * x,
             "gradient of qkv": (q + 2 * k) / t, "gradient before activation": before / t}
 
 
-def chunk_tape_bytes(config: Config, at, chunk: Chunk) -> dict[str, float]:
-    """Of what is not a layer. The first norm's input is the chunk's: the embedding's or the message before."""
-    e, w, n, x = bytes_per_element(config), bytes_per_main_element(config), tokens_per_microbatch(config), residual_bytes(config)
-    has_mask = config.hidden_dropout and "h" not in GRANULARITIES[config.recompute_granularity]
-    mask = w * n * config.hidden_size / config.sequence_shards if has_mask else 0
+def chunk_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, float]:
+    """Return what a tape keeps of a chunk besides its layers: tokens, embedding, head or output."""
+    e, w, n = bytes_per_element(config), bytes_per_main_element(config), tokens_per_microbatch(config)
     kept = {}
-    if chunk.pre_process or chunk.post_process or config.uses_document_boundaries:       # then all chunks do
-        kept["tokens"] = 8 * (n + config.micro_batch_size)     # a row has one more than positions: the last label
+    if chunk.pre_process or chunk.post_process or config.uses_document_boundaries:       # documents: every chunk has tokens
+        kept["tokens"] = 8 * (n + config.micro_batch_size)     # s + 1 tokens of a sample: the last is only a label
         kept["positions, loss mask"] = 8 * (n if config.reset_position_ids else config.seq_length) + 4 * n
     kept |= document_tape_bytes(config)
-    if chunk.pre_process and mask:
-        kept["embedding dropout"] = mask
-    if chunk.post_process:                                     # the bridge into the head
-        kept["head"] = x + hidden_bytes(config) + n * norm_statistics_bytes(config) / config.sequence_shards
-        kept["logits"] = e * n * local_vocab_size(config, at)
+    if chunk.pre_process and config.hidden_dropout and "h" not in GRANULARITIES[config.recompute_granularity]:
+        kept["embedding dropout"] = w * n * config.hidden_size / config.sequence_shards
+    if chunk.post_process:
+        kept["head"] = (residual_bytes(config) + hidden_bytes(config)
+                        + n * norm_statistics_bytes(config) / config.sequence_shards)
+        kept["logits"] = e * n * local_vocab_size(config, mesh)
         kept["losses, maxima, sums"] = 4 * w * n
     else:
-        kept["output"] = x
+        kept["output"] = residual_bytes(config)
     return kept
 
 
 def document_tape_bytes(config: Config) -> dict[str, float]:
-    """Of what each slice says of its samples' documents to all of a chunk's attentions."""
-    e, n, s = bytes_per_element(config), tokens_per_microbatch(config), config.seq_length
-    kept = {}
+    """Return what a chunk's attentions share of the positions and masks of documents."""
+    n, kept = tokens_per_microbatch(config), {}
     if config.reset_position_ids and config.rope:
         kept["cos, sin"] = 4 * n * rotary_size(config)
     if config.reset_attention_mask:
-        kept |= {"documents": 8 * n, "attention bias": e * n * s}
+        kept |= {"documents": 8 * n, "attention bias": bytes_per_element(config) * n * config.seq_length}
     return kept
 
 
 def norm_statistics_bytes(config: Config) -> int:
-    """Bytes that a norm keeps of each token, beside what it normalizes."""
-    return NORMALIZATIONS[config.normalization].statistics(bytes_per_element(config), bytes_per_main_element(config), config.device == "cuda")
+    """Return the bytes per token that a norm keeps besides its input, such as the mean and the inverse deviation."""
+    e, w = bytes_per_element(config), bytes_per_main_element(config)
+    return NORMALIZATIONS[config.normalization].statistics(e, w, config.device == "cuda")
 
 
-def microbatches_in_flight(config: Config, at: Mesh) -> float:
-    """Microbatches that have gone forward on a stage and have something left to do, at most: counted in its actions.
-    One in a chunk counts as the part of the stage's layers that are there."""
-    chunks = stage_model(config, at).chunks
+def offloads_to_host(config: Config) -> bool:
+    """Return whether the tapes keep norm inputs in the host's memory. A CPU run ignores --checkpoint-in-cpu."""
+    return config.checkpoint_in_cpu and config.device == "cuda"
+
+
+def microbatches_in_flight(config: Config, mesh: Mesh) -> float:
+    """Return the largest number of microbatches between their forward and their last backward on this stage.
+
+    A microbatch on one of several chunks counts as that chunk's share of the stage's layers.
+    """
+    chunks = stage_model(config, mesh).chunks
     layers = sum(len(chunk.layers) for chunk in chunks)
-    return peak_microbatches(stage_actions(config, at), lambda chunk: len(chunks[chunk].layers) / layers)
+    return peak_microbatches(stage_actions(config, mesh), lambda chunk: len(chunks[chunk].layers) / layers)
 
 
-def tape_bytes(config: Config, at) -> int:
-    """Of the tapes that are held at once, at most."""
-    return round(max(tape_bytes_over_time(config, at)))
+def tape_bytes(config: Config, mesh: Mesh) -> int:
+    """Return the peak bytes of all tapes alive at the same time."""
+    return round(max(tape_bytes_over_time(config, mesh)))
 
 
-def tape_bytes_over_time(config: Config, at) -> list[float]:
-    """What is held of tapes after each of the stage's actions. In a pair one tape grows as the other shrinks, a
-    sublayer in turn, so no more is held in it than before or after."""
-    chunks, by_layer, left = stage_model(config, at).chunks, layer_tape_bytes(config), layer_weight_gradient_bytes(config)
-    kept = [len(chunk.layers) * sum(by_layer.values()) + sum(chunk_tape_bytes(config, at, chunk).values())
-            - (residual_bytes(config) if shares_input_with_other_tape(config, at, number) else 0) for number, chunk in enumerate(chunks)]
+def tape_bytes_over_time(config: Config, mesh: Mesh) -> list[float]:
+    """Return the bytes of all tapes after each of the stage's actions.
+
+    Within a pair one tape grows while the other shrinks, sublayer by sublayer, so the peak is not inside a pair.
+    """
+    chunks, left = stage_model(config, mesh).chunks, sum(layer_weight_gradient_bytes(config).values())
+    by_layer = sum(layer_tape_bytes(config).values())
+    kept = [len(chunk.layers) * by_layer + sum(chunk_tape_bytes(config, mesh, chunk).values())
+            - (residual_bytes(config) if shares_input_with_other_tape(config, mesh, number) else 0)
+            for number, chunk in enumerate(chunks)]
     table = 4 * config.max_position_embeddings * rotary_size(config) * config.rope * (not config.reset_position_ids)
-    return [size + table * (size > 0)                          # of which all tapes have a view
-            for size in bytes_over_time(config, at, kept, [len(chunk.layers) * sum(left.values()) for chunk in chunks])]
+    return [size + table * (size > 0)                          # cos, sin: every tape holds a view of the same table
+            for size in bytes_over_time(config, mesh, kept, [len(chunk.layers) * left for chunk in chunks])]
 
 
-def bytes_over_time(config: Config, at, kept: list[float], left: list[float]) -> list[float]:
-    """What is held after each action, by the bytes of each chunk: after its forward, and until its weight gradients."""
+def bytes_over_time(config: Config, mesh: Mesh, kept: list[float], left: list[float]) -> list[float]:
+    """Add up, action by action, the bytes kept of each chunk after forward, and left of it for weight gradients."""
     def change(half):
         whole, part = kept[half.chunk], left[half.chunk]
         return {"forward": whole, "backward": -whole,
                 "input_backward": part - whole, "weight_backward": -part}[half.kind]
 
-    return list(accumulate(sum(map(change, action.halves)) for action in stage_actions(config, at)))
+    return list(accumulate(sum(map(change, action.halves)) for action in stage_actions(config, mesh)))
 
 
-def shares_input_with_other_tape(config: Config, at, chunk: int) -> bool:
-    """Its input is the output on the tape of another chunk of this stage: of several slices it would be a copy."""
-    source = config.placement.source(at.pp_rank, Forward(0, chunk))
-    return source is not None and source[0] == at.pp_rank and slice_count(config) == 1 and not offloads_to_host(config)
+def shares_input_with_other_tape(config: Config, mesh: Mesh, chunk: int) -> bool:
+    """Return whether a chunk's input is the tensor that another chunk of this stage keeps as its output.
+
+    With several slices it is a copy.
+    """
+    source = config.placement.source(mesh.pp_rank, Forward(0, chunk))
+    return (source is not None and source[0] == mesh.pp_rank and slice_count(config) == 1
+            and not offloads_to_host(config))
 
 
-def host_bytes(config: Config, at) -> int:
-    """Of what the tapes keep in the host's memory, at most. It is pinned, for which torch takes up to twice as much:
-    each tensor's length is rounded up to a power of two."""
-    kept = [len(chunk.sublayers) * residual_bytes(config) * offloads_to_host(config) for chunk in stage_model(config, at).chunks]
-    return round(max(bytes_over_time(config, at, kept, [0] * len(kept))))
+def host_bytes(config: Config, mesh: Mesh) -> int:
+    """Return the peak bytes that the tapes keep in the host's memory.
+
+    The memory is pinned. torch rounds each tensor up to a power of two there, so it takes up to twice as much.
+    """
+    kept = [len(chunk.sublayers) * residual_bytes(config) * offloads_to_host(config)
+            for chunk in stage_model(config, mesh).chunks]
+    return round(max(bytes_over_time(config, mesh, kept, [0] * len(kept))))
 
 
-def message_bytes(config: Config, at) -> int:
-    """Of messages between stages, or chunks of one, at most: counted in the stage's actions, as P2PCommunicator in
-    pipeline.py keeps them. Asked for and not yet taken; sent, until p later ones are under way. One slice's output is
-    on the tape already, as long as that lives."""
-    table, arriving, sent, tapes, most = config.timetable, {}, [], set(), 0
-    receives = receives_to_post(table, ACTIONS_AHEAD["cuda" if config.device == "cuda" else "cpu"])[at.pp_rank]
+# ---- messages, working memory, peak
 
-    def own(half):
+def message_bytes(config: Config, mesh: Mesh) -> int:
+    """Return the peak bytes of messages between chunks, from the stage's actions, as pipeline.P2PCommunicator keeps them.
+
+    A receive buffer lives from its post to the action that uses it; a sent tensor, until p later ones have been sent.
+    With one slice the sent tensor is part of the tape, and counts only after the tape is gone.
+    """
+    table, arriving, sent, tapes, peak = config.timetable, {}, [], set(), 0
+    receives = receives_to_post(table, ACTIONS_AHEAD["cuda" if config.device == "cuda" else "cpu"])[mesh.pp_rank]
+
+    def beside_tape(half):
         return slice_count(config) > 1 or (half.microbatch, half.chunk) not in tapes
 
-    for action, wanted in zip(stage_actions(config, at), receives):
-        arriving |= dict.fromkeys(wanted, True)
-        most = max(most, sum(arriving.values()) + sum(map(own, sent)))
+    for action, posted in zip(stage_actions(config, mesh), receives):
+        arriving |= dict.fromkeys(posted, True)
+        peak = max(peak, sum(arriving.values()) + sum(map(beside_tape, sent)))
         for half in action.halves:
             arriving.pop(message_received(half), None)
-        for half in action.halves:                             # the outputs of a pair leave one after the other
+        for half in action.halves:                             # a pair sends its two outputs one after the other
             sent = sent[-config.pp:]
             (tapes.add if half.kind == "forward" else tapes.discard)((half.microbatch, half.chunk))
-            if given := message_sent(table.placement, at.pp_rank, half):
-                taker, message = given
-                if taker == at.pp_rank:
-                    arriving[message] = own(half)
+            if sending := message_sent(table.placement, mesh.pp_rank, half):
+                receiver, message = sending
+                if receiver == mesh.pp_rank:
+                    arriving[message] = beside_tape(half)
                 else:
                     sent.append(half)
-                    most = max(most, sum(arriving.values()) + sum(map(own, sent)))
-    return round(residual_bytes(config) * most)
+                    peak = max(peak, sum(arriving.values()) + sum(map(beside_tape, sent)))
+    return round(residual_bytes(config) * peak)
 
 
-def working_bytes(config: Config, at) -> int:
-    """Of what comes and goes, where it is most: an estimate, whose terms are the largest tensors of three moments."""
-    e, w, t, n, x = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config), hidden_bytes(config)
-    cuda, (first, *_), (*_, last) = config.device == "cuda", stage_model(config, at).chunks, stage_model(config, at).chunks
+def working_bytes(config: Config, mesh: Mesh) -> int:
+    """Estimate the temporary memory besides the tapes: the largest tensors of the worst of three moments."""
+    e, w, t, n = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config)
+    x, cuda, chunks = hidden_bytes(config), config.device == "cuda", stage_model(config, mesh).chunks
+    first, last = chunks[0], chunks[-1]
     h, ffn, before = config.hidden_size, e * n * config.ffn_hidden_size // t, qkv_and_mlp_bytes(config)[2] // t
 
-    def beside_fp32(inputs, outputs):
-        """What a CPU needs for a 16-bit weight gradient: the product, before it is added to fp32; of fp16 both factors
-        in fp32."""
-        if cuda or e == w:
+    def weight_gradient_bytes(inputs, outputs):
+        if cuda or e == w:                 # a 16-bit matmul on a CPU needs its result, for fp16 both factors in fp32
             return 0
         factors = w * n // slice_count(config) * (inputs + outputs)
         return factors if config.dtype == "float16" else e * inputs * outputs
 
-    head = sum(chunk_tape_bytes(config, at, last).values()) if last.post_process else 0  # gone when the layers' turn comes
-    beside = [pair_working_bytes(config, at, resumed - first.pre_process) for resumed in (0, 1, 1 + last.post_process)]
-    # backward of an MLP, of one slice of which what is computed again is there
-    forgets = GRANULARITIES[config.recompute_granularity]
-    again = (ffn * ("activation" in forgets) + (x + before) * ("h" in forgets)) // slice_count(config)
-    again += 4 * residual_bytes(config) * offloads_to_host(config)  # x of two sublayers that leave, and of two that come back
-    moments = [2 * x + ffn + before + max(0, beside_fp32(h, config.ffn_hidden_size // t) - ffn) - head + beside[2]
-               + again]
-    if last.post_process:                                                           # forward and backward of the head
-        width = local_vocab_size(config, at)
+    head = sum(chunk_tape_bytes(config, mesh, last).values()) if last.post_process else 0
+    at_head, at_head_backward, in_layers = (pair_working_bytes(config, mesh, resumed - first.pre_process)
+                                            for resumed in (0, 1, 1 + last.post_process))
+    # An MLP's backward, while one slice's activations are recomputed. The head's part of the tape is gone by then.
+    dropped = GRANULARITIES[config.recompute_granularity]
+    recomputed = (ffn * ("activation" in dropped) + (x + before) * ("h" in dropped)) // slice_count(config)
+    offloaded = 4 * residual_bytes(config) * offloads_to_host(config)     # two sublayers' inputs leave, two come back
+    moments = [2 * x + ffn + before + max(0, weight_gradient_bytes(h, config.ffn_hidden_size // t) - ffn) - head
+               + in_layers + recomputed + offloaded]
+    if last.post_process:                                      # forward and backward of the head
+        width = local_vocab_size(config, mesh)
         chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"] // 4, n * width // slice_count(config))
         chunk *= e if config.fp16_lm_cross_entropy else w
-        moments += [2 * x + chunk + beside[0], 2 * x + max(chunk, beside_fp32(h, width)) + beside[1]]
-    return int(max(moments)) + gradient_buffer_bytes(config, at)
+        moments += [2 * x + chunk + at_head, 2 * x + max(chunk, weight_gradient_bytes(h, width)) + at_head_backward]
+    return int(max(moments)) + gradient_buffer_bytes(config, mesh)
 
 
-def gradient_buffer_bytes(config: Config, at) -> int:
-    """Of gradients that ZeRO-2 adds up, or has on their way, at most: a sublayer's two matrices, and the word
-    embedding's, to which the head adds before, and where chunks meet one more; all buckets that are no matrices; and
-    MAX_REDUCES_IN_FLIGHT, which CPUs receive into memory of its own (collectives.py)."""
+def gradient_buffer_bytes(config: Config, mesh: Mesh) -> int:
+    """Return the peak bytes of ZeRO-2's full-size gradient buckets, being filled or being reduced.
+
+    Filled at once: a sublayer's two matrices, the word embedding (the head adds to it first), one more per further
+    chunk, and all buckets of vectors. Being reduced: MAX_REDUCES_IN_FLIGHT, twice on CPUs, where a reduce-scatter
+    receives into buffers of its own (comm/collectives.py).
+    """
     if gradient_shards(config) == 1:
         return 0
-    flat = bucket_sizes(config, at)
-    matrices = sorted(size for kind, size in flat if kind.decay)
-    filled = sum(matrices[-2 - config.virtual_stages:]) + sum(size for kind, size in flat if not kind.decay)
-    travelling = MAX_REDUCES_IN_FLIGHT * max(size for _, size in flat) * (1 if config.device == "cuda" else 2)
-    return bytes_per_main_element(config) * (filled + travelling)
+    buckets = bucket_sizes(config, mesh)
+    matrices = sorted(size for kind, size in buckets if kind.decay)
+    filled = sum(matrices[-2 - config.virtual_stages:]) + sum(size for kind, size in buckets if not kind.decay)
+    reduced = MAX_REDUCES_IN_FLIGHT * max(size for _, size in buckets) * (1 if config.device == "cuda" else 2)
+    return bytes_per_main_element(config) * (filled + reduced)
 
 
-def pair_working_bytes(config: Config, at, sublayers: int) -> float:
-    """Of a pair's forward that is through with so many sublayers, none of which its backward has given up in turn, and
-    of what both have at hand besides, about 4 X. (The embedding and the head are a turn each.)"""
-    if all(len(action.halves) == 1 for action in stage_actions(config, at)):
+def pair_working_bytes(config: Config, mesh: Mesh, sublayers: int) -> float:
+    """Return what a pair of forward and backward needs besides one tape, when its forward has done `sublayers`.
+
+    These are the sublayers that forward has added to one tape before backward has freed as many of the other, and about
+    4 X of temporaries. Embedding and head take one turn each.
+    """
+    if all(len(action.halves) == 1 for action in stage_actions(config, mesh)):
         return 0
-    own, (q, k, before, after) = residual_bytes(config), (one / config.tp for one in qkv_and_mlp_bytes(config))
-    forgets = GRANULARITIES[config.recompute_granularity]
-    links = [own + ("h" not in forgets) * (own + columns) + ("activation" not in forgets) * rows
-             for columns, rows in ((q + 2 * k, q), (before, after))]
-    return 4 * hidden_bytes(config) + sum(links[:max(sublayers, 0)])
+    residual, (q, k, before, after) = residual_bytes(config), (size / config.tp for size in qkv_and_mlp_bytes(config))
+    dropped = GRANULARITIES[config.recompute_granularity]
+    kept = [residual + ("h" not in dropped) * (residual + columns) + ("activation" not in dropped) * rows
+            for columns, rows in ((q + 2 * k, q), (before, after))]
+    return 4 * hidden_bytes(config) + sum(kept[:max(sublayers, 0)])
 
 
-def tape_and_receive_bytes(config: Config, at) -> int:
-    """Of gradients on their way to the sum, with what is still held of tapes, at most: on CPUs a reduce-scatter
-    receives into memory of its own (collectives.py), of each chunk after its last action."""
+def tape_and_receive_bytes(config: Config, mesh: Mesh) -> int:
+    """Return the peak bytes of tapes plus the buffers that gradients are received into; 0 if there are none.
+
+    On CPUs a reduce-scatter receives into buffers of its own (comm/collectives.py), after each chunk's last action.
+    """
     if optimizer_shards(config) == 1 or gradient_shards(config) > 1 or config.device == "cuda":
         return 0
-    chunks, row = stage_model(config, at).chunks, stage_actions(config, at)
+    chunks, row = stage_model(config, mesh).chunks, stage_actions(config, mesh)
     last = {half.chunk: number for number, action in enumerate(row) for half in action.halves}
-    part = bytes_per_main_element(config) * sum(size for _, size in bucket_sizes(config, at)) / sum(len(chunk.layers) for chunk in chunks)
-    received = [sum(part * len(chunks[chunk].layers) for chunk in last if last[chunk] <= number)
+    layers = sum(len(chunk.layers) for chunk in chunks)
+    layer = bytes_per_main_element(config) * sum(size for _, size in bucket_sizes(config, mesh)) / layers
+    received = [sum(layer * len(chunks[chunk].layers) for chunk in last if last[chunk] <= number)
                 for number in range(len(row))]
-    return round(max(held + here for held, here in zip(tape_bytes_over_time(config, at), received) if here))
+    tapes = tape_bytes_over_time(config, mesh)
+    return round(max(kept + buffers for kept, buffers in zip(tapes, received) if buffers))
 
 
-def peak_bytes(config: Config, at) -> int:
-    """State, messages, and the larger of two moments: activations with what comes and goes beside them, or, once
-    backward has used these up, received gradients. An estimate within a few percent."""
-    return (sum(state_bytes(config, at).values()) + message_bytes(config, at)
-            + max(tape_bytes(config, at) + working_bytes(config, at), tape_and_receive_bytes(config, at)))
+def peak_bytes(config: Config, mesh: Mesh) -> int:
+    """Estimate a rank's peak memory within a few percent.
+
+    State and messages, plus the larger of: tapes with working memory; the remaining tapes with received gradients.
+    """
+    return (sum(state_bytes(config, mesh).values()) + message_bytes(config, mesh)
+            + max(tape_bytes(config, mesh) + working_bytes(config, mesh), tape_and_receive_bytes(config, mesh)))
 
 
 def fullest_rank_bytes(config: Config) -> int:
-    """The peak of the fullest rank."""
+    """Return the largest peak of any rank."""
     return max(peak_bytes(config, mesh_at(config, stage)) for stage in range(config.pp))
 
 
-# What NCCL keeps of a GPU for each connection of a channel, in and out: 10 MiB to receive into (buffers of its three
-# protocols, of 4 MiB for large messages: NCCL_BUFFSIZE) and 2 MiB to send from, as NCCL_DEBUG_SUBSYS=ALLOC lists it in
-# github.com/NVIDIA/nccl/issues/1685. The quicker the links, the more channels: taken are 24, for NVLink.
+# ---- NCCL
+
+# Per connection of a channel NCCL allocates 10 MiB to receive into (three protocols' buffers, 4 MiB of it for large
+# messages: NCCL_BUFFSIZE) and 2 MiB to send from, as NCCL_DEBUG_SUBSYS=ALLOC lists it in
+# github.com/NVIDIA/nccl/issues/1685. Faster links get more channels; 24 is for NVLink.
 CONNECTION_BYTES, CHANNELS = 12 * 2**20, 24
 
 
-def communicator_bytes(config: Config, at: Mesh) -> int:
-    """Of NCCL's own buffers on a GPU, about: outside of torch's allocator, so no part of peak_bytes. A ring has one
-    connection in and one out, of however many ranks it is; messages have one with each neighbour, on fewer channels.
-    What NCCL adds for trees, and for switches that sum, is left out."""
+def communicator_bytes(config: Config, mesh: Mesh) -> int:
+    """Estimate NCCL's own buffers on a GPU. They are outside of torch's allocator, so peak_bytes excludes them.
+
+    A ring has one connection each way, whatever its size. Point-to-point messages connect each pair of neighbours on
+    fewer channels. Trees and in-network reduction would add to it.
+    """
     if config.device != "cuda":
         return 0
-    tied = stage_model(config, at).tied_copy is not None
+    tied = stage_model(config, mesh).tied_copy is not None
     rings = CHANNELS * sum((config.world_size > 1, config.tp > 1, config.dp > 1, tied))
-    neighbours = sum(at.pp_rank in pair for pair in config.placement.neighbours)
-    messages = PIPELINE_THREAD_BLOCKS * (1 + neighbours) if config.pp > 1 else 0           # stages meet in a ring, once
+    neighbours = sum(mesh.pp_rank in pair for pair in config.placement.neighbours)
+    messages = PIPELINE_THREAD_BLOCKS * (1 + neighbours) if config.pp > 1 else 0           # 1: the ring in which stages meet
     return CONNECTION_BYTES * (rings + messages)

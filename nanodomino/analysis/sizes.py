@@ -1,3 +1,16 @@
+"""The quantities that the formulas of this package are made of, for one rank of a Config.
+
+    b, s, h       samples of a microbatch, tokens of a sample, hidden size; ffn is the width of the MLP, V the padded
+                  vocabulary
+    t, p, d       tensor, pipeline and data parallel sizes
+    m, v          microbatches of a step; chunks of layers on a stage
+    e, w          bytes of an element of the weights and activations; of the main gradients and the optimizer state
+    X = e b s h   bytes of one activation [b, s, h], such as the output of a layer
+
+A rank is given by its Mesh, real or without processes (`mesh_at`). Shapes come from the model itself, built on the meta
+device, so nothing is allocated and nothing runs.
+"""
+
 from functools import lru_cache
 
 from nanodomino.config.config import Config
@@ -6,111 +19,6 @@ from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.model import GPT, meta_model, meta_stage
 from nanodomino.optim.buckets import ParameterKind, flat_layout, sort_into_buckets
 from nanodomino.parallel import VocabParallelEmbedding
-
-
-# ---- the grid
-
-
-def all_meshes(config: Config) -> list[Mesh]:
-    """Every rank's place, in order: tp fastest, then dp, then pp (2104.04473, section 3)."""
-    return [mesh_at(config, stage, replica, rank)
-            for stage in range(config.pp) for replica in range(config.dp) for rank in range(config.tp)]
-
-
-def mesh_at(config: Config, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
-    """`at` of all that follows. A Mesh of real processes will do as well."""
-    return meta_mesh(config.pp, config.dp, config.tp, pp_rank, dp_rank, tp_rank)
-
-
-def group_ranks(at: Mesh, group: str) -> list[int]:
-    """World ranks of this place's group: tp, dp, pp, embedding (first and last stage) or world."""
-    return {"tp": [at.rank_of(at.pp_rank, at.dp_rank, i) for i in range(at.tp)],
-            "dp": [at.rank_of(at.pp_rank, i, at.tp_rank) for i in range(at.dp)],
-            "pp": [at.stage_rank(i) for i in range(at.pp)],
-            "embedding": [at.stage_rank(i) for i in (0, at.pp - 1)],
-            "world": list(range(at.pp * at.dp * at.tp))}[group]
-
-
-def stage_model(config: Config, at: Mesh) -> GPT:
-    """The model's stage at this place, without memory."""
-    return meta_stage(config, at.pp_rank, at.tp_rank)
-
-
-def stage_actions(config: Config, at: Mesh) -> tuple:
-    """What this place's stage does in a step."""
-    return config.timetable.rows[at.pp_rank]
-
-
-def slice_count(config: Config) -> int:
-    """Into how many a microbatch is cut."""
-    return min(config.slices, config.micro_batch_size)
-
-
-def bytes_per_element(config: Config) -> int:
-    """e: bytes of an element of the weights and activations."""
-    return config.params_dtype.itemsize
-
-
-def bytes_per_main_element(config: Config) -> int:
-    """w: bytes of what is kept in fp32, or in the wider type of the weights."""
-    return max(4, bytes_per_element(config))
-
-
-def tokens_per_microbatch(config: Config) -> int:
-    """Of a microbatch."""
-    return config.micro_batch_size * config.seq_length
-
-
-def hidden_bytes(config: Config) -> int:
-    """X: bytes of the activation of a microbatch."""
-    return bytes_per_element(config) * tokens_per_microbatch(config) * config.hidden_size
-
-
-def residual_bytes(config: Config) -> float:
-    """Bytes of what a rank has of it between two sublayers: X, or X/t."""
-    return hidden_bytes(config) / config.sequence_shards
-
-
-# ---- model state
-
-def optimizer_shards(config: Config) -> int:
-    """Into how many parts the optimizer is cut."""
-    return config.dp if config.zero_stage else 1
-
-
-def gradient_shards(config: Config) -> int:
-    """Into how many parts the gradients are cut."""
-    return config.dp if config.zero_stage == 2 else 1
-
-
-def gradient_reductions(config: Config) -> int:
-    """How often in a step gradients are summed over the replicas."""
-    return config.microbatches if gradient_shards(config) > 1 else 1
-
-
-@lru_cache(maxsize=1024)
-def stage_bucket_sizes(config: Config, pp_rank: int) -> list[tuple[ParameterKind, int]]:
-    return [(kind, flat_layout(weights, optimizer_shards(config))[1]) for kind, weights in
-            sort_into_buckets(meta_stage(config, pp_rank))]
-
-
-def bucket_sizes(config: Config, at: Mesh) -> list[tuple[ParameterKind, int]]:
-    """(kind, elements with padding) of each flat buffer; the same on all ranks of a stage."""
-    return stage_bucket_sizes(config, at.pp_rank)
-
-
-def qkv_and_mlp_bytes(config: Config) -> tuple[int, int, int, int]:
-    """Bytes of a microbatch's q; k, or v; what an MLP's activation takes, and gives. Of all ranks together."""
-    each = bytes_per_element(config) * tokens_per_microbatch(config)
-    heads, groups, after = config.num_attention_heads, config.num_query_groups, each * config.ffn_hidden_size
-    return (each * heads * config.kv_channels, each * groups * config.kv_channels,
-            ACTIVATIONS[config.activation].inputs * after, after)
-
-
-def local_vocab_size(config: Config, at: Mesh) -> int:
-    """Logits of a token on this rank, whose stage has the head: its words, rounded up (VocabParallelEmbedding)."""
-    return stage_model(config, at).head[0].num_logits
-
 
 # ---- the whole model
 
@@ -130,3 +38,108 @@ def flops_per_token(config: Config) -> float:
     learned = config.position_embedding_type == "learned_absolute"
     parameters = parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
     return 6 * parameters + 12 * config.num_layers * config.num_attention_heads * config.kv_channels * config.seq_length
+
+
+# ---- the ranks
+
+
+def mesh_at(config: Config, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
+    """Return the Mesh of one rank, without processes."""
+    return meta_mesh(config.pp, config.dp, config.tp, pp_rank, dp_rank, tp_rank)
+
+
+def all_meshes(config: Config) -> list[Mesh]:
+    """Return the Mesh of every rank in rank order: tp varies fastest, then dp, then pp (2104.04473, section 3)."""
+    return [mesh_at(config, pp_rank, dp_rank, tp_rank)
+            for pp_rank in range(config.pp) for dp_rank in range(config.dp) for tp_rank in range(config.tp)]
+
+
+def group_ranks(mesh: Mesh, group: str) -> list[int]:
+    """Return the world ranks of a process group: tp, dp, pp, embedding (first and last stage) or world."""
+    return {"tp": [mesh.rank_of(mesh.pp_rank, mesh.dp_rank, i) for i in range(mesh.tp)],
+            "dp": [mesh.rank_of(mesh.pp_rank, i, mesh.tp_rank) for i in range(mesh.dp)],
+            "pp": [mesh.stage_rank(i) for i in range(mesh.pp)],
+            "embedding": [mesh.stage_rank(i) for i in (0, mesh.pp - 1)],
+            "world": list(range(mesh.pp * mesh.dp * mesh.tp))}[group]
+
+
+def stage_model(config: Config, mesh: Mesh) -> GPT:
+    """Return this rank's part of the model on the meta device."""
+    return meta_stage(config, mesh.pp_rank, mesh.tp_rank)
+
+
+def stage_actions(config: Config, mesh: Mesh) -> tuple:
+    """Return the forwards and backwards of this rank's stage in one step."""
+    return config.timetable.rows[mesh.pp_rank]
+
+
+# ---- bytes and counts
+
+def slice_count(config: Config) -> int:
+    return min(config.slices, config.micro_batch_size)
+
+
+def bytes_per_element(config: Config) -> int:
+    """e: bytes of an element of the weights and activations."""
+    return config.params_dtype.itemsize
+
+
+def bytes_per_main_element(config: Config) -> int:
+    """w: bytes of an element of the main gradients and the optimizer state: fp32, or fp64 for fp64 weights."""
+    return max(4, bytes_per_element(config))
+
+
+def tokens_per_microbatch(config: Config) -> int:
+    return config.micro_batch_size * config.seq_length
+
+
+def hidden_bytes(config: Config) -> int:
+    """X: bytes of one activation [b, s, h]."""
+    return bytes_per_element(config) * tokens_per_microbatch(config) * config.hidden_size
+
+
+def residual_bytes(config: Config) -> float:
+    """Bytes of a rank's part of the residual stream: X, or X/t with sequence parallelism."""
+    return hidden_bytes(config) / config.sequence_shards
+
+
+def qkv_and_mlp_bytes(config: Config) -> tuple[int, int, int, int]:
+    """Return the bytes, summed over all tp ranks, of q; of k (v has as many); of the MLP before and after its
+    activation function."""
+    column = bytes_per_element(config) * tokens_per_microbatch(config)
+    after = column * config.ffn_hidden_size
+    q, k = (column * heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))
+    return q, k, ACTIVATIONS[config.activation].inputs * after, after
+
+
+def local_vocab_size(config: Config, mesh: Mesh) -> int:
+    """Return the number of logits of a token on this rank, whose stage must hold the head."""
+    return stage_model(config, mesh).head[0].num_logits
+
+
+# ---- parameters, gradients, optimizer state
+
+def optimizer_shards(config: Config) -> int:
+    """Return the number of shards of the optimizer state: dp in ZeRO-1 and ZeRO-2."""
+    return config.dp if config.zero_stage else 1
+
+
+def gradient_shards(config: Config) -> int:
+    """Return the number of shards of the gradients: dp in ZeRO-2."""
+    return config.dp if config.zero_stage == 2 else 1
+
+
+def gradient_reductions(config: Config) -> int:
+    """Return how often a step sums each gradient over the replicas."""
+    return config.microbatches if gradient_shards(config) > 1 else 1
+
+
+def bucket_sizes(config: Config, mesh: Mesh) -> list[tuple[ParameterKind, int]]:
+    """Return (kind, number of elements with padding) of each flat bucket; equal on all ranks of a stage."""
+    return stage_bucket_sizes(config, mesh.pp_rank)
+
+
+@lru_cache(maxsize=1024)
+def stage_bucket_sizes(config: Config, pp_rank: int) -> list[tuple[ParameterKind, int]]:
+    return [(kind, flat_layout(weights, optimizer_shards(config))[1])
+            for kind, weights in sort_into_buckets(meta_stage(config, pp_rank))]
