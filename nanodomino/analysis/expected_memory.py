@@ -121,7 +121,7 @@ def chunk_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, floa
     """Return what a tape keeps of a chunk besides its layers: tokens, embedding, head or output."""
     e, w, n = bytes_per_element(config), bytes_per_main_element(config), tokens_per_microbatch(config)
     kept = {}
-    if chunk.pre_process or chunk.post_process or config.uses_document_boundaries:       # documents: every chunk has tokens
+    if chunk.pre_process or chunk.post_process or config.uses_document_boundaries:   # then every chunk
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # s + 1 tokens of a sample: the last is only a label
         kept["positions, loss mask"] = 8 * (n if config.reset_position_ids else config.seq_length) + 4 * n
     kept |= document_tape_bytes(config)
@@ -221,7 +221,7 @@ def host_bytes(config: Config, mesh: Mesh) -> int:
 # ---- messages, working memory, peak
 
 def message_bytes(config: Config, mesh: Mesh) -> int:
-    """Return the peak bytes of messages between chunks, from the stage's actions, as pipeline.P2PCommunicator keeps them.
+    """Return the peak bytes of messages between chunks, as pipeline.P2PCommunicator keeps them.
 
     A receive buffer lives from its post to the action that uses it; a sent tensor, until p later ones have been sent.
     With one slice the sent tensor is part of the tape, and counts only after the tape is gone.
@@ -361,5 +361,5 @@ def communicator_bytes(config: Config, mesh: Mesh) -> int:
     tied = stage_model(config, mesh).tied_copy is not None
     rings = CHANNELS * sum((config.world_size > 1, config.tp > 1, config.dp > 1, tied))
     neighbours = sum(mesh.pp_rank in pair for pair in config.placement.neighbours)
-    messages = PIPELINE_THREAD_BLOCKS * (1 + neighbours) if config.pp > 1 else 0           # 1: the ring in which stages meet
+    messages = PIPELINE_THREAD_BLOCKS * (1 + neighbours) if config.pp > 1 else 0   # 1: the ring in which stages meet
     return CONNECTION_BYTES * (rings + messages)

@@ -68,8 +68,8 @@ def step_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
 def tensor_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Traffic]:
     """Return the tp group's collectives. chunks: some of the stage's chunks; None for all.
 
-    Each sublayer all-reduces its output forward and its input's gradient backward. With sequence parallelism both become
-    an all-gather and a reduce-scatter, and backward gathers the input h once more for the weight gradient.
+    Each sublayer all-reduces its output forward and its input's gradient backward. With sequence parallelism both
+    become an all-gather and a reduce-scatter, and backward gathers the input h once more for the weight gradient.
     """
     if config.tp == 1:
         return []
@@ -112,8 +112,8 @@ def pipeline_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
 def once_per_step_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
     """Return the dp group's collectives and the other all-reduces that finish a step.
 
-    Gradients are summed over the replicas once a step, in ZeRO-2 once a microbatch. The first and the last stage sum the
-    gradient of a tied embedding. With sequence parallelism the tp ranks sum the gradients of norms and biases, as each
+    Gradients are summed over the replicas once a step, in ZeRO-2 once a microbatch. The first and the last stage sum
+    the gradient of a tied embedding. With sequence parallelism the tp ranks sum the gradients of norms and biases, as each
     rank has seen only its own tokens. All ranks sum the loss, the token count, the squared norm and the stop flag.
     """
     e, w, shards = bytes_per_element(config), bytes_per_main_element(config), optimizer_shards(config)
