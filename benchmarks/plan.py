@@ -114,9 +114,9 @@ def answer(flags, launch):
 def machine_of(flags, name: str, network: float, per_host: int) -> Machine:
     """A GPU of the table, at the rates that the flags say it reaches. network: Gbit/s to other hosts."""
     gpu, reached = GPUS[name], flags.wire_efficiency
-    return Machine(products=PEAK_FLOPS[name] * flags.product_efficiency, near=gpu.link_rate * reached,
-                   far=network / 8 * 1e9 * reached, latency=flags.latency * 1e-6, per_host=per_host,
-                   memory=gpu.memory_rate * reached, host=gpu.host_rate * reached)
+    return Machine(matmul_rate=PEAK_FLOPS[name] * flags.product_efficiency, intra_host_rate=gpu.link_rate * reached,
+                   inter_host_rate=network / 8 * 1e9 * reached, latency=flags.latency * 1e-6, ranks_per_host=per_host,
+                   memory_rate=gpu.memory_rate * reached, host_copy_rate=gpu.host_rate * reached)
 
 
 def plan(config: Config, flags):
@@ -338,8 +338,8 @@ def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
                      for name in held}
     return {"question": "plan", "gpu": "here", "gpus": config.world_size, "tp": config.tp, "pp": config.pp,
             "dp": config.dp, "slices": config.slices,
-            "machine": {name: statistics.median(getattr(one, name) for one in machines)
-                        for name in ("products", "near", "memory")},
+            "machine": {name: statistics.median(getattr(one, rate) for one in machines) for name, rate in
+                        (("products", "matmul_rate"), ("near", "intra_host_rate"), ("memory", "memory_rate"))},
             "predicted_s": predicted, "measured_s": measured,
             "measured_over_predicted": statistics.median(one / other for one, other in zip(measured, predicted)),
             "memory_errors": memory_errors,

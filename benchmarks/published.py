@@ -87,7 +87,7 @@ def seconds(config: Config, machine: Machine, costs=step_time.action_costs) -> f
     (real,) = step_time.simulate_schedule(config, machine, [costs(config, machine, at) for at in stages], messages=(True,))
     once = max(step_time.exposed_data_parallel_seconds(config, machine, at, row) for at, row in zip(stages, real))
     return (simulation.step_time(real) + once
-            + max(step_time.optimizer_memory_traffic(config, at) for at in stages) / machine.memory)
+            + max(step_time.optimizer_memory_traffic(config, at) for at in stages) / machine.memory_rate)
 
 
 def before_backward(config: Config, machine: Machine, at, seconds_of) -> dict:
@@ -95,14 +95,14 @@ def before_backward(config: Config, machine: Machine, at, seconds_of) -> dict:
     found = step_time.action_costs(config, machine, at)
     for number, chunk in enumerate(sizes.stage_model(config, at).chunks):
         cost = found["backward", number]
-        found["backward", number] = dataclasses.replace(cost, work=cost.work + seconds_of(chunk))
+        found["backward", number] = dataclasses.replace(cost, compute=cost.compute + seconds_of(chunk))
     return found
 
 
 def layers_again(config: Config, machine: Machine, at) -> dict:
     """With a forward of the layers, and their sums."""
     def seconds_of(chunk):
-        dense, _, attention = (count / machine.products for count in step_time.forward_flops(config, at, chunk))
+        dense, _, attention = (count / machine.matmul_rate for count in step_time.forward_flops(config, at, chunk))
         sums = [one for one in expected_traffic.tensor_parallel_traffic(config, at, [chunk]) if one.why == "layers forward"]
         wires = step_time.communication_seconds(config, machine, at, sums) / config.microbatches
         return action_seconds(config, Cost(dense + attention, wires))
@@ -113,12 +113,12 @@ def layers_again(config: Config, machine: Machine, at) -> dict:
 def attention_again(config: Config, machine: Machine, at) -> dict:
     """With attention's own products, which have no sums."""
     return before_backward(config, machine, at,
-                           lambda chunk: step_time.forward_flops(config, at, chunk)[2] / machine.products)
+                           lambda chunk: step_time.forward_flops(config, at, chunk)[2] / machine.matmul_rate)
 
 
 def blocking(config: Config, machine: Machine, at) -> dict:
     """The costs of actions where every sum is waited for."""
-    return {what: Cost(cost.work + cost.cover, cost.wires)
+    return {what: Cost(cost.compute + cost.independent, cost.communication)
             for what, cost in step_time.action_costs(config, machine, at).items()}
 
 
@@ -151,7 +151,7 @@ def gain(run: Run, machine: Machine) -> float:
 
 def wires(run: Run, machine: Machine) -> float:
     """Percent of a step whose sums are waited for, by which it would be shorter if they took no time."""
-    free = dataclasses.replace(machine, near=math.inf, far=math.inf, latency=0.0)
+    free = dataclasses.replace(machine, intra_host_rate=math.inf, inter_host_rate=math.inf, latency=0.0)
     return 100 * (1 - seconds(run.config, free, blocking) / seconds(run.config, machine, blocking))
 
 

@@ -113,8 +113,8 @@ def once_per_step_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
     """Return the dp group's collectives and the other all-reduces that finish a step.
 
     Gradients are summed over the replicas once a step, in ZeRO-2 once a microbatch. The first and the last stage sum
-    the gradient of a tied embedding. With sequence parallelism the tp ranks sum the gradients of norms and biases, as each
-    rank has seen only its own tokens. All ranks sum the loss, the token count, the squared norm and the stop flag.
+    the gradient of a tied embedding. With sequence parallelism the tp ranks sum the gradients of norms and biases, as
+    each rank has seen only its own tokens. All ranks sum the loss, the token count, the squared norm and the stop flag.
     """
     e, w, shards = bytes_per_element(config), bytes_per_main_element(config), optimizer_shards(config)
     buckets, times = bucket_sizes(config, mesh), gradient_reductions(config)

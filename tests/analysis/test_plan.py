@@ -230,13 +230,13 @@ def test_zero_2_scatters_as_often_as_there_are_microbatches():
 
 def test_with_free_wires_the_step_is_the_products_and_a_bubble_of_p_minus_1_by_m():
     config = cluster(32, **TP8, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
-    parts = step_time.step_seconds(config, machine(products=1e12))
+    parts = step_time.step_seconds(config, machine(matmul_rate=1e12))
     assert parts["bubble"] / parts["products"] == pytest.approx(3 / 16, rel=1e-3)
     assert sum(parts.values()) == pytest.approx(parts["products"] + parts["bubble"])
     (chunk,) = sizes.stage_model(config, sizes.mesh_at(config, 3)).chunks
     alone = sum(step_time.forward_flops(config, sizes.mesh_at(config, 3), chunk)) * 3 * 16 / 1e12
     assert parts["products"] == pytest.approx(alone)
-    paired = step_time.step_seconds(dataclasses.replace(config, schedule="paired"), machine(products=1e12))
+    paired = step_time.step_seconds(dataclasses.replace(config, schedule="paired"), machine(matmul_rate=1e12))
     assert paired == {name: pytest.approx(part)
                       for name, part in parts.items()}, "without wires there is nothing to hide"
 
@@ -244,7 +244,7 @@ def test_with_free_wires_the_step_is_the_products_and_a_bubble_of_p_minus_1_by_m
 @pytest.mark.parametrize("chunks", [2, 5])
 def test_chunks_shorten_the_bubble_by_their_number(chunks):
     config = cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
-    whole, cut = (step_time.step_seconds(one, machine(products=1e12)) for one in
+    whole, cut = (step_time.step_seconds(one, machine(matmul_rate=1e12)) for one in
                   (config, dataclasses.replace(config, schedule="interleaved", virtual_stages=chunks)))
     assert cut["products"] == whole["products"] and cut["bubble"] == pytest.approx(whole["bubble"] / chunks, rel=0.01)
 
@@ -253,7 +253,7 @@ def test_chunks_shorten_the_bubble_by_their_number(chunks):
 def test_where_weight_gradients_fill_the_bubble_only_a_part_of_it_is_left(schedule):
     """(p - 1)(F + B - W) of (p - 1)(F + B + W), which is a third if all are equal; attention has no W."""
     config = cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
-    plain, zero = (step_time.step_seconds(one, machine(products=1e12)) for one in
+    plain, zero = (step_time.step_seconds(one, machine(matmul_rate=1e12)) for one in
                    (config, cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16,
                                     schedule=schedule)))
     assert zero["products"] == plain["products"] and zero["bubble"] < 0.45 * plain["bubble"]
@@ -271,21 +271,21 @@ def test_a_pair_takes_as_long_as_all_work_or_all_wires_of_both(slices):
     """At two wires, one of which is faster than the work of both and one slower."""
     config = cluster(8, **TP8, micro_batch_size=2, slices=slices)
     for near in (3e10, 2e9):
-        forward, backward, both = pair_of_halves(config, machine(products=1e13, near=near))
-        work = forward.work + backward.work + backward.cover
-        assert both == pytest.approx(max(work, forward.wires + backward.wires))
+        forward, backward, both = pair_of_halves(config, machine(matmul_rate=1e13, intra_host_rate=near))
+        work = forward.compute + backward.compute + backward.independent
+        assert both == pytest.approx(max(work, forward.communication + backward.communication))
         assert (near == 3e10) == (both == pytest.approx(work))
 
 
 def test_weight_gradients_that_are_done_apart_cover_no_wires():
     config = cluster(8, **TP8, micro_batch_size=2, slices=1, vocab_size=128)
-    costs = step_time.action_costs(config, machine(products=1e12, near=1e10), sizes.mesh_at(config))
+    costs = step_time.action_costs(config, machine(matmul_rate=1e12, intra_host_rate=1e10), sizes.mesh_at(config))
     whole, apart, rest = (costs[kind, 0] for kind in ("backward", "input_backward", "weight_backward"))
-    assert apart.cover < 0.01 * whole.cover and rest.wires == rest.cover == 0
-    assert apart.work + apart.cover + rest.work == pytest.approx(whole.work + whole.cover)
+    assert apart.independent < 0.01 * whole.independent and rest.communication == rest.independent == 0
+    assert apart.compute + apart.independent + rest.compute == pytest.approx(whole.compute + whole.independent)
     together, both = (step_time.action_seconds(config, whole),
                       step_time.action_seconds(config, apart) + step_time.action_seconds(config, rest))
-    assert both - together == pytest.approx(min(whole.wires, whole.cover), rel=0.02)
+    assert both - together == pytest.approx(min(whole.communication, whole.independent), rel=0.02)
 
 
 @pytest.mark.parametrize("granularity, again", [("selective", lambda dense, attention: attention),
@@ -295,7 +295,7 @@ def test_what_is_computed_again_is_added_to_the_products(granularity, again):
     step."""
     plain = cluster(32, **TP8, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
     config, at = dataclasses.replace(plain, recompute_granularity=granularity), sizes.mesh_at(plain)
-    one = machine(products=1e12)
+    one = machine(matmul_rate=1e12)
     (chunk,) = sizes.stage_model(plain, at).chunks
     dense, _, attention = step_time.forward_flops(plain, at, chunk)
     before, after = step_time.step_seconds(plain, one), step_time.step_seconds(config, one)
@@ -309,9 +309,9 @@ def test_what_is_computed_again_covers_sums_as_weight_gradients_do():
     """With one slice, at sums that take longer than these."""
     config = cluster(8, **TP8, micro_batch_size=1, slices=1, vocab_size=128)
     again = dataclasses.replace(config, recompute_granularity="full")
-    at, one = sizes.mesh_at(config), machine(products=1e13, near=1e9)
+    at, one = sizes.mesh_at(config), machine(matmul_rate=1e13, intra_host_rate=1e9)
     plain, longer = (step_time.action_costs(each, one, at)["backward", 0] for each in (config, again))
-    assert plain.wires > longer.cover > plain.cover
+    assert plain.communication > longer.independent > plain.independent
     assert step_time.action_seconds(config, plain) == step_time.action_seconds(again, longer)
 
 
@@ -320,8 +320,8 @@ def test_copies_to_the_host_take_time_where_they_are_longer_than_all_else():
     config = cluster(8, **TP8, vocab_size=128, global_batch_size=2, recompute_granularity="full",
                      checkpoint_in_cpu=True, device="cuda")
     # 2 microbatches, out and back, of 2 x 40 sublayers
-    one, copied = machine(products=1e14), 2 * 2 * 2 * 40 * sizes.hidden_bytes(config)
-    fast, slow = (step_time.step_seconds(config, dataclasses.replace(one, host=rate)) for rate in (1e15, 1e9))
+    one, copied = machine(matmul_rate=1e14), 2 * 2 * 2 * 40 * sizes.hidden_bytes(config)
+    fast, slow = (step_time.step_seconds(config, dataclasses.replace(one, host_copy_rate=rate)) for rate in (1e15, 1e9))
     assert fast["host copies"] == pytest.approx(0.0) and sum(slow.values()) == pytest.approx(copied / 1e9)
     assert slow["products"] == fast["products"] and slow["host copies"] > 0.5 * copied / 1e9
 
@@ -342,15 +342,15 @@ def test_gradients_of_a_chunk_travel_while_the_others_go_backward():
     chunks = cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, schedule="interleaved",
                      global_batch_size=4, vocab_size=128)
     whole, at = dataclasses.replace(chunks, schedule="1f1b", virtual_stages=1), sizes.mesh_at(chunks)
-    fast = machine(products=1e13)
+    fast = machine(matmul_rate=1e13)
     end, last, outlast = exposed_of(chunks, fast)
     assert outlast == pytest.approx(0, abs=1e-9 * end)
     sums = [found for found in expected_traffic.once_per_step_traffic(chunks, at) if found.backward]
-    slow = dataclasses.replace(fast, near=step_time.communication_seconds(chunks, machine(near=1.0), at,
-                                                                          sums) / (3 * last))
+    slow = dataclasses.replace(fast, intra_host_rate=step_time.communication_seconds(
+        chunks, machine(intra_host_rate=1.0), at, sums) / (3 * last))
     assert exposed_of(chunks, slow)[2] == pytest.approx(last, rel=0.01)
     assert exposed_of(whole, slow)[1:] == (pytest.approx(2 * last, rel=0.01), pytest.approx(last, rel=0.02))
-    slower = dataclasses.replace(slow, near=slow.near / 2)
+    slower = dataclasses.replace(slow, intra_host_rate=slow.intra_host_rate / 2)
     assert (exposed_of(chunks, slower)[2], exposed_of(whole, slower)[2]) == (pytest.approx(4 * last, rel=0.01),) * 2
 
 
@@ -359,11 +359,11 @@ def test_zero_2_costs_nothing_where_backward_hides_its_wires_and_else_m_times_wh
     one, two = (cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, zero_stage=stage, global_batch_size=16,
                         vocab_size=128)
                 for stage in (1, 2))
-    at, fast = sizes.mesh_at(two), machine(products=1e13)
+    at, fast = sizes.mesh_at(two), machine(matmul_rate=1e13)
     backward = step_time.action_seconds(one, step_time.action_costs(one, fast, at)["backward", 0])
-    sums, _ = step_time.data_parallel_seconds(two, machine(near=1.0), at)
+    sums, _ = step_time.data_parallel_seconds(two, machine(intra_host_rate=1.0), at)
     for factor, lost in ((0.5, 0.0), (2.0, 8 * backward)):
-        slow = dataclasses.replace(fast, near=sums / (factor * backward))
+        slow = dataclasses.replace(fast, intra_host_rate=sums / (factor * backward))
         once, often = (step_time.step_seconds(config, slow) for config in (one, two))
         _, gathered = step_time.data_parallel_seconds(one, slow, at)
         assert often["dp wires"] == pytest.approx(lost + gathered, rel=0.01, abs=1e-6 * backward)
@@ -376,8 +376,8 @@ def test_zero_2_costs_nothing_where_backward_hides_its_wires_and_else_m_times_wh
 def test_messages_delay_every_turn_of_1f1b_and_only_the_ends_of_gpipe():
     """Two stages on two hosts, 16 microbatches, whose messages take as long as a thousandth of the work."""
     config = cluster(16, **TP8, pipeline_model_parallel_size=2, vocab_size=128, global_batch_size=16)
-    one = machine(products=1e12, far=1e9)
-    message = sizes.hidden_bytes(config) / one.far
+    one = machine(matmul_rate=1e12, inter_host_rate=1e9)
+    message = sizes.hidden_bytes(config) / one.inter_host_rate
     for schedule, messages in (("1f1b", 16), ("gpipe", 2)):
         parts = step_time.step_seconds(dataclasses.replace(config, schedule=schedule), one)
         assert parts["pp wires"] == pytest.approx(messages * message, rel=0.1)
@@ -387,7 +387,7 @@ def test_messages_delay_every_turn_of_1f1b_and_only_the_ends_of_gpipe():
 def test_slices_hide_wires_that_are_faster_than_work_and_columns_all_but_one_chunk(slices, columns, exposed):
     """Forward; backward, the weight gradients cover wires that are this fast."""
     config = cluster(8, **TP8, micro_batch_size=2, global_batch_size=2, slices=slices, columns=columns)
-    one = machine(products=1e12, near=1e12)
+    one = machine(matmul_rate=1e12, intra_host_rate=1e12)
     at = sizes.mesh_at(config)
     sums = [found for found in expected_traffic.tensor_parallel_traffic(config, at) if not found.backward]
     wires = step_time.communication_seconds(config, one, at, sums)
@@ -398,17 +398,17 @@ def test_slices_hide_wires_that_are_faster_than_work_and_columns_all_but_one_chu
 
 def test_where_wires_are_slower_than_work_the_step_is_as_long_as_its_wires():
     config = cluster(8, **TP8, micro_batch_size=2, global_batch_size=2, slices=2)
-    at, one = sizes.mesh_at(config), machine(products=1e18, near=1e9)
+    at, one = sizes.mesh_at(config), machine(matmul_rate=1e18, intra_host_rate=1e9)
     wires = step_time.communication_seconds(config, one, at, expected_traffic.tensor_parallel_traffic(config, at))
     assert sum(step_time.step_seconds(config, one).values()) == pytest.approx(wires)
 
 
 def test_a_group_that_leaves_its_host_travels_on_the_network():
     config = cluster(16, tensor_model_parallel_size=8, global_batch_size=2)
-    at, one = sizes.mesh_at(config), machine(near=1e9, far=1e3)
+    at, one = sizes.mesh_at(config), machine(intra_host_rate=1e9, inter_host_rate=1e3)
     gathered = [found for found in expected_traffic.once_per_step_traffic(config, at) if found.kind == "all_gather"]
     assert step_time.communication_seconds(config, one, at, gathered) == pytest.approx(gathered[0].bytes / 2 / 1e3)
-    wider = dataclasses.replace(one, per_host=16)
+    wider = dataclasses.replace(one, ranks_per_host=16)
     assert step_time.communication_seconds(config, wider, at, gathered) == pytest.approx(gathered[0].bytes / 2 / 1e9)
 
 
@@ -702,7 +702,7 @@ def test_a_plan_knows_a_schedule_that_was_added_later(capsys, monkeypatch):
     assert expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, 3)) == 6
     assert any({"schedule": "lifo"} in changes
                for changes in plan.other_schedules(dataclasses.replace(config, schedule="1f1b")))
-    assert step_time.step_seconds(config, machine(products=1e12))["bubble"] > 0
+    assert step_time.step_seconds(config, machine(matmul_rate=1e12))["bubble"] > 0
 
 
 @pytest.mark.parametrize("flags, reason, remedy", [

@@ -64,7 +64,7 @@ def test_formula_3_counts_four_forwards_of_the_layers_and_three_of_the_head(run)
 
 STAGES = dict(tensor_model_parallel_size=8, pipeline_model_parallel_size=2, slices=1, zero_stage=0,
               global_batch_size=16)
-FAST = machine(products=1e13, near=3e11, far=2e10, memory=1e12, latency=1e-5)
+FAST = machine(matmul_rate=1e13, intra_host_rate=3e11, inter_host_rate=2e10, memory_rate=1e12, latency=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, dict(virtual_stages=2), dict(slices=2, micro_batch_size=2, zero_stage=1)])
@@ -82,7 +82,7 @@ def counted(config):
 
 def test_layers_again_are_a_fourth_forward_without_the_head_and_attention_again_is_its_own_products():
     config = cluster(8, **{**STAGES, "pipeline_model_parallel_size": 1})
-    (dense, head, attention), one = counted(config), machine(products=1e12)
+    (dense, head, attention), one = counted(config), machine(matmul_rate=1e12)
     said = [published.seconds(config, one, costs) / config.microbatches * 1e12
             for costs in (step_time.action_costs, published.layers_again, published.attention_again)]
     all_three = 3 * (dense + head + attention)
@@ -93,9 +93,10 @@ def test_layers_again_are_a_fourth_forward_without_the_head_and_attention_again_
 def test_layers_again_sum_again_and_nothing_covers_it(chunks):
     """Two more sums of X for each layer of a stage."""
     config = cluster(16, **STAGES, virtual_stages=chunks)
-    at, with_wires, without = sizes.mesh_at(config, 1), machine(products=1e12, near=1e12), machine(products=1e12)
-    sum_of_x = expected_traffic.bytes_sent("all_reduce", sizes.hidden_bytes(config), 8) / with_wires.near
-    works = [sum(cost.work for cost in published.layers_again(config, one, at).values())
+    at, without = sizes.mesh_at(config, 1), machine(matmul_rate=1e12)
+    with_wires = dataclasses.replace(without, intra_host_rate=1e12)
+    sum_of_x = expected_traffic.bytes_sent("all_reduce", sizes.hidden_bytes(config), 8) / with_wires.intra_host_rate
+    works = [sum(cost.compute for cost in published.layers_again(config, one, at).values())
              for one in (with_wires, without)]
     assert works[0] - works[1] == pytest.approx(2 * sum_of_x * config.num_layers / 2, rel=1e-3)
 
@@ -103,9 +104,9 @@ def test_layers_again_sum_again_and_nothing_covers_it(chunks):
 def test_what_is_waited_for_adds_all_wires_to_all_work():
     config = cluster(8, **{**STAGES, "pipeline_model_parallel_size": 1})
     at = sizes.mesh_at(config)
-    one = machine(products=1e13, near=1e10)
+    one = machine(matmul_rate=1e13, intra_host_rate=1e10)
     sums = step_time.communication_seconds(config, one, at, expected_traffic.tensor_parallel_traffic(config, at))
-    work = published.seconds(config, machine(products=1e13))
+    work = published.seconds(config, machine(matmul_rate=1e13))
     assert published.seconds(config, one, published.blocking) == pytest.approx(work + sums)
     assert published.seconds(config, one) < 0.95 * (work + sums)
 
@@ -113,10 +114,10 @@ def test_what_is_waited_for_adds_all_wires_to_all_work():
 def test_the_wires_part_and_the_gain_are_those_of_sums_that_are_waited_for():
     """At wires that take half of the time, which two slices hide."""
     run = dataclasses.replace(RUNS["2409.15241"][0], vocab_size=128)
-    at, slow = sizes.mesh_at(run.config), machine(products=1e13)
+    at, slow = sizes.mesh_at(run.config), machine(matmul_rate=1e13)
     sums = expected_traffic.tensor_parallel_traffic(run.config, at)
-    wire = step_time.communication_seconds(run.config, machine(near=1.0), at, sums)
-    slow = dataclasses.replace(slow, near=wire / published.seconds(run.config, slow))
+    wire = step_time.communication_seconds(run.config, machine(intra_host_rate=1.0), at, sums)
+    slow = dataclasses.replace(slow, intra_host_rate=wire / published.seconds(run.config, slow))
     assert published.wires(run, slow) == pytest.approx(50, rel=1e-3)
     assert 1.5 < published.gain(run, slow) <= 2
 

@@ -11,4 +11,6 @@ def cluster(world_size, **changes) -> Config:
 
 def machine(**changes) -> Machine:
     """Return a machine that is infinitely fast except in the given rates."""
-    return Machine(**{**dict(products=1e40, near=1e40, far=1e40, latency=0.0, per_host=8, memory=1e40), **changes})
+    fast = dict(matmul_rate=1e40, intra_host_rate=1e40, inter_host_rate=1e40, latency=0.0, ranks_per_host=8,
+                memory_rate=1e40)
+    return Machine(**fast | changes)
