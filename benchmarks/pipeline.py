@@ -58,7 +58,7 @@ from nanodomino.model import stage_layers
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement import Placement, Timetable
 from nanodomino.schedules.simulation import simulate, step_time
-from nanodomino.timeline.recording import actions, minus, spans_of, union
+from nanodomino.timeline.recording import actions, difference, spans_of, union
 from nanodomino.zero import ZeroOptimizer
 
 RECORDED_ROUNDS = 3          # at most; for the idle times
@@ -307,7 +307,7 @@ def work_of(events) -> dict[tuple, list[float]]:
     found, waited = defaultdict(list), spans_of(events, "wait")
     for spans in actions(events):
         kind = "pair" if len({span.kind for span in spans}) > 1 else spans[0].kind
-        work = minus(union((span.begin, span.end) for span in spans), waited)
+        work = difference(union((span.begin, span.end) for span in spans), waited)
         found[kind, spans[0].args.get("chunk", 0)].append(sum(end - begin for begin, end in work) / 1e9)
     return dict(found)
 

@@ -1,16 +1,14 @@
-"""Draws what every rank did: where its time went, and what would have to be hidden to win some of it back.
+"""Draws a recording as an SVG: two rows per rank and, below, the totals of recording.py.
 
-Every rank has two rows, and below the picture are the totals of recording.py:
+    rank 0  compute        [ F0 ][ F1 ]////////[  B0  ][ F2 ][  B1  ]           boxes: compute; hatched: waiting
+            communication          ===         \\          ====                   bars: collectives; arrows: messages
+    rank 1  compute              \\[ F0 ][ B0 ]///[ F1 ][  B1  ]                between stages
 
-    rank 0  compute  [ F0 ][ F1 ]////////[  B0  ][ F2 ][  B1  ]           boxes: work; hatched: somebody waits
-            wires          ===         \\          ====                   bars: collectives; arrows: messages between
-    rank 1  compute        \\[ F0 ][ B0 ]///[ F1 ][  B1  ]                stages
+The number in a box is the microbatch, with a prime for each chunk before its own. A pair's two halves alternate within
+a frame, such as B0F3.
 
-The number in a box is a microbatch's, with a prime for each of the stage's chunks before it. A pair's two halves are
-boxes in turn, in a frame: B0F3.
-
-The same recording is written twice: as an SVG to look at, and as Chrome trace JSON, which https://ui.perfetto.dev opens
-with every matrix product in it, and from which pictures can be drawn anew, several above each other on one time scale:
+A trace is also written as Chrome trace JSON, which https://ui.perfetto.dev opens with every matmul in it. From these
+files several recordings can be drawn above each other on one time scale:
 
     python -m nanodomino.timeline A.json B.json --caption "blocking" "Domino" --output both.svg
 """
@@ -29,21 +27,22 @@ from nanodomino.errors import require
 from nanodomino.mesh import Mesh
 from nanodomino.plot.svg import LETTER, LINE, WIDTH, box, frame, legend, line, text, tick_step, write
 from nanodomino.schedules.actions import PASSES as ACTIONS
-from nanodomino.timeline.recording import (MOMENTS, PASSES, WATCHED, Recording, actions, chrome_trace, find_ready,
-                                           lanes, letter, messages, minus, number, spans_of, table, title, union, waits)
+from nanodomino.timeline.recording import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, chrome_trace, difference,
+                                           find_ready, lanes, letter, messages, number, spans_of, table, title, union,
+                                           waits)
 
 WIDEST, LEFT, RIGHT = 4000, 92, 16                       # pixels
-COMPUTE, LANE, WIRES_ROW, SPACE = 26, 14, 80, 12         # heights; lanes get flatter where they would need more
-LEGIBLE = 12                                             # the width of a box that has room for a number
+COMPUTE, LANE, LANES, SPACE = 26, 14, 80, 12             # heights; many lanes are made flatter to fit into LANES
+LEGIBLE = 12                                             # the width of a box with room for a number
 
-# Apart for eyes that don't tell red from green, and on paper: the lightness differs too.
+# Distinct without red and green, and in grey: the lightness differs too.
 WORK = {"forward": "#9bd1f4", "backward": "#4fae8b", "input_backward": "#8cc63f", "weight_backward": "#dfb92f",
         "weight_gradient": "#f3df6b", "optimizer": "#c8a2d8"}
-LETTERS = {one.kind: one.letter for one in ACTIONS}
+LETTERS = {action.kind: action.letter for action in ACTIONS}
 WAITS = {"exposed": "#d62728", "idle": "#b5b5b5"}
-WIRES = {"tp": "#e69f00", "dp": "#8496e0", "gather": "#63bccb", "embedding": "#bb9468", "world": "#9a9a9a"}
-NAMES = {"exposed": "exposed communication", "idle": "idle", "tp": "sum over tp", "dp": "gradients over dp",
-         "gather": "weights over dp", "embedding": "tied embedding", "world": "world's sum"}
+PURPOSES = {"tp": "#e69f00", "dp": "#8496e0", "gather": "#63bccb", "embedding": "#bb9468", "world": "#9a9a9a"}
+NAMES = {"exposed": "exposed communication", "idle": "idle", "tp": "activations over tp", "dp": "gradients over dp",
+         "gather": "weights over dp", "embedding": "tied embedding", "world": "loss and norm, all ranks"}
 TIP = """<marker id="tip" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="6" markerHeight="6" orient="auto">\
 <path d="M0 0L6 3L0 6z" fill="#444"/></marker>
 """
@@ -55,36 +54,36 @@ def arrow(x1, y1, x2, y2) -> str:
     return line(f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}", "#444", 'stroke-width="0.8" marker-end="url(#tip)"')
 
 
-def words_of(spans) -> str:
-    """Of an action: its number, or of a pair B0F3, since it has two colours."""
+def action_label(spans) -> str:
+    """Return an action's label: its microbatch, or B0F3 for a pair, which has two colours."""
     halves = {event.kind: event for event in spans}
     return "".join((LETTERS[kind] if len(halves) > 1 else "") + number(event) for kind, event in halves.items())
 
 
-def wire(event: Event) -> str:
-    """Which of WIRES."""
+def purpose(event: Event) -> str:
+    """Return the key of a collective in PURPOSES."""
     gathers_weights = event.kind == "all_gather" and event.args["group"] == "dp"
     return "gather" if gathers_weights else event.args["group"]
 
 
 class Panel:
-    """One recording: a title, two rows per rank, a time axis, the totals. `parts`: its SVG; `bottom`: where it ends."""
+    """One recording: a title, two rows per rank, a time axis, the totals. svg: its elements; bottom: the y below it."""
 
     def __init__(self, recording: Recording, top: float, scale: float):
         """scale: pixels per nanosecond."""
-        self.recording, self.begin, self.scale, self.parts = recording, recording.begin, scale, []
-        wires = [[event for event in events if event.kind in WATCHED] for events in recording.ranks]
-        count = max([lane for events in wires for lane in lanes(events)], default=0) + 1
-        self.lane = min(LANE, WIRES_ROW / count)
+        self.recording, self.begin, self.scale, self.svg = recording, recording.begin, scale, []
+        collectives = [[event for event in events if event.kind in COLLECTIVES] for events in recording.ranks]
+        count = max([lane for events in collectives for lane in lanes(events)], default=0) + 1
+        self.lane = min(LANE, LANES / count)
         self.top, self.pitch = top + 2 * LINE + 4, COMPUTE + 3 + count * self.lane + SPACE
-        self.parts.append(text(8, top + LINE, recording.caption, "title"))
-        bottom = self.top + self.pitch * len(wires)
+        self.svg.append(text(8, top + LINE, recording.caption, "title"))
+        bottom = self.top + self.pitch * len(collectives)
         self.axis(bottom)
         for rank, events in enumerate(recording.ranks):
             y = self.top + rank * self.pitch
-            self.parts += [text(8, y + 11, f"rank {rank}"), text(8, y + 25, recording.place(rank), "small pale")]
+            self.svg += [text(8, y + 11, f"rank {rank}"), text(8, y + 25, recording.place(rank), "small pale")]
             self.compute_row(events, y)
-            self.wires_row(wires[rank], y + COMPUTE + 3)
+            self.communication_row(collectives[rank], y + COMPUTE + 3)
         self.arrows()
         self.bottom = self.totals(bottom + 2 * LINE + 8)
 
@@ -92,37 +91,36 @@ class Panel:
         return LEFT + (time - self.begin) * self.scale
 
     def bar(self, begin, end, y, height, fill, **look):
-        self.parts.append(box(self.x(begin), y, (end - begin) * self.scale, height, fill, **look))
+        self.svg.append(box(self.x(begin), y, (end - begin) * self.scale, height, fill, **look))
 
     def fits(self, begin, end, words) -> bool:
         return (end - begin) * self.scale >= LETTER * len(words)
 
     def label(self, begin, end, y, words, kind="middle"):
-        """In the middle, if there is room."""
+        """Write the words in the middle of a span, if there is room."""
         if self.fits(begin, end, words):
-            self.parts.append(text(self.x((begin + end) / 2), y, words, kind))
+            self.svg.append(text(self.x((begin + end) / 2), y, words, kind))
 
     def compute_row(self, events, y):
-        """Painted over each other: microbatches, the turns of their slices, weight gradients, waits, pairs' frames,
-        numbers."""
+        """Paint over each other: passes, the turns of their slices, weight gradients, waits, pairs' frames, numbers."""
         outer = [event for event in events if event.kind in (*PASSES, "optimizer")]
         turns = self.turns(events)
         for event in outer:
             tip = f"{title(event)}: {(event.end - event.begin) / 1e6:.2f} ms"
             self.bar(event.begin, event.end, y, COMPUTE, WORK[event.kind], tip=tip, stroke="#fff")
-        for outside, begin, end, _ in turns:
+        for enclosing, begin, end, _ in turns:
             if (end - begin) * self.scale > 2:
-                self.bar(begin, end, y, COMPUTE, WORK[outside.kind], stroke="#fff")
+                self.bar(begin, end, y, COMPUTE, WORK[enclosing.kind], stroke="#fff")
         half_a_pixel = 0.5 / self.scale
-        cover = minus(spans_of(events, "weight_gradient"), spans_of(events, "weight_backward"))
-        for begin, end in union(cover, half_a_pixel):
+        deferred = difference(spans_of(events, "weight_gradient"), spans_of(events, "weight_backward"))
+        for begin, end in union(deferred, half_a_pixel):
             self.bar(begin, end, y + 1, COMPUTE - 2, WORK["weight_gradient"])
         for name, spans in zip(reversed(WAITS), reversed(waits(events))):
             for begin, end in union(spans, half_a_pixel):
                 self.bar(begin, end, y, COMPUTE, f"url(#{name})", stroke=WAITS[name])
         numbers = [(begin, end, words) for _, begin, end, words in turns if self.fits(begin, end, words)]
-        if 3 * len(numbers) <= len(turns):                             # too few slices have room: one for all of them
-            numbers = [(spans[0].begin, spans[-1].end, words_of(spans)) for spans in actions(events)]
+        if 3 * len(numbers) <= len(turns):                             # few turns have room: one number per action
+            numbers = [(spans[0].begin, spans[-1].end, action_label(spans)) for spans in actions(events)]
         for spans in actions(events):
             if len(spans) > 1:
                 self.bar(spans[0].begin, spans[-1].end, y, COMPUTE, "none", stroke="#1f1f1f")
@@ -132,25 +130,24 @@ class Panel:
 
     @staticmethod
     def turns(events) -> list[tuple]:
-        """(pass, begin, end, "0a") of each slice's turn, without the wait that it begins with; nothing
-        where there is one slice."""
-        found, outside = [], None
+        """Return (pass, begin, end, "0a") of each slice's turn, without the wait at its start; [] for one slice."""
+        found, enclosing = [], None
         if not any(event.args["slice"] for event in events if event.kind == "resume"):
             return found
         for event in events:
             if event.kind in PASSES:
-                outside = event
-            elif event.kind == "resume" and outside:
-                found.append((outside, event.begin, event.end, number(outside) + letter(event.args["slice"])))
+                enclosing = event
+            elif event.kind == "resume" and enclosing:
+                found.append((enclosing, event.begin, event.end, number(enclosing) + letter(event.args["slice"])))
             elif event.kind == "wait" and found and event.end <= found[-1][2]:
                 found[-1] = (found[-1][0], event.end, *found[-1][2:])
         return found
 
-    def wires_row(self, events, y):
-        """A bar per collective, pale as long as another rank has not joined it; those below a pixel share theirs."""
+    def communication_row(self, events, y):
+        """Draw a bar per collective, pale until the last rank has joined. Bars narrower than a pixel are merged."""
         narrow = defaultdict(list)
         for event, lane in zip(events, lanes(events)):
-            about, kind, colour = event.args, event.kind.replace("_", "-"), WIRES[wire(event)]
+            about, kind, colour = event.args, event.kind.replace("_", "-"), PURPOSES[purpose(event)]
             at = y + lane * self.lane
             if (event.end - event.begin) * self.scale < 1:
                 narrow[at, colour].append((event.begin, event.end))
@@ -170,52 +167,51 @@ class Panel:
                 self.bar(begin, end, at, self.lane - 1, colour)
 
     def arrows(self):
-        """From the sender's compute row to the receiver's, at the sides that face each other."""
+        """Connect the sender's compute row to the receiver's, at the sides that face each other."""
         for sender, left, receiver, arrived in messages(self.recording):
             down = receiver > sender
             y1 = self.top + sender * self.pitch + (COMPUTE if down else 0)
             y2 = self.top + receiver * self.pitch + (0 if down else COMPUTE)
-            self.parts.append(arrow(self.x(left.begin), y1, self.x(arrived.begin), y2))
+            self.svg.append(arrow(self.x(left.begin), y1, self.x(arrived.begin), y2))
 
     def axis(self, y):
-        """A tick each 1, 2 or 5 times a power of ten milliseconds, some 100 pixels apart."""
         step = tick_step(1e6 * self.scale, 80)
         for i in range(int((self.recording.end - self.begin) / 1e6 / step) + 1):
             x = LEFT + i * step * 1e6 * self.scale
-            self.parts.append(line(f"M{x:.1f} {self.top - 4:.1f}V{y:.1f}", "#ddd"))
-            self.parts.append(text(x, y + 14, f"{i * step:g}" + (" ms" if i == 0 else ""), "middle small"))
+            self.svg.append(line(f"M{x:.1f} {self.top - 4:.1f}V{y:.1f}", "#ddd"))
+            self.svg.append(text(x, y + 14, f"{i * step:g}" + (" ms" if i == 0 else ""), "middle small"))
 
     def totals(self, y) -> float:
         for row in table(self.recording):
-            self.parts.append(text(8, y, row[0]))
+            self.svg.append(text(8, y, row[0]))
             for i, cell in enumerate(row[1:]):
                 number, *share = cell.split()
-                self.parts.append(text(130 + 110 * i, y, number, "end"))
-                self.parts += [text(166 + 110 * i, y, words, "end small pale") for words in share]
+                self.svg.append(text(130 + 110 * i, y, number, "end"))
+                self.svg += [text(166 + 110 * i, y, words, "end small pale") for words in share]
             y += LINE
         return y
 
 
-def meanings(recordings) -> list[tuple]:
-    """What occurs in them, for the legend."""
+def legend_entries(recordings) -> list[tuple]:
+    """Return (sample, name) of what occurs in the recordings."""
     events = [event for recording in recordings for events in recording.ranks for event in events]
     kinds = {event.kind for event in events}
-    wires = {wire(event) for event in events if event.kind in WATCHED}
+    purposes = {purpose(event) for event in events if event.kind in COLLECTIVES}
     boxes = [(colour, "", kind.replace("_", " ")) for kind, colour in WORK.items() if kind in kinds]
     boxes += [(f"url(#{name})", colour, NAMES[name]) for name, colour in WAITS.items()]
-    boxes += [(colour, "", NAMES[name]) for name, colour in WIRES.items() if name in wires]
-    if wires & {"tp", "dp", "embedding"}:
-        boxes.append(("#e4e4e4", "", "pale: another rank has not joined yet"))
+    boxes += [(colour, "", NAMES[name]) for name, colour in PURPOSES.items() if name in purposes]
+    if purposes & {"tp", "dp", "embedding"}:
+        boxes.append(("#e4e4e4", "", "pale: waiting for the last rank to join"))
     entries = [(partial(box, width=14, height=12, fill=fill, stroke=stroke), name) for fill, stroke, name in boxes]
     if any(map(messages, recordings)):
         entries.append((lambda x, y: arrow(x, y + 6, x + 14, y + 6), "message between stages"))
     return entries
 
 
-def one_step(recording: Recording, number: int) -> Recording:
-    """Of several; the caption says so."""
+def select_step(recording: Recording, number: int) -> Recording:
+    """Return a recording of one of its steps, and say so in the caption. Raises UserError."""
     require(number in recording.steps,
-            f"--step {number} is not in it; try one of {', '.join(map(str, recording.steps))}")
+            f"--step {number} is not in the recording; try one of {', '.join(map(str, recording.steps))}")
     ranks = []
     for events in recording.ranks:
         whole = [step for step in events if step.kind == "step" and step.args["step"] == number]
@@ -223,8 +219,11 @@ def one_step(recording: Recording, number: int) -> Recording:
     return replace(recording, caption=f"{recording.caption} (drawn: step {number})", ranks=ranks)
 
 
-def part(recording: Recording, first: float, last: float) -> Recording:
-    """From `first` to `last`, milliseconds from its begin; what reaches beyond is cut there. Messages stay whole."""
+def select_time(recording: Recording, first: float, last: float) -> Recording:
+    """Return a recording from `first` to `last` milliseconds after its start. Events are cut there, messages are not.
+
+    Raises UserError if nothing happens in that time.
+    """
     first, last = recording.begin + int(first * 1e6), recording.begin + int(last * 1e6)
     whole = {id(end) for _, left, _, arrived in messages(recording) if first <= left.begin and arrived.begin <= last
              for end in (left, arrived)}
@@ -232,13 +231,13 @@ def part(recording: Recording, first: float, last: float) -> Recording:
               if id(event) in whole or (event.kind not in MOMENTS and event.begin < last and event.end > first)]
              for events in recording.ranks]
     length = (recording.end - recording.begin) / 1e6
-    require(any(ranks), f"--milliseconds must begin within the recording, which is {length:.1f} ms long; "
+    require(any(ranks), f"--milliseconds must start within the recording, which is {length:.1f} ms long; "
             f"try 0:{length / 2:.0f}")
     return replace(recording, ranks=ranks)
 
 
 def legible_width(recordings) -> float:
-    """Pixels for the longest of them, at which half of all microbatches have room for their number."""
+    """Return the width in pixels at which half of all passes have room for their number."""
     boxes = [spans[-1].end - spans[0].begin for recording in recordings for events in recording.ranks
              for spans in actions(events)]
     longest = max(recording.end - recording.begin for recording in recordings)
@@ -246,31 +245,31 @@ def legible_width(recordings) -> float:
 
 
 def picture(recordings: list[Recording]) -> str:
-    """SVG: one above the other, on one time scale. All steps are drawn if they stay legible, else the first."""
+    """Return the SVG: recordings above each other on one time scale, with all steps if legible, else the first."""
     if legible_width(recordings) > WIDEST:
-        recordings = [one_step(recording, recording.steps[0]) if len(recording.steps) > 1 else recording
+        recordings = [select_step(recording, recording.steps[0]) if len(recording.steps) > 1 else recording
                       for recording in recordings]
     width = min(max(WIDTH, legible_width(recordings)), WIDEST)
     scale = (width - LEFT - RIGHT) / max(recording.end - recording.begin for recording in recordings)
     body, y = [], 0
     for recording in recordings:
         panel = Panel(recording, y, scale)
-        body, y = body + panel.parts, panel.bottom
-    parts, y = legend(meanings(recordings), y)
+        body, y = body + panel.svg, panel.bottom
+    parts, y = legend(legend_entries(recordings), y)
     patterns = "".join(HATCHED.format(name=name, colour=colour, turn=turn, thick=thick)
                        for (name, colour), turn, thick in zip(WAITS.items(), (45, -45), (2.2, 1)))
     return frame(width, y + 4, body + parts, TIP + patterns)
 
 
-# ---- in a run, and afterwards
+# ---- during a run
 
 def gather(trace: Trace, mesh: Mesh) -> Recording | None:
-    """Everybody's events on rank 0, on its clock; None elsewhere. All ranks call it together."""
-    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), trace.take(clock_offset())), everyone)
-    if everyone is None:
+    """Collect all ranks' events on rank 0, on its clock; return None elsewhere. Collective over all ranks."""
+    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), trace.take(clock_offset())), gathered)
+    if gathered is None:
         return None
-    recording = Recording("", *map(list, zip(*everyone)))
+    recording = Recording("", *map(list, zip(*gathered)))
     begin = recording.begin
     for event in (event for events in recording.ranks for event in events):
         event.begin, event.end = event.begin - begin, event.end - begin
@@ -282,9 +281,9 @@ def gather(trace: Trace, mesh: Mesh) -> Recording | None:
 
 
 def draw_timeline(trace: Trace, mesh: Mesh, path: Path) -> str:
-    """Write PATH.json and PATH.svg of all that was recorded. All ranks call it together.
+    """Write PATH.json and PATH.svg of what was recorded. Collective over all ranks.
 
-    Returns, on rank 0, what to tell the user: also of a full disk, since training is worth more than its picture.
+    Returns the text for the user on rank 0, "" elsewhere. A full disk is a warning in it, so that training continues.
     """
     recording = gather(trace, mesh)
     if recording is None:
@@ -296,7 +295,7 @@ def draw_timeline(trace: Trace, mesh: Mesh, path: Path) -> str:
     try:
         write(svg, picture([recording]))
         trace_json.write_text(json.dumps(chrome_trace(recording), separators=(",", ":")))
-        lines.append(f"  drawn in {svg}; https://ui.perfetto.dev opens {trace_json.name} beside it")
+        lines.append(f"  drawn in {svg}; https://ui.perfetto.dev opens {trace_json.name} in the same folder")
     except OSError as error:
-        lines.append(f"warning: the timeline can't be written: {error}; training goes on")
+        lines.append(f"warning: the timeline can't be written: {error}; training continues")
     return "\n".join(lines)

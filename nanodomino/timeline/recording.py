@@ -1,25 +1,20 @@
-"""Where every rank's time went: the ranks' recordings come together, on one clock, and are added up.
+"""Merges the ranks' traces into one recording and adds up where each rank's time went.
 
-trace.py records, rank by rank. A rank's step is the sum of five parts, no moment of which counts twice:
+A rank's step is the sum of five parts:
 
-    compute       inside a forward, a backward or a half of one, and not waiting
-    optimizer     norm, clipping, update
-    exposed       waits for the wires: communication that nothing hid
-    idle          waits for another rank, which has not yet sent its message, or not yet joined the sum
-    other         between all of these: zeroed gradients, launches, messages that leave
+    compute       forward and backward, without waiting
+    optimizer     gradient norm, clipping, update
+    exposed       waiting for communication that is in flight: nothing hid it
+    idle          waiting for another rank that has not sent its message or joined the collective yet
+    other         between these: zeroing gradients, launching collectives, sending messages
 
-    compute + optimizer + exposed + idle + other = step
+So each wait is cut in two at the moment when the last rank that takes part has launched. Before that moment the rank is
+idle, after it communication is exposed. Telling them apart takes the traces of all ranks, on one clock. A sixth number,
+`hidden`, is not part of the sum: the time in which a collective was in flight while this rank computed. (When a message
+between stages arrives is not recorded, so messages count only where a rank waits for them.)
 
-So every wait is cut in two, at the moment when all that it needs is on the wires: until then somebody is late, from
-then on the wires are slow. Only a look at all ranks can tell, and only on one clock. A sixth number is no part of the
-sum: `hidden` is the time in which a collective travelled while this rank computed, communication that cost nothing.
-(Of a message between stages nobody sees when it arrives, only when it is taken: it counts where it is waited for.)
-
-A rank may be late in any group, so idle time is not a pipeline's alone. In a pipeline most of it is, and there
-idle / (step - idle) is nearly the bubble: the idle time of a schedule as a part of its ideal time, in which a stage is
-busy, (p - 1)/m for 1F1B on equal stages (2104.04473, section 2.2).
-
-A recording is kept as Chrome trace JSON; timeline.py draws it.
+In a pipeline most idle time is the bubble: idle / (step - idle) is close to (p - 1)/m for 1F1B on equal stages
+(2104.04473, section 2.2).
 """
 
 from collections import Counter, defaultdict
@@ -29,19 +24,18 @@ from nanodomino.comm.trace import Event
 from nanodomino.errors import UserError, require
 from nanodomino.schedules.actions import PASSES as ACTIONS
 
-PASSES = tuple(one.kind for one in ACTIONS)
-WATCHED = ("all_reduce", "reduce_scatter", "all_gather")
+PASSES = tuple(action.kind for action in ACTIONS)
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 MOMENTS = ("send", "receive")
 AXES = ("stage", "dp", "tp")
-SHARED = {"tp": (0, 1), "dp": (0, 2), "embedding": (1, 2), "world": ()}     # of the axes, what a group's members share
+SHARED_AXES = {"tp": (0, 1), "dp": (0, 2), "embedding": (1, 2), "world": ()}     # axes on which a group's ranks agree
 
 
 @dataclass
 class Recording:
-    """caption: what was run; places[rank]: its (pp_rank, dp_rank, tp_rank); ranks[rank]: its events, in nanoseconds of
-    one clock that begins with the first of them."""
+    """The events of all ranks on one clock, in nanoseconds since the first of them."""
     caption: str
-    places: list[tuple]
+    places: list[tuple]          # of each rank: (pp_rank, dp_rank, tp_rank)
     ranks: list[list[Event]]
 
     @property
@@ -57,43 +51,43 @@ class Recording:
         return max(event.end for events in self.ranks for event in events)
 
     def place(self, rank: int) -> str:
-        """On those axes that are longer than 1."""
-        return ", ".join(f"{axis} {here}" for axis, here, all_ in zip(AXES, self.places[rank], zip(*self.places))
-                         if len(set(all_)) > 1)
+        """Return "stage 1, tp 0": a rank's position on the axes that are longer than 1."""
+        return ", ".join(f"{axis} {index}"
+                         for axis, index, all_indices in zip(AXES, self.places[rank], zip(*self.places))
+                         if len(set(all_indices)) > 1)
 
 
-# ---- intervals: lists of (begin, end), sorted, apart from each other
+# ---- sets of intervals: sorted lists of disjoint (begin, end)
 
 def union(spans, gap=0) -> list[tuple]:
-    """All of it once. Pieces at most `gap` apart become one."""
-    pieces = []
+    """Merge overlapping spans, and spans at most `gap` apart."""
+    merged = []
     for begin, end in sorted(spans):
-        if pieces and begin <= pieces[-1][1] + gap:
-            pieces[-1] = (pieces[-1][0], max(pieces[-1][1], end))
+        if merged and begin <= merged[-1][1] + gap:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         elif end > begin:
-            pieces.append((begin, end))
-    return pieces
+            merged.append((begin, end))
+    return merged
 
 
-def minus(spans, holes) -> list[tuple]:
-    """What of the spans lies in none of the holes; both are unions."""
-    pieces, first = [], 0
+def difference(spans, holes) -> list[tuple]:
+    """Return the parts of the spans outside of all holes; both are unions."""
+    remaining, first = [], 0
     for begin, end in spans:
         while first < len(holes) and holes[first][1] <= begin:
             first += 1
         i = first
         while i < len(holes) and holes[i][0] < end:
             if begin < holes[i][0]:
-                pieces.append((begin, holes[i][0]))
+                remaining.append((begin, holes[i][0]))
             begin, i = holes[i][1], i + 1
         if begin < end:
-            pieces.append((begin, end))
-    return pieces
+            remaining.append((begin, end))
+    return remaining
 
 
-def common(spans, others) -> list[tuple]:
-    """What lies in both."""
-    return minus(spans, minus(spans, others))
+def intersection(spans, others) -> list[tuple]:
+    return difference(spans, difference(spans, others))
 
 
 def spans_of(events, *kinds) -> list[tuple]:
@@ -101,16 +95,16 @@ def spans_of(events, *kinds) -> list[tuple]:
 
 
 def actions(events) -> list[list[Event]]:
-    """The passes of one rank, action by action. A pair's two are many spans in turn, one for each turn."""
+    """Return one rank's passes, grouped by action. A pair's two passes alternate, with one span for each turn."""
     step, keys, passes = 0, [], []
     for event in events:
-        step += event.kind == "step"                           # each has the same microbatches
+        step += event.kind == "step"                           # every step has the same microbatches
         if event.kind in PASSES:
             passes.append(event)
             keys.append((step, event.kind, event.args.get("microbatch"), event.args.get("chunk")))
-    last, found, end = {key: place for place, key in enumerate(keys)}, [], -1
-    for place, (event, key) in enumerate(zip(passes, keys)):
-        if place > end:
+    last, found, end = {key: i for i, key in enumerate(keys)}, [], -1
+    for i, (event, key) in enumerate(zip(passes, keys)):
+        if i > end:
             found.append([])
         end = max(end, last[key])
         found[-1].append(event)
@@ -120,8 +114,10 @@ def actions(events) -> list[list[Event]]:
 # ---- where the time went
 
 def messages(recording: Recording) -> list[tuple]:
-    """(sender, its event, receiver, its event) of every message between stages: the n-th of a name that a rank sends to
-    another is the n-th of that name that the other receives from it."""
+    """Return (sender, its event, receiver, its event) of every message between stages.
+
+    The n-th message of a name that one rank sends to another is the n-th that the other receives.
+    """
     ends = {kind: defaultdict(list) for kind in MOMENTS}
     for rank, events in enumerate(recording.ranks):
         for event in events:
@@ -133,15 +129,16 @@ def messages(recording: Recording) -> list[tuple]:
 
 
 def find_ready(recording: Recording):
-    """Note in each collective, and in each wait for a message, when it was `ready`: everybody whose part it needs had
-    put that on the wires. The n-th collective of a group is the n-th on all its members."""
+    """Set args["ready"] of each collective and each wait for a message: the time when every rank that takes part had
+    launched. The n-th collective of a group is the n-th on each of its ranks.
+    """
     launched, calls = defaultdict(int), []
     for place, events in zip(recording.places, recording.ranks):
         numbers = Counter()
         for event in events:
-            if event.kind in WATCHED:
+            if event.kind in COLLECTIVES:
                 group = event.args["group"]
-                call = (group, *(place[axis] for axis in SHARED[group]), numbers[group])
+                call = (group, *(place[axis] for axis in SHARED_AXES[group]), numbers[group])
                 numbers[group] += 1
                 launched[call] = max(launched[call], event.begin)
                 calls.append((event, call))
@@ -151,28 +148,28 @@ def find_ready(recording: Recording):
     for events in recording.ranks:
         for event in events:
             if event.kind == "wait" and event.args["group"] == "pp":
-                wait, event.args["ready"] = event, event.begin        # for a message of its own to leave, or:
-            elif event.kind == "receive":                              # right after the wait for it
+                wait, event.args["ready"] = event, event.begin         # a wait for a send; or, if a receive follows:
+            elif event.kind == "receive":
                 wait.args["ready"] = sent.get(id(event), wait.end)
 
 
 def waits(events: list[Event]) -> tuple[list, list]:
-    """(exposed, idle) of one rank, after find_ready()."""
-    travelling, waited, exposed = defaultdict(list), defaultdict(list), []
+    """Return the (exposed, idle) spans of one rank. find_ready() must have been called."""
+    in_flight, waited, exposed = defaultdict(list), defaultdict(list), []
     for event in events:
-        if event.kind in WATCHED or (event.kind == "wait" and "ready" in event.args):
-            travelling[event.args["group"]].append((max(event.begin, event.args["ready"]), event.end))
+        if event.kind in COLLECTIVES or (event.kind == "wait" and "ready" in event.args):
+            in_flight[event.args["group"]].append((max(event.begin, event.args["ready"]), event.end))
         if event.kind == "wait":
             waited[event.args["group"]].append((event.begin, event.end))
     for group in waited:
-        exposed += common(union(waited[group]), union(travelling[group]))
+        exposed += intersection(union(waited[group]), union(in_flight[group]))
     exposed = union(exposed)
-    return exposed, minus(spans_of(events, "wait"), exposed)
+    return exposed, difference(spans_of(events, "wait"), exposed)
 
 
 @dataclass
 class Totals:
-    """Nanoseconds of one rank; the module's docstring defines them. step = the sum of the next five."""
+    """Nanoseconds of one rank; see the top of this file. step is the sum of the next five."""
     step: int
     compute: int
     optimizer: int
@@ -183,21 +180,21 @@ class Totals:
 
 
 def totals(events: list[Event]) -> Totals:
-    """Of all steps in one rank's events, after find_ready()."""
+    """Add up all steps of one rank. find_ready() must have been called."""
     step = spans_of(events, "step")
-    exposed, idle = (common(step, waited) for waited in waits(events))
-    work = common(step, minus(spans_of(events, *PASSES, "optimizer"), spans_of(events, "wait")))
-    optimizer = common(work, spans_of(events, "optimizer"))
-    compute = minus(work, optimizer)
-    wires = union((max(event.begin, event.args["ready"]), event.end) for event in events if event.kind in WATCHED)
+    exposed, idle = (intersection(step, spans) for spans in waits(events))
+    work = intersection(step, difference(spans_of(events, *PASSES, "optimizer"), spans_of(events, "wait")))
+    optimizer = intersection(work, spans_of(events, "optimizer"))
+    compute = difference(work, optimizer)
+    wires = union((max(event.begin, event.args["ready"]), event.end) for event in events if event.kind in COLLECTIVES)
     step, compute, optimizer, exposed, idle, hidden = (
         sum(end - begin for begin, end in spans)
-        for spans in (step, compute, optimizer, exposed, idle, common(work, wires)))
+        for spans in (step, compute, optimizer, exposed, idle, intersection(work, wires)))
     return Totals(step, compute, optimizer, exposed, idle, step - compute - optimizer - exposed - idle, hidden)
 
 
 def table(recording: Recording) -> list[list[str]]:
-    """A head, and a row per rank: milliseconds, each but the first with its part of the step."""
+    """Return a heading and a row per rank: milliseconds, and their share of the step."""
     rows = [["ms"] + [field.name for field in fields(Totals)]]
     for rank, events in enumerate(recording.ranks):
         sums = asdict(totals(events))
@@ -210,19 +207,19 @@ def table(recording: Recording) -> list[list[str]]:
 # ---- Chrome trace JSON
 
 def letter(index: int) -> str:
-    """Of a slice: a, b, ..."""
+    """Return the name of a slice: a, b, ..."""
     return chr(ord("a") + index) if index < 26 else f"-{index}"
 
 
 def number(event: Event) -> str:
-    """Of a pass's microbatch, in the chunk that schedules.py's primes tell: 3, 3', 3''."""
+    """Return a pass's microbatch, with a prime for each chunk before its own: 3, 3', 3''."""
     return str(event.args["microbatch"]) + "'" * event.args.get("chunk", 0)
 
 
 def title(event: Event) -> str:
-    """What a person reads on an event."""
+    """Return the label of an event in a trace viewer."""
     about = event.args
-    words = [event.kind.replace("_", "-" if event.kind in WATCHED else " ")]
+    words = [event.kind.replace("_", "-" if event.kind in COLLECTIVES else " ")]
     words += [str(about[name]) for name in ("group", "step") if name in about]
     words += [number(event)] if "microbatch" in about else []
     words += [str(about[name]) for name in ("message", "site") if name in about]
@@ -230,7 +227,7 @@ def title(event: Event) -> str:
 
 
 def lanes(events: list[Event]) -> list[int]:
-    """For each of these events the first lane that is free when it begins."""
+    """Return for each event the first lane that is free when it begins."""
     free_from, chosen = [], []
     for event in events:
         lane = next((i for i, end in enumerate(free_from) if end <= event.begin), len(free_from))
@@ -240,12 +237,13 @@ def lanes(events: list[Event]) -> list[int]:
 
 
 def chrome_trace(recording: Recording) -> dict:
-    """The Trace Event Format: a process per rank, microseconds; complete events (X), whose arguments are all that was
-    recorded, and a flow (s, f) for each message. Collectives in flight together need a thread each: "wires 2", ..."""
-    rows, moment = [], 0.2                      # a moment is drawn that long, or no flow could begin there
+    """Convert to the Trace Event Format, in microseconds: a process per rank, complete events (X) with everything that
+    was recorded as arguments, and a flow (s, f) per message. Collectives in flight at the same time need a thread each.
+    """
+    rows, moment = [], 0.2                      # us; a flow can't start at an event without length
     for rank, events in enumerate(recording.ranks):
-        watched = [event for event in events if event.kind in WATCHED]
-        lane_of = {id(event): lane for event, lane in zip(watched, lanes(watched))}
+        collectives = [event for event in events if event.kind in COLLECTIVES]
+        lane_of = {id(event): lane for event, lane in zip(collectives, lanes(collectives))}
         names = ["compute", "wires"] + [f"wires {lane + 1}" for lane in sorted(set(lane_of.values())) if lane]
         rows.append(dict(ph="M", name="process_name", pid=rank, args={"name": f"rank {rank} {recording.place(rank)}"}))
         rows.append(dict(ph="M", name="process_sort_index", pid=rank, args={"sort_index": rank}))
@@ -262,39 +260,39 @@ def chrome_trace(recording: Recording) -> dict:
             "otherData": {"caption": recording.caption, "places": recording.places}}
 
 
-# What must be told about an event of a kind, and of which type it is wherever it is told.
+# The args that each kind of event must have, and the types of args.
 NEEDED = {"step": ("step",), "resume": ("slice",), "wait": ("group",), **dict.fromkeys(PASSES, ("microbatch",)),
-          **dict.fromkeys(MOMENTS, ("message", "peer")), **dict.fromkeys(WATCHED, ("group", "bytes", "ready"))}
+          **dict.fromkeys(MOMENTS, ("message", "peer")), **dict.fromkeys(COLLECTIVES, ("group", "bytes", "ready"))}
 TYPES = {**dict.fromkeys(("step", "slice", "microbatch", "chunk", "peer", "bytes", "ready"), int),
          **dict.fromkeys(("group", "message", "site"), str)}
 
 
 def is_possible(event: Event) -> bool:
-    """Whether it has its place in time, and all is told about it that whoever adds up or draws it asks for."""
+    """Return whether an event has valid times and all args that this package reads."""
     kind, about = event.kind, event.args
     return (type(kind) is str and type(about) is dict and all(name in about for name in NEEDED.get(kind, ()))
             and all(type(value) is TYPES[name] for name, value in about.items() if name in TYPES)
             and about.get("slice", 0) >= 0 and 0 <= about.get("chunk", 0) < 1000
-            and (kind not in WATCHED or about["group"] in SHARED)
+            and (kind not in COLLECTIVES or about["group"] in SHARED_AXES)
             and all(0 <= time < 2**63 for time in (event.begin, event.end))
-            and (kind != "step" or event.begin < event.end))   # on a GPU a sum may end before the mark at its begin
+            and (kind != "step" or event.begin < event.end))   # on a GPU a collective may end before its mark
 
 
 def from_chrome_trace(trace: dict) -> Recording:
-    """The way back. Raises UserError if chrome_trace() did not make it."""
+    """Convert back. Raises UserError if the trace was not made by chrome_trace()."""
     try:
         recording = Recording(trace["otherData"]["caption"], trace["otherData"]["places"], [])
         recording.ranks = [[] for _ in recording.places]
         require(all(list(map(type, place)) == [int] * len(AXES) for place in recording.places),
-                f"each place must be {len(AXES)} whole numbers")
+                f"each place must be {len(AXES)} integers")
         for row in trace["traceEvents"]:
             if row["ph"] == "X":
                 begin = round(row["ts"] * 1e3)
                 end = begin if row["cat"] in MOMENTS else begin + round(row["dur"] * 1e3)
                 event = Event(row["cat"], begin, end, row["args"])
-                require(is_possible(event), f"'{str(row)[:80]}' is no event")
+                require(is_possible(event), f"'{str(row)[:80]}' is not a valid event")
                 recording.ranks[row["pid"]].append(event)
-        require(recording.steps, "no step is in it")
+        require(recording.steps, "it holds no step")
         return recording
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"{type(error).__name__} {error}") from None

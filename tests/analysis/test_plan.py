@@ -610,15 +610,15 @@ def test_communicators_cost_a_gpu_memory_by_the_ring_and_a_cpu_none():
     """World, tp, dp, and a tied matrix's on the first and last stage, of 24 channels each; messages have 4, to each
     neighbour and in the ring where they meet. An axis of one has no communicator."""
     ring, connection = 24 * 12 * 2**20, 12 * 2**20
-    sizes = dict(num_layers=8, num_attention_heads=8, hidden_size=64)
-    box = cluster(32, **sizes, tensor_model_parallel_size=4, pipeline_model_parallel_size=4, global_batch_size=8)
+    small = dict(num_layers=8, num_attention_heads=8, hidden_size=64)
+    box = cluster(32, **small, tensor_model_parallel_size=4, pipeline_model_parallel_size=4, global_batch_size=8)
     assert box.tied and box.dp == 2
     found = [expected_memory.communicator_bytes(dataclasses.replace(box, device="cuda"), sizes.mesh_at(box, stage))
              for stage in range(4)]
     assert found == [4 * ring + 8 * connection, 3 * ring + 12 * connection, 3 * ring + 12 * connection,
                      4 * ring + 8 * connection]
     for size, axis, rings in ((1, "tensor", 0), (8, "tensor", 2), (8, "data", 2)):
-        config = cluster(size, **sizes, pipeline_model_parallel_size=1, global_batch_size=8,
+        config = cluster(size, **small, pipeline_model_parallel_size=1, global_batch_size=8,
                          tensor_model_parallel_size=size if axis == "tensor" else 1)
         assert expected_memory.communicator_bytes(dataclasses.replace(config, device="cuda"),
                                                   sizes.mesh_at(config)) == rings * ring

@@ -29,9 +29,10 @@ from nanodomino.errors import UserError
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement import message_received, message_sent
 from nanodomino.timeline.__main__ import main
-from nanodomino.timeline.draw import WORK, draw_timeline, gather, one_step, part, picture, wire
-from nanodomino.timeline.recording import (MOMENTS, PASSES, WATCHED, Recording, actions, chrome_trace, common,
-                                           find_ready, from_chrome_trace, minus, number, spans_of, totals, union, waits)
+from nanodomino.timeline.draw import WORK, draw_timeline, gather, picture, purpose, select_step, select_time
+from nanodomino.timeline.recording import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, chrome_trace, difference,
+                                           find_ready, from_chrome_trace, intersection, number, spans_of, totals, union,
+                                           waits)
 
 LATE = 250_000_000       # nanoseconds that a busy machine may take to say that something is done
 
@@ -129,7 +130,7 @@ def test_spans_and_messages_are_the_schedules(pool, schedule, pp):
         assert waited_for == [int(event.args["message"][1:].strip("'")) for event in of(events, "receive")]
         sums = asdict(totals(events))
         assert sums["step"] == sum(sums[name] for name in ("compute", "optimizer", "exposed", "idle", "other"))
-        worked = sum(end - begin for begin, end in minus(union((one.begin, one.end) for one in passes),
+        worked = sum(end - begin for begin, end in difference(union((one.begin, one.end) for one in passes),
                                                          union((one.begin, one.end) for one in of(events, "wait"))))
         assert sums["compute"] == worked
 
@@ -141,7 +142,7 @@ def test_collectives_of_tensor_parallelism(pool, slices, columns):
                        global_batch_size=8, num_layers=2)
     microbatches = 2
     for events in recording.ranks:
-        sums = [event for event in of(events, *WATCHED) if event.args["group"] == "tp"]
+        sums = [event for event in of(events, *COLLECTIVES) if event.args["group"] == "tp"]
         sites = {"embedding": 1, "cross_entropy": 2, "head": columns}
         sites |= {f"layers.{i}.{name}": 2 * columns for i in range(2) for name in ("attention", "mlp")}
         assert Counter(event.args["site"] for event in sums) == {
@@ -213,9 +214,10 @@ def test_every_step_is_the_sum_of_its_parts(recording):
 def test_a_sum_is_ready_on_all_its_ranks_at_the_same_moment(recording):
     """When the last of them has joined: so matched, rank by rank, the collectives of a group are the same ones."""
     for ranks in ([0, 1], [2, 3], [4, 5], [6, 7]):
-        ready = [[event.args["ready"] for event in of(recording.ranks[rank], *WATCHED) if event.args["group"] == "tp"]
+        ready = [[event.args["ready"] for event in of(recording.ranks[rank], *COLLECTIVES)
+                  if event.args["group"] == "tp"]
                  for rank in ranks]
-        begun = [[event.begin for event in of(recording.ranks[rank], *WATCHED) if event.args["group"] == "tp"]
+        begun = [[event.begin for event in of(recording.ranks[rank], *COLLECTIVES) if event.args["group"] == "tp"]
                  for rank in ranks]
         assert ready[0] == ready[1] == list(map(max, *begun))
 
@@ -269,7 +271,7 @@ def test_intervals_are_sets():
         one, other = ([sorted(generator.sample(range(40), 2)) for _ in range(generator.randrange(6))] for _ in range(2))
         one, other = map(union, (map(tuple, one), map(tuple, other)))
         sets = [{point for begin, end in spans for point in range(begin, end)} for spans in
-                (one, other, minus(one, other), common(one, other))]
+                (one, other, difference(one, other), intersection(one, other))]
         assert sets[2] == sets[0] - sets[1] and sets[3] == sets[0] & sets[1]
     assert union([(5, 7), (0, 2), (3, 3), (1, 3)]) == [(0, 3), (5, 7)]
     assert union([(0, 1), (2, 3), (6, 7)], gap=1) == [(0, 3), (6, 7)]
@@ -345,7 +347,7 @@ def test_the_picture_numbers_every_microbatch_and_shows_the_totals():
     words = texts(picture([two_stages()]))
     assert Counter(words)["0"] == Counter(words)["1"] == 4                         # two forwards, two backwards each
     assert {"two stages", "rank 0", "rank 1", "stage 0", "stage 1", "ms", "idle", "36%"} <= {*words}
-    assert {"exposed communication", "world's sum"} <= {*words} and "gradients over dp" not in words
+    assert {"exposed communication", "loss and norm, all ranks"} <= {*words} and "gradients over dp" not in words
 
 
 def drawn_by_hand(*spans) -> tuple[list[str], str]:
@@ -404,8 +406,9 @@ def test_the_legend_explains_arrows_where_there_are_any():
 
 
 def test_the_legend_names_what_travels(recording):
-    words = texts(picture([part(recording, 0, recording.end / 1e6)]))
-    assert {"stage 1, dp 0, tp 1", "sum over tp", "gradients over dp", "weights over dp", "tied embedding"} <= {*words}
+    words = texts(picture([select_time(recording, 0, recording.end / 1e6)]))
+    assert {"stage 1, dp 0, tp 1", "activations over tp", "gradients over dp", "weights over dp",
+            "tied embedding"} <= {*words}
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
@@ -416,10 +419,10 @@ def test_gathers_over_tp_are_drawn_as_sums_and_those_over_dp_as_weights(pool, ze
     gathers = {event.args["group"] for events in recording.ranks for event in of(events, "all_gather")}
     assert gathers == ({"tp", "dp"} if zero_stage else {"tp"})
     words = texts(picture([recording]))
-    assert "sum over tp" in words and ("weights over dp" in words) == (zero_stage == 1)
+    assert "activations over tp" in words and ("weights over dp" in words) == (zero_stage == 1)
     for events in recording.ranks:
-        over_tp = [event for event in of(events, *WATCHED) if event.args["group"] == "tp"]
-        assert {wire(event) for event in over_tp} == {"tp"} and {event.kind for event in over_tp} == set(WATCHED)
+        over_tp = [event for event in of(events, *COLLECTIVES) if event.args["group"] == "tp"]
+        assert {purpose(event) for event in over_tp} == {"tp"} and {event.kind for event in over_tp} == set(COLLECTIVES)
         exposed, idle = waits(events)
         assert union(exposed + idle) == spans_of(events, "wait"), "each wait is for the wires, or for another rank"
 
@@ -459,7 +462,7 @@ def test_of_steps_that_would_not_be_legible_the_first_is_drawn():
     drawn = picture([many])
     assert "two stages (drawn: step 7)" in texts(drawn)
     assert Counter(texts(drawn))["0"] == 4 and ElementTree.fromstring(drawn).get("width") == "1000"
-    assert texts(picture([one_step(many, 50)]))[1:] == texts(drawn)[1:], "steps that are alike look alike"
+    assert texts(picture([select_step(many, 50)]))[1:] == texts(drawn)[1:], "steps that are alike look alike"
 
 
 def test_chrome_trace_holds_everything(recording):
@@ -506,7 +509,7 @@ def test_rank_0_writes_both_files_and_a_full_disk_is_only_a_warning(pool, tmp_pa
     (said, warned), others = pool.run(draw, str(tmp_path), world_size=2)
     assert others == ["", ""]
     assert said.startswith("timeline of tp 2, pp 1, dp 1: step 1\n") and "rank 1" in said and "warning" not in said
-    assert "warning: the timeline can't be written" in warned and "training goes on" in warned and "rank 1" in warned
+    assert "warning: the timeline can't be written" in warned and "training continues" in warned and "rank 1" in warned
     texts((tmp_path / "trace-00000001.svg").read_text())
 
     file, output = str(tmp_path / "trace-00000001.json"), tmp_path / "both.svg"
@@ -526,15 +529,15 @@ def test_what_is_no_recording_is_named(tmp_path):
     for wrong in ("", "[]", "{}", "[" * 10**5, '{"traceEvents": [], "otherData": {"caption": "", "places": []}}',
                   '{"traceEvents": [{"ph": "X", "ts": 1e999}], "otherData": {"caption": "", "places": []}}'):
         file.write_text(wrong)
-        refused(f"{file} is no recording (", file, "--output", output)
+        refused(f"{file} is not a recording (", file, "--output", output)
     file.write_text(json.dumps(chrome_trace(two_stages())))
-    for flags, message in ((["--caption", "a", "b"], "--caption needs a text for each of the 1 recordings"),
+    for flags, message in ((["--caption", "a", "b"], "--caption needs one title for each of the 1 recordings"),
                            (["--milliseconds", "5"], "--milliseconds must be FIRST:LAST"),
                            (["--milliseconds", "9:3"], "--milliseconds must be FIRST:LAST"),
                            (["--milliseconds", "0:inf"], "--milliseconds must be FIRST:LAST"),
                            (["--milliseconds", "0:1e308"], "--milliseconds must be FIRST:LAST"),
-                           (["--milliseconds", "200:300"], "must begin within the recording, which is 100.0 ms long"),
-                           (["--step", "3"], "--step 3 is not in it; try one of 7")):
+                           (["--milliseconds", "200:300"], "must start within the recording, which is 100.0 ms long"),
+                           (["--step", "3"], "--step 3 is not in the recording; try one of 7")):
         refused(message, file, "--output", output, *flags)
     with pytest.raises(UserError):
         from_chrome_trace({"traceEvents": []})
@@ -566,7 +569,7 @@ def test_a_recording_that_somebody_has_changed_is_named_and_never_a_traceback(tm
             try:
                 main([str(file), "--output", str(output), "--step", "7"])
             except UserError as error:
-                assert str(error).startswith(f"{file} is no recording (") and "\n" not in str(error)
+                assert str(error).startswith(f"{file} is not a recording (") and "\n" not in str(error)
                 assert len(str(error)) < 400
                 refused[place[-1]] += 1
     assert min(refused[name] for name in ("ts", "step", "microbatch", "peer", "group", "bytes", "ready", "slice",
@@ -584,7 +587,7 @@ def test_what_cannot_be_read_or_written_is_named(tmp_path):
             (tmp_path, "x.svg", f"{tmp_path} can't be read (Is a directory); give a"),
             (file, "missing/x.svg", "missing/x.svg can't be written (No such file or directory); choose another file"),
             (file, ".", f"--output {tmp_path} can't be written (Is a directory); choose another file"),
-            (file, "x.json", "x.json is what the picture is drawn from, and would be lost; choose another file"),
-            (file, "../" + tmp_path.name + "/x.json", "x.json is what the picture is drawn from")):
+            (file, "x.json", "x.json would overwrite an input of the picture; choose another file"),
+            (file, "../" + tmp_path.name + "/x.json", "x.json would overwrite an input of the picture")):
         refused(message, given, "--output", tmp_path / output)
     assert file.read_text() == before and [*tmp_path.iterdir()] == [file], "nothing is left behind"
