@@ -1,7 +1,7 @@
 """Host memory for a checkpoint's copies, in blocks whose lengths are powers of two.
 
-torch rounds a block of pinned memory up to the next power of two, which can almost double it. For n elements allocate a
-block for each binary digit of n instead, such as 4 + 1 for n = 5: nothing is rounded up.
+torch rounds a block of pinned memory up to the next power of two, which can almost double it. So allocate n elements in
+the powers of two that add up to n, such as 5 = 4 + 1: nothing is rounded up.
 """
 
 import torch

@@ -33,9 +33,10 @@ class SafeReader(dcp.FileSystemReader):
             try:
                 require_regular_file(path)
                 with open(path, "rb") as file:
-                    self.index = RestrictedUnpickler(file).load()
-                self.index.storage_meta = self.index.storage_meta or StorageMeta()
-                self.index.storage_meta.load_id = self.load_id
+                    index = RestrictedUnpickler(file).load()
+                index.storage_meta = index.storage_meta or StorageMeta()
+                index.storage_meta.load_id = self.load_id
+                self.index = index
             except UserError:
                 raise
             except Exception as error:                         # arbitrary bytes can make an unpickler raise anything
@@ -63,7 +64,7 @@ class RestrictedUnpickler(pickle._Unpickler):                  # in Python: C's 
         return super().find_class(module, name)
 
     def load_build(self):
-        """Set the attributes of a record, but never those of a class or function: they would change this process."""
+        """Set the attributes of a record, but refuse a class or a function: it would change for the whole process."""
         require(not isinstance(self.stack[-2], type) and not callable(self.stack[-2]),
                 "the checkpoint's index changes one of torch's own types; do not use this checkpoint")
         super().load_build()

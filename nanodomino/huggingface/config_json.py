@@ -67,15 +67,15 @@ def shown(value) -> str:
     return json.dumps(value)[:80]
 
 
+def nothing(_) -> dict:
+    return {}
+
+
 @dataclass(frozen=True)
 class ConfigRule:
     """read(ConfigReader) -> settings; write(Config) -> entries of a config.json. Both raise UserError."""
-    read: Callable
-    write: Callable
-
-
-def nothing(_) -> dict:
-    return {}
+    read: Callable = nothing
+    write: Callable = nothing
 
 
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -164,5 +164,5 @@ def require_divisible_width(config: Config) -> dict:
 
 
 ROPE, BIASES = ConfigRule(read_rope, write_rope), ConfigRule(read_biases, write_biases)
-WINDOW, LAYER_TYPES = ConfigRule(read_window, nothing), ConfigRule(read_layer_types, nothing)
-DIVISIBLE_WIDTH = ConfigRule(nothing, require_divisible_width)
+WINDOW, LAYER_TYPES = ConfigRule(read_window), ConfigRule(read_layer_types)
+DIVISIBLE_WIDTH = ConfigRule(write=require_divisible_width)
