@@ -41,7 +41,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script,
 from nanodomino.config.terminal import run_command
 from nanodomino.corpus.documents import find_files, read_documents
 from nanodomino.corpus.folder import FORMAT, SPLITS, file_sha256, load_corpus
-from nanodomino.corpus.huggingface_tokenizer import FILES, find_tokenizer
 from nanodomino.corpus.publish import check_output, clear_leftovers, publish, temporary_sibling
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, require
@@ -80,16 +79,12 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
                 "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off, "skipped": dict(+skipped),
                 "unigram_entropy": unigram, "bigram_entropy": bigram, "bigram_tokens": counted,
                 "sha256": {name: file_sha256(folder / f"{name}.bin") for name in SPLITS}}
-            if vocab_file is not None:      # keep copies, because the originals may move
+            if vocab_file is not None:
                 meta |= {"vocab_file": "encoder.json", "merge_file": "vocab.bpe"}
-                shutil.copyfile(vocab_file, folder / "encoder.json")
-                shutil.copyfile(merge_file, folder / "vocab.bpe")
             if text_tokenizer.name == "huggingface":
                 meta |= {"tokenizer_file": "tokenizer.json", "eod_token": text_tokenizer.eod_token}
-                original = find_tokenizer(tokenizer)
-                for name, path in zip(FILES, [original, *map(original.with_name, FILES[1:])]):
-                    if path == original or path.is_file():
-                        shutil.copyfile(path, folder / name)
+            for name, path in text_tokenizer.files.items():     # copies, because the originals may move
+                shutil.copyfile(path, folder / name)
             (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", "utf-8")
             return publish(folder, output, meta, overwrite)
     except OSError as error:

@@ -32,8 +32,6 @@ from nanodomino.corpus.folder import Corpus
 from nanodomino.errors import require
 from nanodomino.layers.positions import document_ids, positions_within_documents
 
-CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class EndOfText:
@@ -95,7 +93,7 @@ class TokenDataset:
     """The batches of one split, on `device`. Raises UserError if the split holds no window of seq_length + 1 tokens."""
 
     def __init__(self, corpus: Corpus, split: str, seq_length: int, seed: int, end_of_text: EndOfText | None = None,
-                 device=CPU):
+                 device=torch.device("cpu")):
         self.corpus, self.split, self.seq_length, self.seed, self.device = corpus, split, seq_length, seed, device
         self.end_of_text = end_of_text
         count = corpus.tokens[split]

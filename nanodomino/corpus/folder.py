@@ -43,24 +43,25 @@ class Corpus:
     def tokenizer(self) -> Tokenizer:
         """Build the tokenizer of this text from the files in the folder. Raises UserError."""
         path, *gpt2_files = (self.path / name if name else None for name in map(self.meta.get, TOKENIZER_FILES))
-        require(not path or path.is_file(), f"{path} is missing, which meta.json names; prepare the text again")
+        check(not path or path.is_file(), f"{path} is missing, which meta.json names")
         tokenizer = build_tokenizer(path or self.tokenizer_name, *gpt2_files, self.meta.get("eod_token"))
-        require(tokenizer.vocab_size == self.vocab_size,
-                f"{self.path / 'meta.json'} records a vocabulary of {self.vocab_size} tokens, but its tokenizer "
-                f"{self.tokenizer_name} has {tokenizer.vocab_size}; prepare the text again")
+        check(tokenizer.vocab_size == self.vocab_size,
+              f"{self.path / 'meta.json'} records a vocabulary of {self.vocab_size} tokens, but its tokenizer "
+              f"{self.tokenizer_name} has {tokenizer.vocab_size}")
         return tokenizer
 
     def verify(self):
-        """Read every byte and check it by checksum and the largest token id. Raises UserError.
-
-        This takes too long to be done at each start of a big run.
-        """
+        """Check every byte by the checksums, and the largest token id. Raises UserError. Slow for a big corpus."""
         for split in SPLITS:
             path = self.path / f"{split}.bin"
-            require(file_sha256(path) == self.sha256[split],
-                    f"{path} does not have the SHA-256 that meta.json records; prepare the text again")
-            require(not self.tokens[split] or np.memmap(path, self.dtype, mode="r").max() < self.vocab_size,
-                    f"{path} holds token ids outside the vocabulary of {self.vocab_size}; prepare the text again")
+            check(file_sha256(path) == self.sha256[split], f"{path} does not have the SHA-256 that meta.json records")
+            check(not self.tokens[split] or np.memmap(path, self.dtype, mode="r").max() < self.vocab_size,
+                  f"{path} holds token ids outside the vocabulary of {self.vocab_size}")
+
+
+def check(condition, sentence: str):
+    """Raise UserError with this sentence unless the condition holds."""
+    require(condition, f"{sentence}; prepare the text again")
 
 
 def file_sha256(path) -> str:
@@ -83,9 +84,8 @@ def load_corpus(folder) -> Corpus:
             f"{folder} is not a folder made by data/prepare.py, since it has no meta.json; prepare another folder")
     try:
         meta = json.loads(path.read_text("utf-8"))
-        require(meta.get("format") == FORMAT,
-                f"{path} is of format {meta.get('format')!r}, but this version reads {FORMAT!r}; prepare the text "
-                "again")
+        check(meta.get("format") == FORMAT,
+              f"{path} is of format {meta.get('format')!r}, but this version reads {FORMAT!r}")
         corpus = Corpus(
             path=folder, tokenizer_name=str(meta["tokenizer"]), vocab_size=int(meta["vocab_size"]),
             end_of_text=int(meta["end_of_text"]), dtype=np.dtype({"uint16": "<u2", "uint32": "<u4"}[meta["dtype"]]),
@@ -95,27 +95,22 @@ def load_corpus(folder) -> Corpus:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from error
     known = (*TOKENIZERS, "huggingface") if meta.get("tokenizer_file") else TOKENIZERS
-    require(corpus.tokenizer_name in known,
-            f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version reads "
-            f"{', '.join(known)}; prepare the text again")
-    for name in TOKENIZER_FILES:
-        value = meta.get(name)
-        require(value is None or isinstance(value, str) and value == Path(value).name and value not in ("", ".."),
-                f"{path} gives '{str(value)[:80]}' as {name}, which must be the name of a file beside it; prepare the "
-                "text again")
-    require(math.isfinite(corpus.unigram_entropy) and math.isfinite(corpus.bigram_entropy),
-            f"{path} gives entropies of {corpus.unigram_entropy} and {corpus.bigram_entropy}, which must be finite; "
-            "prepare the text again")
+    check(corpus.tokenizer_name in known, f"{path} names the tokenizer '{corpus.tokenizer_name}', but this version "
+          f"reads {', '.join(known)}")
+    for key in TOKENIZER_FILES:
+        name = meta.get(key)
+        check(name is None or isinstance(name, str) and name == Path(name).name and name not in ("", ".."),
+              f"{path} gives '{str(name)[:80]}' as {key}, which must be the name of a file beside it")
+    check(math.isfinite(corpus.unigram_entropy) and math.isfinite(corpus.bigram_entropy),
+          f"{path} gives entropies of {corpus.unigram_entropy} and {corpus.bigram_entropy}, which must be finite")
     largest = 256 ** corpus.dtype.itemsize
-    require(0 <= corpus.end_of_text < corpus.vocab_size <= largest,
-            f"{path} must have 0 <= end_of_text < vocab_size <= {largest}, but has "
-            f"end_of_text {corpus.end_of_text} and vocab_size {corpus.vocab_size}; prepare the text again")
+    check(0 <= corpus.end_of_text < corpus.vocab_size <= largest,
+          f"{path} must have 0 <= end_of_text < vocab_size <= {largest}, but has end_of_text {corpus.end_of_text} and "
+          f"vocab_size {corpus.vocab_size}")
     for split in SPLITS:
         path, expected = folder / f"{split}.bin", corpus.tokens[split] * corpus.dtype.itemsize
-        require(os.path.isfile(path) and os.access(path, os.R_OK),
-                f"{path} is missing or not readable; prepare the text again")
-        found = path.stat().st_size
-        require(found == expected,
-                f"{path} should hold {corpus.tokens[split]} tokens in {expected} bytes, but has {found} bytes; "
-                "prepare the text again")
+        check(os.path.isfile(path) and os.access(path, os.R_OK), f"{path} is missing or not readable")
+        size = path.stat().st_size
+        check(size == expected,
+              f"{path} should hold {corpus.tokens[split]} tokens in {expected} bytes, but has {size} bytes")
     return corpus

@@ -42,8 +42,10 @@ class HuggingFaceTokenizer:
 
     name = "huggingface"
 
-    def __init__(self, package_tokenizer, byte_level: bool, safe_cut: re.Pattern, eod_token: str):
+    def __init__(self, package_tokenizer, path: Path, byte_level: bool, safe_cut: re.Pattern, eod_token: str):
         self.package_tokenizer, self.safe_cut, self.eod_token = package_tokenizer, safe_cut, eod_token
+        self.files = {"tokenizer.json": path, **{name: path.with_name(name) for name in FILES[1:]
+                                                 if path.with_name(name).is_file()}}
         self.vocab_size = 1 + max(package_tokenizer.get_vocab().values())       # there may be gaps between ids
         self.end_of_text = package_tokenizer.token_to_id(eod_token)
         self.byte_of = bytes_of_characters() if byte_level else {}
@@ -74,11 +76,8 @@ def find_tokenizer(path) -> Path:
     """Return the tokenizer.json in the folder `path`, or `path` if it is a file. Raises UserError."""
     path = Path(path)
     found = path / "tokenizer.json" if path.is_dir() else path
-    require(found.name != "tokenizer.model" and (found.is_file() or not (path / "tokenizer.model").is_file()),
-            f"{path} is or holds sentencepiece's tokenizer.model; write a tokenizer.json with AutoTokenizer's "
-            "save_pretrained")
-    require(found.is_file(), f"{path} has no tokenizer.json; save one there with AutoTokenizer's save_pretrained, or "
-            "choose another folder")
+    require(found.is_file() and found.name != "tokenizer.model", f"{path} has no tokenizer.json (sentencepiece's "
+            "tokenizer.model is none); write one with AutoTokenizer's save_pretrained, or choose another folder")
     return found
 
 
@@ -112,7 +111,8 @@ def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceTokenizer
     safe_cut = find_safe_cut(word_splitter(package_tokenizer))
     require(safe_cut, f"{path} makes words across all whitespace, so long texts could not be cut; {ACCEPTED}")
     special = {token["content"] for token in record["added_tokens"]}
-    tokenizer = HuggingFaceTokenizer(package_tokenizer, byte_level, safe_cut, find_eod_token(path, special, eod_token))
+    eod_token = find_eod_token(path, special, eod_token)
+    tokenizer = HuggingFaceTokenizer(package_tokenizer, path, byte_level, safe_cut, eod_token)
     sample = "x \n" + "".join(map(chr, range(33, 127)))
     ids = tokenizer.encode(sample)
     require(tokenizer.decode(ids) == b"".join(map(tokenizer.token_bytes, ids)).decode().lstrip() == sample,
@@ -126,7 +126,8 @@ def word_splitter(package_tokenizer) -> Callable[[str], list[str]]:
     The pre-tokenizer returns them. Llama 2 has none, but if no token contains x▁, no merge joins x and ▁.
     """
     normalizer, pre_tokenizer = package_tokenizer.normalizer, package_tokenizer.pre_tokenizer
-    splits_at_space = not any("▁" in token.lstrip("▁") for token in package_tokenizer.get_vocab())
+    vocabulary = package_tokenizer.get_vocab(with_added_tokens=False)
+    splits_at_space = not any("▁" in token.lstrip("▁") for token in vocabulary)
 
     def words(text: str) -> list[str]:
         text = normalizer.normalize_str(text) if normalizer else text

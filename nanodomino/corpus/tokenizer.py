@@ -37,7 +37,8 @@ class Tokenizer(Protocol):
     name: str               # byte, gpt2 or huggingface, as in meta.json
     vocab_size: int         # 1 + the largest id
     end_of_text: int        # the id that ends a document
-    safe_cut: re.Pattern  # where a long text may be cut, see cuts.py
+    safe_cut: re.Pattern    # where a long text may be cut, see cuts.py
+    files: dict[str, Path]  # {name in a data folder: original file}
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a document, in which the name of a special token is ordinary text."""
@@ -56,8 +57,8 @@ class TiktokenTokenizer:
     """A Tokenizer over tiktoken's."""
     safe_cut = SAFE_CUT
 
-    def __init__(self, encoding: tiktoken.Encoding):
-        self.encoding, self.name = encoding, encoding.name
+    def __init__(self, encoding: tiktoken.Encoding, files=None):
+        self.encoding, self.name, self.files = encoding, encoding.name, files or {}
         self.vocab_size, self.end_of_text = encoding.n_vocab, encoding.eot_token
 
     def encode(self, text: str) -> np.ndarray:
@@ -105,8 +106,9 @@ def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None) -> T
     if vocab_file is None:
         return TiktokenTokenizer(download_gpt2())
     ranks, end_of_text = read_gpt2_files(vocab_file, merge_file)
-    return TiktokenTokenizer(tiktoken.Encoding("gpt2", pat_str=GPT2_WORDS, mergeable_ranks=ranks,
-                                               special_tokens={END_OF_TEXT: end_of_text}))
+    encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_WORDS, mergeable_ranks=ranks,
+                                 special_tokens={END_OF_TEXT: end_of_text})
+    return TiktokenTokenizer(encoding, {"encoder.json": vocab_file, "vocab.bpe": merge_file})
 
 
 def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:

@@ -279,9 +279,8 @@ def test_the_package_never_gets_more_than_a_few_megabytes_at_once(families):
 
 def test_a_million_spaces_do_not_stop_the_package(families):
     """tiktoken's regular expressions give up when they backtrack a million characters."""
-    for name in BYTE_LEVEL:
-        tokenizer, text = build_tokenizer(families[name]), " " * 1_100_000 + "y"
-        assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+    tokenizer, text = build_tokenizer(families["llama3"]), " " * 1_100_000 + "y"
+    assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
 
 
 # ---- in the data folder
@@ -401,9 +400,9 @@ def test_missing_and_broken_files_are_named_in_one_sentence(tmp_path, families):
         for file, text in files.items():
             write(tmp_path / name / file, text)
     for arguments, message in [
-            (("empty",), "empty has no tokenizer.json; save one there"),
-            (("sentencepiece",), "is or holds sentencepiece's tokenizer.model"),
-            (("sentencepiece/tokenizer.model",), "is or holds sentencepiece's tokenizer.model"),
+            (("empty",), "empty has no tokenizer.json"),
+            (("sentencepiece",), "sentencepiece has no tokenizer.json (sentencepiece's tokenizer.model is none)"),
+            (("sentencepiece/tokenizer.model",), "tokenizer.model has no tokenizer.json (sentencepiece's"),
             (("broken",), "the tokenizers package cannot read"), (("deep",), "the tokenizers package cannot read"),
             (("config",), "tokenizer_config.json cannot be read (JSONDecodeError)"),
             (("end",), "gives '</s>' as eos_token, which is no added token of tokenizer.json; name one with "
