@@ -57,18 +57,18 @@ def main(questions, text: str, arguments: list[str]) -> int:
                 f"there is no question '{arguments[0]}'; try one of {', '.join(questions)}")
         question = importlib.import_module(f"benchmarks.{arguments[0]}")
         flags = parse(question, arguments)
-        launch = read_launch_environment()
+        launch_info = read_launch_environment()
         world_size = question.processes(flags)
-        if not launch.launched:
+        if not launch_info.launched:
             tempfile.tempdir = getattr(flags, "folder", None)  # of temporary files, the processes' that it starts too
-        if world_size > 1 and not launch.launched:
+        if world_size > 1 and not launch_info.launched:
             return launch(arguments, world_size, wire_for(flags, world_size))
-        require(launch.world_size == world_size,
-                f"this needs {world_size} processes, but there are {launch.world_size}; start it without torchrun, or "
-                f"with --nproc_per_node {world_size}")
-        bind_to_cores(launch)
-        text, record = question.answer(flags, launch)
-        if launch.rank == 0:
+        require(launch_info.world_size == world_size,
+                f"this needs {world_size} processes, but there are {launch_info.world_size}; start it without torchrun, "
+                f"or with --nproc_per_node {world_size}")
+        bind_to_cores(launch_info)
+        text, record = question.answer(flags, launch_info)
+        if launch_info.rank == 0:
             print(text + (f"\n{TOO_NOISY}: {WHAT_IS_TOO_NOISY}" if TOO_NOISY in text else ""))
             print(json.dumps(record), flush=True)
         if dist.is_initialized():
