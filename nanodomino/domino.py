@@ -71,7 +71,7 @@ from nanodomino.overlap.slice_ops import SliceOps
 
 
 def interleave(generators, trace):
-    """Generator: resume each generator in turn until all have ended; yield after each turn but the last."""
+    """Resume each generator in turn until all have ended. Yields after each turn but the last."""
     waiting = deque(enumerate(generators))
     while waiting:
         index, generator = waiting.popleft()
@@ -94,7 +94,7 @@ def run_alone(generator):
 
 
 class SublayerStep:
-    """The parts of a sublayer that a slice uses, as plain attributes: a Module's lookups would take a tenth of the
+    """Holds the parts of a sublayer that a slice uses as plain attributes: a Module's lookups would take a tenth of the
     host's time."""
 
     def __init__(self, sublayer):
@@ -104,8 +104,8 @@ class SublayerStep:
 
 @dataclass(eq=False)
 class Slice:
-    """Some samples of a microbatch in one chunk of the stage: input, tape, output. With a sharded residual stream
-    (sequence_parallel.py), hidden and a hidden output are this rank's rows [b, s/t, h]."""
+    """Holds some samples of a microbatch in one chunk of the stage: input, tape, output. If the residual stream is
+    sharded (sequence_parallel.py), hidden states are this rank's rows [b, s/t, h]."""
     index: int
     chunk: object                                      # model.Chunk
     batch: object                                      # data.Batch
@@ -133,12 +133,12 @@ class GradientsReady:
 class Domino:
     """Runs a pipeline stage of a GPT forward and backward, its slices interleaved. Gradients are added to main_grad.
 
-    forward, backward and weight_backward are generators like the slices: pipeline.run resumes the generators of one
-    microbatch, or of two at once; run_alone() runs one to its end.
+    Nearly every method is a generator. pipeline.run resumes forward, backward and weight_backward of one microbatch, or
+    of two at once; run_alone() runs one to its end.
     """
 
     def __init__(self, model, slices=1, columns=1, compile_backend=None, trace=NO_TRACE):
-        """slices: of a microbatch; columns: chunks of each communicated matmul (slice_ops.py)."""
+        """Cut each microbatch into `slices`, and each communicated matmul into `columns` (slice_ops.py)."""
         self.model, self.mesh, self.slices, self.trace = model, model.mesh, slices, trace
         compiled = partial(torch.compile, backend=compile_backend) if compile_backend else None
         self.ops = SliceOps(residual_stream(model.config, self.mesh), columns, trace)
@@ -150,7 +150,7 @@ class Domino:
     # ---- the stage, as the pipeline sees it
 
     def forward(self, batch, hidden=None, training=True, chunk=0):
-        """Generator: run one microbatch (data.Batch) through a chunk of this stage.
+        """Run one microbatch (data.Batch) through a chunk of this stage.
 
         hidden: [b, s, h] from the previous chunk, None on the first; with a sharded stream [b, s/t, h], like the
         hidden states that are returned. training=False: no tape, no dropout.
@@ -165,25 +165,25 @@ class Domino:
         return slices[0].output if count == 1 else torch.cat([slice.output for slice in slices]), slices
 
     def masks_and_positions(self, batch, training):
-        """The masks and positions of a slice's samples."""
+        """Return the masks and positions for a slice's samples."""
         return MasksAndPositions(self.model.config, self.mesh, batch.sample_ids if training else None,
                             self.tape_policy.keeps_masks, self.ops.stream,
                             None if batch.in_order else batch.positions, batch.documents)
 
-    def backward(self, slices, gradient, on_gradients_ready=None, later=False):
-        """Generator: gradient of forward's output -> gradient of `hidden` (None if the chunk starts the model).
+    def backward(self, slices, gradient, on_gradients_ready=None, defer_weights=False):
+        """Turn the gradient of forward's output into the gradient of `hidden` (None if the chunk starts the model).
 
         on_gradients_ready(modules) is called when no slice of this microbatch will add to the gradients of `modules`
         any more, so that their reduce over the replicas can overlap the rest of backward.
-        later: leave weight gradients to weight_backward(), except the head's, which would keep the logits alive.
+        defer_weights: leave weight gradients to weight_backward(), except the head's, which would keep the logits.
         """
         for slice in slices:
-            slice.deferred = [] if later else None
+            slice.deferred = [] if defer_weights else None
         results, ready = [None] * len(slices), GradientsReady(len(slices), on_gradients_ready)
         gradients = gradient.tensor_split(len(slices))
         yield from interleave([self.staggered(slice, self.backward_slice(slice, gradients[slice.index], results, ready))
                                for slice in slices], self.trace)
-        if later:
+        if defer_weights:
             for slice in slices:                               # weight_backward needs nothing else
                 slice.batch = slice.masks_and_positions = slice.output = None
         if slices[0].chunk.pre_process:
@@ -191,7 +191,7 @@ class Domino:
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def weight_backward(self, slices, on_gradients_ready=None):
-        """Generator, as pipeline.run expects, although it launches nothing: compute the deferred weight gradients."""
+        """Compute the deferred weight gradients. Never yields, but pipeline.run expects a generator."""
         ready = GradientsReady(len(slices), on_gradients_ready)
         while slices[0].deferred:
             for slice in slices:
@@ -202,7 +202,7 @@ class Domino:
         yield
 
     def staggered(self, slice, generator):
-        """Generator: with a sharded stream, start each slice one turn after the previous one (sequence_parallel.py)."""
+        """Start each slice one turn after the previous one if the stream is sharded (sequence_parallel.py)."""
         for _ in range(slice.index):
             yield from self.ops.yield_if_sharded()
         yield from generator
@@ -210,7 +210,7 @@ class Domino:
     # ---- forward
 
     def forward_slice(self, slice: Slice):
-        """Generator: one slice through its chunk."""
+        """Run one slice through its chunk."""
         x, y, previous = slice.hidden, None, None
         slice.hidden = None                                    # from here on only the tape keeps it
         if slice.chunk.pre_process:
@@ -226,7 +226,7 @@ class Domino:
             slice.head = None
 
     def forward_sublayer(self, slice, step, x, y, previous):
-        """Generator: residual + norm, gather, inside, reduce. x, y of the previous sublayer -> x, y of this one."""
+        """Turn x, y of the previous sublayer into x, y of this one: residual + norm, gather, inside, reduce."""
         h, norm = self.residual_norm.forward(slice, x, y, previous, step.norm_weights)
         flights = self.ops.gather(slice, step.site, h)
         yield from self.ops.yield_if_in_flight(flights)
@@ -239,7 +239,7 @@ class Domino:
     # ---- backward
 
     def backward_slice(self, slice: Slice, gradient, results, ready):
-        """Generator: walk the tape in reverse; each entry is freed as soon as it is used."""
+        """Walk the tape in reverse. Each entry is freed as soon as it is used."""
         if slice.chunk.post_process:
             grad_x, grad_y = yield from self.backward_head(slice, gradient, ready)
         else:
@@ -257,7 +257,7 @@ class Domino:
         results[slice.index] = grad_x
 
     def backward_sublayer(self, slice, entry, grad_x, grad_y, ready):
-        """Generator: gradients of this sublayer's x' and y -> gradients of the previous sublayer's x and y.
+        """Turn the gradients of this sublayer's x' and y into the gradients of the previous sublayer's x and y.
 
         y is a sum over ranks, and the gradient of a sum is the gradient of each addend: no all-reduce. Every rank used
         h, so the gradient of h is the sum over the ranks.
@@ -276,7 +276,7 @@ class Domino:
         return grad_x, grad_y
 
     def backward_head(self, slice, gradient, ready):
-        """Generator: gradient of the losses [b, s] -> gradients of the last sublayer's x and y."""
+        """Turn the gradient of the losses [b, s] into the gradients of the last sublayer's x and y."""
         model, (vocabulary,) = self.model, self.model.head
         flights, matmuls = self.ends.head_backward(slice, slice.head, gradient)
         norm, slice.head = slice.head.norm, None
@@ -287,8 +287,8 @@ class Domino:
         return grad_x, grad_y
 
     def wait_for_sum(self, slice, site, flights, weight_gradients):
-        """Generator: return the tensor of `flights`. Work that does not need it runs while it is in flight: weight
-        gradients, the other slices, and what recomputation restores of the sublayer below."""
+        """Return the tensor of `flights`. While it is in flight, run what does not need it: weight gradients, the other
+        slices, and the recomputation of the sublayer below."""
         self.start_restore(slice)
         self.ops.weight_gradients(slice, site, weight_gradients)
         yield
@@ -302,7 +302,7 @@ class Domino:
             entry.h_flights, entry.h = self.ops.gather(slice, entry.step.site, h), None
 
     def finish_restore(self, slice):
-        """Generator: recompute what the last tape entry dropped of its inside."""
+        """Recompute what the last tape entry dropped of its inside."""
         if slice.tape and self.tape_policy.recomputes:
             entry = slice.tape[-1]
             yield from entry.step.inside.restore(self.ops, slice, entry.inside, entry.h_flights)

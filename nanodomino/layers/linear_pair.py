@@ -1,4 +1,4 @@
-"""The inside of attention and MLP: column-parallel matmul, core, row-parallel matmul.
+"""Runs the inside of attention and MLP: column-parallel matmul, core, row-parallel matmul.
 
 A sublayer is a norm, a gather of the norm's output h, its *inside*, a reduce of the result y, and a residual. domino.py
 runs all of that except the inside, which is an object of the sublayer with three generators:
@@ -23,7 +23,7 @@ import torch
 
 @dataclass
 class LinearPairTape:
-    """What backward needs; a field that recomputation drops is None."""
+    """Holds what backward needs; a field that recomputation drops is None."""
     column_output: torch.Tensor | None   # c [b, s, .../t]
     core: object                         # what core_backward needs
     activation: torch.Tensor | None      # a [b, s, .../t], the input of the row-parallel matmul
@@ -39,7 +39,7 @@ class LinearPair:
 
     @property
     def restored_elements(self) -> int:
-        """Elements of the matrices that full recomputation multiplies by again."""
+        """The number of elements of the matrices that full recomputation multiplies by again."""
         return self.column.numel()
 
     def core(self, slice, c):

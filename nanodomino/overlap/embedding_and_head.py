@@ -25,7 +25,7 @@ from nanodomino.overlap.flight import result_of
 
 @dataclass
 class HeadTape:
-    """What the head's backward needs of a slice."""
+    """Holds what the head's backward needs of a slice."""
     norm: object                         # residual_norm.SavedResidualNorm
     h: torch.Tensor                      # [b, s, h], all rows: small beside the logits
     logits: torch.Tensor                 # [b, s, width]
@@ -34,16 +34,18 @@ class HeadTape:
 
 
 class EmbeddingAndHead:
+    """Runs the two ends. All methods but head_backward are generators."""
+
     def __init__(self, model, ops, residual_norm, compiled=None):
-        """compiled: torch.compile with its backend, or None. A compiler fuses the cross entropy, so that no temporary
-        is as large as the logits; without a compiler it works on some rows at a time."""
+        """Choose how the cross entropy avoids temporaries as large as the logits: a compiler (`compiled`, torch.compile
+        with its backend) fuses it; without one (None) it works on some rows at a time."""
         self.model, self.ops, self.residual_norm = model, ops, residual_norm
         narrow = model.config.fp16_lm_cross_entropy
         self.max_and_sum_exp_of_rows, self.scaled_exp_of_rows = map(compiled or in_chunks, (
             lambda *rows: max_and_sum_exp_of_rows(*rows, narrow), lambda *rows: scaled_exp_of_rows(*rows, narrow)))
 
     def embed(self, slice):
-        """Generator: the slice's tokens -> x [b, s, h]."""
+        """Turn the slice's tokens into x [b, s, h]."""
         embedding, stream = self.model.embedding, self.ops.stream
         addend = embedding.word_embeddings.partial_embeddings(slice.batch.tokens)
         words = yield from self.ops.yield_then_wait(
@@ -52,7 +54,7 @@ class EmbeddingAndHead:
                                        slice.masks_and_positions.hidden_dropout_mask("embedding", words))
 
     def embed_backward(self, slice, grad_x):
-        """Generator: adds the gradients of word and position embeddings. grad_x: of the embedding's output."""
+        """Add the gradients of the word and position embeddings. grad_x: the gradient of embed()'s result."""
         gradient = drop(grad_x, slice.masks_and_positions.hidden_dropout_mask("embedding", grad_x))
         words, flights = self.model.embedding.word_embeddings, self.ops.gather(slice, "embedding", gradient)
         self.model.embedding.add_position_gradients(gradient, self.ops.stream.own_rows(slice.batch.positions))
@@ -63,7 +65,7 @@ class EmbeddingAndHead:
         main_grad_of(words.weight).index_add_(0, row.flatten(), gradient)
 
     def head(self, slice, x, y, previous):
-        """Generator: x, y of the last sublayer -> (loss of each token [b, s], the HeadTape)."""
+        """Turn x, y of the last sublayer into (the loss of each token [b, s], the HeadTape)."""
         ops, (vocabulary,) = self.ops, self.model.head
         h, norm = self.residual_norm.forward(slice, x, y, previous, self.model.final_norm.weights)
         flights = ops.gather(slice, "head", h)
@@ -77,7 +79,7 @@ class EmbeddingAndHead:
         return loss_from_sums(sums), HeadTape(norm, result_of(flights), logits, maximum, sums)
 
     def head_backward(self, slice, tape: HeadTape, gradient):
-        """Gradient of the losses [b, s] -> (flights of the gradient of h, the head's weight gradient to compute)."""
+        """Turn the gradient of the losses [b, s] into (flights of the gradient of h, the weight gradient's matmul)."""
         (vocabulary,) = self.model.head
         grad_logits = cross_entropy_gradient(tape.logits, slice.batch.labels, slice.output, tape.maximum, tape.sums,
                                              gradient, vocabulary, self.scaled_exp_of_rows)

@@ -1,4 +1,4 @@
-"""A collective from its preparation to its result, so that other work can run while it is in flight.
+"""Follows a collective from its preparation to its result, so that other work can run while it is in flight.
 
     flight = all_reduce(tensor, group)     prepared: no byte has moved
     flight.launch()                        in flight: `tensor` must not be read or written
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 @dataclass
 class Flight:
-    """A tensor and the collective that completes it.
+    """Holds a tensor and the collective that completes it.
 
     start() launches the collective and returns (work, received). Where `received` [ranks, size] is not None, it holds
     every rank's addend after work.wait(), and result() sums them (see reduce_scatter in comm/collectives.py).
@@ -33,7 +33,7 @@ class Flight:
         self.work, self.received = self.start()
 
     def result(self):
-        """The tensor. Call it only after work.wait()."""
+        """Return the tensor. Call it only after work.wait()."""
         if self.received is not None:
             torch.sum(self.received, dim=0, out=self.tensor.view(-1))
             self.received = None
@@ -48,6 +48,6 @@ def all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
 
 
 def result_of(flights: list[Flight]):
-    """One tensor from flights that are done and hold chunks of its last dimension."""
+    """Join flights that are done, and hold chunks of the last dimension, into one tensor."""
     chunks = [flight.result() for flight in flights]
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)

@@ -1,5 +1,5 @@
-"""Activations in the host's memory (--checkpoint-in-cpu, DeepSpeed's name): each x leaves the GPU while later sublayers
-compute, and comes back one sublayer before backward needs it. On a CPU there is nothing to move.
+"""Keeps activations in the host's memory (--checkpoint-in-cpu, DeepSpeed's name): each x leaves the GPU while later
+sublayers compute, and comes back one sublayer before backward needs it. On a CPU there is nothing to move.
 
 Two streams copy, one in each direction, and events order the copies with training's stream:
 
@@ -22,7 +22,7 @@ import torch
 
 @dataclass
 class Offloaded:
-    """An x in the host's memory."""
+    """Holds an x that is in the host's memory, or on its way."""
     host: torch.Tensor                             # pinned
     x: torch.Tensor | None                         # on the GPU: until the copy is done, and again once it is fetched
     fetched: torch.cuda.Event | None = None        # recorded after the copy back

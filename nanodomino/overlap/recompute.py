@@ -1,4 +1,4 @@
-"""What the tape keeps of a sublayer and what backward recomputes (2205.05198, sections 4 and 5).
+"""Decides what the tape keeps of a sublayer and what backward recomputes (2205.05198, sections 4 and 5).
 
 Forward computes each tensor from the previous one, and backward needs all but the last:
 
@@ -18,8 +18,8 @@ one. Recomputing c then needs all rows of h, but backward gathers them anyway fo
 so everything that is recomputed lies between two all-reduces. The row-parallel matmul is not repeated either: nothing
 needs its result. Full recomputation repeats attention and 7/12 of a GPT-2 layer's matmuls (about 2/3 with SwiGLU).
 Dropout masks are drawn again from sample and site, so they are the same. Every operation sees the same operands, so
-gradients have the same bits, with one exception: a compiler that fuses residual + norm computes h from an x' that is not yet
-rounded to 16 bit, and recomputes it from the rounded one.
+gradients have the same bits, with one exception: a compiler that fuses residual + norm computes h from an x' that is
+not yet rounded to 16 bit, and recomputes it from the rounded one.
 
 **When.** Recomputation waits for no reduce, so it hides one. While the gradient of h of sublayer k is in flight, the
 slice restores sublayer k - 1; so at most one sublayer's activations exist beyond what the tape keeps:
@@ -47,7 +47,7 @@ GRANULARITIES = {"none": ("column_output",),                   # the core keeps 
 
 @dataclass
 class TapeEntry:
-    """What backward needs of one sublayer; dropped tensors are None."""
+    """Holds what backward needs of one sublayer; dropped tensors are None."""
     step: object                         # domino.SublayerStep
     norm: object                         # residual_norm.SavedResidualNorm
     h: torch.Tensor | None               # the norm's output [b, s, h]; its rows of this rank if the stream is sharded

@@ -1,4 +1,4 @@
-"""What lies between two sums over the tensor-parallel ranks: the end of one sublayer and the start of the next.
+"""Computes what lies between two all-reduces: the end of one sublayer and the start of the next.
 
     x' = x + dropout(y + bias)        y: the previous sublayer's output, summed over ranks; bias: its row-parallel bias
     h  = norm(x')                     the norm of the sublayer that follows
@@ -26,7 +26,7 @@ from nanodomino.layers.masks_and_positions import add_residual, drop
 
 @dataclass
 class SavedResidualNorm:
-    """What backward needs of a residual + norm."""
+    """Holds what backward needs of a residual + norm."""
     weights: tuple                       # of the norm: (weight, bias)
     previous: object                     # domino.SublayerStep whose output is added; None at a chunk's start
     x: torch.Tensor                      # x' [b, s, h], the input of the norm
@@ -43,7 +43,7 @@ class ResidualNorm:
         self.backward_kernel = compiled(lambda *inputs: residual_norm_backward(*inputs, kind))
 
     def forward(self, slice, x, y, previous, weights):
-        """x, y [b, s, h] of the previous sublayer (y None at a chunk's start) -> (h [b, s, h], what backward needs)."""
+        """Turn x, y [b, s, h] of the previous sublayer (y None at a chunk's start) into (h, what backward needs)."""
         x, h, *statistics = self.forward_kernel(x, y, *bias_and_mask(slice, previous, y), *weights)
         return h, SavedResidualNorm(weights, previous, x, statistics)
 
@@ -52,7 +52,7 @@ class ResidualNorm:
         return self.forward_kernel(saved.x, None, None, None, *saved.weights)[1]
 
     def backward(self, slice, saved: SavedResidualNorm, grad_x, grad_h):
-        """Gradients of x' (None if only h is used) and h -> gradients of x and y. Parameters' gradients are added."""
+        """Turn the gradients of x' (None if only h is used) and h into those of x and y; add the parameters'."""
         bias, mask = bias_and_mask(slice, saved.previous, grad_h)
         grad_x, grad_y, *gradients = self.backward_kernel(
             grad_x, grad_h, saved.x, saved.statistics, *saved.weights, mask, saved.previous is not None,
@@ -62,7 +62,7 @@ class ResidualNorm:
 
 
 def bias_and_mask(slice, sublayer, like):
-    """The row-parallel bias and the dropout mask of a sublayer's output; (None, None) if there is no sublayer."""
+    """Return the row-parallel bias and the dropout mask of a sublayer's output; (None, None) without a sublayer."""
     if sublayer is None:
         return None, None
     return sublayer.output_bias, slice.masks_and_positions.hidden_dropout_mask(sublayer.site + ".hidden", like)
@@ -76,7 +76,7 @@ def residual_norm(x, y, bias, mask, weight, norm_bias, epsilon, kind):
 
 
 def residual_norm_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, has_residual, has_bias, kind):
-    """Gradients of x' and h -> gradients of x, y, bias, norm weight and norm bias; y's and bias's may be None."""
+    """Turn the gradients of x' and h into those of x, y, bias, norm weight, norm bias; y's and bias's may be None."""
     gradient, grad_weight, grad_norm_bias = kind.backward(grad_h, x, statistics, weight, norm_bias)
     if grad_x is not None:
         gradient = gradient.add_(grad_x)
@@ -86,7 +86,7 @@ def residual_norm_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mas
 
 
 def residual_backward(gradient, mask, has_bias):
-    """Gradient of x + dropout(y + bias) -> gradients of x, y and bias. x's and y's may be one tensor: do not write to
-    either."""
+    """Turn the gradient of x + dropout(y + bias) into those of x, y and bias. x's and y's may be the same tensor, so do
+    not write to either."""
     grad_y = drop(gradient, mask)
     return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide(grad_y)) if has_bias else None

@@ -1,4 +1,5 @@
-"""Sequence parallelism: tensor-parallel ranks shard the residual stream along its tokens (2205.05198, section 4.2.2).
+"""Shards the residual stream along its tokens over the tensor-parallel ranks (sequence parallelism: 2205.05198,
+section 4.2.2).
 
 Between two pairs of matmuls everything works row by row: x' = x + dropout(y + bias), h = norm(x'), each token on its
 own. If every rank holds the whole stream, t ranks do the same work on the same rows and keep the same activations. If
@@ -44,7 +45,7 @@ from nanodomino.overlap.flight import Flight, all_reduce
 
 
 class ReplicatedStream:
-    """Every tensor-parallel rank holds the whole residual stream."""
+    """Communicates for a stream that every tensor-parallel rank holds whole."""
     shards = 1
 
     def __init__(self, group):
@@ -61,7 +62,7 @@ class ReplicatedStream:
 
 
 class ShardedStream:
-    """Each tensor-parallel rank holds 1/t of the rows."""
+    """Communicates for a stream of which each tensor-parallel rank holds 1/t of the rows."""
 
     def __init__(self, group):
         self.group, self.shards = group, group.size()

@@ -1,4 +1,4 @@
-"""The steps that a slice's generator is made of: launch a collective, yield, wait for it, multiply what arrives.
+"""Provides the steps of a slice's generator: launch a collective, yield, wait for it, multiply what arrives.
 
 A generator yields to let the other slices compute. Whether it does depends on what is in flight:
 
@@ -19,7 +19,11 @@ from nanodomino.overlap.flight import Flight, all_reduce, result_of
 
 
 class SliceOps:
-    """slice: the domino.Slice at work; site: the name of the sublayer. Both label the spans of the trace."""
+    """Runs the steps of any slice.
+
+    slice: the domino.Slice at work; site: the name of the sublayer. Both label the spans of the trace. all_reduce and
+    the methods whose names begin with yield are generators.
+    """
 
     def __init__(self, stream, columns: int, trace):
         self.stream, self.columns, self.trace = stream, columns, trace
@@ -48,24 +52,24 @@ class SliceOps:
         return result_of(flights)
 
     def all_reduce(self, slice, site, tensor, op=dist.ReduceOp.SUM):
-        """Generator: all-reduce a tensor in place."""
+        """All-reduce a tensor in place."""
         flight = all_reduce(tensor, self.stream.group, op)
         yield from self.yield_then_wait(slice, site, [self.launch(slice, site, flight)])
 
     # ---- turns
 
     def yield_if_in_flight(self, flights):
-        """Generator: let other slices compute if any of the flights sends something."""
+        """Let other slices compute if any of the flights sends something."""
         if any(flight.kind for flight in flights):
             yield
 
     def yield_if_sharded(self):
-        """Generator: let other slices compute if the stream is sharded, although nothing of this slice is in flight."""
+        """Let other slices compute if the stream is sharded, although nothing of this slice is in flight."""
         if self.stream.shards > 1:
             yield
 
     def yield_then_wait(self, slice, site, flights):
-        """Generator: let other slices compute, then wait."""
+        """Let other slices compute, then wait."""
         yield
         return self.wait(slice, site, flights)
 
