@@ -64,7 +64,7 @@ def main(questions, text: str, arguments: list[str]) -> int:
         if world_size > 1 and not launch_info.launched:
             return launch(arguments, world_size, wire_for(flags, world_size))
         require(launch_info.world_size == world_size,
-                f"this needs {world_size} processes, but there are {launch_info.world_size}; start it without torchrun, "
+                f"this needs {world_size} processes, but there are {launch_info.world_size}; start it without torchrun "
                 f"or with --nproc_per_node {world_size}")
         bind_to_cores(launch_info)
         text, record = question.answer(flags, launch_info)
