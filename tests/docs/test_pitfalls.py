@@ -1,5 +1,4 @@
-"""Each bug of pitfalls.py turns its check red, the code as it is turns it green, and docs/pitfalls.md says what was
-measured."""
+"""Each bug in pitfalls.py is found by its check, the code without it passes, and docs/pitfalls.md is up to date."""
 
 import dataclasses
 import re
@@ -11,11 +10,11 @@ from support.pitfall_runner import PoolWithBug, CHECKED, TABLE, check, judge, me
 from support.pool import WorkerError
 
 TESTS = ROOT / "tests"
-EVERY = 8                # by default of these entries only
+EVERY = 8                # without --exhaustive, only one entry in eight runs without its bug
 
 
 def cases(entries, also_by_default=lambda entry: False):
-    """By default one entry in eight."""
+    """Parametrize over entries. By default only one in eight runs, and those that also_by_default selects."""
     return pytest.mark.parametrize("entry", [
         pytest.param(entry, id=f"{entry.number}-{entry.bug.__name__}",
                      marks=[] if entry.number % EVERY == 0 or also_by_default(entry) else pytest.mark.exhaustive)
@@ -29,7 +28,7 @@ def test_the_code_as_it_is_passes(pool, entry):
 
 @cases(TABLE, also_by_default=lambda entry: True)
 def test_put_back_it_is_found_and_does_what_the_page_says(pool, entry):
-    """By an assertion of the check, and not because something broke."""
+    """The check must fail by an assertion, not because something else broke."""
     if entry.check:
         with pytest.raises((AssertionError, WorkerError)) as failure:
             entry.check(PoolWithBug(pool, entry, wrong=True))
@@ -47,7 +46,7 @@ def test_put_back_it_is_found_and_does_what_the_page_says(pool, entry):
             assert numbers_of(gradient) == pytest.approx(numbers_of(gradient_now), rel=0.1)
             return
         assert error_in(gradient) == pytest.approx(error_in(gradient_now), rel=0.1)
-        name = re.search("`(.*)`", gradient)[1]                             # another one may be as far off
+        name = re.search("`(.*)`", gradient)[1]                             # another tensor may be as far off
         named = worst(*({name: side.gradients[-1][name]} for side in (found, right)))[0]
         assert 100 * named == pytest.approx(error_in(gradient), rel=0.1)
 
@@ -61,12 +60,12 @@ def error_in(gradient: str) -> float:
 
 
 def numbers_of(text: str) -> list[float]:
-    """Those with a point, or small ones; those in names have neither."""
+    """Return the decimal numbers in a text; numbers in parameter names are integers."""
     return [float(number) for number in re.findall(r"\d+\.\d+(?:e-\d+)?", text)]
 
 
 def test_the_page_is_made_from_the_table():
-    """python tests/pitfalls.py --write makes it anew."""
+    """`python tests/pitfalls.py --write` writes it again."""
     rows = rows_of_document()
     assert list(rows) == [entry.number for entry in TABLE]
     for entry in TABLE:
@@ -75,14 +74,16 @@ def test_the_page_is_made_from_the_table():
 
 
 def test_what_prevents_a_bug_is_there():
-    """Each file, and in it each name."""
+    """Each guard names files and, after each file, what is in it: Class.method and function must be defined there."""
     for entry in TABLE:
         text = None
         for word in re.findall("`([^`]+)`", entry.guard):
             if word.endswith(".py"):
                 text = (ROOT / word).read_text()
+            elif "." in word:
+                assert all(re.search(rf"^ *(class|def) {part}\b", text, re.MULTILINE) for part in word.split(".")), word
             else:
-                assert all(re.search(rf"\b{part}\b", text) for part in word.split(".")), f"{entry.number}: {word}"
+                assert re.search(rf"\b{word}\b", text), f"{entry.number}: {word}"
         assert text, f"{entry.number} names no file"
 
 
@@ -92,7 +93,7 @@ def test_a_bug_that_is_not_put_back_here_has_a_test_of_its_own(title, _, path, n
 
 
 def test_a_bug_whose_place_has_gone_is_an_error():
-    """It must not pass for one that does no harm."""
+    """Or a bug that no longer patches anything would look harmless."""
     with pytest.raises(AttributeError), replaced([(pitfalls.domino, "close_the_residual", None)]):
         pass
     kept = pitfalls.domino.add_residual
@@ -101,7 +102,7 @@ def test_a_bug_whose_place_has_gone_is_an_error():
     assert pitfalls.domino.add_residual is kept
 
 
-# microbatches, and lengths that are no multiple of 16, are enough
+# these show on one process too: microbatches, or a length that is no multiple of 16, are enough
 ALSO_ALONE = ("mean_of_replicas", "padding_counts")
 ALONE = [entry for entry in TABLE if entry.world_size > 1 and not entry.check and not entry.straight
          and entry.bug.__name__ not in ALSO_ALONE]
@@ -121,12 +122,12 @@ def alone_rank(number):
 
 @cases(ALONE)
 def test_on_one_process_it_does_no_harm(pool, entry):
-    """Which is where code is written. And so nothing but what it is said to be makes it wrong elsewhere."""
+    """Code is written and tried on one process. And so nothing but the parallel layout makes the bug wrong."""
     (losses,) = pool.run(alone_rank, entry.number, world_size=1)
     assert losses == pytest.approx(plain(alone(entry), CHECKED)[2].losses, rel=1e-9)
 
 
-def test_one_is_shown_with_right_and_wrong_side_by_side(pool, capsys):
+def test_the_command_shows_right_and_wrong_side_by_side(pool, capsys):
     (entry,) = [entry for entry in TABLE if entry.bug.__name__ == "not_divided"]
     pitfalls.show(pool, entry, steps=2)
     shown = capsys.readouterr().out
