@@ -151,8 +151,8 @@ class Config:
     fp16: bool = training_setting(
         False, "short for --dtype float16; the loss scale is dynamic unless --loss-scale is given")
     loss_scale: float = training_setting(
-        None, "constant loss scale, applied to the gradient of each token's loss; a power of two adds no rounding "
-              "error (default: dynamic in fp16, else 1)", above=0.0, below=LOSS_SCALE_LIMIT)
+        None, "constant loss scale, applied to the gradient of each token's loss; best a power of two, which does not "
+              "round (default: dynamic in fp16, else 1)", above=0.0, below=LOSS_SCALE_LIMIT)
     initial_loss_scale: float = training_setting(
         2.0**15, "dynamic loss scale: first value", above=0.0, below=LOSS_SCALE_LIMIT)
     min_loss_scale: float = training_setting(

@@ -1,113 +1,82 @@
-"""Bad input ends in one clear sentence, the same on every rank, before any rank talks to another.
+"""Bad input ends in one sentence with the rule, the numbers and the fix, the same on every rank.
 
-    train.main() in this process    flags, folders and environments that can't work; it must not reach the process group
-    python, torchrun                what a shell sees: the sentence once, and an exit code that is not 0
+    TABLE            a command, its flags, what is wrong in its folder, and parts of the sentence. Checked in this
+                     process: main() runs for the first and the last rank, up to where a process group would form.
+    PROCESS_TABLE    mistakes that show only between processes. Checked by forks (support/fork_server.py): they must end
+                     soon, with exit code 2, and print the sentence once.
 
-test_bad_processes.py has a table of such inputs for real processes, one and four.
+Each row starts in a folder with a corpus, data/, and a run of two steps, run/, of a model of width 16.
 """
 
 import json
 import os
-import resource
+import pickle
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.jobs import make_corpus, needs_proc
+from support.fork_server import LAUNCHER, launcher_environments
+from support.jobs import TINY, make_corpus
 
+import data.prepare
+import nanodomino.checkpoint.__main__
+import nanodomino.generate.__main__
 import train
-from data.prepare import prepare
+from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config import setting
 from nanodomino.config.config import Config
 from nanodomino.config.setting import flag_name
-from nanodomino.corpus.folder import load_corpus
-from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.run.failure import report_and_exit
-from nanodomino.run.folder import check_shared_folder
 from nanodomino.schedules.definitions import SCHEDULES
 
-SCRIPT = Path(train.__file__).resolve()
-PATIENCE = 60           # seconds until a process counts as stuck; it takes 5, but the machine may have other work
+LIMIT = 20              # seconds until all processes of a row have ended; more if the machine is busy
+STEP = "run/checkpoints/step-00000002"
+PREPARE_AGAIN, ANOTHER, TORCHRUN = "prepare the text again", "use another", "start with torchrun, which sets"
+COMMANDS = {"train.py": train.main, "nanodomino.generate": nanodomino.generate.__main__.main,
+            "nanodomino.checkpoint": nanodomino.checkpoint.__main__.main, "data/prepare.py": data.prepare.main}
 
 
-class ReachedTheGroup(Exception):
-    """The input was accepted: the next thing would have been to talk to other ranks."""
+def leave(folder: Path):
+    """Change nothing."""
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """A prepared folder of about 13,000 tokens of the byte vocabulary, 257 words."""
-    return make_corpus(tmp_path_factory.mktemp("bad-input"))
+@dataclass(frozen=True)
+class Bad:
+    """A row. In flags and says, {n} is the number of processes."""
+    flags: str
+    says: list[str]
+    damage: Callable[[Path], None] = leave
+    what: str = ""                                      # the name of the damage
+    command: str = "train.py"
+    processes: tuple = (1, 4)
+    environment: dict = field(default_factory=dict)     # changes of the launcher's; only in PROCESS_TABLE
+
+    def __str__(self):
+        return " ".join(filter(None, (self.command, self.flags[:60], self.what)))
 
 
-@pytest.fixture
-def attempt(corpus, tmp_path, monkeypatch):
-    """attempt(flags, world_size): train.main() on the first and on the last rank, up to where a group would form."""
-    def reached(place, device, timeout):
-        raise ReachedTheGroup
+# ---- flags
 
-    monkeypatch.setattr(train, "start_world", reached)
-    monkeypatch.chdir(tmp_path)
-
-    def attempt(flags, world_size=1, ranks=None):
-        given = shlex.split(flags) if isinstance(flags, str) else flags
-        for rank in ranks or (world_size - 1, 0):
-            train.main(["--data-path", str(corpus), "--device", "cpu", *given],
-                       LaunchInfo(rank, world_size, rank, world_size, launched=world_size > 1))
-
-    return attempt
-
-
-@pytest.fixture
-def refusal(attempt):
-    """refusal(flags, world_size): the sentence that both ranks come to."""
-    def refusal(flags, world_size=1, ranks=None):
-        said = set()
-        for rank in ranks or (world_size - 1, 0):
-            with pytest.raises(UserError) as caught:
-                attempt(flags, world_size, [rank])
-            said.add(str(caught.value))
-        assert len(said) == 1, "ranks disagree"
-        (sentence,) = said
-        fixes = ("; ", "(choose from", "must be at", "must be above", "must be a finite")
-        assert "\n" not in sentence, sentence
-        assert any(fix in sentence for fix in fixes), f"no fix is in: {sentence}"
-        return sentence
-
-    return refusal
-
-
-# Flags
-
-@pytest.mark.parametrize("world_size, flags", [
-    (1, ""), (4, ""), (8, ""), (8, "--tp 8 --slices 4"), (8, "--pp 8"), (8, "--dp 2"), (8, "--tp 1 --pp 1 --dp 8"),
-    (1, "--slices 4"), (1, "--columns 96"), (1, "--fp16 --dtype float16 --loss-scale 8"), (1, "--vocab-size 300"),
-    (1, "--trace 5:5"), (1, "--seed 2147483647"),
-    (1, "--eval-iters 0 --sample-tokens 0 --top-k 0 --seed 0 --clip-grad 0 --temperature 0 --lr 0")])
-def test_good_input_reaches_the_process_group(attempt, world_size, flags):
-    """Without this, every test below would also pass if everything were refused."""
-    with pytest.raises(ReachedTheGroup):
-        attempt(flags, world_size)
-
-
-BAD_FLAGS = [
-    # The layout
-    (8, "--tp 16", "world size 8", "16 x 1 x 1 = 16", "start 16 processes"),
+TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
+    # the layout
+    (8, "--tp 16", "world size 8 must equal", "16 x 1 x 1 = 16", "start 16 processes with torchrun"),
     (8, "--dp 3", "world size 8", "x 3 = 6", "start 6 processes"),
     (8, "--tp 2 --pp 2 --dp 4", "world size 8", "2 x 2 x 4 = 16", "change --tp, --pp, --dp"),
     (4, "--tp 1 --pp 1 --dp 2", "world size 4", "1 x 1 x 2 = 2", "start 2 processes"),
     (1, "--tp 2", "world size 1", "2 x 1 x 1 = 2", "start 2 processes with torchrun"),
-    (1, "--dp 2", "world size 1", "1 x 1 x 2 = 2", "start 2 processes with torchrun"),
     (4, "--tp 0", "--tensor-model-parallel-size must be at least 1", "but is 0"),
     (4, "--pp -1", "--pipeline-model-parallel-size must be at least 1", "but is -1"),
     (4, "--pp 4 --num-layers 3", "num-layers 3", "pipeline-model-parallel-size 4, since",
@@ -119,414 +88,565 @@ BAD_FLAGS = [
     (4, "--pp 4 --num-layers 8 --virtual-stages 3", "num-layers 8", "size 4 x virtual-stages 3 = 12",
      "try --num-layers 12 or --virtual-stages 2 or --pp 2"),
     (1, "--num-layers 4 --virtual-stages 8", "num-layers 4", "size 1 x virtual-stages 8 = 8", "try --num-layers 8"),
-    (2, "--virtual-stages 0", "--virtual-stages must be at least 1", "but is 0"),
     (2, "--schedule 1f1b --virtual-stages 2", "virtual-stages must be 1 with schedule 1f1b", "but is 2",
      "try --virtual-stages 1 or --schedule interleaved or --schedule zb-v"),
     (2, "--schedule zb-v --virtual-stages 1", "virtual-stages must be 2 with schedule zb-v", "but is 1",
      "try --virtual-stages 2 or --schedule 1f1b"),
     (2, "--schedule interleaved --virtual-stages 1", "virtual-stages must be from 2 to 999", "but is 1",
      "try --virtual-stages 2"),
-    (2, "--num-virtual-stages-per-pipeline-rank 1000", "must be from 2 to 999 with schedule interleaved", "but is 1000",
-     "try --virtual-stages 999"),
-    # Divisibility
+    (2, "--num-virtual-stages-per-pipeline-rank 1000", "must be from 2 to 999 with schedule interleaved",
+     "but is 1000", "try --virtual-stages 999"),
+    # divisibility
     (1, "--hidden-size 4", "hidden-size 4", "divisible by num-attention-heads 8", "try 8"),
     (4, "--tp 4 --num-attention-heads 6", "heads 6", "parallel-size 4", "try --tp 1, 2, 3, 6"),
     (4, "--tp 4 --ffn-hidden-size 10", "ffn-hidden-size 10", "tensor-model-parallel-size 4", "try --tp 1, 2, 5, 10"),
-    (4, "--tp 4 --make-vocab-size-divisible-by 1", "vocabulary of 257", "size 4",
-     "try --make-vocab-size-divisible-by 512"),
-    (8, "--tp 8 --make-vocab-size-divisible-by 5", "vocabulary of 260", "size 8",
-     "try --make-vocab-size-divisible-by 1024"),
-    (1, "--model gpt2-xl --num-attention-heads 12", "hidden-size 1600", "num-attention-heads 12"),
-    # The batch
-    (3, "--pp 1", "global-batch-size 16", "4 x 3 = 12", "try --global-batch-size 24"),
-    (4, "--tp 1 --pp 1 --micro-batch-size 3", "global-batch-size 16", "3 x 4 = 12", "try --global-batch-size 24"),
-    (1, "--global-batch-size -1", "--global-batch-size must be at least 1", "but is -1"),
-    (1, "--micro-batch-size 0", "--micro-batch-size must be at least 1", "but is 0"),
-    (1, "--global-batch-size 10000000000", "--global-batch-size", "at most 2147483647", "but is 10000000000"),
-    (4, "--micro-batch-size 1 --slices 2", "slices 2", "micro-batch-size 1", "--columns"),
-    (4, "--slices 0", "--slices must be at least 1", "but is 0"),
-    (4, "--columns 0", "--columns must be at least 1", "but is 0"),
-    # Sizes
-    (1, "--seq-length 0", "--seq-length must be at least 1", "but is 0"),
-    (1, "--train-iters 99999999999999999999", "--train-iters", "at most 2147483647", "but is 99999999999999999999"),
+    (4, "--tp 4 --make-vocab-size-divisible-by 1", "of 257", "size 4", "try --make-vocab-size-divisible-by 512"),
+    (8, "--tp 8 --make-vocab-size-divisible-by 5", "of 260", "size 8", "try --make-vocab-size-divisible-by 1024"),
     (4, "--tp 4 --pp 1 --sequence-parallel --seq-length 126", "seq-length 126",
      "parallel-size 4 with --sequence-parallel", "try --seq-length 128"),
+    # the batch
+    (3, "--pp 1", "global-batch-size 16", "4 x 3 = 12", "try --global-batch-size 24"),
+    (4, "--tp 1 --pp 1 --micro-batch-size 3", "global-batch-size 16", "3 x 4 = 12", "try --global-batch-size 24"),
+    (4, "--micro-batch-size 1 --slices 2", "slices 2", "micro-batch-size 1", "--columns"),
+    (1, "--columns 97", "columns 97 must be at most hidden-size 96", "try 2 or 4"),
+    # sizes
+    (1, "--global-batch-size 10000000000", "--global-batch-size", "at most 2147483647", "but is 10000000000"),
     (1, "--seq-length 64 --max-position-embeddings 63", "seq-length 64", "try --max-position-embeddings 64"),
-    (1, "--model gpt2 --max-position-embeddings 512", "seq-length 1024", "512", "try --max-position-embeddings 1024"),
-    (4, "--vocab-size 256", "vocabulary of 257 tokens", "--vocab-size 256", "at least 257"),
-    (1, "--log-interval 0", "--log-interval must be at least 1", "but is 0"),
+    (4, "--vocab-size 256", "vocabulary of 257 tokens does not fit --vocab-size 256", "give at least 257"),
+    (4, "--seq-length 20000", "train split", "has 12009 tokens", "seq-length + 1 = 20001", "lower --seq-length"),
+    (4, "--num-layers 2000000000", "the fullest of 4 processes would need at least", "GB here; lower --num-layers"),
+    (1, "--hidden-size 4000000 --num-attention-heads 4", "would need at least", "more processes (--tp, --pp)"),
+    (1, "--micro-batch-size 40000000 --global-batch-size 160000000", "GB of memory, and each has",
+     "lower --micro-batch-size"),
     (1, "--eval-iters -1", "--eval-iters must be at least 0", "but is -1"),
-    # Rates
+    # rates
     (1, "--lr -0.001", "--lr must be a finite number of at least 0", "-0.001"),
-    (1, "--clip-grad -1", "--clip-grad must be a finite number of at least 0", "-1.0"),
+    (1, "--min-lr 1", "min-lr 1.0 must be at most lr 0.004", "lower it, or leave it out"),
     (1, "--adam-eps 0", "--adam-eps must be a finite number above 0", "0.0"),
-    (1, "--layernorm-epsilon 0", "--layernorm-epsilon must be a finite number above 0", "0.0"),
     (1, "--adam-beta2 1", "--adam-beta2 must be at least 0 and below 1", "1.0"),
-    (1, "--hidden-dropout 1", "--hidden-dropout must be at least 0 and below 1", "1.0"),
     (1, "--attention-dropout -0.1", "--attention-dropout must be at least 0 and below 1", "-0.1"),
     (1, "--loss-scale 0", "--loss-scale must be above 0 and below 3.40282e+38", "0.0"),
     (1, "--fp16 --min-loss-scale 65536", "min-loss-scale 65536 must be at most initial-loss-scale 32768",
      "try --min-loss-scale 32768"),
+    # flags that contradict each other
     (1, "--bf16 --dtype float32", "--bf16 and --dtype float32 contradict each other", "give one"),
+    (1, "--bf16 --fp16", "--fp16 and --dtype bfloat16 contradict each other", "give one"),
     (1, "--fp16-lm-cross-entropy", "--fp16-lm-cross-entropy needs --fp16", "--dtype is float32", "add --fp16"),
-    (1, "--lr-warmup-fraction 1", "--lr-warmup-fraction must be at least 0 and below 1", "1.0"),
-    # Names
+    (1, "--checkpoint-in-cpu", "--checkpoint-in-cpu needs --recompute-granularity full", "give both, or neither"),
+    (1, "--finetune", "--finetune needs a checkpoint to take the weights from", "add --load FOLDER"),
+    (1, "--trace 5", "--trace must be FIRST:LAST", "but is 5;", "try --trace 10:12"),
+    (1, "--trace 5:2", "--trace must be FIRST:LAST", "but is 5:2;", "try --trace 10:12"),
+    (1, "--trace 5:201", "--trace 5:201 must end by train-iters 200", "lower it, or train longer"),
+    # names
+    (1, "--model gpt5", "--model: invalid choice: 'gpt5'", "gpt2-xl", "--help lists every flag"),
     (4, "--dtype float8", "--dtype", "'float8'", "float32", "bfloat16", "float64"),
     (4, "--schedule zigzag", "--schedule", "'zigzag'", *SCHEDULES),
     (1, "--zero-stage 3", "--zero-stage", "3", "0, 1"),
     (1, "--optimizer abacus", "--optimizer", "'abacus'", *OPTIMIZERS),
     (1, "--normalization abnormal", "--normalization", "'abnormal'", *NORMALIZATIONS),
-    (1, "--finetune", "--finetune needs a checkpoint to take the weights from", "add --load FOLDER"),
     (1, "--device tpu", "--device", "'tpu'", "cpu", "cuda"),
     (1, "--lr-decay-style step", "--lr-decay-style", "'step'", "cosine", "linear"),
-    (1, "--tensor-parallel 2", "--tensor-parallel 2", "--help lists every flag"),
+    (4, "--tensor-parallel 2", "unrecognized arguments: --tensor-parallel 2", "--help lists every flag"),
     (1, "--num-layer 3", "--num-layer 3", "--help lists every flag"),
     (1, "gpt2", "gpt2", "--help lists every flag"),
     (1, "--seq-length twelve", "--seq-length", "'twelve'", "--help lists every flag"),
-]
+    (1, "--seq-length", "--seq-length: expected one argument", "--help lists every flag")]]
+
+TABLE += [Bad(flags, says, command="nanodomino.generate") for flags, *says in [
+    ("--load run --tp 3", "--tp 3 needs 3 processes, but there are {n}", "start torchrun --nproc_per_node 3"),
+    ("--load run --tp -1", "--tp must be at least 1, but is -1", "leave it out"),
+    ("--load run --temperature -1", "--temperature must be a finite number of at least 0, but is -1.0"),
+    ("--load run --max-tokens -1", "--max-tokens must be at least 0, but is -1"),
+    ("--load run --num-samples 0", "--num-samples must be at least 1, but is 0"),
+    ("--load run --prompt FILE:nowhere", "--prompt nowhere can't be read (No such file", "give a file that is there"),
+    ("--load run --prompt \udcff", "--prompt must be UTF-8 text", "convert it"),
+    ("--load run --max-token 9", "unrecognized arguments: --max-token 9", "--help lists every flag"),
+    ("--load run --device cuda", "--device cuda needs a GPU that torch can see, and there is none", "try --device cpu"),
+    ("--load ''", "--load must not be empty", "give a checkpoint or the folder of a run"),
+    ("--prompt def", "the following arguments are required: --load", "--help lists every flag"),
+    ("--load run --data-path nowhere", "there is no data folder nowhere", "data/prepare.py --output nowhere")]]
+
+TABLE += [Bad(flags, says, command="nanodomino.checkpoint", processes=(1,)) for flags, *says in [
+    ("", "the following arguments are required: verify | export", "--help lists every flag"),
+    ("verify", "the following arguments are required: DIR", "--help lists every flag"),
+    ("export nowhere out.pt", "nowhere is not a complete checkpoint", ANOTHER),
+    (f"export {STEP} {STEP}/manifest.json", "would lie in a checkpoint", "choose another folder"),
+    (f"export {STEP} {STEP}/out.pt", "would lie in a checkpoint", "choose another folder"),
+    (f"export {STEP} data", "data can't be written (Is a directory)", "choose another"),
+    (f"export {STEP} /proc/out.pt", "/proc/out.pt can't be written (No such file or directory)", "choose another")]]
+
+TABLE += [Bad(flags, says, command="data/prepare.py", processes=(1,)) for flags, *says in [
+    ("--input none*.txt --output out", "no file or folder matches the input none*.txt", "check the path"),
+    ("--input data --output data/meta.json", "meta.json is a file", "choose another --output"),
+    ("--input data --output /proc/out", "cannot prepare /proc/out", "choose another --input or --output"),
+    ("--input data --output out --split 1,2", "--split must be three numbers", "but is 1,2", "try 949,50,1"),
+    ("--input data --output out --split 1,nan,1", "--split must be three numbers", "but is 1,nan,1"),
+    ("--input data --output out --split 1e308,1e308,1e308", "--split must be three numbers"),      # the sum is infinite
+    ("--input data --output " + 300 * "o", "File name too long", "choose another"),
+    ("--input data --output out --tokenizer word", "unknown tokenizer 'word'", "try one of byte, gpt2"),
+    ("--input data/meta.json --output data --overwrite", "the input", "lies in the output", "choose another --output"),
+    ("--outputs out", "unrecognized arguments: --outputs out", "--help lists every flag"),
+    ("--verify run", "run is not a folder made by data/prepare.py", "prepare another folder")]]
 
 
-@pytest.mark.parametrize("world_size, flags, needles", [(n, flags, rest) for n, flags, *rest in BAD_FLAGS],
-                         ids=[f"{flags or 'no flags'} on {n}" for n, flags, *_ in BAD_FLAGS])
-def test_flags_that_cannot_work_are_refused_with_the_numbers_and_a_fix(refusal, world_size, flags, needles):
-    """Each rule that ties sizes together, and each spelling that is only almost right (no abbreviation is guessed)."""
-    sentence = refusal(flags, world_size)
-    assert all(needle in sentence for needle in needles), sentence
+# ---- files
+
+def write(name: str, content: bytes):
+    """Replace a file or folder by a file with this content."""
+    def change(folder):
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        (folder / name).write_bytes(content)
+    return change
 
 
-def flags_of(kind):
-    return [flag_name(one.name) for one in setting.flag_settings(Config) if one.type is kind]
+def cut(name: str, count: int):
+    """Keep a file's first `count` bytes; if negative, all but the last ones."""
+    return lambda folder: write(name, (folder / name).read_bytes()[:count])(folder)
+
+
+def remove(name: str):
+    return lambda folder: shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+
+
+def link_to(name: str, target: str):
+    """Replace a file or folder by a symbolic link."""
+    def change(folder):
+        if (folder / name).exists():
+            remove(name)(folder)
+        (folder / name).symlink_to(target)
+    return change
+
+
+def named_pipe(name):
+    """Replace a file by a named pipe: opening it would wait forever."""
+    def change(folder):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+    return change
+
+
+def change_meta(**changes):
+    def change(folder):
+        meta = json.loads((folder / "data/meta.json").read_text())
+        (folder / "data/meta.json").write_text(json.dumps(meta | changes))
+    return change
+
+
+def shorten(split: str, tokens: int):
+    """Make the split this short, in its file and in meta.json."""
+    def change(folder):
+        cut(f"data/{split}.bin", 2 * tokens)(folder)
+        counts = json.loads((folder / "data/meta.json").read_text())["tokens"]
+        change_meta(tokens={**counts, split: tokens})(folder)
+    return change
+
+
+TABLE += [Bad(f"--input data --output {output}", ["cannot prepare", "choose another"], link_to("loop", "loop"),
+              "that links to itself", "data/prepare.py", (1,)) for output in ("loop", "loop/out")]
+META, BESIDE = "data/meta.json", "a file beside it"
+TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damage, *says in [
+    ("no data folder", remove("data"), "there is no data folder data", "make one with data/prepare.py --output data"),
+    ("a file for a folder", write("data", b"text"), "data is no data folder but a file",
+     "data/prepare.py --input data"),
+    ("no meta.json", remove(META), "data is not a folder made by data/prepare.py", "prepare another"),
+    ("half a meta.json", cut(META, 99), "data/meta.json is damaged", PREPARE_AGAIN),
+    ("an empty meta.json", write(META, b""), "meta.json is damaged", PREPARE_AGAIN),
+    ("bytes for a meta.json", write(META, b"\xff\x00"), "data/meta.json is damaged", PREPARE_AGAIN),
+    ("a list for a meta.json", write(META, b"[1, 2]"), "meta.json is damaged", PREPARE_AGAIN),
+    ("an endless meta.json", write(META, 100_000 * b"["), "meta.json is damaged", PREPARE_AGAIN),
+    ("another program's data", change_meta(format="megatron"), "meta.json is of format 'megatron'", PREPARE_AGAIN),
+    ("an unknown tokenizer", change_meta(tokenizer="llama"), "tokenizer 'llama'", "byte, gpt2", PREPARE_AGAIN),
+    ("an unknown dtype", change_meta(dtype="float32"), "meta.json is damaged", "float32", PREPARE_AGAIN),
+    ("another vocabulary", change_meta(vocab_size=300), "vocabulary of 300", "byte has 257", PREPARE_AGAIN),
+    ("no vocabulary", change_meta(vocab_size=0), "end_of_text 256 and vocab_size 0", PREPARE_AGAIN),
+    ("a negative vocabulary", change_meta(vocab_size=-257), "vocab_size -257", PREPARE_AGAIN),
+    ("an infinite vocabulary", change_meta(vocab_size=float("inf")), "meta.json is damaged", PREPARE_AGAIN),
+    ("a vocabulary beyond uint16", change_meta(vocab_size=70_000), "vocab_size <= 65536", "vocab_size 70000",
+     PREPARE_AGAIN),
+    ("end-of-text outside", change_meta(end_of_text=257), "end_of_text 257 and vocab_size 257", PREPARE_AGAIN),
+    ("a number for a file's name", change_meta(vocab_file=7), "gives '7' as vocab_file", BESIDE, PREPARE_AGAIN),
+    ("a file elsewhere", change_meta(vocab_file="../../encoder.json"), "as vocab_file", BESIDE, PREPARE_AGAIN),
+    ("a folder for a merge file", change_meta(merge_file=".."), "as merge_file", BESIDE, PREPARE_AGAIN),
+    ("an entropy that is no number", change_meta(unigram_entropy=float("nan")), "entropies of nan", "must be finite",
+     PREPARE_AGAIN),
+    ("an infinite entropy", change_meta(bigram_entropy=float("inf")), "must be finite", PREPARE_AGAIN),
+    ("a negative count", change_meta(tokens=dict(train=-1, valid=9, test=9)), "should hold -1 tokens", PREPARE_AGAIN),
+    ("no train.bin", remove("data/train.bin"), "train.bin is missing", PREPARE_AGAIN),
+    ("no valid.bin", remove("data/valid.bin"), "data/valid.bin is missing", PREPARE_AGAIN),
+    ("an empty train.bin", cut("data/train.bin", 0), "train.bin should hold", "has 0 bytes", PREPARE_AGAIN),
+    ("half a token too few", cut("data/train.bin", -1), "tokens in 24018 bytes, but has 24017", PREPARE_AGAIN),
+    ("a truncated valid.bin", cut("data/valid.bin", -2), "valid.bin should hold", PREPARE_AGAIN),
+    ("no training text", shorten("train", 0), "train split", "has 0 tokens", "+ 1 = 129", "lower --seq-length"),
+    ("one token too few", shorten("train", 128), "train split", "has 128 tokens", "+ 1 = 129", "lower --seq-length")]]
+TABLE += [Bad("--data-path " + 5000 * "d", ["there is no data folder ddd"])]
+
+
+def flip(name: str, after=None):
+    """Flip one bit, in the middle of a file or after these bytes."""
+    def change(folder):
+        content = bytearray((folder / name).read_bytes())
+        content[content.index(after) + len(after) if after else len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+    return change
+
+
+def forge(change=leave, **changes):
+    """Change a checkpoint and its manifest (config: settings to change; None: remove), and correct the checksums."""
+    def forged(folder):
+        change(folder)
+        path = folder / STEP / "manifest.json"
+        manifest = json.loads(path.read_text())
+        files = {name: file_digest(folder / STEP / name) for name in manifest["files"]}
+        manifest |= dict(files=files) | changes | dict(config=manifest["config"] | changes.get("config", {}))
+        path.write_text(manifest_text({name: value for name, value in manifest.items() if value is not None}))
+    return forged
+
+
+class Program:
+    """A pickle that makes a folder `it-ran` when it is loaded."""
+    def __reduce__(self):
+        return os.mkdir, ("it-ran",)
+
+
+# an index that gives one of torch's record types an attribute
+CHANGED_TYPE = b"ctorch.distributed.checkpoint.metadata\nMetadata\n}S'__init__'\nS'x'\nsb."
+MANIFEST, INDEX, SHARD = f"{STEP}/manifest.json", f"{STEP}/.metadata", f"{STEP}/__0_0.distcp"
+
+TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, *says in [
+    ("no manifest", remove(MANIFEST), "is not a complete checkpoint", ANOTHER),
+    ("an empty manifest", write(MANIFEST, b""), "is not a complete checkpoint", ANOTHER),
+    ("a flipped bit in its manifest", flip(MANIFEST, after=b'"num_layers": '), "manifest.json is damaged", ANOTHER),
+    ("a pipe for a manifest", named_pipe(MANIFEST), "is not a regular file", ANOTHER),
+    ("no list of files", forge(files=None), "manifest.json lacks files", ANOTHER),
+    ("a list for its table of files", forge(files=["a"]), "manifest.json lacks files", ANOTHER),
+    ("no files", forge(files={}), "does not list .metadata", ANOTHER),
+    ("a file elsewhere", forge(files={"../../data/meta.json": {"size": 1, "sha256": ""}}), "files beside it", ANOTHER),
+    ("an absolute file", forge(files={"/etc/passwd": {"size": 1, "sha256": ""}}), "files beside it", ANOTHER),
+    ("a file without a size", forge(files={".metadata": 7}), "must give size and SHA-256", ANOTHER),
+    ("a step below 0", forge(step=-5), "must be from 0 to", ANOTHER),
+    ("an endless step", forge(adam_steps=10**30), "must be from 0 to", ANOTHER),
+    ("a later format", forge(format="nanodomino-checkpoint-9"), "has format 'nanodomino-checkpoint-9'",
+     "use the version that wrote it"),
+    ("a missing file", remove(SHARD), "__0_0.distcp is missing", ANOTHER),
+    ("a truncated file", cut(f"{STEP}/__1_0.distcp", -1), "__1_0.distcp should have", ANOTHER),
+    ("a flipped bit in a file", flip(SHARD), "__0_0.distcp is damaged", ANOTHER),
+    ("a flipped bit in its index", flip(INDEX), ".metadata is damaged", ANOTHER)]]
+TABLE += [Bad(f"export {STEP} out.pt", says, forge(damage), f"with {what}", "nanodomino.checkpoint", (1,))
+          for what, damage, *says in [
+    ("half an index", cut(INDEX, -40), ".metadata is not an index of tensors", ANOTHER),
+    ("a program for an index", write(INDEX, pickle.dumps(Program())), "index refers to posix.mkdir",
+     "do not use this checkpoint"),
+    ("an index that changes a type", write(INDEX, CHANGED_TYPE), "index changes one of torch's own types",
+     "do not use this checkpoint")]]
+TABLE += [Bad(flags, says, damage, what) for flags, what, damage, *says in [
+    ("--load nowhere", "", leave, "there is no folder nowhere to load from",
+     "give a checkpoint or the folder of a run"),
+    ("--load data/meta.json", "", leave, "there is no folder data/meta.json to load from"),
+    ("--load data", "", leave, "data is not a complete checkpoint", ANOTHER),
+    ("--load " + "a" * 5000, "", leave, "can't be looked up (File name too long)",
+     "give a checkpoint or the folder of a run"),
+    ("--load run", "with no intact checkpoint", flip(SHARD), "holds no intact checkpoint", "give another"),
+    (f"--load {STEP} --hidden-size 32", "", leave, "hidden-size 16, but this run has 32", "give the same again"),
+    (f"--load {STEP} --vocab-size 300", "", leave, "vocab-size 257, but this run has 300", "give the same again"),
+    ("--run-dir data/meta.json", "", leave, "--run-dir data/meta.json is a file", "choose another name"),
+    ("--run-dir data/meta.json/run", "", leave, "can't be written to (Not a directory)", "choose another"),
+    ("--run-dir /proc", "", leave, "--run-dir /proc can't be written to", "choose another folder"),
+    ("--run-dir " + 5000 * "r", "", leave, "(File name too long)", "choose another folder"),
+    ("--run-dir run --seed 5", "", leave, "made with seed 1234, but this run has 5", "start another run"),
+    ("--run-dir run --seed 5", "killed before its first checkpoint", remove("run/checkpoints"),
+     "--run-dir run was made with seed 1234, but this run has 5", "start another run"),
+    ("--run-dir run", "with a damaged checkpoint", flip(SHARD), "none of the 1 in it is intact",
+     "move the folder away to start over"),
+    ("--run-dir run", "without its checkpoint", remove(STEP), "run has saved checkpoints, but none of the 0",
+     "restore a checkpoint"),
+    ("--run-dir run", "with checkpoints on a missing disk", link_to("run/checkpoints", "not mounted"),
+     "run can't be written to (File exists)", "choose another folder"),
+    ("--run-dir run", "with a file named checkpoints", write("run/checkpoints", b""),
+     "run can't be written to (File exists)", "choose another folder"),
+    ("--run-dir data", "with another program's metrics", write("data/metrics.jsonl", b""),
+     "holds a metrics.jsonl but no config.json", "choose another folder")]]
+TABLE += [Bad(flags, says, damage, what, "nanodomino.generate") for flags, what, damage, *says in [
+    ("--load nowhere", "", leave, "there is no folder nowhere to load from"),
+    ("--load run", "with a truncated file", cut(f"{STEP}/__1_0.distcp", -1), "holds no intact checkpoint"),
+    ("--load run --data-path data", "with a larger tokenizer", change_meta(vocab_size=300),
+     "tokenizer of data has 300 tokens, but the model 257", "give the --data-path that it was trained on"),
+    ("--load run", "with settings of a later version", forge(config=dict(rotary=True)),
+     "settings that this version does not know (rotary)", "use the version that wrote it"),
+    ("--load run", "without its training text", forge(config=dict(data_path="moved/data")),
+     "the tokenizer is in the training data, but moved/data does not exist", "new path as --data-path")]]
+
+
+# ---- in this process
+
+class ReachedTheGroup(Exception):
+    """The input was accepted: the next thing would be to communicate with other ranks."""
+
+
+@pytest.fixture(scope="module")
+def folder_and_limit(fork_server, tmp_path_factory):
+    """(a folder with data/ and run/, LIMIT on this machine; a run of two steps takes two seconds if it is idle)"""
+    folder = tmp_path_factory.mktemp("intact") / "folder"
+    folder.mkdir()
+    make_corpus(folder).rename(folder / "data")
+    flags = [*TINY, "--num-attention-heads", "4", "--data-path", "data", "--run-dir", "run", "--train-iters", "2"]
+    ended = fork_server.launch("train.py", [(flags, place) for place in launcher_environments(2)], folder, 120)
+    assert ended.code == 0 and (folder / STEP).is_dir(), ended.output
+    return folder, max(LIMIT, 10 * ended.seconds)
+
+
+@pytest.fixture
+def folder(folder_and_limit, tmp_path, monkeypatch):
+    """A copy of the folder, in which this process stands."""
+    copy = Path(shutil.copytree(folder_and_limit[0], tmp_path / "folder"))
+    monkeypatch.chdir(copy)
+    return copy
+
+
+@pytest.fixture
+def refuse(folder, monkeypatch):
+    """refuse(flags, n, command): the sentence of the command on n processes. Raises ReachedTheGroup without one."""
+    def reached(*_):
+        raise ReachedTheGroup
+
+    for module in (train, nanodomino.generate.__main__):
+        monkeypatch.setattr(module, "start_world", reached)
+    for name in ("lock_folder", "tolerate_closed_output"):      # what lasts as long as the process
+        monkeypatch.setattr(f"nanodomino.run.folder.{name}", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def refuse(flags, n=1, command="train.py"):
+        main, arguments = COMMANDS[command], shlex.split(flags) if isinstance(flags, str) else flags
+        if command == "train.py":
+            arguments = ["--data-path", "data", "--device", "cpu", *arguments]
+        sentences = []
+        for rank in sorted({n - 1, 0}, reverse=True):           # rank 0 alone looks for folders
+            try:
+                if command in ("train.py", "nanodomino.generate"):
+                    main(arguments, LaunchInfo(rank, n, rank, n, launched=n > 1))
+                elif command == "data/prepare.py":
+                    monkeypatch.setattr(sys, "argv", [command, *arguments])
+                    main()
+                else:
+                    main(arguments)
+                pytest.fail("it was accepted")
+            except UserError as error:
+                sentences.append(str(error))
+            except ReachedTheGroup:
+                if rank == 0:
+                    raise
+        assert len(set(sentences)) == 1 and "\n" not in sentences[0], sentences
+        return sentences[0]
+
+    return refuse
+
+
+@pytest.mark.parametrize("n, flags", [
+    (1, ""), (4, ""), (8, ""), (8, "--tp 8 --slices 4"), (8, "--pp 8"), (8, "--dp 2"), (8, "--tp 1 --pp 1 --dp 8"),
+    (1, "--slices 4"), (1, "--columns 96"), (1, "--fp16 --dtype float16 --loss-scale 8"), (1, "--vocab-size 300"),
+    (1, "--trace 5:5"), (1, "--seed 2147483647"), (2, "--run-dir run"), (4, f"--load {STEP}"),
+    (1, "--eval-iters 0 --sample-tokens 0 --top-k 0 --seed 0 --clip-grad 0 --temperature 0 --lr 0")])
+def test_good_input_reaches_the_process_group(refuse, n, flags):
+    """Otherwise every test below would pass even if everything were refused."""
+    with pytest.raises(ReachedTheGroup):
+        refuse(flags, n)
+
+
+def test_one_sample_of_training_text_is_enough(refuse, folder):
+    """The neighbour of 'one token too few'. A validation split that is too short is skipped, not refused."""
+    shorten("train", 129)(folder)
+    shorten("valid", 5)(folder)
+    with pytest.raises(ReachedTheGroup):
+        refuse("")
+
+
+@pytest.mark.parametrize("bad", TABLE, ids=str)
+def test_bad_input_is_refused_with_the_rule_the_numbers_and_a_fix(refuse, folder, bad):
+    """Before a process group forms, and without touching the run that is there."""
+    bad.damage(folder)
+    metrics = (folder / "run/metrics.jsonl").read_bytes()
+    for n in bad.processes:
+        sentence = refuse(bad.flags.format(n=n), n, bad.command)
+        assert all(part.format(n=n) in sentence for part in bad.says), sentence
+        assert any(fix in sentence for fix in ("; ", "(choose from", "must be")), f"no fix: {sentence}"
+    assert not (folder / "it-ran").exists() and (folder / "run/metrics.jsonl").read_bytes() == metrics
+
+
+def flags_of(type):
+    return [flag_name(flag.name) for flag in setting.flag_settings(Config) if flag.type is type]
 
 
 @pytest.mark.parametrize("flag", flags_of(int))
-def test_no_whole_number_may_be_negative_huge_or_something_else(refusal, flag):
-    """Every flag of Config, those to come included: a size of 10^30 would overflow deep in the run, a traceback."""
+def test_no_integer_may_be_negative_huge_or_something_else(refuse, flag):
+    """For every flag of Config, also future ones: a size of 10^30 would overflow deep inside the run."""
     for value in ("-1", "1" + 30 * "0", "", "1.5", "1e3", "nan"):
-        sentence = refusal([f"{flag}={value}"])
+        sentence = refuse([f"{flag}={value}"])
         assert flag in sentence and (value in sentence if value else "''" in sentence), sentence
 
 
 @pytest.mark.parametrize("flag", flags_of(float))
-def test_no_rate_may_be_infinite_or_no_number(refusal, flag):
-    """NaN compares false with everything: a check written as `value < 0` would let it pass."""
-    for value, said in [("nan", "nan"), ("inf", "inf"), ("-inf", "-inf"), ("-1", "-1.0"), ("1e400", "inf"), ("", "''"),
-                        ("high", "'high'")]:
-        sentence = refusal([f"{flag}={value}"])
-        assert flag in sentence and said in sentence, sentence
+def test_no_float_may_be_negative_infinite_or_nan(refuse, flag):
+    """NaN compares false with everything: a check written as `value < 0` would accept it."""
+    for value, shown in [("nan", "nan"), ("inf", "inf"), ("-inf", "-inf"), ("-1", "-1.0"), ("1e400", "inf"),
+                         ("", "''"), ("high", "'high'")]:
+        sentence = refuse([f"{flag}={value}"])
+        assert flag in sentence and shown in sentence, sentence
 
 
 @pytest.mark.parametrize("flag", flags_of(str))
-def test_no_name_may_be_empty(refusal, flag):
-    """`--data-path "$DATA"` with DATA unset must not train on something else, nor `--run-dir ""` fill this folder."""
-    assert flag in refusal([f"{flag}="])
+def test_no_name_may_be_empty(refuse, flag):
+    """`--data-path "$DATA"` with DATA unset must not train on other data, nor `--run-dir ""` fill this folder."""
+    assert flag in refuse([f"{flag}="])
 
 
-# The data folder
-
-def change_meta(**changes):
-    def change(folder):
-        meta = json.loads((folder / "meta.json").read_text())
-        (folder / "meta.json").write_text(json.dumps({**meta, **changes}))
-    return change
-
-
-def write_meta(text):
-    return lambda folder: (folder / "meta.json").write_text(text)
-
-
-def resize(split, count):
-    """Cut the split's file, and not what meta.json says about it, to `count` bytes; from the end if negative."""
-    return lambda folder: (folder / f"{split}.bin").write_bytes((folder / f"{split}.bin").read_bytes()[:count])
-
-
-def shorten(split, tokens):
-    """A split that honestly has this few tokens."""
-    def change(folder):
-        resize(split, 2 * tokens)(folder)
-        change_meta(tokens={**json.loads((folder / "meta.json").read_text())["tokens"], split: tokens})(folder)
-    return change
-
-
-AGAIN = "prepare the text again"
-BAD_FOLDERS = {
-    "broken JSON": (write_meta('{"format": '), "meta.json is damaged", AGAIN),
-    "JSON without end": (write_meta(100_000 * "["), "meta.json is damaged", AGAIN),
-    "a list": (write_meta("[1, 2]"), "meta.json is damaged", AGAIN),
-    "an empty meta.json": (write_meta(""), "meta.json is damaged", AGAIN),
-    "no vocabulary": (change_meta(vocab_size=0), "end_of_text 256 and vocab_size 0", AGAIN),
-    "a negative vocabulary": (change_meta(vocab_size=-257), "vocab_size -257", AGAIN),
-    "a number for a file's name": (change_meta(vocab_file=7), "gives '7' as vocab_file", "a file beside it", AGAIN),
-    "a file elsewhere": (change_meta(vocab_file="../../encoder.json"), "as vocab_file", "a file beside it", AGAIN),
-    "a folder for a file": (change_meta(merge_file=".."), "as merge_file", "a file beside it", AGAIN),
-    "an entropy that is no number": (change_meta(unigram_entropy=float("nan")), "entropies of nan", "must be finite",
-                                     AGAIN),
-    "an endless entropy": (change_meta(bigram_entropy=float("inf")), "must be finite", AGAIN),
-    "an endless vocabulary": (change_meta(vocab_size=float("inf")), "meta.json is damaged", AGAIN),
-    "more words than numbers": (change_meta(vocab_size=70_000), "vocab_size <= 65536", "vocab_size 70000", AGAIN),
-    "end-of-text outside": (change_meta(end_of_text=257), "end_of_text 257 and vocab_size 257", AGAIN),
-    "an unknown dtype": (change_meta(dtype="float32"), "meta.json is damaged", "float32", AGAIN),
-    "a negative count": (change_meta(tokens=dict(train=-1, valid=9, test=9)), "should hold -1 tokens", AGAIN),
-    "train.bin missing": (lambda folder: (folder / "train.bin").unlink(), "train.bin is missing", AGAIN),
-    "train.bin empty": (resize("train", 0), "train.bin should hold", "has 0 bytes", AGAIN),
-    "valid.bin truncated": (resize("valid", -2), "valid.bin should hold", AGAIN),
-    "no training text": (shorten("train", 0), "train split", "has 0 tokens", "+ 1 = 129", "lower --seq-length"),
-    "a token too few": (shorten("train", 128), "train split", "has 128 tokens", "+ 1 = 129", "lower --seq-length"),
-}
-
-
-@pytest.mark.parametrize("change, needles", [(change, rest) for change, *rest in BAD_FOLDERS.values()],
-                         ids=BAD_FOLDERS.keys())
-def test_a_folder_that_is_no_whole_corpus_is_refused_with_its_name(refusal, corpus, tmp_path, change, needles):
-    """Found before the ranks meet: a truncated file would otherwise fail on the one replica that reads its end."""
-    folder = tmp_path / "copy"
-    shutil.copytree(corpus, folder)
-    change(folder)
-    for world_size in (1, 4):
-        sentence = refusal(["--data-path", str(folder)], world_size)
-        assert str(folder) in sentence and all(needle in sentence for needle in needles), sentence
-
-
-def test_a_split_of_exactly_one_sample_is_enough(attempt, corpus, tmp_path):
-    """The neighbour of 'a token too few'; validation that is too short is left out, not refused."""
-    shutil.copytree(corpus, tmp_path / "copy")
-    shorten("train", 129)(tmp_path / "copy")
-    shorten("valid", 5)(tmp_path / "copy")
-    with pytest.raises(ReachedTheGroup):
-        attempt(["--data-path", str(tmp_path / "copy")])
-
-
-def test_a_name_that_no_disk_can_hold_is_a_folder_that_is_not_there(refusal):
-    """The system answers 'file name too long', which must not end as a traceback."""
-    assert "no data folder" in refusal(["--data-path", 5000 * "d"])
-    assert "File name too long" in refusal(["--run-dir", 5000 * "r"], ranks=[0])
-
-
-def test_a_token_outside_the_vocabulary_is_named_when_it_is_read(corpus, tmp_path):
-    """Too slow to look for at the start of a big run; on a GPU it would be a device-side assert."""
-    shutil.copytree(corpus, tmp_path / "copy")
-    (tmp_path / "copy" / "train.bin").write_bytes(b"\xff" * (corpus / "train.bin").stat().st_size)
-    with pytest.raises(UserError, match="token id 65535, outside the vocabulary of 257; prepare the text again"):
-        TokenDataset(load_corpus(tmp_path / "copy"), "train", 16, seed=1).batch(0, 0, 0, 1, 2, 2)
-
-
-# The run folder, which only rank 0 makes
-
-def test_a_run_folder_that_cannot_be_used_is_refused(refusal, tmp_path):
-    """Before the first step, and without touching what is there."""
-    (tmp_path / "file").write_text("precious")
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "metrics.jsonl").write_text("precious")
-    for name, message in [("file", "file is a file; choose another"),
-                          ("old", "old holds a metrics.jsonl but no config.json"),
-                          ("file/run", "can't be written to (Not a directory); choose another")]:
-        assert message in refusal(["--run-dir", name], 4, ranks=[0])
-    assert (tmp_path / "file").read_text() == (tmp_path / "old" / "metrics.jsonl").read_text() == "precious"
-
-
-@needs_proc
-def test_a_run_folder_that_takes_no_files_is_refused(refusal):
-    """It exists, so making it succeeds; the first write would fail, even root's, with the group already formed."""
-    assert "/proc can't be written to" in refusal(["--run-dir", "/proc"], ranks=[0])
-
-
-def test_a_refused_start_leaves_nothing_behind(refusal, tmp_path):
-    """Neither a folder of its own nor a lock in somebody else's."""
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "metrics.jsonl").write_text("precious")
-    for flags in (["--run-dir", "old"], ["--load", "nowhere"], ["--load", "old"],
-                  ["--load", "old", "--run-dir", "new/run"]):
-        refusal(flags, ranks=[0])
-    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["old", "old/metrics.jsonl"]
-
-
-@needs_proc
-def test_a_new_run_on_a_full_disk_is_refused_and_leaves_nothing_behind(refusal, tmp_path):
-    """A file can be made there, which is not yet a file that holds anything."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True).returncode:
-        pytest.skip("needs the right to mount")
-    try:
-        (tmp_path / "ballast").write_bytes(bytes(60_000))
-        for flags in ([], ["--run-dir", "mine/run"]):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.chdir(tmp_path)
-                assert "can't be written to (No space left on device); choose another" in refusal(flags, ranks=[0])
-        assert [path.name for path in tmp_path.iterdir()] == ["ballast"]
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
-
-
-def test_a_lock_that_is_a_link_is_not_written_through(refusal, tmp_path):
-    """Not even to a file of the same user."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "precious").write_text("precious")
-    (tmp_path / "run" / "lock").symlink_to(tmp_path / "precious")
-    sentence = "--run-dir run can't be written to (Too many levels of symbolic links)"
-    assert sentence in refusal(["--run-dir", "run"], ranks=[0])
-    assert (tmp_path / "precious").read_text() == "precious"
-
-
-def test_what_a_kill_has_left_is_gone_at_the_next_start(attempt, tmp_path):
-    """Of a save and of a start. It may be large, and no save may ever come."""
-    run, left = tmp_path / "run", ("checkpoints/.step-00000005.unfinished", "checkpoints/.step-00000003.discarded")
-    for name in left:
-        (run / name).mkdir(parents=True)
-        (run / name / "__0_0.distcp").write_text("half")
-    (run / ".shared-abc").touch()
-    (run / ".mine").touch()
-    with pytest.raises(ReachedTheGroup):
-        attempt(["--run-dir", "run"], ranks=[0])
-    assert sorted(path.name for path in run.iterdir()) == [".mine", "checkpoints", "lock"]
-    assert not list((run / "checkpoints").iterdir())
-
-
-def test_the_next_free_run_folder_is_found_or_refused(attempt, refusal, tmp_path):
-    """A link `runs` into nowhere (a disk that is not mounted) once made the search for a free number endless."""
-    for _ in range(2):
-        with pytest.raises(ReachedTheGroup):
-            attempt("", ranks=[0])
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["nano-001", "nano-002"]
-    shutil.rmtree(tmp_path / "runs")
-    (tmp_path / "runs").symlink_to(tmp_path / "not mounted")
-    assert "--run-dir runs can't be written to" in refusal("", ranks=[0])
-    (tmp_path / "runs").unlink()
-    (tmp_path / "runs").write_text("a file")
-    assert "--run-dir runs is a file" in refusal("", ranks=[0])
-
-
-def look_together(run_dir, full):
-    """Runs in a worker. Ranks in `full` can make a file, and not fill it: the disk's quota of their host is used up."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() in full:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
-    try:
-        check_shared_folder(Path(run_dir))
-        return ""
-    except UserError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-
-
-def test_a_run_folder_that_some_host_sees_and_cannot_write_to_is_refused_by_all(pool, tmp_path):
-    """At the start, not at the first checkpoint, hours later; and nothing is left there."""
-    sentence = (f"--run-dir {tmp_path} can't be written to by rank 1 (File too large), 2 (File too large); choose a "
-                f"folder that all "
-                "hosts can write to")
-    for full, said in (((), ""), ((1, 2), sentence)):
-        assert pool.run(look_together, str(tmp_path), full, world_size=3) == [said] * 3
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("output, split, message", [
-    (300 * "o", "949,50,1", "File name too long"), ("loop", "949,50,1", "cannot prepare"),
-    ("loop/out", "949,50,1", "cannot prepare"), ("out", "1e308,1e308,1e308", "three numbers train,valid,test"),
-    ("out", "1,nan,1", "but is 1,nan,1")], ids=lambda value: value[:20])
-def test_a_corpus_that_cannot_be_prepared_is_refused(tmp_path, output, split, message):
-    """More of these are in test_data.py. Three shares whose sum is infinite would each come to 0."""
-    (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "text.txt").write_text("text")
-    with pytest.raises(UserError, match=message):
-        prepare(tmp_path / "text.txt", tmp_path / output, split=split, progress=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["loop", "text.txt"]
-
-
-# The machine and the launcher
-
-@pytest.mark.parametrize("gpus, world_size, flags, needles", [
+@pytest.mark.parametrize("gpus, n, flags, says", [
     (0, 1, "--device cuda", ("--device cuda needs a GPU", "there is none", "try --device cpu")),
     (2, 4, "--device cuda", ("4 processes on this host", "there are 2", "--nproc_per_node 2", "--device cpu")),
     (3, 4, "--device auto", ("4 processes on this host", "there are 3", "--nproc_per_node 3", "--device cpu"))])
-def test_too_few_gpus_are_counted(refusal, monkeypatch, gpus, world_size, flags, needles):
-    """Two ranks on one GPU would hang in NCCL."""
+def test_two_ranks_never_share_a_gpu(refuse, monkeypatch, gpus, n, flags, says):
+    """NCCL would hang."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    sentence = refusal(flags, world_size)
-    assert all(needle in sentence for needle in needles), sentence
+    sentence = refuse(flags, n)
+    assert all(part in sentence for part in says), sentence
 
 
-LAUNCHED = dict(RANK="1", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", MASTER_ADDR="localhost",
-                MASTER_PORT="29500")
+# ---- the launcher's environment
+
+LAUNCHED = dict(zip(LAUNCHER, ("1", "4", "1", "4", "localhost", "29500"), strict=True))
 
 
-@pytest.mark.parametrize("changes, needles", [
-    (dict(MASTER_ADDR=None), ("has RANK", "not MASTER_ADDR", "start with torchrun")),
-    (dict(MASTER_ADDR=""), ("not MASTER_ADDR", "start with torchrun")),
-    (dict(MASTER_PORT=None), ("not MASTER_PORT", "start with torchrun")),
+@pytest.mark.parametrize("changes, says", [
+    (dict(MASTER_ADDR=None), ("has RANK", "but not MASTER_ADDR;", TORCHRUN)),
+    (dict(MASTER_ADDR=""), ("not MASTER_ADDR", TORCHRUN)),
+    (dict(MASTER_PORT=None), ("but not MASTER_PORT;", TORCHRUN)),
     (dict(WORLD_SIZE=None, LOCAL_WORLD_SIZE=None), ("has RANK, LOCAL_RANK", "not WORLD_SIZE, LOCAL_WORLD_SIZE")),
-    (dict(RANK=""), ("has WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE but not RANK", "start with torchrun")),
-    (dict(RANK="one"), ("RANK must be a whole number", "'one'", "start with torchrun")),
+    (dict(RANK=""), ("has WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE but not RANK", TORCHRUN)),
+    (dict(RANK="one"), ("RANK must be a whole number, but the environment has 'one'", TORCHRUN)),
     (dict(RANK="-1"), ("RANK must be a whole number", "'-1'")),
     (dict(RANK="1.0"), ("RANK must be a whole number", "'1.0'")),
-    (dict(RANK="²"), ("RANK must be a whole number", "'²'")),        # str.isdigit() calls it a number, int() does not
+    (dict(RANK="²"), ("RANK must be a whole number", "'²'")),        # a digit for str.isdigit(), but not for int()
+    (dict(LOCAL_RANK="x"), ("LOCAL_RANK must be a whole number", TORCHRUN)),
     (dict(MASTER_PORT="http"), ("MASTER_PORT must be a whole number", "'http'")),
-    (dict(RANK="4"), ("RANK 4 must be below WORLD_SIZE 4", "start with torchrun")),
-    (dict(LOCAL_RANK="7"), ("LOCAL_RANK 7 below LOCAL_WORLD_SIZE 4", "start with torchrun")),
-    (dict(WORLD_SIZE="0"), ("RANK 1 must be below WORLD_SIZE 0", "start with torchrun"))], ids=str)
-def test_half_an_environment_is_refused(changes, needles):
-    """Left by a cluster or a shell; guessing the rest would make all believe to be rank 0, or wait for nobody."""
+    (dict(MASTER_PORT="99999"), ("MASTER_PORT must be from 1 to 65535, but", "has 99999", TORCHRUN)),
+    (dict(RANK="4"), ("RANK 4 must be below WORLD_SIZE 4", TORCHRUN)),
+    (dict(LOCAL_RANK="7"), ("LOCAL_RANK 7 below LOCAL_WORLD_SIZE 4", TORCHRUN)),
+    (dict(WORLD_SIZE="0"), ("RANK 1 must be below WORLD_SIZE 0", TORCHRUN))], ids=str)
+def test_an_incomplete_launch_environment_is_refused(changes, says):
+    """A cluster or a shell left it. If the rest were guessed, every rank could believe to be rank 0."""
     environment = {name: value for name, value in {**LAUNCHED, **changes}.items() if value is not None}
     with pytest.raises(UserError) as caught:
         read_launch_environment(environment)
-    assert all(needle in str(caught.value) for needle in needles), str(caught.value)
+    assert all(part in str(caught.value) for part in says), str(caught.value)
 
 
-def test_a_whole_environment_or_none_is_a_place():
-    """What the refusals above are measured against."""
+def test_a_complete_launch_environment_and_none_at_all_are_accepted():
     assert read_launch_environment(LAUNCHED) == LaunchInfo(1, 4, 1, 4, launched=True)
-    assert read_launch_environment({}) == read_launch_environment(dict(MASTER_ADDR="localhost",
-                                                                       HOME="/")) == LaunchInfo()
+    assert read_launch_environment({}) == read_launch_environment(dict(MASTER_ADDR="localhost")) == LaunchInfo()
 
 
-@pytest.mark.parametrize("rank, error, waits, begin", [
+@pytest.mark.parametrize("rank, error, waits, start", [
     (0, UserError("heads 3; try 4"), False, "error: heads 3; try 4\n"),
     (3, UserError("heads 3; try 4"), True, "error: heads 3; try 4\n"),
     (2, ValueError("mine"), False, "rank 2 failed: ValueError: mine\n"),
     (2, RuntimeError("Connection closed by peer"), True, "rank 2 lost its peers: "),
     (2, RuntimeError("writev: Broken pipe"), True, "rank 2 lost its peers: "),
     (2, RuntimeError("NCCL error: remote process exited"), True, "rank 2 lost its peers: ")], ids=str)
-def test_who_may_be_only_an_echo_waits_before_it_speaks(monkeypatch, capsys, rank, error, waits, begin):
-    """But it does speak: an id outside the vocabulary is found by a single replica, which may not hold rank 0."""
+def test_a_rank_whose_error_is_probably_an_echo_waits_before_it_prints(monkeypatch, capsys, rank, error, waits, start):
+    """But it does print: a token id outside the vocabulary is found by one replica, which may not hold rank 0."""
     slept = []
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as caught:
         report_and_exit(LaunchInfo(rank, 4, rank, 4, launched=True), error)
     assert caught.value.code != 0 and bool(slept) == waits and all(seconds <= 13 for seconds in slept)
-    last = capsys.readouterr().err.splitlines(keepends=True)[-1]        # after a traceback, where there is one
-    assert last.startswith(begin)
+    last = capsys.readouterr().err.splitlines(keepends=True)[-1]        # after a traceback, if there is one
+    assert last.startswith(start)
 
 
-# What a shell sees
+# ---- between processes
 
-def shell(*arguments, processes=0, script=SCRIPT, **environment):
-    """The command and environment of `python train.py`, or of torchrun with so many processes."""
-    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    clean.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes else []
-    return [sys.executable, *launcher, str(script), *map(str, arguments)], {**clean, **environment}
+# {n} is the number of processes, {more} one more, {port} a port in use, {rank} (in flags) the rank.
+PROCESS_TABLE = [
+    Bad("--slices 5 --micro-batch-size 4", ["slices 5 must be at most micro-batch-size 4", "try --slices 4"]),
+    Bad("--run-dir data/meta.json", ["--run-dir data/meta.json is a file", "choose another name"]),     # rank 0 alone
+    Bad("--load run --tp 3", ["--tp 3 needs 3 processes, but there are {n}"], command="nanodomino.generate"),
+    Bad(f"--load {STEP}", ["index refers to posix.mkdir", "do not use this checkpoint"],
+        forge(write(INDEX, pickle.dumps(Program()))), "with a program for an index"),
+    Bad(f"--load {STEP}", ["does not hold what its index says", ANOTHER],
+        forge(write(SHARD, b"x" * 100_000)), "with other bytes in a file"),
+    Bad(f"--load {STEP} --num-layers 3 --tp {{n}}", ["lacks weight.layers.2", ANOTHER],
+        forge(config=dict(num_layers=3)), "without a layer"),
+    Bad("--seq-length 16", ["token id 65535, outside the vocabulary of 257", PREPARE_AGAIN],
+        write("data/train.bin", 24018 * b"\xff"), "with tokens outside the vocabulary"),
+    Bad("verify nowhere", ["nowhere is not a complete checkpoint", ANOTHER], command="nanodomino.checkpoint",
+        processes=(1,)),
+    Bad("nonsense", ["there is no question 'nonsense'", "try one of overlap"], command="bench.py", processes=(1,)),
+    Bad("--timeout 1", ["has WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE but not RANK"], environment=dict(RANK=None)),
+    Bad("--timeout 1", ["MASTER_PORT {port}", "choose a free port"], environment=dict(MASTER_PORT="{port}")),
+    Bad("--timeout 1", ["cannot connect at MASTER_ADDR nobody.invalid",
+                        "choose a free port on a host that all can reach"],
+        environment=dict(MASTER_ADDR="nobody.invalid")),
+    Bad("--timeout 1 --tp 1 --pp {more} --num-layers 5",
+        ["the {more} processes cannot connect", "and start all {more}"], environment=dict(WORLD_SIZE="{more}")),
+    Bad("--seed {rank}", ["rank 1 was started with another seed than rank 0", "give all hosts the same flags"],
+        processes=(4,))]
 
 
-def complete(tmp_path, *arguments, **options):
-    command, environment = shell(*arguments, **options)
-    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+@pytest.mark.parametrize("bad, n", [
+    pytest.param(bad, n, id=f"{bad} {''.join(bad.environment)} on {n}",
+                 marks=pytest.mark.exhaustive if n < max(bad.processes) else [])
+    for bad in PROCESS_TABLE for n in bad.processes])
+def test_processes_end_soon_with_exit_code_2_and_one_sentence(fork_server, folder_and_limit, folder, bad, n):
+    """Whether all ranks find the mistake, or one finds it while the others wait for it in a collective."""
+    bad.damage(folder)
+    places = launcher_environments(n) if n > 1 or bad.environment else [{}]
+    base = [*TINY, "--num-attention-heads", "4", "--data-path", "data", "--train-iters", "3"]
+    with socket.create_server(("127.0.0.1", 0)) as in_use:
+        numbers = dict(n=n, more=n + 1, port=in_use.getsockname()[1])
+        ranks = [((base if bad.command == "train.py" else []) + shlex.split(bad.flags.format(rank=rank, **numbers)),
+                  {name: value.format(**numbers) for name, value in (place | bad.environment).items() if value})
+                 for rank, place in enumerate(places)]
+        ended = fork_server.launch(bad.command, ranks, folder, folder_and_limit[1])
+    assert not ended.late and ended.code == 2 and "Traceback" not in ended.output, ended
+    (sentence,) = [line for line in ended.output.splitlines() if line.startswith("error: ")]
+    assert all(part.format(**numbers) in sentence for part in bad.says), sentence
+    assert not (folder / "it-ran").exists()
 
 
-def test_one_process_says_one_sentence_and_ends_with_code_two(tmp_path):
-    """No traceback, no folder made, no group waited for."""
-    done = complete(tmp_path, "--slices", 0)
+@pytest.mark.parametrize("command, flags, n, says", [
+    ("train.py", "--help", 4, "usage: train.py"), ("data/prepare.py", "--verify data", 1, "data is as it was prepared"),
+    ("nanodomino.checkpoint", f"verify {STEP}", 1, "is intact: step 2"),
+    ("nanodomino.generate", "--load run --max-tokens 3 --prompt def", 1, "def")], ids=lambda value: str(value)[:20])
+def test_good_input_ends_with_exit_code_0_and_one_answer(fork_server, folder_and_limit, command, flags, n, says):
+    environments = launcher_environments(n) if n > 1 else [{}]
+    ended = fork_server.launch(command, [(shlex.split(flags), place) for place in environments], *folder_and_limit)
+    assert (ended.code, ended.output.count(says)) == (0, 1) and "error" not in ended.output, ended.output
+
+
+# ---- what a shell sees
+
+def in_shell(folder, *flags, processes=0):
+    """The finished `python train.py FLAGS`, or torchrun with so many processes."""
+    script = str(Path(train.__file__).resolve())
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
+    return subprocess.run([sys.executable, *launcher, script, *flags], env=environment, cwd=folder,
+                          capture_output=True, text=True, timeout=60)
+
+
+def test_one_process_prints_one_sentence_and_makes_no_folder(tmp_path):
+    done = in_shell(tmp_path, "--slices", "0")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: --slices must be at least 1, but is 0\n")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.exhaustive
-def test_four_processes_say_one_sentence_under_torchrun(tmp_path, corpus):
-    """Rank 0 alone finds the mistake, while the others already wait for it."""
-    shutil.copytree(corpus, tmp_path / "copy")
-    flags = "--data-path copy --device cpu --run-dir copy/meta.json".split()
-    done = complete(tmp_path, *flags, processes=4)
-    output = done.stdout + done.stderr
-    assert done.returncode != 0 and output.count("error: ") == 1, output
-    last = [line for line in done.stderr.splitlines() if line.strip("= ")][-1]
-    assert "--run-dir copy/meta.json is a file; choose another name" in last, "torchrun's report must not bury it"
-    assert "error: --run-dir copy/meta.json is a file; choose another name\n" in output, output
-    assert f'File "{SCRIPT}"' not in output and "failed:" not in output, output
-    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+def test_four_processes_under_torchrun_print_one_sentence_last(folder):
+    """Rank 0 alone finds the mistake, while the others already wait for it. torchrun's report must not bury it."""
+    done = in_shell(folder, "--data-path", "data", "--device", "cpu", "--run-dir", "data/meta.json", processes=4)
+    output, sentence = done.stdout + done.stderr, "--run-dir data/meta.json is a file; choose another name"
+    assert done.returncode != 0 and output.count("error: ") == 1 and f"error: {sentence}\n" in output, output
+    assert sentence in [line for line in done.stderr.splitlines() if line.strip("= ")][-1]
+    assert 'train.py"' not in output and "failed:" not in output, output
+    assert sorted(path.name for path in folder.iterdir()) == ["data", "run", "text.txt"]

@@ -12,13 +12,11 @@ import subprocess
 import time
 
 import pytest
-from support.jobs import Job, ROOT, TINY, differences, fill_disk, make_corpus, needs_proc, wait_until
-from support.train_in_pool import main_on_rank, metric_points, saved_steps, train_in_pool
+from support.jobs import Job, ROOT, differences, fill_disk, make_corpus, needs_proc, wait_until
+from support.train_in_pool import metric_points, saved_steps, train_in_pool
 
-import train
 from nanodomino.checkpoint.folders import checkpoints_of
 from nanodomino.checkpoint.manifest import verify
-from nanodomino.run.folder import numbered_folder
 
 pytestmark = needs_proc
 LENGTH = ["--train-iters", 24, "--save-interval", 5]
@@ -211,13 +209,6 @@ def test_torchrun_restarts_a_killed_run_by_itself_in_the_default_folder(job, alo
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["nano-001", "nano-002"]
 
 
-def test_a_restart_goes_on_in_the_folder_of_its_own_launch(tmp_path):
-    """A launch that was killed before it had one must not fall into that of an earlier run."""
-    earlier = numbered_folder(tmp_path, "nano", again=False, launch="monday")
-    assert numbered_folder(tmp_path, "nano", again=True, launch="monday") == earlier
-    assert numbered_folder(tmp_path, "nano", again=True, launch="tuesday").name == "nano-002"
-
-
 @pytest.mark.exhaustive
 def test_a_folder_in_use_is_refused_until_its_run_has_ended(job, alone):
     """torchrun killed with -9 leaves its ranks behind: they still train, and a second run would write over their
@@ -331,30 +322,6 @@ def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(job, flags):
     said = [line for line in one.output().splitlines() if "drifted apart" in line]
     assert "(final_norm.weight differs between rank 0 and rank 1)" in said[0], one.output()
     assert len(said) == (2 if flags == ["--tp", 2] else 1), one.output()
-
-
-# Not shared
-
-def unshared_rank(flags):
-    """As on two hosts, each with a disk of its own."""
-    rank, check_shared_folder = int(os.environ["RANK"]), train.check_shared_folder
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "check_shared_folder",
-                      lambda run_dir: check_shared_folder(run_dir / "of another host" if rank > 1 else run_dir))
-        return main_on_rank(flags, bad_steps=())
-
-
-def test_a_folder_that_hosts_do_not_share_is_refused_before_the_first_step(pool, tmp_path):
-    """By all ranks alike, in a sentence. The first save would be too late: training would go on to its end for
-    nothing."""
-    run = tmp_path / "run"
-    flags = [*TINY, "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(run), "--train-iters", "1"]
-    for ended in pool.run(unshared_rank, flags, world_size=4):
-        assert ended.code is None
-        assert ("is not the same folder on all hosts: rank 2, 3 can't see a file that rank 0 wrote there; choose a "
-                "folder"
-                in ended.error)
-    assert sorted(path.name for path in run.iterdir()) == ["checkpoints"] and not list((run / "checkpoints").iterdir())
 
 
 # No room
