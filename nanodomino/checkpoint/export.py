@@ -18,7 +18,7 @@ def export(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """Write the weights of a checkpoint to a file that torch.load(out, weights_only=True) reads; return them.
     Raises UserError if the checkpoint is damaged or the file can't be written."""
     require(not (out.parent / "manifest.json").exists(),
-            f"{out} would lie in a checkpoint, among the files of which it is made; choose another folder")
+            f"{out} would lie in a checkpoint, among the files that it is made from; choose another folder")
     tensors = full_weights(folder, verify(folder)["config"])
     target = temporary = out                                   # /dev/stdout has nothing to replace
     if os.path.isfile(out) or not os.path.exists(out):         # write beside OUT: a failure must not leave half a file

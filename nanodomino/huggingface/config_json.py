@@ -30,7 +30,8 @@ HARMLESS = re.compile(
 
 
 class ConfigReader:
-    """A config.json that remembers which entries were read. defaults: what Transformers assumes for missing entries."""
+    """A config.json that remembers which entries were read.
+    defaults: the value that Transformers assumes for a missing entry."""
 
     def __init__(self, values: dict, defaults: dict, source):
         self.values, self.defaults, self.source, self.read = values, defaults, source, set()

@@ -50,7 +50,7 @@ def match_tensors(mappings: list[TensorMapping], stored: dict[str, StoredTensor]
 
 
 class LazyTensor(LocalBoxes):
-    """A full tensor, as one box, that is made when torch.distributed.checkpoint writes it, and freed afterwards."""
+    """A full tensor in one box. Its values are computed when the writer asks for them, and freed once written."""
 
     @classmethod
     def of(cls, shape, dtype, make) -> "LazyTensor":

@@ -50,7 +50,7 @@ def test_any_layout_resumes_from_any_other(pool, tmp_path, pairs, family):
 
 
 def assert_same_bits(pool, folder, config, weights, data):
-    """Four steps in a row equal two steps, a checkpoint, and two more. Returns the losses of rank 0."""
+    """Check that four steps in a row equal two steps, a checkpoint, and two more. Returns the losses of rank 0."""
     size = config.world_size
     straight = pool.run(train_from, config, weights, data, 0, 4, world_size=size)
     pool.run(train_from, config, weights, data, 0, 2, None, str(folder), world_size=size)

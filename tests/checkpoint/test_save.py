@@ -19,7 +19,7 @@ from support.checkpoints import LAYOUTS, ONE_RANK, TP2_DP2, config_for, make_sav
 
 
 def memory_written(config, folder):
-    """[(address, bytes)] of the memory that torch writes from, and of the boxes in host memory, both sorted."""
+    """Return [(address, bytes)] of the memory that torch writes from, and of the boxes in host memory, both sorted."""
     (saver, model, save), torch_save, written = make_saver(config, folder), torch.save, []
 
     def record(tensor, *args, **kwargs):
@@ -150,7 +150,7 @@ def test_a_disk_with_too_little_space_keeps_the_previous_checkpoint_and_no_parti
 
 
 def observe_save(config, folder):
-    """What was true when the checkpoint was renamed, and afterwards."""
+    """Save a checkpoint; return what was true when it was renamed, and afterwards."""
     (_, _, save), flushed, seen = make_saver(config, folder), {}, {}
     rename, fsync = os.rename, os.fsync
 
