@@ -22,6 +22,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 
 import torch
 
@@ -56,11 +57,11 @@ class Config:
     num_layers: int = model_setting(None, "number of transformer layers")
     hidden_size: int = model_setting(None, "width h of the residual stream")
     ffn_hidden_size: int = model_setting(
-        None, "width of the MLP (default: the preset's; else 4 h, or with --swiglu 8/3 h rounded down to a multiple of "
-              "64)", derived=True)
+        None, "width of the MLP (default: the preset's; else 4 h, or with --swiglu 8/3 h in multiples of 64)",
+        derived=True)
     num_attention_heads: int = model_setting(None, "number of attention heads")
     group_query_attention: bool = model_setting(
-        False, "let groups of heads share keys and values; implied by --num-query-groups")
+        False, "share keys and values within --num-query-groups, which implies this")
     num_query_groups: int = model_setting(
         None, "number of groups of heads that share keys and values (default: the preset's, else one per head)",
         derived=True, legacy_default=lambda record: record["num_attention_heads"])
@@ -68,20 +69,17 @@ class Config:
         None, "size of each attention head (default: the preset's, else h / heads)", derived=True,
         legacy_default=lambda record: record["hidden_size"] // record["num_attention_heads"])
     seq_length: int = model_setting(None, "tokens per sample", affects="run")
-    max_position_embeddings: int = model_setting(
-        None, "largest number of positions (default: --seq-length)", derived=True)
+    max_position_embeddings: int = model_setting(None, "number of positions (default: --seq-length)", derived=True)
     position_embedding_type: str = family_setting(
         "position_embedding_type", "how the model encodes token positions", choices=POSITION_EMBEDDING_TYPES)
     rotary_percent: float = model_setting(1.0, "fraction of each head's channels that RoPE rotates", above=0.0)
     rotary_base: float = family_setting("rotary_base", "base of RoPE's frequencies, base^(-2i/d)", above=0.0)
     use_rope_scaling: bool = family_setting("use_rope_scaling", "divide RoPE's low frequencies, as Llama 3.1 does")
-    rope_scaling_factor: float = family_setting(
-        "rope_scaling_factor", "divisor that --use-rope-scaling applies", above=0.0)
+    rope_scaling_factor: float = family_setting("rope_scaling_factor", "divisor of --use-rope-scaling", above=0.0)
     rotary_seq_len_interpolation_factor: float = model_setting(
         1.0, "divisor of all positions before RoPE (position interpolation)", above=0.0)
     vocab_size: int = model_setting(None, "vocabulary size (default: the data's)", derived=True)
-    make_vocab_size_divisible_by: int = model_setting(
-        128, "pad the embedding to a multiple of this many rows, whatever tp is")
+    make_vocab_size_divisible_by: int = model_setting(128, "pad the vocabulary to a multiple of this, whatever tp is")
     untie_embeddings_and_output_weights: bool = family_setting(
         "untie_embeddings_and_output_weights", "give the output head its own weight matrix")
     normalization: str = family_setting("normalization", "norm at the start of each sublayer", choices=NORMALIZATIONS)
@@ -114,27 +112,23 @@ class Config:
     virtual_stages: int = layout_setting(
         None, "chunks of layers per pipeline stage (default: as few as the schedule allows)",
         alias="--num-virtual-stages-per-pipeline-rank", derived=True, legacy_default=1)
-    sequence_parallel: bool = layout_setting(
-        False, "split the residual stream along the sequence over the tensor-parallel ranks")
+    sequence_parallel: bool = layout_setting(False, "split the residual stream along the sequence over the tp ranks")
     recompute_granularity: str = layout_setting(
         "none", "what backward recomputes instead of storing: selective, the attention core and the activation; full, "
                 "everything in a layer but its input", choices=GRANULARITIES)
-    checkpoint_in_cpu: bool = layout_setting(
-        False, "keep the layer inputs that full recomputation stores in host memory")
+    checkpoint_in_cpu: bool = layout_setting(False, "offload what full recomputation stores to host memory")
     zero_stage: int = layout_setting(
         1, "what is sharded over the replicas: 0, nothing; 1, the optimizer state; 2, the gradients too",
         choices=(0, 1, 2), at_least=0)
-    bucket_size: int = layout_setting(
-        10_000_000, "parameters per gradient bucket; a bucket is reduced while backward continues")
+    bucket_size: int = layout_setting(10_000_000, "parameters per gradient bucket, reduced while backward continues")
 
     train_iters: int = training_setting(200, "number of optimizer steps")
     global_batch_size: int = training_setting(None, "samples per optimizer step", affects="run")
-    optimizer: str = training_setting(
-        "adamw", "optimizer that updates the weights", choices=OPTIMIZERS, affects="optimizer")
+    optimizer: str = training_setting("adamw", "optimizer", choices=OPTIMIZERS, affects="optimizer")
     lr: float = training_setting(None, "peak learning rate (default: the preset's, meant for AdamW)")
     min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True)
     lr_decay_style: str = training_setting(
-        "cosine", "how the learning rate falls from --lr to --min-lr", choices=LR_DECAY_STYLES)
+        "cosine", "decay of the learning rate from --lr to --min-lr", choices=LR_DECAY_STYLES)
     lr_warmup_fraction: float = training_setting(
         0.05, "fraction of --train-iters in which the learning rate rises linearly to --lr", below=1.0)
     weight_decay: float = training_setting(0.1, "decoupled weight decay; applies to matrices only")
@@ -149,35 +143,28 @@ class Config:
         choices=DTYPES)
     bf16: bool = training_setting(False, "short for --dtype bfloat16")
     fp16: bool = training_setting(
-        False, "short for --dtype float16; the loss scale is dynamic unless --loss-scale is given")
+        False, "short for --dtype float16; the loss scale is dynamic unless --loss-scale is set")
     loss_scale: float = training_setting(
-        None, "constant loss scale, applied to the gradient of each token's loss; best a power of two, which does not "
-              "round (default: dynamic in fp16, else 1)", above=0.0, below=LOSS_SCALE_LIMIT)
-    initial_loss_scale: float = training_setting(
-        2.0**15, "dynamic loss scale: first value", above=0.0, below=LOSS_SCALE_LIMIT)
-    min_loss_scale: float = training_setting(
-        1.0, "dynamic loss scale: smallest value", above=0.0, below=LOSS_SCALE_LIMIT)
-    loss_scale_window: int = training_setting(
-        1000, "dynamic loss scale: doubles after this many steps without an overflow")
-    hysteresis: int = training_setting(2, "dynamic loss scale: is halved after this many overflows")
-    fp16_lm_cross_entropy: bool = training_setting(
-        False, "compute the cross entropy's temporaries in fp16 instead of fp32")
-    seed: int = training_setting(
-        1234, "seed of the initial weights, the data order and dropout", affects="run", at_least=0)
+        None, "constant factor of each token's loss gradient, best a power of two (default: dynamic in fp16, else 1)",
+        above=0.0, below=LOSS_SCALE_LIMIT)
+    initial_loss_scale: float = training_setting(2.0**15, "first dynamic loss scale", above=0.0, below=LOSS_SCALE_LIMIT)
+    min_loss_scale: float = training_setting(1.0, "smallest dynamic loss scale", above=0.0, below=LOSS_SCALE_LIMIT)
+    loss_scale_window: int = training_setting(1000, "steps without overflow after which a dynamic loss scale doubles")
+    hysteresis: int = training_setting(2, "overflows after which a dynamic loss scale is halved")
+    fp16_lm_cross_entropy: bool = training_setting(False, "compute the cross entropy's temporaries in fp16, not fp32")
+    seed: int = training_setting(1234, "seed of initial weights, data order and dropout", affects="run", at_least=0)
 
     data_path: str = data_setting(
-        None, "folder made by data/prepare.py (default: the source of Python's standard library, prepared at first "
-              "use)", affects="nothing")
+        None, "folder made by data/prepare.py (default: the source of Python's standard library)", affects="nothing")
     eod_mask_loss: bool = data_setting(False, "do not train on predicting the end-of-text token")
     reset_position_ids: bool = data_setting(False, "restart positions at 0 after each end-of-text token")
-    reset_attention_mask: bool = data_setting(
-        False, "let tokens attend only to their own document, which an end-of-text token ends")
+    reset_attention_mask: bool = data_setting(False, "let tokens attend only to their own document")
 
     run_dir: str = run_setting(
-        None, "folder for all output; given the folder of an earlier run, resumes that run with its settings (default: "
-              "runs/MODEL-NUMBER)", affects="launch")
+        None, "folder of the run; an existing run resumes with its own settings (default: runs/MODEL-NUMBER)",
+        affects="launch")
     config: str = run_setting(
-        None, "JSON file of settings, such as a run's config.json; flags take precedence", affects="launch")
+        None, "JSON file of settings, like a run's config.json; flags override it", affects="launch")
     load: str = run_setting(None, "checkpoint to start from, or a run's folder for its newest one")
     finetune: bool = run_setting(
         False, "load only the weights from --load: start at step 0 with a new optimizer, any data and any batch size")
@@ -191,20 +178,16 @@ class Config:
         10, "give up after this many skipped steps in a row; a step is skipped if its loss or gradient is not finite, "
             "and counts unless a smaller loss scale may help")
     tensorboard_dir: str = run_setting(None, "folder for TensorBoard's view of metrics.jsonl; each run needs its own")
-    trace: str = run_setting(
-        None, "steps FIRST:LAST to record; draws their timeline into the run's folder", affects="launch")
+    trace: str = run_setting(None, "steps FIRST:LAST to record and draw as a timeline", affects="launch")
     timeout: int = run_setting(600, "seconds that a collective may take before the run ends")
     sample_tokens: int = run_setting(120, "number of tokens to generate at the end; 0 for none", at_least=0)
     temperature: float = run_setting(0.8, "sampling temperature of this text; 0 is greedy")
     top_k: int = run_setting(20, "sample this text from the k most likely tokens; 0 for all", at_least=0)
 
-    device: str = machine_setting(
-        "auto", "device to compute on; auto uses CUDA if torch finds a GPU", choices=("auto", "cpu", "cuda"))
-    compile: bool = machine_setting(
-        None, "torch.compile the code between collectives (default: on CUDA only)", derived=True)
+    device: str = machine_setting("auto", "auto uses CUDA if torch finds a GPU", choices=("auto", "cpu", "cuda"))
+    compile: bool = machine_setting(None, "torch.compile the code between collectives (default: on CUDA)", derived=True)
     compile_backend: str = machine_setting("inductor", "backend of torch.compile", choices=("inductor", "aot_eager"))
-    deterministic_mode: bool = machine_setting(
-        False, "ask CUDA's libraries for deterministic kernels (CPU kernels already are)")
+    deterministic_mode: bool = machine_setting(False, "ask for deterministic CUDA kernels (the CPU's always are)")
 
     # Not flags: filled in on the way to a run, and stored in config.json.
     given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # see setting.py
@@ -213,17 +196,9 @@ class Config:
 
     # ---- sizes that follow from the settings
 
-    @property
-    def tp(self) -> int:
-        return self.tensor_model_parallel_size
-
-    @property
-    def pp(self) -> int:
-        return self.pipeline_model_parallel_size
-
-    @property
-    def dp(self) -> int:
-        return self.data_parallel_size
+    tp = property(attrgetter("tensor_model_parallel_size"))
+    pp = property(attrgetter("pipeline_model_parallel_size"))
+    dp = property(attrgetter("data_parallel_size"))
 
     @property
     def sequence_shards(self) -> int:
