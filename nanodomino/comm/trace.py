@@ -41,8 +41,8 @@ ROUND_TRIPS = 20
 
 @dataclass(slots=True)
 class Event:
-    """begin, end: nanoseconds of this process's clock; until take(), marks. end is 0 if the span never ended, and until
-    take() a list for a watched collective, which receives its end. args: slice, site, microbatch, bytes ..."""
+    """begin, end: nanoseconds; until take(), what mark() returned. Until then the end of an unfinished span is 0, and
+    the end of a watched collective is a list to which its mark is appended. args: slice, site, microbatch, bytes ..."""
     kind: str
     begin: int
     end: int | list

@@ -27,7 +27,7 @@ class Sublayer(nn.Module):
 
     inputs is what MasksAndPositions.attention_inputs() returns: AttentionInputs, None for an MLP.
     """
-    attends = False
+    attends = False                                            # True for attention
 
     def __init__(self, config, mesh, site: str):
         super().__init__()

@@ -1,5 +1,4 @@
-"""Is the yardstick straight? The reference against torch's own transformer, finite differences and formulas worked by
-hand."""
+"""The reference model against torch's own transformer, finite differences and formulas computed by hand."""
 
 import math
 from functools import partial
@@ -17,7 +16,7 @@ UNTIED = Sizes(tied=False)
 
 
 def random_batch(sizes, batch_size=3, seed=0):
-    """tokens, labels, loss_mask, with a mask that leaves each row another number of tokens."""
+    """Return tokens, labels and a loss_mask that leaves each row a different number of tokens."""
     generator = torch.Generator().manual_seed(seed)
     shape = batch_size, sizes.max_positions
     tokens, labels = (torch.randint(sizes.vocab_size, shape, generator=generator) for _ in range(2))
@@ -39,7 +38,7 @@ def gradients_of(sizes, weights, batch):
 
 
 def torch_transformer(sizes, weights):
-    """The same layers as torch's encoder with a causal mask; its in_proj rows run [all q, all k, all v]."""
+    """Return the same layers as torch's encoder, and the fused row of each of its in_proj rows [all q, all k, all v]."""
     layer = nn.TransformerEncoderLayer(
         sizes.hidden_size, sizes.num_attention_heads, sizes.ffn_hidden_size, dropout=0.0,
         activation=partial(F.gelu, approximate="tanh"), layer_norm_eps=1e-5, batch_first=True, norm_first=True,
@@ -47,7 +46,7 @@ def torch_transformer(sizes, weights):
     norm = nn.LayerNorm(sizes.hidden_size)
     encoder = nn.TransformerEncoder(layer, sizes.num_layers, norm, enable_nested_tensor=False).double()
     n, d = sizes.num_attention_heads, sizes.head_dim
-    # Written as plain indices, not with the reference's own conversion: fused row of (part, head, element).
+    # plain indices rather than the reference's own conversion: the fused row of (q/k/v, head, element)
     rows = torch.tensor([(head * 3 + part) * d + element for part in range(3) for head in range(n)
                          for element in range(d)])
     state = {}
@@ -65,7 +64,7 @@ def torch_transformer(sizes, weights):
     return encoder, rows
 
 
-# ------------------------------------------------------------------------------------ the border
+# ---- conversion between the two layouts of q, k and v
 
 
 def test_fused_rows_run_head_then_part_then_element():
@@ -129,7 +128,7 @@ def test_random_weights_let_no_term_hide_and_depend_on_the_seed_alone():
         assert torch.equal(tensor, again[name]) and not torch.equal(tensor, other[name])
 
 
-# ------------------------------------------------------------------------------------ forward and gradients
+# ---- forward and gradients
 
 
 def test_logits_and_gradients_equal_torchs_own_transformer():
@@ -199,7 +198,7 @@ def test_no_token_sees_the_future():
     assert (before[:, 5:] != after[:, 5:]).any(dim=-1).all()
 
 
-# ------------------------------------------------------------------------------------ dropout masks
+# ---- dropout masks
 
 
 def test_masks_are_asked_for_in_order_with_their_shapes():
@@ -239,7 +238,7 @@ def test_masks_multiply_where_they_should():
     assert not torch.allclose(without_core, plain)
 
 
-# ------------------------------------------------------------------------------------ training
+# ---- training
 
 
 def test_masked_tokens_have_no_label_and_the_mean_is_over_the_rest():
@@ -253,7 +252,7 @@ def test_masked_tokens_have_no_label_and_the_mean_is_over_the_rest():
 
 
 def adamw_by_hand(weights, gradients, rates, weight_decay, scales, beta1, beta2, eps):
-    """Loshchilov & Hutter (1711.05101), algorithm 2, on each tensor of the dict."""
+    """AdamW as in algorithm 2 of Loshchilov & Hutter (1711.05101), for each tensor of the dict."""
     weights = {name: tensor.clone() for name, tensor in weights.items()}
     first = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     second = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
@@ -278,7 +277,7 @@ def test_training_follows_adamw_with_clipping_and_decay_on_matrices_only(clip_gr
     for record in records:  # the tied matrix is in the dict once, so it counts once
         norm = math.sqrt(sum((gradient**2).sum().item() for gradient in record.gradients.values()))
         assert record.gradient_norm == pytest.approx(norm, rel=1e-12)
-        assert norm > 0.3  # or "clipped" would prove nothing
+        assert norm > 0.3  # otherwise "clipped" would not clip
     scales = [min(1.0, (clip_grad or math.inf) / (record.gradient_norm + 1e-6)) for record in records]
     gradients = [record.gradients for record in records]
     expected = adamw_by_hand(weights, gradients, rates, 0.1, scales, 0.9, 0.95, 1e-8)

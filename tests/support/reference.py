@@ -1,8 +1,8 @@
-"""The yardstick: a GPT in one process, from torch's own parts, sharing not a line with nanodomino.
+"""The reference model: a GPT in one process, built from torch's own modules, sharing no code with nanodomino.
 
-Every parallel layout is compared with this file, in float64, so it has to be right by being plain: `nn.Linear`,
-`nn.Embedding`, `nn.LayerNorm`, attention written out, one batch, one backward, `torch.optim.AdamW`. No slices,
-no microbatches, no ranks. test_reference.py in turn holds it against torch's transformer and against finite
+Every parallel layout is compared with this file, in float64. It must be simple enough to be obviously right:
+`nn.Linear`, `nn.Embedding`, `nn.LayerNorm`, attention written out, one batch, one backward, `torch.optim.AdamW`. No
+slices, no microbatches, no ranks. test_reference.py in turn compares it with torch's transformer and with finite
 differences.
 
 The model is GPT-2's (Radford et al. 2019, section 2.3), as GPT-3 kept it:
@@ -12,14 +12,14 @@ The model is GPT-2's (Radford et al. 2019, section 2.3), as GPT-3 kept it:
                      x = x + mlp(norm(x))                mlp: linear, tanh-GELU, linear
     logits = head(final norm(x))                         only the first vocab_size rows of the padded head
 
-Where a comparison could be blind, the two sides differ on purpose. nanodomino keeps q, k and v in one fused matrix
-whose rows run [head, (q, k, v), head_dim], so that a contiguous cut gives whole heads:
+If both sides made the same mistake, a comparison could not show it, so they differ on purpose. nanodomino keeps q, k
+and v in one fused matrix with rows ordered [head, (q, k, v), head_dim], so that a contiguous cut gives whole heads:
 
     fused rows    | q of head 0 | k of head 0 | v of head 0 | q of head 1 | k of head 1 | ...
     here          three matrices of rows [head, head_dim]
 
-If both used one layout, both could mix up heads alike. Here the layouts meet only in `split_qkv` and `fuse_qkv`, at the
-border. Weights and gradients cross it as a dict of full tensors, named as in nanodomino:
+Only `split_qkv` and `fuse_qkv` convert between the two layouts. Weights and gradients enter and leave as a dict of full
+tensors, named as in nanodomino:
 
     embedding.word_embeddings.weight      [padded_vocab, h]    embedding.position_embeddings.weight  [max_positions, h]
     layers.{i}.attention.norm.weight, .bias          [h]       layers.{i}.mlp.norm.weight, .bias              [h]
@@ -71,18 +71,18 @@ class Sizes:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step of training showed. Gradients are those before clipping, as full tensors in nanodomino's layout."""
+    """The results of one training step. gradients: before clipping, as full tensors in nanodomino's layout."""
 
     loss: float
     gradients: dict
     gradient_norm: float
 
 
-# ------------------------------------------------------------------------------------------------ the border
+# ---- conversion between the two layouts of q, k and v
 
 
 def split_qkv(fused, num_groups, head_dim):
-    """Rows [group, (its q's, k, v), head_dim] -> q, k, v with rows [head, head_dim], [group, head_dim] twice."""
+    """Rows [group, (its q's, k, v), head_dim] -> q with rows [head, head_dim], k and v with rows [group, head_dim]."""
     q, k, v = [], [], []
     for group in fused.chunk(num_groups):
         *queries, key, value = group.split(head_dim)
@@ -96,7 +96,7 @@ def fuse_qkv(q, k, v, num_groups):
                       for part in group])
 
 
-# ------------------------------------------------------------------------------------------------ the model
+# ---- the model
 
 
 def no_dropout(site, shape):
@@ -104,13 +104,13 @@ def no_dropout(site, shape):
 
 
 def apply_mask(mask, site, x):
-    """mask(site, shape) is a tensor that is 0 or 1/(1-p), or None where nothing is dropped."""
+    """Multiply x by mask(site, shape), whose numbers are 0 or 1/(1-p). If it returns None, nothing is dropped."""
     scale = mask(site, tuple(x.shape))
     return x if scale is None else x * scale
 
 
 class Attention(nn.Module):
-    """Causal self-attention, written out so that the mask on the probabilities has a place."""
+    """Causal self-attention, written out so that a dropout mask can be applied to the probabilities."""
 
     def __init__(self, sizes, site):
         super().__init__()
@@ -144,13 +144,13 @@ class Attention(nn.Module):
 
 
 def rope(x, positions, sizes):
-    """x [b, n, s, d]: its first numbers, as complex ones of two halves, times exp(i angle). Angles are of fp32 by
-    definition."""
+    """Rotate x [b, n, s, d]: each head's first numbers, as complex numbers (first half, second half), times
+    exp(i angle). Angles are fp32 by definition."""
     size = int(sizes.head_dim * sizes.rotary_percent)
     frequencies = 1.0 / sizes.rotary_base ** (torch.arange(0, size, 2).float() / size) / sizes.interpolation
     if sizes.rope_scaling:
         for i, frequency in enumerate(frequencies.tolist()):
-            turns = 8192 * frequency / (2 * math.pi)  # of the wave, in the length that the model was first trained with
+            turns = 8192 * frequency / (2 * math.pi)  # full rotations within the original context length
             if turns < 1:
                 frequencies[i] /= sizes.rope_scaling
             elif turns < 4:
@@ -197,12 +197,12 @@ class ReferenceGPT(nn.Module):
         self.head = None if sizes.tied else nn.Linear(sizes.hidden_size, sizes.padded_vocab_size, bias=False)
 
     def forward(self, tokens, positions, mask=None, documents=None):
-        """tokens [b, s], positions [b, s] or [s] -> logits [b, s, vocab_size]. documents [b, s]: tokens of different
-        ones don't meet.
+        """tokens [b, s], positions [b, s] or [s] -> logits [b, s, vocab_size]. documents [b, s], if given: a token does
+        not attend to other documents.
 
         `mask(site, shape)`, if given, returns the dropout mask of a site, scaled by 1/(1-p), or None. Sites in order:
         "embedding" [b, s, h]; then in each layer i "layers.{i}.attention.core" [b, n, s, s] on the probabilities,
-        "layers.{i}.attention.hidden" and "layers.{i}.mlp.hidden" [b, s, h] on what is about to be added to x.
+        "layers.{i}.attention.hidden" and "layers.{i}.mlp.hidden" [b, s, h] on what is added to x.
         """
         mask = mask or no_dropout
         positions = positions.expand(tokens.shape)
@@ -217,7 +217,7 @@ class ReferenceGPT(nn.Module):
         return F.linear(self.final_norm(x), head[: self.sizes.vocab_size])
 
     def parts(self):
-        """nanodomino's name -> this model's parameters: one, or three for the fused q, k, v."""
+        """Return {nanodomino's name: this model's parameters}: three for the fused q, k, v, two for gate and up."""
         named = {"embedding.word_embeddings.weight": (self.word_embeddings.weight,)}
         if self.position_embeddings is not None:
             named["embedding.position_embeddings.weight"] = (self.position_embeddings.weight,)
@@ -227,23 +227,23 @@ class ReferenceGPT(nn.Module):
                 named[f"layers.{i}.attention.qkv.{kind}"] = tuple(
                     getattr(part, kind) for part in (attention.q, attention.k, attention.v)
                 )
-                for one in ("q", "k"):
-                    named[f"layers.{i}.attention.{one}_layernorm.{kind}"] = (getattr(getattr(attention, f"{one}_norm"),
-                                                                                     kind, None),)
+                for letter, norm in (("q", attention.q_norm), ("k", attention.k_norm)):
+                    named[f"layers.{i}.attention.{letter}_layernorm.{kind}"] = (getattr(norm, kind, None),)
                 named[f"layers.{i}.attention.dense.{kind}"] = (getattr(attention.dense, kind),)
                 named[f"layers.{i}.mlp.norm.{kind}"] = (getattr(mlp.norm, kind, None),)
                 named[f"layers.{i}.mlp.dense_h_to_4h.{kind}"] = tuple(getattr(part, kind) for part in (mlp.gate, mlp.up)
                                                                       if part is not None)
                 named[f"layers.{i}.mlp.dense_4h_to_h.{kind}"] = (getattr(mlp.down, kind),)
-        named["final_norm.weight"], named["final_norm.bias"] = (self.final_norm.weight,
-                                                                ), (getattr(self.final_norm, "bias", None),)
+        named["final_norm.weight"] = (self.final_norm.weight,)
+        named["final_norm.bias"] = (getattr(self.final_norm, "bias", None),)
         if self.head is not None:
             named["output_layer.weight"] = (self.head.weight,)
-        return {name: parameters for name, parameters in named.items() if all(one is not None for one in parameters)}
+        return {name: parameters for name, parameters in named.items()
+                if all(parameter is not None for parameter in parameters)}
 
     @torch.no_grad()
     def load_full(self, weights):
-        """Copies full tensors in. ValueError if a name is missing or unknown, or a shape is another."""
+        """Copy full tensors in. Raises ValueError if a name is missing or unknown, or if a shape differs."""
         named = self.parts()
         if named.keys() != weights.keys():
             raise ValueError(f"names that only one side has: {sorted(named.keys() ^ weights.keys())}")
@@ -260,7 +260,7 @@ class ReferenceGPT(nn.Module):
         return self
 
     def full(self, value_of):
-        """Name -> full tensor, a copy, of value_of(parameter): the parameter itself or its gradient."""
+        """Return {name: full tensor}, copies of value_of(parameter): the parameter itself or its gradient."""
         tensors = {}
         for name, parameters in self.parts().items():
             values = [value_of(parameter).detach().clone() for parameter in parameters]
@@ -271,21 +271,21 @@ class ReferenceGPT(nn.Module):
         return self.full(lambda parameter: parameter)
 
     def full_gradients(self):
-        """Zeros where backward left none."""
+        """Return {name: gradient}, zeros for parameters without one."""
         return self.full(lambda parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
 
-# ------------------------------------------------------------------------------------------------ weights
+# ---- weights
 
 
 def full_shapes(sizes):
-    """Name -> shape of every full tensor, in the order in which a token meets them."""
+    """Return {name: shape} of every full tensor, in forward order."""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in ReferenceGPT(sizes).full_weights().items()}
 
 
 def random_weights(sizes, seed=0, dtype=torch.float64):
-    """Full tensors that let no term hide: biases are not 0, norm weights are not 1, padded rows are not 0.
+    """Return full tensors that hide no term: biases are not 0, norm weights are not 1, padded rows are not 0.
 
     Matrices are scaled by 1/sqrt(columns), so that scores and logits are of order one and softmax is neither flat nor
     one-hot.
@@ -303,17 +303,17 @@ def random_weights(sizes, seed=0, dtype=torch.float64):
     return {name: tensor.to(dtype) for name, tensor in weights.items()}
 
 
-# ------------------------------------------------------------------------------------------------ training
+# ---- training
 
 
 def masked_loss(logits, labels, loss_mask):
-    """Mean token loss of the unmasked tokens: sum(mask * loss) / sum(mask). labels, loss_mask: [b, s]."""
+    """Return the mean loss of the unmasked tokens: sum(mask * loss) / sum(mask). labels, loss_mask: [b, s]."""
     token_losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     return (token_losses * loss_mask).sum() / loss_mask.sum()
 
 
 class PlainLion(torch.optim.Optimizer):
-    """Lion as its paper's algorithm 2 writes it, a line each."""
+    """Lion, line by line as in algorithm 2 of its paper (2302.06675)."""
 
     def __init__(self, groups, betas):
         super().__init__(groups, dict(lr=0.0, betas=betas))
@@ -330,7 +330,7 @@ class PlainLion(torch.optim.Optimizer):
 
 
 def build_optimizer(model, weight_decay, betas, eps, name="adamw"):
-    """Decay on matrices (embeddings included) and none on biases and norms. The rate is set before each step."""
+    """Decay matrices (embeddings included), not biases and norms. The caller sets the learning rate of each step."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -342,7 +342,7 @@ def train_reference(
     sizes, weights, batches, learning_rates, weight_decay=0.1, clip_grad=1.0, betas=(0.9, 0.95), eps=1e-8, masks=None,
     optimizer_name="adamw"
 ):
-    """Trains from `weights` for len(batches) steps. Returns (a StepRecord for each step, final weights by name).
+    """Train from `weights` for len(batches) steps. Returns (a StepRecord for each step, final weights by name).
 
     batches[step]: (tokens, labels, loss_mask), each [B, s]: the whole global batch; then perhaps positions and
     documents, or None: position i of a row has number i, a row is one document. learning_rates[step]: that step's rate.
