@@ -45,7 +45,7 @@ class Placement:
         return (self.stages - 1 - index if self.folded and chunk % 2 else index), chunk
 
     def source(self, stage: int, half):
-        """Return the (stage, chunk) that sends an action's input, or a message to `stage`; None at the ends of the model
+        """Return the (stage, chunk) that sends an action's input, or a message to `stage`; None at the model's ends
         and for weight gradients, which need no message."""
         return self.location(self.virtual_stage(stage, half.chunk) - half.direction) if half.direction else None
 
