@@ -998,7 +998,7 @@ GUARDED = [
     ("A receive that is posted only when the message is needed",
      "Its sender is blocked until then. Where stages send messages both ways, two of them block each other forever; so"
      " the schedule says when to post a receive.",
-     "gpu/test_nccl.py", "test_who_asks_only_when_a_message_is_needed_holds_up_its_sender_for_ever"),
+     "gpu/test_nccl.py", "test_receives_posted_only_when_needed_block_their_senders_for_ever"),
     ("A weight that is reported ready with its input gradient",
      "With a split backward, what comes later is not reduced: a weight is ready after its last weight gradient, which "
      "may be microbatches later.",

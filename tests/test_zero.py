@@ -1,4 +1,4 @@
-"""ZeRO-1 and 2: who owns what, how many bytes it takes, and that flat buffers forget nothing that matters."""
+"""ZeRO stages 1 and 2: bytes per parameter, when buckets are reduced, and what flat buffers must not forget."""
 
 from collections import Counter
 
@@ -16,8 +16,8 @@ from nanodomino.zero import MAX_REDUCES_IN_FLIGHT
 
 
 def state_rank(config, data):
-    """After two steps: per parameter element, the bytes of weights, gradients, master and moments; and what padding
-    holds."""
+    """Run two steps. Return the bytes of weights, gradients and optimizer state per parameter, the largest number in
+    the padding, the part of the parameters that this rank owns, and the elements of padding."""
     mesh, model, optimizer, stage = build(config)
     for step in (1, 2):
         train.train_step(step, stage, optimizer, data, config, mesh)
@@ -27,22 +27,22 @@ def state_rank(config, data):
     elements = sum(bucket.weights.numel() for bucket in optimizer.buckets)
     padding = 0.0
     for bucket in optimizer.buckets:
-        outside = torch.ones(bucket.weights.numel(), dtype=torch.bool)
+        is_padding = torch.ones(bucket.weights.numel(), dtype=torch.bool)
         for weight in bucket.parameters:
             offset = weight.storage_offset()
-            outside[offset:offset + weight.numel()] = False
-        own = bucket.own_grad[outside[bucket.own_offset:][:len(bucket.own_grad)]]
-        padding = max([padding] + bucket.weights[outside].abs().tolist() + own.abs().tolist())
+            is_padding[offset:offset + weight.numel()] = False
+        own = bucket.own_grad[is_padding[bucket.own_offset:][:len(bucket.own_grad)]]
+        padding = max([padding] + bucket.weights[is_padding].abs().tolist() + own.abs().tolist())
     own = sum(bucket.master.numel() for bucket in optimizer.buckets)
-    return sum(storages.values()) / elements, padding, own / elements, outside.sum().item()
+    return sum(storages.values()) / elements, padding, own / elements, is_padding.sum().item()
 
 
 @pytest.mark.parametrize("dp, zero_stage", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (4, 0)])
 @pytest.mark.parametrize("dtype, weights, gradients, optimizer",
                          [("float32", 4, 4, 8), ("bfloat16", 2, 4, 12), ("float16", 2, 4, 12), ("float64", 8, 8, 16)])
-def test_bytes_per_parameter_are_the_formulas(pool, dp, zero_stage, dtype, weights, gradients, optimizer):
-    """16-bit training 6 + 12/dp, fp32 8 + 8/dp, ZeRO-2 2 + 16/dp, 4 + 12/dp; and the padding of a flat buffer, which
-    would count in the norm, stays zero."""
+def test_bytes_per_parameter_follow_the_formulas(pool, dp, zero_stage, dtype, weights, gradients, optimizer):
+    """ZeRO-1: 6 + 12/dp in 16 bit, 8 + 8/dp in fp32; ZeRO-2: 2 + 16/dp and 4 + 12/dp. The padding of flat buffers stays
+    zero, since it would count in the norm."""
     config = tiny(dp, dtype=dtype, zero_stage=zero_stage, num_attention_heads=1, hidden_size=17, loss_scale=256.0)
     expected = weights + gradients / (dp if zero_stage == 2 else 1) + optimizer / (dp if zero_stage else 1)
     assert expected == expected_memory.state_bytes_per_parameter(config)
@@ -55,71 +55,68 @@ def test_bytes_per_parameter_are_the_formulas(pool, dp, zero_stage, dtype, weigh
 
 # ---- stage 2
 
-def test_with_one_microbatch_stage_2_has_the_bits_of_stage_1(pool):
-    """Its only sum is the same: buckets, replicas, order. (With more of them the order is another, and the layouts'
-    tests say 1e-9.)"""
+def test_with_one_microbatch_stages_1_and_2_have_the_same_bits(pool):
+    """They reduce the same gradients in the same order. With more microbatches the order of the sums differs."""
     outcomes = {}
     for zero_stage in (1, 2):
         config = tiny(4, zero_stage=zero_stage, micro_batch_size=6, slices=2, dtype="float32")
         weights, data, _, _ = reference_for(tiny(4), 3)
         outcomes[zero_stage] = pool.run(train_rank, config, weights, data, 3, world_size=4)
-    for one, other in zip(*outcomes.values()):
-        assert one.losses == other.losses and one.norms == other.norms
-        assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in one.weights)
+    for stage_1, stage_2 in zip(*outcomes.values()):
+        assert stage_1.losses == stage_2.losses and stage_1.norms == stage_2.norms
+        assert all(torch.equal(stage_1.weights[name][0], stage_2.weights[name][0]) for name in stage_1.weights)
 
 
 def in_flight_rank(config, data):
-    """Of a warm-up and a step: (bytes of gradients that this rank's buckets have in memory beside their own parts, at
-    most; those that are left; reduces under way, at most; how often each bucket was reduced in the step; the formula's
-    bytes)."""
+    """Run a warm-up and a step. Return the peak bytes of this rank's main_grads, including reduces in flight; the bytes
+    after the step; the peak number of reduces in flight; how often the step reduced each bucket; the predicted peak."""
     mesh, _, optimizer, stage = build(config)
-    take, reduce, most, under_way, reduced = Bucket.allocate_gradients, optimizer.reduce, 0, 0, Counter()
+    allocate, reduce, peak, in_flight, reduced = Bucket.allocate_gradients, optimizer.reduce, 0, 0, Counter()
 
     def bytes_now():
-        travelling = [tensor for _, flat, _, received in optimizer.reduces_in_flight for tensor in (flat, received)]
-        return sum(tensor.nbytes for tensor in [*(bucket.main_grad for bucket in optimizer.buckets), *travelling]
+        sent = [tensor for _, flat, _, received in optimizer.reduces_in_flight for tensor in (flat, received)]
+        return sum(tensor.nbytes for tensor in [*(bucket.main_grad for bucket in optimizer.buckets), *sent]
                    if tensor is not None)
 
-    def look():
-        nonlocal most, under_way
-        most, under_way = max(most, bytes_now()), max(under_way, len(optimizer.reduces_in_flight))
+    def measure():
+        nonlocal peak, in_flight
+        peak, in_flight = max(peak, bytes_now()), max(in_flight, len(optimizer.reduces_in_flight))
 
-    def taking(bucket):
-        take(bucket)
-        look()
+    def measured_allocate(bucket):
+        allocate(bucket)
+        measure()
 
-    def reducing(bucket):
+    def measured_reduce(bucket):
         reduce(bucket)
         reduced[optimizer.buckets.index(bucket)] += 1
-        look()
+        measure()
 
-    Bucket.allocate_gradients, optimizer.reduce = taking, reducing
+    Bucket.allocate_gradients, optimizer.reduce = measured_allocate, measured_reduce
     try:
         train.warm_up(stage, optimizer, config, mesh)
         reduced.clear()
         train.train_step(1, stage, optimizer, data, config, mesh)
     finally:
-        Bucket.allocate_gradients = take
-    return most, bytes_now(), under_way, list(reduced.values()), expected_memory.gradient_buffer_bytes(config, mesh)
+        Bucket.allocate_gradients = allocate
+    return peak, bytes_now(), in_flight, list(reduced.values()), expected_memory.gradient_buffer_bytes(config, mesh)
 
 
-@pytest.mark.parametrize("schedule, bucket_size",
-                         [*((schedule, 1) for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v")), ("1f1b", 2000), *(
-    pytest.param(schedule, size, marks=pytest.mark.exhaustive) for schedule in SCHEDULES
-    for size in (1, 2000, 10_000_000))])
-def test_gradients_in_memory_are_those_that_are_being_added_up_and_two_on_their_way(pool, schedule, bucket_size):
-    """No more than the formula says and, of many small buckets, no more than a part of them all. Each is reduced by
-    every microbatch."""
+@pytest.mark.parametrize("schedule, bucket_size", [
+    *((schedule, 1) for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v")), ("1f1b", 2000),
+    *(pytest.param(schedule, size, marks=pytest.mark.exhaustive) for schedule in SCHEDULES
+      for size in (1, 2000, 10_000_000))])
+def test_stage_2_holds_the_main_grads_being_filled_and_two_in_flight(pool, schedule, bucket_size):
+    """No more bytes than predicted. Each microbatch reduces each bucket once."""
     config = tiny(4, pipeline_model_parallel_size=2, num_layers=8, slices=2, zero_stage=2, schedule=schedule,
                   bucket_size=bucket_size, device="cpu", untie_embeddings_and_output_weights=schedule == "zb-h1")
-    for most, left, under_way, reduced, said in pool.run(in_flight_rank, config, random_data(config, 1), world_size=4):
-        assert said / 3 < most <= said and left == 0
-        assert under_way == MAX_REDUCES_IN_FLIGHT
+    outcomes = pool.run(in_flight_rank, config, random_data(config, 1), world_size=4)
+    for peak, left, in_flight, reduced, predicted in outcomes:
+        assert predicted / 3 < peak <= predicted and left == 0
+        assert in_flight == MAX_REDUCES_IN_FLIGHT
         assert set(reduced) == {config.microbatches}
 
 
 # ---- what flat buffers must not forget
-
 
 def decay_rank(config, data):
     mesh, model, optimizer, stage = build(config)
@@ -130,8 +127,8 @@ def decay_rank(config, data):
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_matrices_decay_and_nothing_else(pool, zero_stage):
-    """With a batch in which no token counts all gradients are zero, and what is left of the step is the decay."""
+def test_only_matrices_decay(pool, zero_stage):
+    """If no token of the batch counts, all gradients are zero, and the step consists of the decay alone."""
     config = tiny(4, tensor_model_parallel_size=2, zero_stage=zero_stage, min_lr=1e-2, weight_decay=0.5)
     data = random_data(config, config.train_iters)
     data.loss_mask.zero_()
@@ -157,7 +154,7 @@ def accumulate_rank(config, data, times):
 
 
 def test_bfloat16_gradients_accumulate_in_fp32(pool):
-    """In bfloat16 the sum of equal gradients would stop growing at 256 of them."""
+    """In bfloat16 a sum of equal gradients would stop growing after 256 of them."""
     config = tiny(1, dtype="bfloat16", num_layers=1)
     (((once, often), loss_dtype),) = pool.run(accumulate_rank, config, random_data(config, 1), 300, world_size=1)
     assert loss_dtype == "torch.float32"
@@ -168,7 +165,7 @@ def test_bfloat16_gradients_accumulate_in_fp32(pool):
 
 
 def test_bfloat16_training_follows_float32(pool):
-    """With fp32 master weights: an update that is too small for bfloat16 is not lost."""
+    """The fp32 master weights keep updates that are too small for bfloat16."""
     layout = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, train_iters=8, lr=1e-3,
                   clip_grad=1.0)
     runs = {}
@@ -181,7 +178,7 @@ def test_bfloat16_training_follows_float32(pool):
 
 
 def order_rank(config, data):
-    """The order in which one step computes and reduces; and the names of the gradients that still grew after that."""
+    """Return the order of a step's weight gradients and reduces, and the gradients that changed after their reduce."""
     trace = Trace()
     mesh, model, optimizer, stage = build(config, trace=trace)
     name_of = {weight: name for name, weight in model.named_parameters()}
@@ -204,31 +201,30 @@ def order_rank(config, data):
     return [(event.kind, event.args) for event in trace.events if event.kind in ("reduce", "weight_gradient")], late
 
 
-def test_a_bucket_is_reduced_behind_the_rest_of_backward_and_never_before_it_is_final(pool):
-    """After the last microbatch's last slice, before the layers below; a tied matrix after both its uses. Norms and
-    biases have no product by which to know them: to none of the gradients is anything added once it is on the wires."""
+def test_a_bucket_is_reduced_while_backward_goes_on_and_only_when_it_is_complete(pool):
+    """That is after the last slice of the last microbatch, before the layers below, and for a tied matrix after both of
+    its uses. No gradient changes after its reduce was launched; this covers norms and biases, too."""
     config = tiny(4, tensor_model_parallel_size=2, slices=3, num_layers=4, micro_batch_size=3, bucket_size=1)
     outcomes = pool.run(order_rank, config, random_data(config, 1), world_size=4)
     assert [late for _, late in outcomes] == [[]] * 4
     events = outcomes[0][0]
     reduces = [i for i, (kind, _) in enumerate(events) if kind == "reduce"]
-    products = [i for i, (kind, _) in enumerate(events) if kind == "weight_gradient"]
-    assert len(products) == config.microbatches * config.slices * (2 * config.num_layers + 1)
+    weight_gradients = [i for i, (kind, _) in enumerate(events) if kind == "weight_gradient"]
+    assert len(weight_gradients) == config.microbatches * config.slices * (2 * config.num_layers + 1)
     for i in reduces:
         for name in events[i][1]["names"]:
             site = ".".join(name.split(".")[:3]) if name.startswith("layers") else "head"
-            assert not any(about["site"] == site for _, about in events[i:]
-                           if about.get("site")), f"{name} was reduced before it was final"
-    assert len([i for i in reduces
-                if i < products[-1]]) >= 3 * 8, "layers above the first are reduced behind the layers below"
+            late = any(args["site"] == site for _, args in events[i:] if args.get("site"))
+            assert not late, f"{name} was reduced before it was complete"
+    assert len([i for i in reduces if i < weight_gradients[-1]]) >= 3 * 8, "reduces overlap the layers below"
 
 
 @pytest.mark.parametrize("dtype, zero_stage", [("float32", 1), ("bfloat16", 2)])
-def test_the_same_run_twice_gives_the_same_bits(pool, dtype, zero_stage):
+def test_a_rerun_has_the_same_bits(pool, dtype, zero_stage):
     config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, columns=2, dtype=dtype,
                   hidden_dropout=0.1, attention_dropout=0.1, zero_stage=zero_stage)
     weights, data, _, _ = reference_for(tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 3)
     first, second = (pool.run(train_rank, config, weights, data, 3) for _ in range(2))
-    for one, other in zip(first, second):
-        assert one.losses == other.losses and one.norms == other.norms
-        assert all(torch.equal(one.weights[name][0], other.weights[name][0]) for name in one.weights)
+    for run, rerun in zip(first, second):
+        assert run.losses == rerun.losses and run.norms == rerun.norms
+        assert all(torch.equal(run.weights[name][0], rerun.weights[name][0]) for name in run.weights)

@@ -1,13 +1,12 @@
-"""NCCL's rules for messages, kept on gloo, so that what would hang on GPUs fails here.
+"""Imposes NCCL's rules for messages on gloo, so that what would hang on GPUs fails on CPUs.
 
-    in order        batches of a communicator are carried out one after the other, as they were made
-    first message   two ranks are connected by their first message each way, which blocks both hosts until both have
-    come
-    device          something waits for the whole device (the first load of a kernel, memory given back): for every
-                    message that has been asked for so far, also one whose sender may be waiting for us
+    in order        the batches of a communicator run one after another, in the order in which they were posted
+    connects        the first message of two ranks, in each direction, blocks both hosts until both have posted it
+    device waits    some operation waits for the whole GPU (the first load of a kernel, freed memory), and so for every
+                    posted message, even if the sender may be waiting for this rank
 
-Each is tried on every schedule, in processes for a few sizes and on paper for many; and each is shown to bite, where
-pipeline.py's own precaution against it is taken away.
+Every schedule runs under each rule: a few sizes in processes, many more on paper. Without the precaution in pipeline.py
+against a rule, a pipeline hangs.
 """
 
 from collections import Counter
@@ -29,13 +28,13 @@ from nanodomino.mesh import meta_mesh
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement import message_received, timetable
 
-PATIENCE = 4.0                           # seconds after which a message counts as never coming
-# stages and microbatches at which stages have much to ask of each other; interleaved ones with a round that is not full
+PATIENCE = 4.0                           # seconds after which a message counts as lost
+# (stages, microbatches) with many messages in both directions; interleaved with a last round that is not full
 SIZES = dict.fromkeys(SCHEDULES, (4, 8)) | {"gpipe": (3, 4), "interleaved": (3, 8), "zb-h1": (4, 6), "zb-v": (3, 8)}
 
 
 class Batch:
-    """NCCL's one work for all messages of a batch; it may be waited for again and again."""
+    """The single work that NCCL returns for a batch; it can be waited for several times."""
 
     def __init__(self, future):
         self.future = future
@@ -67,28 +66,29 @@ class Nccl:
         return [self.made[-1]]
 
     def connect(self, operations):
-        """All ends of the batch first, then wait for the other ends: nothing is sent before they have come."""
-        store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
-        new = {(me, one.peer, "send") if one.op is dist.isend else (one.peer, me, "receive")
-               for one in operations} - self.connected
+        """Announce this rank's ends of all new connections of the batch, then wait for the other ends."""
+        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        new = {(rank, operation.peer, "send") if operation.op is dist.isend else (operation.peer, rank, "receive")
+               for operation in operations} - self.connected
         self.connected |= new
-        for first, last, end in new:
-            store.set(f"{first}-{last} {end}", "")
-        for first, last, end in new:
-            store.wait([f"{first}-{last} {'receive' if end == 'send' else 'send'}"], timedelta(seconds=PATIENCE))
+        for sender, receiver, end in new:
+            store.set(f"{sender}-{receiver} {end}", "")
+        for sender, receiver, end in new:
+            other_end = "receive" if end == "send" else "send"
+            store.wait([f"{sender}-{receiver} {other_end}"], timedelta(seconds=PATIENCE))
 
 
 def step_rank(config, data, rules):
-    """One training step and an evaluation under these rules, by name."""
+    """Run a training step and an evaluation under the rules; return their losses."""
     return step_under(config, data, **rules)
 
 
-def step_under(config, data, in_order=False, connects=False, device_waits=False, meet=True, ahead=None):
+def step_under(config, data, in_order=False, connects=False, device_waits=False, connect_first=True, ahead=None):
     mesh, _, optimizer, stage = build(config)
     with Nccl(in_order, connects) as nccl:
         if ahead:
             pipeline.ACTIONS_AHEAD["cpu"] = ahead
-        if meet:
+        if connect_first:
             pipeline.connect(mesh, config.placement)
         if device_waits:
             for name in ("forward", "backward", "weight_backward"):
@@ -98,7 +98,7 @@ def step_under(config, data, in_order=False, connects=False, device_waits=False,
 
 
 def after_the_device(work, nccl):
-    """`work`, before which all messages that were asked for must have come and gone."""
+    """Wrap a stage's generator function: it waits for all messages that have been posted before it starts."""
     def waits(*arguments, **options):
         for batch in nccl.made:
             batch.wait()
@@ -121,30 +121,30 @@ def test_no_stage_waits_for_ever(pool, schedule, rule):
     assert len(set(results)) == 1
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(one, marks=[] if one == "paired" else pytest.mark.exhaustive)
-                                      for one in SCHEDULES])
-def test_nor_where_replicas_wait_for_each_others_gradients_in_the_middle_of_a_step(pool, schedule):
-    """ZeRO-2 does."""
+@pytest.mark.parametrize("schedule", [
+    pytest.param(schedule, marks=[] if schedule == "paired" else pytest.mark.exhaustive) for schedule in SCHEDULES])
+def test_no_stage_waits_for_ever_in_zero_2(pool, schedule):
+    """There replicas wait for each other's gradients in the middle of a step."""
     config = tiny(8, pipeline_model_parallel_size=4, num_layers=8, zero_stage=2, bucket_size=1, schedule=schedule)
     results = pool.run(step_rank, config, random_data(config, 1), dict(in_order=True, connects=True), timeout=60)
     assert len(set(results)) == 1
 
 
 @pytest.mark.parametrize("precaution, rule", [
-    (dict(meet=False), dict(connects=True)),           # GPipe: the last forward leaves with the ask for a gradient
+    (dict(connect_first=False), dict(connects=True)),  # GPipe sends its last forward with the first gradient's receive
     (dict(ahead=3), dict(in_order=True)), (dict(ahead=3), dict(device_waits=True))],
     ids=["first-message", "in-order", "device"])
 def test_without_its_precaution_a_pipeline_hangs(pool, precaution, rule):
-    """Else the test above could not fail."""
-    config = config_of("gpipe" if "meet" in precaution else "1f1b")
+    """Otherwise the tests above could not fail."""
+    config = config_of("gpipe" if "connect_first" in precaution else "1f1b")
     with pytest.raises(WorkerError):
         pool.run(step_rank, config, random_data(config, 1), precaution | rule, world_size=config.pp, timeout=30)
 
 
-# ---- the same on paper, for more stages than there are cores
+# ---- on paper, for more stages than there are cores
 
-class Paper:
-    """A stage of which nothing is left but its turns: how many a forward takes, and a backward."""
+class PaperStage:
+    """A stage that computes nothing; its forward and backward yield the given numbers of times."""
 
     def __init__(self, forward, backward):
         self.turns = dict(forward=forward, backward=backward)
@@ -161,42 +161,43 @@ class Paper:
         yield
 
 
-def exchanges(table, stage, turns=((1, 1),)) -> list[list]:
-    """What each batch moves that pipeline.run makes of a schedule: (from, to, the how many-th between them, tag).
-    turns: of a forward and a backward, on the stages in turn."""
-    found, counts = [], Counter()
+def posted_batches(table, stage, turns=((1, 1),)) -> list[list]:
+    """Run pipeline.run on one stage. Return, for each batch that it posts, the (sender, receiver, number between the
+    two, tag) of each message. turns: the (forward, backward) yields of stages 0, 1, ...; repeated if there are more."""
+    batches, counts = [], Counter()
 
     def batch(operations):
-        ways = [(stage, one.peer) if one.op is dist.isend else (one.peer, stage) for one in operations]
-        found.append([])
-        for way, one in zip(ways, operations):
-            found[-1].append((*way, counts[way], one.tag))
-            counts[way] += 1
+        batches.append([])
+        for operation in operations:
+            ranks = (stage, operation.peer) if operation.op is dist.isend else (operation.peer, stage)
+            batches[-1].append((*ranks, counts[ranks], operation.tag))
+            counts[ranks] += 1
         return [SimpleNamespace(wait=lambda: None)]
 
     mesh = replace(meta_mesh(len(table.rows), 1, 1, stage), device=torch.device("cpu"))
-    paper = Paper(*turns[stage % len(turns)])
+    paper = PaperStage(*turns[stage % len(turns)])
     operation = lambda op, tensor, peer, group, tag: SimpleNamespace(op=op, peer=peer, tag=tag)  # noqa: E731
     with mock.patch.multiple(dist, P2POp=operation, batch_isend_irecv=batch):
         pipeline.run(table, paper, mesh, lambda microbatch, chunk: None, paper.forward_step, (1,), torch.float32)
-    return found
+    return batches
 
 
 def stopped(table, turns=((1, 1),), ahead=pipeline.ACTIONS_AHEAD["cuda"]) -> list:
-    """By the strictest reading: a stage goes on only when the partner of each message of its batch has made its own.
-    The batches at which stages then wait for each other, and for ever."""
+    """Execute the batches in the strictest way: a stage proceeds only when the partners of all messages in its batch
+    have posted theirs. Return the batches at which stages wait for each other forever; empty if the schedule ends."""
     with mock.patch.dict(pipeline.ACTIONS_AHEAD, cpu=ahead):
-        left = [exchanges(table, stage, turns) for stage in range(len(table.rows))]
-    made = [set() for _ in left]
-    while any(left):
-        for stage, rest in enumerate(left):
-            made[stage].update(rest[0] if rest else ())
-        free = [stage for stage, rest in enumerate(left)
-                if rest and all(one in made[one[0]] and one in made[one[1]] for one in rest[0])]
+        queues = [posted_batches(table, stage, turns) for stage in range(len(table.rows))]
+    posted = [set() for _ in queues]
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            posted[stage].update(queue[0] if queue else ())
+        free = [stage for stage, queue in enumerate(queues)
+                if queue and all(message in posted[message[0]] and message in posted[message[1]]
+                                 for message in queue[0])]
         if not free:
-            return [rest[0] for rest in left if rest]
+            return [queue[0] for queue in queues if queue]
         for stage in free:
-            left[stage].pop(0)
+            queues[stage].pop(0)
     return []
 
 
@@ -205,8 +206,8 @@ CHUNKS = {name: schedule.chunks[0] for name, schedule in SCHEDULES.items()}
 
 @pytest.mark.parametrize("stages, microbatches", [(2, 1), (2, 9), (3, 7), (4, 2), (4, 16), (8, 3), (8, 20), (16, 64)])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_batches_that_block_both_sides_come_to_an_end(name, stages, microbatches):
-    """The evaluation's too."""
+def test_schedules_end_even_if_messages_block_both_sides(name, stages, microbatches):
+    """In training and in evaluation."""
     table = timetable(name, stages, microbatches, CHUNKS[name])
     assert not stopped(table) and not stopped(table.forwards)
 
@@ -218,37 +219,38 @@ FORWARD_FIRST, BACKWARD_FIRST = (1, 5), (5, 1)
                                    [BACKWARD_FIRST, FORWARD_FIRST],
                                    [BACKWARD_FIRST, FORWARD_FIRST, (1, 1)]], ids=range(5))
 @pytest.mark.parametrize("stages, microbatches", [(2, 4), (2, 9), (4, 2), (4, 16), (5, 12)])
-def test_whichever_half_of_a_pair_is_over_first_on_whichever_stage(stages, microbatches, turns):
-    """A gradient leaves then, in a batch of its own; hidden states don't, or two neighbours would wait for each
-    other's."""
+def test_pairs_end_whichever_half_is_done_first_on_each_stage(stages, microbatches, turns):
+    """A gradient is sent at once, in a batch of its own. Hidden states wait for the end of the pair; otherwise two
+    neighbours could wait for each other."""
     table = timetable("paired", stages, microbatches)
     assert not stopped(table, turns)
     for stage in range(1, stages - 1):
-        most = max(sum(sender == stage for sender, *_ in batch) for batch in exchanges(table, stage, turns))
+        most_sends = max(sum(sender == stage for sender, *_ in batch)
+                         for batch in posted_batches(table, stage, turns))
         early = turns[stage % len(turns)] != FORWARD_FIRST
         pairs = any(len(action.halves) > 1 for action in table.rows[stage])
-        assert most == (2 if pairs and not early else 1)
+        assert most_sends == (2 if pairs and not early else 1)
 
 
 @pytest.mark.parametrize("chunks, stages, microbatches", [(3, 2, 5), (3, 4, 16), (4, 3, 7), (5, 8, 17)])
-def test_through_more_chunks(chunks, stages, microbatches):
+def test_schedules_with_more_chunks_end(chunks, stages, microbatches):
     assert not stopped(timetable("interleaved", stages, microbatches, chunks))
 
 
-def just_before_it_is_needed(table, ahead):
-    """Instead of receives_to_post."""
+def receives_when_needed(table, ahead):
+    """Stands in for receives_to_post: each receive is posted right before the action that needs it."""
     return [[[message_received(half) for half in action.halves
               if (table.placement.source(stage, half) or (stage,))[0] != stage]
              for action in row] for stage, row in enumerate(table.rows)]
 
 
-def test_who_asks_only_when_a_message_is_needed_holds_up_its_sender_for_ever():
-    """Where stages send each other messages both ways. With one chunk a stage it is late enough: neighbours take
-    turns."""
-    with mock.patch.object(pipeline, "receives_to_post", just_before_it_is_needed):
+def test_receives_posted_only_when_needed_block_their_senders_for_ever():
+    """With several chunks, stages send each other messages in both directions at once. With one, neighbours take turns,
+    and a receive that is posted when needed is early enough."""
+    with mock.patch.object(pipeline, "receives_to_post", receives_when_needed):
         assert {name for name in SCHEDULES if stopped(timetable(name, 4, 8, CHUNKS[name]))} == {"interleaved", "zb-v"}
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_who_asks_too_early_holds_up_what_it_has_to_send_for_ever(ahead):
+def test_receives_posted_too_early_block_this_stages_sends_for_ever(ahead):
     assert all(stopped(timetable(name, 4, 8, CHUNKS[name]), ahead=ahead) for name in SCHEDULES)

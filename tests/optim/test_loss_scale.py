@@ -1,4 +1,4 @@
-"""Training in fp16: the scale moves as torch's own does, is exact, is one for the world, and survives a stop."""
+"""Loss scaling in fp16: it adapts as torch's GradScaler does, changes no bit, and survives a stop."""
 
 import dataclasses
 import math
@@ -21,8 +21,8 @@ from nanodomino.optim.loss_scale import LossScale, is_valid_state
 BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2)
 
 
-def moved(pattern: str, **settings) -> list[float]:
-    """The scale of each step, and after the last, of steps that overflow (x) or do not (.)."""
+def scales_of(pattern: str, **settings) -> list[float]:
+    """Return the scale of each step, and after the last one, for steps that overflow (x) or do not (.)."""
     scale = LossScale(tiny(1, **dict(dtype="float16") | settings))
     values = [scale.value]
     for step in pattern:
@@ -31,10 +31,10 @@ def moved(pattern: str, **settings) -> list[float]:
     return values
 
 
-# ---- how it moves
+# ---- how the scale adapts
 
-def torchs_own(pattern: str, window: int) -> list[float]:
-    """The same of torch.amp.GradScaler, which knows neither hysteresis nor a least scale."""
+def scales_of_torch(pattern: str, window: int) -> list[float]:
+    """The same for torch.amp.GradScaler, which has neither hysteresis nor a smallest scale."""
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=window)
@@ -53,44 +53,45 @@ PATTERNS = ["...........", "xxxxx", ".x..x...x....x", "..x..x..x", "xx......xx..
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_with_a_hysteresis_of_one_it_moves_as_torchs_own(pattern, window):
-    assert moved(pattern, hysteresis=1, loss_scale_window=window) == torchs_own(pattern, window)
+def test_with_a_hysteresis_of_one_it_adapts_as_torchs(pattern, window):
+    assert scales_of(pattern, hysteresis=1, loss_scale_window=window) == scales_of_torch(pattern, window)
 
 
 @pytest.mark.parametrize("hysteresis, pattern, expected", [
     (2, "x.x.x", [8, 8, 8, 4, 4, 2]), (2, "xx...xx", [8, 8, 4, 4, 4, 8, 8, 4]), (2, "x...xx", [8, 8, 8, 8, 16, 16, 8]),
     (3, "xxxx", [8, 8, 8, 4, 2]), (1, "xxxxxx", [8, 4, 2, 1, 0.5, 0.5, 0.5])])
-def test_the_first_overflows_are_borne_and_patience_comes_back_with_a_doubling(hysteresis, pattern, expected):
-    """As Megatron-LM's: overflows need not follow each other, and once patience is used up each one halves."""
-    assert moved(pattern, hysteresis=hysteresis, loss_scale_window=3, initial_loss_scale=8.0,
-                 min_loss_scale=0.5) == expected
+def test_the_first_overflows_are_tolerated_and_a_doubling_restores_the_patience(hysteresis, pattern, expected):
+    """As in Megatron-LM: overflows need not be consecutive, and once patience is used up, each halves the scale."""
+    assert scales_of(pattern, hysteresis=hysteresis, loss_scale_window=3, initial_loss_scale=8.0,
+                     min_loss_scale=0.5) == expected
 
 
 @pytest.mark.parametrize("settings, value", [
     (dict(dtype="float32"), 1.0), (dict(dtype="bfloat16", initial_loss_scale=8.0), 1.0),
     (dict(dtype="float16", loss_scale=64.0), 64.0)])
-def test_one_that_is_given_never_moves(settings, value):
-    assert set(moved(10 * "x" + 3000 * ".", **settings)) == {value}
+def test_a_fixed_scale_never_changes(settings, value):
+    assert set(scales_of(10 * "x" + 3000 * ".", **settings)) == {value}
     assert LossScale(tiny(1, **settings)).state() is None
 
 
 def test_it_never_leaves_fp32():
-    """With gradients that are zero nothing is ever too large; 0 times infinity is."""
-    assert max(moved(3000 * ".", loss_scale_window=1)) == 2.0**127
+    """If all gradients are zero, no step overflows until the scale is infinite: 0 x infinity is NaN."""
+    assert max(scales_of(3000 * ".", loss_scale_window=1)) == 2.0**127
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 5])
-def test_the_steps_that_a_smaller_scale_may_mend_are_as_many_as_it_says(hysteresis):
-    """hysteresis - 1 + log2(scale / least); the next one is a sign of something else."""
+def test_the_number_of_skipped_steps_that_do_not_count_as_failures(hysteresis):
+    """hysteresis - 1 + log2(scale / smallest scale)."""
     scale = LossScale(tiny(1, dtype="float16", hysteresis=hysteresis, initial_loss_scale=2.0**32))
-    mended = [scale.update(overflow=True) for _ in range(60)]
-    assert mended.index(False) == sum(mended) == hysteresis - 1 + 32 and scale.value == 1.0
+    excused = [scale.update(overflow=True) for _ in range(60)]
+    assert excused.index(False) == sum(excused) == hysteresis - 1 + 32 and scale.value == 1.0
 
 
 # ---- in a training
 
 def scales_rank(config, weights, data, bad):
-    """(scale, skipped) of each step; in those of `bad`, (step, rank), a gradient of that rank is infinite."""
+    """Return (scale, skipped) of each step, and whether weights changed between each two steps. For each (step, rank)
+    in `bad`, one of the rank's gradients is infinite."""
     mesh, model, optimizer, stage = build(config, weights)
     rank, reduce, now, found, held = torch.distributed.get_rank(), optimizer.reduce, 0, [], []
 
@@ -104,19 +105,19 @@ def scales_rank(config, weights, data, bad):
         result = train.train_step(now, stage, optimizer, data, config, mesh)
         found.append((result.loss_scale, result.skipped))
         held.append([(bucket.weights.clone(), bucket.master.clone()) for bucket in optimizer.buckets])
-    changed = [any(not torch.equal(*pair) for one, other in zip(before, after) for pair in zip(one, other))
+    changed = [any(not torch.equal(*pair) for tensors in zip(before, after) for pair in zip(*tensors))
                for before, after in pairwise(held)]
     return found, changed
 
 
-def test_a_training_moves_it_as_torchs_own(pool):
+def test_in_training_it_adapts_as_torchs(pool):
     pattern = "..x...x.."
     config = tiny(1, dtype="float16", hysteresis=1, loss_scale_window=2, initial_loss_scale=2.0**12, train_iters=20)
     weights, _, _, _ = reference_for(tiny(1), 1)
-    bad = [(step, 0) for step, one in enumerate(pattern, start=1) if one == "x"]
+    bad = [(step, 0) for step, letter in enumerate(pattern, start=1) if letter == "x"]
     ((found, _),) = pool.run(scales_rank, config, weights, random_data(config, len(pattern)), bad, world_size=1)
-    assert [skipped for _, skipped in found] == [one == "x" for one in pattern]
-    assert [8 * scale for scale, _ in found] == torchs_own(pattern, window=2)[:-1]
+    assert [skipped for _, skipped in found] == [letter == "x" for letter in pattern]
+    assert [8 * scale for scale, _ in found] == scales_of_torch(pattern, window=2)[:-1]
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 3])
@@ -124,8 +125,8 @@ def test_a_training_moves_it_as_torchs_own(pool):
                                     dict(pipeline_model_parallel_size=4), dict(data_parallel_size=4),
                                     dict(data_parallel_size=4, zero_stage=0), BOX | dict(micro_batch_size=6)],
                                     ids=["tp", "pp", "dp", "dp-zero0", "tp-pp"])
-def test_an_overflow_on_one_rank_is_skipped_by_all_and_all_have_the_next_scale(pool, layout, rank):
-    """No weight and no master of any rank changes in that step."""
+def test_if_one_rank_overflows_all_ranks_skip_the_step_and_halve_the_scale(pool, layout, rank):
+    """No weight or master weight of any rank changes in that step."""
     config = tiny(4, dtype="float16", hysteresis=1, initial_loss_scale=2.0**10, num_layers=4, **layout)
     weights, _, _, _ = reference_for(tiny(1, num_layers=4), 1)
     outcomes = pool.run(scales_rank, config, weights, random_data(config, 4), [(2, rank)], world_size=4)
@@ -138,7 +139,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_all_have_the_next_scale(p
     pytest.param(*one, marks=pytest.mark.exhaustive)
     for one in (("float32", 1, {}), ("bfloat16", 4, BOX), ("float64", 4, BOX))]])
 def test_a_power_of_two_changes_no_bit(pool, dtype, world_size, layout):
-    """Where nothing is too large or too small; another number rounds differently, or this would show nothing."""
+    """As long as nothing over- or underflows. A scale of 3 rounds differently; otherwise this would show nothing."""
     weights, data, _, _ = reference_for(tiny(1), 3)
     runs = {scale: pool.run(train_rank, tiny(world_size, dtype=dtype, loss_scale=scale, **layout), weights, data, 3,
                             world_size=world_size)
@@ -160,11 +161,10 @@ ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}      
     (1, {}, NARROW), (2, CUT, DROPPING),
     *[pytest.param(*one, marks=pytest.mark.exhaustive)
       for one in ((1, {}, DROPPING), (8, EIGHT, DROPPING), (8, EIGHT, NARROW))]])
-def test_16_bit_training_follows_float64_as_far_off_as_its_rounding_is_coarser(pool, world_size, layout, options):
-    """Small errors add up linearly: rounded at the same places, 2^13 times as coarsely (bfloat16: 2^16), a training is
-    2^13 times as far off. How far float32 is off is measured. Each error is luck, so three times that is allowed; a sum
-    in 16 bit would be far
-    beyond."""
+def test_16_bit_training_deviates_from_float64_in_proportion_to_its_rounding(pool, world_size, layout, options):
+    """Small errors add up linearly. fp16 rounds 2^13 times as coarsely as fp32 (bfloat16: 2^16), so it deviates from
+    float64 2^13 times as far as the measured fp32. Errors are random, so three times that is allowed; sums in 16 bit
+    would be far beyond."""
     weights, data, _, _ = reference_for(tiny(1), 4)
     names = [name for name in weights if "RMSNorm" not in options.values() or not name.endswith("norm.bias")]
     sides = {}
@@ -187,7 +187,7 @@ def test_16_bit_training_follows_float64_as_far_off_as_its_rounding_is_coarser(p
 # ---- what fp16 can hold
 
 def gradients_rank(config, weights, data):
-    """One step: (skipped, gradients as they are added up, by name)."""
+    """Run one step; return whether it was skipped, and the accumulated gradients by name."""
     mesh, model, optimizer, stage = build(config, weights)
     seen, sum_over_world = {}, optimizer.sum_over_world
 
@@ -200,9 +200,9 @@ def gradients_rank(config, weights, data):
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_sums_over_tokens_may_be_larger_than_any_number_of_fp16(pool, normalization):
-    """Of words, positions, norms, biases and products. What fits is the gradient of one token; here all rows are alike,
-    and add up."""
+def test_sums_over_tokens_may_exceed_the_range_of_fp16(pool, normalization):
+    """In the gradients of words, positions, norms, biases and matrices. One token's gradient fits; here all tokens are
+    the same, so that their gradients add up."""
     config = tiny(1, dtype="float16", micro_batch_size=24, loss_scale=2.0**13, normalization=normalization)
     weights, data, _, _ = reference_for(tiny(1), 1)
     data = dataclasses.replace(data, tokens=data.tokens[:, :1].expand_as(data.tokens),
@@ -216,11 +216,10 @@ def test_sums_over_tokens_may_be_larger_than_any_number_of_fp16(pool, normalizat
 
 
 def test_each_exponential_of_a_narrow_cross_entropy_is_rounded_and_no_sum_is():
-    """u = 2^-11 of the distance d to the largest logit, so that exp(-d) is off by d u of itself, and by u more as it is
-    rounded; its product with the factor, which is rounded too, by 2 u."""
+    """Rounding is u = 2^-11. The distance d to the largest logit is rounded, which changes exp(-d) by d u of its value;
+    rounding the exponential adds u. The product with the factor, which is rounded too, adds 2 u."""
     logits = (6 * torch.randn(16, 3000, generator=torch.Generator().manual_seed(1))).half()
-    # least: half of the smallest number
-    exact, rounding, least = logits.double(), 2.0**-11, 2.0**-25
+    exact, rounding, least = logits.double(), 2.0**-11, 2.0**-25              # least: half of the smallest fp16 number
     distance = exact.amax(dim=-1, keepdim=True) - exact
     terms = torch.exp(-distance)
     allowed = 1.01 * ((distance + 1) * rounding * terms + least).sum(dim=-1)
@@ -239,7 +238,7 @@ def test_each_exponential_of_a_narrow_cross_entropy_is_rounded_and_no_sum_is():
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest fp32 tensor that an operation has made."""
+    """Records the number of elements of the largest fp32 tensor that an operation returns."""
     elements = 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
@@ -261,8 +260,8 @@ def test_a_narrow_cross_entropy_has_no_wide_temporary(narrow):
 
 # ---- a run
 
-def test_a_run_finds_its_scale_and_no_step_that_is_skipped_on_the_way_ends_it(pool, tmp_path):
-    """From 2^40 down, which takes many more steps than may be skipped in a row; all numbers of the run tell of it."""
+def test_a_run_finds_its_scale_and_steps_skipped_on_the_way_do_not_end_it(pool, tmp_path):
+    """It starts at 2^40 and skips many more steps than --max-skipped-steps; metrics and output show each of them."""
     make_corpus(tmp_path)
     ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--fp16", "--tp", 2, "--train-iters", 40,
                   "--max-skipped-steps", 3, "--initial-loss-scale", 2.0**40,
@@ -280,31 +279,29 @@ def test_a_run_finds_its_scale_and_no_step_that_is_skipped_on_the_way_ends_it(po
 
 @pytest.mark.parametrize("flags, fix", [(("--min-loss-scale", 2.0**40), "min-loss-scale"),
                                         (("--loss-scale", 2.0**40), "loss-scale")])
-def test_a_run_whose_scale_can_not_fall_ends_after_too_many_skipped_steps(pool, tmp_path, flags, fix):
+def test_a_run_whose_scale_cannot_shrink_ends_after_too_many_skipped_steps(pool, tmp_path, flags, fix):
     make_corpus(tmp_path)
     ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--fp16", "--train-iters", 40,
-                          "--max-skipped-steps",
-                  3, "--initial-loss-scale", 2.0**40, *flags)
-    assert ended.code is None and ended.error.startswith("3 steps in a row, up to step 3, had a loss or gradient that "
-                                                         "is not finite; "
-                                                            f"try a smaller --{fix} than 1.09951e+12, or start from")
+                          "--max-skipped-steps", 3, "--initial-loss-scale", 2.0**40, *flags)
+    assert ended.code is None and ended.error.startswith(
+        "3 steps in a row, up to step 3, had a loss or gradient that is not finite; "
+        f"try a smaller --{fix} than 1.09951e+12, or start from")
     assert ended.error.endswith("smaller --lr than 0.004")
 
 
-def test_a_loss_that_is_not_finite_is_not_the_scales_fault(pool, tmp_path):
-    """It counts, and the scale stays."""
+def test_a_step_with_a_loss_that_is_not_finite_counts_as_a_failure(pool, tmp_path):
+    """The loss is never scaled, so the scale stays."""
     make_corpus(tmp_path)
-    ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--fp16", "--hysteresis", 1, "--train-iters",
-                          9,
-                  "--max-skipped-steps", 2, "--initial-loss-scale", 64, bad_steps=[2, 4, 5, 6])
+    ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--fp16", "--hysteresis", 1,
+                          "--train-iters", 9, "--max-skipped-steps", 2, "--initial-loss-scale", 64,
+                          bad_steps=[2, 4, 5, 6])
     assert ended.code is None and "2 steps in a row, up to step 5, had a loss" in ended.error
     assert {scale for _, scale in metric_points(tmp_path / "run", "loss_scale")} == {64.0}
 
 
 @pytest.mark.parametrize("at_once", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_run_that_is_stopped_goes_on_with_the_same_scale_and_patience(pool, tmp_path, at_once):
-    """Stopped on the way down and between doublings: the same steps are skipped, with the same scales, losses and
-    norms."""
+def test_a_stopped_run_resumes_with_the_same_scale_and_patience(pool, tmp_path, at_once):
+    """Wherever it stops, the same steps are skipped, with the same scales, losses and norms."""
     make_corpus(tmp_path)
     flags = ("--fp16", "--train-iters", 14, "--initial-loss-scale", 2.0**19, "--loss-scale-window", 3, "--tp", 2)
     straight = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "straight", *flags, world_size=2)
@@ -316,13 +313,12 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_scale_and_patience(pool, tm
         assert metric_points(tmp_path / "stopped", name) == metric_points(tmp_path / "straight", name)
     scales, skipped = ([value for _, value in metric_points(tmp_path / "straight", name)]
                        for name in ("loss_scale", "skipped"))
-    assert any(one > other for one, other in pairwise(scales)) and any(one < other for one, other in pairwise(scales))
+    assert any(old > new for old, new in pairwise(scales)) and any(old < new for old, new in pairwise(scales))
     assert not all(skipped)
 
 
-def test_a_run_in_another_type_goes_on_in_fp16_with_the_first_scale(pool, tmp_path):
-    """Its checkpoints know of none, as those of older versions do. --fp16 counts more than the --dtype that is
-    remembered."""
+def test_a_bf16_run_resumed_in_fp16_starts_with_the_initial_scale(pool, tmp_path):
+    """Its checkpoints have no scale, like those of older versions. --fp16 overrides the --dtype stored in the run."""
     make_corpus(tmp_path)
     run = tmp_path / "run"
     train_in_pool(pool, tmp_path, "--run-dir", run, "--bf16", "--train-iters", 2)
@@ -334,5 +330,5 @@ def test_a_run_in_another_type_goes_on_in_fp16_with_the_first_scale(pool, tmp_pa
                           "--initial-loss-scale",
                   64, "--hysteresis", 1)
     assert ended.code == 0 and metric_points(run, "loss_scale")[-1] == (5,
-                                                                64.0), "what is given counts more than what was found"
+                                                                64.0), "flags override the checkpoint"
     assert is_valid_state(read_manifest(checkpoints_of(run)[0])["loss_scale"])
