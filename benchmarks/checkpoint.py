@@ -1,10 +1,10 @@
-"""What does a checkpoint cost, and how long does it take to go on from one?
+"""What does a checkpoint cost, and how long does resuming take?
 
-    synchronous   copy, write, flush, checksums, rename, while training waits for all of it
-    stall         what training does wait for: the copy. The rest goes on behind the steps that follow
-    resume        check every byte of the checkpoint, then fill model and optimizer from it
+    synchronous   copy, write, flush, checksums, rename, while training waits
+    stall         the time that training really waits: only for the copy. The rest overlaps the next steps
+    resume        verify every byte of the checkpoint, then load model and optimizer
 
-Each rank copies and writes what it owns: with --dp a part of what it would alone. How much that is at most is counted.
+Each rank copies and writes what it owns, with --dp a share. The largest copy of a rank is printed too.
 
     python bench.py checkpoint --processes 2 --dp 2
 """
@@ -32,22 +32,22 @@ from nanodomino.zero import ZeroOptimizer
 
 def add_flags(parser):
     parser.add_argument("--processes", type=int, default=2, metavar="N",
-                        help="in all; those of a replica share the model as tensor-parallel ranks (default 2)")
+                        help="processes in total; each replica's are tensor parallel ranks (default 2)")
     add_config_flags(parser, ("num_layers", "hidden_size", "num_attention_heads", "data_parallel_size", "zero_stage"),
                      num_layers=8, hidden_size=512, num_attention_heads=8, data_parallel_size=1)
-    parser.add_argument("--folder", metavar="FOLDER", help="on the disk to be measured (default: the temporary one)")
+    parser.add_argument("--folder", metavar="FOLDER", help="where to write (default: the folder for temporary files)")
 
 
 def processes(flags) -> int:
     require(flags.folder is None or Path(flags.folder).is_dir(),
-            f"--folder {flags.folder} is no folder; give one on the disk to be measured")
+            f"--folder {flags.folder} is not a folder; give a folder on the disk to be measured")
     require(flags.processes >= 1, f"--processes must be at least 1, but is {flags.processes}")
     settle(flags)
     return flags.processes
 
 
 def settle(flags) -> Config:
-    """Raises UserError where so many processes can't share the model."""
+    """Return the Config. Raises UserError if so many processes can't share the model."""
     dp = flags.data_parallel_size
     return config_of(flags, flags.processes, tensor_model_parallel_size=max(flags.processes // max(dp, 1), 1),
                      pipeline_model_parallel_size=1, vocab_size=257)
@@ -60,14 +60,14 @@ def answer(flags, launch):
     mesh = make_mesh(1, config.dp, config.tp, device)
     model = GPT(config, mesh)
     optimizer = ZeroOptimizer(model, config, mesh)
-    for bucket in optimizer.buckets:                          # moments exist after a step
+    for bucket in optimizer.buckets:                          # the moments exist after a step
         bucket.own_grad.normal_()
     optimizer.optimizer.step()
     optimizer.updates = 1
 
     inside = Path(tempfile.gettempdir()).resolve()
     require(flags.folder is None or Path(flags.folder).resolve() in (inside, inside.parent),
-            "--folder is where bench.py keeps the files of the processes that it starts; start it without torchrun")
+            "--folder works only for processes that bench.py starts; start it without torchrun")
     folder = Path(from_rank_0(tempfile.mkdtemp() if launch.rank == 0 else None))
     try:
         saver = Saver(folder, mesh, keep_last=1)
@@ -80,9 +80,9 @@ def answer(flags, launch):
     share = ratios(times["stall"], times["synchronous"], most=1.0)
     copied = max(gathered(sum(copy.values.nbytes for copy in saver.copies)))
     text = (f"{parameter_count(config):,} parameters on dp {config.dp} x tp {config.tp}, ZeRO stage "
-            f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {inside}; the rank with most copies "
+            f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {inside}; a rank copies up to "
             f"{bytes_text(copied)}, the largest file has {bytes_text(largest)}\n"
-            + table(["", "median [least .. most]"], [[name, one] for name, one in times.items()])
+            + table(["", "median [min .. max]"], [[name, one] for name, one in times.items()])
             + f"\nstall / synchronous: {share:.1%}")
     return text, dict(question="checkpoint", parameters=parameter_count(config), dp=config.dp, tp=config.tp,
                       zero_stage=config.zero_stage, bytes=size, copied_bytes=copied, largest_file_bytes=largest,
@@ -91,8 +91,10 @@ def answer(flags, launch):
 
 
 def measure(saver: Saver, model: GPT, optimizer: ZeroOptimizer, rounds: int) -> tuple[dict[str, list[float]], int, int]:
-    """(seconds of each round, bytes of a checkpoint, bytes of its largest file). Raises UserError if one can't be
-    written."""
+    """Return (seconds of each round, bytes of a checkpoint, bytes of its largest file).
+
+    Raises UserError if a checkpoint can't be written.
+    """
     device, measured = saver.mesh.device, {"synchronous": [], "stall": [], "resume": []}
     with progress(rounds) as bar:
         for step in range(1, rounds + 1):

@@ -1,16 +1,16 @@
-"""What the benchmarks share: start the processes, compare alternatives in turn, print.
+"""Shared by the benchmarks: starts the processes, times alternatives in turn, prints tables.
 
-A question is a module of this folder with three functions:
+Each question of bench.py is a module of this folder with three functions:
 
-    add_flags(parser)                      its own flags, beside --repeats
-    processes(flags) -> int                how many processes its answer needs
-    answer(flags, launch) -> (text, dict)   run by each of them; rank 0's text is printed, then its dict as a JSON line
+    add_flags(parser)                       its flags besides --repeats
+    processes(flags) -> int                 the number of processes; raises UserError for wrong flags
+    answer(flags, launch) -> (text, dict)   runs on every process; rank 0 prints the text, then the dict as a JSON line
 
-and, where it counts instead of measuring times, ROUNDS = False: it has no --repeats. A claim is a `Figure` of several
-rounds; where noise has left nothing of it, that is what is printed.
+A question that counts instead of timing sets ROUNDS = False and has no --repeats. A claim is a `Figure` of several
+rounds; if noise makes it meaningless, "too noisy to tell" is printed.
 
-`python bench.py QUESTION` is only the launcher where more than one process is needed: it starts them with the variables
-that torchrun would set, each bound to cores of its own, and waits. Under torchrun it is one of them itself.
+If a question needs several processes, `python bench.py QUESTION` only launches them, with the variables that torchrun
+would set and each bound to its own cores, and waits. Under torchrun it is itself one of the processes.
 """
 
 import argparse
@@ -43,12 +43,12 @@ from nanodomino.data import Batch, EndOfText
 from nanodomino.errors import UserError, require
 from nanodomino.overlap import recompute, sequence_parallel
 
-GPT2 = 50304     # words of GPT-2's vocabulary, rounded up as nanoGPT does
+GPT2 = 50304     # GPT-2's vocabulary, rounded up as in nanoGPT
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 
 
 def main(questions, text: str, arguments: list[str]) -> int:
-    """The command line of bench.py. Returns the exit code."""
+    """Run bench.py's command line and return the exit code."""
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
             print(text)
@@ -60,12 +60,12 @@ def main(questions, text: str, arguments: list[str]) -> int:
         launch_info = read_launch_environment()
         world_size = question.processes(flags)
         if not launch_info.launched:
-            tempfile.tempdir = getattr(flags, "folder", None)  # of temporary files, the processes' that it starts too
+            tempfile.tempdir = getattr(flags, "folder", None)  # temporary files, also of the processes it starts
         if world_size > 1 and not launch_info.launched:
-            return launch(arguments, world_size, wire_for(flags, world_size))
+            return start_processes(arguments, world_size, wire_for(flags, world_size))
         require(launch_info.world_size == world_size,
-                f"this needs {world_size} processes, but there are {launch_info.world_size}; start it without torchrun "
-                f"or with --nproc_per_node {world_size}")
+                f"this question needs {world_size} processes, but torchrun has started {launch_info.world_size}; start it "
+                f"without torchrun, or with --nproc_per_node {world_size}")
         bind_to_cores(launch_info)
         text, record = question.answer(flags, launch_info)
         if launch_info.rank == 0:
@@ -82,13 +82,13 @@ def main(questions, text: str, arguments: list[str]) -> int:
 
 
 def parse(question, arguments: list[str]) -> argparse.Namespace:
-    """The flags of a question; raises UserError."""
+    """Parse a question's flags. Raises UserError."""
     parser = argparse.ArgumentParser(usage=f"python bench.py {arguments[0]} [flags]", description=question.__doc__,
                                      allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: require(False, f"{message}; python bench.py {arguments[0]} --help lists every flag")
     if getattr(question, "ROUNDS", True):
         parser.add_argument("--repeats", type=int, default=7, metavar="N",
-                            help="rounds, after one that is not counted (default 7)")
+                            help="timed rounds, after one that is not counted (default 7)")
     question.add_flags(parser)
     flags = parser.parse_args(arguments[1:])
     repeats = getattr(flags, "repeats", 1)
@@ -96,62 +96,66 @@ def parse(question, arguments: list[str]) -> argparse.Namespace:
     return flags
 
 
-# What train.py calls by the same names: the model, the layout, the batch, the machine.
-CONFIG_FLAGS = tuple(one.name for one in flag_settings(Config, "The model", "The layout")) + (
+# The flags that the questions share with train.py.
+CONFIG_FLAGS = tuple(setting.name for setting in flag_settings(Config, "The model", "The layout")) + (
     "global_batch_size", "optimizer", "dtype", "bf16", "fp16", "device")
 
 
 def add_config_flags(parser, names=CONFIG_FLAGS, **defaults):
-    """train.py's flags of these names, with the question's own defaults."""
-    add_flags(parser, [one for one in flag_settings(Config) if one.name in names], **defaults)
+    """Add train.py's flags of these names, with the question's defaults."""
+    add_flags(parser, [setting for setting in flag_settings(Config) if setting.name in names], **defaults)
 
 
 def config_of(flags, world_size: int, **settings) -> Config:
-    """The Config that these flags mean, with `settings` that are no flags of the question, resolved and with a
-    vocabulary. Raises UserError."""
+    """Return the resolved Config of these flags, with `settings` that are not flags. Raises UserError."""
     given = {name: getattr(flags, name) for name in CONFIG_FLAGS if hasattr(flags, name)}
     config = Config(**given, **settings).resolve(world_size)
     return config.with_vocabulary(config.vocab_size)
 
 
 def shape_of(config: Config) -> dict:
-    """For the record of a question: the sizes by which its figures can be compared with others."""
+    """Return the model's sizes for a question's record."""
     return {name: getattr(config, name) for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length",
                                                      "vocab_size", "micro_batch_size", "dtype")}
 
 
 def layout_of(config: Config) -> dict:
-    """The same for its layout."""
+    """Return the layout for a question's record."""
     return {name: getattr(config, name) for name in ("tp", "pp", "dp", "slices", "columns", "zero_stage", "schedule",
                                                      "virtual_stages", "sequence_parallel", "recompute_granularity",
                                                      "checkpoint_in_cpu")}
 
 
-def schedule_text(config: Config) -> str:
-    """'interleaved with 2 chunks a stage, full recomputation from the host's memory'."""
-    return (config.schedule + (f" with {config.virtual_stages} chunks a stage" if config.virtual_stages > 1 else "")
-            + sequence_parallel.in_words(config) + recompute.in_words(config))
+def describe(config: Config) -> str:
+    """Return the layout, the batch and the sizes in a line, for the head of a question's text."""
+    chunks = f" with {config.virtual_stages} chunks per stage" if config.virtual_stages > 1 else ""
+    return (f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, columns {config.columns}, "
+            f"ZeRO stage {config.zero_stage}, {config.schedule}{chunks}{sequence_parallel.in_words(config)}"
+            f"{recompute.in_words(config)}; {config.microbatches} microbatches of {config.micro_batch_size} x "
+            f"{config.seq_length} tokens per replica; {config.num_layers} layers of {config.hidden_size}, "
+            f"{config.dtype}")
 
 
 # ---- processes
 
 def wire_for(flags, world_size: int):
-    """The slow wire that --wire asks for, as a context manager that gives a command prefix for each rank."""
+    """Return the slow wire of --wire as a context manager that yields each rank's (command prefix, environment)."""
     if getattr(flags, "wire", None) is None:
         return nullcontext(None)
     from benchmarks.wire import slow_wire
     return slow_wire(flags.wire, world_size)
 
 
-def launch(arguments: list[str], world_size: int, wire=nullcontext(None), output=None) -> int:
-    """Start bench.py's processes and wait for them; the first that fails ends the others. Returns the exit code.
+def start_processes(arguments: list[str], world_size: int, wire=nullcontext(None), output=None) -> int:
+    """Start bench.py's processes, wait for them and return the exit code. If one fails, the others are ended.
 
-    wire: gives None, or for each rank (command prefix, environment); output: where rank 0's standard output goes.
+    wire: a context manager that yields None, or for each rank (command prefix, environment); output: the file for rank
+    0's standard output.
     """
     if sys.stderr.isatty():
         print(f"starting {world_size} process{'es' if world_size > 1 else ''}", file=sys.stderr)
     with (wire as places, tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder,
-          noted_signals() as told):
+          collect_signals() as received):
         processes = []
         try:
             port = str(free_port())
@@ -159,36 +163,39 @@ def launch(arguments: list[str], world_size: int, wire=nullcontext(None), output
                 prefix, extra = places[rank] if places else ([], {})
                 environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
                                "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                               "TMPDIR": folder,               # what they leave there goes with them, however they end
+                               "TMPDIR": folder,               # deleted with their files, however they end
                                "OMP_NUM_THREADS": str(len(cores_of(rank, world_size))), **extra}
-                # a session of its own: Ctrl-C reaches this process alone, which ends them
+                # A session of its own: Ctrl-C reaches only this process, which then ends the others.
                 processes.append(subprocess.Popen([*prefix, sys.executable, str(BENCH), *arguments], env=environment,
                                                   stdout=output if rank == 0 else subprocess.DEVNULL,
                                                   start_new_session=True))
             while ((codes := [process.poll() for process in processes]) and None in codes and not any(codes)
-                   and not told):
+                   and not received):
                 time.sleep(0.05)
         finally:
             for process in processes:
                 if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGTERM)     # and what it has started itself
+                    os.killpg(process.pid, signal.SIGTERM)     # also the processes it has started
             for process in processes:
                 process.wait()
-    if told:
-        raise KeyboardInterrupt if told[0] == signal.SIGINT else SystemExit(128 + told[0])
+    if received:
+        raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
     return next((code for code in codes if code), 0)
 
 
 @contextmanager
-def noted_signals():
-    """Gives a list of the signals to end that have come. They only are noted: one that cut Popen short would leave a
-    process behind that nobody knows. What is ignored, as nohup wants it, stays ignored."""
-    told = []
-    previous = {number: signal.signal(number, lambda number, _: told.append(number))
+def collect_signals():
+    """Yield the list of termination signals received so far.
+
+    They are only collected, because an exception within Popen could lose track of a process that has just started.
+    Ignored signals, such as SIGHUP under nohup, stay ignored.
+    """
+    received = []
+    previous = {number: signal.signal(number, lambda number, _: received.append(number))
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
                 if signal.getsignal(number) != signal.SIG_IGN}
     try:
-        yield told
+        yield received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -200,14 +207,14 @@ def free_port() -> int:
 
 
 def cores_of(rank: int, world_size: int) -> list[int]:
-    """The cores of a process: an equal share, or where there are too few, one that it shares."""
+    """Return a process's cores: an equal share, or one shared core if there are fewer cores than processes."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     share = len(cores) // world_size
     return cores[rank * share:(rank + 1) * share] if share else [cores[rank % len(cores)]]
 
 
 def bind_to_cores(launch: LaunchInfo):
-    """This process computes on its own cores alone, so that no other takes its time."""
+    """Run this process only on its own cores."""
     cores = cores_of(launch.local_rank, launch.local_world_size)
     if launch.local_world_size > 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
@@ -215,7 +222,7 @@ def bind_to_cores(launch: LaunchInfo):
 
 
 def bind_to_one_core(device):
-    """For comparisons that give each process on CPUs a single core, however many its share has."""
+    """Run this process on a single core if the device is the CPU."""
     if device.type == "cpu":
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -225,8 +232,10 @@ def bind_to_one_core(device):
 # ---- work
 
 class RandomTokens:
-    """Stands in for data.TokenDataset: one global batch of random tokens, the same at every step; all of them count.
-    The vocabulary's first one ends a document, where that means anything."""
+    """Replaces data.TokenDataset by one global batch of random tokens, the same at every step.
+
+    Token 0 ends a document if the config asks for documents.
+    """
 
     def __init__(self, config: Config, device=torch.device("cpu")):
         shape = (config.global_batch_size, config.seq_length + 1)
@@ -241,14 +250,14 @@ class RandomTokens:
 
 # ---- alternatives in turn
 
-# Relative: up to here losses, or norms of gradients, are the same, so that the work is. In 16 bit the alternatives
-# round at different places, and plain ones also sum gradients in 16 bit.
+# Relative tolerance within which losses and gradient norms count as the same work. In 16 bit the alternatives round
+# at different points, and plain torch also sums gradients in 16 bit.
 SAME = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2.5e-3}
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each round, in the order of the rounds."""
+    """The seconds of each round, in order."""
     seconds: tuple[float, ...]
 
     @property
@@ -264,13 +273,12 @@ def seconds_text(seconds: float) -> str:
 
 
 def compare(alternatives: dict, repeats: int, device=torch.device("cpu"), about="") -> dict[str, Times]:
-    """Run {name: function} in turn, `repeats` rounds after one that is not counted.
+    """Time {name: function} in turn, in `repeats` rounds after one that is not counted. Collective over all ranks.
 
-    Each round has another order, since what runs after a given one finds memory and caches as that one left them.
-    All ranks call it together and begin each function together; a round's time is that of the slowest rank.
-    about: goes before the names where a person watches.
+    The order is drawn anew in each round, since a function finds memory and caches as the previous one left them. A
+    round's time is the slowest rank's. about: a prefix for the progress line.
     """
-    times, shuffled = {name: [] for name in alternatives}, random.Random(0)         # all ranks draw the same orders
+    times, shuffled = {name: [] for name in alternatives}, random.Random(0)         # the same orders on all ranks
     with progress((repeats + 1) * len(alternatives)) as bar:
         for round_ in range(1, repeats + 2):
             for name in shuffled.sample(list(alternatives), len(alternatives)):
@@ -287,23 +295,23 @@ def compare(alternatives: dict, repeats: int, device=torch.device("cpu"), about=
 
 
 def progress(total: int) -> tqdm:
-    """A line on stderr that moves: of rank 0, and only where that is a terminal."""
+    """Return a progress line on rank 0's stderr, if that is a terminal."""
     speaks = not dist.is_initialized() or dist.get_rank() == 0
     return tqdm(total=total, disable=None if speaks else True, leave=False, dynamic_ncols=True,
                 bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]")
 
 
 def gathered(value) -> list:
-    """Every rank's value, by rank."""
+    """Return every rank's value, by rank."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-# ---- figures, and what noise leaves of them
+# ---- figures and noise
 
-NOISY = 0.5                  # of a figure's size; if the middle half of its rounds spans more, its median says nothing
-BEYOND = 0.05                # of a figure's size; a median so far beyond what can be is noise too
+NOISY = 0.5                  # of a figure's size: if the middle half of its rounds spans more, it is too noisy
+BEYOND = 0.05                # of a figure's size: a median this far outside the possible range is too noisy
 TOO_NOISY = "too noisy to tell"
 WHAT_IS_TOO_NOISY = (f"the middle half of the rounds spans more than {NOISY:.0%} of the figure, or their median is "
                      "impossible; try a larger size, more --repeats or a quieter machine")
@@ -311,9 +319,9 @@ WHAT_IS_TOO_NOISY = (f"the middle half of the rounds spans more than {NOISY:.0%}
 
 @dataclass(frozen=True)
 class Figure:
-    """What each round says of a claim. `value` is their median, or None if noise leaves nothing of it.
+    """A claim measured in several rounds. value: their median, or None if it is too noisy.
 
-    least, most: between which it can be; size: what noise is measured by, the median itself where it is a ratio.
+    least, most: the possible range; size: the scale that noise is compared with, by default the median.
     """
     rounds: tuple[float, ...]
     least: float = 0.0
@@ -327,30 +335,30 @@ class Figure:
     @property
     def value(self) -> float | None:
         median, size, span = self.median, self.size or self.median, max(self.rounds) - min(self.rounds)
-        if len(self.rounds) > 3:                               # of fewer, all are the middle half
+        if len(self.rounds) > 3:                               # else all rounds are the middle half
             lower, _, upper = statistics.quantiles(self.rounds, n=4)
             span = upper - lower
-        can_be = self.least - BEYOND * size <= median <= self.most + BEYOND * size
-        return median if can_be and span <= NOISY * size else None
+        possible = self.least - BEYOND * size <= median <= self.most + BEYOND * size
+        return median if possible and span <= NOISY * size else None
 
     @property
     def spread(self) -> tuple[float, float]:
         return min(self.rounds), max(self.rounds)
 
     def __format__(self, form: str) -> str:
-        """'0.98 [0.93 .. 1.02]', each number in this form."""
+        """Return '0.98 [0.93 .. 1.02]', each number formatted by `form`."""
         least, most = self.spread
         value = TOO_NOISY if self.value is None else format(self.value, form)
         return f"{value} [{least:{form}} .. {most:{form}}]"
 
     def record(self, name: str) -> dict:
-        """For the JSON line."""
+        """Return the entries for the JSON line."""
         return {name: self.value, f"{name}_spread": self.spread}
 
 
-def ratios(these: Times, those: Times, **possible) -> Figure:
-    """these / those, round by round: both of a round ran under the same load."""
-    return Figure(tuple(one / other for one, other in zip(these.seconds, those.seconds)), **possible)
+def ratios(numerator: Times, denominator: Times, **possible) -> Figure:
+    """Divide round by round: both times of a round were measured under the same load."""
+    return Figure(tuple(above / below for above, below in zip(numerator.seconds, denominator.seconds)), **possible)
 
 
 def ratio_text(ratio: Figure) -> str:
@@ -360,7 +368,7 @@ def ratio_text(ratio: Figure) -> str:
 # ---- printing
 
 def table(head: list[str], rows: list[list]) -> str:
-    """Columns as wide as they must be, the first one left-aligned."""
+    """Format a table, its first column left-aligned."""
     rows = [[str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
@@ -369,6 +377,6 @@ def table(head: list[str], rows: list[list]) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """12345678 -> '12.3 MB'."""
+    """Format 12345678 as '12.3 MB'."""
     power = min(int(math.log10(max(count, 1)) // 3), 4)
     return f"{count / 1000 ** power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

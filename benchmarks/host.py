@@ -1,12 +1,12 @@
-"""How long does the host take, in Python and in torch's dispatch, before a layer's work is on its way?
+"""How long do Python and torch's dispatcher take to launch a layer's work?
 
-A GPU computes what it is told to and waits where it is told too late: a layer of a 13B model at tp 8 has about a
-millisecond of work. Sizes here are so small that nearly nothing but the host's time is left, and the wires are torch's
-"fake" process group, which does nothing. A microbatch goes forward and backward in slices:
+A GPU idles if its work is launched too late: a layer of a 13B model at tp 8 takes about a millisecond. The sizes here
+are so small that almost only the host's time remains, and torch's "fake" process group makes communication free. A
+microbatch runs forward and backward in slices:
 
-    autograd                the definition of the model (model.py), as any torch program runs it, slice after slice
+    autograd                the definition in model.py, with autograd, slice after slice
     nanodomino              Domino: generators, a tape, gradients by hand (domino.py)
-    nanodomino, compiled    the same with its pieces compiled; with --compile
+    nanodomino, compiled    the same with torch.compile; with --compile
 
     python bench.py host
     python bench.py host --tp 1 --slices 1 --compile
@@ -28,13 +28,13 @@ from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
 from nanodomino.zero import ZeroOptimizer
 
-MICROBATCHES = 10            # of a round
+MICROBATCHES = 10            # per round
 
 
 def add_flags(parser):
     add_config_flags(parser, ("num_layers", "tensor_model_parallel_size", "slices", "columns", "normalization", "dtype",
                               "device"), num_layers=8, tensor_model_parallel_size=2, slices=2)
-    parser.add_argument("--compile", action=BooleanOptionalAction, default=False, help="compare compiled pieces too")
+    parser.add_argument("--compile", action=BooleanOptionalAction, default=False, help="also measure compiled Domino")
 
 
 def processes(flags) -> int:
@@ -101,7 +101,7 @@ class Tape:
 
 
 def report(config: Config, device, times: dict[tuple[str, str], Times]):
-    """(text, record): microseconds of a layer and slice, with what embedding and head take spread over the layers."""
+    """Return (text, record): microseconds per layer and slice, with embedding and head spread over the layers."""
     each = 1e6 / (MICROBATCHES * config.num_layers * config.slices)
     names = list(dict.fromkeys(name for name, _ in times))
     rows, record = [], {"question": "host", "tp": config.tp, "slices": config.slices, "columns": config.columns,
@@ -114,7 +114,7 @@ def report(config: Config, device, times: dict[tuple[str, str], Times]):
                      ratio_text(gain) if name != "autograd" else ""])
         record |= {f"{key}_forward_us": forward.median * each, f"{key}_us": both.median * each,
                    **(gain.record(f"{key}_gain") if name != "autograd" else {})}
-    text = (f"host time of a layer and slice at tp {config.tp}, {config.slices} slices, {config.columns} columns, "
+    text = (f"host time per layer and slice at tp {config.tp}, {config.slices} slices, {config.columns} columns, "
             f"{config.dtype} on {device.type}\n"
-            + table(["", "forward", "forward and backward", "as fast as autograd x"], rows))
+            + table(["", "forward", "forward and backward", "speed / autograd's"], rows))
     return text, record

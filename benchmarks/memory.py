@@ -1,17 +1,15 @@
-"""Does the memory of a rank match the formulas? Measured on every rank while it trains, beside what formulas.py says.
+"""Does the memory of a rank match the formulas? Measured on every rank while it trains.
 
-    parameters, gradients,    bytes of the storages that model, flat buffers, optimizer hold: equal to the byte, padding
-    optimizer                 included
-    activations               bytes of the storages that can be reached from the tapes of all microbatches that are
-                              alive, saved tensors of autograd included, when they are most; of what a backward of input
-                              gradients leaves behind too
-    host                      with --checkpoint-in-cpu on CUDA: the same of what the tapes keep in the host's memory
-    peak                      the most that is allocated at once, with what comes and goes within a step: on CUDA by the
-                              allocator's own count, on the CPU by that of a mode which sees every tensor made. What
-                              formulas.py says of it is an estimate
+    parameters, gradients,    the storages of the model, the flat buckets and the optimizer, padding included; they
+    optimizer                 must equal the formulas
+    activations               peak bytes of all storages that can be reached from the tapes of the microbatches in
+                              flight, with autograd's saved tensors
+    host                      with --checkpoint-in-cpu on CUDA: the same in the host's memory
+    peak                      peak bytes allocated, temporary tensors included: the allocator's count on CUDA, a
+                              dispatch mode's count of all tensors on the CPU. Its formula is an estimate
 
-and a table of what the tape keeps of a layer, in units of X, the bytes of one activation [b, s, h], and of what is left
-of it where weight gradients are done later.
+The formulas are those of nanodomino/analysis/expected_memory.py. A second table lists what a tape keeps of one layer,
+in units of X, the bytes of one activation [b, s, h], and what it still keeps between split input and weight gradients.
 
     python bench.py memory --tp 2 --pp 2 --slices 2
 """
@@ -27,14 +25,14 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from benchmarks import comm
-from benchmarks.comm import processes  # noqa: F401, as bench.py asks for it
-from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, config_of, gathered, layout_of,
-                               schedule_text, table)
+from benchmarks.comm import processes  # noqa: F401, called by common.main
+from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, config_of, describe, gathered,
+                               layout_of, table)
 from nanodomino.analysis import expected_memory, sizes
 from nanodomino.config.config import Config
 from nanodomino.data import Batch
 
-ROUNDS = False               # one step says all
+ROUNDS = False               # it measures one step
 STATE = ("parameters", "gradients", "optimizer")
 
 
@@ -51,8 +49,8 @@ def answer(flags, launch):
 
 
 def measure(config: Config, mesh, optimizer, stage, dataset) -> dict[str, int]:
-    """Bytes of this rank, in two training steps: the first makes the moments, the second is looked at."""
-    while not optimizer.updates:                               # fp16 skips some until its loss scale fits
+    """Measure this rank's bytes in two training steps: the first creates the moments, the second is measured."""
+    while not optimizer.updates:                               # fp16 skips steps until its loss scale fits
         train.train_step(1, stage, optimizer, dataset, config, mesh)
     state = state_storages(stage.model, optimizer)
     cuda = mesh.device.type == "cuda"
@@ -67,7 +65,7 @@ def measure(config: Config, mesh, optimizer, stage, dataset) -> dict[str, int]:
 
 
 def state_storages(model, optimizer) -> dict[str, dict[int, int]]:
-    """Of each part of the state {storage: bytes}; what two parts share counts in the first."""
+    """Return {storage: bytes} for each of STATE; a storage shared by two counts in the first."""
     tensors = {"parameters": [*model.parameters(), *(bucket.weights for bucket in optimizer.buckets)],
                "gradients": [bucket.own_grad for bucket in optimizer.buckets],
                "optimizer": optimizer.state_tensors()}
@@ -79,13 +77,13 @@ def state_storages(model, optimizer) -> dict[str, dict[int, int]]:
 
 
 def storage(tensor) -> tuple[int, int]:
-    """(which memory it is, its bytes)."""
+    """Return (identity, bytes) of a tensor's storage."""
     memory = tensor.untyped_storage()
     return memory._cdata, memory.nbytes()
 
 
 class CopiedRandomTokens(RandomTokens):
-    """Batches with memory of their own, as TokenDataset's, not views of one large array."""
+    """Yields batches with their own storage, as TokenDataset does, instead of views of one large array."""
 
     def batch(self, *arguments, **options) -> Batch:
         batch = super().batch(*arguments, **options)
@@ -93,10 +91,10 @@ class CopiedRandomTokens(RandomTokens):
                                end_of_text=self.end_of_text)
 
 
-# ---- activations: what the tapes hold
+# ---- activations
 
 class TapeMeter:
-    """A stage, as the pipeline sees it, that weighs all tapes that are alive after whatever adds to one."""
+    """Wraps a stage for the pipeline, and measures all tapes alive after each action that adds to one."""
 
     def __init__(self, stage, state: dict[str, dict[int, int]]):
         self.stage, self.trace = stage, stage.trace
@@ -130,36 +128,38 @@ class TapeMeter:
 
 
 def reachable_storages(tape, device=torch.device("cpu")) -> dict[int, int]:
-    """{storage: bytes} of every tensor on such a device that a tape keeps from being freed: in its objects, in what its
-    functions have closed over, and in the graphs behind its tensors. Modules are state, not tape."""
-    found, seen, todo = {}, {}, [tape]                  # seen by id: kept, lest another object be given the same one
+    """Return {storage: bytes} of the tensors on a device that a tape keeps alive.
+
+    Follows objects, closures and autograd graphs, but not modules, whose parameters are state.
+    """
+    found, seen, todo = {}, {}, [tape]                  # seen holds the objects, so that no id is used twice
     while todo:
-        one = todo.pop()
-        if id(one) in seen or isinstance(one, (nn.Module, type)):
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, (nn.Module, type)):
             continue
-        seen[id(one)] = one
-        if isinstance(one, torch.Tensor):
-            if one.device.type == device.type:
-                key, size = storage(one)
+        seen[id(item)] = item
+        if isinstance(item, torch.Tensor):
+            if item.device.type == device.type:
+                key, size = storage(item)
                 found[key] = size
-            todo.append(one.grad_fn)
-        elif isinstance(one, (list, tuple, set)):
-            todo += one
-        elif isinstance(one, dict):
-            todo += one.values()
-        elif isinstance(one, FunctionType):
-            todo += [cell.cell_contents for cell in one.__closure__ or ()]
-        elif hasattr(one, "next_functions"):                                # a node of autograd's graph
-            todo += [node for node, _ in one.next_functions] + [getattr(one, "variable", None)]
-            todo += [getattr(one, name) for name in dir(one) if name.startswith("_saved_")]
-            todo += getattr(one, "saved_tensors", ())
-        elif hasattr(one, "__dict__"):
-            todo += vars(one).values()
+            todo.append(item.grad_fn)
+        elif isinstance(item, (list, tuple, set)):
+            todo += item
+        elif isinstance(item, dict):
+            todo += item.values()
+        elif isinstance(item, FunctionType):
+            todo += [cell.cell_contents for cell in item.__closure__ or ()]
+        elif hasattr(item, "next_functions"):                               # a node of autograd's graph
+            todo += [node for node, _ in item.next_functions] + [getattr(item, "variable", None)]
+            todo += [getattr(item, name) for name in dir(item) if name.startswith("_saved_")]
+            todo += getattr(item, "saved_tensors", ())
+        elif hasattr(item, "__dict__"):
+            todo += vars(item).values()
     return found
 
 
 class AllocationPeak(TorchDispatchMode):
-    """The most bytes that are alive at once, of tensors made while it is on. It keeps none of them alive."""
+    """Measures the peak bytes of the tensors made while it is active, through weak references."""
 
     def __init__(self):
         super().__init__()
@@ -170,17 +170,17 @@ class AllocationPeak(TorchDispatchMode):
         known = {storage(tensor)[0] for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor) and storage(tensor)[0] not in known:
-                self.born(tensor.untyped_storage())
+                self.add(tensor.untyped_storage())
         return results
 
-    def born(self, memory):
+    def add(self, memory):
         key, size = memory._cdata, memory.nbytes()
         if key not in self.alive:
-            self.alive[key] = weakref.ref(memory, lambda _: self.died(key, size))
+            self.alive[key] = weakref.ref(memory, lambda _: self.remove(key, size))
             self.now += size
             self.most = max(self.most, self.now)
 
-    def died(self, key, size):
+    def remove(self, key, size):
         del self.alive[key]
         self.now -= size
 
@@ -188,29 +188,27 @@ class AllocationPeak(TorchDispatchMode):
 # ---- what came out
 
 def predict(config: Config, at) -> dict[str, int]:
-    """What measure() should find."""
+    """Return the formulas' values for measure()."""
     return {**expected_memory.state_bytes(config, at), "activations": expected_memory.tape_bytes(config, at),
             **({"host": expected_memory.host_bytes(config, at)} if expected_memory.offloads_to_host(config) else {}),
             "peak": expected_memory.peak_bytes(config, at)}
 
 
 def report(config: Config, measured: list[dict]):
-    """measured: by rank. Ranks with the same bytes share a line."""
+    """Return (text, record). measured: by rank; ranks with the same bytes share a line."""
     predicted = [predict(config, at) for at in sizes.all_meshes(config)]
     rows = []
     for ranks in comm.alike(list(zip(measured, predicted))):
         both = predicted[ranks[0]], measured[ranks[0]]
-        rows += [[comm.text_of(ranks), kind, *one.values()] for kind, one in zip(("predicted", "measured"), both)]
-    exact = all(one[name] == said[name] for one, said in zip(measured, predicted) for name in STATE)
-    worst = {name: max(abs(one[name] / said[name] - 1) for one, said in zip(measured, predicted))
+        rows += [[comm.text_of(ranks), label, *sizes.values()] for label, sizes in zip(("predicted", "measured"), both)]
+    exact = all(found[name] == expected[name] for found, expected in zip(measured, predicted) for name in STATE)
+    worst = {name: max(abs(found[name] / expected[name] - 1) for found, expected in zip(measured, predicted))
              for name in measured[0] if name not in STATE}
     text = "\n".join([
-        f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, ZeRO stage {config.zero_stage}, "
-        f"{schedule_text(config)}, {config.microbatches} microbatches of {config.micro_batch_size} x "
-        f"{config.seq_length} x {config.hidden_size}, {config.num_layers} layers, {config.dtype}; bytes, by rank",
+        describe(config), "bytes, by rank:",
         table(["ranks", "", *measured[0]], rows), "",
         layer_text(config),
-        f"the state {'equals' if exact else 'DOES NOT equal'} its formulas to the byte; activations differ by at most "
+        f"the state {'equals' if exact else 'DOES NOT equal'} its formulas exactly; activations differ by at most "
         f"{max(worst['activations'], worst.get('host', 0.0)):.2%}, peaks by {worst['peak']:.1%}"])
     return text, {"question": "memory", "exact": exact, "activations_error": worst["activations"],
                   "peak_error": worst["peak"], **layout_of(config), "dtype": config.dtype, "device": config.device,
@@ -218,10 +216,11 @@ def report(config: Config, measured: list[dict]):
 
 
 def layer_text(config: Config) -> str:
-    """What the tape keeps of one layer, in units of X, and what is left where its weight gradients are done later."""
-    x, kept, left = sizes.hidden_bytes(config), expected_memory.layer_tape_bytes(config), expected_memory.layer_weight_gradient_bytes(config)
-    columns = [{**one, "together": sum(one.values())} for one in (kept, left)]
-    return table([f"of a layer and microbatch, X = {bytes_text(x)}", "kept, X", "bytes", "left, X", "bytes"],
-                 [[name, *(cell for one in columns for cell in
-                           ((f"{one[name] / x:.3f}", bytes_text(one[name])) if name in one else ("", "")))]
-                  for name in [*kept, *(name for name in left if name not in kept), "together"]])
+    """Return a table of what a tape keeps of a layer, in units of X, and of what is left for weight gradients."""
+    x, kept = sizes.hidden_bytes(config), expected_memory.layer_tape_bytes(config)
+    left = expected_memory.layer_weight_gradient_bytes(config)
+    columns = [{**parts, "total": sum(parts.values())} for parts in (kept, left)]
+    return table([f"a layer and microbatch; X = {bytes_text(x)}", "kept / X", "bytes", "left / X", "bytes"],
+                 [[name, *(cell for parts in columns for cell in
+                           ((f"{parts[name] / x:.3f}", bytes_text(parts[name])) if name in parts else ("", "")))]
+                  for name in [*kept, *(name for name in left if name not in kept), "total"]])

@@ -1,32 +1,32 @@
 """How much of tensor parallelism's communication does Domino hide?
 
-One step is the forward and the backward of --microbatches on --tp ranks. In turn, within one run, on the same weights:
+A step is forward and backward of --microbatches on --tp ranks. These alternatives run in turn, on the same weights:
 
-    blocking    the definition in model.py: autograd, and every sum is waited for where it stands
-    megatron    domino.py with one slice: forward it blocks, backward the weight gradients cover a sum
+    blocking    the definition in model.py, with autograd: each collective is waited for at once
+    megatron    domino.py with one slice: forward blocks; backward hides all-reduces behind weight gradients
     domino      domino.py with --slices and --columns
-    whole       with --sequence-parallel, which is of all that domino.py does: domino without it
-    paired      the same, a backward and the next forward at once (schedules.py); with two microbatches or more
-    apart       domino with weight gradients after the sums, not behind them: what a schedule costs that moves them
-    compute     the same step as domino, with the collectives left out (its numbers mean nothing)
-    wires       the same collectives as domino's, of the same sizes, and nothing else
-    dtensor     the plain model of plain.py, its layers cut by torch's DTensor: ColwiseParallel, RowwiseParallel
-                (embedding and head are whole on every rank)
+    whole       domino without sequence parallelism, if --sequence-parallel is given
+    paired      domino with a backward and the next forward overlapped (schedule paired); needs two microbatches
+    apart       domino with the weight gradients after the all-reduces: what splitting them off costs
+    compute     domino without collectives (its results are meaningless)
+    wires       only domino's collectives
+    dtensor     plain.py with layers cut by torch's ColwiseParallel and RowwiseParallel; embedding and head are whole
+                on every rank
 
-With --compile (the default on CUDA) what domino.py does is compiled: all but blocking and dtensor, so look at
-megatron / domino then. Of domino and of paired, here d:
+With --compile (the default on CUDA) all but blocking and dtensor are compiled: compare with megatron then. The figures
+of domino and of paired, whose seconds are d:
 
-    hidden      1 - (d - compute) / wires: the part of the communication that no one waits for, between 0 and 1;
-                where the wires take longer than the work, at most compute / wires of it can be hidden
-    bound       d / max(compute, wires): 1 would be perfect, less can't be
+    hidden      1 - (d - compute) / wires: the hidden share of the communication. At most compute / wires can be hidden
+                if the communication takes longer than the compute
+    bound       d / max(compute, wires); 1 is perfect
     speed-up    blocking / d; and megatron / d
 
     python bench.py overlap                         over the loopback, or between GPUs; --timeline draws it
     sudo python bench.py overlap --wire 700mbit --microbatches 8
-    sudo python bench.py overlap --wire 500mbit     a network namespace for each rank, a slow wire between: see wire.py
+    sudo python bench.py overlap --wire 500mbit     a slow network between the ranks: see wire.py
     python bench.py overlap --tp 8 --model gpt3-13b --num-layers 4 --dtype bfloat16 --micro-batch-size 4   on eight GPUs
 
-On CPUs each rank has one core, which also does the network's work.
+On CPUs each rank has one core, which also handles its network traffic.
 """
 
 import dataclasses
@@ -66,26 +66,25 @@ def add_flags(parser):
     add_config_flags(parser, FLAGS, tensor_model_parallel_size=2, slices=2, columns=1, model=None,
                      micro_batch_size=SMALL["micro_batch_size"])
     parser.add_argument("--compile", action=BooleanOptionalAction, help="torch.compile Domino (default: on CUDA)")
-    parser.add_argument("--wire", metavar="RATE", help="join the ranks by a wire of this rate, such as 500mbit; needs "
-                                                       "root and iproute2 (default: the loopback)")
-    parser.add_argument("--microbatches", type=int, default=1, metavar="M", help="microbatches of a step (default 1)")
-    parser.add_argument("--timeline", metavar="PICTURE.svg", help="draw a step of megatron above one of domino, and of "
-                                                                  "paired")
+    parser.add_argument("--wire", metavar="RATE", help="connect the ranks by a link of this rate, such as 500mbit; "
+                                                       "needs root and iproute2 (default: the loopback)")
+    parser.add_argument("--microbatches", type=int, default=1, metavar="M", help="microbatches per step (default 1)")
+    parser.add_argument("--timeline", metavar="PICTURE.svg", help="draw a step of megatron, domino and paired above "
+                                                                  "each other")
 
 
 def processes(flags) -> int:
     tp = flags.tensor_model_parallel_size
-    require(tp >= 2, f"--tp must be at least 2, but is {tp}: one rank alone has nobody to talk to")
+    require(tp >= 2, f"--tp must be at least 2, but is {tp}: a single rank does not communicate")
     require(flags.microbatches >= 1, f"--microbatches must be at least 1, but is {flags.microbatches}; try 8")
     settle(flags)
     require(not flags.timeline or (Path(flags.timeline).parent.is_dir() and not Path(flags.timeline).is_dir()),
-            f"--timeline {flags.timeline} must be a file in a folder that is there; make the folder, or choose another "
-            "name")
+            f"--timeline {flags.timeline} must be a file in an existing folder; make it, or choose another name")
     return tp
 
 
 def settle(flags):
-    """The Config of a step: a preset's, or where no model is named, small. Raises UserError."""
+    """Return the Config of a step: the preset's, or a small one if no model is given. Raises UserError."""
     if flags.model is None:
         flags.model = "nano"
         for name, size in SMALL.items():
@@ -103,9 +102,9 @@ def answer(flags, launch):
     config = dataclasses.replace(config, compile=flags.compile).with_device(device)
     bind_to_one_core(device)
     require(flags.wire is None or device.type == "cpu",
-            "--wire joins CPU processes, since NCCL would find the GPUs' own way round it; add --device cpu")
+            "--wire works only between CPU processes, since NCCL would bypass it; add --device cpu")
     require(flags.wire is None or os.environ.get("GLOO_SOCKET_IFNAME") == INTERFACE,
-            "--wire starts processes of its own, each in its network namespace; start it without torchrun")
+            "--wire starts each process in its own network namespace; start it without torchrun")
     start_world(launch, device)
     mesh = make_mesh(1, 1, config.tp, device)
     tokens = RandomTokens(config, device)
@@ -122,12 +121,9 @@ def answer(flags, launch):
 # ---- the alternatives
 
 def prepare(config, mesh, batches):
-    """{name: function of no arguments} that compare() can take in turn, and Domino's sums.
-
-    Raises UserError if two of them find different losses.
-    """
+    """Return ({name: function} for compare(), domino's collectives). Raises UserError if the losses differ."""
     model = GPT(config, mesh)
-    ZeroOptimizer(model, config, mesh)                         # gives each parameter the main_grad that Domino adds to
+    ZeroOptimizer(model, config, mesh)                         # creates the main_grad that Domino adds to
     backend = config.active_compile_backend
     megatron, domino = Domino(model, 1, 1, backend), Domino(model, config.slices, config.columns, backend)
     later = apart(len(batches))
@@ -143,13 +139,13 @@ def prepare(config, mesh, batches):
              "apart": lambda: domino_step(domino, batches, later),
              "dtensor": lambda: dtensor_step(plain, batches)}
     if len(batches) == 1:
-        del steps["paired"]                                    # there is no other one to pair it with
+        del steps["paired"]                                    # nothing to pair with
     if not config.sequence_parallel:
         del steps["whole"]
     losses = {name: step() for name, step in steps.items()}
     worst = max(abs(loss - losses["blocking"]) for loss in losses.values())
     require(worst <= SAME[config.dtype] * abs(losses["blocking"]),
-            f"the alternatives find different losses, {losses}, so their times can't be compared; this is a bug")
+            f"the alternatives' losses differ, {losses}, so their times can't be compared; this is a bug")
     sums = sums_of(Domino(model, config.slices, config.columns), batches)
     wires = Wires(sums, max(2, config.slices * config.columns), mesh)
     return {**steps, "compute": lambda: domino_step(silent, batches), "wires": wires.run}, sums
@@ -165,27 +161,27 @@ def blocking_step(model: GPT, batches) -> float:
 
 
 def apart(microbatches: int) -> Timetable:
-    """1F1B with input and weight gradients apart."""
+    """Return a schedule of a single stage with input and weight gradients split."""
     return Timetable(Placement(stages=1), (tuple(action(i) for i in range(microbatches)
                                                  for action in (Forward, InputBackward, WeightBackward)),))
 
 
 def domino_step(stage: Domino, batches, table=None) -> float:
-    """As train.py does it, with one stage. table: by default 1F1B."""
+    """Run a step as train.py does, on a single stage, and return its loss. table: by default 1F1B."""
     totals = pipeline.run(table or timetable("1f1b", 1, len(batches)), stage, stage.mesh, lambda i, chunk: batches[i],
                           forward_step, None, None, trace=stage.trace)
     return (totals.loss_sum / totals.tokens).item()
 
 
 def draw(path: str, config, mesh, batches):
-    """Record a step of megatron, one of domino and one of paired, and draw them on one time scale."""
+    """Record a step each of megatron, domino and paired, and draw them on one time scale."""
     model, recordings = GPT(config, mesh), []
     ZeroOptimizer(model, config, mesh)
-    kinds = [(1, 1, "1f1b"), (config.slices, config.columns, "1f1b"), (config.slices, config.columns, "paired")]
-    for slices, columns, schedule in kinds if len(batches) > 1 else kinds[:2]:
+    settings = [(1, 1, "1f1b"), (config.slices, config.columns, "1f1b"), (config.slices, config.columns, "paired")]
+    for slices, columns, schedule in settings if len(batches) > 1 else settings[:2]:
         trace = Trace(mesh.device)
         stage = Domino(model, slices, columns, trace=trace)
-        for step in range(3):                                  # the last one counts: the others make it warm
+        for step in range(3):                                  # two steps to warm up, then the one that is drawn
             trace.take()
             dist.barrier()
             with trace.span("step", step=step):
@@ -198,10 +194,10 @@ def draw(path: str, config, mesh, batches):
 
 
 def dtensor_model(config, mesh) -> Plain:
-    """The plain model with each layer's four matrices cut over the ranks, filled with the weights that GPT draws."""
+    """Return the plain model with GPT's initial weights and each layer's four matrices cut over the ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    whole = GPT(config, dataclasses.replace(mesh, tp=1, tp_rank=0))            # drawing weights takes no wires
+    whole = GPT(config, dataclasses.replace(mesh, tp=1, tp_rank=0))            # needs no communication
     model = Plain(config).to(mesh.device, config.params_dtype).load(whole.state_dict())
     ranks = init_device_mesh(mesh.device.type, (config.tp,))
     for layer in model.layers.values():
@@ -240,7 +236,7 @@ def sums_of(stage: Domino, batches) -> list[tuple]:
 
 
 class Wires:
-    """Sends such tensors with no work between them, `depth` of them under way at once: the wires are never idle."""
+    """Runs these collectives without compute between them, `depth` in flight at a time."""
 
     def __init__(self, sums, depth, mesh):
         self.sums, self.depth, self.group = sums, depth, mesh.tp_group
@@ -263,8 +259,7 @@ class Wires:
 # ---- what came out
 
 def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
-    """(the part of the communication for which there is work to hide it behind, the figures of domino, and of paired
-    the same with its name before theirs)."""
+    """Return (the share of the communication that compute could hide, the figures of domino and of paired)."""
     compute, wires = times["compute"], times["wires"]
     hideable, figures = min(1.0, ratios(compute, wires).median), {}
     least = Times(tuple(map(max, compute.seconds, wires.seconds)))
@@ -283,26 +278,26 @@ def report(flags, config, times, sums, device):
     """(text, record)."""
     hideable, figures = figures_of(times)
     about = {"blocking": "blocking", "megatron": "one slice", "dtensor": "torch's DTensor",
-             "domino": f"slices {config.slices}, columns {config.columns}", "compute": "as domino, nothing sent",
-             "paired": "as domino, forward over backward", "apart": "as domino, weight gradients later",
-             "wires": "domino's collectives alone", "whole": "without --sequence-parallel"}
+             "domino": f"slices {config.slices}, columns {config.columns}", "compute": "domino without collectives",
+             "paired": "domino, forward with backward", "apart": "domino, weight gradients later",
+             "wires": "domino's collectives only", "whole": "without --sequence-parallel"}
     rows = [[name, about[name], one, ratio_text(ratios(times["blocking"], one))] for name, one in times.items()]
     sent = sum(count * dtype.itemsize for _, count, dtype in sums)
     if "whole" in times:
         figures["whole_ratio"] = ratios(times["domino"], times["whole"])
-    wire = f"a wire of {flags.wire}" if flags.wire else {"cpu": "the loopback", "cuda": "the GPUs' links"}[device.type]
+    wire = f"a link of {flags.wire}" if flags.wire else {"cpu": "the loopback", "cuda": "the GPUs' links"}[device.type]
     text = "\n".join([
         f"tp {config.tp} on {device.type}, over {wire}; {os.cpu_count()} cores; hidden {config.hidden_size}, "
         f"{config.num_layers} layers, {config.microbatches} x batch {config.micro_batch_size} x {config.seq_length}, "
         f"{config.dtype}, "
         f"{'compiled' if config.compile else 'not compiled'}; "
-        f"forward and backward, {len(sums)} collectives of {bytes_text(sent)} together",
-        table(["", "", "median [least .. most]", "speed-up over blocking"], rows),
+        f"forward and backward, {len(sums)} collectives of {bytes_text(sent)} in total",
+        table(["", "", "median [min .. max]", "speed-up over blocking"], rows),
         *(f"{name}    hides {figures[before + 'hidden']:.0%} of the communication, 1 - ({name} - compute) / wires, of "
-          f"{hideable:.0%} that fit behind work; bound {figures[before + 'bound_ratio']:.2f} x max(compute, wires); "
+          f"{hideable:.0%} that compute could hide; bound {figures[before + 'bound_ratio']:.2f} x max(compute, wires); "
           f"speed-up {figures[before + 'speedup']:.2f} over blocking, {figures[before + 'megatron_ratio']:.2f} over "
           "one slice" for name, before in (("domino", ""), ("paired", "paired_")) if name in times),
-        *(["sequence parallel: domino takes " + ratio_text(figures["whole_ratio"]) + " the time of whole"]
+        *(["sequence parallel: domino's time / whole's: " + ratio_text(figures["whole_ratio"])]
           if "whole" in times else [])])
     names = {"blocking": "blocking_s", "megatron": "megatron_s", "domino": "domino_s", "paired": "paired_s",
              "apart": "apart_s", "dtensor": "dtensor_s", "whole": "whole_s", "compute": "no_comm_s", "wires": "comm_s"}

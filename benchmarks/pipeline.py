@@ -1,30 +1,29 @@
-"""Is a stage idle for as long as the schedule says, and is a schedule as fast as torch's?
+"""Is a stage idle as long as its schedule predicts, and is a schedule as fast as torch's?
 
-One step is the forward and the backward of m microbatches over p stages, without an optimizer. In turn, within one run,
-from the same weights and on the same tokens, with every schedule and for several m:
+A step is forward and backward of m microbatches over p stages, without an optimizer. For every schedule and several m
+these sides run in turn, with the same weights and tokens; losses and gradients must agree:
 
-    domino    nanodomino as it trains: pipeline.run over a timetable, the stages are Domino's
-    runner    pipeline.run again, with stages of plain torch.nn (plain.py) and autograd, where no backward is cut in two
-              and nothing is paired, which autograd can't
-    torch     torch.distributed.pipelining's own schedule, where it has the same, with the very same plain stages
+    domino    nanodomino as it trains: pipeline.run with Domino's stages
+    runner    pipeline.run with stages of plain torch.nn and autograd (plain.py), which can neither split a backward nor
+              pair it with a forward
+    torch     the same schedule of torch.distributed.pipelining, if it has one, with the same plain stages
 
-So runner beside torch compares schedules and messages alone, domino beside runner the stages alone. All must find the
-same loss, and each stage the same gradients, or there is no comparison.
+So runner and torch differ only in schedule and messages, domino and runner only in the stages.
 
-    speed       torch's time / this one's
-    of 1f1b's   the time of a step / that of 1F1B, on the same side
-    idle        the part of the step in which a stage does no action, mean over the stages; from a few more rounds, in
-                which that is recorded
-    simulated   the same two, when the schedule is played through with what was recorded: how long each stage takes for
-                each kind of action (F, B, I, W, or a pair), and messages that take no time
-    even        that idle time with even stages, and F = B = W: of 1F1B and GPipe (p - 1)/(m + p - 1) of the step, which
-                is (p - 1)/m of the ideal time (2104.04473, section 2.2)
+    speed       torch's time / this side's time
+    of 1f1b's   the time of a step / 1F1B's on the same side
+    idle        the share of the step in which a stage runs no action, averaged over the stages; from extra rounds that
+                are recorded
+    simulated   the previous two columns, simulated with the recorded duration of each kind of action (F, B, I, W, pair)
+                on each stage, and with messages that take no time
+    even        the idle share with equal stages and F = B = W: (p - 1)/(m + p - 1) for 1F1B and GPipe, which is
+                (p - 1)/m of the ideal time (2104.04473, section 2.2)
 
-torch decides by itself how it orders its actions, so a simulation of ours says nothing about it. Its
-ScheduleInterleavedZeroBubble is run with one chunk a stage, where it is zb-h1.
+torch orders its actions itself, so they are not simulated. Its ScheduleInterleavedZeroBubble runs with one chunk per
+stage, which makes it zb-h1.
 
-On CPUs each stage has one core, which also does the network's work: it shows as work that takes longer. Where there are
-fewer cores than stages, a stage that waits lends its core to one that works, and idle times mean little.
+On CPUs each stage has one core, which also handles its network traffic: this shows as longer actions. With fewer cores
+than stages, a waiting stage leaves its core to others, and idle times mean little.
 
     python bench.py pipeline                                        two stages, m of 2, 4 and 8
     python bench.py pipeline --pp 4 --microbatches 4 8 16
@@ -61,7 +60,7 @@ from nanodomino.schedules.simulation import simulate, step_time
 from nanodomino.timeline.recording import actions, difference, spans_of, union
 from nanodomino.zero import ZeroOptimizer
 
-RECORDED_ROUNDS = 3          # at most; for the idle times
+RECORDED_ROUNDS = 3          # at most, for the idle times
 TORCHS = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe", "interleaved": "ScheduleInterleaved1F1B",
           "zb-h1": "ScheduleInterleavedZeroBubble", "zb-v": "ScheduleZBVZeroBubble"}
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
@@ -69,29 +68,29 @@ FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "voca
 
 
 def add_flags(parser):
-    # a small vocabulary keeps the stages even: the last one has the head
+    # a small vocabulary, so that the last stage with its head takes about as long as the others
     add_config_flags(parser, FLAGS, pipeline_model_parallel_size=2, num_layers=8, hidden_size=256,
                      num_attention_heads=8, seq_length=128, vocab_size=256, micro_batch_size=4)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8], metavar="M",
-                        help="microbatches of a step, one after the other (default 2 4 8)")
+                        help="microbatches per step, measured one after the other (default 2 4 8)")
 
 
 def processes(flags) -> int:
     stages, least = flags.pipeline_model_parallel_size, min(flags.microbatches)
-    require(stages >= 2, f"--pp must be at least 2, but is {stages}: one stage alone has no bubble")
+    require(stages >= 2, f"--pp must be at least 2, but is {stages}: a single stage has no bubble")
     require(least >= stages,
-            f"--microbatches must be at least --pp {stages}, since torch's Schedule1F1B refuses fewer, but one is "
+            f"--microbatches must be at least --pp {stages}, since torch's Schedule1F1B refuses fewer, but is "
             f"{least}; try --microbatches {stages} {2 * stages}")
     for m in flags.microbatches:
         rounds = m // stages
-        require(m % rounds == 0, f"--microbatches {m} must be divisible by the {rounds} rounds that torch's "
-                f"interleaved schedules cut it into; try {rounds * stages}")
+        require(m % rounds == 0, f"--microbatches {m} must be divisible by the {rounds} rounds of torch's "
+                f"interleaved schedules; try {rounds * stages}")
     configs_for(flags, least)
     return stages
 
 
 def configs_for(flags, microbatches: int) -> dict[str, Config]:
-    """By schedule; each with as few chunks as it can do with."""
+    """Return a Config for each schedule, with the smallest number of chunks."""
     return {name: config_of(flags, flags.pipeline_model_parallel_size, tensor_model_parallel_size=1,
                             data_parallel_size=1, slices=1, schedule=name,
                             global_batch_size=flags.micro_batch_size * microbatches) for name in SCHEDULES}
@@ -115,12 +114,12 @@ def answer(flags, launch):
 
 @dataclass
 class Parts:
-    """What the sides are made of, on this stage, with one placement of the layers."""
+    """What the sides share on this stage, for one placement of the layers."""
     placement: Placement
     mesh: Mesh
     trace: Trace
     domino: Domino
-    optimizer: ZeroOptimizer         # holds Domino's gradients; it updates nothing here
+    optimizer: ZeroOptimizer         # holds Domino's gradients; never updates
     plain: nn.ModuleList             # the same layers and weights, chunk by chunk
 
 
@@ -130,7 +129,7 @@ def build(config: Config, mesh: Mesh, trace: Trace) -> Parts:
         place = placement.virtual_stage(mesh.pp_rank, chunk)
         layers = stage_layers(config.num_layers, place, placement.last + 1)
         plain.append(Plain(config, layers, place == 0, place == placement.last).load(model.state_dict()))
-    if len(plain) > 1 and plain[0].pre_process and plain[-1].post_process:     # one tied matrix, as the model's
+    if len(plain) > 1 and plain[0].pre_process and plain[-1].post_process:     # tied, as in the model
         plain[-1].embedding.word_embeddings = plain[0].embedding.word_embeddings
     optimizer = ZeroOptimizer(model, config, mesh)
     return Parts(placement, mesh, trace, Domino(model, config.slices, config.columns, trace=trace), optimizer,
@@ -138,7 +137,7 @@ def build(config: Config, mesh: Mesh, trace: Trace) -> Parts:
 
 
 class DominoSide:
-    """train.py's own way through a schedule. step() gives the sum of the losses at the model's end, 0 elsewhere."""
+    """Runs schedules as train.py does. step() returns the sum of the losses on the last stage, 0 on the others."""
 
     def __init__(self, config: Config, parts: Parts, tokens):
         self.config, self.parts, self.tokens = config, parts, tokens
@@ -159,7 +158,7 @@ class PlainSide(DominoSide):
 
 
 class RunnerSide(PlainSide):
-    """The same runner over the plain stage, whose tape is autograd's graph."""
+    """Runs schedules with the same runner and the plain stage, whose tape is autograd's graph."""
 
     def step(self) -> float:
         config, mesh, plain = self.config, self.parts.mesh, self.parts.plain
@@ -183,7 +182,7 @@ class RunnerSide(PlainSide):
 
 
 class TorchSide(PlainSide):
-    """torch's schedules. The losses are summed, so the gradients need no scaling."""
+    """Runs torch's schedules. The losses are summed, so the gradients need no scaling."""
 
     def __init__(self, config: Config, parts: Parts, tokens):
         super().__init__(config, parts, tokens)
@@ -191,7 +190,7 @@ class TorchSide(PlainSide):
         stages = [RecordedStage(parts, chunk) for chunk in range(parts.placement.chunks)]
         self.schedule = kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], config.microbatches,
                              self.loss, scale_grads=False)
-        # Nobody wants the logits; older versions always put them together.
+        # The logits are not needed; older versions of torch always concatenate them.
         names = inspect.signature(self.schedule.step).parameters
         self.options = {"return_outputs": False} if "return_outputs" in names else {}
 
@@ -208,7 +207,7 @@ class TorchSide(PlainSide):
 
 
 class RecordedStage(pipelining.PipelineStage):
-    """torch's stage, with spans named as pipeline.run names its own."""
+    """torch's stage, recording the same spans as pipeline.run."""
 
     def __init__(self, parts: Parts, chunk: int):
         super().__init__(parts.plain[chunk], parts.placement.virtual_stage(parts.mesh.pp_rank, chunk),
@@ -233,9 +232,8 @@ def loss_sum(logits, labels):
 
 
 def sides_of(config: Config, parts: Parts, tokens) -> dict:
-    """Those that can run config's schedule, by name."""
-    kinds = {action.kind for row in config.timetable.rows for action in row}
-    sides = {"domino": DominoSide}
+    """Return the sides that can run config's schedule, by name."""
+    sides, kinds = {"domino": DominoSide}, {action.kind for row in config.timetable.rows for action in row}
     if kinds <= {"forward", "backward"}:
         sides["runner"] = RunnerSide
     if config.schedule in TORCHS:
@@ -246,31 +244,32 @@ def sides_of(config: Config, parts: Parts, tokens) -> dict:
 # ---- what is measured
 
 def measure(configs: dict[str, Config], parts: dict, trace: Trace, repeats: int) -> list[dict]:
-    """With one number of microbatches: what was found of each schedule and side."""
-    one = configs["1f1b"]
-    device, sides = parts[one.placement].mesh.device, {}
-    tokens = RandomTokens(one, device)
+    """Return a row for each schedule and side, with one number of microbatches."""
+    first = configs["1f1b"]
+    device, sides = parts[first.placement].mesh.device, {}
+    tokens = RandomTokens(first, device)
     for config in configs.values():
         sides |= sides_of(config, parts[config.placement], tokens)
-    loss = check_same_work(one, sides)
-    times = compare({key: side.step for key, side in sides.items()}, repeats, device, about=f"m {one.microbatches}, ")
+    loss = check_same_work(first, sides)
+    times = compare({key: side.step for key, side in sides.items()}, repeats, device, about=f"m {first.microbatches}, ")
     steps, works = record(sides, trace, device, min(repeats, RECORDED_ROUNDS))
-    rows, played = [], {}
+    rows, simulated = [], {}
     for schedule, name in sides:
         key, rivals = (schedule, name), (schedule, "torch") in sides
         found = idle(configs[schedule].timetable, steps[key], works[key], with_simulation=name != "torch")
-        played[key] = found.pop("simulated_step_s")
+        simulated[key] = found.pop("simulated_step_s")
         rows.append(dict(
-            microbatches=one.microbatches, schedule=schedule, side=name, loss=loss, time=times[key],
+            microbatches=first.microbatches, schedule=schedule, side=name, loss=loss, time=times[key],
             speed=ratios(times[schedule, "torch"], times[key]) if rivals else None,
             of_1f1b=ratios(times[key], times["1f1b", name]),
-            simulated_of_1f1b=played[key] and played[key] / played["1f1b", name], **found))
+            simulated_of_1f1b=simulated[key] and simulated[key] / simulated["1f1b", name], **found))
     return rows
 
 
 def check_same_work(config: Config, sides) -> float:
-    """One step of each side: the mean loss. Raises UserError if losses differ, or a stage's gradients among the sides
-    that place the layers alike."""
+    """Run a step of each side and return the mean loss. Raises UserError if losses differ, or gradient norms of sides
+    with the same placement.
+    """
     norms, losses, first_of = {}, {}, {}
     for key, side in sides.items():
         loss = side.step() / (config.global_batch_size * config.seq_length)
@@ -279,16 +278,16 @@ def check_same_work(config: Config, sides) -> float:
         losses[key], norms[key] = sum(loss for loss, _ in ranks), [norm for _, norm in ranks]
         alike = first_of.setdefault(side.parts.placement, key)
         pairs = [(losses[key], losses[first := next(iter(sides))]), *zip(norms[key], norms[alike])]
-        require(all(abs(mine - expected) <= SAME[config.dtype] * max(abs(expected), 1e-30)     # NaN is not
+        require(all(abs(mine - expected) <= SAME[config.dtype] * max(abs(expected), 1e-30)     # false for NaN
                     for mine, expected in pairs),
-                f"{' '.join(key)} and {' '.join(first)} or {' '.join(alike)} do different work: losses are "
-                f"{losses[key]} and {losses[first]}, the stages' gradient norms {norms[key]} and {norms[alike]}; so "
+                f"{' '.join(key)} and {' '.join(first)} or {' '.join(alike)} do different work: losses "
+                f"{losses[key]} and {losses[first]}, the stages' gradient norms {norms[key]} and {norms[alike]}, so "
                 "their times can't be compared; this is a bug")
     return losses[first]
 
 
 def record(sides, trace: Trace, device, rounds: int):
-    """({key: [round] seconds of a step}, {key: [stage][round] {action: seconds that each took}})."""
+    """Return ({key: [round] seconds of a step}, {key: [stage][round] {(kind, chunk): seconds of each action}})."""
     works = {key: [] for key in sides}
 
     def recorded(key):
@@ -303,7 +302,7 @@ def record(sides, trace: Trace, device, rounds: int):
 
 
 def work_of(events) -> dict[tuple, list[float]]:
-    """Seconds of each action, without its waits, by (kind, chunk)."""
+    """Return the seconds of each action without its waits, by (kind, chunk)."""
     found, waited = defaultdict(list), spans_of(events, "wait")
     for spans in actions(events):
         kind = "pair" if len({span.kind for span in spans}) > 1 else spans[0].kind
@@ -313,10 +312,10 @@ def work_of(events) -> dict[tuple, list[float]]:
 
 
 def idle(timetable: Timetable, steps, works, with_simulation=True) -> dict:
-    """steps: [round] seconds; works: [stage][round] {(kind, chunk): [seconds]}. Medians over the rounds."""
+    """Return idle shares, measured and simulated. steps, works: as record() returns them for one side."""
     busy = [[sum(map(sum, work.values())) for work in stage] for stage in works]
     shares = [[1 - one / step for one, step in zip(stage, steps)] for stage in busy]
-    figure = Figure(tuple(statistics.mean(of_round) for of_round in zip(*shares)), most=1.0, size=1.0)
+    figure = Figure(tuple(statistics.mean(stages) for stages in zip(*shares)), most=1.0, size=1.0)
     each = [statistics.median(stage) for stage in busy]
     found = dict(idle=figure, idle_of_stages=[statistics.median(stage) for stage in shares],
                  even=idle_share(simulate(timetable)), imbalance=max(each) / statistics.mean(each),
@@ -332,7 +331,7 @@ def idle(timetable: Timetable, steps, works, with_simulation=True) -> dict:
 
 
 def idle_share(rows) -> float:
-    """Of the step, mean over the stages."""
+    """Return the idle share of the step, averaged over the stages."""
     return 1 - statistics.mean(sum(end - begin for _, begin, end in row) for row in rows) / step_time(rows)
 
 
@@ -356,14 +355,15 @@ def report(config: Config, device, repeats: int, rows: list[dict]):
         f"{config.pp} stages on {device.type}, {cores} cores{', fewer than stages' if shared else ''}; "
         f"{config.num_layers} layers of {config.hidden_size}, microbatches of {config.micro_batch_size} x "
         f"{config.seq_length}, vocabulary {config.vocab_size}, {config.dtype}; forward and backward of m microbatches",
-        table(["m", "schedule", "side", "step: median [least .. most]", "speed", "of 1f1b's", "simulated", "idle",
+        table(["m", "schedule", "side", "step: median [min .. max]", "speed", "of 1f1b's", "simulated", "idle",
                "simulated", "even"], lines),
-        "the least speed of all m, torch's being 1: "
+        "lowest speed of all m, relative to torch: "
         + "; ".join(f"{key.replace('_', ' ')} {speed:.2f}" for key, speed in least.items()),
         *kinds_of_work(rows),
-        f"farthest from its simulation is the idle time of {farthest['schedule']} {farthest['side']} with "
-        f"{farthest['microbatches']} microbatches: {100 * distance(farthest):.1f} points; the stage with most work has "
-        f"up to {max(row['imbalance'] for row in rows) - 1:.1%} more than the mean; losses and gradients agree"])
+        f"the largest difference between idle share and simulation is {100 * distance(farthest):.1f} points, of "
+        f"{farthest['schedule']} {farthest['side']} with {farthest['microbatches']} microbatches; the busiest stage "
+        f"computes up to {max(row['imbalance'] for row in rows) - 1:.1%} more than the mean; losses and gradients "
+        "agree"])
     return text, {"question": "pipeline", "pp": config.pp,
                   **{f"speed_{key}": speed.value for key, speed in least.items()},
                   "rows": [as_json(row) for row in rows], **shape_of(config), "device": device.type, "cores": cores,
@@ -371,14 +371,14 @@ def report(config: Config, device, repeats: int, rows: list[dict]):
 
 
 def kinds_of_work(rows: list[dict]) -> list[str]:
-    """A line on F, B and W, of the last schedule that does them apart on every stage."""
+    """Return a line on the durations of F, B and W in the last schedule that splits them on every stage."""
     for row in reversed(rows):
         parts = [[sum(seconds for name, seconds in stage.items() if name.split()[0] == kind)
                   for kind in ("forward", "input_backward", "weight_backward")] for stage in row["seconds"] or []]
         if parts and all(map(all, parts)):
             words = ", ".join(f"{letter} {1000 * statistics.mean(of_stages):.1f} ms"
                               for letter, of_stages in zip("FBW", zip(*parts)))
-            return [f"a microbatch on a stage takes {words}, the mean of the stages, in {row['schedule']} with "
+            return [f"a microbatch takes {words} per stage on average, in {row['schedule']} with "
                     f"{row['microbatches']} microbatches"]
     return []
 
@@ -388,7 +388,7 @@ def text_of(value, form: str) -> str:
 
 
 def distance(row: dict) -> float:
-    """Of idle time from its simulation, in parts of the step."""
+    """Return the difference between the idle share and its simulation."""
     return 0.0 if row["simulated"] is None else abs(row["idle"].median - row["simulated"])
 
 

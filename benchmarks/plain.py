@@ -1,16 +1,16 @@
-"""The same model in plain torch.nn, as nanoGPT would write it: what nanodomino must not be slower than.
+"""The same model in plain torch.nn, as nanoGPT would write it: the baseline of the benchmarks.
 
-One process, `nn.Linear`, `nn.Embedding`, `nn.LayerNorm`, fused qkv, `scaled_dot_product_attention`, tanh GELU, a head
-tied to the embedding, autograd, fused AdamW. No dropout. It imports nothing of nanodomino, but agrees with it on the
-names of the parameters and on the rows of the fused qkv, [head, (q, k, v), head_dim], so that both can start from the
-same weights (`load`) and must then find the same losses. A comparison of different work would be worth nothing.
+`nn.Linear`, `nn.Embedding`, `nn.LayerNorm`, fused qkv, `scaled_dot_product_attention`, tanh GELU, a head tied to the
+embedding, autograd, fused AdamW; no dropout. It imports nothing of nanodomino, but uses the same parameter names and
+the same order of the fused qkv's rows, [head, (q, k, v), head_dim]. So both can start from the same weights (`load`),
+and equal losses then prove that both do the same work.
 
-Cut as torch's own parallel parts want it:
+It can be cut by torch's own parallelism:
 
-    tensor parallel   attention.qkv, attention.dense, mlp.dense_h_to_4h, mlp.dense_4h_to_h are Linears of their own;
-                      attention counts the heads that it is handed, so it runs on a shard as on the whole
-    pipeline          Plain(config, layers=range(2, 4), pre_process=False, post_process=False) is a stage: [b, s, h] in
-                      and out; the first takes tokens, the last gives logits
+    tensor parallel   the matrices are separate Linears; attention infers the number of heads from its input, so it also
+                      runs on a shard
+    pipeline          Plain(config, layers=range(2, 4), pre_process=False, post_process=False) is a stage with input and
+                      output [b, s, h]; the first stage takes tokens, the last returns logits
 """
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 
 
 class Attention(nn.Module):
-    """x [b, s, h] -> what is added to x, [b, s, h]."""
+    """Self-attention without the residual: [b, s, h] -> [b, s, h]."""
 
     def __init__(self, config):
         super().__init__()
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """x [b, s, h] -> what is added to x, [b, s, h]."""
+    """The MLP without the residual: [b, s, h] -> [b, s, h]."""
 
     def __init__(self, config):
         super().__init__()
@@ -60,7 +60,7 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """tokens [b, s] -> [b, s, h]."""
+    """Token plus position embedding: [b, s] -> [b, s, h]."""
 
     def __init__(self, config, with_positions):
         super().__init__()
@@ -73,7 +73,7 @@ class Embedding(nn.Module):
 
 
 class Plain(nn.Module):
-    """The whole model, or the `layers` of one pipeline stage. config: nanodomino's, resolved; the head is tied."""
+    """The whole model, or the `layers` of one pipeline stage. config: nanodomino's, resolved."""
 
     def __init__(self, config, layers=None, pre_process=True, post_process=True):
         super().__init__()
@@ -86,7 +86,7 @@ class Plain(nn.Module):
             self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, x):
-        """Tokens [b, s] or hidden states [b, s, h] -> logits [b, s, v] or hidden states."""
+        """Map tokens [b, s] or hidden states [b, s, h] to logits [b, s, v] or hidden states."""
         if self.pre_process:
             x = self.embedding(x)
         for layer in self.layers.values():
@@ -96,19 +96,19 @@ class Plain(nn.Module):
         return x
 
     def load(self, weights: dict):
-        """Take what is ours from nanodomino's whole weights by name, without the rows that pad its vocabulary."""
+        """Load nanodomino's full weights by name, without the rows that pad the vocabulary, and return self."""
         own = self.state_dict()
         self.load_state_dict({name: weights[name][:len(tensor)] for name, tensor in own.items()})
         return self
 
 
 def mean_loss(logits, labels):
-    """logits [b, s, v], labels [b, s] -> the mean loss, in fp32 or wider."""
+    """Return the mean loss of logits [b, s, v] and labels [b, s]."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def adamw(model: nn.Module, config) -> torch.optim.AdamW:
-    """As nanoGPT configures it: weight decay on matrices only, one fused kernel."""
+    """Return AdamW as in nanoGPT: fused, weight decay only on matrices."""
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
     vectors = [weight for weight in model.parameters() if weight.dim() < 2]
     groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=vectors, weight_decay=0.0)]

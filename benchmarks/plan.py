@@ -1,26 +1,26 @@
-"""Would this model fit on those GPUs, and how fast would it be? Nothing is trained: the formulas are evaluated.
+"""Would this model fit on those GPUs, and how fast would it be? Evaluates the formulas; trains nothing.
 
-    memory           of a GPU of each stage: formulas.py, which `bench.py memory` holds against real runs
-    communication    of a step, by group: formulas.py, which `bench.py comm` holds against real runs
-    step time        step_time.py, with a GPU's numbers from the tables here and in report.py, and with assumptions,
-                     all of which are printed; the numbers among them can be changed by a flag
+    memory           of a GPU of each stage (analysis/expected_memory.py; `bench.py memory` checks it on real runs)
+    communication    of a step, by process group (analysis/expected_traffic.py; `bench.py comm` checks it)
+    step time        from data sheet figures and assumptions, which are printed, and most of which are flags
+                     (analysis/step_time.py). "exposed" communication is hidden by no compute
 
-What does not fit is told with its largest terms, and with the changes that would make it fit, and how long a step would
-take then; and a line says which schedule that fits would be the fastest, of all that there are, with each number of
-chunks that deals the layers evenly.
+If the model does not fit, the largest terms are printed, and changes that would make it fit, with their step time. If
+it fits, a faster schedule is proposed if there is one. Presets have their published vocabulary.
 
     python bench.py plan --model gpt3-13b --gpus 64 --tp 8 --pp 4 --gpu A100
 
-`--gpu here` plans for this machine and then does what was planned: it measures three rates (products, wires, memory),
+`--gpu here` plans for this machine and checks the plan: it measures the rates of matmuls, communication and memory,
 predicts, trains, and prints both:
 
     python bench.py plan --gpu here --gpus 2 --tp 2 --pp 1 --model nano --hidden-size 256 --dtype float32
 
-`--published` plans runs that others have published, and prints what they measured beside it (published.py).
+`--published` predicts the runs of three papers and prints their measurements beside the predictions (published.py).
 """
 
 import dataclasses
 import itertools
+import operator
 import statistics
 import time
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ from functools import partial
 
 import train
 from benchmarks import comm, memory, published
-from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, gathered, layout_of, ratio_text, ratios,
-                               schedule_text, seconds_text, table)
+from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, describe, gathered, layout_of,
+                               ratio_text, ratios, seconds_text, table)
 from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
 from nanodomino.analysis.hardware import PEAK_FLOPS
 from nanodomino.analysis.sizes import parameter_count
@@ -44,17 +44,16 @@ from nanodomino.schedules.definitions import SCHEDULES
 
 @dataclass(frozen=True)
 class Gpu:
-    """From the makers' data sheets: bytes; bytes/s of its memory; the link to its neighbours, and PCIe to its host, in
-    bytes/s each way."""
-    memory: float
-    memory_rate: float
-    link: str
-    link_rate: float
-    host_rate: float
+    """Figures of a GPU's data sheet."""
+    memory: float                # bytes
+    memory_rate: float           # bytes/s
+    link: str                    # to the other GPUs of the host
+    link_rate: float             # bytes/s each way
+    host_rate: float             # bytes/s each way, over PCIe
 
 
-# NVLink each way: half of what the data sheets print. PCIe x16 each way: 32 GB/s in generation 4, 64 in 5.
-# Only those that have bfloat16.
+# GPUs with bfloat16. NVLink each way is half of the data sheet's figure; PCIe x16 is 32 GB/s each way in generation 4,
+# 64 GB/s in generation 5.
 GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9, 32e9),
         "H100": Gpu(80e9, 3.35e12, "NVLink", 450e9, 64e9), "H100 PCIe": Gpu(80e9, 2.0e12, "PCIe", 64e9, 64e9),
         "H200": Gpu(141e9, 4.8e12, "NVLink", 450e9, 64e9), "B200": Gpu(180e9, 8e12, "NVLink", 900e9, 64e9),
@@ -62,27 +61,32 @@ GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9, 32e9),
         "RTX 4090": Gpu(24e9, 1.008e12, "PCIe", 32e9, 32e9)}
 
 GPT2_VOCABULARY = PUBLISHED_VOCABULARIES["gpt2"]
+# The parts of step_time.step_seconds() as they are printed.
+PARTS = {"products": "matmuls", "again": "recomputation", "host copies": "exposed host copies",
+         "tp wires": "exposed tp communication", "bubble": "pipeline bubble", "pp wires": "exposed pp messages",
+         "dp wires": "exposed dp communication"}
 MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "messages", "working", "communicators")
 
 
 def add_flags(parser):
     add_config_flags(parser, model="gpt3-13b", dtype="bfloat16")
-    parser.add_argument("--gpus", type=int, default=64, help="processes, a GPU each (default 64)")
-    parser.add_argument("--gpu", choices=(*GPUS, "here"), default="H100", help="which, or this machine (default H100)")
-    parser.add_argument("--gpus-per-host", type=int, default=8, help="joined by their link (default 8)")
+    parser.add_argument("--gpus", type=int, default=64, help="number of GPUs, one per process (default 64)")
+    parser.add_argument("--gpu", choices=(*GPUS, "here"), default="H100",
+                        help="kind of GPU, or this machine (default H100)")
+    parser.add_argument("--gpus-per-host", type=int, default=8, help="GPUs of a host, joined by their link (default 8)")
     parser.add_argument("--network", type=float, default=400.0,
                         help="Gbit/s from a GPU to other hosts, each way (default 400: InfiniBand NDR)")
     parser.add_argument("--product-efficiency", type=float, default=0.6,
-                        help="part of the peak that matrix products reach, with what is between them (default 0.6)")
+                        help="share of the peak FLOP/s that matmuls and element-wise work reach (default 0.6)")
     parser.add_argument("--wire-efficiency", type=float, default=0.8,
-                        help="part of a link's rate that a ring reaches (default 0.8)")
+                        help="share of a link's rate that a ring reaches (default 0.8)")
     parser.add_argument("--latency", type=float, default=15.0,
-                        help="microseconds of a collective, beside its bytes (default 15)")
+                        help="microseconds of a collective, besides its bytes (default 15)")
     parser.add_argument("--reserve", type=float, default=0.05,
-                        help="part of the memory for CUDA and the gaps between tensors (default 0.05)")
+                        help="share of the memory for CUDA and fragmentation (default 0.05)")
     parser.add_argument("--published", action="store_true",
-                        help="hold the model of time against published runs, whose sizes, layouts and GPUs are taken; "
-                             "of the flags, the two efficiencies and --latency count")
+                        help="predict published runs instead; of the other flags only the two efficiencies and "
+                             "--latency are used")
 
 
 def processes(flags) -> int:
@@ -94,8 +98,8 @@ def processes(flags) -> int:
     flags.vocab_size = flags.vocab_size or PUBLISHED_VOCABULARIES.get(flags.model, GPT2_VOCABULARY)
     config = config_of(flags, flags.gpus)
     require(flags.gpu == "here" or config.params_dtype.itemsize == 2,
-            f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, since what is known of it is the rate of 16-bit "
-            f"products, but --dtype is {config.dtype}")
+            f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, as only its 16-bit FLOP/s are known, but --dtype is "
+            f"{config.dtype}")
     return flags.gpus if flags.gpu == "here" and not flags.published else 1
 
 
@@ -112,19 +116,20 @@ def answer(flags, launch):
 # ---- on paper
 
 def machine_of(flags, name: str, network: float, per_host: int) -> Machine:
-    """A GPU of the table, at the rates that the flags say it reaches. network: Gbit/s to other hosts."""
-    gpu, reached = GPUS[name], flags.wire_efficiency
-    return Machine(matmul_rate=PEAK_FLOPS[name] * flags.product_efficiency, intra_host_rate=gpu.link_rate * reached,
-                   inter_host_rate=network / 8 * 1e9 * reached, latency=flags.latency * 1e-6, ranks_per_host=per_host,
-                   memory_rate=gpu.memory_rate * reached, host_copy_rate=gpu.host_rate * reached)
+    """Return a GPU's rates, times the efficiencies of the flags. network: Gbit/s to other hosts."""
+    gpu, efficiency = GPUS[name], flags.wire_efficiency
+    return Machine(matmul_rate=PEAK_FLOPS[name] * flags.product_efficiency, intra_host_rate=gpu.link_rate * efficiency,
+                   inter_host_rate=network / 8 * 1e9 * efficiency, latency=flags.latency * 1e-6,
+                   ranks_per_host=per_host, memory_rate=gpu.memory_rate * efficiency,
+                   host_copy_rate=gpu.host_rate * efficiency)
 
 
 def plan(config: Config, flags):
-    """(text, record) for GPUs of the table."""
+    """Return (text, record) for one of GPUS."""
     gpu, peak = GPUS[flags.gpu], PEAK_FLOPS[flags.gpu]
     machine = machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host)
-    stages = [sizes.mesh_at(config, stage) for stage in range(config.pp)]
-    needs, usable = [memory_terms(config, at) for at in stages], gpu.memory * (1 - flags.reserve)
+    stages, usable = [sizes.mesh_at(config, stage) for stage in range(config.pp)], gpu.memory * (1 - flags.reserve)
+    needs = [memory_terms(config, mesh) for mesh in stages]
     fits = all(sum(need.values()) <= usable for need in needs)
     parts = step_time.step_seconds(config, machine)
     seconds, tokens = sum(parts.values()), config.global_batch_size * config.seq_length
@@ -133,58 +138,60 @@ def plan(config: Config, flags):
     bubble = parts["bubble"] / ideal
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.dtype}, on {config.world_size} x {flags.gpu}",
-        f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, columns {config.columns}, ZeRO stage "
-        f"{config.zero_stage}, {schedule_text(config)}; {config.microbatches} microbatches of "
-        f"{config.micro_batch_size} x {config.seq_length} tokens on each replica", "",
-        table(["memory of a GPU", *MEMORY_TERMS, "together", ""],
+        describe(config), "",
+        table(["memory of a GPU", *MEMORY_TERMS, "total", ""],
               [[f"stage {stage}", *map(bytes_text, need.values()), bytes_text(sum(need.values())),
                 "fits" if sum(need.values()) <= usable else "TOO MUCH"] for stage, need in enumerate(needs)]),
-        f"usable {bytes_text(usable)}; model state {expected_memory.state_bytes_per_parameter(config):.2f} bytes a parameter; "
-        f"microbatches alive on stage 0: {expected_memory.microbatches_in_flight(config, stages[0]):.3g}",
-        *([f"and in the host's memory, of a GPU of stage 0: {bytes_text(expected_memory.host_bytes(config, stages[0]))}"]
+        f"usable {bytes_text(usable)}; model state {expected_memory.state_bytes_per_parameter(config):.2f} bytes per "
+        f"parameter; stage 0 has up to {expected_memory.microbatches_in_flight(config, stages[0]):.3g} microbatches in "
+        "flight",
+        *([f"host memory of a GPU of stage 0: {bytes_text(expected_memory.host_bytes(config, stages[0]))}"]
           if expected_memory.offloads_to_host(config) else []),
         *([] if fits else [why_not(config, needs, usable), what_helps(config, machine, flags, usable)]), "",
-        table(["communication of a GPU in a step", "collective", "members", "calls", "bytes", "on the wires", "time"],
+        table(["communication of a GPU in a step", "collective", "ranks", "calls", "bytes", "sent", "time"],
               communication_rows(config, machine)), "",
-        table(["a step", "", ""], [[name, seconds_text(part), f"{part / seconds:.1%}"]
-                                   for name, part in [*parts.items(), ("together", seconds)]]),
+        table(["a step", "", ""], [[PARTS.get(name, name), seconds_text(part), f"{part / seconds:.1%}"]
+                                   for name, part in [*parts.items(), ("total", seconds)]]),
         *more_columns(config, machine, seconds), *(faster_schedule(config, machine, seconds, usable) if fits else ()),
-        f"bubble {bubble:.1%} of the ideal time (all lines before it; in 1F1B (p - 1)/m if stages are equal); "
-        f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L h s FLOPs a token, of {peak / 1e12:g} TFLOP/s a "
-        "GPU)", "", *assumptions(flags, gpu)])
+        f"bubble {bubble:.1%} of the ideal time, the lines above it ((p - 1)/m in 1F1B if stages are equal); "
+        f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L h s FLOPs per token, of {peak / 1e12:g} "
+        "TFLOP/s per GPU)", "", *assumptions(flags, gpu)])
     return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config), "gpu": flags.gpu,
                   "gpus": config.world_size, **layout_of(config), "microbatches": config.microbatches, "fits": fits,
                   "usable_bytes": usable, "memory": needs,
                   "host_memory": [expected_memory.host_bytes(config, at) for at in stages],
-                  "communication": [[dataclasses.asdict(one) for one in expected_traffic.step_traffic(config, at)] for at in stages],
+                  "communication": [[dataclasses.asdict(traffic)
+                                     for traffic in expected_traffic.step_traffic(config, mesh)] for mesh in stages],
                   "bubble": bubble, "parts_s": parts, "step_s": seconds, "mfu": used,
                   "tokens_per_second": tokens / seconds}
 
 
 def more_columns(config: Config, machine: Machine, seconds: float) -> list[str]:
-    """A line where one slice leaves wires exposed that the column split would hide."""
+    """Return a line if splitting columns would hide communication that a single slice exposes."""
     found = {columns: sum(step_time.step_seconds(dataclasses.replace(config, columns=columns), machine).values())
              for columns in (2, 4, 8) if columns > config.columns and min(config.slices, config.micro_batch_size) == 1}
     best = min(found, key=found.get, default=None)
     if best is None or found[best] > 0.99 * seconds:
         return []
-    return [f"--columns {best} would hide more of the tp wires, which work at micro batch {config.micro_batch_size} "
-            f"too: {seconds_text(found[best])} a step"]
+    return [f"--columns {best} would hide more tp communication, also with --micro-batch-size "
+            f"{config.micro_batch_size}: {seconds_text(found[best])} per step"]
 
 
 def faster_schedule(config: Config, machine: Machine, seconds: float, usable: float) -> list[str]:
-    """A line where another schedule that fits would take less time."""
+    """Return a line if another schedule that fits would be faster."""
     times = [(sum(step_time.step_seconds(dataclasses.replace(config, **changes), machine).values()), changes)
              for changes in itertools.chain(*other_schedules(config))]
-    fitting = (f"{flags_text(changes)} would take {seconds_text(other)} a step"
-               for other, changes in sorted(times, key=lambda one: one[0])
+    fitting = (f"{flags_text(changes)} would take {seconds_text(other)} per step"
+               for other, changes in sorted(times, key=lambda timed: timed[0])
                if other < 0.99 * seconds and most_needed(config, changes) <= usable)
     return list(itertools.islice(fitting, 1))
 
 
 def other_schedules(config: Config) -> list[list[dict]]:
-    """For each schedule the changes that lead to it from another: one for each number of chunks that deals the layers
-    evenly over the stages, else one for the smallest."""
+    """Return for each schedule the changes to use it, with each number of chunks that divides the layers evenly.
+
+    If none does, the smallest number of chunks.
+    """
     found = []
     for name, schedule in SCHEDULES.items():
         counts = [count for count in schedule.chunks if config.pp * count <= config.num_layers]
@@ -195,54 +202,54 @@ def other_schedules(config: Config) -> list[list[dict]]:
 
 
 def flags_text(changes: dict) -> str:
-    return " ".join(flag_name(name) if value is True else f"{flag_name(name)} {value}" for name, value in changes.items())
+    return " ".join(flag_name(name) + ("" if value is True else f" {value}") for name, value in changes.items())
 
 
 def memory_terms(config: Config, at) -> dict[str, int]:
-    """Bytes of a rank, by MEMORY_TERMS; without NCCL's communicators their sum is expected_memory.peak_bytes."""
+    """Return a rank's bytes by MEMORY_TERMS. Without communicators their sum is expected_memory.peak_bytes."""
     return {**expected_memory.state_bytes(config, at), "activations": expected_memory.tape_bytes(config, at),
             "messages": expected_memory.message_bytes(config, at), "working": expected_memory.working_bytes(config, at),
             "communicators": expected_memory.communicator_bytes(config, at)}
 
 
 def communication_rows(config: Config, machine: Machine) -> list[list]:
-    """A row for each group and purpose: of the stage that is longest at it."""
+    """Return a row for each process group and purpose, of the stage that takes longest."""
     longest = {}
     for stage in range(config.pp):
         at = sizes.mesh_at(config, stage)
-        for one in expected_traffic.step_traffic(config, at):
-            members, seconds = (len(set(sizes.group_ranks(at, one.group))),
-                                step_time.communication_seconds(config, machine, at, [one]))
-            if one.kind != "receive" and seconds >= longest.get((one.group, one.why), (0.0,))[0]:
-                wire = expected_traffic.bytes_sent(one.kind, one.bytes, members)
-                longest[one.group, one.why] = seconds, [
-                    f"{one.group}: {one.why}", one.kind, members, one.calls, bytes_text(one.bytes), bytes_text(wire),
-                    seconds_text(seconds)]
+        for traffic in expected_traffic.step_traffic(config, at):
+            key, ranks = (traffic.group, traffic.why), len(set(sizes.group_ranks(at, traffic.group)))
+            seconds = step_time.communication_seconds(config, machine, at, [traffic])
+            if traffic.kind != "receive" and seconds >= longest.get(key, (0.0,))[0]:
+                sent = expected_traffic.bytes_sent(traffic.kind, traffic.bytes, ranks)
+                longest[key] = seconds, [f"{traffic.group}: {traffic.why}", traffic.kind, ranks, traffic.calls,
+                                         bytes_text(traffic.bytes), bytes_text(sent), seconds_text(seconds)]
     return [row for _, row in longest.values()]
 
 
 def assumptions(flags, gpu: Gpu) -> list[str]:
-    """Lines that say what was taken for granted."""
-    return ["assumed:",
-            f"  {flags.gpu}: {bytes_text(gpu.memory)} of memory, {flags.reserve:.0%} of it not ours (--reserve), which "
-            f"moves {bytes_text(gpu.memory_rate)}/s",
-            f"  16-bit products reach {flags.product_efficiency:.0%} of the peak of {PEAK_FLOPS[flags.gpu] / 1e12:g} "
-            "TFLOP/s (--product-efficiency), with attention and element-wise work, whatever their size",
+    """Return the lines that list the assumptions."""
+    channels, connection = expected_memory.CHANNELS, expected_memory.CONNECTION_BYTES
+    return ["assumptions:",
+            f"  {flags.gpu}: {bytes_text(gpu.memory)} of memory at {bytes_text(gpu.memory_rate)}/s, of which "
+            f"{flags.reserve:.0%} is reserved (--reserve)",
+            f"  matmuls reach {flags.product_efficiency:.0%} of the 16-bit peak of {PEAK_FLOPS[flags.gpu] / 1e12:g} "
+            "TFLOP/s, whatever their size, with attention and element-wise work included (--product-efficiency)",
             f"  hosts of {flags.gpus_per_host} GPUs (--gpus-per-host) joined by {gpu.link}, "
             f"{bytes_text(gpu.link_rate)}/s each way; {flags.network:g} Gbit/s from a GPU to other hosts (--network)",
-            f"  rings and the optimizer reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency); a "
-            f"collective takes {flags.latency:g} us besides (--latency)",
-            "  sums travel behind other slices and weight gradients without slowing them; gradients travel behind the "
-            "last microbatch's backward",
-            f"  a ring of NCCL keeps {bytes_text(expected_memory.CHANNELS * expected_memory.CONNECTION_BYTES)}: {expected_memory.CHANNELS} "
-            f"channels of {bytes_text(expected_memory.CONNECTION_BYTES)}; trees and switches that sum would add to it",
-            "  messages, working memory and communicators are estimates, the rest of the memory is exact"]
+            f"  rings and the optimizer reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency); each "
+            f"collective takes {flags.latency:g} us more (--latency)",
+            "  all-reduces overlap other slices and weight gradients without slowing them; gradient reduction overlaps "
+            "the last microbatch's backward",
+            f"  an NCCL ring allocates {bytes_text(channels * connection)}, {channels} channels of "
+            f"{bytes_text(connection)}; trees and in-network reduction would add to it",
+            "  messages, working memory and communicators are estimates; the rest of the memory is exact"]
 
 
-# ---- what does not fit
+# ---- if it does not fit
 
 def why_not(config: Config, needs: list[dict], usable: float) -> str:
-    """How much too much the fullest GPU holds, and of what."""
+    """Return by how much the fullest GPU exceeds its memory, and its largest terms."""
     worst = max(range(config.pp), key=lambda stage: sum(needs[stage].values()))
     need, alive = needs[worst], expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, worst))
     total = sum(need.values())
@@ -254,12 +261,12 @@ def why_not(config: Config, needs: list[dict], usable: float) -> str:
 
 
 def what_helps(config: Config, machine: Machine, flags, usable: float) -> str:
-    """Changes of one thing, else of two, else more or other GPUs, with which it would fit."""
+    """Return the single changes, else pairs of changes, else more or other GPUs with which the model would fit."""
     found = []
 
     def costs(most, *how):
         seconds = sum(step_time.step_seconds(changed(config, *how), machine).values())
-        return f"({bytes_text(most)}, {seconds_text(seconds)} a step)"
+        return f"({bytes_text(most)}, {seconds_text(seconds)} per step)"
 
     for count in (1, 2):
         for changes in itertools.combinations(remedies(config), count) if not found else ():
@@ -273,15 +280,16 @@ def what_helps(config: Config, machine: Machine, flags, usable: float) -> str:
         most = most_needed(config, {})
         found = [f"--gpu '{name}'" for name, gpu in GPUS.items() if gpu.memory * (1 - flags.reserve) >= most]
     return (f"would fit with {', or '.join(found)}" if found
-            else "no two changes would make it fit, nor up to 16 times as many GPUs as further replicas, nor "
-                 "another GPU: take more of them, and give them to --tp and --pp")
+            else "no two changes would make it fit, nor up to 16 times as many replicas, nor another GPU; use more "
+                 "GPUs for --tp and --pp")
 
 
 def remedies(config: Config) -> list[dict]:
-    """Changes of one thing that take memory off a GPU."""
+    """Return the single changes that reduce a GPU's memory."""
     found = [{"zero_stage": stage} for stage in (1, 2) if stage > config.zero_stage and config.dp > 1]
     found += [change for changes in other_schedules(config) for change in changes[:1] if config.pp > 1]
-    found += [{"sequence_parallel": True}] * (config.tp > 1 and not config.sequence_parallel) + less_on_tapes(config)
+    found += [{"sequence_parallel": True}] * (config.tp > 1 and not config.sequence_parallel)
+    found += more_recomputation(config)
     found += [{name: 0.0} for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)]
     found += [{"micro_batch_size": size} for size in sorted({config.micro_batch_size // 2, 1}, reverse=True)
               if 0 < size < config.micro_batch_size]
@@ -289,16 +297,17 @@ def remedies(config: Config) -> list[dict]:
                     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")]
 
 
-def less_on_tapes(config: Config) -> list[dict]:
-    """Changes with which tapes keep less than now, on the GPU: the least at the end."""
-    ways = [{"recompute_granularity": one, "checkpoint_in_cpu": False} for one in GRANULARITIES]
-    ways.append({"recompute_granularity": "full", "checkpoint_in_cpu": True})
-    now = {name: getattr(config, name) for name in ways[0]}
-    return [{name: value for name, value in way.items() if value != now[name]} for way in ways[ways.index(now) + 1:]]
+def more_recomputation(config: Config) -> list[dict]:
+    """Return the changes with which tapes keep less on the GPU than now, in decreasing order of memory."""
+    options = [{"recompute_granularity": granularity, "checkpoint_in_cpu": False} for granularity in GRANULARITIES]
+    options.append({"recompute_granularity": "full", "checkpoint_in_cpu": True})
+    now = {name: getattr(config, name) for name in options[0]}
+    return [{name: value for name, value in option.items() if value != now[name]}
+            for option in options[options.index(now) + 1:]]
 
 
 def changed(config: Config, changes: dict, gpus=None) -> Config | None:
-    """After the changes, dp being what is left; None if they can't be made."""
+    """Return the Config after the changes, with dp as it follows; None if they are impossible."""
     slices = min(config.slices, changes.get("micro_batch_size", config.micro_batch_size))
     try:
         other = dataclasses.replace(config, data_parallel_size=None, slices=slices, **changes)
@@ -308,7 +317,7 @@ def changed(config: Config, changes: dict, gpus=None) -> Config | None:
 
 
 def most_needed(config: Config, changes: dict, gpus=None) -> float:
-    """Bytes of the fullest GPU after the changes; infinite if they can't be made."""
+    """Return the bytes of the fullest GPU after the changes; infinity if they are impossible."""
     if (other := changed(config, changes, gpus)) is None:
         return float("inf")
     return max(sum(memory_terms(other, sizes.mesh_at(other, stage)).values()) for stage in range(other.pp))
@@ -317,8 +326,7 @@ def most_needed(config: Config, changes: dict, gpus=None) -> float:
 # ---- here
 
 def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
-    """Predict and train, in turn, so that both of a round find the machine equally busy. All ranks call it; each gets
-    the whole record."""
+    """Predict and train in turn, so that both see the same load, and return the record. Collective over all ranks."""
     dataset = memory.CopiedRandomTokens(config, mesh.device)
     held = memory.measure(config, mesh, optimizer, stage, dataset)
     with comm.CollectiveCounter(mesh) as listener:
@@ -332,18 +340,17 @@ def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
         train.train_step(step, stage, optimizer, dataset, config, mesh)
         measured.append(slowest(time.perf_counter() - begin))
     everyone = gathered((held, listener.counts))
-    said = [(memory.predict(config, at), expected_traffic.totals_by_group(expected_traffic.step_traffic(config, at)))
-            for at in sizes.all_meshes(config)]
-    memory_errors = {name: max(abs(one[name] / words[name] - 1) for (one, _), (words, _) in zip(everyone, said))
+    expected = [memory.predict(config, mesh) for mesh in sizes.all_meshes(config)]
+    memory_errors = {name: max(abs(found[name] / formula[name] - 1) for (found, _), formula in zip(everyone, expected))
                      for name in held}
     return {"question": "plan", "gpu": "here", "gpus": config.world_size, "tp": config.tp, "pp": config.pp,
             "dp": config.dp, "slices": config.slices,
-            "machine": {name: statistics.median(getattr(one, rate) for one in machines) for name, rate in
+            "machine": {name: statistics.median(getattr(machine, rate) for machine in machines) for name, rate in
                         (("products", "matmul_rate"), ("near", "intra_host_rate"), ("memory", "memory_rate"))},
             "predicted_s": predicted, "measured_s": measured,
-            "measured_over_predicted": statistics.median(one / other for one, other in zip(measured, predicted)),
+            "measured_over_predicted": statistics.median(map(operator.truediv, measured, predicted)),
             "memory_errors": memory_errors,
-            "comm_exact": all(one == words for (_, one), (_, words) in zip(everyone, said))}
+            "comm_exact": [counts for _, counts in everyone] == comm.predict(config)}
 
 
 def here_text(config: Config, found: dict):
@@ -351,10 +358,10 @@ def here_text(config: Config, found: dict):
                                     Times(tuple(found["measured_s"])))
     return "\n".join([
         f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, {config.dtype} on {config.device}",
-        f"each process, all being busy: products {machine['products'] / 1e9:.3g} GFLOP/s, wires "
+        f"each process, while all are busy: matmuls {machine['products'] / 1e9:.3g} GFLOP/s, communication "
         f"{bytes_text(machine['near'])}/s, memory {bytes_text(machine['memory'])}/s",
-        table(["a step", "median [least .. most]"],
+        table(["a step", "median [min .. max]"],
               [["predicted", predicted], ["measured", measured],
                ["measured / predicted", ratio_text(ratios(measured, predicted))]]),
-        f"collectives and bytes {'equal' if found['comm_exact'] else 'DO NOT equal'} their formulas; memory is off by "
+        f"collectives and bytes {'equal' if found['comm_exact'] else 'DO NOT equal'} their formulas; memory differs by "
         + ", ".join(f"{error:.1%} ({name})" for name, error in found["memory_errors"].items())]), found

@@ -1,17 +1,18 @@
-"""What plan says of runs that others made and published, beside what they measured: `bench.py plan --published`.
+"""Predicts published runs and compares with what was measured: `bench.py plan --published`.
 
-    2104.04473, table 1    GPT of 1.7 to 1008 billion parameters on up to 3072 A100: FLOP/s that a GPU reaches. What is
-                           computed again counts: 96 B s l h^2 (1 + s/6h + V/16lh) a step, formula (3)
-    2205.05198, table 5    four of such sizes, one replica of each: seconds of a step in which a whole layer is computed
-                           again, and in which only attention is, with sequence parallelism
-    2409.15241             Domino on H100: its largest gain over Megatron-LM, and the wires' part of Megatron-LM's step
+    2104.04473, table 1    GPT with 1.7 to 1008 billion parameters on up to 3072 A100: FLOP/s per GPU, recomputation
+                           included: 96 B s l h^2 (1 + s/6h + V/16lh) per step, formula (3)
+    2205.05198, table 5    one replica of four such models: seconds of a step that recomputes whole layers, and of one
+                           that recomputes only attention, with sequence parallelism
+    2409.15241             Domino on H100: its largest speed-up over Megatron-LM, and the share of communication in
+                           Megatron-LM's step
 
-The time is that of step_time.py, with what these runs do and this program does not: before a microbatch's backward the
-layers' forward again, or attention's alone; and in Megatron-LM's part of 2409.15241 sums that nothing covers.
+The step time is that of analysis/step_time.py, changed to what these runs did: before its backward, a microbatch
+repeats the layers' whole forward, or attention's; Megatron-LM's all-reduces of 2409.15241 overlap nothing.
 
-A ratio far from 1 shows which assumption does not hold. The largest is that products reach the same part of the peak
-at every width: 45 % would fit the 1.7B of table 1, of width 2304, and 71 % the 1T of table 5, of width 25600. Smaller
-products than assumed are likely what is wrong too where 32 GPUs share a width of 5120; but little is told of that run.
+A ratio far from 1 points to a wrong assumption. The weakest is that matmuls reach the same share of the peak at every
+width: 45 % would fit the 1.7B model of table 1 (width 2304), and 71 % the 1T model of table 5 (width 25600). Small
+matmuls are also the likely reason where 32 GPUs share a width of 5120, but little is published about that run.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ SEQ_LENGTH = 2048
 
 @dataclass(frozen=True)
 class Run:
-    """A published one. again: what is computed a second time before backward."""
+    """A published run. again: what it recomputes before backward."""
     name: str
     num_layers: int
     hidden_size: int
@@ -44,12 +45,12 @@ class Run:
     published: float
     again: str = "layers"        # layers, attention, nothing
     gpu: str = "A100"
-    network: float = 200.0       # Gbit/s that a GPU has to other hosts
+    network: float = 200.0       # Gbit/s from a GPU to other hosts
     vocab_size: int = 51200
 
     @property
     def config(self) -> Config:
-        """One slice, and the whole optimizer on each replica, as Megatron-LM had it."""
+        """The run's Config: one slice, and an unsharded optimizer, as in Megatron-LM."""
         return Config(num_layers=self.num_layers, hidden_size=self.hidden_size, num_attention_heads=self.heads,
                       seq_length=SEQ_LENGTH, vocab_size=self.vocab_size, dtype="bfloat16", device="cuda", slices=1,
                       zero_stage=0, micro_batch_size=self.micro_batch_size, global_batch_size=self.global_batch_size,
@@ -71,7 +72,7 @@ TABLE_5 = [Run(*sizes, "s", published, again) for *sizes, both in (
     ("1T", 128, 25600, 160, 8, 64, 512, 1, 512, 1, (94.42, 71.49)))
     for again, published in zip(("layers", "attention"), both)]
 
-# Its eight cards of 400 Gbit/s are together what a host sends to others, when a sum is over all of its GPUs.
+# In an all-reduce over all GPUs of a host, its eight cards of 400 Gbit/s work together.
 OF_H100 = dict(again="nothing", gpu="H100", network=8 * 400.0, vocab_size=50257)
 DOMINO = [Run(*sizes, figure, published, **OF_H100) for *sizes, figure, published in (
     ("2.7B", 32, 2560, 32, 8, 1, 8, 8, 8, 1, "x speed", 1.3), ("6.7B", 32, 4096, 32, 8, 1, 8, 8, 8, 1, "x speed", 1.3),
@@ -82,16 +83,17 @@ RUNS = {"2104.04473": TABLE_1, "2205.05198": TABLE_5, "2409.15241": DOMINO}
 # ---- seconds
 
 def seconds(config: Config, machine: Machine, costs=step_time.action_costs) -> float:
-    """Of a step, as the sum of step_time.step_seconds; with other costs of the actions, if these are given."""
+    """Return the seconds of a step, as the sum of step_time.step_seconds(). costs: replaces action_costs()."""
     stages = [sizes.mesh_at(config, stage) for stage in range(config.pp)]
-    (real,) = step_time.simulate_schedule(config, machine, [costs(config, machine, at) for at in stages], messages=(True,))
+    of_stages = [costs(config, machine, at) for at in stages]
+    (real,) = step_time.simulate_schedule(config, machine, of_stages, messages=(True,))
     once = max(step_time.exposed_data_parallel_seconds(config, machine, at, row) for at, row in zip(stages, real))
     return (simulation.step_time(real) + once
             + max(step_time.optimizer_memory_traffic(config, at) for at in stages) / machine.memory_rate)
 
 
 def before_backward(config: Config, machine: Machine, at, seconds_of) -> dict:
-    """The costs of actions where the backward of a chunk begins with seconds_of(chunk) of other work."""
+    """Return action_costs() with seconds_of(chunk) more compute in each backward."""
     found = step_time.action_costs(config, machine, at)
     for number, chunk in enumerate(sizes.stage_model(config, at).chunks):
         cost = found["backward", number]
@@ -100,24 +102,25 @@ def before_backward(config: Config, machine: Machine, at, seconds_of) -> dict:
 
 
 def layers_again(config: Config, machine: Machine, at) -> dict:
-    """With a forward of the layers, and their sums."""
+    """Return action_costs() with the layers' forward, all-reduces included, before each backward."""
     def seconds_of(chunk):
         dense, _, attention = (count / machine.matmul_rate for count in step_time.forward_flops(config, at, chunk))
-        sums = [one for one in expected_traffic.tensor_parallel_traffic(config, at, [chunk]) if one.why == "layers forward"]
-        wires = step_time.communication_seconds(config, machine, at, sums) / config.microbatches
-        return action_seconds(config, Cost(dense + attention, wires))
+        traffic = [collective for collective in expected_traffic.tensor_parallel_traffic(config, at, [chunk])
+                   if collective.why == "layers forward"]
+        communication = step_time.communication_seconds(config, machine, at, traffic) / config.microbatches
+        return action_seconds(config, Cost(dense + attention, communication))
 
     return before_backward(config, machine, at, seconds_of)
 
 
 def attention_again(config: Config, machine: Machine, at) -> dict:
-    """With attention's own products, which have no sums."""
+    """Return action_costs() with attention's own matmuls, which need no communication, before each backward."""
     return before_backward(config, machine, at,
                            lambda chunk: step_time.forward_flops(config, at, chunk)[2] / machine.matmul_rate)
 
 
 def blocking(config: Config, machine: Machine, at) -> dict:
-    """The costs of actions where every sum is waited for."""
+    """Return the costs of actions in which nothing overlaps communication."""
     return {what: Cost(cost.compute + cost.independent, cost.communication)
             for what, cost in step_time.action_costs(config, machine, at).items()}
 
@@ -128,12 +131,12 @@ AGAIN = {"layers": layers_again, "attention": attention_again, "nothing": step_t
 # ---- figures
 
 def teraflops(run: Run, machine: Machine) -> float:
-    """That a GPU reaches; what is computed again counts."""
+    """Predict the TFLOP/s per GPU, recomputation included."""
     return formula_3(run.config) / step(run, machine) / run.gpus / 1e12
 
 
 def formula_3(config: Config) -> float:
-    """FLOPs of a step: of the layers four forwards, of the head three (2104.04473, section 5.1)."""
+    """Return the FLOPs of a step: four forwards of the layers, three of the head (2104.04473, section 5.1)."""
     layers, h, words = config.num_layers, config.hidden_size, config.padded_vocab_size
     return 96 * config.global_batch_size * SEQ_LENGTH * layers * h ** 2 * (
         1 + SEQ_LENGTH / (6 * h) + words / (16 * layers * h))
@@ -144,13 +147,13 @@ def step(run: Run, machine: Machine) -> float:
 
 
 def gain(run: Run, machine: Machine) -> float:
-    """Of two slices over sums that are waited for."""
+    """Predict the speed-up of two slices over blocking communication."""
     config = run.config
     return seconds(config, machine, blocking) / seconds(dataclasses.replace(config, slices=2), machine)
 
 
 def wires(run: Run, machine: Machine) -> float:
-    """Percent of a step whose sums are waited for, by which it would be shorter if they took no time."""
+    """Predict the percentage of a step with blocking communication that free communication would save."""
     free = dataclasses.replace(machine, intra_host_rate=math.inf, inter_host_rate=math.inf, latency=0.0)
     return 100 * (1 - seconds(run.config, free, blocking) / seconds(run.config, machine, blocking))
 
@@ -161,49 +164,51 @@ FIGURES = {"TFLOP/s": teraflops, "s": step, "x speed": gain, "% wires": wires}
 # ---- the answer
 
 def answer(machine_of, flags):
-    """(text, record). machine_of(name of a GPU, Gbit/s to other hosts) -> Machine"""
+    """Return (text, record). machine_of(name of a GPU, Gbit/s to other hosts) -> Machine"""
     rows, record = [], []
     for paper, runs in RUNS.items():
         for run in runs:
-            config, said = run.config, FIGURES[run.figure](run, machine_of(run.gpu, run.network))
+            config, predicted = run.config, FIGURES[run.figure](run, machine_of(run.gpu, run.network))
             chunks = f" x {config.virtual_stages}" if config.virtual_stages > 1 else ""
             rows.append([f"{paper}: {run.name}", run.num_layers, run.hidden_size, run.heads, config.tp, config.pp,
                          config.dp, run.gpus, f"{run.micro_batch_size} of {run.global_batch_size}",
-                         config.schedule + chunks, run.again, f"{run.published:g} {run.figure}", f"{said:.3g}",
-                         f"{said / run.published:.2f}"])
-            record.append({"paper": paper, **dataclasses.asdict(run), "predicted": said, "ratio": said / run.published})
-    head = ["", "layers", "hidden", "heads", "tp", "pp", "dp", "GPUs", "batch", "schedule", "again", "published",
+                         config.schedule + chunks, run.again, f"{run.published:g} {run.figure}",
+                         f"{predicted:.3g}", f"{predicted / run.published:.2f}"])
+            record.append({"paper": paper, **dataclasses.asdict(run), "predicted": predicted,
+                           "ratio": predicted / run.published})
+    head = ["", "layers", "hidden", "heads", "tp", "pp", "dp", "GPUs", "batch", "schedule", "recomputed", "published",
             "plan", "ratio"]
     text = "\n".join([table(head, rows), "", *assumptions(flags)])
     return text, {"question": "plan", "published": True, "rows": record}
 
 
 def assumptions(flags) -> list[str]:
-    """Lines that say what was taken for granted, and where the figures are from."""
-    products, reached, latency = flags.product_efficiency, flags.wire_efficiency, flags.latency
+    """Return the lines that list the assumptions and the sources of the figures."""
+    matmuls, links, latency = flags.product_efficiency, flags.wire_efficiency, flags.latency
     return [
-        "again: what is computed a second time before backward; batch: micro of global; x speed: of two slices over",
-        "sums that are waited for; % wires: by how much a step whose sums are waited for would be shorter without them",
-        "assumed:",
-        f"  samples of {SEQ_LENGTH} tokens, {TABLE_1[0].vocab_size:,} words (2409.15241: {DOMINO[0].vocab_size:,})",
-        f"  16-bit products reach {products:.0%} of the peak, 312 TFLOP/s of an A100 and 989 of an H100, with",
-        "  attention and element-wise work, whatever their size (--product-efficiency)",
+        "recomputed: before each backward; batch: micro of global; x speed: two slices over blocking communication;",
+        "% wires: the share of a step with blocking communication that free communication would save",
+        "assumptions:",
+        f"  {SEQ_LENGTH} tokens per sample, vocabulary {TABLE_1[0].vocab_size:,} "
+        f"(2409.15241: {DOMINO[0].vocab_size:,})",
+        f"  16-bit matmuls reach {matmuls:.0%} of the peak, 312 TFLOP/s of an A100 and 989 of an H100, whatever their",
+        "  size, with attention and element-wise work included (--product-efficiency)",
         "  hosts of 8 GPUs, joined by NVLink of 300 (A100) and 450 GB/s (H100) each way; each A100 has a card of",
-        "  200 Gbit/s to other hosts; a sum over all GPUs of H100 hosts has their eight cards of 400 Gbit/s together",
-        f"  rings, messages and the optimizer reach {reached:.0%} of these rates (--wire-efficiency), and a collective",
-        f"  takes {latency:g} us besides (--latency)",
-        "  layers again: with their sums, which nothing covers, without the head, as formula (3) of 2104.04473 counts;",
-        "  attention again: without sums. Of sequence parallelism: as many bytes on the wires, and no other gain",
-        "  as in this program, but for 2409.15241: weight gradients cover backward's sums; gradients are summed in",
-        "  fp32 behind the last microbatch's backward; a message goes whole, from each GPU of a stage. Each replica",
-        "  has the whole optimizer. Nothing for dropout, data, the start of kernels, ranks that wait for a slower one",
-        "from where:",
-        "  2104.04473, table 1: as in a copy of it (github.com/SotaroKaneda/MLCarbon). Micro batches and chunks, which",
-        "  it does not tell, are of Megatron-LM's examples/sc21/run_table_1.sh. It ran float16, as fast as bfloat16",
-        "  2205.05198, table 5: seconds and layouts as in github.com/calculon-ai/calculon, which is held against it",
-        "  too; not looked up: layers, widths, heads, samples, words, and the cards of the A100 hosts of both papers.",
-        "  Layers and widths give the parameters that it names",
-        "  2409.15241: up to 1.3 x in its abstract, up to 43 % of 13B's step on 8, 16 and 32 GPUs in DeepSpeed's",
-        "  blogs/deepspeed-domino, compared with 32. Of which size and batch 1.3 is, neither tells: it is held against",
-        "  three sizes on one host, with the batch of the authors' example. 32 GPUs can't share 13B's 40 heads: 32",
-        "  wider ones, of the same work, are taken"]
+        "  200 Gbit/s to other hosts; an all-reduce over whole H100 hosts uses all eight cards of 400 Gbit/s",
+        f"  rings, messages and the optimizer reach {links:.0%} of these rates (--wire-efficiency), and each",
+        f"  collective takes {latency:g} us more (--latency)",
+        "  layers recomputed: with blocking all-reduces, without the head, as in formula (3) of 2104.04473;",
+        "  attention recomputed: without communication. Sequence parallelism sends as many bytes",
+        "  as in this program, except for 2409.15241: weight gradients hide backward's all-reduces; gradients are",
+        "  reduced in fp32 during the last microbatch's backward; each GPU of a stage sends whole messages; the",
+        "  optimizer is not sharded. Nothing is added for dropout, data, kernel launches and slower ranks",
+        "sources:",
+        "  2104.04473, table 1: from a copy (github.com/SotaroKaneda/MLCarbon); micro batches and chunks, which the",
+        "  table omits, from Megatron-LM's examples/sc21/run_table_1.sh. It ran float16, as fast as bfloat16",
+        "  2205.05198, table 5: seconds and layouts as in github.com/calculon-ai/calculon, which is validated against",
+        "  it; not looked up: layers, widths, heads, samples, vocabulary, and the network cards of both papers' A100",
+        "  hosts. Layers and widths give the parameter counts that the paper names",
+        "  2409.15241: up to 1.3 x in its abstract; up to 43 % of 13B's step on 8, 16 and 32 GPUs in DeepSpeed's",
+        "  blogs/deepspeed-domino, compared with 32. Neither tells the size and batch of 1.3 x, so it is compared with",
+        "  three sizes on one host, with the batch of the authors' example. 32 GPUs can't share 13B's 40 heads, so it",
+        "  gets 32 wider heads with the same FLOPs"]

@@ -1,12 +1,12 @@
-"""What does it cost to compute activations again, and what does it save?
+"""What does recomputation cost, and what does it save?
 
-One model, one batch, each --recompute-granularity in turn, on the same weights: forward and backward of a step's
-microbatches, as train.py's schedule runs them, without the update. Gradients must have the same bits, or there is no
-comparison.
+Runs forward and backward of a step's microbatches with each --recompute-granularity in turn, on the same weights and
+without the update. The gradients must be bit-equal.
 
-    x none        seconds, relative to keeping everything
-    products      what step_time.py says of it: FLOPs of the products alone, on the busiest stage
-    activations   bytes that this rank's tapes hold at most, and what formulas.py says of them
+    x none        seconds, relative to no recomputation
+    FLOPs         the matmuls' FLOPs on the busiest stage, relative to no recomputation (analysis/step_time.py)
+    activations   peak bytes of the tapes, beside the formula (analysis/expected_memory.py)
+    a layer, X    the formula for one layer, in units of X, the bytes of one activation [b, s, h]
 
     python bench.py recompute
     python bench.py recompute --tp 2 --slices 2 --columns 2
@@ -14,14 +14,15 @@ comparison.
 
 import dataclasses
 import os
+from functools import partial
 
 import torch
 
 import train
 from benchmarks import comm
-from benchmarks.comm import processes  # noqa: F401, as bench.py asks for it
-from benchmarks.common import (CONFIG_FLAGS, Times, add_config_flags, bytes_text, compare, config_of, gathered,
-                               layout_of, ratio_text, ratios, schedule_text, shape_of, table)
+from benchmarks.comm import processes  # noqa: F401, called by common.main
+from benchmarks.common import (CONFIG_FLAGS, Times, add_config_flags, bytes_text, compare, config_of, describe,
+                               gathered, layout_of, ratio_text, ratios, shape_of, table)
 from benchmarks.memory import CopiedRandomTokens, TapeMeter, state_storages
 from nanodomino.analysis import expected_memory, sizes, step_time
 from nanodomino.analysis.step_time import slowest
@@ -53,10 +54,10 @@ def answer(flags, launch):
         held[granularity] = watched.most
         gradients = [bucket.main_grad.clone() for bucket in optimizer.buckets]
         first = first or gradients
-        different = sum(not torch.equal(one, other) for one, other in zip(gradients, first))
-        require(slowest(different) == 0, f"the gradients of {granularity} recomputation have other bits than without; "
-                "so the two can't be compared; this is a bug")
-    times = compare({one: lambda one=one: step(one) for one in GRANULARITIES}, flags.repeats, mesh.device)
+        different = sum(not torch.equal(*pair) for pair in zip(gradients, first))
+        require(slowest(different) == 0, f"{granularity} recomputation changes the gradients' bits, so the times "
+                "can't be compared; this is a bug")
+    times = compare({name: partial(step, name) for name in GRANULARITIES}, flags.repeats, mesh.device)
     return report(config, times, gathered(held))
 
 
@@ -65,7 +66,7 @@ def changed(config, granularity: str):
 
 
 def report(config, times: dict[str, Times], held: list[dict]):
-    """held: by rank. The figures of activations are those of the rank that holds most."""
+    """Return (text, record). held: by rank; activations are those of the rank that holds most."""
     rows, record = [], {"question": "recompute"}
     for granularity, one in times.items():
         here, ratio = changed(config, granularity), ratios(one, times["none"])
@@ -73,24 +74,22 @@ def report(config, times: dict[str, Times], held: list[dict]):
         found = [by_rank[granularity] for by_rank in held]
         error = max(abs(measured / formula - 1) for measured, formula in zip(found, said))
         layer = sum(expected_memory.layer_tape_bytes(here).values()) / sizes.hidden_bytes(here)
-        rows.append([granularity, one, ratio_text(ratio), f"{products(here):.2f}", bytes_text(max(found)),
+        rows.append([granularity, one, ratio_text(ratio), f"{relative_flops(here):.2f}", bytes_text(max(found)),
                      bytes_text(max(said)), f"{layer:.2f}"])
         record |= {f"{granularity}_s": one.median, **ratio.record(f"{granularity}_ratio"),
-                   f"{granularity}_products": products(here), f"{granularity}_activations": max(found),
+                   f"{granularity}_products": relative_flops(here), f"{granularity}_activations": max(found),
                    f"{granularity}_activations_error": error}
     text = "\n".join([
-        f"{config.num_layers} layers of {config.hidden_size}, {config.microbatches} microbatches of "
-        f"{config.micro_batch_size} x {config.seq_length} tokens, {config.dtype} on {config.device}; tp {config.tp}, "
-        f"pp {config.pp}, dp {config.dp}, slices {config.slices}, columns {config.columns}, {schedule_text(config)}",
-        table(["", "step: median [least .. most]", "x none", "products", "activations", "formula", "a layer, X"], rows),
-        "gradients have the same bits in all three"])
+        f"{describe(config)} on {config.device}",
+        table(["", "step: median [min .. max]", "x none", "FLOPs", "activations", "formula", "a layer, X"], rows),
+        "the gradients are bit-equal"])
     layout = {name: value for name, value in layout_of(config).items() if name in FLAGS or name in ("tp", "pp", "dp")}
     return text, record | layout | shape_of(config) | {
         "global_batch_size": config.global_batch_size, "device": config.device, "cores": os.cpu_count(),
         "repeats": len(times["none"].seconds)}
 
 
-def products(config) -> float:
-    """FLOPs of a step with what is computed again, relative to those without: of the stage that has most."""
+def relative_flops(config) -> float:
+    """Return the busiest stage's FLOPs, relative to those without recomputation."""
     work, again = max((step_time.stage_flops(config, at) for at in sizes.all_meshes(config)), key=sum)
     return 1 + again / work

@@ -1,19 +1,19 @@
 """What do 2, 4, 8 processes gain over one?
 
-A world of processes after the other, each process with a core (or a GPU) of its own while there are enough, full
-training steps, two layouts, two ways to ask:
+Worlds of 1, 2, 4 ... processes run full training steps one after the other, each process on its own core (or GPU) as
+long as there are enough. Two layouts and two kinds of scaling:
 
-    dp       replicas share the batch
-    tp       ranks share each matrix (Domino, two slices)
+    dp       data parallel
+    tp       tensor parallel (Domino with two slices)
 
-    weak     --global-batch-size samples for each process: twice the processes do twice the work, at best as quickly
-    strong   so many samples for all together: twice the processes take, at best, half the time
+    weak     --global-batch-size samples per process: ideally the step takes as long with more processes
+    strong   --global-batch-size samples in total: ideally twice the processes take half the time
 
-    speed-up     tokens/s of N processes / tokens/s of one. The worlds run one after the other, so each round of the one
-                 is held against each round of the other
+    speed-up     tokens/s of N processes / tokens/s of one; every round of the one is compared with every round of the
+                 other, as they do not run at the same time
     efficiency   speed-up / N
 
-Processes that share a core can gain nothing: from there on the figures show what the layout costs, not what it gains.
+Processes that share a core gain nothing: beyond the number of cores the figures show only what the layout costs.
 
     python bench.py scaling                       worlds of 1, 2, 4, 8
     python bench.py scaling --processes 4         one world alone, also under torchrun, also on several hosts
@@ -26,7 +26,7 @@ from argparse import Namespace
 import torch
 
 from benchmarks.common import (Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, compare, config_of,
-                               cores_of, launch, ratio_text, table)
+                               cores_of, ratio_text, start_processes, table)
 from benchmarks.throughput import OurTraining
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.errors import require
@@ -34,7 +34,7 @@ from nanodomino.mesh import make_mesh
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
          "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
-SUPERLINEAR = 1.2            # what N caches can give beyond N times the speed of one; more is a load that came and went
+SUPERLINEAR = 1.2            # N caches can give a little more than a speed-up of N; more means the load has changed
 VARIANTS = [(layout, way) for layout in ("dp", "tp") for way in ("weak", "strong")]
 
 
@@ -42,7 +42,7 @@ def add_flags(parser):
     add_config_flags(parser, FLAGS, num_layers=4, vocab_size=257, micro_batch_size=4, global_batch_size=8)
     parser.add_argument("--max-processes", type=int, default=8, metavar="N", help="the largest world (default 8)")
     parser.add_argument("--processes", type=int, metavar="N",
-                        help="measure one world of this many (default: 1, 2, 4, ... in turn)")
+                        help="measure only a world of N processes (default: 1, 2, 4, ... in turn)")
 
 
 def processes(flags) -> int:
@@ -61,7 +61,7 @@ def worlds(flags) -> list[int]:
 
 
 def settle(flags, world_size, layout, way):
-    """The Config of a variant. Raises UserError where so many processes can't share that."""
+    """Return the Config of a variant. Raises UserError if so many processes can't share the work."""
     samples = flags.global_batch_size * (world_size if way == "weak" else 1)
     dp, tp = (world_size, 1) if layout == "dp" else (1, world_size)
     micro_batch_size = min(flags.micro_batch_size, max(samples // dp, 1))
@@ -77,7 +77,7 @@ def answer(flags, launch):
 # ---- one world
 
 def measure(flags, launch):
-    """(text, record) of this world: seconds and tokens/s of each variant."""
+    """Return (text, record) of this world: seconds and tokens/s of each variant."""
     device = find_device(settle(flags, launch.world_size, *VARIANTS[0]), launch)
     bind_to_one_core(device)
     start_world(launch, device)
@@ -89,28 +89,28 @@ def measure(flags, launch):
         speed = config.global_batch_size * config.seq_length / times[name].median
         variants[name] = {"step_s": times[name].median, "tokens_per_s": speed, "seconds": times[name].seconds}
         rows.append([name.replace("_", " "), config.global_batch_size, times[name], f"{speed:,.0f}"])
-    text = table([f"{launch.world_size} processes", "samples", "step: median [least .. most]", "tokens/s"], rows)
+    text = table([f"{launch.world_size} processes", "samples", "step: median [min .. max]", "tokens/s"], rows)
     return text, {"question": "scaling", "processes": launch.world_size, "variants": variants}
 
 
 def training(config, device):
-    """A function of no arguments: one step of train.py."""
+    """Return a function that runs a step of train.py."""
     return OurTraining(config, make_mesh(config.pp, config.dp, config.tp, device), RandomTokens(config, device)).step
 
 
 # ---- all of them
 
 def compare_worlds(flags):
-    """(text, record) of worlds of 1, 2, 4, ... processes, each started by itself."""
+    """Start worlds of 1, 2, 4, ... processes and return (text, record)."""
     config = settle(flags, 1, *VARIANTS[0])
     device, units = find_device(config, LaunchInfo()).type, len(cores_of(0, 1))
     sizes = worlds(flags)
-    if device == "cuda":                                       # two processes can't share a GPU
+    if device == "cuda":                                       # NCCL allows one process per GPU
         units = torch.cuda.device_count()
         sizes = [size for size in sizes if size <= units]
     records = [start(flags, size) for size in sizes]
-    # For one process all variants are the same.
-    alone = [second for one in records[0]["variants"].values() for second in one["seconds"]]
+    # All variants of a single process are the same.
+    alone = [second for variant in records[0]["variants"].values() for second in variant["seconds"]]
     rows, figures = [], {}
     for name in records[0]["variants"]:
         mine = [record["variants"][name] for record in records]
@@ -125,10 +125,10 @@ def compare_worlds(flags):
     kind = "GPUs" if device == "cuda" else "cores"
     text = "\n".join([
         f"{config.num_layers} layers of {config.hidden_size}, samples of {config.seq_length} tokens, "
-        f"{flags.global_batch_size} samples for each process (weak) or in all (strong), {config.dtype}",
-        table(["", "processes", "step: median [least .. most]", "tokens/s", "speed-up", "efficiency"], rows),
+        f"{flags.global_batch_size} samples per process (weak) or in total (strong), {config.dtype}",
+        table(["", "processes", "step: median [min .. max]", "tokens/s", "speed-up", "efficiency"], rows),
         f"this machine has {units} {kind}"
-        + (f"; more than {units} processes share them, and gain nothing by it" if sizes[-1] > units else "")])
+        + (f"; more than {units} processes share them and gain nothing" if sizes[-1] > units else "")])
     return text, {"question": "scaling", "device": device, kind.lower(): units, "processes": sizes, **figures,
                   "model": config.model, "num_layers": config.num_layers, "hidden_size": config.hidden_size,
                   "seq_length": config.seq_length, "micro_batch_size": config.micro_batch_size,
@@ -136,12 +136,12 @@ def compare_worlds(flags):
 
 
 def speedup(seconds: list[float], alone: list[float], world_size: int, work: int) -> Figure:
-    """Of a world that does `work` times what a process alone does in a step."""
-    return Figure(tuple(work * one / many for one in alone for many in seconds), most=SUPERLINEAR * world_size)
+    """Return the speed-up of a world that does `work` times the work of a single process in a step."""
+    return Figure(tuple(work * single / many for single in alone for many in seconds), most=SUPERLINEAR * world_size)
 
 
 def start(flags, world_size) -> dict:
-    """Measure a world of this many processes; the record of its rank 0. Raises UserError if it fails."""
+    """Measure a world of processes and return rank 0's record. Raises UserError if it fails."""
     arguments = ["scaling", "--processes", str(world_size), "--repeats", str(flags.repeats)]
     for name in FLAGS:
         value = getattr(flags, name)
@@ -150,7 +150,7 @@ def start(flags, world_size) -> dict:
         elif value not in (None, False):
             arguments += ["--" + name.replace("_", "-"), str(value)]
     with tempfile.TemporaryFile("w+") as output:
-        code = launch(arguments, world_size, output=output)
-        require(code == 0, f"a world of {world_size} processes ended with exit code {code}; its own words are above")
+        code = start_processes(arguments, world_size, output=output)
+        require(code == 0, f"a world of {world_size} processes ended with exit code {code}; see its message above")
         output.seek(0)
         return json.loads(output.read().splitlines()[-1])

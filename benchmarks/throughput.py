@@ -1,15 +1,14 @@
 """Is the model as fast as the same model in plain torch.nn?
 
-One process, full training steps, in turn, on the same batch and from the same weights:
+One process runs full training steps of both sides in turn, on the same batch and from the same weights:
 
-    nanodomino   train.py's train_step: Domino with one slice (no wires, nothing to hide), flat buffers, clipping, AdamW
-    plain        plain.py in a loop as nanoGPT writes it: zero_grad, microbatches forward and backward, clip_grad_norm_,
-                 fused AdamW; with --dtype bfloat16 under autocast, with fp32 weights; with --against transformers the
-                 model of that package in the same loop, any model that can be exported
+    nanodomino   train.py's train_step: Domino with one slice, flat buckets, clipping, AdamW
+    plain        plain.py in nanoGPT's loop: zero_grad, forward and backward of the microbatches, clip_grad_norm_, fused
+                 AdamW; for bfloat16, autocast with fp32 weights. With --against transformers: that package's model in
+                 the same loop, for every model that can be exported
 
-With --compile (the default on CUDA) both are compiled, each in its own way. The losses of the first steps must agree,
-or there is no comparison. MFU counts 6 N + 12 L h s FLOPs a token, of the device's dense 16-bit peak; it is null where
-that is not known.
+With --compile (the default on CUDA) both are compiled. The losses of the first steps must agree. MFU is 6 N + 12 L h s
+FLOPs per token, relative to the device's dense 16-bit peak; null if that is unknown.
 
     python bench.py throughput                                  the nano preset
     python bench.py throughput --model gpt2 --dtype bfloat16 --global-batch-size 64
@@ -41,18 +40,19 @@ from nanodomino.zero import ZeroOptimizer
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
          "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
 COMPARED_STEPS = 3
-BYTES = 257                  # of a vocabulary: bytes and end of text
+BYTES = 257                  # a vocabulary of bytes and end of text
 
 
 def add_flags(parser):
     add_config_flags(parser, FLAGS)
     parser.add_argument("--against", choices=("plain", "transformers"), default="plain",
-                        help="whose model the other side is (default plain)")
+                        help="the model of the other side (default plain)")
     parser.add_argument("--compile", action=BooleanOptionalAction, help="torch.compile both (default: on CUDA)")
 
 
 def processes(flags) -> int:
-    require(flags.dtype != "float16", "the plain side scales no loss, so --dtype must not be float16; try bfloat16")
+    require(flags.dtype != "float16",
+            "the plain side has no loss scaling, so --dtype must not be float16; try bfloat16")
     return 1
 
 
@@ -75,7 +75,7 @@ def answer(flags, launch):
 # ---- the two sides
 
 class OurTraining:
-    """train.py's own step."""
+    """Trains with train.py's step."""
 
     def __init__(self, config, mesh, tokens):
         self.config, self.mesh, self.tokens, self.losses = config, mesh, tokens, []
@@ -89,7 +89,7 @@ class OurTraining:
 
 
 class PlainTraining:
-    """nanoGPT's step, of a model that makes logits of tokens."""
+    """Trains a model that maps tokens to logits with nanoGPT's step."""
 
     def __init__(self, config, mesh, tokens, model):
         self.config, self.tokens, self.losses = config, tokens, []
@@ -118,17 +118,17 @@ class PlainTraining:
 
 
 def plain_model(config, ours):
-    """plain.py's, with our weights. Raises UserError for choices that it has not."""
+    """Return plain.py's model with our weights. Raises UserError if it lacks one of the config's choices."""
     require(config.normalization == "LayerNorm" and config.position_embedding_type == "learned_absolute"
             and not config.swiglu and config.num_query_groups == config.num_attention_heads and config.tied,
-            f"plain.py has GPT-2's choices alone, and {config.model} has others; add --against transformers")
+            f"plain.py implements only GPT-2's choices, not those of {config.model}; add --against transformers")
     model = Plain(config)
     model.load(ours.state_dict())
     return model
 
 
 class Logits(nn.Module):
-    """A model of Transformers, as a function of tokens."""
+    """A model of Transformers as a function of tokens."""
 
     def __init__(self, model):
         super().__init__()
@@ -139,11 +139,11 @@ class Logits(nn.Module):
 
 
 def model_of_transformers(config, ours):
-    """Of the same family, with our weights. Raises UserError."""
+    """Return Transformers' model of the same family with our weights. Raises UserError."""
     try:
         import transformers
     except ImportError as error:
-        raise UserError(f"--against transformers needs a package that can't be imported ({error}); pip install -r "
+        raise UserError(f"--against transformers can't import the package ({error}); pip install -r "
                         "requirements-extra.txt") from None
     record = write_config(config, config.dtype)
     model = transformers.AutoModelForCausalLM.from_config(
@@ -154,20 +154,20 @@ def model_of_transformers(config, ours):
         parts = mapping.conversion.to_hf(weights[mapping.name].detach().float().view(mapping.shape), config)
         theirs |= {name: part.clone() for name, part in zip(mapping.hf_shapes, parts)}
     missing = [name for name in model.load_state_dict(theirs, strict=False).missing_keys if name != "lm_head.weight"]
-    require(not missing, f"Transformers wants {', '.join(missing[:3])} too, which we have not; this is a bug")
+    require(not missing, f"Transformers also needs {', '.join(missing[:3])}, which is not exported; this is a bug")
     return Logits(model)
 
 
 # ---- what came out
 
 def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
-    """(text, record). Raises UserError if the two trained differently."""
+    """Return (text, record). Raises UserError if the losses differ."""
     _, other_side = losses
     ours, theirs = (losses[name][:COMPARED_STEPS] for name in losses)
-    difference = max(abs(one - other) / abs(other) for one, other in zip(ours, theirs))
+    difference = max(abs(loss - expected) / abs(expected) for loss, expected in zip(ours, theirs))
     require(difference <= SAME[config.dtype],
-            f"the losses of the first {COMPARED_STEPS} steps differ by {difference:.1e} of their size, more than "
-            f"{SAME[config.dtype]:.0e}: nanodomino {ours}, {other_side} {theirs}; so their speeds can't be compared; "
+            f"the losses of the first {COMPARED_STEPS} steps differ by {difference:.1e} relative, more than "
+            f"{SAME[config.dtype]:.0e}: nanodomino {ours}, {other_side} {theirs}, so their speeds can't be compared; "
             "this is a bug")
     tokens, peak = config.global_batch_size * config.seq_length, find_peak_flops(config, mesh.device)
     speeds = {name: tokens / one.median for name, one in times.items()}
@@ -178,7 +178,7 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
         f"{config.model}: {parameter_count(config):,} parameters, {config.num_layers} layers of {config.hidden_size}, "
         f"{config.dtype} on {mesh.device.type}, {'compiled' if config.compile else 'not compiled'}; a step is "
         f"{config.microbatches} microbatches of {config.micro_batch_size} x {config.seq_length}",
-        table(["", "step: median [least .. most]", "tokens/s", "MFU"], rows),
+        table(["", "step: median [min .. max]", "tokens/s", "MFU"], rows),
         f"nanodomino's speed / {other_side}'s: {ratio_text(ratio)}; the losses of the first {len(ours)} steps agree to "
         f"{difference:.0e}"])
     record = {"question": "throughput", "against": other_side, "nanodomino_tokens_per_s": speeds["nanodomino"],

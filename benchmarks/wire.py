@@ -1,18 +1,18 @@
-"""A slow wire within one machine: real processes, real packets, and a rate that one chooses.
+"""A slow network within one machine, with real packets and a chosen rate.
 
-On a machine of two cores the loopback carries several gigabytes a second, and there is nothing to hide. So each rank
-gets a network namespace of its own, a host as far as the network knows, and Linux limits what leaves it:
+The loopback carries several gigabytes a second, so there is no communication to hide. Therefore each rank gets its own
+network namespace, which acts as a host, and Linux limits the rate at which it sends:
 
     rank 0's namespace                    hub                    rank 1's namespace
       10.77.0.1  wire ==tbf==> port0 --- bridge --- port1 <==tbf== wire  10.77.0.2
 
-A veth pair is a cable with two ends; the hub's bridge is the switch between the cables; tbf, a token bucket, lets a
-rank send `rate` bits a second, so what it receives is limited by the others' buckets. Tokens gather while the wire is
-idle, and BURST seconds of them (at least two of the largest packets) may leave at once.
+A veth pair is a cable with two ends, and the hub's bridge is the switch. tbf, a token bucket filter, limits a rank to
+`rate` bits per second; the others' filters limit what it receives. Tokens collect while the link is idle, so that up to
+BURST seconds of data (at least two of the largest packets) leave at once.
 
-Everything lies in namespaces named by this process's id, nothing in the machine's own network, and a namespace takes
-its devices with it. They are removed at the end, however it comes; those of a process that was killed, at the next
-start. Needs root, and iproute2's `ip` and `tc`.
+Everything is in namespaces named by this process's id, nothing in the machine's own network, and deleting a namespace
+deletes its devices. They are deleted at the end, also after an error; those of a killed process at the next start.
+Needs root, and iproute2's `ip` and `tc`.
 """
 
 import os
@@ -28,24 +28,24 @@ from nanodomino.errors import require
 PREFIX = "nanodomino"
 INTERFACE = "wire"                         # the name of each rank's end
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-SLOWEST, FASTEST = 1e6, 100e9              # bits a second
+SLOWEST, FASTEST = 1e6, 100e9              # bits per second
 BURST = 1e-3                               # seconds
-LARGEST_PACKET = 65536                     # bytes: Linux cuts packets up as late as it can
-QUEUE = 0.1                                # seconds that a packet may wait in the bucket before it is dropped
+LARGEST_PACKET = 65536                     # bytes: Linux segments packets as late as possible
+QUEUE = 0.1                                # seconds that a packet may wait before it is dropped
 
 
 def parse_rate(text: str) -> int:
-    """'500mbit' -> 500000000 bits a second. Raises UserError."""
+    """Convert '500mbit' to 500000000 bits per second. Raises UserError."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(kbit|mbit|gbit)", text)
     rate = float(match[1]) * UNITS[match[2]] if match else 0.0
     require(SLOWEST <= rate <= FASTEST,
-            f"--wire must be a rate from 1mbit to 100gbit, in kbit, mbit or gbit a second, but is '{text}'; "
+            f"--wire must be a rate from 1mbit to 100gbit, in kbit, mbit or gbit per second, but is '{text}'; "
             "try --wire 500mbit")
     return round(rate)
 
 
 def namespaces(pid: int, world_size: int) -> list[str]:
-    """The hub's, then each rank's."""
+    """Return the hub's name, then each rank's."""
     return [f"{PREFIX}-{pid}-hub", *(f"{PREFIX}-{pid}-{rank}" for rank in range(world_size))]
 
 
@@ -54,7 +54,7 @@ def address(rank: int) -> str:
 
 
 def build(hub: str, ranks: list[str], rate: int) -> list[str]:
-    """The commands that make the picture above. rate: bits a second."""
+    """Return the commands that build the network in the picture above. rate: bits per second."""
     burst = max(2 * LARGEST_PACKET, round(BURST * rate / 8))
     commands = [f"ip netns add {hub}",
                 f"ip -n {hub} link add bridge type bridge",
@@ -72,21 +72,21 @@ def build(hub: str, ranks: list[str], rate: int) -> list[str]:
 
 
 def run(command: str) -> str:
-    """What the command prints. Raises UserError with its own words where it fails."""
+    """Run a command and return its output. Raises UserError with its error message if it fails."""
     done = subprocess.run(command.split(), capture_output=True, text=True)
     require(done.returncode == 0,
-            f"--wire needs network namespaces, veth, bridge and tbf, but '{command}' says: "
-            f"{' '.join(done.stderr.split()) or done.returncode}; a container needs --privileged for them, or leave "
+            f"--wire needs network namespaces, veth, bridge and tbf, but '{command}' failed: "
+            f"{' '.join(done.stderr.split()) or done.returncode}; run a container with --privileged, or leave "
             "--wire out")
     return done.stdout
 
 
-def remove(goes):
-    """Remove our namespaces whose process id is one that goes(pid)."""
+def remove(is_obsolete):
+    """Delete our namespaces for whose process id is_obsolete(pid) is true."""
     for line in run("ip netns list").splitlines():
         match = re.match(rf"{PREFIX}-(\d+)-\w+", line)
-        if match and goes(int(match[1])):
-            # another start may be removing the same one
+        if match and is_obsolete(int(match[1])):
+            # another process may be deleting the same namespace
             subprocess.run(["ip", "netns", "delete", match[0]], stderr=subprocess.DEVNULL)
 
 
@@ -102,19 +102,19 @@ def is_dead(pid: int) -> bool:
 
 @contextmanager
 def slow_wire(rate: str, world_size: int):
-    """Gives for each rank (command prefix, environment): how to start it in its namespace, and what tells torch of it.
+    """Build the network and yield each rank's (command prefix, environment) to start it in its namespace.
 
-    rate: as '500mbit', of each rank's sending. Raises UserError where it can't be.
+    rate: of each rank's sending, such as '500mbit'. Raises UserError if the network can't be built.
     """
     bits = parse_rate(rate)
     require(shutil.which("ip") and shutil.which("tc"),
-            "--wire needs the commands ip and tc, and they are not here; install iproute2, or leave --wire out")
+            "--wire needs the commands ip and tc; install iproute2, or leave --wire out")
     require(os.geteuid() == 0,
-            "--wire makes network namespaces, which root alone may do; use sudo, or leave --wire out")
+            "--wire makes network namespaces and so needs root; use sudo, or leave --wire out")
     hub, *ranks = namespaces(os.getpid(), world_size)
     names = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE,
-             "TORCH_CPP_LOG_LEVEL": "ERROR"}                   # or c10d warns that nobody there knows host names
-    # Python ends at these without cleaning up, unless somebody listens.
+             "TORCH_CPP_LOG_LEVEL": "ERROR"}                   # silences c10d's warning about unknown host names
+    # Without handlers, these signals end Python before it cleans up.
     previous = {number: signal.signal(number, lambda number, _: sys.exit(128 + number))
                 for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -123,7 +123,7 @@ def slow_wire(rate: str, world_size: int):
             run(command)
         yield [(["ip", "netns", "exec", name], names) for name in ranks]
     finally:
-        # A second Ctrl-C must not stop the removal; the commands inherit that they ignore it.
+        # A second Ctrl-C must not interrupt the removal; the commands inherit the ignored signals.
         previous[signal.SIGINT] = signal.getsignal(signal.SIGINT)
         for number in previous:
             signal.signal(number, signal.SIG_IGN)

@@ -1,29 +1,28 @@
 """Is ZeRO as fast and as small as torch's sharded optimizers?
 
-One step is forward, backward, clipping and AdamW on --dp replicas, each with --microbatches. In turn, within one run,
-from the same weights and on the same tokens; the losses of the first steps must agree, or there is no comparison:
+A step is forward, backward, clipping and AdamW on --dp replicas with --microbatches each. These sides run in turn, from
+the same weights and on the same tokens; the losses of the first steps must agree:
 
-    zero-1      nanodomino: train.py's own step. The optimizer's state is cut into dp parts
-    zero-0      the same, uncut
-    zero-2      the same, and the gradients cut too, which each microbatch sends
-    ddp-zero    torch: DistributedDataParallel around plain.py, with ZeroRedundancyOptimizer, which deals out whole
-                parameters; gradients are sent with the last microbatch
-    ddp         torch: the same with AdamW, uncut
-    fsdp2       torch: fully_shard of each layer, which cuts weights and gradients too (ZeRO-3), and gathers as it goes;
-                each microbatch sends its gradients
-    fsdp2-keep  torch: the same with reshard_after_forward=False: weights are gathered forward and kept for backward,
-                which is how FSDP2 spells ZeRO-2
+    zero-1      nanodomino: train.py's step, optimizer state sharded
+    zero-0      nanodomino: nothing sharded
+    zero-2      nanodomino: gradients sharded too, and reduced after each microbatch
+    ddp-zero    torch: DistributedDataParallel around plain.py with ZeroRedundancyOptimizer, which shards by whole
+                parameters; gradients are reduced with the last microbatch
+    ddp         torch: DistributedDataParallel with AdamW, nothing sharded
+    fsdp2       torch: fully_shard of each layer (ZeRO-3): weights are gathered in forward and again in backward;
+                gradients are reduced after each microbatch
+    fsdp2-keep  torch: the same with reshard_after_forward=False, FSDP2's ZeRO-2: gathered weights are kept for backward
 
-    step    seconds, of the slowest rank
-    peak    the most memory that model and steps take on a rank. On a CPU: by how much the resident memory of a process
-            of its own has grown at most (getrusage's ru_maxrss), with activations and messages; a tiny model of the
-            same kind has run there before, so that libraries are loaded. With CUDA: max_memory_allocated
-    state   bytes of parameters, gradients and optimizer on the rank that has most, counted in the storages of its
-            tensors, a parameter, when the step is over; beside it the formula: 8 + 8/d, in 16-bit training 6 + 12/d,
-            in ZeRO-2 4 + 12/d and 2 + 16/d (1910.02054, sections 5.1 and 5.2, here with fp32 gradients); torch's, whose
-            weights are fp32 under autocast: 8 + 8/d, 16 and 16/d
+    step    seconds of the slowest rank
+    peak    peak memory of a rank. On a CPU: the largest growth of the resident memory (ru_maxrss) of a separate
+            process, in which a tiny model has run before, so that libraries are loaded. On CUDA: max_memory_allocated
+    state   bytes per parameter of parameters, gradients and optimizer state after a step, on the rank with the most,
+            counted in the tensors' storages; beside it the formula: ZeRO-1 8 + 8/d, in 16-bit training 6 + 12/d;
+            ZeRO-2 4 + 12/d and 2 + 16/d (1910.02054, sections 5.1 and 5.2, here with fp32 gradients); torch, with fp32
+            weights under autocast, 8 + 8/d, 16 and 16/d
 
-On CPUs each rank has one core, which also does the network's work. ZeRO-2 wants --bucket-size small beside the model.
+On CPUs each rank has one core, which also handles its network traffic. For ZeRO-2 choose --bucket-size small compared
+with the model.
 
     python bench.py zero
     python bench.py zero --dtype bfloat16 --micro-batch-size 8
@@ -58,7 +57,7 @@ from nanodomino.config.config import Config
 from nanodomino.errors import require
 from nanodomino.mesh import make_mesh
 
-MEASURED_STEPS = 2           # for the peak: AdamW's moments exist after the first
+MEASURED_STEPS = 2           # for the peak: AdamW's moments exist after the first step
 TINY = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8)
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
          "data_parallel_size", "bucket_size", "dtype", "device")
@@ -69,20 +68,21 @@ ABOUT = {"zero-1": "ZeRO-1", "zero-0": "ZeRO-0", "zero-2": "ZeRO-2", "ddp-zero":
 def add_flags(parser):
     add_config_flags(parser, FLAGS, data_parallel_size=2, num_layers=4, hidden_size=512, num_attention_heads=8,
                      seq_length=128, vocab_size=256, micro_batch_size=2)
-    parser.add_argument("--microbatches", type=int, default=1, metavar="M", help="of a replica in a step (default 1)")
+    parser.add_argument("--microbatches", type=int, default=1, metavar="M",
+                        help="microbatches of a replica per step (default 1)")
 
 
 def processes(flags) -> int:
     replicas = flags.data_parallel_size
-    require(replicas >= 2, f"--dp must be at least 2, but is {replicas}: one replica alone has nothing to share")
+    require(replicas >= 2, f"--dp must be at least 2, but is {replicas}: with a single replica nothing is sharded")
     require(flags.microbatches >= 1, f"--microbatches must be at least 1, but is {flags.microbatches}; try 4")
-    require(config_for(flags).dtype != "float16", "torch's sides scale no loss, so --dtype must not be float16; try "
-            "bfloat16")
+    require(config_for(flags).dtype != "float16", "torch's sides have no loss scaling, so --dtype must not be float16; "
+            "try bfloat16")
     return replicas
 
 
 def config_for(flags, **changes) -> Config:
-    """A step of a replica is --microbatches."""
+    """Return the Config of a step with --microbatches per replica."""
     return config_of(Namespace(**vars(flags) | changes), flags.data_parallel_size,
                      global_batch_size=flags.micro_batch_size * flags.microbatches * flags.data_parallel_size, slices=1,
                      tensor_model_parallel_size=1, pipeline_model_parallel_size=1, train_iters=10**6,
@@ -112,7 +112,7 @@ def answer(flags, launch):
 # ---- the sides
 
 def make(name: str, config: Config, mesh):
-    """A fresh model and optimizer, and how they make a step."""
+    """Return a side with a new model and optimizer."""
     if name.startswith("zero"):
         return OurReplica(config, mesh, stage=int(name[-1]))
     return {"ddp-zero": DDP, "ddp": partial(DDP, sharded=False), "fsdp2": FSDP,
@@ -120,24 +120,25 @@ def make(name: str, config: Config, mesh):
 
 
 class OurReplica(OurTraining):
-    """train.py's own step."""
+    """Trains with train.py's step."""
 
     def __init__(self, config, mesh, stage: int):
         super().__init__(dataclasses.replace(config, zero_stage=stage), mesh, RandomTokens(config, mesh.device))
 
     def tensors(self):
-        """Parameters, gradients and the optimizer's state."""
+        """Yield the parameters, gradients and optimizer state."""
         yield from self.model.parameters()
         yield from (bucket.own_grad for bucket in self.optimizer.buckets)
         yield from self.optimizer.state_tensors()
 
 
 class TorchReplica:
-    """nanoGPT's step. What runs the model and what updates it is the subclass's: `network` and `optimizer`; `apart`, a
-    context in which a backward sends nothing, for all microbatches but the last."""
+    """Trains with nanoGPT's step. Subclasses set `network`, `optimizer` and `no_sync`, a context in which backward
+    does not reduce gradients, for all microbatches but the last.
+    """
 
     def __init__(self, config, mesh):
-        self.config, self.losses, self.apart = config, [], nullcontext
+        self.config, self.losses, self.no_sync = config, [], nullcontext
         tokens = RandomTokens(config, mesh.device)
         self.batches = [tokens.batch(0, i, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
                         for i in range(config.microbatches)]
@@ -149,7 +150,7 @@ class TorchReplica:
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for batch in self.batches:
-            with nullcontext() if batch is self.batches[-1] else self.apart():
+            with nullcontext() if batch is self.batches[-1] else self.no_sync():
                 with self.autocast():
                     loss = mean_loss(self.network(batch.tokens), batch.labels) / len(self.batches)
                 loss.backward()
@@ -159,15 +160,16 @@ class TorchReplica:
         self.losses.append(total.item())
 
     def tensors(self):
-        """Parameters, gradients and the optimizer's state; of DTensors this rank's part."""
+        """Yield the parameters, gradients and optimizer state; of DTensors the local shards."""
         for weight in self.model.parameters():
             yield from (local(weight), local(weight.grad))
         yield from state_tensors(getattr(self.optimizer, "optim", self.optimizer))
 
 
 class DDP(TorchReplica):
-    """Gradients all-reduced in buckets behind backward. The gradients lie in these buckets, and with
-    ZeroRedundancyOptimizer the weights in others: less memory and fewer messages than torch's defaults take."""
+    """All-reduces gradients in buckets during backward. Gradients are views of these buckets, and with
+    ZeroRedundancyOptimizer weights of others: less memory and fewer messages than with torch's defaults.
+    """
 
     def __init__(self, config, mesh, sharded=True):
         super().__init__(config, mesh)
@@ -178,12 +180,11 @@ class DDP(TorchReplica):
             self.optimizer = ZeroRedundancyOptimizer(self.optimizer.param_groups, torch.optim.AdamW,
                                                      parameters_as_bucket_view=True, fused=True)
         self.network = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        self.apart = self.network.no_sync
+        self.no_sync = self.network.no_sync
 
 
 class FSDP(TorchReplica):
-    """Weights gathered for each layer's forward and, where they are let go after it, again for its backward; gradients
-    scattered."""
+    """Gathers a layer's weights for forward and, with `reshard`, again for backward; reduce-scatters gradients."""
 
     def __init__(self, config, mesh, reshard=True):
         super().__init__(config, mesh)
@@ -209,13 +210,13 @@ def local(tensor):
 
 
 def counted_bytes(tensors) -> int:
-    """Of the storages behind these tensors, each once."""
+    """Return the bytes of these tensors' storages, each counted once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 def formula_bytes(name: str, config: Config) -> float:
-    """A parameter's, of parameters, gradients and optimizer's state, without padding."""
+    """Return the expected bytes of state per parameter, without padding."""
     whole, d = 4 * max(4, config.params_dtype.itemsize), config.dp
     torchs = {"ddp": whole, "ddp-zero": whole / 2 + whole / 2 / d, "fsdp2": whole / d, "fsdp2-keep": whole / d}
     return torchs.get(name) or (
@@ -223,28 +224,28 @@ def formula_bytes(name: str, config: Config) -> float:
 
 
 def peak_of_its_own(name: str, flags, launch: LaunchInfo, mesh) -> int:
-    """Bytes that this rank needs for one side alone. All ranks call it together."""
+    """Measure the peak bytes that this rank needs for one side. Collective over all ranks."""
     if mesh.device.type == "cuda":
         gc.collect()
         before = torch.cuda.memory_allocated(mesh.device)
         torch.cuda.reset_peak_memory_stats(mesh.device)
         some_steps(name, config_for(flags), mesh)
         return torch.cuda.max_memory_allocated(mesh.device) - before
-    # A server that has imported this file and computed nothing starts the process: quicker than from the beginning,
-    # and safe, as a copy of this process with its threads would not be.
+    # A fork server that has imported this file starts the process: faster than a new interpreter, and safe, unlike a
+    # fork of this process with its threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=measure_peak, args=(sending, name, flags, launch), daemon=True)
     process.start()
     sending.close()
-    peak = receiving.recv()                                    # EOFError if the process has failed: it has said why
+    peak = receiving.recv()                                    # EOFError if the process has failed; it has printed why
     process.join()
     return peak
 
 
 def measure_peak(sending, name: str, flags, launch: LaunchInfo):
-    """In a process of its own: sends the bytes by which its resident memory has grown at most."""
+    """Send the largest growth of this process's resident memory. Runs in a separate process."""
     torch.set_num_threads(1)
     keep_freed_memory()                                        # as in training
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -256,7 +257,7 @@ def measure_peak(sending, name: str, flags, launch: LaunchInfo):
     before = peak_memory(mesh.device)
     some_steps(name, config_for(flags), mesh)
     sending.send(peak_memory(mesh.device) - before)
-    dist.barrier()                                             # nobody hangs up while another still talks
+    dist.barrier()                                             # no rank leaves while another still sends
     dist.destroy_process_group()
 
 
@@ -269,18 +270,18 @@ def some_steps(name: str, config: Config, mesh):
 # ---- what came out
 
 def mean_over_replicas(losses: list[float]) -> list[float]:
-    """Each replica has the mean over its own tokens, nanodomino's the mean over all; all have equally many."""
+    """Average over the replicas. torch's sides have the mean over a replica's tokens, nanodomino's over all tokens."""
     mean = torch.tensor(losses, dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(mean)
     return mean.tolist()
 
 
 def check_same_work(config: Config, losses: dict[str, list[float]]):
-    """Raises UserError if two of them trained differently."""
-    same = SAME[config.dtype]
-    require(all(abs(one - other) <= same * abs(other) for name in losses      # NaN is not
-                for one, other in zip(losses[name], losses["ddp"])),
-            f"the losses of the first {COMPARED_STEPS} steps differ by more than {same:.0e} of their size, {losses}, "
+    """Raise UserError if the sides' losses differ."""
+    tolerance = SAME[config.dtype]
+    require(all(abs(loss - expected) <= tolerance * abs(expected) for name in losses      # false for NaN
+                for loss, expected in zip(losses[name], losses["ddp"])),
+            f"the losses of the first {COMPARED_STEPS} steps differ by more than {tolerance:.0e} relative, {losses}, "
             "so the speeds can't be compared; this is a bug")
 
 
@@ -293,16 +294,15 @@ def report(flags, config, device, times: dict[str, Times], peaks, states, losses
     expected = {name: formula_bytes(name, config) for name in ABOUT}
     rows = [[ABOUT[name], times[name], ratio_text(ratio[name]), bytes_text(peaks[name]), f"{per_parameter[name]:.2f}",
              f"{expected[name]:.2f}"] for name in ABOUT]
-    how = ("max_memory_allocated" if device.type == "cuda" else "growth of the resident memory of a process of its own")
+    how = ("max_memory_allocated" if device.type == "cuda" else "growth of the resident memory of a separate process")
     text = "\n".join([
         f"dp {config.dp} on {device.type}, {os.cpu_count()} cores; {count:,} parameters, {config.num_layers} layers of "
         f"{config.hidden_size}, {config.dtype}, buckets of {config.bucket_size:,}; a step of a replica is "
         f"{config.microbatches} x {config.micro_batch_size} x {config.seq_length} tokens",
-        table(["", "step: median [least .. most]", "step / ZeRO-1's", "peak", "state/parameter", "formula"], rows),
-        f"peak: {how}, of the rank that needs most; state: bytes counted in the storages of parameters, gradients, "
-        "optimizer",
-        f"ZeRO-1's speed / ZeroRedundancyOptimizer's: {ratio_text(ratio['ddp-zero'])}; ZeRO-2's / that of FSDP2 with "
-        f"weights kept: {ratio_text(speed_of_2)}; the losses of the first {COMPARED_STEPS} steps agree"])
+        table(["", "step: median [min .. max]", "step / ZeRO-1's", "peak", "state/parameter", "formula"], rows),
+        f"peak: {how}, on the rank with the most; state: bytes of parameters, gradients and optimizer state",
+        f"ZeRO-1's speed / ZeroRedundancyOptimizer's: {ratio_text(ratio['ddp-zero'])}; ZeRO-2's / FSDP2's with weights "
+        f"kept: {ratio_text(speed_of_2)}; the losses of the first {COMPARED_STEPS} steps agree"])
     sides = {name: {"step_s": times[name].median, "step_over_zero_1": ratio[name].value,
                     "spread": ratio[name].spread, "peak_bytes": peaks[name],
                     "state_bytes": states[name], "bytes_per_parameter": per_parameter[name],

@@ -660,7 +660,7 @@ def test_bench_recompute_finds_the_same_bits_and_the_formulas_activations(capsys
     assert code == 0 and record["none_products"] == 1 < record["selective_products"] < record["full_products"] < 1.34
     assert all(record[f"{one}_activations_error"] <= ACTIVATIONS for one in GRANULARITIES)
     assert record["none_activations"] > record["selective_activations"] > record["full_activations"] > 0
-    assert "gradients have the same bits in all three" in text and "recompute_granularity" not in record
+    assert "the gradients are bit-equal" in text and "recompute_granularity" not in record
 
 
 def test_bench_plan_of_gpt3_13b_on_64_gpus(capsys):
@@ -669,7 +669,7 @@ def test_bench_plan_of_gpt3_13b_on_64_gpus(capsys):
     assert record["bubble"] == pytest.approx(3 / 512, rel=0.1) and 0.2 < record["mfu"] < 0.6
     assert sum(record["parts_s"].values()) == pytest.approx(record["step_s"])
     assert all(set(need) == set(plan.MEMORY_TERMS) for need in record["memory"]) and len(record["memory"]) == 4
-    for said in ("stage 3", "tp: layers forward", "dp: weights", "(p - 1)/m if stages are equal", "--columns 2 would",
+    for said in ("stage 3", "tp: layers forward", "dp: weights", "(p - 1)/m in 1F1B if stages are equal", "--columns 2 would",
                  "--product-efficiency", "--schedule paired would take"):
         assert said in text
 
@@ -679,12 +679,12 @@ def test_a_plan_proposes_the_fastest_schedule_that_fits_with_all_its_flags(capsy
     chunks deal the layers evenly; and with it there is nothing better."""
     flags = ["--gpus", 8, "--tp", 1, "--pp", 8, "--num-layers", 32, "--global-batch-size", 16, "--vocab-size", 128]
     _, text, before, _ = bench(capsys, "plan", *flags)
-    told = re.search(r"(--schedule \S+(?: --virtual-stages \d+)?) would take ([\d.]+ m?s) a step", text)
+    told = re.search(r"(--schedule \S+(?: --virtual-stages \d+)?) would take ([\d.]+ m?s) per step", text)
     assert "zb-v" in told[1] and before["schedule"] == "1f1b"
     _, text, after, _ = bench(capsys, "plan", *flags, *told[1].split())
     assert after["step_s"] < 0.9 * before["step_s"] and "would take" not in text
     assert seconds_text(after["step_s"]) == told[2] and after["virtual_stages"] == 2
-    assert "zb-v with 2 chunks a stage" in text
+    assert "zb-v with 2 chunks per stage" in text
 
 
 def test_a_plan_knows_a_schedule_that_was_added_later(capsys, monkeypatch):

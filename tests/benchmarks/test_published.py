@@ -148,10 +148,10 @@ def test_predictions_are_too_fast_for_small_models_and_too_slow_for_large_ones(a
 def test_every_assumption_is_printed_with_the_value_that_its_flag_has():
     text = "\n".join(published.assumptions(plan_flags("--product-efficiency", "0.51", "--wire-efficiency", "0.73",
                                                       "--latency", "21")))
-    for said in ("reach 51% of the peak", "reach 73% of these", "21 us", "2048 tokens, 51,200 words",
+    for said in ("reach 51% of the peak", "reach 73% of these", "21 us", "2048 tokens per sample, vocabulary 51,200",
                  "2409.15241: 50,257",
                  "300 (A100) and 450 GB/s", "200 Gbit/s", "eight cards of 400 Gbit/s", "formula (3)", "fp32", "float16",
-                 "not looked up: layers, widths, heads, samples, words", "run_table_1.sh", "compared with 32"):
+                 "not looked up: layers, widths, heads, samples, vocabulary", "run_table_1.sh", "compared with 32"):
         assert said in text
 
 
@@ -162,5 +162,5 @@ def test_the_command_prints_table_assumptions_and_a_record(capsys, monkeypatch):
     assert main(("plan",), "", ["plan", "--published", "--gpu", "here", "--gpus", "2"]) == 0
     torch.set_num_threads(threads)
     *text, last = capsys.readouterr().out.splitlines()
-    assert len(json.loads(last)["rows"]) == 4 and "assumed:" in text and "from where:" in text
-    assert "Nothing for dropout" in "\n".join(text) and max(map(len, text)) < 140
+    assert len(json.loads(last)["rows"]) == 4 and "assumptions:" in text and "sources:" in text
+    assert "Nothing is added for dropout" in "\n".join(text) and max(map(len, text)) < 140
