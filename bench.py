@@ -14,8 +14,8 @@
 
 Each question prints a short table and, as its last line, one JSON object. Alternatives are timed in turn within one
 run, for several rounds. Figures are medians with their spread; claims are ratios, since machines differ. A question
-that needs several processes starts them itself, each on its own cores (or GPU). If noise makes a figure meaningless, "too
-noisy to tell" is printed, and the JSON has null.
+that needs several processes starts them itself, each on its own cores (or GPU). If noise makes a figure meaningless,
+"too noisy to tell" is printed, and the JSON has null.
 
 `python bench.py QUESTION --help` explains a question's figures and lists its flags. Each question is a file of
 benchmarks/.

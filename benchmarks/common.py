@@ -64,8 +64,8 @@ def main(questions, text: str, arguments: list[str]) -> int:
         if world_size > 1 and not launch_info.launched:
             return start_processes(arguments, world_size, wire_for(flags, world_size))
         require(launch_info.world_size == world_size,
-                f"this question needs {world_size} processes, but torchrun has started {launch_info.world_size}; start it "
-                f"without torchrun, or with --nproc_per_node {world_size}")
+                f"this question needs {world_size} processes, but torchrun has started {launch_info.world_size}; start "
+                f"it without torchrun, or with --nproc_per_node {world_size}")
         bind_to_cores(launch_info)
         text, record = question.answer(flags, launch_info)
         if launch_info.rank == 0:
