@@ -1,4 +1,4 @@
-"""What bench.py comm, memory and plan say is what happens: formulas against counts, plans against reality."""
+"""bench.py comm, memory, recompute and plan: the formulas against measurements and real steps."""
 
 import collections
 import dataclasses
@@ -56,7 +56,7 @@ def test_a_preset_with_its_published_vocabulary_has_the_published_number_of_para
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-xl", "gpt3-13b"])
 @pytest.mark.parametrize("tp, pp, untied", [(1, 1, False), (1, 1, True), (2, 4, False), (4, 3, True), (8, 2, False)])
 def test_the_ranks_of_a_replica_hold_every_parameter_once(model, tp, pp, untied):
-    """Shards added, replicas once, without the last stage's copy of a tied matrix and the vocabulary's padding."""
+    """Shards add up; replicas, the copy of a tied matrix and the vocabulary's padding are left out."""
     heads = -(-PRESETS[model]["num_attention_heads"] // tp) * tp
     config = cluster(tp * pp, model=model, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
                      hidden_size=64 * heads, num_attention_heads=heads, untie_embeddings_and_output_weights=untied)
@@ -72,7 +72,7 @@ def test_the_ranks_of_a_replica_hold_every_parameter_once(model, tp, pp, untied)
     (1, "bfloat16", 6, 12), (1, "float32", 8, 8), (2, "bfloat16", 2, 16), (2, "float32", 4, 12),
     (0, "bfloat16", 18, 0)])
 @pytest.mark.parametrize("dp", [1, 4])
-def test_model_state_is_6_and_12_d_bytes_a_parameter_or_8_and_8_d_or_in_zero_2_2_and_16_d(
+def test_bytes_of_model_state_per_parameter(
         zero_stage, dtype, fixed, shared, dp):
     config = cluster(8 * dp, dtype=dtype, zero_stage=zero_stage, tensor_model_parallel_size=8)
     assert expected_memory.state_bytes_per_parameter(config) == fixed + shared / dp
@@ -82,8 +82,8 @@ def test_model_state_is_6_and_12_d_bytes_a_parameter_or_8_and_8_d_or_in_zero_2_2
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_microbatches_alive_are_those_of_the_schedule(schedule):
-    """40 layers here: where a stage holds two chunks, each is half of it."""
+def test_microbatches_in_flight_are_those_of_the_schedule(schedule):
+    """Two chunks of a stage are half a microbatch each: the 40 layers divide evenly."""
     for pp, m in [(1, 1), (2, 1), (4, 3), (4, 16), (10, 8)]:
         config = cluster(pp, pipeline_model_parallel_size=pp, schedule=schedule, global_batch_size=m)
         for stage, actions in enumerate(config.timetable.rows):
@@ -91,15 +91,15 @@ def test_microbatches_alive_are_those_of_the_schedule(schedule):
             assert alive == peak_microbatches(actions) / config.virtual_stages
 
 
-def test_of_a_chunk_with_more_layers_more_is_alive():
-    """5 layers in 2 x 2 chunks: the first stage's are of 2 and 1."""
+def test_a_microbatch_in_flight_counts_by_its_chunks_layers():
+    """Five layers in 2 x 2 chunks: the first stage's chunks have two layers and one."""
     config = cluster(2, pipeline_model_parallel_size=2, schedule="interleaved", num_layers=5, global_batch_size=2)
     first, last = (expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, stage)) for stage in range(2))
     assert first == pytest.approx(2) and last == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("schedule, fits", [("1f1b", 4), ("gpipe", 16), ("paired", 7), ("zb-h1", 4)])
-def test_tapes_are_as_many_as_microbatches_alive_but_a_pair_has_one_that_grows_as_the_other_shrinks(schedule, fits):
+def test_peak_number_of_tapes(schedule, fits):
     config = cluster(4, pipeline_model_parallel_size=4, schedule=schedule, global_batch_size=16)
     at = sizes.mesh_at(config)
     (chunk,) = sizes.stage_model(config, at).chunks
@@ -111,9 +111,10 @@ def test_tapes_are_as_many_as_microbatches_alive_but_a_pair_has_one_that_grows_a
 @pytest.mark.parametrize("tp", [1, 2, 8])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("granularity, stream, cut", [("none", 4, 12), ("selective", 4, 7), ("full", 2, 0)])
-def test_a_layer_keeps_so_many_activations(granularity, stream, cut, tp, sequence_parallel):
-    """(4 + 12/t) X; without attention's and gelu's inside (4 + 7/t) X; x alone 2 X. A stream that is cut has 4 X/t in
-    place of 4 X, or 2 X/t. Beside them what a token has of each norm and head."""
+def test_activations_that_a_layer_keeps(granularity, stream, cut, tp, sequence_parallel):
+    """(4 + 12/t) X; (4 + 7/t) X with selective and 2 X with full recomputation; sequence parallelism divides the 4 or 2
+    by t. Norm statistics and log-sum-exp are small.
+    """
     config = cluster(8, tensor_model_parallel_size=tp, recompute_granularity=granularity,
                      sequence_parallel=sequence_parallel)
     kept = expected_memory.layer_tape_bytes(config)
@@ -122,9 +123,8 @@ def test_a_layer_keeps_so_many_activations(granularity, stream, cut, tp, sequenc
     assert sum(kept.values()) == ours * sizes.hidden_bytes(config) > 100 * small
 
 
-def test_what_full_recomputation_keeps_goes_to_the_host_of_a_gpu_and_stays_where_there_is_none():
-    """2 X a layer of each microbatch that is alive: here four, of ten layers. On the GPU stays what is not a
-    layer's."""
+def test_only_a_gpu_offloads_norm_inputs_to_its_host():
+    """Full recomputation keeps 2 X per layer and microbatch in flight: here four of ten layers."""
     config = cluster(4, pipeline_model_parallel_size=4, global_batch_size=16, recompute_granularity="full",
                      device="cuda")
     at, away = sizes.mesh_at(config), dataclasses.replace(config, checkpoint_in_cpu=True)
@@ -137,15 +137,14 @@ def test_what_full_recomputation_keeps_goes_to_the_host_of_a_gpu_and_stays_where
     assert expected_memory.tape_bytes(on_cpu, at) == expected_memory.tape_bytes(kept, at)
 
 
-def test_what_is_left_for_weight_gradients_is_the_same_however_little_was_kept():
-    """What was computed again stays for them."""
+def test_split_weight_gradients_need_the_same_memory_with_recomputation():
     left = [expected_memory.layer_weight_gradient_bytes(cluster(8, **TP8, recompute_granularity=one))
             for one in GRANULARITIES]
     assert left[0] == left[1] == left[2]
 
 
-def test_what_waits_for_its_weight_gradients_holds_as_much_as_before_but_for_small_terms():
-    """What is alive is the same then, however late weight gradients are."""
+def test_split_weight_gradients_need_as_much_memory_as_the_tape_but_for_small_terms():
+    """So delaying weight gradients leaves the peak memory as it is."""
     config = cluster(8, **TP8)
     kept, left = (sum(found.values()) for found in (expected_memory.layer_tape_bytes(config),
                                                     expected_memory.layer_weight_gradient_bytes(config)))
@@ -155,7 +154,7 @@ def test_what_waits_for_its_weight_gradients_holds_as_much_as_before_but_for_sma
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_every_boundary_between_stages_has_a_message_each_way_for_each_microbatch_and_one_inside_has_none(schedule, pp):
+def test_a_message_each_way_per_microbatch_and_stage_boundary(schedule, pp):
     config = cluster(pp, pipeline_model_parallel_size=pp, schedule=schedule, global_batch_size=8)
     sent = collections.Counter()
     for stage in range(pp):
@@ -168,7 +167,7 @@ def test_every_boundary_between_stages_has_a_message_each_way_for_each_microbatc
                     if boundaries else {})
 
 
-def test_a_ring_sums_by_scattering_and_gathering():
+def test_a_rings_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     for ranks in (1, 2, 8):
         scattered, gathered = (expected_traffic.bytes_sent(kind, 1024, ranks)
                                for kind in ("reduce_scatter", "all_gather"))
@@ -178,10 +177,10 @@ def test_a_ring_sums_by_scattering_and_gathering():
 
 @pytest.mark.parametrize("slices, columns", [(1, 1), (2, 1), (2, 4)])
 @pytest.mark.parametrize("sequence_parallel, sums, calls", [(False, 4, 4), (True, 5, 10)])
-def test_a_layer_costs_four_sums_of_x_however_it_is_cut(slices, columns, sequence_parallel, sums, calls):
-    """8 (t-1)/t X on the wires a layer and microbatch (Megatron-LM, 1909.08053, section 3). Along the tokens it is four
-    scatters and six gathers, which is the same and, for the inputs of two products, a gather each more: 10 (t-1)/t
-    X."""
+def test_tensor_parallel_traffic_of_a_layer(slices, columns, sequence_parallel, sums, calls):
+    """8 (t-1)/t X sent per layer and microbatch (1909.08053, section 3). With sequence parallelism four reduce-scatters
+    and six all-gathers: two more all-gathers, 10 (t-1)/t X.
+    """
     config = cluster(8, **TP8, micro_batch_size=2, slices=slices, columns=columns, sequence_parallel=sequence_parallel)
     found = [one for one in expected_traffic.tensor_parallel_traffic(config, sizes.mesh_at(config))
              if one.why.startswith("layers")]
@@ -191,9 +190,8 @@ def test_a_layer_costs_four_sums_of_x_however_it_is_cut(slices, columns, sequenc
 
 
 @pytest.mark.parametrize("model", ["gpt3-13b", "llama3-8b", "qwen3-0.6b"])
-def test_the_products_of_all_ranks_are_the_models_flops(model):
-    """Within the vocabulary's padding and what is no product: norms and biases count in 6 N. Heads may share keys and
-    values, be of another size than h / n, an MLP have a third matrix."""
+def test_the_matmuls_of_all_ranks_are_the_models_flops(model):
+    """Up to the vocabulary's padding, norms and biases; also with grouped queries, other head sizes and SwiGLU."""
     config = cluster(64, model=model, tensor_model_parallel_size=8, pipeline_model_parallel_size=4)
     forward = sum(sum(step_time.forward_flops(config, at, chunk)) for at in sizes.all_meshes(config)
                   for chunk in sizes.stage_model(config, at).chunks) * config.microbatches
@@ -202,8 +200,8 @@ def test_the_products_of_all_ranks_are_the_models_flops(model):
     assert 3 * forward == pytest.approx(said, rel=1e-3)
 
 
-def test_zero_1_sends_6_bytes_a_parameter_and_a_tied_matrix_4_over_two_stages():
-    """6 (d-1)/d and, over two ranks, all of V/t x h in fp32, of which the owner of 1/d sends its part."""
+def test_zero_1_sends_6_bytes_per_parameter_and_4_per_tied_weight():
+    """6 (d-1)/d per parameter; the owners of each 1/d of the tied embedding's V/t x h all-reduce it over two ranks."""
     config = cluster(32, **TP8, pipeline_model_parallel_size=2)
     at = sizes.mesh_at(config, 1)
     found = expected_traffic.once_per_step_traffic(config, at)
@@ -214,8 +212,8 @@ def test_zero_1_sends_6_bytes_a_parameter_and_a_tied_matrix_4_over_two_stages():
     assert wire["embedding"] == 4 * config.padded_vocab_size / 8 * config.hidden_size / 2
 
 
-def test_zero_2_scatters_as_often_as_there_are_microbatches():
-    """(4 m + 2)(d-1)/d a parameter; what first and last stage agree on, and the gather, as in ZeRO-1."""
+def test_zero_2_reduce_scatters_once_per_microbatch():
+    """(4 m + 2)(d-1)/d per parameter; the tied embedding and the all-gather as in ZeRO-1."""
     one, two = (cluster(32, **TP8, pipeline_model_parallel_size=2, zero_stage=stage) for stage in (1, 2))
     at, m = sizes.mesh_at(two, 1), two.microbatches
     found = {stage: {(row.group, row.kind): row for row in expected_traffic.once_per_step_traffic(config, at)}
@@ -227,7 +225,7 @@ def test_zero_2_scatters_as_often_as_there_are_microbatches():
 
 # ---- a step's time on imaginary machines
 
-def test_with_free_wires_the_step_is_the_products_and_a_bubble_of_p_minus_1_by_m():
+def test_with_free_communication_a_step_is_its_matmuls_and_a_bubble_of_p_minus_1_over_m():
     config = cluster(32, **TP8, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
     parts = step_time.step_seconds(config, machine(matmul_rate=1e12))
     assert parts["bubble"] / parts["products"] == pytest.approx(3 / 16, rel=1e-3)
@@ -241,7 +239,7 @@ def test_with_free_wires_the_step_is_the_products_and_a_bubble_of_p_minus_1_by_m
 
 
 @pytest.mark.parametrize("chunks", [2, 5])
-def test_chunks_shorten_the_bubble_by_their_number(chunks):
+def test_interleaving_divides_the_bubble_by_the_number_of_chunks(chunks):
     config = cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
     whole, cut = (step_time.step_seconds(one, machine(matmul_rate=1e12)) for one in
                   (config, dataclasses.replace(config, schedule="interleaved", virtual_stages=chunks)))
@@ -249,8 +247,8 @@ def test_chunks_shorten_the_bubble_by_their_number(chunks):
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
-def test_where_weight_gradients_fill_the_bubble_only_a_part_of_it_is_left(schedule):
-    """(p - 1)(F + B - W) of (p - 1)(F + B + W), which is a third if all are equal; attention has no W."""
+def test_zero_bubble_schedules_fill_the_bubble_with_weight_gradients(schedule):
+    """(p - 1)(F + B - W) instead of (p - 1)(F + B + W), a third if all are equal; attention has no W."""
     config = cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
     plain, zero = (step_time.step_seconds(one, machine(matmul_rate=1e12)) for one in
                    (config, cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16,
@@ -259,15 +257,15 @@ def test_where_weight_gradients_fill_the_bubble_only_a_part_of_it_is_left(schedu
 
 
 def pair_of_halves(config, one) -> tuple:
-    """(forward, backward, both as a pair), in seconds, of the only stage."""
+    """Return the costs of forward and backward on the only stage, and the seconds of both as a pair."""
     costs = step_time.action_costs(config, one, sizes.mesh_at(config))
     forward, backward = costs["forward", 0], costs["backward", 0]
     return forward, backward, step_time.action_seconds(config, forward, backward)
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-def test_a_pair_takes_as_long_as_all_work_or_all_wires_of_both(slices):
-    """At two wires, one of which is faster than the work of both and one slower."""
+def test_a_pair_takes_as_long_as_the_compute_or_the_communication_of_both_halves(slices):
+    """With communication faster and slower than the compute of both."""
     config = cluster(8, **TP8, micro_batch_size=2, slices=slices)
     for near in (3e10, 2e9):
         forward, backward, both = pair_of_halves(config, machine(matmul_rate=1e13, intra_host_rate=near))
@@ -276,7 +274,7 @@ def test_a_pair_takes_as_long_as_all_work_or_all_wires_of_both(slices):
         assert (near == 3e10) == (both == pytest.approx(work))
 
 
-def test_weight_gradients_that_are_done_apart_cover_no_wires():
+def test_split_weight_gradients_hide_no_communication():
     config = cluster(8, **TP8, micro_batch_size=2, slices=1, vocab_size=128)
     costs = step_time.action_costs(config, machine(matmul_rate=1e12, intra_host_rate=1e10), sizes.mesh_at(config))
     whole, apart, rest = (costs[kind, 0] for kind in ("backward", "input_backward", "weight_backward"))
@@ -289,9 +287,8 @@ def test_weight_gradients_that_are_done_apart_cover_no_wires():
 
 @pytest.mark.parametrize("granularity, again", [("selective", lambda dense, attention: attention),
                                                 ("full", lambda dense, attention: 7 / 12 * dense + attention)])
-def test_what_is_computed_again_is_added_to_the_products(granularity, again):
-    """Attention's own; of the matrices q, k, v and the first of the MLP, 3 + 4 of 12 h^2: less than a third of a
-    step."""
+def test_recomputation_adds_to_the_matmuls(granularity, again):
+    """Attention's own matmuls; with full recomputation also qkv and the MLP's first, 3 + 4 of 12 h^2."""
     plain = cluster(32, **TP8, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
     config, at = dataclasses.replace(plain, recompute_granularity=granularity), sizes.mesh_at(plain)
     one = machine(matmul_rate=1e12)
@@ -304,8 +301,8 @@ def test_what_is_computed_again_is_added_to_the_products(granularity, again):
     assert 0.01 < after["again"] / after["products"] < 0.25
 
 
-def test_what_is_computed_again_covers_sums_as_weight_gradients_do():
-    """With one slice, at sums that take longer than these."""
+def test_recomputation_hides_communication_as_weight_gradients_do():
+    """With one slice, and communication that takes longer than both."""
     config = cluster(8, **TP8, micro_batch_size=1, slices=1, vocab_size=128)
     again = dataclasses.replace(config, recompute_granularity="full")
     at, one = sizes.mesh_at(config), machine(matmul_rate=1e13, intra_host_rate=1e9)
@@ -314,8 +311,8 @@ def test_what_is_computed_again_covers_sums_as_weight_gradients_do():
     assert step_time.action_seconds(config, plain) == step_time.action_seconds(again, longer)
 
 
-def test_copies_to_the_host_take_time_where_they_are_longer_than_all_else():
-    """Of each rank: they are not shared over tp."""
+def test_host_copies_take_time_only_if_longer_than_the_rest():
+    """Each rank copies its whole activations: they are not sharded over tp."""
     config = cluster(8, **TP8, vocab_size=128, global_batch_size=2, recompute_granularity="full",
                      checkpoint_in_cpu=True, device="cuda")
     # 2 microbatches, out and back, of 2 x 40 sublayers
@@ -326,7 +323,7 @@ def test_copies_to_the_host_take_time_where_they_are_longer_than_all_else():
 
 
 def exposed_of(config, one) -> tuple:
-    """(seconds that the only stage's actions take, those of the last of them, by which its sums outlast them)."""
+    """Return the seconds of the only stage's actions, of the last of them, and by which reduction outlasts them."""
     at = sizes.mesh_at(config)
     (row,), _ = step_time.simulate_schedule(config, one, [step_time.action_costs(config, one, at)])
     gathered = [found for found in expected_traffic.once_per_step_traffic(config, at) if not found.backward]
@@ -335,9 +332,10 @@ def exposed_of(config, one) -> tuple:
     return row[-1][2], row[-1][2] - row[-1][1], outlast
 
 
-def test_gradients_of_a_chunk_travel_while_the_others_go_backward():
-    """Their sums take as long as three backwards of a chunk: of two chunks the upper one's half a backward more than
-    the lower one's backward, and then the lower one's; of a whole stage all, but for its last backward."""
+def test_a_chunks_gradients_are_reduced_during_the_other_chunks_backwards():
+    """The reduction of a stage takes three backwards of a chunk. With two chunks it outlasts the last backward by one,
+    with a single chunk by two of its three parts.
+    """
     chunks = cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, schedule="interleaved",
                      global_batch_size=4, vocab_size=128)
     whole, at = dataclasses.replace(chunks, schedule="1f1b", virtual_stages=1), sizes.mesh_at(chunks)
@@ -353,8 +351,8 @@ def test_gradients_of_a_chunk_travel_while_the_others_go_backward():
     assert (exposed_of(chunks, slower)[2], exposed_of(whole, slower)[2]) == (pytest.approx(4 * last, rel=0.01),) * 2
 
 
-def test_zero_2_costs_nothing_where_backward_hides_its_wires_and_else_m_times_what_it_does_not_hide():
-    """On one stage: 8 microbatches, whose sums take half as long as their backward, or twice as long."""
+def test_zero_2_exposes_what_each_backward_does_not_hide():
+    """Eight microbatches on one stage, whose reductions take half as long as a backward, or twice as long."""
     one, two = (cluster(2, data_parallel_size=2, pipeline_model_parallel_size=1, zero_stage=stage, global_batch_size=16,
                         vocab_size=128)
                 for stage in (1, 2))
@@ -372,8 +370,8 @@ def test_zero_2_costs_nothing_where_backward_hides_its_wires_and_else_m_times_wh
             name: part for name, part in once.items() if name not in ("dp wires", "optimizer")}
 
 
-def test_messages_delay_every_turn_of_1f1b_and_only_the_ends_of_gpipe():
-    """Two stages on two hosts, 16 microbatches, whose messages take as long as a thousandth of the work."""
+def test_messages_delay_every_turn_of_1f1b_but_only_the_ends_of_gpipe():
+    """Two stages on two hosts, 16 microbatches; a message takes a thousandth of the compute."""
     config = cluster(16, **TP8, pipeline_model_parallel_size=2, vocab_size=128, global_batch_size=16)
     one = machine(matmul_rate=1e12, inter_host_rate=1e9)
     message = sizes.hidden_bytes(config) / one.inter_host_rate
@@ -383,8 +381,8 @@ def test_messages_delay_every_turn_of_1f1b_and_only_the_ends_of_gpipe():
 
 
 @pytest.mark.parametrize("slices, columns, exposed", [(1, 1, 1.0), (2, 1, 0.0), (1, 4, 0.25)])
-def test_slices_hide_wires_that_are_faster_than_work_and_columns_all_but_one_chunk(slices, columns, exposed):
-    """Forward; backward, the weight gradients cover wires that are this fast."""
+def test_slices_hide_all_fast_communication_and_columns_all_but_the_last_column(slices, columns, exposed):
+    """Forward; in backward the weight gradients hide communication this fast."""
     config = cluster(8, **TP8, micro_batch_size=2, global_batch_size=2, slices=slices, columns=columns)
     one = machine(matmul_rate=1e12, intra_host_rate=1e12)
     at = sizes.mesh_at(config)
@@ -395,14 +393,14 @@ def test_slices_hide_wires_that_are_faster_than_work_and_columns_all_but_one_chu
     assert parts["tp wires"] == pytest.approx(exposed * wires)
 
 
-def test_where_wires_are_slower_than_work_the_step_is_as_long_as_its_wires():
+def test_with_slow_communication_a_step_takes_as_long_as_its_communication():
     config = cluster(8, **TP8, micro_batch_size=2, global_batch_size=2, slices=2)
     at, one = sizes.mesh_at(config), machine(matmul_rate=1e18, intra_host_rate=1e9)
     wires = step_time.communication_seconds(config, one, at, expected_traffic.tensor_parallel_traffic(config, at))
     assert sum(step_time.step_seconds(config, one).values()) == pytest.approx(wires)
 
 
-def test_a_group_that_leaves_its_host_travels_on_the_network():
+def test_a_group_on_several_hosts_uses_the_network():
     config = cluster(16, tensor_model_parallel_size=8, global_batch_size=2)
     at, one = sizes.mesh_at(config), machine(intra_host_rate=1e9, inter_host_rate=1e3)
     gathered = [found for found in expected_traffic.once_per_step_traffic(config, at) if found.kind == "all_gather"]
@@ -414,7 +412,7 @@ def test_a_group_that_leaves_its_host_travels_on_the_network():
 # ---- against ranks that run
 
 def held_rank(config):
-    """Memory and communication of this rank: (measured, predicted) of each."""
+    """Return (measured, predicted) memory and (measured, predicted) traffic of this rank."""
     mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
     model = train.model_builder(config, mesh)
     optimizer, stage = ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
@@ -475,8 +473,8 @@ def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_
     *((schedule, 1, 2, "full") for schedule in SCHEDULES), ("1f1b", 2, 2, "none"), ("zb-v", 2, 2, "none"),
     *(pytest.param(schedule, 1, slices, granularity, marks=pytest.mark.exhaustive)
       for schedule in SCHEDULES for slices, granularity in ((1, "none"), (3, "selective")))])
-def test_each_schedule_holds_and_sends_what_its_actions_say(pool, schedule, tp, slices, granularity):
-    """5 layers on two stages: chunks are not equal."""
+def test_memory_and_traffic_of_each_schedule(pool, schedule, tp, slices, granularity):
+    """Five layers on two stages: chunks of different sizes."""
     config = tiny(2 * tp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2, schedule=schedule,
                   slices=slices, num_layers=5, global_batch_size=18, hidden_size=32, device="cpu",
                   hidden_dropout=0.1 * (slices == 3), recompute_granularity=granularity)
@@ -486,7 +484,7 @@ def test_each_schedule_holds_and_sends_what_its_actions_say(pool, schedule, tp, 
 
 
 def messages_rank(config):
-    """Bytes of messages that this rank holds at once, beside its tapes: (measured, predicted)."""
+    """Return this rank's peak bytes of messages besides tapes: (measured, predicted)."""
     mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
     model = train.model_builder(config, mesh)
     stage = memory.TapeMeter(Domino(model, config.slices, config.columns), {})
@@ -513,8 +511,8 @@ def messages_rank(config):
 
 @pytest.mark.parametrize("slices, tp", [(3, 1), pytest.param(2, 2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_messages_under_way_are_those_that_are_counted_in_the_actions(pool, schedule, slices, tp):
-    """Of a stream that is cut over tp each rank sends its own part."""
+def test_peak_memory_of_messages(pool, schedule, slices, tp):
+    """With sequence parallelism each tp rank sends its part."""
     config = tiny(2 * tp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2, schedule=schedule,
                   slices=slices, num_layers=4, global_batch_size=18, device="cpu", sequence_parallel=tp > 1)
     for measured, said in pool.run(messages_rank, config, world_size=2 * tp):
@@ -523,8 +521,8 @@ def test_messages_under_way_are_those_that_are_counted_in_the_actions(pool, sche
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NORMALIZATIONS)
-def test_each_normalization_keeps_what_it_says(pool, name, dtype):
-    """Exactly: as little as a number too much of each token would show."""
+def test_each_normalization_declares_what_it_keeps(pool, name, dtype):
+    """Exact: a single extra number per token would show."""
     config = tiny(1, global_batch_size=12, num_layers=2, device="cpu", normalization=name, dtype=dtype)
     (((held, said), _),) = pool.run(held_rank, config, world_size=1)
     assert held["activations"] == said["activations"]
@@ -540,7 +538,7 @@ def reality_rank(config):
 @pytest.mark.parametrize("world_size, tp, pp, dtype", [
     (1, 1, 1, "float32"), (4, 2, 2, "float32"), pytest.param(8, 2, 2, "bfloat16", marks=pytest.mark.exhaustive)])
 def test_plan_against_reality(pool, world_size, tp, pp, dtype):
-    """Three layouts: bytes exact, activations within 0.1 %, the peak within 8 %, a step's time within a factor of 4."""
+    """Bytes are exact, activations within 0.1 %, the peak within 8 %, a step's time within a factor of 4."""
     config = Config(num_layers=4, hidden_size=128, num_attention_heads=8, seq_length=64, vocab_size=500,
                     micro_batch_size=4, global_batch_size=8 * world_size // (tp * pp), tensor_model_parallel_size=tp,
                     pipeline_model_parallel_size=pp, dtype=dtype, device="cpu").resolve(world_size)
@@ -556,7 +554,7 @@ def test_plan_against_reality(pool, world_size, tp, pp, dtype):
 
 @contextmanager
 def rank_of_a_cluster(rank, config):
-    """(mesh, model, optimizer) of one rank: torch's fake process group stands in for the others."""
+    """Yield (mesh, model, optimizer) of one rank; torch's fake process group replaces the others."""
     with fake_world(rank, config.world_size):
         mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
         with FakeTensorMode():
@@ -569,7 +567,7 @@ GPT3_13B = dict(**TP8, pipeline_model_parallel_size=4, global_batch_size=8, devi
 
 @pytest.mark.parametrize("rank", [0, 23, 40, 63])
 def test_gpt3_13b_on_64_ranks_has_the_parameters_of_the_formulas(rank):
-    """A rank of each of the four stages."""
+    """One rank of each of the four stages."""
     config = cluster(64, **GPT3_13B)
     with rank_of_a_cluster(rank, config) as (mesh, model, optimizer):
         assert ([one.shape for one in sizes.stage_model(config, mesh).parameters()]
@@ -582,9 +580,8 @@ def test_gpt3_13b_on_64_ranks_has_the_parameters_of_the_formulas(rank):
     (63, "1f1b", 2048), (0, "zb-v", 1024),
     *(pytest.param(rank, name, 2048, marks=pytest.mark.exhaustive)
       for rank, name in ((16, "interleaved"), (32, "paired"), (48, "zb-h1")))])
-def test_a_step_of_gpt3_13b_keeps_and_sends_what_the_formulas_say(rank, schedule, tokens):
-    """Of few tokens, the most is there when one chunk's gradients are received, and the other's tapes are not used up
-    yet."""
+def test_memory_and_traffic_of_gpt3_13b_on_64_ranks(rank, schedule, tokens):
+    """With few tokens the peak comes when one chunk's gradients are received and the other's tapes still exist."""
     config = cluster(64, **GPT3_13B, schedule=schedule, seq_length=tokens)
     with rank_of_a_cluster(rank, config) as (mesh, model, optimizer):
         stage = memory.TapeMeter(Domino(model, config.slices, config.columns), memory.state_storages(model, optimizer))
@@ -602,9 +599,10 @@ def test_a_step_of_gpt3_13b_keeps_and_sends_what_the_formulas_say(rank, schedule
     assert allocations.most == pytest.approx(beside_state, rel=PEAK)
 
 
-def test_communicators_cost_a_gpu_memory_by_the_ring_and_a_cpu_none():
-    """World, tp, dp, and a tied matrix's on the first and last stage, of 24 channels each; messages have 4, to each
-    neighbour and in the ring where they meet. An axis of one has no communicator."""
+def test_memory_of_nccls_communicators():
+    """Rings of 24 channels for world, tp, dp and a tied embedding; messages have 4 channels per neighbour and in the
+    ring where the stages meet. An axis of one rank has no communicator.
+    """
     ring, connection = 24 * 12 * 2**20, 12 * 2**20
     small = dict(num_layers=8, num_attention_heads=8, hidden_size=64)
     box = cluster(32, **small, tensor_model_parallel_size=4, pipeline_model_parallel_size=4, global_batch_size=8)
@@ -624,7 +622,7 @@ def test_communicators_cost_a_gpu_memory_by_the_ring_and_a_cpu_none():
 # ---- as a person runs them
 
 def bench(capsys, *arguments):
-    """(exit code, what is printed before the last line, the record, the error) of bench.py, in this process."""
+    """Run bench.py in this process and return (exit code, text before the last line, record, stderr)."""
     threads = torch.get_num_threads()
     code = main(("comm", "memory", "recompute", "plan"), "", [str(one) for one in arguments])
     torch.set_num_threads(threads)
@@ -655,7 +653,7 @@ def test_bench_memory_finds_the_state_exact(capsys):
     assert "norm inputs" in text and "2.000" in text, "what a layer keeps is shown in units of X"
 
 
-def test_bench_recompute_finds_the_same_bits_and_the_formulas_activations(capsys):
+def test_bench_recompute(capsys):
     code, text, record, _ = bench(capsys, "recompute", *SMALL, "--hidden-dropout", 0.1, "--repeats", 2)
     assert code == 0 and record["none_products"] == 1 < record["selective_products"] < record["full_products"] < 1.34
     assert all(record[f"{one}_activations_error"] <= ACTIVATIONS for one in GRANULARITIES)
@@ -669,14 +667,13 @@ def test_bench_plan_of_gpt3_13b_on_64_gpus(capsys):
     assert record["bubble"] == pytest.approx(3 / 512, rel=0.1) and 0.2 < record["mfu"] < 0.6
     assert sum(record["parts_s"].values()) == pytest.approx(record["step_s"])
     assert all(set(need) == set(plan.MEMORY_TERMS) for need in record["memory"]) and len(record["memory"]) == 4
-    for said in ("stage 3", "tp: layers forward", "dp: weights", "(p - 1)/m in 1F1B if stages are equal", "--columns 2 would",
-                 "--product-efficiency", "--schedule paired would take"):
+    for said in ("stage 3", "tp: layers forward", "dp: weights", "(p - 1)/m in 1F1B if stages are equal",
+                 "--columns 2 would", "--product-efficiency", "--schedule paired would take"):
         assert said in text
 
 
-def test_a_plan_proposes_the_fastest_schedule_that_fits_with_all_its_flags(capsys):
-    """At a wire that is nothing to speak of, few microbatches and many stages, it is one that has no bubble, if two
-    chunks deal the layers evenly; and with it there is nothing better."""
+def test_a_plan_proposes_the_fastest_schedule_that_fits(capsys):
+    """With fast links, few microbatches and many stages it is a zero-bubble schedule, and then none is better."""
     flags = ["--gpus", 8, "--tp", 1, "--pp", 8, "--num-layers", 32, "--global-batch-size", 16, "--vocab-size", 128]
     _, text, before, _ = bench(capsys, "plan", *flags)
     told = re.search(r"(--schedule \S+(?: --virtual-stages \d+)?) would take ([\d.]+ m?s) per step", text)
@@ -687,8 +684,8 @@ def test_a_plan_proposes_the_fastest_schedule_that_fits_with_all_its_flags(capsy
     assert "zb-v with 2 chunks per stage" in text
 
 
-def test_a_plan_knows_a_schedule_that_was_added_later(capsys, monkeypatch):
-    """From its line in SCHEDULES: here GPipe, the other way round."""
+def test_a_plan_considers_a_newly_added_schedule(capsys, monkeypatch):
+    """From its line in SCHEDULES: here GPipe with the backwards in reverse order."""
     def last_in_first_out(stage, stages, microbatches, chunks=1):
         actions = SCHEDULES["gpipe"].actions(stage, stages, microbatches)
         return actions[:microbatches] + actions[:microbatches - 1:-1]
@@ -732,7 +729,7 @@ def test_a_plan_that_does_not_fit_says_why_and_what_helps(capsys, flags, reason,
     (["plan", "--checkpoint-in-cpu"], "--checkpoint-in-cpu needs --recompute-granularity full"),
     (["comm", "--dp", 0], "--data-parallel-size must be at least 1, but is 0"),
     (["memory", "--slices", 9], "slices 9 must be at most micro-batch-size 4")])
-def test_wrong_flags_give_one_sentence(capsys, arguments, words):
+def test_wrong_flags_are_refused_in_one_sentence(capsys, arguments, words):
     code, text, record, error = bench(capsys, *arguments)
     assert code == 2 and not text and not record
     assert error.startswith("error: ") and words in error and error.count("\n") == 1

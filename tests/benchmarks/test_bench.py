@@ -1,6 +1,6 @@
-"""bench.py: each question ends with a line of JSON whose figures fit together; the slow wire is slow, and goes away.
+"""bench.py: the record of each question is consistent; the slow wire is slow and is removed.
 
-The sizes are tiny: what is tested is the arithmetic around the times, not the times.
+The sizes are tiny: the tests check the arithmetic around the times, not the times.
 """
 
 import os
@@ -35,7 +35,7 @@ def namespaces() -> list[str]:
 
 @pytest.fixture
 def wire():
-    """slow_wire, where it can be."""
+    """Return slow_wire, or skip the test if it can't be built."""
     try:
         with slow_wire("1gbit", 1):
             pass
@@ -46,7 +46,7 @@ def wire():
 
 @pytest.fixture
 def slow_if_possible() -> list[str]:
-    """The flags of a run over the slow wire; none where it can't be made, and the loopback serves."""
+    """Return the flags for a slow wire, or none if it can't be built."""
     try:
         with slow_wire("100mbit", 2):
             return ["--wire", "100mbit", "--device", "cpu"]
@@ -57,8 +57,8 @@ def slow_if_possible() -> list[str]:
 # ---- the questions
 
 @pytest.mark.exhaustive
-def test_overlap_compares_four_ways_to_talk_and_two_halves_of_the_work(slow_if_possible):
-    """A sum after each sublayer forward and backward, one at each end, two in the cross entropy; in three slices."""
+def test_overlap(slow_if_possible):
+    """An all-reduce per sublayer and direction, one at each end of the model, two in the cross entropy; three slices."""
     record = ask("overlap", *TINY, "--micro-batch-size", "6", "--slices", "3", "--repeats", "2", *slow_if_possible)
     times = ("blocking_s", "megatron_s", "domino_s", "no_comm_s", "comm_s", "dtensor_s")
     assert all(0 < record[name] < 60 for name in times)
@@ -76,7 +76,7 @@ def test_overlap_compares_four_ways_to_talk_and_two_halves_of_the_work(slow_if_p
     (9, 10, 10, None, None),                # quicker than the work alone
     (15, 10, 20, None, None),               # quicker than the wires alone
     (30, 10, 5, None, 3)])                  # slower than both, one after the other: not hidden, but something else
-def test_hidden_is_the_part_of_the_wires_time_for_which_there_is_work(domino, compute, wires, hidden, bound):
+def test_hidden_share_and_bound(domino, compute, wires, hidden, bound):
     rounds = {"blocking": 18, "megatron": 16, "domino": domino, "compute": compute, "wires": wires}
     hideable, figures = figures_of({name: Times((seconds,) * 3) for name, seconds in rounds.items()})
     assert hideable == min(1, compute / wires)
@@ -84,7 +84,7 @@ def test_hidden_is_the_part_of_the_wires_time_for_which_there_is_work(domino, co
     assert (figures["speedup"].value, figures["megatron_ratio"].value) == (18 / domino, 16 / domino)
 
 
-def test_host_times_are_of_a_layer_and_slice_beside_autograds():
+def test_host_times_per_layer_and_slice():
     record = ask("host", "--num-layers", "2", "--slices", "3", "--columns", "2", "--normalization", "RMSNorm",
                  "--repeats", "2")
     assert (record["tp"], record["slices"], record["columns"], record["num_layers"]) == (2, 3, 2, 2)
@@ -94,7 +94,7 @@ def test_host_times_are_of_a_layer_and_slice_beside_autograds():
 
 
 @pytest.mark.exhaustive
-def test_throughput_compares_the_same_training():
+def test_throughput():
     record = ask("throughput", *TINY, "--global-batch-size", "8", "--repeats", "3")
     assert record["loss_difference"] < 1e-4 and len(record["losses"]) == throughput.COMPARED_STEPS
     assert record["losses"][-1] < record["losses"][0] < 7, "the steps must train"
@@ -111,7 +111,7 @@ def test_throughput_refuses_to_compare_different_work():
 
 
 @pytest.mark.exhaustive
-def test_scaling_starts_worlds_and_relates_them_to_one_process():
+def test_scaling():
     record = ask("scaling", *TINY, "--max-processes", "2", "--repeats", "1")
     assert record["processes"] in ([1, 2], [1])                # a single GPU can't be shared
     for layout in ("dp", "tp"):
@@ -125,14 +125,14 @@ def test_scaling_starts_worlds_and_relates_them_to_one_process():
                 assert figures["efficiency"][i] == (None if gain is None else pytest.approx(gain / count))
 
 
-def test_a_world_is_held_against_one_process_by_tokens_a_second():
-    """Four processes that need twice as long for four times the work do twice as much; for the same work, half."""
+def test_speed_up_is_measured_in_tokens_per_second():
+    """Four times the work in twice the time is a speed-up of 2; the same work in twice the time, of 0.5."""
     assert speedup([2.0, 2.0], [1.0, 1.0, 1.0], 4, work=4).value == 2
     assert speedup([2.0, 2.0], [1.0, 1.0, 1.0], 4, work=1).value == 0.5
     assert speedup([1.0], [1.4], 2, work=2).value is None, "2.8 times as much as one"
 
 
-def test_worlds_double_up_to_the_largest():
+def test_worlds_double():
     for largest, sizes in [(1, [1]), (2, [1, 2]), (3, [1, 2]), (8, [1, 2, 4, 8])]:
         assert worlds(type("Flags", (), dict(max_processes=largest))) == sizes
 
@@ -176,7 +176,7 @@ def test_a_rate_is_read_as_tc_reads_it(text, bits):
 
 @pytest.mark.parametrize("text", ["", "500", "mbit", "-5mbit", "500mbps", "500 mbit", "1e3mbit", "nan", "0mbit",
                                   "10kbit", "999gbit", "5mbit; reboot"])
-def test_nonsense_is_no_rate(text):
+def test_invalid_rates_are_refused(text):
     with pytest.raises(UserError, match="must be a rate from 1mbit to 100gbit"):
         parse_rate(text)
 
@@ -209,7 +209,7 @@ connection.sendall(bytes(4_000_000))
 """
 
 
-def test_bytes_take_their_time_on_the_wire(wire):
+def test_the_slow_wire_has_its_rate(wire):
     with wire("80mbit", 2) as places:
         commands = [[*prefix, sys.executable, "-c", code] for (prefix, _), code in zip(places, (SEND, RECEIVE))]
         sender, receiver = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands)
@@ -231,7 +231,7 @@ with slow_wire("1gbit", 2):
 
 @pytest.mark.parametrize("ends", ["SIGTERM", "SIGINT", "SIGHUP", "exception", "SIGKILL"])
 def test_nothing_is_left_of_the_wire(wire, ends):
-    """Of a process that was killed the next start removes it."""
+    """The next start removes the namespaces of a killed process."""
     code = HOLD.format("1 / 0" if ends == "exception" else "time.sleep(60)")
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL, preexec_fn=listen_to_interrupts)
@@ -246,8 +246,8 @@ def test_nothing_is_left_of_the_wire(wire, ends):
     assert not [name for name in namespaces() if f"-{process.pid}-" in name]
 
 
-def test_figures_are_related_round_by_round():
-    """A load that comes and goes falls on both."""
+def test_ratios_are_taken_round_by_round():
+    """So that a change of load affects both."""
     assert ratios(Times((2.0, 20.0, 4.0)), Times((1.0, 10.0, 2.0))) == Figure((2.0, 2.0, 2.0))
 
 
@@ -263,16 +263,16 @@ def test_figures_are_related_round_by_round():
     (Figure((1.02, 1.03, 1.06), most=1.0, size=1.0), "1.03 [1.02 .. 1.06]"),    # as good as 1
     (Figure((1.1, 1.1, 1.2), most=1.0, size=1.0), "too noisy to tell [1.10 .. 1.20]"),
     (Figure((0.9, 0.9, 1.1), least=1.0), "too noisy to tell [0.90 .. 1.10]")], ids=str)
-def test_what_noise_has_made_impossible_is_not_told(figure, text):
-    """The spread is; JSON says null."""
+def test_figures_too_noisy_to_tell(figure, text):
+    """The spread is still printed; the JSON has null."""
     assert f"{figure:.2f}" == text
     record = figure.record("gain")
     assert record["gain_spread"] == (min(figure.rounds), max(figure.rounds))
     assert (record["gain"] is None) == text.startswith("too noisy") and (record["gain"] in (None, figure.median))
 
 
-def test_alternatives_are_compared_in_all_orders():
-    """What runs first leaves memory and caches to the next: no one may always follow the same one."""
+def test_alternatives_run_in_changing_orders():
+    """A function finds memory and caches as the previous one left them, so no fixed order is fair."""
     ran = []
     times = compare({name: partial(ran.append, name) for name in "abcd"}, repeats=60)
     rounds = [ran[i:i + 4] for i in range(0, len(ran), 4)]

@@ -1,6 +1,6 @@
-"""bench.py pipeline and zero: the same work on all sides, and figures that fit together and to the formulas.
+"""bench.py pipeline and zero: equal work on all sides, consistent figures, formulas.
 
-The sizes are tiny: what is tested is the arithmetic around the times, not the times.
+The sizes are tiny: the tests check the arithmetic around the times, not the times.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16", "--dev
 # ---- pipeline
 
 @pytest.mark.exhaustive
-def test_pipeline_compares_every_schedule_with_torchs():
+def test_pipeline():
     record = ask("pipeline", *TINY, "--num-layers", "4", "--microbatches", "2", "3", "--repeats", "2")
     rows = {(row["microbatches"], row["schedule"], row["side"]): row for row in record["rows"]}
     runner = {"1f1b", "gpipe", "interleaved"}
@@ -55,7 +55,7 @@ def test_pipeline_compares_every_schedule_with_torchs():
 
 
 def worked(row) -> dict:
-    """What a stage would record that needs exactly as long as it was played."""
+    """Return what a stage would record if each action took exactly its simulated time."""
     found = {}
     for action, begin, end in row:
         found.setdefault((action.kind, action.halves[0].chunk), []).append(end - begin)
@@ -64,8 +64,8 @@ def worked(row) -> dict:
 
 @pytest.mark.parametrize("work", [(1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (1.0, 3.0), (2.0, 1.0, 1.5)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_idle_time_is_the_simulations_where_stages_work_without_delay(schedule, work):
-    """Of even stages the bubble's own; of uneven ones the step is as long as the slowest stage makes it."""
+def test_idle_time_without_delays_is_the_simulations(schedule, work):
+    """With equal stages it is the bubble; with unequal stages the slowest determines the step."""
     m, p = 6, len(work)
     plan = timetable(schedule, p, m, SCHEDULES[schedule].chunks[0])
     rows = simulate(plan, lambda stage, action: action.length * work[stage])
@@ -76,7 +76,7 @@ def test_idle_time_is_the_simulations_where_stages_work_without_delay(schedule, 
         assert found["even"] == pytest.approx(found["simulated"]) == pytest.approx(bubble(rows) / (1 + bubble(rows)))
 
 
-def test_an_actions_work_is_what_it_did_not_wait():
+def test_waits_are_not_part_of_an_actions_duration():
     """A pair's turns are one action."""
     def event(kind, begin, end, microbatch=0):
         return Event(kind, begin * 10**9, end * 10**9, dict(microbatch=microbatch, chunk=0))
@@ -87,7 +87,7 @@ def test_an_actions_work_is_what_it_did_not_wait():
 
 
 class Side:
-    """Finds this loss and this gradient."""
+    """A side with this loss and this gradient."""
 
     def __init__(self, loss, gradient, placement=""):
         self.step, self.gradients = lambda: loss, lambda: [torch.tensor([gradient])]
@@ -96,7 +96,7 @@ class Side:
 
 @pytest.mark.parametrize("other", [(5.01, 3.0), (5.0, 3.01), (float("nan"), 3.0), (5.0, float("nan"))])
 def test_pipeline_refuses_to_compare_different_work(monkeypatch, other):
-    """Gradients may differ where a stage holds other layers; the loss never."""
+    """Gradients may differ between placements of the layers; losses may not."""
     monkeypatch.setattr(pipeline, "gathered", lambda value: [value])
     sides = {("1f1b", "domino"): Side(5.0, 3.0), ("zb-v", "domino"): Side(5.0, 2.0, "folded"),
              ("1f1b", "torch"): Side(*other)}
@@ -110,7 +110,7 @@ def test_pipeline_refuses_to_compare_different_work(monkeypatch, other):
 # ---- zero
 
 @pytest.mark.exhaustive
-def test_zero_compares_seven_ways_to_train_the_same():
+def test_zero():
     wider = [*TINY, "--hidden-size", "256", "--microbatches", "2"]       # 19 MB of state: resident memory must show it
     record = ask("zero", *wider, "--repeats", "2")
     sides = record["sides"]
@@ -140,7 +140,7 @@ def test_storages_are_counted_once():
 
 @pytest.mark.parametrize("dtype, expected", [("float32", [10, 16, 7, 10, 16, 4, 4]),
                                              ("bfloat16", [9, 18, 6, 10, 16, 4, 4])])
-def test_formulas_of_a_parameters_bytes(dtype, expected):
+def test_expected_bytes_of_state_per_parameter(dtype, expected):
     config = tiny(4, data_parallel_size=4, dtype=dtype)
     assert [zero.formula_bytes(name, config) for name in zero.ABOUT] == expected
 

@@ -1,4 +1,4 @@
-"""What bench.py plan says of published runs: their sizes, the model's time with what they compute again, the ratios."""
+"""bench.py plan --published: the runs' sizes, the modified step times, the ratios."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ BOUNDS = {("2104.04473", "TFLOP/s"): (0.9, 1.4), ("2205.05198", "s"): (0.8, 1.2)
 
 @pytest.fixture(scope="module")
 def answer():
-    """(text, record) with the default flags."""
+    """Return (text, record) with the default flags."""
     flags = plan_flags()
     return published.answer(partial(plan.machine_of, flags, per_host=8), flags)
 
@@ -37,8 +37,8 @@ def plan_flags(*more):
 
 @pytest.mark.parametrize("paper, run", EVERY, ids=[f"{paper}-{run.name}-{run.again}-{run.figure}"
                                                    for paper, run in EVERY])
-def test_each_runs_sizes_give_the_parameters_that_its_paper_names(paper, run):
-    """In as many digits, and within 1 % where there are three of them; and replicas are whole."""
+def test_each_run_has_the_parameter_count_of_its_name(paper, run):
+    """To as many digits, and within 1 % if there are three; replicas are whole."""
     number, unit = re.fullmatch(r"([\d.]+)([BT])", run.name).groups()
     said, count = float(number), parameter_count(run.config) / {"B": 1e9, "T": 1e12}[unit]
     assert f"{count:.{len(number.partition('.')[2])}f}" == number
@@ -51,7 +51,7 @@ def test_each_runs_sizes_give_the_parameters_that_its_paper_names(paper, run):
 
 @pytest.mark.parametrize("run", TABLE_1, ids=lambda run: run.name)
 def test_formula_3_counts_four_forwards_of_the_layers_and_three_of_the_head(run):
-    """The same FLOPs as this program's, which are counted in its matrices."""
+    """It equals this program's count of FLOPs."""
     config = run.config
     chunks = [(at, chunk) for at in map(partial(sizes.mesh_at, config), range(config.pp))
               for chunk in sizes.stage_model(config, at).chunks]
@@ -68,19 +68,19 @@ FAST = machine(matmul_rate=1e13, intra_host_rate=3e11, inter_host_rate=2e10, mem
 
 
 @pytest.mark.parametrize("changes", [{}, dict(virtual_stages=2), dict(slices=2, micro_batch_size=2, zero_stage=1)])
-def test_with_no_other_costs_a_step_takes_what_a_plan_says(changes):
+def test_seconds_agree_with_a_plan(changes):
     config = cluster(32, **{**STAGES, **changes})
     assert published.seconds(config, FAST) == pytest.approx(sum(step_time.step_seconds(config, FAST).values()))
 
 
 def counted(config):
-    """FLOPs of a microbatch forward on the only stage: (layers' products, head's, attention's)."""
+    """Return a microbatch's forward FLOPs on the only stage: layers' matmuls, head's, attention's."""
     at = sizes.mesh_at(config)
     (chunk,) = sizes.stage_model(config, at).chunks
     return step_time.forward_flops(config, at, chunk)
 
 
-def test_layers_again_are_a_fourth_forward_without_the_head_and_attention_again_is_its_own_products():
+def test_flops_of_recomputed_layers_and_attention():
     config = cluster(8, **{**STAGES, "pipeline_model_parallel_size": 1})
     (dense, head, attention), one = counted(config), machine(matmul_rate=1e12)
     said = [published.seconds(config, one, costs) / config.microbatches * 1e12
@@ -90,8 +90,8 @@ def test_layers_again_are_a_fourth_forward_without_the_head_and_attention_again_
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_layers_again_sum_again_and_nothing_covers_it(chunks):
-    """Two more sums of X for each layer of a stage."""
+def test_recomputed_layers_repeat_their_all_reduces_unhidden(chunks):
+    """Two more all-reduces of X per layer of a stage."""
     config = cluster(16, **STAGES, virtual_stages=chunks)
     at, without = sizes.mesh_at(config, 1), machine(matmul_rate=1e12)
     with_wires = dataclasses.replace(without, intra_host_rate=1e12)
@@ -101,7 +101,7 @@ def test_layers_again_sum_again_and_nothing_covers_it(chunks):
     assert works[0] - works[1] == pytest.approx(2 * sum_of_x * config.num_layers / 2, rel=1e-3)
 
 
-def test_what_is_waited_for_adds_all_wires_to_all_work():
+def test_blocking_adds_all_communication_to_all_compute():
     config = cluster(8, **{**STAGES, "pipeline_model_parallel_size": 1})
     at = sizes.mesh_at(config)
     one = machine(matmul_rate=1e13, intra_host_rate=1e10)
@@ -111,8 +111,8 @@ def test_what_is_waited_for_adds_all_wires_to_all_work():
     assert published.seconds(config, one) < 0.95 * (work + sums)
 
 
-def test_the_wires_part_and_the_gain_are_those_of_sums_that_are_waited_for():
-    """At wires that take half of the time, which two slices hide."""
+def test_communication_share_and_speed_up():
+    """With communication that takes half of the time, which two slices hide."""
     run = dataclasses.replace(RUNS["2409.15241"][0], vocab_size=128)
     at, slow = sizes.mesh_at(run.config), machine(matmul_rate=1e13)
     sums = expected_traffic.tensor_parallel_traffic(run.config, at)
@@ -134,8 +134,8 @@ def test_every_ratio_is_within_its_bounds_and_is_printed(answer):
         assert line.startswith(f"{row['paper']}: {row['name']} ") and line.endswith(f" {row['ratio']:.2f}")
 
 
-def test_predictions_are_too_fast_for_small_models_and_too_slow_for_large_ones(answer):
-    """As the file says: one part of the peak for products of every width."""
+def test_predictions_are_too_high_for_small_models_and_too_low_for_large_ones(answer):
+    """Because all widths are assumed to reach the same share of the peak."""
     ratios = {(row["paper"], row["name"]): row["ratio"] for row in answer[1]["rows"]}
     assert ratios["2104.04473", "1.7B"] > 1.2 and ratios["2104.04473", "1008.0B"] < 1
     assert ratios["2205.05198", "22B"] < 0.9 and ratios["2205.05198", "1T"] > 1.1
@@ -145,7 +145,7 @@ def test_predictions_are_too_fast_for_small_models_and_too_slow_for_large_ones(a
         assert published.FIGURES[run.figure](run, one) == pytest.approx(run.published, rel=0.02)
 
 
-def test_every_assumption_is_printed_with_the_value_that_its_flag_has():
+def test_every_assumption_is_printed_with_its_flags_value():
     text = "\n".join(published.assumptions(plan_flags("--product-efficiency", "0.51", "--wire-efficiency", "0.73",
                                                       "--latency", "21")))
     for said in ("reach 51% of the peak", "reach 73% of these", "21 us", "2048 tokens per sample, vocabulary 51,200",
@@ -156,7 +156,7 @@ def test_every_assumption_is_printed_with_the_value_that_its_flag_has():
 
 
 def test_the_command_prints_table_assumptions_and_a_record(capsys, monkeypatch):
-    """For the shortest of the papers; in one process, wherever else a plan would run."""
+    """For the paper with the fewest runs, in one process whatever the other flags say."""
     monkeypatch.setattr(published, "RUNS", {"2409.15241": RUNS["2409.15241"]})
     threads = torch.get_num_threads()
     assert main(("plan",), "", ["plan", "--published", "--gpu", "here", "--gpus", "2"]) == 0

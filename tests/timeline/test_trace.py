@@ -1,7 +1,7 @@
-"""A recording tells what happened: in the schedule's order, on one clock, every moment of a step accounted for once.
+"""Recordings hold what happened, in the schedule's order and on one clock; each moment of a step is counted once.
 
-    recordings of tiny runs   spans, messages and collectives against what the schedule and the layers must do
-    recordings made by hand   totals to the nanosecond, and a picture that shows what it should
+    recordings of tiny runs   spans, messages and collectives against the schedule and the layers
+    recordings by hand        totals to the nanosecond, and the picture
 """
 
 import ast
@@ -38,7 +38,7 @@ LATE = 250_000_000       # nanoseconds that a busy machine may take to say that 
 
 
 def traced(config, data, steps, recording=True):
-    """Runs in a worker. `steps` training steps -> (the recording, on rank 0; losses; this rank's weights)."""
+    """Train `steps` steps in a worker; return (the recording on rank 0, losses, this rank's weights)."""
     trace = Trace(recording=recording)
     mesh, model, optimizer, stage = build(config, trace=trace)
     optimizer.trace = trace
@@ -55,7 +55,7 @@ def record(pool, world_size, steps=1, **changes) -> Recording:
 
 
 class Streams:
-    """torch.cuda's streams and events, of which one can only see in which stream what was done: log[stream] = [...]."""
+    """Replaces torch.cuda's streams and events; log[stream] lists what was done in each stream."""
 
     def __init__(self, monkeypatch):
         self.current, self.made, self.log = "training's", 0, {"training's": []}
@@ -77,14 +77,14 @@ class Streams:
         return SimpleNamespace(record=lambda: self.log[self.current].append("mark"))
 
     def work(self, name):
-        """A collective on NCCL: whoever waits for it has it waited for by the stream that is current there."""
+        """Return a fake NCCL work: waiting for it makes the current stream wait."""
         def wait():
             self.log[self.current].append(f"wait for {name}")
         return SimpleNamespace(wait=wait, get_future=lambda: SimpleNamespace(wait=wait))
 
 
-def test_on_a_gpu_a_collectives_end_is_marked_in_a_stream_of_its_group(monkeypatch):
-    """One stream a group and never more; training's own must not wait for what it overlaps."""
+def test_on_a_gpu_each_groups_collectives_end_in_a_stream_of_their_own(monkeypatch):
+    """One stream per group; training's stream must not wait for communication that it overlaps."""
     streams = Streams(monkeypatch)
     trace = Trace(torch.device("cuda", 0))
     for name in ("first", "second"):
@@ -105,9 +105,8 @@ def of(events, *kinds):
 # ---- what is recorded
 
 @pytest.mark.parametrize("schedule, pp", [("1f1b", 2), *((schedule, 3) for schedule in SCHEDULES)])
-def test_spans_and_messages_are_the_schedules(pool, schedule, pp):
-    """Each stage's actions in the schedule's order, one after the other, pairs in turns; a message for each with
-    another stage at its other end; and totals that add up."""
+def test_spans_and_messages_follow_the_schedule(pool, schedule, pp):
+    """Actions in order, pairs in turns; a message for each link to another stage; totals that add up."""
     config = tiny(pp, pipeline_model_parallel_size=pp, schedule=schedule, num_layers=2 * pp, global_batch_size=12)
     recording = pool.run(traced, config, random_data(config, 1), 1, world_size=pp)[0][0]
     placement = config.placement
@@ -137,7 +136,7 @@ def test_spans_and_messages_are_the_schedules(pool, schedule, pp):
 
 @pytest.mark.parametrize("slices, columns", [(2, 1), (1, 2)])
 def test_collectives_of_tensor_parallelism(pool, slices, columns):
-    """So many at each place as Domino's arithmetic says, each over before its wait is."""
+    """The number of collectives at each site is Domino's, and each ends before its wait does."""
     recording = record(pool, 2, tensor_model_parallel_size=2, slices=slices, columns=columns, micro_batch_size=4,
                        global_batch_size=8, num_layers=2)
     microbatches = 2
@@ -157,7 +156,7 @@ def test_collectives_of_tensor_parallelism(pool, slices, columns):
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_collectives_of_the_optimizer(pool, zero_stage):
-    """A bucket's gradients are on the wires before backward ends; its weights come back once, after the update."""
+    """Buckets are reduced during backward; weights are gathered once, after the update."""
     recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=zero_stage,
                        bucket_size=500)
     for events in recording.ranks:
@@ -176,8 +175,8 @@ def test_collectives_of_the_optimizer(pool, zero_stage):
         assert update[0].end <= of_the_world.begin <= of_the_world.end <= update[-1].begin + LATE
 
 
-def test_in_zero_2_each_microbatchs_gradients_are_on_the_wires_while_it_goes_backward(pool):
-    """And are waited for behind others': two may be under way."""
+def test_zero_2_reduces_each_microbatchs_gradients_during_its_backward(pool):
+    """They are waited for during later backwards: two may be in flight."""
     recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=2, bucket_size=500)
     for events in recording.ranks:
         backwards, reduces = of(events, "backward"), of(events, "reduce_scatter")
@@ -196,7 +195,7 @@ EVERYTHING = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, 
 
 @pytest.fixture(scope="module")
 def recording(pool):
-    """Two steps of tp 2, pp 2, dp 2, with two slices."""
+    """Two steps with tp 2, pp 2, dp 2 and two slices."""
     return record(pool, 8, steps=2, **EVERYTHING)
 
 
@@ -211,8 +210,8 @@ def test_every_step_is_the_sum_of_its_parts(recording):
         assert union(exposed + idle) == union((event.begin, event.end) for event in of(events, "wait"))
 
 
-def test_a_sum_is_ready_on_all_its_ranks_at_the_same_moment(recording):
-    """When the last of them has joined: so matched, rank by rank, the collectives of a group are the same ones."""
+def test_a_collective_is_ready_on_all_its_ranks_at_the_same_moment(recording):
+    """That is when the last rank has joined. So collectives are matched correctly between ranks."""
     for ranks in ([0, 1], [2, 3], [4, 5], [6, 7]):
         ready = [[event.args["ready"] for event in of(recording.ranks[rank], *COLLECTIVES)
                   if event.args["group"] == "tp"]
@@ -223,7 +222,7 @@ def test_a_sum_is_ready_on_all_its_ranks_at_the_same_moment(recording):
 
 
 def test_the_examples_in_the_docstring_are_what_is_recorded(recording):
-    """Each of them names an event that a run records, about which the same is told."""
+    """Each example is an event that a run records, with the same arguments."""
     examples = [ast.parse(call).body[0].value
                 for call in re.findall(r"trace\.\w+\(.*?\)", nanodomino.comm.trace.__doc__)]
     assert [example.func.attr for example in examples] == ["span", "moment", "watch"]
@@ -234,7 +233,7 @@ def test_the_examples_in_the_docstring_are_what_is_recorded(recording):
 
 
 def test_recording_changes_no_number(pool):
-    """With recording off nothing is kept."""
+    """And with recording off, no events are kept."""
     config = tiny(8, **EVERYTHING, bucket_size=500)
     data = random_data(config, 2)
     on = pool.run(traced, config, data, 2)
@@ -247,7 +246,7 @@ def test_recording_changes_no_number(pool):
 # ---- one clock
 
 def offset_with_wrong_clocks(seconds):
-    """Runs in a worker: rank r's clock is r x seconds ahead."""
+    """Measure the offset in a worker whose clock is rank x seconds ahead."""
     right = time.perf_counter_ns
     dist.barrier()
     try:
@@ -278,7 +277,7 @@ def test_intervals_are_sets():
 
 
 def two_stages() -> Recording:
-    """One step in ms: stage 0 runs F0, F1, waits, B0, B1; stage 1 F0, B0, F1, B1, while its sums over tp travel."""
+    """One step in ms: stage 0 runs F0, F1, waits, B0, B1; stage 1 F0, B0, F1, B1 with all-reduces over tp in flight."""
     def event(kind, begin, end, **about):
         return Event(kind, begin * 10**6, end * 10**6, about)
 
@@ -308,7 +307,7 @@ def two_stages() -> Recording:
 
 
 def test_totals_to_the_nanosecond():
-    """A wait before the message has left, or before the last has joined, is idle; after that it is exposed."""
+    """A wait is idle until the message is sent or the last rank has joined, and exposed after that."""
     stage_0, stage_1 = (asdict(totals(events)) for events in two_stages().ranks)
     # waits: 20-40 until B0 left, 2 on the wires; 60-75 until B1 left, 5; the world's sum: 94-96 wires, 96-97 after them
     assert stage_0 == {name: value * 10**6 for name, value in dict(
@@ -319,9 +318,8 @@ def test_totals_to_the_nanosecond():
         hidden=4).items()}
 
 
-def test_the_wait_for_a_late_partner_is_not_communication_that_was_hidden():
-    """Rank 0 asks for a sum at 10 and computes on; rank 1 joins at 30, and until 50 it travels: hidden on rank 0 while
-    that still computes, to 45, and on rank 1, which goes on with its own work at once, up to the end."""
+def test_waiting_for_a_late_rank_is_not_hidden_communication():
+    """Rank 0 launches an all-reduce at 10 and computes until 45; rank 1 joins at 30 and computes on; it ends at 50."""
     def events(joins, computes, waits_until):
         return [Event("step", 0, 60, {"step": 1}), Event("backward", 0, waits_until, {"microbatch": 0}),
                 Event("all_reduce", joins, 50, {"group": "tp", "bytes": 8}),
@@ -337,7 +335,7 @@ def test_the_wait_for_a_late_partner_is_not_communication_that_was_hidden():
 # ---- what is written
 
 def texts(svg) -> list[str]:
-    """Of a picture that must be well-formed XML; those with a halo count once."""
+    """Return the texts of a well-formed picture; texts with a halo count once."""
     root = ElementTree.fromstring(svg)
     assert root.get("viewBox").startswith("0 0 ")
     return [element.text for element in root.iter("{http://www.w3.org/2000/svg}text") if element.get("class") != "halo"]
@@ -351,7 +349,7 @@ def test_the_picture_numbers_every_microbatch_and_shows_the_totals():
 
 
 def drawn_by_hand(*spans) -> tuple[list[str], str]:
-    """(texts, SVG) of a rank that did this in one step: (kind, milliseconds, microbatch, chunk)."""
+    """Draw a rank that did these (kind, milliseconds, microbatch, chunk) in a step; return (texts, SVG)."""
     events, now = [Event("step", 0, 100 * 10**6, dict(step=1))], 0
     for kind, length, microbatch, chunk in spans:
         events.append(Event(kind, now, now + length * 10**6, dict(microbatch=microbatch, chunk=chunk)))
@@ -360,8 +358,8 @@ def drawn_by_hand(*spans) -> tuple[list[str], str]:
     return texts(svg), svg
 
 
-def test_a_pair_is_one_box_of_two_colours_with_both_names():
-    """Its turns have no room for numbers; what follows it is not taken for a part of it."""
+def test_a_pair_is_one_frame_with_two_colours_and_both_names():
+    """Its turns have no room for numbers; the next action is not taken for a part of it."""
     turns = [("backward", 1, 0, 0), ("forward", 1, 3, 0)] * 8 + [("backward", 1, 0, 0)]
     words, svg = drawn_by_hand(("forward", 20, 2, 0), *turns, ("backward", 20, 1, 0), ("optimizer", 5, 0, 0))
     assert [word for word in words if word in ("0", "1", "2", "3", "B0F3")] == ["2", "B0F3", "1"]
@@ -378,8 +376,8 @@ def test_chunks_and_the_halves_of_a_backward_are_told_apart():
     assert len(set(WORK.values())) == len(WORK)
 
 
-def test_weight_gradients_are_shown_where_they_are_cover():
-    """A weight backward is nothing else, and has its own colour."""
+def test_deferred_weight_gradients_are_shown():
+    """A weight backward consists of them and has its own colour."""
     events = [Event(kind, begin * 10**6, end * 10**6, about) for kind, begin, end, about in (
         ("step", 0, 100, dict(step=1)), ("backward", 0, 50, dict(microbatch=0)),
         ("weight_gradient", 10, 20, dict(slice=0)),
@@ -395,8 +393,8 @@ def test_half_a_backward_is_work():
     assert asdict(totals(events)) == dict(step=100, compute=25 + 30, optimizer=0, exposed=5, idle=0, other=40, hidden=0)
 
 
-def test_the_legend_explains_arrows_where_there_are_any():
-    """Four messages and the legend's own arrow; without a second stage neither."""
+def test_the_legend_explains_arrows_only_if_there_are_any():
+    """Four messages and the legend's own arrow; neither with a single stage."""
     alone = two_stages()
     alone.ranks = [of(alone.ranks[0], "step", "forward", "optimizer")]
     alone.places = alone.places[:1]
@@ -405,15 +403,15 @@ def test_the_legend_explains_arrows_where_there_are_any():
         assert drawn.count("marker-end") == arrows and ("message between stages" in texts(drawn)) == (arrows > 0)
 
 
-def test_the_legend_names_what_travels(recording):
+def test_the_legend_names_each_purpose(recording):
     words = texts(picture([select_time(recording, 0, recording.end / 1e6)]))
     assert {"stage 1, dp 0, tp 1", "activations over tp", "gradients over dp", "weights over dp",
             "tied embedding"} <= {*words}
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
-def test_gathers_over_tp_are_drawn_as_sums_and_those_over_dp_as_weights(pool, zero_stage):
-    """A scatter and a gather are a sum in two steps; of the gathers ZeRO's alone bring weights."""
+def test_gathers_over_tp_are_activations_and_gathers_over_dp_are_weights(pool, zero_stage):
+    """A reduce-scatter and an all-gather are an all-reduce in two steps; only ZeRO's gathers bring weights."""
     recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=zero_stage, slices=2,
                        sequence_parallel=True)
     gathers = {event.args["group"] for events in recording.ranks for event in of(events, "all_gather")}
@@ -427,8 +425,8 @@ def test_gathers_over_tp_are_drawn_as_sums_and_those_over_dp_as_weights(pool, ze
         assert union(exposed + idle) == spans_of(events, "wait"), "each wait is for the wires, or for another rank"
 
 
-def test_the_picture_letters_the_slices():
-    """In the turns of each; of a second chunk with its prime."""
+def test_the_picture_names_the_slices():
+    """In each turn, with a prime for the second chunk."""
     events = [Event("step", 0, 80 * 10**6, dict(step=1))]
     for chunk in (0, 1):
         events.append(Event("forward", chunk * 40 * 10**6, (chunk * 40 + 40) * 10**6, dict(microbatch=3, chunk=chunk)))
@@ -452,7 +450,7 @@ def test_two_recordings_share_one_scale_and_keep_their_captions():
     assert len(widths(both)) == 1 and widths(both) == widths(picture([long])) != widths(picture([short]))
 
 
-def test_of_steps_that_would_not_be_legible_the_first_is_drawn():
+def test_if_all_steps_would_be_illegible_only_the_first_is_drawn():
     one, many = two_stages(), two_stages()
     for i in range(1, 100):
         for events, more in zip(one.ranks, many.ranks):
@@ -494,7 +492,7 @@ def test_chrome_trace_holds_everything(recording):
 
 
 def draw(folder):
-    """Runs in a worker -> what draw_timeline tells, once where it can write and once where it can't."""
+    """Return what draw_timeline says in a worker: with a writable and with an unwritable path."""
     config = tiny(2, tensor_model_parallel_size=2)
     trace = Trace()
     mesh, _, optimizer, stage = build(config, trace=trace)
@@ -518,13 +516,13 @@ def test_rank_0_writes_both_files_and_a_full_disk_is_only_a_warning(pool, tmp_pa
 
 
 def refused(message: str, *arguments):
-    """In one sentence."""
+    """Check that the command refuses the arguments in one sentence."""
     with pytest.raises(UserError) as error:
         main([*map(str, arguments)])
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_what_is_no_recording_is_named(tmp_path):
+def test_a_file_that_is_not_a_recording_is_refused_in_one_sentence(tmp_path):
     file, output = tmp_path / "x.json", str(tmp_path / "x.svg")
     for wrong in ("", "[]", "{}", "[" * 10**5, '{"traceEvents": [], "otherData": {"caption": "", "places": []}}',
                   '{"traceEvents": [{"ph": "X", "ts": 1e999}], "otherData": {"caption": "", "places": []}}'):
@@ -543,9 +541,8 @@ def test_what_is_no_recording_is_named(tmp_path):
         from_chrome_trace({"traceEvents": []})
 
 
-def test_a_recording_that_somebody_has_changed_is_named_and_never_a_traceback(tmp_path):
-    """Each field of each kind of event in turn: without it, of another type, or as large as a number can be. What a
-    picture can do without is drawn; all else is one sentence."""
+def test_a_changed_recording_is_drawn_or_refused_and_never_a_traceback(tmp_path):
+    """Each field of each kind of event is removed, or given another type or an extreme number."""
     file, output, sound = tmp_path / "x.json", tmp_path / "x.svg", chrome_trace(two_stages())
     sound["traceEvents"].append(dict(ph="X", name="", cat="resume", pid=1, tid=0, ts=13e3, dur=1e3, args={"slice": 0}))
     sound["traceEvents"].append(dict(ph="X", name="", cat="weight_backward", pid=1, tid=0, ts=14e3, dur=1e3,
@@ -577,8 +574,8 @@ def test_a_recording_that_somebody_has_changed_is_named_and_never_a_traceback(tm
     assert output.exists()
 
 
-def test_what_cannot_be_read_or_written_is_named(tmp_path):
-    """And what a picture is drawn from is never written over."""
+def test_unreadable_inputs_and_unwritable_outputs_are_refused(tmp_path):
+    """The inputs are never overwritten."""
     file = tmp_path / "x.json"
     file.write_text(json.dumps(chrome_trace(two_stages())))
     before = file.read_text()
