@@ -82,7 +82,7 @@ def answer(flags, launch):
     text = (f"{parameter_count(config):,} parameters on dp {config.dp} x tp {config.tp}, ZeRO stage "
             f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {inside}; a rank copies up to "
             f"{bytes_text(copied)}, the largest file has {bytes_text(largest)}\n"
-            + table(["", "median [min .. max]"], [[name, one] for name, one in times.items()])
+            + table(["", "median [min .. max]"], [*map(list, times.items())])
             + f"\nstall / synchronous: {share:.1%}")
     return text, dict(question="checkpoint", parameters=parameter_count(config), dp=config.dp, tp=config.tp,
                       zero_stage=config.zero_stage, bytes=size, copied_bytes=copied, largest_file_bytes=largest,
@@ -100,18 +100,18 @@ def measure(saver: Saver, model: GPT, optimizer: ZeroOptimizer, rounds: int) -> 
         for step in range(1, rounds + 1):
             bar.set_description_str(f"round {step} of {rounds}: save")
             synchronize(device)
-            begin = time.perf_counter()
+            start = time.perf_counter()
             saver.save(step, model, optimizer, model.config)
-            measured["stall"].append(slowest(time.perf_counter() - begin))
+            measured["stall"].append(slowest(time.perf_counter() - start))
             saver.wait()
             if failure := saver.failure():
                 raise UserError(failure)
-            measured["synchronous"].append(slowest(time.perf_counter() - begin))
+            measured["synchronous"].append(slowest(time.perf_counter() - start))
             bar.set_description_str(f"round {step} of {rounds}: resume")
-            begin = time.perf_counter()
+            start = time.perf_counter()
             newest = checkpoints_of(saver.run_dir)[0]
             sizes = [file["size"] for file in verify(newest)["files"].values()]
             restore(newest, model, optimizer, saver.mesh)
-            measured["resume"].append(slowest(time.perf_counter() - begin))
+            measured["resume"].append(slowest(time.perf_counter() - start))
             bar.update()
     return measured, sum(sizes), max(sizes)

@@ -285,11 +285,11 @@ def compare(alternatives: dict, repeats: int, device=torch.device("cpu"), about=
                 words = name if isinstance(name, str) else " ".join(name)
                 bar.set_description_str(f"{about}round {round_} of {repeats + 1}: {words}")
                 synchronize(device)
-                begin = time.perf_counter()
+                start = time.perf_counter()
                 alternatives[name]()
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                times[name].append(slowest(time.perf_counter() - begin))
+                times[name].append(slowest(time.perf_counter() - start))
                 bar.update()
     return {name: Times(tuple(seconds[1:])) for name, seconds in times.items()}
 

@@ -185,18 +185,18 @@ class AllocationPeak(TorchDispatchMode):
         self.now -= size
 
 
-# ---- what came out
+# ---- the report
 
-def predict(config: Config, at) -> dict[str, int]:
+def predict(config: Config, mesh) -> dict[str, int]:
     """Return the formulas' values for measure()."""
-    return {**expected_memory.state_bytes(config, at), "activations": expected_memory.tape_bytes(config, at),
-            **({"host": expected_memory.host_bytes(config, at)} if expected_memory.offloads_to_host(config) else {}),
-            "peak": expected_memory.peak_bytes(config, at)}
+    return {**expected_memory.state_bytes(config, mesh), "activations": expected_memory.tape_bytes(config, mesh),
+            **({"host": expected_memory.host_bytes(config, mesh)} if expected_memory.offloads_to_host(config) else {}),
+            "peak": expected_memory.peak_bytes(config, mesh)}
 
 
 def report(config: Config, measured: list[dict]):
     """Return (text, record). measured: by rank; ranks with the same bytes share a line."""
-    predicted = [predict(config, at) for at in sizes.all_meshes(config)]
+    predicted = [predict(config, mesh) for mesh in sizes.all_meshes(config)]
     rows = []
     for ranks in comm.alike(list(zip(measured, predicted))):
         both = predicted[ranks[0]], measured[ranks[0]]

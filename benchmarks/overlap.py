@@ -111,11 +111,11 @@ def answer(flags, launch):
     batches = [tokens.batch(0, i, 0, 1, config.micro_batch_size, config.global_batch_size)
                for i in range(config.microbatches)]
 
-    alternatives, sums = prepare(config, mesh, batches)
+    alternatives, collectives = prepare(config, mesh, batches)
     times = compare(alternatives, flags.repeats, device)
     if flags.timeline:
         draw(flags.timeline, config, mesh, batches)
-    return report(flags, config, times, sums, device)
+    return report(flags, config, times, collectives, device)
 
 
 # ---- the alternatives
@@ -146,9 +146,9 @@ def prepare(config, mesh, batches):
     worst = max(abs(loss - losses["blocking"]) for loss in losses.values())
     require(worst <= SAME[config.dtype] * abs(losses["blocking"]),
             f"the alternatives' losses differ, {losses}, so their times can't be compared; this is a bug")
-    sums = sums_of(Domino(model, config.slices, config.columns), batches)
-    wires = Wires(sums, max(2, config.slices * config.columns), mesh)
-    return {**steps, "compute": lambda: domino_step(silent, batches), "wires": wires.run}, sums
+    collectives = collectives_of(Domino(model, config.slices, config.columns), batches)
+    wires = CollectivesOnly(collectives, max(2, config.slices * config.columns), mesh)
+    return {**steps, "compute": lambda: domino_step(silent, batches), "wires": wires.run}, collectives
 
 
 def blocking_step(model: GPT, batches) -> float:
@@ -215,32 +215,32 @@ def dtensor_step(model: Plain, batches) -> float:
 
 
 def silenced(stage: Domino) -> Domino:
-    """The same work in the same order, but nothing is sent."""
+    """Make a stage compute the same in the same order, but send nothing."""
     stage.ops.launch = lambda slice, site, flight: flight
     stage.ops.wait = lambda slice, site, flights: result_of(flights)
     return stage
 
 
-def sums_of(stage: Domino, batches) -> list[tuple]:
-    """(kind, elements, dtype) of each tensor-parallel collective of a step, in order."""
-    sums, launch = [], stage.ops.launch
+def collectives_of(stage: Domino, batches) -> list[tuple]:
+    """Run a step and return (kind, elements, dtype) of each of its collectives, in order."""
+    collectives, launch = [], stage.ops.launch
 
-    def noted(slice, site, flight):
+    def recorded_launch(slice, site, flight):
         if flight.kind:
-            sums.append((flight.kind, flight.sent.numel(), flight.sent.dtype))
+            collectives.append((flight.kind, flight.sent.numel(), flight.sent.dtype))
         return launch(slice, site, flight)
 
-    stage.ops.launch = noted
+    stage.ops.launch = recorded_launch
     domino_step(stage, batches)
-    return sums
+    return collectives
 
 
-class Wires:
+class CollectivesOnly:
     """Runs these collectives without compute between them, `depth` in flight at a time."""
 
-    def __init__(self, sums, depth, mesh):
-        self.sums, self.depth, self.group = sums, depth, mesh.tp_group
-        largest = max(count * dtype.itemsize for _, count, dtype in sums)
+    def __init__(self, collectives, depth, mesh):
+        self.collectives, self.depth, self.group = collectives, depth, mesh.tp_group
+        largest = max(count * dtype.itemsize for _, count, dtype in collectives)
         self.buffers = [torch.zeros(largest, dtype=torch.uint8, device=mesh.device) for _ in range(depth)]
 
     def run(self):
@@ -248,7 +248,7 @@ class Wires:
         send = {"all_reduce": lambda tensor: dist.all_reduce(tensor, group=self.group, async_op=True),
                 "reduce_scatter": lambda tensor: reduce_scatter(tensor, self.group)[0],
                 "all_gather": lambda tensor: all_gather(tensor, self.group)}
-        for i, (kind, count, dtype) in enumerate(self.sums):
+        for i, (kind, count, dtype) in enumerate(self.collectives):
             if i >= self.depth:
                 works[i - self.depth].wait()
             works.append(send[kind](self.buffers[i % self.depth][:count * dtype.itemsize].view(dtype)))
@@ -256,7 +256,7 @@ class Wires:
             work.wait()
 
 
-# ---- what came out
+# ---- the report
 
 def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
     """Return (the share of the communication that compute could hide, the figures of domino and of paired)."""
@@ -265,8 +265,8 @@ def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
     least = Times(tuple(map(max, compute.seconds, wires.seconds)))
     for name, before in (("domino", ""), ("paired", "paired_")):
         if name in times:
-            hidden = tuple(1 - (one - alone) / sums
-                           for one, alone, sums in zip(times[name].seconds, compute.seconds, wires.seconds))
+            hidden = tuple(1 - (step - computing) / sending for step, computing, sending
+                           in zip(times[name].seconds, compute.seconds, wires.seconds))
             figures |= {f"{before}hidden": Figure(hidden, most=hideable, size=1.0),
                         f"{before}bound_ratio": ratios(times[name], least, least=1.0),
                         f"{before}speedup": ratios(times["blocking"], times[name]),
@@ -274,15 +274,15 @@ def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
     return hideable, figures
 
 
-def report(flags, config, times, sums, device):
+def report(flags, config, times, collectives, device):
     """(text, record)."""
     hideable, figures = figures_of(times)
     about = {"blocking": "blocking", "megatron": "one slice", "dtensor": "torch's DTensor",
              "domino": f"slices {config.slices}, columns {config.columns}", "compute": "domino without collectives",
              "paired": "domino, forward with backward", "apart": "domino, weight gradients later",
              "wires": "domino's collectives only", "whole": "without --sequence-parallel"}
-    rows = [[name, about[name], one, ratio_text(ratios(times["blocking"], one))] for name, one in times.items()]
-    sent = sum(count * dtype.itemsize for _, count, dtype in sums)
+    rows = [[name, about[name], time, ratio_text(ratios(times["blocking"], time))] for name, time in times.items()]
+    sent = sum(count * dtype.itemsize for _, count, dtype in collectives)
     if "whole" in times:
         figures["whole_ratio"] = ratios(times["domino"], times["whole"])
     wire = f"a link of {flags.wire}" if flags.wire else {"cpu": "the loopback", "cuda": "the GPUs' links"}[device.type]
@@ -291,7 +291,7 @@ def report(flags, config, times, sums, device):
         f"{config.num_layers} layers, {config.microbatches} x batch {config.micro_batch_size} x {config.seq_length}, "
         f"{config.dtype}, "
         f"{'compiled' if config.compile else 'not compiled'}; "
-        f"forward and backward, {len(sums)} collectives of {bytes_text(sent)} in total",
+        f"forward and backward, {len(collectives)} collectives of {bytes_text(sent)} in total",
         table(["", "", "median [min .. max]", "speed-up over blocking"], rows),
         *(f"{name}    hides {figures[before + 'hidden']:.0%} of the communication, 1 - ({name} - compute) / wires, of "
           f"{hideable:.0%} that compute could hide; bound {figures[before + 'bound_ratio']:.2f} x max(compute, wires); "
@@ -301,12 +301,12 @@ def report(flags, config, times, sums, device):
           if "whole" in times else [])])
     names = {"blocking": "blocking_s", "megatron": "megatron_s", "domino": "domino_s", "paired": "paired_s",
              "apart": "apart_s", "dtensor": "dtensor_s", "whole": "whole_s", "compute": "no_comm_s", "wires": "comm_s"}
-    record = {"question": "overlap", **{names[name]: one.median for name, one in times.items()},
+    record = {"question": "overlap", **{names[name]: time.median for name, time in times.items()},
               **{name: figure.value for name, figure in figures.items()},
               "spread": {name: figure.spread for name, figure in figures.items()}, "hideable": hideable,
               "wire": flags.wire, "device": device.type, "cores": os.cpu_count(), "tp": config.tp,
               "slices": config.slices, "columns": config.columns,
               "sequence_parallel": config.sequence_parallel, "model": config.model, "compile": config.compile,
-              **shape_of(config), "microbatches": config.microbatches, "collectives": len(sums),
+              **shape_of(config), "microbatches": config.microbatches, "collectives": len(collectives),
               "bytes": sent, "repeats": flags.repeats}
     return text, record

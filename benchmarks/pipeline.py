@@ -241,7 +241,7 @@ def sides_of(config: Config, parts: Parts, tokens) -> dict:
     return {(config.schedule, name): side(config, parts, tokens) for name, side in sides.items()}
 
 
-# ---- what is measured
+# ---- measurements
 
 def measure(configs: dict[str, Config], parts: dict, trace: Trace, repeats: int) -> list[dict]:
     """Return a row for each schedule and side, with one number of microbatches."""
@@ -297,7 +297,7 @@ def record(sides, trace: Trace, device, rounds: int):
         works[key].append(work_of(trace.take()))
 
     times = compare({key: partial(recorded, key) for key in sides}, rounds, device, about="recorded ")
-    return ({key: one.seconds for key, one in times.items()},
+    return ({key: time.seconds for key, time in times.items()},
             {key: gathered(each[1:]) for key, each in works.items()})
 
 
@@ -314,7 +314,7 @@ def work_of(events) -> dict[tuple, list[float]]:
 def idle(timetable: Timetable, steps, works, with_simulation=True) -> dict:
     """Return idle shares, measured and simulated. steps, works: as record() returns them for one side."""
     busy = [[sum(map(sum, work.values())) for work in stage] for stage in works]
-    shares = [[1 - one / step for one, step in zip(stage, steps)] for stage in busy]
+    shares = [[1 - seconds / step for seconds, step in zip(stage, steps)] for stage in busy]
     figure = Figure(tuple(statistics.mean(stages) for stages in zip(*shares)), most=1.0, size=1.0)
     each = [statistics.median(stage) for stage in busy]
     found = dict(idle=figure, idle_of_stages=[statistics.median(stage) for stage in shares],
@@ -335,7 +335,7 @@ def idle_share(rows) -> float:
     return 1 - statistics.mean(sum(end - begin for _, begin, end in row) for row in rows) / step_time(rows)
 
 
-# ---- what came out
+# ---- the report
 
 def report(config: Config, device, repeats: int, rows: list[dict]):
     """(text, record)."""

@@ -159,7 +159,7 @@ def plan(config: Config, flags):
     return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config), "gpu": flags.gpu,
                   "gpus": config.world_size, **layout_of(config), "microbatches": config.microbatches, "fits": fits,
                   "usable_bytes": usable, "memory": needs,
-                  "host_memory": [expected_memory.host_bytes(config, at) for at in stages],
+                  "host_memory": [expected_memory.host_bytes(config, mesh) for mesh in stages],
                   "communication": [[dataclasses.asdict(traffic)
                                      for traffic in expected_traffic.step_traffic(config, mesh)] for mesh in stages],
                   "bubble": bubble, "parts_s": parts, "step_s": seconds, "mfu": used,
@@ -205,21 +205,22 @@ def flags_text(changes: dict) -> str:
     return " ".join(flag_name(name) + ("" if value is True else f" {value}") for name, value in changes.items())
 
 
-def memory_terms(config: Config, at) -> dict[str, int]:
+def memory_terms(config: Config, mesh) -> dict[str, int]:
     """Return a rank's bytes by MEMORY_TERMS. Without communicators their sum is expected_memory.peak_bytes."""
-    return {**expected_memory.state_bytes(config, at), "activations": expected_memory.tape_bytes(config, at),
-            "messages": expected_memory.message_bytes(config, at), "working": expected_memory.working_bytes(config, at),
-            "communicators": expected_memory.communicator_bytes(config, at)}
+    return {**expected_memory.state_bytes(config, mesh), "activations": expected_memory.tape_bytes(config, mesh),
+            "messages": expected_memory.message_bytes(config, mesh),
+            "working": expected_memory.working_bytes(config, mesh),
+            "communicators": expected_memory.communicator_bytes(config, mesh)}
 
 
 def communication_rows(config: Config, machine: Machine) -> list[list]:
     """Return a row for each process group and purpose, of the stage that takes longest."""
     longest = {}
     for stage in range(config.pp):
-        at = sizes.mesh_at(config, stage)
-        for traffic in expected_traffic.step_traffic(config, at):
-            key, ranks = (traffic.group, traffic.why), len(set(sizes.group_ranks(at, traffic.group)))
-            seconds = step_time.communication_seconds(config, machine, at, [traffic])
+        mesh = sizes.mesh_at(config, stage)
+        for traffic in expected_traffic.step_traffic(config, mesh):
+            key, ranks = (traffic.group, traffic.why), len(set(sizes.group_ranks(mesh, traffic.group)))
+            seconds = step_time.communication_seconds(config, machine, mesh, [traffic])
             if traffic.kind != "receive" and seconds >= longest.get(key, (0.0,))[0]:
                 sent = expected_traffic.bytes_sent(traffic.kind, traffic.bytes, ranks)
                 longest[key] = seconds, [f"{traffic.group}: {traffic.why}", traffic.kind, ranks, traffic.calls,
@@ -336,9 +337,9 @@ def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
         machines.append(step_time.measure_machine(config, mesh))
         predicted.append(sum(step_time.step_seconds(config, machines[-1]).values()))
         synchronize(mesh.device)
-        begin = time.perf_counter()
+        start = time.perf_counter()
         train.train_step(step, stage, optimizer, dataset, config, mesh)
-        measured.append(slowest(time.perf_counter() - begin))
+        measured.append(slowest(time.perf_counter() - start))
     everyone = gathered((held, listener.counts))
     expected = [memory.predict(config, mesh) for mesh in sizes.all_meshes(config)]
     memory_errors = {name: max(abs(found[name] / formula[name] - 1) for (found, _), formula in zip(everyone, expected))

@@ -85,44 +85,44 @@ RUNS = {"2104.04473": TABLE_1, "2205.05198": TABLE_5, "2409.15241": DOMINO}
 def seconds(config: Config, machine: Machine, costs=step_time.action_costs) -> float:
     """Return the seconds of a step, as the sum of step_time.step_seconds(). costs: replaces action_costs()."""
     stages = [sizes.mesh_at(config, stage) for stage in range(config.pp)]
-    of_stages = [costs(config, machine, at) for at in stages]
+    of_stages = [costs(config, machine, mesh) for mesh in stages]
     (real,) = step_time.simulate_schedule(config, machine, of_stages, messages=(True,))
-    once = max(step_time.exposed_data_parallel_seconds(config, machine, at, row) for at, row in zip(stages, real))
+    once = max(step_time.exposed_data_parallel_seconds(config, machine, mesh, row) for mesh, row in zip(stages, real))
     return (simulation.step_time(real) + once
-            + max(step_time.optimizer_memory_traffic(config, at) for at in stages) / machine.memory_rate)
+            + max(step_time.optimizer_memory_traffic(config, mesh) for mesh in stages) / machine.memory_rate)
 
 
-def before_backward(config: Config, machine: Machine, at, seconds_of) -> dict:
+def before_backward(config: Config, machine: Machine, mesh, seconds_of) -> dict:
     """Return action_costs() with seconds_of(chunk) more compute in each backward."""
-    found = step_time.action_costs(config, machine, at)
-    for number, chunk in enumerate(sizes.stage_model(config, at).chunks):
+    found = step_time.action_costs(config, machine, mesh)
+    for number, chunk in enumerate(sizes.stage_model(config, mesh).chunks):
         cost = found["backward", number]
         found["backward", number] = dataclasses.replace(cost, compute=cost.compute + seconds_of(chunk))
     return found
 
 
-def layers_again(config: Config, machine: Machine, at) -> dict:
+def layers_again(config: Config, machine: Machine, mesh) -> dict:
     """Return action_costs() with the layers' forward, all-reduces included, before each backward."""
     def seconds_of(chunk):
-        dense, _, attention = (count / machine.matmul_rate for count in step_time.forward_flops(config, at, chunk))
-        traffic = [collective for collective in expected_traffic.tensor_parallel_traffic(config, at, [chunk])
+        dense, _, attention = (count / machine.matmul_rate for count in step_time.forward_flops(config, mesh, chunk))
+        traffic = [collective for collective in expected_traffic.tensor_parallel_traffic(config, mesh, [chunk])
                    if collective.why == "layers forward"]
-        communication = step_time.communication_seconds(config, machine, at, traffic) / config.microbatches
+        communication = step_time.communication_seconds(config, machine, mesh, traffic) / config.microbatches
         return action_seconds(config, Cost(dense + attention, communication))
 
-    return before_backward(config, machine, at, seconds_of)
+    return before_backward(config, machine, mesh, seconds_of)
 
 
-def attention_again(config: Config, machine: Machine, at) -> dict:
+def attention_again(config: Config, machine: Machine, mesh) -> dict:
     """Return action_costs() with attention's own matmuls, which need no communication, before each backward."""
-    return before_backward(config, machine, at,
-                           lambda chunk: step_time.forward_flops(config, at, chunk)[2] / machine.matmul_rate)
+    return before_backward(config, machine, mesh,
+                           lambda chunk: step_time.forward_flops(config, mesh, chunk)[2] / machine.matmul_rate)
 
 
-def blocking(config: Config, machine: Machine, at) -> dict:
+def blocking(config: Config, machine: Machine, mesh) -> dict:
     """Return the costs of actions in which nothing overlaps communication."""
     return {what: Cost(cost.compute + cost.independent, cost.communication)
-            for what, cost in step_time.action_costs(config, machine, at).items()}
+            for what, cost in step_time.action_costs(config, machine, mesh).items()}
 
 
 AGAIN = {"layers": layers_again, "attention": attention_again, "nothing": step_time.action_costs}

@@ -68,15 +68,15 @@ def changed(config, granularity: str):
 def report(config, times: dict[str, Times], held: list[dict]):
     """Return (text, record). held: by rank; activations are those of the rank that holds most."""
     rows, record = [], {"question": "recompute"}
-    for granularity, one in times.items():
-        here, ratio = changed(config, granularity), ratios(one, times["none"])
-        said = [expected_memory.tape_bytes(here, at) for at in sizes.all_meshes(here)]
+    for granularity, time in times.items():
+        here, ratio = changed(config, granularity), ratios(time, times["none"])
+        expected = [expected_memory.tape_bytes(here, mesh) for mesh in sizes.all_meshes(here)]
         found = [by_rank[granularity] for by_rank in held]
-        error = max(abs(measured / formula - 1) for measured, formula in zip(found, said))
+        error = max(abs(measured / formula - 1) for measured, formula in zip(found, expected))
         layer = sum(expected_memory.layer_tape_bytes(here).values()) / sizes.hidden_bytes(here)
-        rows.append([granularity, one, ratio_text(ratio), f"{relative_flops(here):.2f}", bytes_text(max(found)),
-                     bytes_text(max(said)), f"{layer:.2f}"])
-        record |= {f"{granularity}_s": one.median, **ratio.record(f"{granularity}_ratio"),
+        rows.append([granularity, time, ratio_text(ratio), f"{relative_flops(here):.2f}", bytes_text(max(found)),
+                     bytes_text(max(expected)), f"{layer:.2f}"])
+        record |= {f"{granularity}_s": time.median, **ratio.record(f"{granularity}_ratio"),
                    f"{granularity}_products": relative_flops(here), f"{granularity}_activations": max(found),
                    f"{granularity}_activations_error": error}
     text = "\n".join([
@@ -91,5 +91,5 @@ def report(config, times: dict[str, Times], held: list[dict]):
 
 def relative_flops(config) -> float:
     """Return the busiest stage's FLOPs, relative to those without recomputation."""
-    work, again = max((step_time.stage_flops(config, at) for at in sizes.all_meshes(config)), key=sum)
+    work, again = max((step_time.stage_flops(config, mesh) for mesh in sizes.all_meshes(config)), key=sum)
     return 1 + again / work

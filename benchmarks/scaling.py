@@ -114,14 +114,15 @@ def compare_worlds(flags):
     rows, figures = [], {}
     for name in records[0]["variants"]:
         mine = [record["variants"][name] for record in records]
-        gains = [speedup(one["seconds"], alone, size, size if name.endswith("weak") else 1)
-                 for one, size in zip(mine, sizes)]
-        figures[name] = dict(step_s=[one["step_s"] for one in mine], tokens_per_s=[one["tokens_per_s"] for one in mine],
+        gains = [speedup(world["seconds"], alone, size, size if name.endswith("weak") else 1)
+                 for world, size in zip(mine, sizes)]
+        figures[name] = dict(step_s=[world["step_s"] for world in mine],
+                             tokens_per_s=[world["tokens_per_s"] for world in mine],
                              speedup=[gain.value for gain in gains], speedup_spread=[gain.spread for gain in gains],
                              efficiency=[gain.value and gain.value / size for gain, size in zip(gains, sizes)])
-        rows += [[name.replace("_", " "), size, Times(tuple(one["seconds"])), f"{one['tokens_per_s']:,.0f}",
+        rows += [[name.replace("_", " "), size, Times(tuple(world["seconds"])), f"{world['tokens_per_s']:,.0f}",
                   ratio_text(gain), "" if gain.value is None else f"{gain.value / size:.0%}"]
-                 for one, gain, size in zip(mine, gains, sizes)]
+                 for world, gain, size in zip(mine, gains, sizes)]
     kind = "GPUs" if device == "cuda" else "cores"
     text = "\n".join([
         f"{config.num_layers} layers of {config.hidden_size}, samples of {config.seq_length} tokens, "

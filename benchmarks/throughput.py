@@ -158,7 +158,7 @@ def model_of_transformers(config, ours):
     return Logits(model)
 
 
-# ---- what came out
+# ---- the report
 
 def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
     """Return (text, record). Raises UserError if the losses differ."""
@@ -170,10 +170,10 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
             f"{SAME[config.dtype]:.0e}: nanodomino {ours}, {other_side} {theirs}, so their speeds can't be compared; "
             "this is a bug")
     tokens, peak = config.global_batch_size * config.seq_length, find_peak_flops(config, mesh.device)
-    speeds = {name: tokens / one.median for name, one in times.items()}
+    speeds = {name: tokens / time.median for name, time in times.items()}
     mfu = {name: speed * flops_per_token(config) / peak if peak else None for name, speed in speeds.items()}
     ratio = ratios(times[other_side], times["nanodomino"])
-    rows = [[name, one, f"{speeds[name]:,.0f}", f"{mfu[name]:.1%}" if peak else "n/a"] for name, one in times.items()]
+    rows = [[name, time, f"{speeds[name]:,.0f}", f"{mfu[name]:.1%}" if peak else "n/a"] for name, time in times.items()]
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.num_layers} layers of {config.hidden_size}, "
         f"{config.dtype} on {mesh.device.type}, {'compiled' if config.compile else 'not compiled'}; a step is "

@@ -267,7 +267,7 @@ def some_steps(name: str, config: Config, mesh):
         side.step()
 
 
-# ---- what came out
+# ---- the report
 
 def mean_over_replicas(losses: list[float]) -> list[float]:
     """Average over the replicas. torch's sides have the mean over a replica's tokens, nanodomino's over all tokens."""
@@ -288,7 +288,7 @@ def check_same_work(config: Config, losses: dict[str, list[float]]):
 def report(flags, config, device, times: dict[str, Times], peaks, states, losses):
     """(text, record)."""
     count = parameter_count(config)
-    ratio = {name: ratios(one, times["zero-1"]) for name, one in times.items()}
+    ratio = {name: ratios(time, times["zero-1"]) for name, time in times.items()}
     speed_of_2 = ratios(times["fsdp2-keep"], times["zero-2"])
     per_parameter = {name: states[name] / count for name in ABOUT}
     expected = {name: formula_bytes(name, config) for name in ABOUT}
