@@ -184,31 +184,29 @@ def answer(machine_of, flags):
 
 def assumptions(flags) -> list[str]:
     """Return the lines that list the assumptions and the sources of the figures."""
-    matmuls, links, latency = flags.product_efficiency, flags.wire_efficiency, flags.latency
-    return [
-        "recomputed: before each backward; batch: micro of global; x speed: two slices over blocking communication;",
-        "% wires: the share of a step with blocking communication that free communication would save",
-        "assumptions:",
-        f"  {SEQ_LENGTH} tokens per sample, vocabulary {TABLE_1[0].vocab_size:,} "
-        f"(2409.15241: {DOMINO[0].vocab_size:,})",
-        f"  16-bit matmuls reach {matmuls:.0%} of the peak, 312 TFLOP/s of an A100 and 989 of an H100, whatever their",
-        "  size, with attention and element-wise work included (--product-efficiency)",
-        "  hosts of 8 GPUs, joined by NVLink of 300 (A100) and 450 GB/s (H100) each way; each A100 has a card of",
-        "  200 Gbit/s to other hosts; an all-reduce over whole H100 hosts uses all eight cards of 400 Gbit/s",
-        f"  rings, messages and the optimizer reach {links:.0%} of these rates (--wire-efficiency), and each",
-        f"  collective takes {latency:g} us more (--latency)",
-        "  layers recomputed: with blocking all-reduces, without the head, as in formula (3) of 2104.04473;",
-        "  attention recomputed: without communication. Sequence parallelism sends as many bytes",
-        "  as in this program, except for 2409.15241: weight gradients hide backward's all-reduces; gradients are",
-        "  reduced in fp32 during the last microbatch's backward; each GPU of a stage sends whole messages; the",
-        "  optimizer is not sharded. Nothing is added for dropout, data, kernel launches and slower ranks",
-        "sources:",
-        "  2104.04473, table 1: from a copy (github.com/SotaroKaneda/MLCarbon); micro batches and chunks, which the",
-        "  table omits, from Megatron-LM's examples/sc21/run_table_1.sh. It ran float16, as fast as bfloat16",
-        "  2205.05198, table 5: seconds and layouts as in github.com/calculon-ai/calculon, which is validated against",
-        "  it; not looked up: layers, widths, heads, samples, vocabulary, and the network cards of both papers' A100",
-        "  hosts. Layers and widths give the parameter counts that the paper names",
-        "  2409.15241: up to 1.3 x in its abstract; up to 43 % of 13B's step on 8, 16 and 32 GPUs in DeepSpeed's",
-        "  blogs/deepspeed-domino, compared with 32. Neither tells the size and batch of 1.3 x, so it is compared with",
-        "  three sizes on one host, with the batch of the authors' example. 32 GPUs can't share 13B's 40 heads, so it",
-        "  gets 32 wider heads with the same FLOPs"]
+    return f"""\
+recomputed: before each backward; batch: micro of global; x speed: two slices over blocking communication;
+% wires: the share of a step with blocking communication that free communication would save
+assumptions:
+  {SEQ_LENGTH} tokens per sample, vocabulary {TABLE_1[0].vocab_size:,} (2409.15241: {DOMINO[0].vocab_size:,})
+  16-bit matmuls reach {flags.product_efficiency:.0%} of the peak, 312 TFLOP/s of an A100 and 989 of an H100, whatever
+  their size, with attention and element-wise work included (--product-efficiency)
+  hosts of 8 GPUs, joined by NVLink of 300 (A100) and 450 GB/s (H100) each way; each A100 has a card of 200 Gbit/s to
+  other hosts; an all-reduce over whole H100 hosts uses all eight cards of 400 Gbit/s
+  rings, messages and the optimizer reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency), and each
+  collective takes {flags.latency:g} us more (--latency)
+  layers recomputed: with blocking all-reduces, without the head, as in formula (3) of 2104.04473; attention
+  recomputed: without communication. Sequence parallelism sends as many bytes
+  as in this program, except for 2409.15241: weight gradients hide backward's all-reduces; gradients are reduced in
+  fp32 during the last microbatch's backward; each GPU of a stage sends whole messages; the optimizer is not sharded.
+  Nothing is added for dropout, data, kernel launches and slower ranks
+sources:
+  2104.04473, table 1: from a copy (github.com/SotaroKaneda/MLCarbon); micro batches and chunks, which the table
+  omits, from Megatron-LM's examples/sc21/run_table_1.sh. It ran float16, as fast as bfloat16
+  2205.05198, table 5: seconds and layouts as in github.com/calculon-ai/calculon, which is validated against it; not
+  looked up: layers, widths, heads, samples, vocabulary, and the network cards of both papers' A100 hosts. Layers and
+  widths give the parameter counts that the paper names
+  2409.15241: up to 1.3 x in its abstract; up to 43 % of 13B's step on 8, 16 and 32 GPUs in DeepSpeed's
+  blogs/deepspeed-domino, compared with 32. Neither tells the size and batch of 1.3 x, so it is compared with three
+  sizes on one host, with the batch of the authors' example. 32 GPUs can't share 13B's 40 heads, so it gets 32 wider
+  heads with the same FLOPs""".splitlines()
