@@ -1,5 +1,4 @@
-"""A setting is declared once, and all that depends on it follows: what a run remembers, what it may change, what an old
-checkpoint means that does not know it."""
+"""A setting is declared once. Its flag, its page, its checks and what a resumed run does with it follow."""
 
 import dataclasses
 import json
@@ -38,7 +37,7 @@ def settled(*flags, world_size=1) -> Config:
 
 @pytest.fixture
 def begun(tmp_path):
-    """A run that has begun with some settings, by its config.json."""
+    """begun(*flags) -> (folder, Config) of a run with these settings; it has only a config.json."""
     def begin(*flags, world_size=1):
         config = settled(*flags, "--run-dir", tmp_path / "run", world_size=world_size)
         (tmp_path / "run").mkdir()
@@ -47,8 +46,8 @@ def begun(tmp_path):
     return begin
 
 
-def test_a_range_may_have_any_ends():
-    """Each sentence says both."""
+def test_a_range_may_be_open_or_closed_at_either_end():
+    """The message gives both ends."""
     @dataclasses.dataclass
     class Settings:
         part: float = setting("Some", 0.5, "a part", affects="losses", above=0.0, below=1.0)
@@ -65,7 +64,7 @@ def test_a_range_may_have_any_ends():
             check_values(wrong)
 
 
-def test_every_setting_has_a_role_a_type_and_a_word_of_help():
+def test_every_setting_has_an_effect_a_type_and_a_line_of_help():
     for one in dataclasses.fields(Config):
         assert one.metadata["affects"] in EFFECTS
     shown = " ".join(command_line_parser().format_help().split())
@@ -75,7 +74,7 @@ def test_every_setting_has_a_role_a_type_and_a_word_of_help():
         assert not one.metadata["choices"] or one.default in (None, *one.metadata["choices"])
 
 
-def test_the_page_of_settings_is_made_from_them():
+def test_docs_settings_is_up_to_date():
     page = (ROOT / "docs" / "settings.md").read_text()
     assert page.endswith(markdown(Config) + "\n"), "run python -m nanodomino.flags > docs/settings.md"
     assert all(f"- *{role}*: {meaning}" in page for role, meaning in EFFECTS.items())
@@ -83,7 +82,7 @@ def test_the_page_of_settings_is_made_from_them():
 
 # ---- going on
 
-def test_a_run_goes_on_with_its_own_settings_and_no_flag_but_its_folder(begun):
+def test_run_dir_alone_resumes_a_run_with_its_settings(begun):
     run, config = begun("--num-layers", 3, "--lr", 0.5, "--clip-grad", 0.25, "--log-interval", 7, "--bf16", "--seed", 9,
                         "--exit-interval", 2, "--trace", "1:2", "--micro-batch-size", 2)
     again = settled("--run-dir", run)
@@ -91,14 +90,14 @@ def test_a_run_goes_on_with_its_own_settings_and_no_flag_but_its_folder(begun):
     assert dataclasses.replace(again, exit_interval=2, trace="1:2") == config
 
 
-def test_what_is_given_counts_more_than_what_is_remembered(begun):
+def test_a_flag_overrides_a_remembered_setting(begun):
     run, _ = begun("--train-iters", 50, "--lr", 0.5, "--num-layers", 3)
     again = settled("--run-dir", run, "--train-iters", 80, "--lr", 0.1)
     assert (again.train_iters, again.lr, again.num_layers) == (80, 0.1, 3)
     assert again.min_lr == 0.01, "what follows from the rate follows the new one"
 
 
-def test_a_sentence_says_which_of_its_numbers_nobody_gave_now(begun):
+def test_an_error_names_the_settings_that_were_remembered(begun):
     run, _ = begun("--schedule", "interleaved", "--virtual-stages", 3, "--num-layers", 6, world_size=2)
     with pytest.raises(UserError,
                        match=r"virtual-stages must be 2 .* but is 3; .* \(remembered, not given now: --virtual-stages "
@@ -112,7 +111,7 @@ def test_a_sentence_says_which_of_its_numbers_nobody_gave_now(begun):
         settled("--run-dir", run, "--virtual-stages", 3, "--schedule", "zb-v", world_size=2)
 
 
-def test_what_follows_from_the_number_of_processes_is_filled_in_anew_unless_it_was_once_given(begun):
+def test_a_layout_that_was_not_given_follows_the_number_of_processes(begun):
     run, config = begun(world_size=8)
     assert (config.tp, config.pp, config.dp, config.slices) == (2, 2, 2, 2)
     again = settled("--run-dir", run, world_size=2)
@@ -121,7 +120,7 @@ def test_what_follows_from_the_number_of_processes_is_filled_in_anew_unless_it_w
     assert (alone.tp, alone.pp, alone.dp, alone.slices) == (1, 1, 1, 1)
 
 
-def test_a_layout_that_was_given_is_kept_by_every_later_start(begun):
+def test_a_layout_that_was_given_is_kept_by_every_later_launch(begun):
     run, _ = begun("--pp", 2, "--micro-batch-size", 2, world_size=4)
     again = settled("--run-dir", run, world_size=2)
     assert (again.pp, again.tp, again.dp, again.micro_batch_size) == (2, 1, 1, 2)
@@ -129,14 +128,14 @@ def test_a_layout_that_was_given_is_kept_by_every_later_start(begun):
     assert settled("--run-dir", run, world_size=8).pp == 2
 
 
-def test_the_dataclass_keeps_what_was_given_through_json(begun):
+def test_a_config_survives_json(begun):
     run, config = begun("--slices", 1)
     assert from_record(json.loads((run / "config.json").read_text()), run) == config and "slices" in config.given
 
 
 @pytest.fixture(scope="module")
 def origins(tmp_path_factory):
-    """{what a start goes on from: (its folder, the roles of what must not change, what else is asked for)}"""
+    """{what a launch starts from: (folder, effects of the settings that must not change, other settings)}"""
     killed, run, fresh = (tmp_path_factory.mktemp("origins") / name for name in ("killed", "run", "fresh"))
     shutil.copytree(OLD_RUN, run)
     killed.mkdir()
@@ -149,7 +148,7 @@ def origins(tmp_path_factory):
 
 
 def changed(one: dataclasses.Field, value):
-    """Another value of a setting."""
+    """Return another valid value of a setting."""
     if choices := one.metadata.get("choices"):
         return next(choice for choice in choices if choice != value)
     other = {bool: lambda: not value, int: lambda: 2 * (value or 1), float: lambda: 2 * (value or 0) + 0.125}
@@ -159,8 +158,8 @@ def changed(one: dataclasses.Field, value):
 @pytest.mark.parametrize("one",
                          [one for one in dataclasses.fields(Config) if one.name not in ("run_dir", "load", "finetune")],
                          ids=lambda one: one.name)
-def test_a_change_is_refused_where_it_would_make_it_another_run_and_honoured_elsewhere(origins, monkeypatch, one):
-    """One by one each setting, those to come included, by its role and by what the start goes on from."""
+def test_a_changed_setting_is_refused_or_accepted_by_its_effect(origins, monkeypatch, one):
+    """For every setting, also future ones, and everything that a launch can start from."""
     # which this process would keep
     monkeypatch.setattr("nanodomino.run.folder.lock_folder", lambda run_dir: None)
     for folder, roles, asked in origins.values():
@@ -175,8 +174,8 @@ def test_a_change_is_refused_where_it_would_make_it_another_run_and_honoured_els
             open_run(other, LaunchInfo())
 
 
-def test_other_training_tokens_are_another_run(pool, tmp_path):
-    """Whatever their folder is called, and wherever it lies; only --finetune is there for them."""
+def test_other_training_tokens_are_refused(pool, tmp_path):
+    """The data folder may move, but its tokens must be the same. Only --finetune accepts others."""
     tokens, run, text = make_corpus(tmp_path), tmp_path / "run", tmp_path / "text.txt"
     text.write_text(text.read_text().replace("line 7 ", "line 8 "))
     prepare(text, tmp_path / "other", progress=False)
@@ -192,14 +191,14 @@ def test_other_training_tokens_are_another_run(pool, tmp_path):
                  "--data-path", tmp_path / "other").code == 0
 
 
-def test_a_file_of_settings_counts_less_than_flags(tmp_path):
+def test_flags_override_a_config_file(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"lr": 0.5, "num_layers": 3, "exit_interval": 4}))
     config = settled("--config", path, "--num-layers", 2)
     assert (config.lr, config.num_layers, config.exit_interval) == (0.5, 2, None)
 
 
-def test_a_runs_config_json_is_such_a_file(begun):
+def test_the_config_json_of_a_run_is_a_config_file(begun):
     run, config = begun("--num-layers", 3, "--lr", 0.5, world_size=8)
     again = settled("--config", run / "config.json")
     assert (again.num_layers, again.lr, again.world_size, again.tp) == (3, 0.5, 1, 1)
@@ -210,7 +209,7 @@ def test_a_runs_config_json_is_such_a_file(begun):
     ('{"num_layers": 2.5}', "has 2.5 as num_layers, which must be of type int"), ("[1]", "must hold one JSON object"),
     ('{"layers": 3}', "settings that this version does not know (layers)"), ("{", "can't be read"),
     ("[" * 99999, "can't be read")])
-def test_a_file_that_is_no_settings_is_refused_in_a_sentence(tmp_path, text, words):
+def test_a_bad_config_file_is_refused_in_one_sentence(tmp_path, text, words):
     path = tmp_path / "mine.json"
     path.write_text(text)
     with pytest.raises(UserError) as error:
@@ -220,15 +219,15 @@ def test_a_file_that_is_no_settings_is_refused_in_a_sentence(tmp_path, text, wor
 
 # ---- what was made before a setting was there
 
-def test_a_record_that_does_not_know_a_setting_means_what_was_the_only_way_then():
+def test_a_setting_missing_in_an_old_record_has_its_legacy_default():
     record = recorded_settings(OLD_RUN)
     assert not {"optimizer", "normalization", "virtual_stages"} & record.keys(), "else it is no longer an old one"
     config = from_record(record, OLD_RUN)
     assert (config.optimizer, config.normalization, config.virtual_stages) == ("adamw", "LayerNorm", 1)
 
 
-def test_what_is_the_default_today_is_not_what_an_older_run_was_made_with(tmp_path, monkeypatch):
-    """Its folder, a checkpoint that is loaded, and a model that writes: all take what was so then."""
+def test_todays_default_does_not_change_an_older_run(tmp_path, monkeypatch):
+    """Neither if it is resumed nor if its checkpoint is loaded."""
     run = shutil.copytree(OLD_RUN, tmp_path / "run")
     (field,) = [one for one in dataclasses.fields(Config) if one.name == "normalization"]
     monkeypatch.setattr(field, "default", "RMSNorm")
@@ -236,8 +235,8 @@ def test_what_is_the_default_today_is_not_what_an_older_run_was_made_with(tmp_pa
         assert from_command_line([str(flag) for flag in flags], 1).normalization == "LayerNorm"
 
 
-def test_a_run_of_an_older_version_goes_on(tmp_path):
-    """A new setting must not refuse every checkpoint that was made without it."""
+def test_a_run_of_an_older_version_can_be_resumed(tmp_path):
+    """A new setting must not make every older checkpoint unusable."""
     run = shutil.copytree(OLD_RUN, tmp_path / "run")
     verify(checkpoints_of(run)[0])
     config = dataclasses.replace(settled("--run-dir", run), data_sha256=recorded_settings(run)["data_sha256"])
@@ -254,8 +253,8 @@ def restore_rank(config, folder):
                                      for number in (4, 5)]
 
 
-def test_an_older_checkpoint_still_holds_the_optimizers_state(pool):
-    """In which each tensor is one piece; two replicas read of it what each owns."""
+def test_the_optimizer_state_of_an_older_checkpoint_is_read(pool):
+    """That version stored each tensor whole; each of two replicas reads its own partition of it."""
     alone = dataclasses.replace(from_record(recorded_settings(OLD_RUN), OLD_RUN), train_iters=5)
     found = {}
     for dp in (1, 2):
@@ -265,14 +264,14 @@ def test_an_older_checkpoint_still_holds_the_optimizers_state(pool):
     assert all(0 < loss < 10 for loss in found[1]) and found[2] == pytest.approx(found[1], rel=1e-5)
 
 
-def test_a_setting_of_a_later_version_is_named():
+def test_a_setting_of_a_later_version_is_refused_by_name():
     with pytest.raises(UserError, match="settings that this version does not know .warp_drive."):
         check_record({"warp_drive": True}, "it")
 
 
 # ---- from weights
 
-def test_load_brings_the_model_along_and_finetune_nothing_else(tmp_path):
+def test_load_takes_the_model_settings_from_the_checkpoint(tmp_path):
     loaded = settled("--load", OLD_RUN)
     assert (loaded.num_layers, loaded.hidden_size, loaded.max_position_embeddings) == (1, 8, 8)
     assert loaded.seq_length == 8 and loaded.global_batch_size == 16, "the rest is this run's own"
@@ -291,9 +290,9 @@ def test_finetune_without_load_is_refused():
 
 
 @pytest.mark.parametrize("again", [["--finetune"], []], ids=["finetune", "load"])
-def test_the_command_that_began_a_run_from_another_goes_on_with_its_own_when_given_again(pool, tmp_path, again):
-    """A scheduler gives it at each start. What the run has done since then must not be thrown away for where it came
-    from, which by then may even be gone."""
+def test_a_repeated_load_command_resumes_its_own_run(pool, tmp_path, again):
+    """A scheduler repeats the command at each launch. The run must then resume from its own checkpoint, even if the
+    checkpoint that it started from is gone."""
     make_corpus(tmp_path)
     assert train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "from", "--train-iters", 3).code == 0
     command = ["--load", tmp_path / "from", *again, "--run-dir", tmp_path / "run", "--train-iters", 8,
@@ -309,8 +308,8 @@ def test_the_command_that_began_a_run_from_another_goes_on_with_its_own_when_giv
             shutil.rmtree(tmp_path / "from")
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_from_what_it_loads(begun):
-    """With its own settings, those that it was given at its first start too."""
+def test_a_run_killed_before_its_first_checkpoint_starts_again_from_load(begun):
+    """With all settings of its first launch."""
     run, config = begun("--load", OLD_RUN, "--finetune", "--lr", 0.5)
     again = settled("--run-dir", run, "--load", OLD_RUN, "--finetune")
     found = open_run(again, LaunchInfo())
@@ -329,7 +328,7 @@ def save_rank(config, folder):
 
 
 def finetune_rank(config, folder, weights):
-    """Step 1 from the checkpoint's weights alone, and from the same weights in a model that never was elsewhere."""
+    """Compare three steps from the checkpoint's weights alone with three steps of a new model with the same weights."""
     losses = []
     for anew in (False, True):
         mesh, model, optimizer, stage = build(config, weights if anew else None)
@@ -341,8 +340,8 @@ def finetune_rank(config, folder, weights):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion"])
-def test_finetune_begins_at_step_0_with_an_optimizer_that_has_seen_nothing(pool, tmp_path, optimizer):
-    """Other data, another optimizer, another layout."""
+def test_finetune_starts_at_step_0_with_a_new_optimizer(pool, tmp_path, optimizer):
+    """Also with other data, another optimizer and another layout."""
     ((failure, weights),) = pool.run(save_rank, tiny(1), str(tmp_path), world_size=1)
     assert failure is None
     config = tiny(2, data_parallel_size=2, optimizer=optimizer, lr=1e-3)
@@ -350,9 +349,8 @@ def test_finetune_begins_at_step_0_with_an_optimizer_that_has_seen_nothing(pool,
         assert loaded == anew
 
 
-def test_what_a_run_remembers_can_be_taken_back(tmp_path):
-    """A switch by its --no- form, anything else by null in a --config file; the sentence about a contradiction says
-    so."""
+def test_a_remembered_setting_can_be_reset(tmp_path):
+    """A switch by its --no- form, anything else by null in a --config file; the error about a contradiction says so."""
     run = tmp_path / "run"
     run.mkdir()
     flags = ["--run-dir", str(run), "--fp16", "--loss-scale", "256", "--recompute-granularity", "full",
@@ -372,7 +370,7 @@ def test_what_a_run_remembers_can_be_taken_back(tmp_path):
     assert from_command_line([*flags[:2], "--bf16"], 1).dtype == "bfloat16"
 
 
-def test_of_a_change_that_is_refused_the_setting_is_named_that_was_given_and_not_what_follows_from_it():
+def test_a_refused_change_is_blamed_on_the_setting_that_was_given():
     record = dataclasses.asdict(tiny(1))
     with pytest.raises(UserError, match="^a run was made with swiglu False, but this run has True"):
         check_settings(record, "a run", tiny(1, swiglu=True), "model")

@@ -1,4 +1,4 @@
-"""Copies of a parameter are compared bit for bit: what differs is named with its ranks, and what does not is not."""
+"""Copies of a parameter are compared bit by bit; those that differ are named with their ranks."""
 
 import sys
 
@@ -14,8 +14,7 @@ BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_pa
 
 
 def nudged_rank(config, data, nudges):
-    """What is said after a step, once rank `rank` has changed the last bit of element `place` of `name`, for each
-    nudge."""
+    """Return the warnings before and after each (rank, name, place) of `nudges` changes the last bit of an element."""
     mesh, model, optimizer, stage = build(config)
     train.train_step(1, stage, optimizer, data, config, mesh)
     before = drifted_copies(model, optimizer, mesh)
@@ -44,17 +43,17 @@ def nudged_rank(config, data, nudges):
                                               "mlp.norm.bias")],
      ["layers.2.attention.norm.weight differs between rank 4 and rank 5, 6, 7", ", and 1 more)"])],
     ids=["sound", "tp", "dp", "master", "tied", "many"])
-def test_what_differs_is_named_with_its_ranks(pool, nudges, said):
-    """Over tp what is not cut, over dp everything, on first and last stage the tied matrix: each against its own copies
-    alone."""
+def test_copies_that_differ_are_named_with_their_ranks(pool, nudges, said):
+    """Replicated parameters over tp, all over dp, the tied embedding on the first and last stage: each is compared only
+    with its own copies."""
     config = tiny(8, **BOX, dtype="bfloat16")
     results = pool.run(nudged_rank, config, random_data(config, 1), nudges)
     assert len(set(results)) == 1 and results[0][0] == "", results[0]
     assert all(words in results[0][1] for words in said) and bool(results[0][1]) == bool(said), results[0][1]
 
 
-def test_a_checksum_sees_every_bit_and_its_place(monkeypatch):
-    """Also drifts of a last bit up and another down, which a plain sum would not; and whatever the size of a piece."""
+def test_the_checksum_depends_on_every_bit_and_its_place(monkeypatch):
+    """Also if one element goes up and another down by one bit, which a plain sum would miss; for any chunk size."""
     weight = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     before = int(checksum(weight))
     for bit in range(32):
@@ -72,7 +71,7 @@ def test_a_checksum_sees_every_bit_and_its_place(monkeypatch):
     assert int(checksum(weight.view(10, 100))) == before
 
 
-def test_the_compiler_is_asked_to_choose_by_rule_where_it_knows_the_word(monkeypatch):
+def test_the_compiler_is_made_deterministic_if_torch_supports_it(monkeypatch):
     from torch._inductor import config as inductor
     if hasattr(inductor, "deterministic"):
         with inductor.patch(deterministic=False):

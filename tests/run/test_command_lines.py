@@ -1,7 +1,6 @@
-"""The manners of the command lines: help that helps, readers that go away, Ctrl-C, a line that moves.
+"""Command lines: --help, readers that close the pipe, Ctrl-C, a progress line.
 
-Every command is a real process, as a shell starts it; only for help are they forks (support/fork_server.py), since help
-is many.
+Every command is a real process, as a shell starts it; only the many --help are forks (support/fork_server.py).
 """
 
 import fcntl
@@ -34,7 +33,7 @@ SMALL = ["--num-layers", "2", "--hidden-size", "32"]
 
 
 def start(folder: Path, command: str, *flags, **options) -> subprocess.Popen:
-    """`python COMMAND FLAGS` in this folder; command: a script of the repository, or -m and a module."""
+    """Start `python COMMAND FLAGS` in this folder. command: a script of the repository, or -m and a module."""
     words = command.split()
     words[-1] = words[-1] if "-m" in words else str(ROOT / words[-1])
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
@@ -51,8 +50,8 @@ def end(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def nobody_reads():
-    """The writing end of a pipe whose reader has gone, as head -1 has after its line."""
+def closed_pipe():
+    """The writing end of a pipe whose reader is closed, as `| head -1` closes it after a line."""
     reader, writer = os.pipe()
     os.close(reader)
     yield writer
@@ -61,7 +60,7 @@ def nobody_reads():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with data/ and run/, of which nobody has read a word."""
+    """A folder with data/ and run/."""
     folder = tmp_path_factory.mktemp("trained")
     make_corpus(folder).rename(folder / "data")
     code, _, err = end(train(folder, "run", subprocess.DEVNULL))
@@ -95,7 +94,7 @@ def losses(run_dir: Path) -> list[float]:
     ("nanodomino.timeline", "--help", ["usage: python -m nanodomino.timeline", "the SVG to write"]),
     ("nanodomino.generate", "--help", ["usage: python -m nanodomino.generate", "0 takes the likeliest"]),
     ("train.py", "--help", ["usage: train.py", "--tensor-model-parallel-size INT, --tp INT"])])
-def test_help_is_there(fork_server, tmp_path, command, flags, says):
+def test_every_command_has_help(fork_server, tmp_path, command, flags, says):
     (tmp_path / "empty").mkdir()
     ended = fork_server.launch(command, [(flags.split(), {})], tmp_path / "empty", PATIENCE)
     assert ended.code == 0 and all(part in ended.output for part in says), ended
@@ -104,7 +103,7 @@ def test_help_is_there(fork_server, tmp_path, command, flags, says):
 
 
 @pytest.mark.parametrize("question, has", [("overlap", True), ("comm", False), ("memory", False)])
-def test_only_what_has_rounds_has_repeats(fork_server, tmp_path, question, has):
+def test_only_questions_with_rounds_have_repeats(fork_server, tmp_path, question, has):
     (tmp_path / "empty").mkdir()
     ended = fork_server.launch("bench.py", [([question, "--help"], {})], tmp_path / "empty", PATIENCE)
     assert ("--repeats N" in ended.output) == has
@@ -120,21 +119,21 @@ def test_only_what_has_rounds_has_repeats(fork_server, tmp_path, question, has):
         ("data/prepare.py", "--help"),
         ("data/prepare.py", "--input data/meta.json --output made --overwrite"), ("-m nanodomino.checkpoint", "--help"),
         ("-m nanodomino.checkpoint", "verify run"), ("-m nanodomino.checkpoint", "export run out.pt"))]])
-def test_a_closed_pipe_is_no_error(trained, nobody_reads, command, flags):
-    """Neither where it prints nor where Python empties its buffers at exit."""
-    code, _, err = end(start(trained, command, *flags.split(), stdout=nobody_reads))
+def test_a_closed_pipe_is_no_error(trained, closed_pipe, command, flags):
+    """Neither in a print nor when Python flushes its buffers at exit."""
+    code, _, err = end(start(trained, command, *flags.split(), stdout=closed_pipe))
     assert (code, err) == (0, ""), err
 
 
 @pytest.mark.exhaustive
-def test_a_closed_pipe_hides_no_damage(trained, nobody_reads, tmp_path):
-    """The exit code tells of the work, whoever reads."""
+def test_a_closed_pipe_does_not_hide_an_error(trained, closed_pipe, tmp_path):
+    """The exit code still tells how the work went."""
     run_dir = damaged_run(trained, tmp_path)
-    code, _, err = end(start(tmp_path, "-m nanodomino.checkpoint", "verify", run_dir, stdout=nobody_reads))
+    code, _, err = end(start(tmp_path, "-m nanodomino.checkpoint", "verify", run_dir, stdout=closed_pipe))
     assert code == 2 and err.count("\n") == 1 and err.startswith("error: "), err
 
 
-def test_words_go_through_until_the_reader_has_gone(trained):
+def test_output_arrives_until_the_pipe_is_closed(trained):
     process = start(trained, "-m nanodomino.checkpoint", "verify", "run")
     first = process.stdout.readline()
     process.stdout.close()
@@ -143,8 +142,8 @@ def test_words_go_through_until_the_reader_has_gone(trained):
 
 
 @pytest.mark.exhaustive
-def test_a_closed_stream_is_no_error(trained):
-    """`>&-`: there is no stdout at all."""
+def test_a_closed_stdout_is_no_error(trained):
+    """With `>&-` there is no stdout at all."""
     for command, flags in (("train.py", "--help"), ("-m nanodomino.checkpoint", "verify run")):
         code, out, err = end(start(trained, command, *flags.split(), preexec_fn=lambda: os.close(1)))
         assert (code, out, err) == (0, "", ""), err
@@ -152,11 +151,11 @@ def test_a_closed_stream_is_no_error(trained):
 
 @pytest.mark.parametrize("screen", ["closed pipe", "full disk", *[pytest.param(one, marks=pytest.mark.exhaustive)
                                                                   for one in ("both closed", "both full")]])
-def test_what_a_person_sees_never_ends_a_run(trained, nobody_reads, screen):
-    """It trains, saves, validates and writes its sample to the end, and says once what happened to its screen."""
-    stdout, stderr = nobody_reads, subprocess.PIPE
+def test_a_run_survives_the_loss_of_its_terminal(trained, closed_pipe, screen):
+    """It trains, saves, validates and samples to the end, and warns once."""
+    stdout, stderr = closed_pipe, subprocess.PIPE
     if screen == "both closed":
-        stderr = nobody_reads
+        stderr = closed_pipe
     if "full" in screen:
         if not Path("/dev/full").exists():
             pytest.skip("there is no /dev/full here")
@@ -175,16 +174,16 @@ def test_what_a_person_sees_never_ends_a_run(trained, nobody_reads, screen):
 
 
 @pytest.mark.exhaustive
-def test_a_screen_that_does_not_know_a_letter_never_ends_a_run(trained):
-    """A container without a locale: the text that the model writes, or a folder's name, may hold any letter."""
+def test_a_run_survives_characters_that_the_terminal_cannot_show(trained):
+    """In a container without a locale: a sample or the name of a folder may hold any character."""
     code, out, err = end(train(trained, "läufe", subprocess.PIPE, PYTHONIOENCODING="ascii"))
     assert code == 0 and "everything in l\\xe4ufe" in out, err
     assert losses(trained / "läufe") == losses(trained / "run")
 
 
 @pytest.mark.exhaustive
-def test_a_warning_before_the_first_step_is_no_error_either(trained, tmp_path):
-    """Of a damaged checkpoint, into a log on a full disk: not the folder is what can't be written to."""
+def test_a_warning_that_cannot_be_printed_is_no_error(trained, tmp_path):
+    """A warning about a damaged checkpoint goes to a log on a full disk; the run's folder can still be written to."""
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full here")
     shutil.copytree(trained / "data", tmp_path / "data")
@@ -198,14 +197,14 @@ def test_a_warning_before_the_first_step_is_no_error_either(trained, tmp_path):
 # ---- checkpoints of a run
 
 def damaged_run(trained: Path, folder: Path) -> Path:
-    """A copy whose newest checkpoint has a byte too many."""
+    """Copy the run and append a byte to its newest checkpoint."""
     run_dir = Path(shutil.copytree(trained / "run", folder / "run"))
     with open(checkpoints_of(run_dir)[0] / "__0_0.distcp", "ab") as file:
         file.write(b"x")
     return run_dir
 
 
-def test_verify_looks_at_every_checkpoint_of_a_run(trained, tmp_path):
+def test_verify_checks_every_checkpoint_of_a_run(trained, tmp_path):
     code, out, err = end(start(trained, "-m nanodomino.checkpoint", "verify", "run"))
     assert (code, err) == (0, "")
     assert [line.split(",")[0] for line in out.splitlines()] == [
@@ -218,14 +217,14 @@ def test_verify_looks_at_every_checkpoint_of_a_run(trained, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_verify_says_of_a_run_without_checkpoints_that_there_is_nothing(tmp_path):
+def test_verify_reports_a_run_without_checkpoints(tmp_path):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     code, out, err = end(start(tmp_path, "-m nanodomino.checkpoint", "verify", "run"))
     assert (code, out) == (2, "") and err == "error: this run has no checkpoint yet; give the folder of another run\n"
 
 
 @pytest.mark.exhaustive
-def test_export_takes_the_newest_intact_checkpoint_of_a_run_and_says_which(trained, tmp_path):
+def test_export_takes_the_newest_intact_checkpoint_and_names_it(trained, tmp_path):
     damaged_run(trained, tmp_path)
     code, out, err = end(start(tmp_path, "-m nanodomino.checkpoint", "export", "run", "run.pt"))
     warning, told = out.splitlines()
@@ -238,8 +237,8 @@ def test_export_takes_the_newest_intact_checkpoint_of_a_run_and_says_which(train
 
 # ---- a line that moves, and Ctrl-C
 
-class Watched:
-    """A command whose stderr is a terminal, on which a test looks; its processes have a mark of their own."""
+class InTerminal:
+    """A command whose stderr is a terminal; an environment variable marks its processes."""
 
     def __init__(self, folder: Path, temporary: Path, *flags):
         self.seen, self.mark, self.temporary = "", uuid.uuid4().hex, temporary
@@ -262,7 +261,7 @@ class Watched:
             assert self.read() and time.monotonic() - begin < PATIENCE, self.seen
 
     def alive(self) -> list[int]:
-        """Process ids of everything that it has started, and its own."""
+        """Return the ids of its processes and of all that they started."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -283,8 +282,8 @@ class Watched:
 def watched(tmp_path):
     begun = []
 
-    def watch(*flags) -> Watched:
-        begun.append(Watched(tmp_path, Path(short), *flags))
+    def watch(*flags) -> InTerminal:
+        begun.append(InTerminal(tmp_path, Path(short), *flags))
         return begun[0]
 
     with tempfile.TemporaryDirectory() as short:                # pytest's is too long a name for a socket
@@ -294,7 +293,7 @@ def watched(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_line_on_the_terminal_moves_and_rank_0_alone_writes_it(watched):
+def test_rank_0_alone_writes_a_progress_line(watched):
     one = watched("overlap", *SMALL, "--seq-length", 16, "--repeats", 2, "--device", "cpu")
     while one.read():
         pass
@@ -309,8 +308,8 @@ def test_a_line_on_the_terminal_moves_and_rank_0_alone_writes_it(watched):
 
 
 @pytest.mark.exhaustive
-def test_where_nobody_looks_no_line_moves(tmp_path):
-    """And in the folder on the disk to be measured nothing stays."""
+def test_without_a_terminal_there_is_no_progress_line(tmp_path):
+    """And no file stays in the folder on the measured disk."""
     code, out, err = end(start(tmp_path, "bench.py", "checkpoint", *SMALL, "--num-attention-heads", 2, "--repeats", 1,
                                "--dp", 2, "--folder", tmp_path))
     record = json.loads(out.splitlines()[-1])
@@ -327,8 +326,8 @@ def test_where_nobody_looks_no_line_moves(tmp_path):
         ("scaling", ["--max-processes", 2, "--device", "cpu"], "world of 1, round 2 of 100001"),
         ("throughput", ["--device", "cpu"], "round 2 of 100001: plain"),
         ("zero", ["--device", "cpu"], "memory: zero-0"))]])
-def test_ctrl_c_ends_all_of_it_without_a_word(watched, question, flags, moment):
-    """Whatever it was doing: its processes, and theirs, are gone, and its temporary files too."""
+def test_ctrl_c_ends_all_processes_silently(watched, question, flags, moment):
+    """At any time. Its processes and temporary files are gone."""
     one = watched(question, *SMALL, *flags, "--repeats", 100_000)
     one.read_until(moment)
     one.process.send_signal(signal.SIGINT)
@@ -344,7 +343,7 @@ def test_ctrl_c_ends_all_of_it_without_a_word(watched, question, flags, moment):
 @pytest.mark.exhaustive
 @needs_proc
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_bench_that_is_killed_or_whose_terminal_is_closed_takes_its_processes_along(watched, name):
+def test_a_bench_that_is_terminated_ends_its_processes(watched, name):
     if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
         pytest.skip(f"these tests were started with {name} ignored, as by nohup, and so would be the bench")
     one = watched("checkpoint", *SMALL, "--num-attention-heads", 2, "--repeats", 100_000)
@@ -354,7 +353,7 @@ def test_a_bench_that_is_killed_or_whose_terminal_is_closed_takes_its_processes_
     wait_until(lambda: not one.alive(), PATIENCE)
 
 
-def test_ctrl_c_while_processes_are_started_forgets_none(monkeypatch):
+def test_ctrl_c_during_the_start_ends_every_process(monkeypatch):
     started = []
 
     class Interrupted(subprocess.Popen):
@@ -376,15 +375,15 @@ def test_ctrl_c_while_processes_are_started_forgets_none(monkeypatch):
             process.kill()
 
 
-def test_ctrl_c_while_torch_is_imported_is_no_error(tmp_path):
-    """That takes seconds, and who has mistyped a flag is quick."""
+def test_ctrl_c_while_torch_is_imported_is_silent(tmp_path):
+    """The import takes seconds, long enough to notice a mistyped flag."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     ended = end(start(tmp_path, "bench.py", "overlap", environment={"PYTHONPATH": str(tmp_path)}))
     assert ended == (128 + signal.SIGINT, "", "")
 
 
-def test_ctrl_c_before_training_begins_is_no_error(monkeypatch):
-    """From the first step on a StopSignal has it."""
+def test_ctrl_c_before_training_is_silent(monkeypatch):
+    """Once training has started, StopSignal handles it."""
     def interrupted(arguments, place):
         raise KeyboardInterrupt
 

@@ -1,5 +1,6 @@
-"""No rank outlives another: one that dies or raises takes the others with it within seconds, and whoever looks at the
-screen sees which one it was, and why. test_interrupted_runs.py has what such a run has saved by then.
+"""A rank that dies or raises ends all others within seconds, and only its own message is printed.
+
+test_interrupted_runs.py checks what such a run has saved.
 """
 
 import signal
@@ -50,16 +51,16 @@ def folder(tmp_path):
 
 
 def only_rank_2_is_blamed(output: str):
-    """After its traceback, in a line of its own."""
+    """Its message follows its traceback, on a line of its own."""
     words = "rank 2 failed in step 3: ValueError: rank 2 has had enough"
     assert f"\n{words}\n" in output.split("Traceback (most recent call last)")[1], output
     assert output.count("failed in step") == output.count(words) and "peer" not in output, output
 
 
 @pytest.mark.parametrize("fault", ["dies in a step", "dies before the group forms", "raises"])
-def test_a_rank_takes_the_others_with_it_and_is_heard_alone(fork_server, folder, corpus, fault):
-    """Killed, as the kernel does when memory runs out, or by an error. The others, who wait for it in a collective or a
-    rendezvous of ten minutes, only see a closed connection: they must not blame each other, nor bury its words."""
+def test_a_failing_rank_ends_the_others_and_is_reported_alone(fork_server, folder, corpus, fault):
+    """Killed, as the kernel does when memory runs out, or by an exception. The other ranks only see a closed
+    connection: they must not blame each other, nor bury the message of the rank that failed."""
     (folder / "run").mkdir()
     flags = [fault, *TINY, "--data-path", str(corpus), "--train-iters", "1000000", "--eval-interval", "1000000"]
     ended = fork_server.launch(str(folder / "driver.py"), [(flags, place) for place in launcher_environments(4)],
@@ -127,8 +128,8 @@ OWN_ERROR = [
 
 @pytest.mark.parametrize("text, lonely",
                          [(text, True) for text in ANOTHERS_END] + [(text, False) for text in OWN_ERROR])
-def test_only_what_follows_from_anothers_end_counts_as_lost_neighbours(text, lonely):
-    """As gloo, the store, NCCL and CUDA put it: an error of one's own must be said with its traceback."""
+def test_errors_caused_by_a_peer_are_told_from_own_errors(text, lonely):
+    """In the words of gloo, TCPStore, NCCL and CUDA. A rank's own error must be printed with its traceback."""
     assert caused_by_peer(RuntimeError(text)) == lonely
     assert not caused_by_peer(ValueError(text)), "only what torch raises"
 
@@ -136,7 +137,7 @@ def test_only_what_follows_from_anothers_end_counts_as_lost_neighbours(text, lon
 @pytest.mark.exhaustive
 @needs_proc
 def test_torchrun_names_the_rank_that_raised(folder, corpus):
-    """The same under the real launcher, whose report is the last thing on the screen."""
+    """The last thing on the terminal is torchrun's report."""
     job = Job(folder, corpus, "run", "--train-iters", 1_000_000, "--eval-interval", 1_000_000, processes=4,
               script=folder / "driver.py", word="raises")
     try:

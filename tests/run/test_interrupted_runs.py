@@ -1,8 +1,7 @@
-"""A run that is interrupted, killed, starved or damaged says so and ends; started again, it goes on with the same bits.
+"""A run that is stopped, killed, out of disk or damaged reports it; when resumed, it continues bit by bit.
 
-Most are black boxes: two or four ranks on a tiny corpus, forks that start at once (support/fork_server.py); where
-torchrun itself matters, under torchrun. tests/random_kills.py does the same at random moments, for as long as one
-likes.
+Most tests run two or four forked ranks on a tiny corpus (support/fork_server.py); where torchrun itself matters, they
+use torchrun. tests/random_kills.py kills at random moments for as long as one likes.
 """
 
 import os
@@ -82,7 +81,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def job(tmp_path, corpus, fork_server):
-    """job(run_dir, *flags, ...): a launch in tmp_path; whatever is left of it is ended after the test."""
+    """job(run_dir, *flags, ...): a launch in tmp_path; its processes are killed after the test."""
     jobs = []
     (tmp_path / "driver.py").write_text(DRIVER)
 
@@ -99,7 +98,7 @@ def job(tmp_path, corpus, fork_server):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, corpus, fork_server):
-    """The folder of the uninterrupted run of LENGTH and more flags, once for each."""
+    """alone(*flags) -> the folder of the same run without an interruption, made once for each set of flags."""
     made = {}
 
     def alone(*flags, **options):
@@ -128,9 +127,8 @@ def last_checkpoint(one) -> str:
     (signal.SIGTERM, "a rank", [], 2),
     pytest.param(signal.SIGINT, "torchrun", ["--tp", 2, "--pp", 2], 4, marks=pytest.mark.exhaustive)],
     ids=["a rank", "torchrun, tp 2 pp 2"])
-def test_a_run_that_is_told_to_stop_saves_and_goes_on_with_the_same_bits(job, alone, number, whom, flags, processes):
-    """The step in which the signal comes is the last, and the checkpoint is of that step, whatever the save
-    interval."""
+def test_a_stopped_run_saves_and_resumes_with_the_same_bits(job, alone, number, whom, flags, processes):
+    """It stops after the step in which the signal arrives and saves this step, whatever the save interval."""
     first = job("run", *LENGTH, *flags, processes=processes, torchrun=whom == "torchrun", fault="slow")
     first.wait_for(lambda: first.steps() >= 7)
     before, ranks = first.steps(), first.ranks()
@@ -146,8 +144,8 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_with_the_same_bits(job, al
     assert not differences(second.run_dir, alone(*flags, processes=processes))
 
 
-def test_a_second_signal_ends_a_rank_that_waits_for_a_silent_one(job):
-    """Inside a collective no Python handler runs; the time-out may be ten minutes away."""
+def test_a_second_signal_ends_a_rank_that_waits_for_a_hanging_peer(job):
+    """Inside a collective no Python signal handler runs, and the timeout may be ten minutes away."""
     one = job("run", "--train-iters", 100_000)
     one.wait_for(lambda: one.steps() >= 3)
     one.send(1, signal.SIGSTOP)
@@ -163,9 +161,8 @@ def test_a_second_signal_ends_a_rank_that_waits_for_a_silent_one(job):
 
 
 @pytest.mark.exhaustive
-def test_a_signal_ends_a_rank_whose_device_waits_for_a_dead_one(job):
-    """The step that it should finish first never ends; torchrun's own patience is half a minute, a scheduler's may be
-    hours."""
+def test_a_signal_ends_a_rank_whose_device_waits_for_a_dead_peer(job):
+    """The current step never ends; torchrun waits half a minute before it kills, a scheduler perhaps hours."""
     one = job("run", "--train-iters", 100_000, fault="device")
     one.wait_for(lambda: one.steps() >= 3)
     one.send(1, signal.SIGSTOP)
@@ -181,8 +178,8 @@ def test_a_signal_ends_a_rank_whose_device_waits_for_a_dead_one(job):
 
 # Killed
 
-def test_a_rank_killed_during_a_save_costs_the_steps_since_the_last_one(job, alone):
-    """At most; all ranks end soon, with the reason."""
+def test_a_rank_killed_during_a_save_costs_only_the_steps_since_the_last(job, alone):
+    """And all ranks end soon."""
     first = job("run", *LENGTH, "--tp", 2, "--pp", 2, processes=4)
     first.wait_for(lambda: first.steps() >= 10 and first.saving())
     moment = time.monotonic()
@@ -198,8 +195,8 @@ def test_a_rank_killed_during_a_save_costs_the_steps_since_the_last_one(job, alo
 
 
 @pytest.mark.exhaustive
-def test_torchrun_restarts_a_killed_run_by_itself_in_the_default_folder(job, alone, tmp_path):
-    """The folder that this launch made, not merely the newest one: another run may have begun since."""
+def test_a_restart_by_torchrun_returns_to_the_default_folder(job, alone, tmp_path):
+    """To the folder that this launch made, not the newest one: another run may have started since."""
     one = job(None, *LENGTH, "--pp", 2, restarts=3, fault="slow", torchrun=True)
     one.wait_for(lambda: one.steps() >= 7)
     shutil.copytree(one.run_dir, tmp_path / "runs" / "nano-002", ignore=lambda *_: ["launch.txt", "checkpoints"])
@@ -211,8 +208,7 @@ def test_torchrun_restarts_a_killed_run_by_itself_in_the_default_folder(job, alo
 
 @pytest.mark.exhaustive
 def test_a_folder_in_use_is_refused_until_its_run_has_ended(job, alone):
-    """torchrun killed with -9 leaves its ranks behind: they still train, and a second run would write over their
-    files."""
+    """If torchrun is killed with -9, its ranks live on; a second run would overwrite their files."""
     first = job("run", *LENGTH, fault="slow")
     first.wait_for(lambda: first.steps() >= 3)
     left_behind = first.ranks()
@@ -235,8 +231,8 @@ def test_a_folder_in_use_is_refused_until_its_run_has_ended(job, alone):
 @pytest.mark.parametrize("fault", [None, pytest.param("device", marks=pytest.mark.exhaustive)],
                          ids=["gloo", "as on a GPU"])
 def test_a_rank_that_hangs_is_named_with_the_step(job, fault):
-    """Every group has --timeout: torch's own is half an hour, and a new group does not inherit that of the world. On a
-    GPU the host sits in a call that does not raise, and a thread sees to it."""
+    """Every process group has --timeout: torch's default is half an hour, and a new group does not inherit the world's.
+    On a GPU the host sits in a call that does not raise; there the watchdog acts."""
     one = job("run", "--train-iters", 100_000, "--timeout", 5, "--tp", 2, "--pp", 2, processes=4, fault=fault)
     one.wait_for(lambda: one.steps() >= 3)
     hanging = one.send(2, signal.SIGSTOP)
@@ -251,7 +247,7 @@ def test_a_rank_that_hangs_is_named_with_the_step(job, fault):
 
 
 @pytest.mark.exhaustive
-def test_a_device_that_is_never_idle_is_not_taken_for_one_that_hangs(job):
+def test_a_device_that_is_never_idle_is_not_taken_for_hanging(job):
     """Each forward and backward is progress, however long the run."""
     one = job("run", "--train-iters", 80, "--timeout", 6, "--eval-iters", 0, fault="slow device")
     assert one.end() == 0 and one.steps() == 80, one.output()
@@ -261,8 +257,8 @@ def test_a_device_that_is_never_idle_is_not_taken_for_one_that_hangs(job):
 
 @pytest.mark.parametrize("fault, skipped, flags, processes", [
     ("loss", [3, 7], ["--tp", 2, "--pp", 2], 4), pytest.param("copy", [3], [], 2, marks=pytest.mark.exhaustive)])
-def test_what_is_not_finite_on_one_rank_is_skipped_by_all(job, fault, skipped, flags, processes):
-    """And so they stay in step. Also where the bad number is in a copy that the global norm does not count."""
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(job, fault, skipped, flags, processes):
+    """Otherwise the ranks would diverge. Also if the bad number is in a copy that the global norm does not count."""
     one = job("run", "--train-iters", 10, *flags, fault=fault, processes=processes)
     assert one.end() == 0, one.output()
     steps = [line for line in one.metrics() if "loss" in line]
@@ -272,7 +268,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all(job, fault, skipped, f
 
 
 def test_too_many_skipped_steps_end_the_run(job):
-    """With a sentence, and with the weights of the last good step."""
+    """With an error, and with the weights of the last good step."""
     one = job("run", "--train-iters", 100, "--save-interval", 5, "--max-skipped-steps", 3, "--tp", 2, "--pp", 2,
               fault="losses", processes=4)
     assert one.end() != 0
@@ -281,8 +277,8 @@ def test_too_many_skipped_steps_end_the_run(job):
     assert "failed in step" not in one.output() and last_checkpoint(one) == "step-00000005"
 
 
-def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(pool, tmp_path):
-    """Step 2 is the last good one; what is skipped after it is saved by three starts."""
+def test_the_last_good_checkpoint_outlives_any_number_of_skipped_steps(pool, tmp_path):
+    """Step 2 is the last good one; three launches save skipped steps after it."""
     make_corpus(tmp_path)
     command = ("--run-dir", tmp_path / "run", "--train-iters", 20, "--save-interval", 1, "--keep-last", 1,
                "--max-skipped-steps", 6)
@@ -294,9 +290,9 @@ def test_the_last_good_state_is_kept_however_many_skipped_steps_are_saved(pool, 
 
 @pytest.mark.parametrize("bad, last", [((1, 3, 5), None), ((2, 4, 5), 5)], ids=["here and there", "in a row"])
 @pytest.mark.parametrize("at_once", [9, 2], ids="{} steps a start".format)
-def test_only_skipped_steps_in_a_row_end_a_run_however_often_it_is_started_again(pool, tmp_path, bad, last, at_once):
-    """Bad numbers here and there are no divergence. But a run that is stopped every few steps, or restarted, must not
-    go on for ever without a good one: the count goes on where the checkpoint was made."""
+def test_consecutive_skipped_steps_are_counted_across_restarts(pool, tmp_path, bad, last, at_once):
+    """Occasional skipped steps are no divergence. But a run that restarts every few steps must not continue forever
+    without a good one: the count is part of the checkpoint."""
     make_corpus(tmp_path)
     run, ended = tmp_path / "run", None
     while ended is None or "stopped early" in ended.output:
@@ -316,7 +312,8 @@ def test_only_skipped_steps_in_a_row_end_a_run_however_often_it_is_started_again
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("flags", [["--tp", 2], ["--tp", 1, "--pp", 1]], ids=["tp 2", "dp 2"])
 def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(job, flags):
-    """On tp others follow it; over dp its owner sends all of it anew at the next step. Training goes on."""
+    """Over tp it stays different. Over dp the owner all-gathers the weight again in the next step. Training
+    continues."""
     one = job("run", "--train-iters", 8, "--save-interval", 5, *flags, fault="drift")
     assert one.end() == 0 and last_checkpoint(one) == "step-00000008", one.output()
     said = [line for line in one.output().splitlines() if "drifted apart" in line]
@@ -326,8 +323,8 @@ def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(job, flags):
 
 # No room
 
-def test_a_save_that_fails_is_a_warning_and_the_next_one_is_tried(job, alone):
-    """One rank's disk is full: all know, training goes on with the same bits, what was there stays."""
+def test_a_failed_save_is_a_warning_and_the_next_save_is_tried(job, alone):
+    """One rank's disk is full: all ranks learn of it, training continues with the same bits, older checkpoints stay."""
     one = job("run", *LENGTH, fault="full")
     assert one.end() == 0, one.output()
     for step in (10, 15):
@@ -340,8 +337,8 @@ def test_a_save_that_fails_is_a_warning_and_the_next_one_is_tried(job, alone):
 
 
 @pytest.mark.exhaustive
-def test_the_last_save_must_not_fail(job):
-    """There is no later one: the exit code says it, the one before stays."""
+def test_a_failed_last_save_is_an_error(job):
+    """No later save can succeed, so the exit code tells; the previous checkpoint stays."""
     one = job("run", *LENGTH, fault="full at the end")
     assert one.end() != 0 and "the checkpoint of step 24 could not be written" in one.output(), one.output()
     assert last_checkpoint(one) == "step-00000020"
@@ -349,7 +346,7 @@ def test_the_last_save_must_not_fail(job):
 
 @pytest.mark.exhaustive
 def test_a_read_only_folder_does_not_stop_training(job, alone, tmp_path):
-    """The disk with the checkpoints turns read-only, as disks do that fail; later it can be written to again."""
+    """The disk turns read-only, as failing disks do, and later becomes writable again."""
     folder = tmp_path / "run" / "checkpoints"
     one = job("run", *LENGTH, fault="slow")
     one.wait_for(lambda: checkpoints_of(one.run_dir) and not one.saving())
@@ -367,8 +364,8 @@ def test_a_read_only_folder_does_not_stop_training(job, alone, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_really_full_disk_does_not_stop_training(job, alone, tmp_path):
-    """metrics.jsonl lies on it too; its lines are written when there is room again."""
+def test_a_full_disk_does_not_stop_training(job, alone, tmp_path):
+    """metrics.jsonl is on it too; its lines are written when there is room again."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True).returncode:
@@ -388,8 +385,8 @@ def test_a_really_full_disk_does_not_stop_training(job, alone, tmp_path):
 # Damage
 
 @pytest.mark.exhaustive
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(job, alone, tmp_path):
-    """A flipped byte, a truncated and a missing file: three checkpoints, three warnings, and the fourth is good."""
+def test_damaged_checkpoints_are_named_and_the_previous_one_is_used(job, alone, tmp_path):
+    """A flipped byte, a truncated and a missing file: three warnings, and the fourth checkpoint is used."""
     run_dir = tmp_path / "run"
     shutil.copytree(alone("--keep-last", 4), run_dir)
     newest, second, third, good = checkpoints_of(run_dir)
@@ -406,8 +403,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(job, alone, tm
     assert not differences(run_dir, alone("--keep-last", 4))
 
 
-def test_damaged_checkpoints_push_out_no_good_one_when_the_run_goes_on_before_them(pool, tmp_path):
-    """Or a second damage would cost all of the run."""
+def test_damaged_checkpoints_do_not_displace_good_ones(pool, tmp_path):
+    """Otherwise a second damage could cost the whole run."""
     make_corpus(tmp_path)
     command = ("--run-dir", tmp_path / "run", "--keep-last", 2, "--train-iters")
     train_in_pool(pool, tmp_path, *command, 4, "--save-interval", 1, "--keep-last", 3)

@@ -1,4 +1,4 @@
-"""What a person is told of a run: before the first step, within a step that takes long, when it is told to stop."""
+"""What a run prints before the first step, within a slow step and when it is stopped; metrics.jsonl."""
 
 import json
 import dataclasses
@@ -25,7 +25,7 @@ from nanodomino.zero import StepResult
 
 @pytest.fixture
 def report(tmp_path):
-    """report(tokens by split): of a run of a tiny model."""
+    """report(**tokens by split) -> the Report of a run of a tiny model."""
     def report(enabled=True, **tokens):
         place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: "")
         corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
@@ -39,8 +39,7 @@ def report(tmp_path):
     ("interleaved", 2, 5, ["embedding, layers 0 to 1; layer 3", "layer 2; layer 4, head"]),
     ("interleaved", 3, 6, ["embedding, layer 0; layer 2; layer 4", "layer 1; layer 3; layer 5, head"]),
     ("zb-v", 2, 8, ["embedding, layers 0 to 1; layers 6 to 7, head", "layers 2 to 3; layers 4 to 5"])])
-def test_each_stage_says_which_layers_its_chunks_hold(schedule, chunks, layers, held):
-    """And they are those of the model."""
+def test_the_layers_shown_for_each_stage_are_the_models(schedule, chunks, layers, held):
     config = tiny(2, pipeline_model_parallel_size=2, schedule=schedule, virtual_stages=chunks, num_layers=layers)
     assert [describe_stage(config, stage) for stage in range(2)] == held
     for stage, words in enumerate(held):
@@ -51,7 +50,7 @@ def test_each_stage_says_which_layers_its_chunks_hold(schedule, chunks, layers, 
         assert ("embedding" in words, "head" in words) == (model.pre_process, model.post_process)
 
 
-def test_the_picture_at_the_start_has_the_chunks_and_the_schedule(tmp_path, capsys):
+def test_the_start_shows_the_chunks_and_the_schedule(tmp_path, capsys):
     place = dataclasses.replace(meta_mesh(2, 1, 1), device=torch.device("cpu"))
     corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
                              tokens=dict.fromkeys(("train", "valid", "test"), 999))
@@ -62,20 +61,20 @@ def test_the_picture_at_the_start_has_the_chunks_and_the_schedule(tmp_path, caps
     assert picture("interleaved", 2, config.microbatches, 2) in said and "through 2 chunks a stage" in said
 
 
-def test_a_split_of_a_few_samples_says_so(report, capsys):
-    """Samples of 8 tokens here."""
+def test_a_small_split_is_announced(report, capsys):
+    """A sample has 8 tokens here."""
     report(valid=25, test=8)
     said = capsys.readouterr().out
     assert "the valid split holds 3 samples of 8 tokens: its loss will be noisy" in said
     assert "the test split holds 0 samples of 8 tokens: it will have no loss" in said
 
 
-def test_splits_with_enough_samples_are_not_talked_about(report, capsys):
+def test_splits_with_enough_samples_are_not_mentioned(report, capsys):
     report()
     assert "split holds" not in capsys.readouterr().out
 
 
-def test_a_step_that_takes_long_is_announced_and_a_short_one_is_not(report, capsys):
+def test_only_slow_steps_are_announced(report, capsys):
     one = report()
     capsys.readouterr()
     one.estimate(0.3, 10**9)
@@ -85,7 +84,7 @@ def test_a_step_that_takes_long_is_announced_and_a_short_one_is_not(report, caps
     assert said in capsys.readouterr().out
 
 
-def test_the_bar_moves_within_a_step_that_takes_long(report, monkeypatch):
+def test_the_bar_moves_within_a_slow_step(report, monkeypatch):
     one, said = report(), []
     one.bar = SimpleNamespace(set_postfix_str=said.append)
     one.action(1, 8)
@@ -100,8 +99,8 @@ def test_the_bar_moves_within_a_step_that_takes_long(report, monkeypatch):
     assert len(said) == 1, "only rank 0 has a screen"
 
 
-def test_mfu_is_a_part_of_what_all_gpus_of_the_world_could_do(tmp_path, monkeypatch):
-    """Of two hosts with eight each, not of one host's nor of one."""
+def test_mfu_counts_the_gpus_of_all_hosts(tmp_path, monkeypatch):
+    """Here two hosts with eight GPUs each."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     config = tiny(16, dtype="bfloat16", global_batch_size=48, tensor_model_parallel_size=2)
@@ -128,8 +127,8 @@ def test_all_ranks_come_to_the_same_estimate_and_more_work_takes_longer(pool):
     assert found[1][0][0] > 2 * found[0][0][0] and found[1][0][1] > 5 * found[0][0][1]
 
 
-def test_whoever_tells_a_run_to_stop_hears_that_it_will():
-    """In the middle of a step, on the thread that listens."""
+def test_a_stop_signal_is_acknowledged_within_the_step():
+    """By the thread that listens to signals."""
     said, kept = [], {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         signals = StopSignal(said.append)
@@ -146,8 +145,8 @@ def test_whoever_tells_a_run_to_stop_hears_that_it_will():
 
 
 @pytest.mark.parametrize("processes", range(1, 9))
-def test_any_number_of_processes_up_to_eight_has_a_default_layout(processes):
-    """Every one of them works, and a stage of it holds a layer."""
+def test_up_to_eight_processes_have_a_default_layout(processes):
+    """Each process gets a rank, and each stage at least one layer."""
     config = Config().resolve(processes).with_vocabulary(257)
     assert config.tp * config.pp * config.dp == processes
     assert all(len(meta_stage(config, stage).layers) >= 1 for stage in range(config.pp))
@@ -158,7 +157,7 @@ def lines_of(*steps) -> list[bytes]:
 
 
 def reopened(tmp_path, first_step, *lines) -> tuple[list[bytes], str]:
-    """(the lines that are left, what was said)"""
+    """(the lines that remain, what was printed)"""
     said, path = [], tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(lines))
     with open_metrics(path, first_step, said.append) as metrics:
@@ -170,8 +169,8 @@ def reopened(tmp_path, first_step, *lines) -> tuple[list[bytes], str]:
 
 @pytest.mark.parametrize("bad", [b"\n", b"{\n", b"\xff\xff\n", b"[1]\n", b'{"step": "two"}\n', b"[" * 99999 + b"\n",
                                  b"\0" * 4096 + b"\n"], ids=len)
-def test_a_line_that_cannot_be_read_costs_no_line_after_it(tmp_path, bad):
-    """A disk or a hand has damaged it. It is named and stays."""
+def test_a_damaged_line_of_metrics_stays_and_is_reported(tmp_path, bad):
+    """So do the valid lines after it."""
     before, after = lines_of(0, 1, 2), lines_of(4, 5)
     left, said = reopened(tmp_path, 5, *before, bad, bad, *after, *lines_of(6, 7))
     assert left == [*before, bad, bad, *after]
@@ -180,14 +179,14 @@ def test_a_line_that_cannot_be_read_costs_no_line_after_it(tmp_path, bad):
 
 @pytest.mark.parametrize("last", [b'{"step": 5, "lo', b'{"step": 5, "loss": 1.0}', b"\0\0",
                                   b'{"step": 5, "test_loss": 1.0}\n', b"{\n"])
-def test_what_does_not_count_at_the_end_is_cut_without_a_word(tmp_path, last):
-    """Half a line of a killed run, a test loss of what was then the end."""
+def test_lines_that_a_resumed_run_will_redo_are_cut_silently(tmp_path, last):
+    """An incomplete line of a killed run; the test loss of what was the last step."""
     assert reopened(tmp_path, 5, *lines_of(0, 1, 5), last) == (lines_of(0, 1, 5), "")
     assert reopened(tmp_path, 0, *lines_of(0, 1, 5), last) == ([], "")
 
 
-def test_a_line_of_which_the_disk_took_a_part_is_finished_when_there_is_room(report, tmp_path, capsys):
-    """A nearly full disk stores what fits and says how much that was; only the next write is an error."""
+def test_a_partly_written_line_is_completed_later(report, tmp_path, capsys):
+    """write() to a nearly full disk stores what fits and returns its size; only the next write fails."""
     one = report()
     write, room = one.metrics.write, [12, 0, 0, 5]
 

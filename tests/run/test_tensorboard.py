@@ -1,4 +1,4 @@
-"""TensorBoard shows what metrics.jsonl holds: each point once, after a stop too; and nothing of it may end a run."""
+"""TensorBoard shows each point of metrics.jsonl once, also after a restart, and never ends a run."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ from nanodomino.run.tensorboard import TensorBoardWriter
 
 @pytest.fixture
 def shown():
-    """shown(folder) -> {name: [(step, value)]}, as TensorBoard's own reader finds them."""
+    """shown(folder) -> {name: [(step, value)]}, read by TensorBoard's own reader."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator",
                                  reason="needs tensorboard: pip install -r requirements-extra.txt")
 
@@ -34,8 +34,8 @@ def shown():
     return shown
 
 
-def told(path: Path) -> dict:
-    """The same of a metrics.jsonl; of its lines in order of their steps."""
+def recorded(path: Path) -> dict:
+    """{name: [(step, value)]} of a metrics.jsonl."""
     found = {}
     for line in map(json.loads, path.read_text().splitlines()):
         for name, value in line.items():
@@ -45,21 +45,21 @@ def told(path: Path) -> dict:
     return found
 
 
-def test_it_shows_the_lines_of_metrics(pool, tmp_path, shown):
-    """Every number of them, at its step; a skipped step as 1; what is not finite, null there, is a gap."""
+def test_tensorboard_shows_every_number_of_metrics(pool, tmp_path, shown):
+    """A skipped step is a 1; a value that is not finite, null in metrics.jsonl, is a gap."""
     make_corpus(tmp_path)
     ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--tensorboard-dir", tmp_path / "board",
                   "--train-iters", 5, "--eval-interval", 2, world_size=2, bad_steps=[3])
     assert ended.code == 0 and len(os.listdir(tmp_path / "board")) == 1, "one rank writes"
-    expected = told(tmp_path / "run" / "metrics.jsonl")
+    expected = recorded(tmp_path / "run" / "metrics.jsonl")
     assert shown(tmp_path / "board") == expected
     assert {"loss", "skipped", "loss_scale", "valid_loss", "test_loss", "bigram_entropy"} < expected.keys()
     assert [step for step, _ in expected["loss"]] == [1, 2, 4, 5] and expected["skipped"][2] == (3, 1.0)
 
 
-def test_a_run_that_goes_on_leaves_no_stale_and_no_double_points(pool, tmp_path, shown):
-    """Set back behind steps that were shown; at the end, whose test loss was the test loss of another length; and at
-    its end again. It remembers the folder, wherever it is started."""
+def test_a_resumed_run_leaves_no_stale_and_no_double_points(pool, tmp_path, shown):
+    """Resumed before steps already shown; then at its end, whose test loss becomes stale; then with nothing left to do.
+    It remembers the folder, also when launched from elsewhere."""
     make_corpus(tmp_path)
     run, length = tmp_path / "run", ("--save-interval", 2, "--eval-interval", 2)
     train_in_pool(pool, tmp_path, "--run-dir", run, "--train-iters", 5, *length, "--tensorboard-dir",
@@ -69,14 +69,14 @@ def test_a_run_that_goes_on_leaves_no_stale_and_no_double_points(pool, tmp_path,
     for iterations, test in ((8, 8), (10, 10), (10, 10)):
         train_in_pool(pool, tmp_path, "--run-dir", run, "--train-iters", iterations, "--lr", 0.001 * iterations)
         found = shown(tmp_path / "board")
-        assert found == told(run / "metrics.jsonl")
+        assert found == recorded(run / "metrics.jsonl")
         assert [step for step, _ in found["loss"]] == list(range(1, iterations + 1))
         assert [step for step, _ in found["test_loss"]] == [test]
     assert len(os.listdir(tmp_path / "board")) == 4
 
 
-def test_what_is_said_is_there_at_once(tmp_path, shown):
-    """A kill in the next moment costs nothing. Half a line waits for its rest, a damaged one is passed over."""
+def test_points_are_on_disk_at_once(tmp_path, shown):
+    """A kill a moment later loses nothing. An incomplete line waits for its rest; a damaged line is skipped."""
     path, said = tmp_path / "metrics.jsonl", []
     one = TensorBoardWriter(tmp_path / "board", path, 0, said.append)
     with open(path, "ab", buffering=0) as metrics:
@@ -88,8 +88,8 @@ def test_what_is_said_is_there_at_once(tmp_path, shown):
     assert not said
 
 
-def test_what_can_not_be_written_is_written_when_there_is_room(tmp_path, shown, monkeypatch):
-    """One warning for as long as it lasts. Also where the writer itself has failed, which may have written a part."""
+def test_points_that_could_not_be_written_are_written_later(tmp_path, shown, monkeypatch):
+    """With one warning per failure. Also if SummaryWriter itself failed, perhaps after writing a part."""
     from torch.utils import tensorboard
 
     path, said, flush = tmp_path / "metrics.jsonl", [], tensorboard.SummaryWriter.flush
@@ -115,7 +115,7 @@ def test_what_can_not_be_written_is_written_when_there_is_room(tmp_path, shown, 
 
 
 @pytest.mark.parametrize("folder", ["file", "file/board", "/proc/board"])
-def test_a_folder_that_can_not_be_written_is_a_warning_and_the_numbers_are_the_same(pool, tmp_path, shown, folder):
+def test_an_unwritable_folder_is_a_warning_and_training_is_unchanged(pool, tmp_path, shown, folder):
     make_corpus(tmp_path)
     (tmp_path / "file").touch()
     for name, flags in (("with", ("--tensorboard-dir", tmp_path / folder)), ("without", ())):
@@ -125,7 +125,7 @@ def test_a_folder_that_can_not_be_written_is_a_warning_and_the_numbers_are_the_s
 
 
 @pytest.mark.exhaustive
-def test_a_really_full_disk_costs_no_point(tmp_path, shown):
+def test_a_full_disk_loses_no_point(tmp_path, shown):
     disk, said = tmp_path / "disk", []
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True).returncode:
@@ -146,7 +146,7 @@ def test_a_really_full_disk_costs_no_point(tmp_path, shown):
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_without_the_package_every_rank_says_the_same_before_any_talks_to_another(tmp_path, monkeypatch, rank):
+def test_a_missing_package_is_found_on_every_rank_before_they_communicate(tmp_path, monkeypatch, rank):
     for name in [name for name in sys.modules if name.startswith(("tensorboard", "torch.utils.tensorboard"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
@@ -160,6 +160,6 @@ def test_without_the_package_every_rank_says_the_same_before_any_talks_to_anothe
     assert not (tmp_path / "board").exists() and not (tmp_path / "runs").exists()
 
 
-def test_the_folder_is_remembered_with_its_whole_path(tmp_path, monkeypatch):
+def test_the_folder_is_remembered_as_an_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert from_command_line(["--tensorboard-dir", "board"], 1).tensorboard_dir == str(tmp_path / "board")

@@ -1,5 +1,4 @@
-"""A rank whose device waits for ever ends with a sentence, in time, and no other does: with a device that a test makes
-wait."""
+"""A rank whose device waits forever ends in time with a message, and no other rank does. The device is simulated."""
 
 import time
 from collections import deque
@@ -14,8 +13,8 @@ from nanodomino.run import watchdog
 from nanodomino.run.watchdog import Watchdog
 
 
-class Mark:
-    """An event that the device comes to at a moment."""
+class Event:
+    """An event that the device reaches at a given time."""
 
     def __init__(self, moment):
         self.moment = moment
@@ -25,7 +24,7 @@ class Mark:
 
 
 class Device:
-    """A queue with work in it until a moment; marks[i] is when it comes to the i-th mark."""
+    """A queue that is busy until a given time; marks[i] is when it reaches the i-th recorded event."""
 
     def __init__(self, busy_until, marks=()):
         self.busy_until, self.moments = busy_until, deque(marks)
@@ -34,13 +33,12 @@ class Device:
         return time.monotonic() >= self.busy_until
 
     def record_event(self):
-        return Mark(self.moments.popleft())
+        return Event(self.moments.popleft())
 
 
 @pytest.fixture
 def watched(monkeypatch):
-    """watched(timeout, device, seconds, ...): a real Watchdog of that device for so long -> [(seconds until, error)] of
-    its ends."""
+    """watched(timeout, device, seconds, ...) -> [(seconds, error)] of the exits that a real Watchdog asks for."""
     monkeypatch.setattr(watchdog, "POLL_INTERVAL", 0.02)
     monkeypatch.setattr(watchdog.dist, "group", SimpleNamespace(WORLD=None))
 
@@ -74,25 +72,23 @@ def test_a_device_without_progress_ends_its_rank_at_the_timeout(watched):
     assert str(error) == "timed out waiting for the device, which has made no progress for 0 seconds"
 
 
-def test_a_long_step_makes_progress_mark_by_mark(watched):
-    """The host has put all of it into the queue at once. What counts is the time after the last mark that was come
-    to."""
+def test_a_long_step_makes_progress_event_by_event(watched):
+    """The host has enqueued the whole step at once. The timeout counts from the last event that was reached."""
     begin = time.monotonic()
     (seconds, _), = watched(0.5, Device(NEVER, [begin + 0.3 * number for number in range(1, 6)]))
     assert 2.0 <= seconds < 3.0, "the last mark is at 1.5"
 
 
-def test_a_device_that_waits_for_its_own_host_is_not_waiting_for_another(watched):
-    """Reading, compiling, saving: the neighbours will see who is silent. And on a CPU there is no device to wait
-    for."""
+def test_a_device_that_waits_for_its_own_host_is_not_ended(watched):
+    """The host may be reading, compiling or saving. On a CPU there is no device to wait for."""
     assert watched(0.3, Device(0.0), seconds=1.0) == []
     assert watched(0.3, None, seconds=1.0) == []
     (seconds, _), = watched(0.3, Device(NEVER), signals=SimpleNamespace(number=0, received_at=0.0))
     assert seconds < 1.3, "or this could not fail"
 
 
-def test_once_told_to_stop_its_patience_is_short(watched, monkeypatch):
-    """torchrun tells so when a rank has died; but a step that goes on may end in peace."""
+def test_after_a_stop_signal_the_timeout_is_short(watched, monkeypatch):
+    """torchrun signals the other ranks when one has died. A step that still makes progress may finish."""
     monkeypatch.setattr(watchdog, "STOP_GRACE", 0.4)
     begin = time.monotonic()
     told = SimpleNamespace(number=15, received_at=begin + 0.2)
@@ -104,7 +100,7 @@ def test_once_told_to_stop_its_patience_is_short(watched, monkeypatch):
                    signals=told) == []
 
 
-def test_an_error_that_nccl_knows_of_ends_at_once(watched):
+def test_an_error_reported_by_nccl_ends_the_rank_at_once(watched):
     sound, broken = (SimpleNamespace(get_error=lambda name=name: SimpleNamespace(name=name))
                      for name in ("SUCCESS", "COMM_ERROR"))
     assert watched(600, Device(NEVER), seconds=0.5, backends=[sound]) == []
@@ -112,7 +108,7 @@ def test_an_error_that_nccl_knows_of_ends_at_once(watched):
     assert seconds < 1.0 and "NCCL reports COMM_ERROR" in str(error)
 
 
-def test_nccl_waits_longer_than_we_do_and_gloo_as_long():
-    """Its time-out aborts the process without a word."""
+def test_nccls_own_timeout_comes_after_ours():
+    """It aborts the process without a message."""
     assert collective_timeout(600, torch.device("cuda", 0)).total_seconds() >= 630
     assert collective_timeout(600, torch.device("cpu")).total_seconds() == 600
