@@ -10,7 +10,8 @@ With the symbols of sizes.py; X is the bytes of one activation [b, s, h]:
     activations of a layer and microbatch           4 X + (4 + 2 ffn/h) X/t          2205.05198, section 4, for this
       selective recomputation                       4 X + (3 + ffn/h) X/t            model's layers; norm statistics
       full recomputation                            2 X, on the GPU or on its host   and log-sum-exp come on top
-      sequence parallel                             X/t in place of X
+      sequence parallelism                          4 X/t or 2 X/t in place of 4 X   section 4.2.2
+                                                    or 2 X
       between input and weight gradients            4 X + (4 + 2 ffn/h) X/t          2401.10241, section 2
     microbatches in flight on stage r               1F1B: min(m, p - r)              2104.04473, section 2.2; counted in
                                                                                      the schedule's actions

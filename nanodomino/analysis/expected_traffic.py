@@ -4,7 +4,7 @@ With the symbols of sizes.py; X is the bytes of one activation [b, s, h]:
 
     what                                      collectives                              source
     tensor parallel, a layer and microbatch   2 all-reduces of X forward, 2 backward   1909.08053, section 3
-      sequence parallel                       forward 2 all-gathers, 2 reduce-         2205.05198, section 4.2.2
+      sequence parallelism                    forward 2 all-gathers, 2 reduce-         2205.05198, section 4.2.2
                                               scatters; backward 4 and 2: each
                                               sublayer gathers h again for its
                                               column-parallel weight gradient

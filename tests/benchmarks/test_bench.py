@@ -58,7 +58,7 @@ def slow_if_possible() -> list[str]:
 
 @pytest.mark.exhaustive
 def test_overlap(slow_if_possible):
-    """An all-reduce per sublayer and direction, one at each end of the model, two in the cross entropy; three slices."""
+    """An all-reduce per sublayer and direction, one at each end of the model, two in the loss; three slices."""
     record = ask("overlap", *TINY, "--micro-batch-size", "6", "--slices", "3", "--repeats", "2", *slow_if_possible)
     times = ("blocking_s", "megatron_s", "domino_s", "no_comm_s", "comm_s", "dtensor_s")
     assert all(0 < record[name] < 60 for name in times)
@@ -157,11 +157,21 @@ def test_stages_of_the_plain_model_make_the_whole():
     (["overlap", "--hidden-size", "some"], "invalid int value: 'some'"),
     (["throughput", "--model", "huge"], "invalid choice: 'huge'"),
     (["throughput", "--repeats", "0"], "--repeats must be at least 1"),
-    (["throughput", "--dtype", "float16"], "the plain side scales no loss, so --dtype must not be float16"),
+    (["throughput", "--dtype", "float16"], "the plain side has no loss scaling, so --dtype must not be float16"),
     (["scaling", "--max-processes", "0"], "--max-processes must be at least 1"),
     (["scaling", "--global-batch-size", "6", "--micro-batch-size", "2"], "must be divisible by micro-batch-size x"),
-])
-def test_a_mistake_is_one_sentence_and_exit_code_2(capsys, arguments, rule):
+    (["pipeline", "--pp", "1"], "--pp must be at least 2"),
+    (["pipeline", "--microbatches", "8", "1"], "--microbatches must be at least --pp 2"),
+    (["pipeline", "--microbatches", "7"], "--microbatches 7 must be divisible by the 3 rounds"),
+    (["pipeline", "--pp", "16", "--microbatches", "16"], "num-layers 8 must be at least"),
+    (["pipeline", "--hidden-size", "100"], "hidden-size 100 must be divisible by num-attention-heads 8"),
+    (["pipeline", "--schedule", "gpipe"], "unrecognized arguments: --schedule gpipe"),
+    (["zero", "--dp", "1"], "--dp must be at least 2"),
+    (["zero", "--dp", "0"], "--dp must be at least 2"),
+    (["zero", "--microbatches", "0"], "--microbatches must be at least 1"),
+    (["zero", "--num-layers", "0"], "--num-layers must be at least 1"),
+    (["zero", "--dtype", "float16"], "torch's sides have no loss scaling, so --dtype must not be float16")])
+def test_bad_input_is_refused_in_one_sentence(capsys, arguments, rule):
     assert main(QUESTIONS, "", arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and rule in err

@@ -11,9 +11,8 @@ import torch
 from support.harness import tiny
 from support.benchmark import ask, within
 
-from bench import QUESTIONS
 from benchmarks import pipeline, zero
-from benchmarks.common import main, parse
+from benchmarks.common import parse
 from nanodomino.analysis import expected_memory, sizes
 from nanodomino.comm.trace import Event
 from nanodomino.errors import UserError
@@ -149,24 +148,3 @@ def test_expected_bytes_of_state_per_parameter(dtype, expected):
 def test_zero_refuses_to_compare_different_work(losses):
     with pytest.raises(UserError, match="can't be compared"):
         zero.check_same_work(tiny(dtype="float32"), {"zero-1": losses, "ddp": [5.0, 4.9]})
-
-
-# ---- bad input
-
-@pytest.mark.parametrize("arguments, rule", [
-    (["pipeline", "--pp", "1"], "--pp must be at least 2"),
-    (["pipeline", "--microbatches", "8", "1"], "--microbatches must be at least --pp 2"),
-    (["pipeline", "--microbatches", "7"], "--microbatches 7 must be divisible by the 3 rounds"),
-    (["pipeline", "--pp", "16", "--microbatches", "16"], "num-layers 8 must be at least"),
-    (["pipeline", "--hidden-size", "100"], "hidden-size 100 must be divisible by num-attention-heads 8"),
-    (["pipeline", "--schedule", "gpipe"], "unrecognized arguments: --schedule gpipe"),
-    (["zero", "--dp", "1"], "--dp must be at least 2"),
-    (["zero", "--dp", "0"], "--dp must be at least 2"),
-    (["zero", "--microbatches", "0"], "--microbatches must be at least 1"),
-    (["zero", "--num-layers", "0"], "--num-layers must be at least 1"),
-    (["zero", "--dtype", "float16"], "torch's sides scale no loss, so --dtype must not be float16"),
-])
-def test_a_mistake_is_one_sentence_and_exit_code_2(capsys, arguments, rule):
-    assert main(QUESTIONS, "", arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and rule in err
