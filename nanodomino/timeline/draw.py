@@ -27,9 +27,9 @@ from nanodomino.errors import require
 from nanodomino.mesh import Mesh
 from nanodomino.plot.svg import LETTER, LINE, WIDTH, box, frame, legend, line, text, tick_step, write
 from nanodomino.schedules.actions import PASSES as ACTIONS
-from nanodomino.timeline.recording import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, chrome_trace, difference,
-                                           find_ready, lanes, letter, messages, number, spans_of, table, title, union,
-                                           waits)
+from nanodomino.timeline.recording import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, assign_lanes, chrome_trace,
+                                           difference, event_label, find_ready, messages, microbatch_label, slice_name,
+                                           spans_of, table, union, waits)
 
 WIDEST, LEFT, RIGHT = 4000, 92, 16                       # pixels
 COMPUTE, LANE, LANES, SPACE = 26, 14, 80, 12             # heights; many lanes are made flatter to fit into LANES
@@ -57,7 +57,8 @@ def arrow(x1, y1, x2, y2) -> str:
 def action_label(spans) -> str:
     """Return an action's label: its microbatch, or B0F3 for a pair, which has two colours."""
     halves = {event.kind: event for event in spans}
-    return "".join((LETTERS[kind] if len(halves) > 1 else "") + number(event) for kind, event in halves.items())
+    return "".join((LETTERS[kind] if len(halves) > 1 else "") + microbatch_label(event)
+                   for kind, event in halves.items())
 
 
 def purpose(event: Event) -> str:
@@ -73,7 +74,7 @@ class Panel:
         """scale: pixels per nanosecond."""
         self.recording, self.begin, self.scale, self.svg = recording, recording.begin, scale, []
         collectives = [[event for event in events if event.kind in COLLECTIVES] for events in recording.ranks]
-        count = max([lane for events in collectives for lane in lanes(events)], default=0) + 1
+        count = max([lane for events in collectives for lane in assign_lanes(events)], default=0) + 1
         self.lane = min(LANE, LANES / count)
         self.top, self.pitch = top + 2 * LINE + 4, COMPUTE + 3 + count * self.lane + SPACE
         self.svg.append(text(8, top + LINE, recording.caption, "title"))
@@ -106,7 +107,7 @@ class Panel:
         outer = [event for event in events if event.kind in (*PASSES, "optimizer")]
         turns = self.turns(events)
         for event in outer:
-            tip = f"{title(event)}: {(event.end - event.begin) / 1e6:.2f} ms"
+            tip = f"{event_label(event)}: {(event.end - event.begin) / 1e6:.2f} ms"
             self.bar(event.begin, event.end, y, COMPUTE, WORK[event.kind], tip=tip, stroke="#fff")
         for enclosing, begin, end, _ in turns:
             if (end - begin) * self.scale > 2:
@@ -138,7 +139,8 @@ class Panel:
             if event.kind in PASSES:
                 enclosing = event
             elif event.kind == "resume" and enclosing:
-                found.append((enclosing, event.begin, event.end, number(enclosing) + letter(event.args["slice"])))
+                label = microbatch_label(enclosing) + slice_name(event.args["slice"])
+                found.append((enclosing, event.begin, event.end, label))
             elif event.kind == "wait" and found and event.end <= found[-1][2]:
                 found[-1] = (found[-1][0], event.end, *found[-1][2:])
         return found
@@ -146,20 +148,20 @@ class Panel:
     def communication_row(self, events, y):
         """Draw a bar per collective, pale until the last rank has joined. Bars narrower than a pixel are merged."""
         narrow = defaultdict(list)
-        for event, lane in zip(events, lanes(events)):
+        for event, lane in zip(events, assign_lanes(events)):
             about, kind, colour = event.args, event.kind.replace("_", "-"), PURPOSES[purpose(event)]
             at = y + lane * self.lane
             if (event.end - event.begin) * self.scale < 1:
                 narrow[at, colour].append((event.begin, event.end))
                 continue
             ready = min(max(event.begin, about["ready"]), event.end)
-            tip = f"{title(event)}: {about['bytes']:,} bytes, {(event.end - ready) / 1e6:.2f} ms"
+            tip = f"{event_label(event)}: {about['bytes']:,} bytes, {(event.end - ready) / 1e6:.2f} ms"
             if (ready - event.begin) * self.scale > 0.5:
                 self.bar(event.begin, ready, at, self.lane - 1, colour, opacity=0.35)
             self.bar(ready, event.end, at, self.lane - 1, colour, tip=tip)
             if "slice" in about:
-                piece = letter(about["slice"])
-                kind = f"{kind} {piece}" if self.fits(event.begin, event.end, f"{kind} {piece}") else piece
+                label = slice_name(about["slice"])
+                kind = f"{kind} {label}" if self.fits(event.begin, event.end, f"{kind} {label}") else label
             if self.lane >= 12:
                 self.label(event.begin, event.end, at + self.lane / 2 + 3.5, kind, "middle small")
         for (at, colour), spans in narrow.items():

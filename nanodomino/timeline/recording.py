@@ -206,27 +206,27 @@ def table(recording: Recording) -> list[list[str]]:
 
 # ---- Chrome trace JSON
 
-def letter(index: int) -> str:
+def slice_name(index: int) -> str:
     """Return the name of a slice: a, b, ..."""
     return chr(ord("a") + index) if index < 26 else f"-{index}"
 
 
-def number(event: Event) -> str:
+def microbatch_label(event: Event) -> str:
     """Return a pass's microbatch, with a prime for each chunk before its own: 3, 3', 3''."""
     return str(event.args["microbatch"]) + "'" * event.args.get("chunk", 0)
 
 
-def title(event: Event) -> str:
+def event_label(event: Event) -> str:
     """Return the label of an event in a trace viewer."""
     about = event.args
     words = [event.kind.replace("_", "-" if event.kind in COLLECTIVES else " ")]
     words += [str(about[name]) for name in ("group", "step") if name in about]
-    words += [number(event)] if "microbatch" in about else []
+    words += [microbatch_label(event)] if "microbatch" in about else []
     words += [str(about[name]) for name in ("message", "site") if name in about]
-    return " ".join(words + [letter(about["slice"])] if "slice" in about else words)
+    return " ".join(words + [slice_name(about["slice"])] if "slice" in about else words)
 
 
-def lanes(events: list[Event]) -> list[int]:
+def assign_lanes(events: list[Event]) -> list[int]:
     """Return for each event the first lane that is free when it begins."""
     free_from, chosen = [], []
     for event in events:
@@ -243,13 +243,13 @@ def chrome_trace(recording: Recording) -> dict:
     rows, moment = [], 0.2                      # us; a flow can't start at an event without length
     for rank, events in enumerate(recording.ranks):
         collectives = [event for event in events if event.kind in COLLECTIVES]
-        lane_of = {id(event): lane for event, lane in zip(collectives, lanes(collectives))}
+        lane_of = {id(event): lane for event, lane in zip(collectives, assign_lanes(collectives))}
         names = ["compute", "wires"] + [f"wires {lane + 1}" for lane in sorted(set(lane_of.values())) if lane]
         rows.append(dict(ph="M", name="process_name", pid=rank, args={"name": f"rank {rank} {recording.place(rank)}"}))
         rows.append(dict(ph="M", name="process_sort_index", pid=rank, args={"sort_index": rank}))
         rows += [dict(ph="M", name="thread_name", pid=rank, tid=tid, args={"name": name})
                  for tid, name in enumerate(names)]
-        rows += [dict(ph="X", name=title(event), cat=event.kind, pid=rank, tid=lane_of.get(id(event), -1) + 1,
+        rows += [dict(ph="X", name=event_label(event), cat=event.kind, pid=rank, tid=lane_of.get(id(event), -1) + 1,
                       ts=event.begin / 1e3, dur=moment if event.kind in MOMENTS else (event.end - event.begin) / 1e3,
                       args=event.args) for event in events]
     for number, (sender, left, receiver, arrived) in enumerate(messages(recording)):

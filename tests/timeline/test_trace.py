@@ -31,8 +31,8 @@ from nanodomino.schedules.placement import message_received, message_sent
 from nanodomino.timeline.__main__ import main
 from nanodomino.timeline.draw import WORK, draw_timeline, gather, picture, purpose, select_step, select_time
 from nanodomino.timeline.recording import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, chrome_trace, difference,
-                                           find_ready, from_chrome_trace, intersection, number, spans_of, totals, union,
-                                           waits)
+                                           find_ready, from_chrome_trace, intersection, microbatch_label, spans_of,
+                                           totals, union, waits)
 
 LATE = 250_000_000       # nanoseconds that a busy machine may take to say that something is done
 
@@ -112,7 +112,7 @@ def test_spans_and_messages_follow_the_schedule(pool, schedule, pp):
     placement = config.placement
     for stage, (events, row) in enumerate(zip(recording.ranks, config.timetable.rows)):
         found = actions(events)
-        assert [{(one.kind, number(one)) for one in spans} for spans in found] == [
+        assert [{(one.kind, microbatch_label(one)) for one in spans} for spans in found] == [
             {(half.kind, str(half)[1:]) for half in action.halves} for action in row]
         assert all((len(spans) > 2) == (action.kind == "pair") for spans, action in zip(found, row))
         passes = of(events, *PASSES)
