@@ -149,24 +149,24 @@ class Panel:
         """Draw a bar per collective, pale until the last rank has joined. Bars narrower than a pixel are merged."""
         narrow = defaultdict(list)
         for event, lane in zip(events, assign_lanes(events)):
-            about, kind, colour = event.args, event.kind.replace("_", "-"), PURPOSES[purpose(event)]
-            at = y + lane * self.lane
+            args, kind, colour = event.args, event.kind.replace("_", "-"), PURPOSES[purpose(event)]
+            top = y + lane * self.lane
             if (event.end - event.begin) * self.scale < 1:
-                narrow[at, colour].append((event.begin, event.end))
+                narrow[top, colour].append((event.begin, event.end))
                 continue
-            ready = min(max(event.begin, about["ready"]), event.end)
-            tip = f"{event_label(event)}: {about['bytes']:,} bytes, {(event.end - ready) / 1e6:.2f} ms"
+            ready = min(max(event.begin, args["ready"]), event.end)
+            tip = f"{event_label(event)}: {args['bytes']:,} bytes, {(event.end - ready) / 1e6:.2f} ms"
             if (ready - event.begin) * self.scale > 0.5:
-                self.bar(event.begin, ready, at, self.lane - 1, colour, opacity=0.35)
-            self.bar(ready, event.end, at, self.lane - 1, colour, tip=tip)
-            if "slice" in about:
-                label = slice_name(about["slice"])
+                self.bar(event.begin, ready, top, self.lane - 1, colour, opacity=0.35)
+            self.bar(ready, event.end, top, self.lane - 1, colour, tip=tip)
+            if "slice" in args:
+                label = slice_name(args["slice"])
                 kind = f"{kind} {label}" if self.fits(event.begin, event.end, f"{kind} {label}") else label
             if self.lane >= 12:
-                self.label(event.begin, event.end, at + self.lane / 2 + 3.5, kind, "middle small")
-        for (at, colour), spans in narrow.items():
+                self.label(event.begin, event.end, top + self.lane / 2 + 3.5, kind, "middle small")
+        for (top, colour), spans in narrow.items():
             for begin, end in union(spans, 0.5 / self.scale):
-                self.bar(begin, end, at, self.lane - 1, colour)
+                self.bar(begin, end, top, self.lane - 1, colour)
 
     def arrows(self):
         """Connect the sender's compute row to the receiver's, at the sides that face each other."""

@@ -218,12 +218,12 @@ def microbatch_label(event: Event) -> str:
 
 def event_label(event: Event) -> str:
     """Return the label of an event in a trace viewer."""
-    about = event.args
+    args = event.args
     words = [event.kind.replace("_", "-" if event.kind in COLLECTIVES else " ")]
-    words += [str(about[name]) for name in ("group", "step") if name in about]
-    words += [microbatch_label(event)] if "microbatch" in about else []
-    words += [str(about[name]) for name in ("message", "site") if name in about]
-    return " ".join(words + [slice_name(about["slice"])] if "slice" in about else words)
+    words += [str(args[name]) for name in ("group", "step") if name in args]
+    words += [microbatch_label(event)] if "microbatch" in args else []
+    words += [str(args[name]) for name in ("message", "site") if name in args]
+    return " ".join(words + [slice_name(args["slice"])] if "slice" in args else words)
 
 
 def assign_lanes(events: list[Event]) -> list[int]:
@@ -269,11 +269,11 @@ TYPES = {**dict.fromkeys(("step", "slice", "microbatch", "chunk", "peer", "bytes
 
 def is_possible(event: Event) -> bool:
     """Return whether an event has valid times and all args that this package reads."""
-    kind, about = event.kind, event.args
-    return (type(kind) is str and type(about) is dict and all(name in about for name in NEEDED.get(kind, ()))
-            and all(type(value) is TYPES[name] for name, value in about.items() if name in TYPES)
-            and about.get("slice", 0) >= 0 and 0 <= about.get("chunk", 0) < 1000
-            and (kind not in COLLECTIVES or about["group"] in SHARED_AXES)
+    kind, args = event.kind, event.args
+    return (type(kind) is str and type(args) is dict and all(name in args for name in NEEDED.get(kind, ()))
+            and all(type(value) is TYPES[name] for name, value in args.items() if name in TYPES)
+            and args.get("slice", 0) >= 0 and 0 <= args.get("chunk", 0) < 1000
+            and (kind not in COLLECTIVES or args["group"] in SHARED_AXES)
             and all(0 <= time < 2**63 for time in (event.begin, event.end))
             and (kind != "step" or event.begin < event.end))   # on a GPU a collective may end before its mark
 
