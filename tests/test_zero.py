@@ -37,7 +37,7 @@ def state_rank(config, data):
     return sum(storages.values()) / elements, padding, own / elements, is_padding.sum().item()
 
 
-@pytest.mark.parametrize("dp, zero_stage", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (4, 0)])
+@pytest.mark.parametrize("dp, zero_stage", [(1, 1), (2, 2), (4, 1), (4, 0)])
 @pytest.mark.parametrize("dtype, weights, gradients, optimizer",
                          [("float32", 4, 4, 8), ("bfloat16", 2, 4, 12), ("float16", 2, 4, 12), ("float64", 8, 8, 16)])
 def test_bytes_per_parameter_follow_the_formulas(pool, dp, zero_stage, dtype, weights, gradients, optimizer):
@@ -170,9 +170,9 @@ def test_bfloat16_training_follows_float32(pool):
                   clip_grad=1.0)
     runs = {}
     for dtype in ("float32", "bfloat16"):
-        config = tiny(8, dtype=dtype, **layout)
-        weights, data, _, _ = reference_for(tiny(8, **layout), 8)
-        runs[dtype] = pool.run(train_rank, config, weights, data, 8)
+        config = tiny(4, dtype=dtype, **layout)
+        weights, data, _, _ = reference_for(tiny(4, **layout), 8)
+        runs[dtype] = pool.run(train_rank, config, weights, data, 8, world_size=4)
     assert relative(runs["bfloat16"][0].losses, runs["float32"][0].losses) < 0.02
     assert relative(runs["bfloat16"][0].norms, runs["float32"][0].norms) < 0.1
 
