@@ -23,6 +23,7 @@ import sys
 import tempfile
 import textwrap
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -61,6 +62,7 @@ EVEN = dict(micro_batch_size=4)                      # as many samples in one sl
 
 # ---- conditions
 
+@cache
 def delayed(when):
     """Carry out asynchronous collectives at wait() ("late") or at the launch ("early")."""
     return lambda config: delayed_collectives(when)

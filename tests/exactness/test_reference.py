@@ -38,7 +38,7 @@ def gradients_of(sizes, weights, batch):
 
 
 def torch_transformer(sizes, weights):
-    """Return the same layers as torch's encoder, and the fused row of each of its in_proj rows [all q, all k, all v]."""
+    """The same layers as torch's encoder, and the fused row of each of its in_proj rows [all q, all k, all v]."""
     layer = nn.TransformerEncoderLayer(
         sizes.hidden_size, sizes.num_attention_heads, sizes.ffn_hidden_size, dropout=0.0,
         activation=partial(F.gelu, approximate="tanh"), layer_norm_eps=1e-5, batch_first=True, norm_first=True,
