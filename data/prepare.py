@@ -268,8 +268,8 @@ def build_parser() -> Parser:
                         help="byte (default), gpt2, or the folder or tokenizer.json of a Hugging Face tokenizer "
                         "(GPT-2, Llama 2 and 3, Mistral, Qwen, SmolLM2); the last needs the package tokenizers")
     parser.add_argument("--eod-token", metavar="TOKEN",
-                        help="the added token of a Hugging Face tokenizer that ends a document (default: the eos_token of "
-                        "its tokenizer_config.json, else <|endoftext|> or the like)")
+                        help="the added token of a Hugging Face tokenizer that ends a document (default: the eos_token "
+                        "of its tokenizer_config.json, else <|endoftext|> or the like)")
     parser.add_argument("--split", default="949,50,1", metavar="SHARES",
                         help="shares of train,valid,test (default 949,50,1)")
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's encoder.json, instead of a download")

@@ -1,17 +1,20 @@
-"""What the tests are built from. No file here is a test, except that of the pool.
+"""What the tests are built from. No file here is a test, except the pool's own.
 
-    harness            tiny models, fixed data, and train_step on every rank; put the shards of all ranks together again
-    reference          the plain model in torch.nn, which imports nothing from nanodomino
-    pool               eight processes that live as long as the test session, for tests that need ranks
-    train_in_pool      all of train.py in the pool's workers, from its flags to its exit code
-    fork_server        real processes without the seconds that `import torch` takes
-    jobs               a tiny training under torchrun or the fork server: start it, kill it, compare two runs
-    benchmark          ask bench.py a question
-    clusters           models of published size and imaginary machines, for formulas
-    delayed_collectives  all-reduces that are carried out late or early
-    fake_world         one rank alone: collectives that move nothing, for tests that look at operations
-    fake_cuda          one training step on a GPU that does not exist, and what it would ask of the GPU
-    pitfall_runner     a training with a bug beside the right one, for ../pitfalls.py
+    harness              tiny models, fixed data, train_step on every rank; joins the shards of all ranks
+    reference            the plain model in torch.nn, which imports nothing from nanodomino
+    pool                 eight processes that live as long as the test session, for tests that need ranks
+    train_in_pool        all of train.py in the pool's workers, from its flags to its exit code
+    fork_server          real processes without the seconds that `import torch` takes
+    jobs                 a tiny training under torchrun or the fork server: start it, kill it, compare two runs
+    delayed_collectives  collectives that are carried out at wait() or at the launch
+    pitfall_runner       trains with a bug and compares with the right numbers, for tests/pitfalls.py
+    fake_world           one rank alone: collectives that move no data, for tests that look at operations
+    fake_cuda            a training step on a GPU that does not exist, and what it would ask of the GPU
+    checkpoints          layouts and damaged checkpoints
+    huggingface          a small model of every family, and ways to change its files
+    benchmark            runs bench.py
+    clusters             configurations of published size and ideal machines, for formulas
+    run-2026-11-20       a run that an older version left behind
 """
 
 from pathlib import Path

@@ -1,13 +1,13 @@
-"""One training step on a GPU that is not there, and what it would ask of the GPU: a line of JSON for each case.
+"""Run one training step on a GPU that does not exist, and count what it would ask of the GPU.
 
-    python tests/support/fake_cuda.py LIBRARY '[{"rank": 0, "settings": {"model": "gpt2", "dtype": "bfloat16", ...}},
-    ...]'
+    python tests/support/fake_cuda.py LIBRARY '[{"rank": 0, "settings": {"model": "gpt2", ...}}, ...]'
 
-A FakeTensor has a shape, a type and a device, and no numbers. So train.py's own train_step runs on cuda:0, for any rank
-of any layout, in seconds and without memory, and each of its operations passes by here. LIBRARY is fake_cuda.cpp,
-compiled: it stands in for the device, and must be there before torch is.
+prints a line of JSON for each case. A FakeTensor has a shape, a dtype and a device but no numbers, so train.py's own
+train_step runs on cuda:0 for any rank of any layout in seconds and without memory, and a TorchDispatchMode sees each
+operation. LIBRARY is the compiled fake_cuda.cpp, which stands in for the device; it must be loaded before torch.
 
-Counted is what runs without torch.compile. Traffic is of a GPU's memory: each operand is read, each result is written.
+The counts are those of eager mode, without torch.compile. Traffic is that of GPU memory: each operand is read and each
+result is written once.
 """
 
 import ctypes
@@ -50,12 +50,12 @@ PRODUCTS = {"mm", "addmm", "bmm"}
 
 
 def size(tensor) -> int:
-    """Bytes that there are: an expanded tensor has more elements."""
+    """Return the bytes of memory behind a tensor. An expanded tensor has fewer than its elements."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 class Counts(TorchDispatchMode):
-    """Every operation of what runs within, by the part of the program that is at work."""
+    """Records every operation, under the part of the program that runs it."""
     told = ("operations", "traffic", "names", "waits", "copies", "mixed", "peak", "cross_entropy_peak",
             "narrow_weight_gradients")
 
@@ -70,7 +70,7 @@ class Counts(TorchDispatchMode):
         self.weight_shapes, self.narrow_weight_gradients = weight_shapes, 0
 
     def part(self, name, function):
-        """The function, whose operations count as this part's."""
+        """Wrap a function so that its operations count for this part."""
         def counted(*arguments, **options):
             self.at_entry = sum(self.alive.values())
             self.parts.append(name)
@@ -81,7 +81,7 @@ class Counts(TorchDispatchMode):
         return counted
 
     def turns(self, name, function):
-        """The same of a function that gives a generator: each of its turns counts."""
+        """Wrap a generator function so that the operations of each of its turns count for this part."""
         def counted(*arguments, **options):
             resume = self.part(name, function(*arguments, **options).send)
             while True:
@@ -114,7 +114,7 @@ class Counts(TorchDispatchMode):
         return result
 
     def look_at_devices(self, full_name, name, touched, args, kwargs, result):
-        """Between host and device a copy travels, and a number goes along with a launch; nothing else may mix them."""
+        """Note operations that mix host and device. Only copies may, and scalars, which are launch arguments."""
         if name in COPIES:
             source, target = touched[-1][0], result
             if target.is_cuda and not source.is_cuda:
@@ -144,13 +144,13 @@ class Counts(TorchDispatchMode):
             self.narrow_weight_gradients += 1
 
     def numbers(self, tensor):
-        """Stands in for tolist(): what FakeTensors lack are numbers."""
+        """Stands in for tolist(), since FakeTensors have no numbers."""
         self.waits["tolist"] += 1
         return [1.0] * tensor.numel()
 
 
 class Stream:
-    """Of copies: here they are done at once."""
+    """Stands in for a CUDA stream for copies, which are done at once here."""
 
     def __init__(self, device=None):
         pass
@@ -168,20 +168,20 @@ STREAMS = dict(Stream=Stream, stream=lambda stream: nullcontext(), current_strea
 
 
 def attention_of_a_gpu(q, k, v, attn_mask, is_causal, enable_gqa):
-    """What scaled_dot_product_attention chooses on CUDA; a build for CPUs would write it out."""
+    """Stands in for the kernel that scaled_dot_product_attention chooses on CUDA; a CPU build would decompose it."""
     assert attn_mask is None
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)[0]
 
 
 def zeros_as_corpus(folder: Path, config: Config) -> Corpus:
-    """A global batch."""
+    """Return one global batch."""
     tokens = config.global_batch_size * config.seq_length + 1
     np.zeros(tokens, "<u2").tofile(folder / "train.bin")
     return Corpus(folder, "gpt2", VOCABULARY, VOCABULARY - 1, np.dtype("<u2"), {"train": tokens}, {}, 0.0, 0.0, {})
 
 
 def count_step(config: Config, dataset: TokenDataset, mesh) -> dict:
-    """What one training step asks of the GPU, after the warm-up."""
+    """Return the counts of one training step after the warm-up."""
     counts = Counts()
     with counts:                                                         # so that it knows what is alive
         model = train.model_builder(config, mesh)
