@@ -62,7 +62,7 @@ def counted(request):
         assert not done.returncode, done.stderr
         made.replace(library)
     cases = [dict(rank=rank, settings=settings) for rank, settings in (CASES | AGAIN).values()]
-    done = subprocess.run([sys.executable, SUPPORT / "support/fake_cuda.py", library, json.dumps(cases)],
+    done = subprocess.run([sys.executable, SUPPORT / "fake_cuda.py", library, json.dumps(cases)],
                           capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     return dict(zip(CASES | AGAIN, map(json.loads, done.stdout.splitlines()), strict=True)).get
