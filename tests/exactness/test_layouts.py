@@ -34,7 +34,7 @@ OPTIONS = dict(slices=(1, 2, 3), columns=(1, 2), zero=(0, 1, 2), schedule=tuple(
 
 def case(tp, pp, dp, slices=1, columns=1, zero=1, schedule="1f1b", untied=False, exhaustive=False, family="gpt2",
          documents=False, **more):
-    """A layout and its options, with a readable name."""
+    """Return a test case for a layout and its options, with a readable name."""
     name = f"tp{tp}-pp{pp}-dp{dp}-slices{slices}-columns{columns}-zero{zero}-{schedule}"
     name += f"-{'untied' if untied else 'tied'}-{family}{'-documents' * documents}"
     name += "".join(f"-{key}{value}" for key, value in more.items())
@@ -66,7 +66,7 @@ def in_all_pairs(options: dict) -> list[dict]:
 
 
 def dealt(rows: list[dict], layouts, **more) -> list:
-    """The rows on these layouts, in turn."""
+    """Return a case for each row of options. The layouts take turns."""
     return [case(*layout, **row, **more, micro_batch_size={8: 12, 4: 6}.get(layout[0], 3))
             for row, layout in zip(rows, itertools.cycle(layouts))]
 
@@ -103,7 +103,7 @@ for row in in_all_pairs(OPTIONS | {"layout": tuple(layout for layout in LAYOUTS 
 
 @pytest.mark.parametrize("world_size, options", CASES)
 def test_training_equals_one_plain_process(pool, world_size, options):
-    """In whole training steps: each shard, sum, division and mask is in the place where one process would have it."""
+    """Compare whole training steps, so that a wrong shard, sum, division or mask anywhere shows."""
     config = tiny(world_size, **options)
     weights, data, records, final = reference_for(config, STEPS)
     outcomes = pool.run(train_rank, config, weights, data, STEPS, world_size=world_size)
@@ -121,7 +121,7 @@ def test_training_equals_one_plain_process(pool, world_size, options):
 
 
 def evaluate_rank(config, weights, corpora):
-    """Validation losses of several corpora, each over one global batch and over all of it."""
+    """Return the validation losses of several corpora, each over one global batch and over all of it."""
     mesh, _, _, stage = build(config, weights)
     validation_sets = [train.dataset_builder(config, corpus, mesh.device)["valid"] for corpus in corpora]
     return [train.evaluate(stage, data, dataclasses.replace(config, eval_iters=count), mesh)
@@ -132,8 +132,8 @@ def evaluate_rank(config, weights, corpora):
     (1, {}), (4, dict(pipeline_model_parallel_size=2)), (4, dict(tensor_model_parallel_size=2))],
     ids=["one", "pp2-dp2", "tp2-dp2"])
 def test_validation_is_the_mean_over_the_first_windows_as_they_are_stored(pool, tmp_path, world_size, options):
-    """Every token once, also of 5 windows where a global batch takes 24, and of 40 where the second batch is not
-    full."""
+    """Every token counts once: of 5 windows, which do not fill a global batch of 24, and of 40, which leave the second
+    batch incomplete."""
     config = tiny(world_size, **options)
     weights, _, _, _ = reference_for(tiny(1), 1)
     model, generator = ReferenceGPT(sizes_of(config)).double().load_full(weights), np.random.default_rng(0)
@@ -158,7 +158,7 @@ def test_validation_is_the_mean_over_the_first_windows_as_they_are_stored(pool, 
 
 
 def plain_evaluation(config, weights, data):
-    """The mean over every token that counts, of all batches at once: no mean of means."""
+    """Return the mean loss over all tokens that count, computed in one batch instead of as a mean of means."""
     model = ReferenceGPT(sizes_of(config)).double().load_full(weights)
     tokens, labels, loss_mask = (tensor.flatten(0, 1) for tensor in (data.tokens, data.labels, data.loss_mask))
     positions = torch.arange(config.seq_length) if data.positions is None else data.positions.flatten(0, 1)

@@ -34,7 +34,7 @@ NOT_COUNTED = -100                                              # the label that
 
 
 def both_sides(pool, world_size, torchs_part, **options):
-    """(config, data, nanodomino's Outcomes, what torchs_part(config, weights, data) returned), the last two by rank."""
+    """Return (config, data, nanodomino's Outcomes by rank, torchs_part(config, weights, data) by rank)."""
     config = tiny(world_size, **options)
     weights, data = random_weights(sizes_of(config), seed=3), random_data(config, STEPS)
     ours = pool.run(train_rank, config, weights, data, STEPS, world_size=world_size)
@@ -47,25 +47,25 @@ def plain_model(config, weights):
 
 
 def labels_that_count(data, step):
-    """[global batch, s]: the loss mask in torch's way, as a label."""
+    """Return labels [global batch, s] in which, as in torch, a special label marks the tokens that do not count."""
     return data.labels[step].masked_fill(data.loss_mask[step] == 0, NOT_COUNTED)
 
 
 def loss_sum(logits, labels):
-    """A sum, so that parts of a batch add up however many of their tokens count."""
+    """Return the sum of the losses, so that microbatches add up however many of their tokens count."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NOT_COUNTED, reduction="sum")
 
 
 def full_tensor(tensor):
-    """A DTensor's parts from all ranks, put together; any other tensor as it is."""
+    """Return the full tensor of a DTensor; return any other tensor unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 # ---- tensor parallel
 
 def dtensor_step(config, weights, data):
-    """In a worker: (loss, gradients by name) of the first global batch, with the matrices of every sublayer cut over
-    the ranks."""
+    """Return (loss, gradients by name) of the first global batch on this rank. DTensor shards the matrices of every
+    sublayer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import implicit_replication
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -88,7 +88,7 @@ def dtensor_step(config, weights, data):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_domino_computes_what_dtensor_computes(pool, tp):
-    """Cuts, heads, biases and sums, with words on every rank: 16 + 13 of them, or 8 + 8 + 8 + 5."""
+    """Compares shards, heads, biases and sums. Every rank owns words: 16 + 13 of them, or 8 + 8 + 8 + 5."""
     _, _, ours, theirs = both_sides(pool, tp, dtensor_step, tensor_model_parallel_size=tp, slices=2,
                                     micro_batch_size=12)
     gradients = full_tensors(ours, lambda outcome: outcome.gradients[0], tp)
@@ -98,8 +98,7 @@ def test_domino_computes_what_dtensor_computes(pool, tp):
 
 
 def sequence_parallel_step(config, weights, data):
-    """The same with the residual stream cut along its tokens, around benchmarks/plain.py, whose names and qkv are
-    ours."""
+    """The same with sequence parallelism, around benchmarks/plain.py, whose names and qkv order are nanodomino's."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, RowwiseParallel,
@@ -128,8 +127,7 @@ def sequence_parallel_step(config, weights, data):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_stream_that_is_cut_computes_what_dtensor_computes_with_one(pool, tp):
-    """There each sample is cut for itself; and who sums the gradients of norms and biases, and when, is torch's own
-    choice."""
+    """DTensor shards each sample by tokens, and sums the gradients of norms and biases where and when it chooses."""
     config, _, ours, theirs = both_sides(pool, tp, sequence_parallel_step, tensor_model_parallel_size=tp, slices=2,
                                          micro_batch_size=12, sequence_parallel=True)
     gradients = full_tensors(ours, lambda outcome: outcome.gradients[0], tp)
@@ -142,8 +140,8 @@ def test_a_stream_that_is_cut_computes_what_dtensor_computes_with_one(pool, tp):
 # ---- pipeline
 
 class Part(nn.Module):
-    """One stage of the plain model, [b, s] tokens or [b, s, h] in, [b, s, h] or logits out. It has all layers and uses
-    its own."""
+    """One stage of the plain model: [b, s] tokens or [b, s, h] in, [b, s, h] or logits out. It holds all layers and runs
+    only its own."""
 
     def __init__(self, model, stage, stages):
         super().__init__()
@@ -195,7 +193,7 @@ def pipelined_step(config, weights, data):
 @pytest.mark.parametrize("schedule, pp", [*((schedule, 2) for schedule in TORCHS), *(
     pytest.param(schedule, 4, marks=pytest.mark.exhaustive) for schedule in TORCHS)])
 def test_the_pipeline_computes_what_torchs_pipelining_computes(pool, schedule, pp):
-    """Torch leaves the tied matrix with a gradient on the model's first stage and another on its last; they add up."""
+    """torch leaves one gradient of the tied matrix on the first stage and another on the last; the test adds them."""
     if schedule != "gpipe" and torch.__version__ < "2.8":
         pytest.skip("this torch's pipelines lose messages on gloo (pytorch issue 132644)")
     chunks = SCHEDULES[schedule].chunks[0]
@@ -242,7 +240,7 @@ def adamw(config, model):
 
 
 def train_with_ddp(config, weights, data):
-    """In a worker: gradients all-reduced, the optimizer dealt out over the replicas by whole parameters."""
+    """Train with all-reduced gradients and ZeroRedundancyOptimizer, which gives each replica whole parameters."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = plain_model(config, weights)
@@ -252,7 +250,7 @@ def train_with_ddp(config, weights, data):
 
 
 def train_with_fsdp2(config, weights, data, reshard=True, microbatches=1):
-    """In a worker: weights, gradients and moments cut by rows; each sublayer gathers its own when it runs."""
+    """Train with weights, gradients and moments sharded by rows; each sublayer gathers its weights when it runs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -264,8 +262,8 @@ def train_with_fsdp2(config, weights, data, reshard=True, microbatches=1):
 
 
 def train_with_zero_2_of_fsdp2(config, weights, data):
-    """In a worker: weights stay whole from their first forward to their backward; each microbatch's gradients are
-    scattered."""
+    """Train with weights that stay gathered from forward to backward; each microbatch's gradients are
+    reduce-scattered."""
     return train_with_fsdp2(config, weights, data, reshard=False, microbatches=config.microbatches)
 
 

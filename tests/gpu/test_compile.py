@@ -1,7 +1,7 @@
-"""Compiled graphs are few and final: every layer runs the same ones, and after the warm-up none is made any more.
+"""Few graphs are compiled: all layers share them, and none is compiled after the warm-up.
 
-A graph that a step makes anew stops a GPU, and all ranks that wait for this one, for seconds; a graph for each layer
-makes the start of a deep model take minutes. Counted is what torch.compile captures, whichever backend compiles it.
+A recompilation within a step stops this GPU, and all ranks that wait for it, for seconds. A graph for each layer would
+make the start of a deep model take minutes. The tests count what torch.compile captures, whichever backend compiles it.
 """
 
 import pytest

@@ -1,7 +1,7 @@
-"""What a training step asks of a GPU, counted without one: support/fake_cuda.py's numbers against budgets.
+"""What a training step asks of a GPU, counted without a GPU by support/fake_cuda.py and compared with budgets.
 
-A budget is some 3 % above what was counted when it was written. Beside it stands what it was when the softmax was kept
-in fp32, and 16-bit gradients of weights were stored before they were added. Lower it with what you save.
+A budget lies about 3 % above the count of the day it was set. The comment beside it is the count of an older version,
+which kept the softmax in fp32 and stored 16-bit weight gradients before adding them. Lower a budget when you save.
 """
 
 import json
@@ -46,12 +46,12 @@ COPIES = {"pageable": 0, "pinned": 1}                                      # fro
 
 @pytest.fixture(scope="module")
 def counted(request):
-    """counted(case): what support/fake_cuda.py counted there. All cases run in one process, which has no other torch in
-    it."""
+    """counted(case) returns support/fake_cuda.py's counts. All cases run in one process, which loads the fake device
+    before torch."""
     if torch.backends.cuda.is_built():
-        pytest.skip("this torch has CUDA devices of its own, and takes no other's; install a build for CPUs")
+        pytest.skip("this build of torch has its own CUDA backend; install a CPU build")
     if not COMPILER:
-        pytest.skip("a device that is not there must be compiled, and there is no C++ compiler; install g++ or set CXX")
+        pytest.skip("the fake device needs a C++ compiler; install g++ or set CXX")
     library = request.config.cache.mkdir("fake_cuda") / f"torch-{torch.__version__}.so"
     source, root = SUPPORT / "fake_cuda.cpp", Path(torch.__file__).parent
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
@@ -85,7 +85,7 @@ def test_what_comes_from_the_host_comes_with_the_microbatch(counted, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_16_bit_gradients_of_weights_are_added_where_they_stay(counted, case):
-    """One addmm into the fp32 gradient for each matrix and slice; no product of a matrix's shape lies in 16 bit."""
+    """One addmm into the fp32 gradient for each matrix and slice; no weight gradient is stored in 16 bits."""
     counts = counted(case)
     slices = CASES[case][1].get("slices", 1)
     assert counts["names"]["aten.addmm.dtype_out"] == counts["matrices"] * slices * counts["microbatches"]
@@ -94,15 +94,16 @@ def test_16_bit_gradients_of_weights_are_added_where_they_stay(counted, case):
 
 @pytest.mark.parametrize("case", ["gpt2", "first stage", "last stage"])
 def test_copies_of_a_parameter_are_added_to_in_one_order_on_every_rank(counted, case):
-    """index_add_ adds in whatever order threads come; so it is for the words alone, of which each rank has its own."""
+    """index_add_ adds in no fixed order, so only word embeddings use it, whose shards differ between ranks."""
     counts = counted(case)
     slices = CASES[case][1].get("slices", 1) if case != "last stage" else 0
     assert counts["names"].get("aten.index_add_.default", 0) == slices * counts["microbatches"]
 
 
-def test_what_leaves_for_the_host_leaves_room_and_nobody_waits_for_it(counted):
-    """Each x of 8 sublayers and two slices, of each microbatch; back come all but the last sublayer's, which are needed
-    before they have gone. Where most is on the GPU these are left, and the residual stream."""
+def test_offload_frees_memory_and_the_host_never_waits_for_its_copies(counted):
+    """Each sublayer input x of 8 sublayers, two slices and each microbatch is copied out. All come back except the last
+    sublayer's, which backward needs before they have left. At the peak only these and the residual stream are on the
+    GPU."""
     kept, away = counted("kept"), counted("on the host")
     assert away["waits"] == kept["waits"] == {"tolist": 1} and not away["mixed"]
     assert away["copies"]["copy to the host"] == 8 * 2 * away["microbatches"]
@@ -110,9 +111,9 @@ def test_what_leaves_for_the_host_leaves_room_and_nobody_waits_for_it(counted):
     assert kept["peak"] - away["peak"] >= 6 * 4 * 128 * 96 * 2
 
 
-def test_a_stream_that_is_cut_travels_by_nccls_own_scatters_and_gathers(counted):
-    """Of the last stage: for each of its sublayers, slices and columns two scatters and three gathers, one of each for
-    the head, and ZeRO's own; no message between ranks of a host, as gloo has."""
+def test_sequence_parallelism_uses_nccls_own_reduce_scatter_and_all_gather(counted):
+    """On the last stage: two reduce-scatters and three all-gathers for each sublayer, slice and column, one of each for
+    the head, and ZeRO's own. The point-to-point messages that replace them on gloo must not appear."""
     found = counted("sequence parallel")
     pieces, sublayers = 2 * 2 * found["microbatches"], found["sublayers"]
     assert found["names"]["c10d._reduce_scatter_base_.default"] == pieces * (2 * sublayers + 1) + found["buckets"]
@@ -127,12 +128,12 @@ def test_memory_traffic_of_gpt2(counted, part):
 
 @pytest.mark.parametrize("part", OPERATIONS)
 def test_operations_of_gpt2(counted, part):
-    """Each is a launch, which the host pays."""
+    """Each operation is a kernel launch, which costs the host time."""
     assert counted("gpt2")["operations"][part] <= OPERATIONS[part]
 
 
 def test_memory_of_gpt2(counted):
-    """Cross entropy takes less beside the logits than they take themselves."""
+    """Beside the logits, cross entropy needs less memory than they do."""
     assert counted("gpt2")["peak"] <= PEAK
     assert counted("gpt2")["cross_entropy_peak"] <= CROSS_ENTROPY_PEAK
 

@@ -1,5 +1,5 @@
-"""What can be said of GPUs without one: who gets which, what a start does before the first message, what must not be
-there."""
+"""What can be tested about GPUs without a GPU: which rank gets which device, what the warm-up does, what must not be
+used."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def place(local_rank, local_world_size):
     (8, None, 8, 5, 5), (8, "0,1,2,3,4,5,6,7", 8, 5, 5), (1, None, 1, 0, 0), (1, "3", 1, 0, 0), (1, "3", 8, 5, 0)])
 def test_each_process_takes_its_own_gpu_also_where_it_sees_no_other(monkeypatch, gpus, shown, processes, local_rank,
                                                                     index):
-    """SLURM shows each task a GPU of its own, which then is number 0."""
+    """SLURM may show each task only its own GPU, which is then number 0."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
@@ -46,7 +46,7 @@ def test_too_few_gpus_are_refused_before_and_a_shared_one_when_the_ranks_meet(mo
 
 
 def warm_rank(config, data):
-    """(the first step's loss after a warm-up, whether that left every number as it was)."""
+    """Return (the first step's loss after a warm-up, whether the warm-up left every number unchanged)."""
     mesh, model, optimizer, stage = build(config)
     before = [bucket.weights.clone() for bucket in optimizer.buckets]
     train.warm_up(stage, optimizer, config, mesh)
@@ -63,8 +63,8 @@ def cold_rank(config, data):
 
 @pytest.mark.parametrize("dtype, zero_stage", [("float32", 1), ("bfloat16", 1), ("bfloat16", 2)])
 def test_a_warm_up_changes_no_number(pool, dtype, zero_stage):
-    """Also with dropout, whose masks are a function of the sample; in 16 bit the weights come back from their
-    masters."""
+    """Also with dropout, whose masks are a function of the sample, and in 16 bits, where the weights are restored from
+    the fp32 master weights."""
     config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2,
                   dtype=dtype, hidden_dropout=0.1, attention_dropout=0.1, zero_stage=zero_stage)
     data = random_data(config, 1)
@@ -73,7 +73,7 @@ def test_a_warm_up_changes_no_number(pool, dtype, zero_stage):
 
 
 def first_times_rank(config, data):
-    """(kinds of collectives and messages of the warm-up, those of a step), each with its group."""
+    """Return (the kinds of collectives and messages in the warm-up, the kinds in a step), each with its group."""
     mesh, _, optimizer, stage = build(config)
     with comm.CollectiveCounter(mesh) as warm:
         train.warm_up(stage, optimizer, config, mesh)
@@ -84,7 +84,7 @@ def first_times_rank(config, data):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_what_a_step_does_for_the_first_time_the_warm_up_has_done_before(pool, sequence_parallel):
-    """A communicator's first act and a kernel's first load wait for the whole device."""
+    """A communicator's first collective and a kernel's first load wait for the whole device."""
     config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2,
                   sequence_parallel=sequence_parallel)
     for warm, step in pool.run(first_times_rank, config, random_data(config, 1)):
@@ -92,7 +92,7 @@ def test_what_a_step_does_for_the_first_time_the_warm_up_has_done_before(pool, s
 
 
 def test_no_backend_of_the_compiler_hands_memory_out_twice():
-    """CUDA graphs of torch.compile take their pool again at the next forward, while the microbatch before still needs
-    it."""
+    """torch.compile's CUDA graphs reuse their memory pool at the next forward, while the previous microbatch still
+    needs it."""
     choices = next(one for one in dataclasses.fields(Config) if one.name == "compile_backend").metadata["choices"]
     assert "cudagraphs" not in choices

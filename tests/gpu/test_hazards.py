@@ -1,8 +1,8 @@
 """No tensor in flight is read or written before its wait(): these tests inspect every operation of a step.
 
-On gloo a sum that is used too early is right most of the time, and on NCCL too, until a GPU is busy. Here one rank runs
-alone (support/fake_world.py), each collective and message is put on record when it starts, by the memory that it was
-given, and taken off by wait(). What is sent may be read meanwhile, and no more.
+On gloo a result that is read before its wait() is right most of the time, and on NCCL too, until a GPU is busy. Here
+one rank runs alone (support/fake_world.py). Each collective and message is recorded at its launch with the memory that
+it uses, and removed by wait(). In between, memory that is sent may be read; all other accesses are errors.
 """
 
 from collections import Counter
