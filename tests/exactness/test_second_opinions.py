@@ -140,8 +140,8 @@ def test_a_stream_that_is_cut_computes_what_dtensor_computes_with_one(pool, tp):
 # ---- pipeline
 
 class Part(nn.Module):
-    """One stage of the plain model: [b, s] tokens or [b, s, h] in, [b, s, h] or logits out. It holds all layers and runs
-    only its own."""
+    """One stage of the plain model: [b, s] tokens or [b, s, h] in, [b, s, h] or logits out. It holds all layers and
+    runs only its own."""
 
     def __init__(self, model, stage, stages):
         super().__init__()

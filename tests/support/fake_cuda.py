@@ -38,6 +38,7 @@ from nanodomino.config.config import Config
 from nanodomino.corpus.folder import Corpus
 from nanodomino.data import TokenDataset
 from nanodomino.mesh import make_mesh
+from nanodomino.overlap import embedding_and_head
 from nanodomino.zero import ZeroOptimizer
 from support.fake_world import fake_world, only_views, operands, tensors, writes
 
@@ -61,7 +62,7 @@ class Counts(TorchDispatchMode):
 
     def __init__(self, alive=None, pinned=None, weight_shapes=()):
         super().__init__()
-        self.parts = ["rest"]                                            # the last one is at work
+        self.parts = ["rest"]                                            # the part that runs is the last
         self.operations, self.traffic = Counter(), Counter()             # by part; traffic in bytes
         self.names, self.waits, self.copies, self.mixed = Counter(), Counter(), Counter(), Counter()
         self.alive = alive or WeakIdKeyDictionary()                      # storage: its bytes
@@ -97,7 +98,7 @@ class Counts(TorchDispatchMode):
         if name == "_local_scalar_dense":                                # .item(), float(), if
             self.waits[name] += 1
             return 1.0
-        if name == "_pin_memory":                                        # FakeTensors know none
+        if name == "_pin_memory":                                        # FakeTensors have none
             result = args[0].clone()
             self.pinned[result.untyped_storage()] = True
             return result
@@ -183,7 +184,7 @@ def zeros_as_corpus(folder: Path, config: Config) -> Corpus:
 def count_step(config: Config, dataset: TokenDataset, mesh) -> dict:
     """Return the counts of one training step after the warm-up."""
     counts = Counts()
-    with counts:                                                         # so that it knows what is alive
+    with counts:                                                         # to know which tensors are alive
         model = train.model_builder(config, mesh)
         optimizer = ZeroOptimizer(model, config, mesh)
         stage = domino.Domino(model, config.slices, config.columns)
@@ -196,8 +197,8 @@ def count_step(config: Config, dataset: TokenDataset, mesh) -> dict:
     optimizer.step = counts.part("update", optimizer.step)
     with ExitStack() as patches:
         for name in CROSS_ENTROPY:
-            function = counts.part("cross entropy", getattr(domino, name))
-            patches.enter_context(mock.patch.object(domino, name, function))
+            function = counts.part("cross entropy", getattr(embedding_and_head, name))
+            patches.enter_context(mock.patch.object(embedding_and_head, name, function))
         patches.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: counts.numbers(tensor)))
         with counts:
             result = train.train_step(1, stage, optimizer, dataset, config, mesh)
