@@ -181,7 +181,8 @@ def picture(curves: list[Curve], notes: Sequence[str] = ()) -> str:
     last = max(first + 1, *(curve.last_step for curve in curves))
     scale = (WIDTH - LEFT - RIGHT) / (last - first)
     reach = min(max(len(curve.points["loss"][0]) for curve in curves) // 100, 250)       # of the mean, to each side
-    entropies = {(value, name) for curve in curves for name, value in curve.entropies.items() if math.isfinite(value)}
+    entropies = sorted({(value, name) for curve in curves for name, value in curve.entropies.items()
+                        if math.isfinite(value)})
 
     marks = [*values["valid_loss"], *values["test_loss"], *(value for value, _ in entropies)]
     loss = Panel("loss", "loss, nats per token", GAP, HIGH, values["loss"], marks, left_out=0.02)
