@@ -1,4 +1,4 @@
-"""train.py as a person runs it: the layout does not show in what it writes, and it writes what it should."""
+"""Runs train.py as a user does: its numbers do not depend on the layout, and its files hold what they should."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from nanodomino.run.report import changed_settings
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A small prepared text: this project's own source code."""
+    """A small corpus: this project's own source code."""
     folder = tmp_path_factory.mktemp("corpus") / "prepared"
     prepare([str(ROOT / "nanodomino"), str(ROOT / "tests")], folder, split=(80, 10, 10), progress=False)
     return folder
@@ -36,8 +36,10 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(fork_server):
-    """run(folder, processes, *flags): train.py in `folder`, which must go well; returns what it printed. processes
-    None: without a launcher."""
+    """run(folder, processes, *flags) runs train.py in `folder`, which must succeed, and returns its output.
+
+    processes None: without a launcher.
+    """
     def run(folder, processes, *flags):
         places = launcher_environments(processes) if processes else [{}]
         ended = fork_server.launch("train.py", [(list(map(str, flags)), place) for place in places], folder, 180)
@@ -48,7 +50,7 @@ def run(fork_server):
 
 
 def command(processes, *flags):
-    """The command line of a run; without processes, python alone."""
+    """Return the command line of a run, without torchrun if processes is None."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
                 str(processes)] if processes else [sys.executable]
     return launcher + [str(ROOT / "train.py"), *map(str, flags)]
@@ -71,7 +73,7 @@ def alone(run, tmp_path_factory, corpus):
 
 @pytest.mark.parametrize("processes", [pytest.param(8, marks=pytest.mark.exhaustive), 2])
 def test_the_defaults_give_the_same_numbers_for_any_number_of_processes(run, tmp_path, corpus, alone, processes):
-    """Global batch, data order and initial weights do not depend on how many there are."""
+    """The global batch, the order of the data and the initial weights do not depend on the number of processes."""
     run(tmp_path, processes, "--dtype", "float64", "--train-iters", 3, "--run-dir", "A", "--data-path", corpus,
         "--eval-interval", 2, "--eval-iters", 2, "--sample-tokens", 4)
     for ours, theirs in zip(metrics(tmp_path / "A"), metrics(alone[0])):
@@ -107,7 +109,7 @@ def test_without_run_dir_each_run_gets_a_folder_of_its_own(run, tmp_path, corpus
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("processes, backend", [(2, "aot_eager"), (None, "inductor")])
 def test_compiled_runs_give_the_same_losses(tmp_path, corpus, alone, processes, backend):
-    """And torchrun starts them as it does a reader's: this is the test that runs a command as the README has it."""
+    """torchrun starts this run, as in the README; the other tests start ranks without it."""
     flags = ("--dtype", "float64", "--train-iters", 3, "--run-dir", "A", "--data-path", corpus, "--eval-iters", 0,
              "--compile", "--compile-backend", backend, "--exit-interval", 2)
     done = subprocess.run(command(processes, *flags), cwd=tmp_path, capture_output=True, text=True, timeout=180,
@@ -131,15 +133,14 @@ def test_the_learning_rate_climbs_then_falls_to_min_lr():
 
 
 def drawn_with(seed, folder):
-    """Runs in a worker -> what --seed is to decide: initial weights, a batch, losses under dropout, the sample at the
-    end."""
+    """Return what --seed decides: initial weights, a batch, losses under dropout, the sample at the end."""
     flags = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16", "--dtype",
              "float64",
              "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--sample-tokens", "12", "--data-path", folder]
     corpus = load_corpus(folder)
     config = from_command_line([*flags, "--seed", str(seed)], 1).with_vocabulary(corpus.vocab_size)
     mesh, drawn, _, _ = build(config)
-    _, model, _, stage = build(config, random_weights(sizes_of(config)))           # the same for all seeds from here on
+    _, model, _, stage = build(config, random_weights(sizes_of(config)))           # the same weights for all seeds
     data = train.dataset_builder(config, corpus, mesh.device)["train"]
     written = io.StringIO()
     with contextlib.redirect_stdout(written), torch.no_grad():
@@ -152,21 +153,21 @@ def drawn_with(seed, folder):
 
 
 def test_the_seed_draws_the_weights_the_masks_the_order_of_the_data_and_the_sample(pool, corpus):
-    """Each of them: with two seeds two, with one seed twice the same."""
+    """Two seeds give two different results of each kind; the same seed gives the same."""
     one, again, other = (pool.run(drawn_with, seed, str(corpus), world_size=1)[0] for seed in (1, 1, 2))
     assert one == again and [name for name in one if one[name] == other[name]] == []
     assert "a sample" in one["sample"]
 
 
 def test_megatrons_names_are_there():
-    """What a reader of Megatron-LM or DeepSpeed-Domino looks for in the training script."""
+    """The functions that a reader of Megatron-LM looks for in the training script."""
     for name in ("pretrain", "model_builder", "dataset_builder", "get_batch", "forward_step", "loss_func", "train_step",
                  "evaluate"):
         assert callable(getattr(train, name)) and getattr(train, name).__doc__
 
 
-def test_a_run_that_goes_on_otherwise_says_so(tmp_path):
-    """A changed rate is allowed, and easily overlooked; half a file is no reason to stop."""
+def test_a_run_that_resumes_with_other_settings_names_them(tmp_path):
+    """A changed learning rate is allowed but easily overlooked. A damaged config.json does not stop the run."""
     path, config = tmp_path / "config.json", tiny(1)
     path.write_text(json.dumps(dataclasses.asdict(config)))
     assert changed_settings(tmp_path, dataclasses.replace(config, exit_interval=7, run_dir="elsewhere")) == []
@@ -178,8 +179,10 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path):
 
 
 def test_a_run_with_nothing_left_keeps_its_settings_on_record(run, corpus, tmp_path):
-    """It trains no step with the new ones, so the next start still compares with those that were trained with; and it
-    says that steps that are done can't be traced."""
+    """It trains no step with new settings, so the next start must compare with those of the last trained step.
+
+    It also says that finished steps cannot be traced.
+    """
     flags = ["--num-layers", 2, "--hidden-size", 16, "--num-attention-heads", 2, "--seq-length", 16, "--eval-iters", 0,
              "--sample-tokens", 0, "--data-path", corpus, "--run-dir", "one"]
     run(tmp_path, None, *flags, "--train-iters", 2, "--lr", 0.01)
@@ -195,13 +198,12 @@ def test_a_run_with_nothing_left_keeps_its_settings_on_record(run, corpus, tmp_p
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A folder with a corpus for starts in the pool."""
+    """A folder with a corpus, for runs in the pool."""
     return make_corpus(tmp_path_factory.mktemp("small")).parent
 
 
-def test_the_same_command_with_an_exit_interval_goes_on_by_as_many_steps_each_time(pool, small, tmp_path):
-    """As a scheduler gives it, which knows nothing of the starts before. Six steps in three starts, and the fourth
-    finds nothing left."""
+def test_the_same_command_with_an_exit_interval_resumes_each_time(pool, small, tmp_path):
+    """A scheduler repeats a command blindly: three starts do two steps each, and the fourth does none."""
     command = ("--run-dir", tmp_path / "run", "--train-iters", 6, "--exit-interval", 2, "--keep-last", 5)
     for steps in (2, 4, 6, 6):
         ended = train_in_pool(pool, small, *command)
@@ -213,8 +215,8 @@ def test_the_same_command_with_an_exit_interval_goes_on_by_as_many_steps_each_ti
     assert "this run has already done 6 steps" in ended.output
 
 
-def test_the_test_loss_of_what_was_once_the_end_goes_when_the_run_goes_on(pool, small, tmp_path):
-    """Two of them in one metrics.jsonl, and whoever reads it takes the first."""
+def test_an_old_test_loss_is_removed_when_the_run_is_extended(pool, small, tmp_path):
+    """metrics.jsonl must not hold two test losses, since its readers take the first."""
     for steps in (2, 4):
         train_in_pool(pool, small, "--run-dir", tmp_path / "run", "--train-iters", steps)
         ((last, loss),) = metric_points(tmp_path / "run", "test_loss")
@@ -228,6 +230,6 @@ def test_the_test_loss_of_what_was_once_the_end_goes_when_the_run_goes_on(pool, 
                                         ("NVIDIA H100 80GB HBM3", 989e12),
                                         ("NVIDIA H100 PCIe", 756e12), ("NVIDIA GB200", None)])
 def test_a_gpu_counts_by_its_whole_name(monkeypatch, name, peak):
-    """No MFU is better than that of another GPU."""
+    """A name that only contains a known name is another GPU, and no MFU is better than a wrong one."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert find_peak_flops(dataclasses.replace(tiny(1), dtype="bfloat16"), torch.device("cuda")) == peak

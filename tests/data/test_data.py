@@ -1,4 +1,4 @@
-"""The data path: text -> tokens -> batches, and every way in which it may not go wrong."""
+"""The path of the data from text to tokens to batches, and what must not go wrong on it."""
 
 import fcntl
 import itertools
@@ -44,7 +44,7 @@ def row(folder, split) -> list[int]:
 
 
 def documents_in(folder, split) -> list[str]:
-    """The split's tokens as text, cut at its end-of-text tokens."""
+    """Return the documents of a split as text."""
     ids, found, start = row(folder, split), [], 0
     tokenizer, end = load_corpus(folder).tokenizer(), load_corpus(folder).end_of_text
     for i, token in enumerate(ids):
@@ -67,7 +67,7 @@ def write_lines(path: Path, texts) -> Path:
 
 @pytest.fixture(scope="module")
 def gpt2_files(tmp_path_factory) -> dict:
-    """A small vocabulary in GPT-2's own format, trained here: the most frequent pair is merged, sixty times."""
+    """A small vocabulary in GPT-2's format, trained here: the most frequent pair is merged, 60 times."""
     order = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     order += [byte for byte in range(256) if byte not in order]
     spelling = {byte: chr(byte) if chr(byte).isprintable() and byte != 32 else None for byte in range(256)}
@@ -99,7 +99,7 @@ def merge_in(word, pair):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A thousand documents of unequal length, each of which says its own number."""
+    """A thousand documents of unequal length, each containing its number."""
     folder = tmp_path_factory.mktemp("corpus")
     lines = write_lines(folder / "text.jsonl", (f"document {i} " + "abc " * (i * 7919 % 101) for i in range(1000)))
     quietly([lines], folder / "tokens")
@@ -134,7 +134,7 @@ def test_a_changed_vocabulary_file_is_read_again(gpt2_files, tmp_path):
         assert build_tokenizer("gpt2", vocab_file, merge_file).vocab_size == size + 1
 
 
-def test_tokenizer_mistakes_are_told_in_a_sentence(gpt2_files, tmp_path):
+def test_a_bad_tokenizer_is_refused_in_one_sentence(gpt2_files, tmp_path):
     vocab_file, merge_file = gpt2_files["vocab_file"], gpt2_files["merge_file"]
     (tmp_path / "foreign.json").write_text('{"model": {"vocab": [1, 2]}}')
     (tmp_path / "list.json").write_text("[1, 2]")
@@ -170,7 +170,7 @@ def test_tokenizer_mistakes_are_told_in_a_sentence(gpt2_files, tmp_path):
 
 @pytest.mark.parametrize("failure", [ConnectionError("no route"), ImportError("requests"), ValueError("hash"),
                                      SystemExit(1)])
-def test_a_failed_download_names_the_way_out(monkeypatch, failure):
+def test_a_failed_download_names_the_alternatives(monkeypatch, failure):
     def get_encoding(name):
         raise failure
 
@@ -203,7 +203,7 @@ def test_text_survives_the_round_trip(tmp_path, gpt2_files, tokenizer):
 
 @pytest.mark.parametrize("words, dtype, size", [(65_536, "uint16", 2), (65_537, "uint32", 4)])
 def test_token_ids_above_65535_take_32_bits_and_survive_the_round_trip(tmp_path, words, dtype, size):
-    """A vocabulary of pairs of bytes; end-of-text has the highest number, and the pairs of the text those before it."""
+    """The vocabulary holds pairs of bytes; end-of-text has the highest id, preceded by the pairs in the text."""
     plain = [byte for byte in range(256) if chr(byte).isprintable() and byte != 32]
     single = [*map(chr, plain), *map(chr, range(256, 512 - len(plain)))]
     pairs = sorted(itertools.product(single, repeat=2),
@@ -252,7 +252,7 @@ def test_half_a_surrogate_pair_in_json_does_no_harm(tmp_path, gpt2_files):
     PROSE * 30, "word " * 500, "  \n \t x\n\n\n y" * 300, "it's  \r\n\r\n 'll " * 200,
     "\n\u3000あ\n\n\u3000い  \u00a0z" * 300, "a\x1c b\x1f  \x85 c\n\x1cd \x1ce" * 300])
 def test_chunks_tokenize_like_the_whole(tmp_path, monkeypatch, gpt2_files, text):
-    """A document far larger than a chunk: memory is bounded by the chunk, the tokens are those of one call."""
+    """A document far larger than a chunk has the tokens of a single call."""
     monkeypatch.setattr(documents, "CHUNK", 97)
     (tmp_path / "a.txt").write_bytes(text.encode())
     for tokenizer, files in (("byte", {}), ("gpt2", gpt2_files)):
@@ -262,7 +262,7 @@ def test_chunks_tokenize_like_the_whole(tmp_path, monkeypatch, gpt2_files, text)
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, " " * 5000, "\n" * 5000, "東" * 5000])
-def test_a_document_without_a_place_to_cut_still_comes_in_small_chunks(tmp_path, monkeypatch, gpt2_files, text):
+def test_a_document_without_a_safe_cut_still_comes_in_small_chunks(tmp_path, monkeypatch, gpt2_files, text):
     monkeypatch.setattr(documents, "CHUNK", 97)
     (tmp_path / "a.txt").write_text(text, "utf-8")
     assert max(map(len, documents.text_chunks(tmp_path / "a.txt", SAFE_CUT, False))) <= 2 * 97
@@ -331,7 +331,7 @@ def test_a_glob_is_expanded_in_order(tmp_path):
 
 
 def test_a_glob_over_links_in_a_circle_ends_and_finds_each_file_once(tmp_path, monkeypatch):
-    """Also what lies behind a link to elsewhere; nothing hidden. With a few links `**` of Python's glob takes years."""
+    """Links to other folders are followed, hidden files are not found. Python's own `**` would take years here."""
     for name in ("in/a/b/1.txt", "in/2.txt", "in/.hidden/3.txt", "elsewhere/b/4.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(Path(name).stem)
@@ -360,13 +360,13 @@ def test_a_file_name_with_brackets_is_a_name(tmp_path):
 # Splits
 
 def test_a_document_lies_in_one_split_only(corpus):
-    """Or validation would ask for what training has read."""
+    """Otherwise validation would measure what training has read."""
     found = [set(documents_in(corpus.path, split)) for split in SPLITS]
     assert sum(map(len, found)) == 1000 == len(set.union(*found))
 
 
 def test_a_file_matched_twice_is_read_once(tmp_path):
-    """The second reading would land in another split."""
+    """Its second reading could go to another split."""
     for i in range(50):
         (tmp_path / f"{i}.txt").write_text(f"document {i}")
         (tmp_path / f"link-{i}.txt").symlink_to(f"{i}.txt")
@@ -375,7 +375,7 @@ def test_a_file_matched_twice_is_read_once(tmp_path):
 
 
 def test_copies_never_reach_a_second_split(tmp_path):
-    """The same document under two names."""
+    """The same text can come as several documents."""
     texts = [f"document {i % 100} of a hundred" for i in range(1000)]
     meta = quietly(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out", split=(6, 3, 1))
     found = [set(documents_in(tmp_path / "out", split)) for split in SPLITS]
@@ -399,7 +399,7 @@ def test_shares_hold_in_tokens(tmp_path, weights, sizes):
 
 
 def test_held_out_documents_are_as_long_as_training_documents(tmp_path):
-    """A split that favours what fits into it would validate on short documents alone."""
+    """A small split that took whatever fits would hold only short documents."""
     lengths = np.random.default_rng(2).lognormal(5, 1, 4000).astype(int) + 10
     texts = [f"{i} ".ljust(length, "x") for i, length in enumerate(lengths)]
     meta = quietly(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out")
@@ -408,7 +408,7 @@ def test_held_out_documents_are_as_long_as_training_documents(tmp_path):
 
 
 def test_one_document_is_cut_in_three(tmp_path):
-    """One big text file must still give something to validate on."""
+    """One big text file must still leave something to validate on."""
     text = "".join(f"line {i}\n" for i in range(10_000))
     (tmp_path / "a.txt").write_text(text)
     meta = quietly(tmp_path / "a.txt", tmp_path / "out")
@@ -461,7 +461,7 @@ def test_only_a_corpus_is_overwritten_and_only_on_demand(tmp_path):
 
 
 def test_what_a_user_has_put_beside_a_corpus_is_not_replaced_with_it(tmp_path):
-    """Notes, or the very text; also what comes while the text is prepared."""
+    """Notes, or even the input; also files that appear while the text is being prepared."""
     (tmp_path / "text.txt").write_text("some text")
     first = quietly(tmp_path / "text.txt", tmp_path / "out")
     (tmp_path / "out" / "notes.txt").write_text("dear")
@@ -501,8 +501,7 @@ def test_a_corpus_that_could_not_be_replaced_is_still_there(tmp_path, monkeypatc
 
 
 def test_what_a_killed_preparation_has_left_is_gone_at_the_next(tmp_path):
-    """But not what another is working on; and an old corpus comes back, should the kill have come between two
-    renames."""
+    """A live process's folder stays. If the kill came between the two renames, the old corpus is restored."""
     (tmp_path / "text.txt").write_text("some text")
     killed, alive = (tmp_path / f".out.{digit * 32}" for digit in "ab")
     for folder in (killed, alive, tmp_path / ".out.mine", tmp_path / f".other.{32 * 'a'}"):
@@ -525,7 +524,7 @@ def test_what_a_killed_preparation_has_left_is_gone_at_the_next(tmp_path):
 
 
 def test_two_preparations_at_once_both_end_well(tmp_path):
-    """Each waits with its finished folder until the other has one too: then both rename at the same moment."""
+    """Each waits with its finished folder until the other has one too, so both rename at the same moment."""
     write_lines(tmp_path / "a.jsonl", (f"document {i} " + "text " * 50 for i in range(3000)))
     program = f"""if True:
         import sys
@@ -550,7 +549,7 @@ def test_two_preparations_at_once_both_end_well(tmp_path):
 
 
 def test_the_default_corpus_may_be_made_by_every_rank(tmp_path, monkeypatch):
-    """A rank that finds no corpus, and meets one a moment later, takes it."""
+    """A rank that finds no corpus at first, and one when it is done, takes that one."""
     (tmp_path / "a.txt").write_text("some text")
 
     def another_rank_is_faster():
@@ -566,7 +565,7 @@ def test_the_default_corpus_may_be_made_by_every_rank(tmp_path, monkeypatch):
         prepare_default_corpus(tmp_path / "photos", progress=False)
 
 
-def test_who_comes_second_uses_what_is_there(tmp_path, monkeypatch):
+def test_the_second_of_two_processes_uses_the_first_ones_corpus(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "b.txt").write_text("other text")
     real_entropies = prepare_module.entropies
@@ -586,7 +585,7 @@ def test_who_comes_second_uses_what_is_there(tmp_path, monkeypatch):
 
 
 def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path):
-    """Or half a corpus would be taken for a whole one."""
+    """Otherwise half a corpus would pass for a whole one."""
     (tmp_path / "a.txt").write_text("one line of text\n" * 3_000_000)
     process = subprocess.Popen([sys.executable, SCRIPT, "--input", tmp_path / "a.txt", "--output", tmp_path / "out"],
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -617,7 +616,7 @@ def test_the_command_line_tells_a_person_what_it_made(tmp_path):
 
 
 def test_command_line_mistakes_are_one_sentence_and_exit_code_two(tmp_path, monkeypatch, capsys):
-    """In this process, for speed; the next test sees what a shell sees."""
+    """These run in this process, for speed; the next test runs in a shell."""
     for name, content in {"a.txt": b"text", "empty.txt": b"", "latin.txt": b"caf\xe9",
                           "bad.jsonl": b'{"text": "a"}\n{"text": \n',
                           "textless.jsonl": b'\n{"content": "a"}\n', "number.jsonl": b'{"text": 3}\n',
@@ -718,7 +717,7 @@ def starts(batch) -> list[tuple]:
 
 
 def whole_step(dataset, step, dp, micro, batch_size=24, shuffle=True):
-    """(sample_ids, tokens) of a global batch, in the order of replicas and microbatches."""
+    """Return (sample_ids, tokens) of a global batch, in the order of replicas and microbatches."""
     parts = [dataset.batch(step, m, r, dp, micro, batch_size, shuffle) for r in range(dp)
              for m in range(batch_size // dp // micro)]
     return sum((part.sample_ids for part in parts), []), torch.cat([part.tokens for part in parts])
@@ -752,7 +751,7 @@ def test_to_a_gpu_goes_one_copy_of_the_rows_and_the_host_does_not_wait(corpus, m
 
 @pytest.mark.parametrize("virtual_stages, places", [(1, [(0, 0), (1, 0)]), (2, [(2, 1), (0, 1)])],
                          ids=["stages", "chunks"])
-def test_what_lies_between_the_models_ends_reads_no_tokens_and_knows_its_samples(corpus, virtual_stages, places):
+def test_a_chunk_between_embedding_and_head_reads_no_tokens_but_knows_its_samples(corpus, virtual_stages, places):
     import train
     from nanodomino.config.config import Config
     from nanodomino.mesh import meta_mesh
@@ -794,7 +793,7 @@ def test_an_epoch_shows_every_window_once_in_an_order_of_its_own(corpus):
 
 
 def test_a_batch_depends_on_its_numbers_alone(corpus):
-    """A resumed run asks for step 1000 without having read the steps before."""
+    """A resumed run reads step 1000 without having read the steps before it."""
     dataset = TokenDataset(corpus, "train", 64, seed=1)
     steps = [starts(dataset.batch(step, 0, 0, 1, 8, 8)) for step in range(0, 2000, 31)]
     fresh = [starts(TokenDataset(corpus, "train", 64, seed=1).batch(step, 0, 0, 1, 8, 8))
@@ -805,7 +804,7 @@ def test_a_batch_depends_on_its_numbers_alone(corpus):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_global_batch_is_the_same_for_every_layout(corpus, shuffle):
-    """Or replicas would read the same tokens, or a layout change what is learned."""
+    """Otherwise replicas could read the same tokens, and the layout would change what is learned."""
     dataset = TokenDataset(corpus, "train", 64, seed=1)
     for step in (0, 5, dataset.windows // 24, 100):     # the third one lies across the end of an epoch
         reference_ids, reference = whole_step(dataset, step, 1, 24, shuffle=shuffle)
@@ -816,7 +815,7 @@ def test_a_global_batch_is_the_same_for_every_layout(corpus, shuffle):
 
 
 def test_evaluation_stops_at_the_end_and_counts_no_token_twice(corpus):
-    """Though ranks see different numbers of tokens, and the last batch is not full."""
+    """This holds although ranks count different numbers of tokens and the last batch is not full."""
     dataset = TokenDataset(corpus, "valid", 16, seed=1)
     steps = dataset.windows // 24 + 3
     for dp, micro in [(1, 24), (4, 3)]:
@@ -833,7 +832,7 @@ def test_evaluation_stops_at_the_end_and_counts_no_token_twice(corpus):
         assert seen == row(corpus.path, "valid")[:dataset.windows * 16] and counted == dataset.windows * 16
 
 
-def test_end_of_text_is_no_target_if_so_asked(corpus):
+def test_end_of_text_can_be_masked_from_the_loss(corpus):
     for asked in (False, True):
         end_of_text = EndOfText(corpus.end_of_text, mask_loss=asked)
         batch = TokenDataset(corpus, "train", 512, seed=1, end_of_text=end_of_text).batch(0, 0, 0, 1, 8, 8)

@@ -1,4 +1,4 @@
-"""What a model writes: the same on every layout, shown as it comes, and quick whatever the number of threads.
+"""The text that a model generates is the same on every layout, and is shown token by token at full speed.
 
     generate() in the pool's workers          layouts, samples, who is shown a token and who stops
     the Writer                                characters that are cut over tokens
@@ -55,9 +55,8 @@ def generate_rank(config, weights):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-def test_what_a_model_writes_does_not_depend_on_the_layout(pool, schedule):
-    """Over stages, their chunks, and shards, and beyond the context length (8 tokens here); each sample is another
-    text."""
+def test_generated_text_does_not_depend_on_the_layout(pool, schedule):
+    """Over stages, their chunks and shards, and beyond the context length of 8 tokens. Each sample is another text."""
     config = tiny(1, num_layers=5)
     weights, _, _, _ = reference_for(config, 1)
     (alone,) = pool.run(generate_rank, config, weights, world_size=1)
@@ -73,11 +72,10 @@ def greedy_rank(config, weights, prompts):
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_the_likeliest_tokens_are_those_of_the_plain_model_however_long_the_text_is(pool, world_size):
-    """Of a context of 8 tokens the model sees the last 8 of a longer prompt; where it is full, the last 4 are read
-    anew."""
+def test_greedy_tokens_equal_the_plain_models_at_any_length(pool, world_size):
+    """Of a long prompt the model sees the last 8 tokens; when these 8 are full, the last 4 are recomputed."""
     weights = dict(reference_for(tiny(1), 1)[0])
-    # else it stammers
+    # otherwise it repeats itself
     weights["embedding.position_embeddings.weight"] = 2 * weights["embedding.position_embeddings.weight"]
     plain, draw = ReferenceGPT(sizes_of(tiny(1))).double().load_full(weights), random.Random(0)
     prompts = [[draw.randrange(20) for _ in range(length)] for length in (1, 5, 7, 8, 9, 12, 30)]
@@ -109,9 +107,8 @@ RESETS = dict(both=(True, True), positions=(True, False), attention=(False, True
 @pytest.mark.parametrize("family, resets", [
     pytest.param(family, resets, id=f"{family}-{name}", marks=[] if i % len(RESETS) == j else pytest.mark.exhaustive)
     for i, family in enumerate(FAMILIES) for j, (name, resets) in enumerate(RESETS.items())])
-def test_every_family_writes_what_the_plain_model_does_within_documents_and_up_to_their_end(pool, family, resets):
-    """Of a prompt whose tokens belong to several documents, with a cache and without, over shards and stages, in
-    windows that slide."""
+def test_every_family_generates_what_the_plain_model_does_within_documents(pool, family, resets):
+    """The prompts contain several documents; with and without a cache, over shards and stages, in sliding windows."""
     options = FAMILIES[family] | dict(reset_position_ids=resets[0], reset_attention_mask=resets[1],
                                        untie_embeddings_and_output_weights=True)
     config, draw = tiny(1, **options), random.Random(family)
@@ -153,7 +150,7 @@ def show_rank(config, weights):
     return shown, whole, generate(model, mesh, [1, 2], 12, 20, 1.0, 0, seed=3, show=show)
 
 
-def test_each_token_is_shown_on_every_rank_until_one_is_enough(pool):
+def test_each_token_is_shown_on_every_rank_until_show_says_stop(pool):
     weights, _, _, _ = reference_for(tiny(1), 1)
     config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     for shown, whole, stopped in pool.run(show_rank, config, weights, world_size=4):
@@ -170,19 +167,19 @@ def threads_rank(config, given):
     return during, torch.get_num_threads()
 
 
-def test_little_products_are_not_shared_among_threads(pool):
-    """Where another program has the core of one of them, all wait for it: 20 tokens/s of nano where one writes 600."""
+def test_small_matmuls_use_one_thread(pool):
+    """If another program uses one thread's core, all threads wait for it: nano wrote 20 tokens/s instead of 600."""
     assert pool.run(threads_rank, tiny(1), 3, world_size=1) == [([1, 1, 1], 3)]
 
 
-def test_big_products_are_and_never_among_more_threads_than_given(pool):
-    """The threads come back to what they were: the training after it needs them all."""
+def test_large_matmuls_use_more_threads_but_no_more_than_given(pool):
+    """Afterwards the number of threads is restored, since training needs them all."""
     wide = tiny(1, num_layers=1, hidden_size=1024, ffn_hidden_size=4096, dtype="float32")
     assert pool.run(threads_rank, wide, 8, world_size=1) == [([2, 2, 2], 8)]
     assert pool.run(threads_rank, wide, 1, world_size=1) == [([1, 1, 1], 1)]
 
 
-def test_the_work_of_a_step_says_how_many_threads_it_is_worth():
+def test_useful_threads_grow_with_the_work_of_a_step():
     nano, gpt2, large = (Config(model=name).resolve(1) for name in ("nano", "gpt2", "gpt3-13b"))
     assert useful_threads(nano, 1) == useful_threads(nano, 64) == useful_threads(gpt2, 1) == 1
     assert useful_threads(gpt2, 512) > 500 and useful_threads(large, 1) == 50
@@ -195,15 +192,15 @@ def alone_rank(config):
         return generate(model, mesh, [1], 3, 20)
 
 
-def test_a_process_alone_sends_itself_no_logits(pool):
-    """gloo hands a message to a thread of its own: a second one to wait for at every token."""
+def test_a_single_process_sends_no_logits(pool):
+    """gloo sends from a thread of its own, so each token would wait for a second thread."""
     assert len(pool.run(alone_rank, tiny(1), world_size=1)[0]) == 4
 
 
 # ---- the characters
 
-def test_no_half_of_a_character_is_ever_shown(monkeypatch):
-    """Bytes, and pieces of byte-pair encoding that begin in one character and end in the next."""
+def test_incomplete_characters_are_never_shown(monkeypatch):
+    """For bytes, and for tokens that start within one character and end within the next."""
     bytes_alone, text = build_tokenizer("byte"), "aé€😀z"
     pieces = [b"a\xc3", b"\xa9\xe2\x82", b"\xac\xf0\x9f", b"\x98\x80", b"z"]
     pairs = TiktokenTokenizer(tiktoken.Encoding("pairs", pat_str=".", special_tokens={"<|endoftext|>": len(pieces)},
@@ -211,7 +208,7 @@ def test_no_half_of_a_character_is_ever_shown(monkeypatch):
     by_bytes = ["a", "a", "aé", "aé", "aé", "aé€", "aé€", "aé€", "aé€", "aé€😀", text]
     for tokenizer, tokens, seen in ((bytes_alone, bytes_alone.encode_prompt(text), by_bytes),
                                     (pairs, range(5), ["a", "aé", "aé€", "aé€😀", text])):
-        shown = io.BytesIO()                        # what has left this process's buffers, as a terminal sees it
+        shown = io.BytesIO()                        # what a terminal would have received
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "utf-8"))
         writer = Writer(tokenizer, SimpleNamespace(tp=1, device="cpu"))
         for token, expected in zip(tokens, seen, strict=True):
@@ -219,8 +216,8 @@ def test_no_half_of_a_character_is_ever_shown(monkeypatch):
         assert writer.end_text() and shown.getvalue() == text.encode() + b"\n"
 
 
-def test_bytes_that_are_no_character_are_marked_as_soon_as_that_is_sure(monkeypatch):
-    """A model of bytes that has learned little writes such; a text may end within a character, the next begins anew."""
+def test_invalid_bytes_are_marked_as_soon_as_they_are_certain(monkeypatch):
+    """A byte model that has learned little writes them. A text may end within a character; the next is unaffected."""
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "utf-8"))
     writer = Writer(build_tokenizer("byte"), SimpleNamespace(tp=1, device="cpu"))
@@ -243,8 +240,8 @@ def test_a_terminal_of_few_characters_gets_question_marks(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(fork_server, tmp_path_factory):
-    """A folder with a run in float64, so that two layouts can't differ by a rounding, long enough for a text to depend
-    on what stands before."""
+    """A folder with a run in float64, so that layouts cannot differ by rounding, and long enough that text depends on
+    its context."""
     folder = tmp_path_factory.mktemp("generate") / "folder"
     folder.mkdir()
     corpus = make_corpus(folder)
@@ -256,7 +253,7 @@ def folder(fork_server, tmp_path_factory):
 
 @pytest.fixture
 def written(fork_server, folder):
-    """written(flags, processes): (all that is on the screen but the line of the rate; that line's number of tokens)"""
+    """written(flags, processes) -> (the output without the line with the rate, the number of tokens in that line)"""
     def written(flags, processes=1):
         places = launcher_environments(processes) if processes > 1 else [{}]
         ranks = [(["--load", "run", *shlex.split(flags)], place) for place in places]
@@ -268,8 +265,8 @@ def written(fork_server, folder):
 
 
 @pytest.mark.exhaustive
-def test_a_seed_writes_the_same_texts_again_and_on_two_processes(written):
-    """A text does not depend on how many others are asked for; and one process of several writes."""
+def test_a_seed_gives_the_same_texts_again_and_on_two_processes(written):
+    """A text does not depend on the number of other texts, and only one of several processes writes."""
     texts, tokens = written("--prompt 'line 1' --max-tokens 30 --num-samples 3 --seed 7")
     each = texts.split("\n" + SEPARATOR)
     assert tokens == 90 and len(set(each)) == 3 and all(text.startswith("line 1") for text in each)
@@ -279,8 +276,8 @@ def test_a_seed_writes_the_same_texts_again_and_on_two_processes(written):
 
 
 def test_without_a_seed_one_is_drawn_that_all_ranks_share_and_that_can_be_repeated(written):
-    """Hot enough for words of both ranks' shards, or two ranks with two seeds could write rank 0's text all the
-    same."""
+    """The temperature is high enough to sample from both ranks' shards; otherwise two ranks with two seeds could still
+    write rank 0's text."""
     texts, flags = [], "--prompt line --max-tokens 300 --temperature 2"
     for processes in (1, 2):
         said, text = written(flags, processes)[0].split("\n", 1)
@@ -291,7 +288,7 @@ def test_without_a_seed_one_is_drawn_that_all_ranks_share_and_that_can_be_repeat
 
 
 def test_prompts_of_every_kind(written, folder):
-    """None, a file with its line ends, the name of end-of-text, more than the 16 tokens of context; no word added."""
+    """No prompt, a file with its newlines, the name of end-of-text, more than the 16 tokens of context."""
     (folder / "prompt.txt").write_text("ö\nline\n")
     assert written("--max-tokens 0 --seed 1") == ("\n", 0)
     twice = f"ö\nline\n\n{SEPARATOR}ö\nline\n\n"
@@ -305,7 +302,7 @@ def test_prompts_of_every_kind(written, folder):
 
 @pytest.fixture
 def endless(folder):
-    """endless(processes): a process that would write for an hour, alone or under torchrun."""
+    """endless(processes) starts a process that would write for an hour, alone or under torchrun."""
     started = []
 
     def endless(processes):
@@ -321,13 +318,13 @@ def endless(folder):
 
     yield endless
     for process in started:
-        process.terminate()                         # torchrun ends its ranks too; killed, it would leave them behind
+        process.terminate()                         # torchrun then ends its ranks; killed, it would leave them running
         process.communicate()
 
 
 @pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_pipe_that_is_closed_ends_it_quietly(endless, processes):
-    """`| head`. Rank 0 alone sees it, and the others must not wait for rank 0 in their next sum."""
+    """Only rank 0 notices `| head`, and the others must not wait for it in their next all-reduce."""
     process = endless(processes)
     process.stdout.close()
     assert (process.wait(PATIENCE), process.stderr.read()) == (0, b"")
@@ -340,8 +337,8 @@ def test_control_c_ends_it_without_a_traceback(endless):
 
 
 @pytest.mark.parametrize("flag", ["--num-samples", "--max-tokens", "--top-k", "--seed"])
-def test_no_number_is_larger_than_any_machine_can_count_to(flag):
-    """It would be a traceback later, or no end."""
+def test_numbers_beyond_32_bits_are_refused(flag):
+    """Otherwise it would be a traceback later, or never end."""
     assert getattr(command_line(["--load", "run", flag, "2147483647"]), flag[2:].replace("-", "_")) == 2**31 - 1
     with pytest.raises(UserError, match=f"^{flag} must be at most 2147483647, but is 10+$"):
         command_line(["--load", "run", flag, "1" + 30 * "0"])
