@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 train.py               eight processes, by default tp 2 x pp 2 x dp 2
     torchrun --nproc_per_node 8 train.py --model gpt2 --tp 1 --pp 1 --bf16     on a node of GPUs
 
-The files of nanodomino/ behind it, in the order in which a step uses them:
+The files of nanodomino/ that it calls, in the order in which a step needs them:
 
     config/      command line -> Config            domino.py     forward and backward of one stage, slice by slice
     mesh.py      rank -> its place in the grid     pipeline.py   which microbatch when, and the messages between stages
@@ -225,7 +225,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
         raise
 
     saver.wait()
-    if failure := saver.failure():                             # of the last checkpoint: no later one makes up for it
+    if failure := saver.failure():                             # no later checkpoint will replace this one
         raise UserError(f"{failure}; free some space and start again: the run resumes from its last checkpoint")
     if stop and done < config.train_iters:
         report.end(done, time.perf_counter() - start_time)

@@ -143,7 +143,7 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
                                        disable=None if progress else True))     # None: no bar in a log file
         for document in read_documents(files, tokenizer.safe_cut, any_bytes=tokenizer.name == "byte"):
             first = next(document.chunks, "")
-            # documents of the same length whose first chunk is the same count as copies
+            # documents with equal length and equal first chunk count as copies
             fingerprint = hashlib.blake2b(b"%d " % document.size + raw_bytes(first), digest_size=8).digest()
             seen_in = split_of.get(fingerprint)
             if not first:

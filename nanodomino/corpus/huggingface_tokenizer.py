@@ -103,7 +103,7 @@ def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceTokenizer
     require(model["type"] == "BPE" and (byte_level or model["byte_fallback"]),
             f"{path} is a {model['type']} tokenizer without byte-level symbols or byte_fallback; {ACCEPTED}")
     require(not model["dropout"], f"{path} has dropout {model['dropout']}, so its ids are random; set it to null")
-    for token in record["added_tokens"]:            # a safe cut must not fall into one that documents may use
+    for token in record["added_tokens"]:            # no safe cut may fall into a token that documents can contain
         require(token["special"] or not (token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"])),
                 f"{path} has the added token {token['content']!r}, which takes in whitespace, so long texts could not "
                 "be cut; only special tokens may")
