@@ -149,9 +149,9 @@ def test_every_assumption_is_printed_with_its_flags_value():
     flags = plan_flags("--product-efficiency", "0.51", "--wire-efficiency", "0.73", "--latency", "21")
     text = " ".join(" ".join(published.assumptions(flags)).split())
     for said in ("reach 51% of the peak", "reach 73% of these", "21 us", "2048 tokens per sample, vocabulary 51,200",
-                 "2409.15241: 50,257", "300 (A100) and 450 GB/s", "200 Gbit/s", "eight cards of 400 Gbit/s", "formula (3)",
-                 "fp32", "float16",
-                 "not looked up: layers, widths, heads, samples, vocabulary", "run_table_1.sh", "compared with 32"):
+                 "2409.15241: 50,257", "300 (A100) and 450 GB/s", "200 Gbit/s", "eight cards of 400 Gbit/s",
+                 "formula (3)", "fp32", "float16", "not looked up: layers, widths, heads, samples, vocabulary",
+                 "run_table_1.sh", "compared with 32"):
         assert said in text
 
 
