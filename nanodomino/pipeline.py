@@ -16,15 +16,15 @@ itself; a receive that is posted too early holds up this stage's next batch. Hen
     invariant: before an action that starts at time T, a stage has posted the receives of all messages sent by T, and
                of no others; the times are those of the simulated schedule (simulation.receives_to_post).
 
-Suppose that messages are never delivered, and consider the earliest of them, sent at time t. What its sender did up to
-t, and its receiver before its first action that starts at t or later, needed only earlier messages, which were
-delivered. The batches that both posted before contain only earlier messages. So both have posted the batch with this
-message, no other batch blocks it, and it is delivered: a contradiction.
+Suppose that some messages are never delivered, and consider the earliest of them, sent at time t. All that its sender
+did up to t, and its receiver before its first action that starts at t or later, needed only earlier messages, which
+were delivered. The batches that both posted before contain only earlier messages, too. So both have posted the batch
+with this message, no other batch blocks it, and it is delivered: a contradiction.
 
-docs/pipeline-messages.md treats what this leaves out: the early gradient of a pair, receives that occupy a GPU, ZeRO-2
-and the first message of two ranks. A test runs every schedule with messages that block both sides. On CPUs, where gloo
-lets each message proceed by itself, receives are posted one action earlier: then the input of the next forward is in
-flight while this stage runs a backward.
+docs/pipeline-messages.md covers the special cases: the early gradient of a pair, receives that occupy a GPU, ZeRO-2 and
+the first message of two ranks. A test runs every schedule with messages that block both sides. On CPUs, where gloo lets
+each message proceed by itself, receives are posted one action earlier: then the input of the next forward is in flight
+while this stage runs a backward.
 """
 
 from collections import deque
@@ -43,7 +43,7 @@ ACTIONS_AHEAD = {"cuda": 0, "cpu": 1}        # by how many actions a receive is 
 
 
 class P2PCommunicator:
-    """The messages of one stage in one step; each has the given shape."""
+    """Sends and receives the messages of one stage in one step; all have the same shape."""
 
     def __init__(self, mesh: Mesh, table: Timetable, shape, dtype, trace=NO_TRACE):
         self.mesh, self.shape, self.dtype, self.trace = mesh, shape, dtype, trace
