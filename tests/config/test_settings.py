@@ -65,28 +65,28 @@ def test_a_range_may_be_open_or_closed_at_either_end():
 
 
 def test_every_setting_has_an_effect_a_type_and_a_line_of_help():
-    for one in dataclasses.fields(Config):
-        assert one.metadata["affects"] in EFFECTS
+    for field in dataclasses.fields(Config):
+        assert field.metadata["affects"] in EFFECTS
     shown = " ".join(command_line_parser().format_help().split())
-    for one in flag_settings(Config):
-        assert one.type in (int, float, bool, str) and flag_name(one.name) in shown
-        assert one.default is None or isinstance(one.default, one.type)
-        assert not one.metadata["choices"] or one.default in (None, *one.metadata["choices"])
+    for field in flag_settings(Config):
+        assert field.type in (int, float, bool, str) and flag_name(field.name) in shown
+        assert field.default is None or isinstance(field.default, field.type)
+        assert not field.metadata["choices"] or field.default in (None, *field.metadata["choices"])
 
 
 def test_docs_settings_is_up_to_date():
     page = (ROOT / "docs" / "settings.md").read_text()
-    assert page.endswith(markdown(Config) + "\n"), "run python -m nanodomino.flags > docs/settings.md"
+    assert page.endswith(markdown(Config) + "\n"), "run python -m nanodomino.config > docs/settings.md"
     assert all(f"- *{role}*: {meaning}" in page for role, meaning in EFFECTS.items())
 
 
-# ---- going on
+# ---- resuming
 
 def test_run_dir_alone_resumes_a_run_with_its_settings(begun):
     run, config = begun("--num-layers", 3, "--lr", 0.5, "--clip-grad", 0.25, "--log-interval", 7, "--bf16", "--seed", 9,
                         "--exit-interval", 2, "--trace", "1:2", "--micro-batch-size", 2)
     again = settled("--run-dir", run)
-    assert again.exit_interval is None and again.trace is None, "these are of one start alone"
+    assert again.exit_interval is None and again.trace is None, "they hold for one launch"
     assert dataclasses.replace(again, exit_interval=2, trace="1:2") == config
 
 
@@ -94,7 +94,7 @@ def test_a_flag_overrides_a_remembered_setting(begun):
     run, _ = begun("--train-iters", 50, "--lr", 0.5, "--num-layers", 3)
     again = settled("--run-dir", run, "--train-iters", 80, "--lr", 0.1)
     assert (again.train_iters, again.lr, again.num_layers) == (80, 0.1, 3)
-    assert again.min_lr == 0.01, "what follows from the rate follows the new one"
+    assert again.min_lr == 0.01, "min_lr follows the new rate"
 
 
 def test_an_error_names_the_settings_that_were_remembered(begun):
@@ -147,28 +147,29 @@ def origins(tmp_path_factory):
             "--load --finetune": (run, ("model",), dict(run_dir=str(fresh), load=str(run), finetune=True))}
 
 
-def changed(one: dataclasses.Field, value):
+def changed(field: dataclasses.Field, value):
     """Return another valid value of a setting."""
-    if choices := one.metadata.get("choices"):
+    if choices := field.metadata.get("choices"):
         return next(choice for choice in choices if choice != value)
     other = {bool: lambda: not value, int: lambda: 2 * (value or 1), float: lambda: 2 * (value or 0) + 0.125}
-    return other.get(one.type, lambda: "something else")()
+    return other.get(field.type, lambda: "something else")()
 
 
-@pytest.mark.parametrize("one",
-                         [one for one in dataclasses.fields(Config) if one.name not in ("run_dir", "load", "finetune")],
-                         ids=lambda one: one.name)
-def test_a_changed_setting_is_refused_or_accepted_by_its_effect(origins, monkeypatch, one):
+@pytest.mark.parametrize("field",
+                         [field for field in dataclasses.fields(Config)
+                                   if field.name not in ("run_dir", "load", "finetune")],
+                         ids=lambda field: field.name)
+def test_a_changed_setting_is_refused_or_accepted_by_its_effect(origins, monkeypatch, field):
     """For every setting, also future ones, and everything that a launch can start from."""
     # which this process would keep
     monkeypatch.setattr("nanodomino.run.folder.lock_folder", lambda run_dir: None)
     for folder, roles, asked in origins.values():
         config = dataclasses.replace(from_record(recorded_settings(folder), folder), **asked)
-        other = dataclasses.replace(config, **{one.name: changed(one, getattr(config, one.name))})
+        other = dataclasses.replace(config, **{field.name: changed(field, getattr(config, field.name))})
         open_run(config, LaunchInfo())
-        if one.metadata["affects"] in roles:
+        if field.metadata["affects"] in roles:
             with pytest.raises(UserError,
-                               match=f"{one.name.replace('_', '-')} .*, but this run has .*give the same again"):
+                               match=f"{field.name.replace('_', '-')} .*, but this run has .*give the same again"):
                 open_run(other, LaunchInfo())
         else:
             open_run(other, LaunchInfo())
@@ -229,7 +230,7 @@ def test_a_setting_missing_in_an_old_record_has_its_legacy_default():
 def test_todays_default_does_not_change_an_older_run(tmp_path, monkeypatch):
     """Neither if it is resumed nor if its checkpoint is loaded."""
     run = shutil.copytree(OLD_RUN, tmp_path / "run")
-    (field,) = [one for one in dataclasses.fields(Config) if one.name == "normalization"]
+    (field,) = [field for field in dataclasses.fields(Config) if field.name == "normalization"]
     monkeypatch.setattr(field, "default", "RMSNorm")
     for flags in (("--run-dir", run), ("--load", run), ("--load", run, "--finetune")):
         assert from_command_line([str(flag) for flag in flags], 1).normalization == "LayerNorm"

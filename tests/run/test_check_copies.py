@@ -63,9 +63,9 @@ def test_the_checksum_depends_on_every_bit_and_its_place(monkeypatch):
         assert int(checksum(changed)) != before
     monkeypatch.setattr(check_copies, "CHUNK", 64)
     before = int(checksum(weight))
-    for one, other in ((3, 500), (3, 3 + 64), (0, 1)):
+    for first, other in ((3, 500), (3, 3 + 64), (0, 1)):
         changed = weight.clone()
-        changed.view(torch.int32)[one] += 1
+        changed.view(torch.int32)[first] += 1
         changed.view(torch.int32)[other] -= 1
         assert int(checksum(changed)) != before
     assert int(checksum(weight.view(10, 100))) == before

@@ -114,7 +114,7 @@ def test_only_questions_with_rounds_have_repeats(fork_server, tmp_path, question
 @pytest.mark.parametrize("command, flags", [
     ("data/prepare.py", "--verify data"),
     ("-m nanodomino.generate", "--load run --max-tokens 3 --seed 1"),
-    *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
+    *[pytest.param(*command, marks=pytest.mark.exhaustive) for command in (
         ("train.py", "--help"), ("bench.py", "--help"), ("bench.py", "overlap --help"), ("bench.py", "plan"),
         ("data/prepare.py", "--help"),
         ("data/prepare.py", "--input data/meta.json --output made --overwrite"), ("-m nanodomino.checkpoint", "--help"),
@@ -149,8 +149,8 @@ def test_a_closed_stdout_is_no_error(trained):
         assert (code, out, err) == (0, "", ""), err
 
 
-@pytest.mark.parametrize("screen", ["closed pipe", "full disk", *[pytest.param(one, marks=pytest.mark.exhaustive)
-                                                                  for one in ("both closed", "both full")]])
+@pytest.mark.parametrize("screen", ["closed pipe", "full disk", *[pytest.param(screen, marks=pytest.mark.exhaustive)
+                                                                  for screen in ("both closed", "both full")]])
 def test_a_run_survives_the_loss_of_its_terminal(trained, closed_pipe, screen):
     """It trains, saves, validates and samples to the end, and warns once."""
     stdout, stderr = closed_pipe, subprocess.PIPE
@@ -166,7 +166,7 @@ def test_a_run_survives_the_loss_of_its_terminal(trained, closed_pipe, screen):
     assert code == 0, err
     assert losses(trained / run_dir) == losses(trained / "run") and len(losses(trained / "run")) == 6
     ours, theirs = (checkpoints_of(trained / name) for name in (run_dir, "run"))
-    assert [one.name for one in ours] == [one.name for one in theirs]
+    assert [folder.name for folder in ours] == [folder.name for folder in theirs]
     if stderr == subprocess.PIPE:
         reason = "No space left on device" if screen == "full disk" else "Broken pipe"
         assert err == f"warning: standard output is gone ({reason}); training continues, and {run_dir}/metrics.jsonl " \
@@ -288,22 +288,22 @@ def watched(tmp_path):
 
     with tempfile.TemporaryDirectory() as short:                # pytest's is too long a name for a socket
         yield watch
-        for one in begun:
-            one.close()
+        for command in begun:
+            command.close()
 
 
 @pytest.mark.exhaustive
 def test_rank_0_alone_writes_a_progress_line(watched):
-    one = watched("overlap", *SMALL, "--seq-length", 16, "--repeats", 2, "--device", "cpu")
-    while one.read():
+    command = watched("overlap", *SMALL, "--seq-length", 16, "--repeats", 2, "--device", "cpu")
+    while command.read():
         pass
-    assert one.process.wait(PATIENCE) == 0, one.seen
-    assert one.seen.startswith("starting 2 processes\r\n")
-    assert "0/21 [" in one.seen and "20/21 [" in one.seen
+    assert command.process.wait(PATIENCE) == 0, command.seen
+    assert command.seen.startswith("starting 2 processes\r\n")
+    assert "0/21 [" in command.seen and "20/21 [" in command.seen
     for name in ("blocking", "megatron", "domino", "apart", "compute", "wires", "dtensor"):
         for number in (1, 2, 3):
-            assert one.seen.count(f"round {number} of 3: {name} ") in (1, 2), "drawn as it begins, and as it ends"
-    record = json.loads(one.process.stdout.read().splitlines()[-1])
+            assert command.seen.count(f"round {number} of 3: {name} ") in (1, 2), "drawn as it begins, and as it ends"
+    record = json.loads(command.process.stdout.read().splitlines()[-1])
     assert record["question"] == "overlap"
 
 
@@ -322,22 +322,22 @@ def test_without_a_terminal_there_is_no_progress_line(tmp_path):
 @needs_proc
 @pytest.mark.parametrize("question, flags, moment", [
     ("checkpoint", ["--num-attention-heads", 2], "round 2 of 100001: save"),
-    *[pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
+    *[pytest.param(*command, marks=pytest.mark.exhaustive) for command in (
         ("scaling", ["--max-processes", 2, "--device", "cpu"], "world of 1, round 2 of 100001"),
         ("throughput", ["--device", "cpu"], "round 2 of 100001: plain"),
         ("zero", ["--device", "cpu"], "memory: zero-0"))]])
 def test_ctrl_c_ends_all_processes_silently(watched, question, flags, moment):
     """At any time. Its processes and temporary files are gone."""
-    one = watched(question, *SMALL, *flags, "--repeats", 100_000)
-    one.read_until(moment)
-    one.process.send_signal(signal.SIGINT)
-    assert one.process.wait(PATIENCE) == 128 + signal.SIGINT, one.seen
-    wait_until(lambda: not one.alive(), PATIENCE)               # multiprocessing's own helpers end a moment later
-    assert not [path.name for path in one.temporary.iterdir() if not path.name.startswith("torchinductor")]
-    while one.read():
+    command = watched(question, *SMALL, *flags, "--repeats", 100_000)
+    command.read_until(moment)
+    command.process.send_signal(signal.SIGINT)
+    assert command.process.wait(PATIENCE) == 128 + signal.SIGINT, command.seen
+    wait_until(lambda: not command.alive(), PATIENCE)               # multiprocessing's own helpers end a moment later
+    assert not [path.name for path in command.temporary.iterdir() if not path.name.startswith("torchinductor")]
+    while command.read():
         pass
-    assert "Traceback" not in one.seen and "rror" not in one.seen, one.seen
-    assert one.process.stdout.read() == ""
+    assert "Traceback" not in command.seen and "rror" not in command.seen, command.seen
+    assert command.process.stdout.read() == ""
 
 
 @pytest.mark.exhaustive
@@ -346,11 +346,11 @@ def test_ctrl_c_ends_all_processes_silently(watched, question, flags, moment):
 def test_a_bench_that_is_terminated_ends_its_processes(watched, name):
     if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
         pytest.skip(f"these tests were started with {name} ignored, as by nohup, and so would be the bench")
-    one = watched("checkpoint", *SMALL, "--num-attention-heads", 2, "--repeats", 100_000)
-    one.read_until("round 2 of 100001")
-    one.process.send_signal(getattr(signal, name))
-    assert one.process.wait(PATIENCE) == 128 + getattr(signal, name), one.seen
-    wait_until(lambda: not one.alive(), PATIENCE)
+    command = watched("checkpoint", *SMALL, "--num-attention-heads", 2, "--repeats", 100_000)
+    command.read_until("round 2 of 100001")
+    command.process.send_signal(getattr(signal, name))
+    assert command.process.wait(PATIENCE) == 128 + getattr(signal, name), command.seen
+    wait_until(lambda: not command.alive(), PATIENCE)
 
 
 def test_ctrl_c_during_the_start_ends_every_process(monkeypatch):

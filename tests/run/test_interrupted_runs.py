@@ -92,8 +92,8 @@ def job(tmp_path, corpus, fork_server):
         return jobs[-1]
 
     yield job
-    for one in jobs:
-        one.close()
+    for run in jobs:
+        run.close()
 
 
 @pytest.fixture(scope="module")
@@ -104,19 +104,19 @@ def alone(tmp_path_factory, corpus, fork_server):
     def alone(*flags, **options):
         if flags not in made:
             folder = tmp_path_factory.mktemp("alone")
-            one = Job(folder, corpus, "run", *LENGTH, *flags, fork_server=fork_server, **options)
+            run = Job(folder, corpus, "run", *LENGTH, *flags, fork_server=fork_server, **options)
             try:
-                assert one.end() == 0, one.output()
+                assert run.end() == 0, run.output()
             finally:
-                one.close()
-            made[flags] = one.run_dir
+                run.close()
+            made[flags] = run.run_dir
         return made[flags]
 
     return alone
 
 
-def last_checkpoint(one) -> str:
-    newest = checkpoints_of(one.run_dir)[0]
+def last_checkpoint(run) -> str:
+    newest = checkpoints_of(run.run_dir)[0]
     verify(newest)
     return newest.name
 
@@ -146,34 +146,34 @@ def test_a_stopped_run_saves_and_resumes_with_the_same_bits(job, alone, number, 
 
 def test_a_second_signal_ends_a_rank_that_waits_for_a_hanging_peer(job):
     """Inside a collective no Python signal handler runs, and the timeout may be ten minutes away."""
-    one = job("run", "--train-iters", 100_000)
-    one.wait_for(lambda: one.steps() >= 3)
-    one.send(1, signal.SIGSTOP)
+    run = job("run", "--train-iters", 100_000)
+    run.wait_for(lambda: run.steps() >= 3)
+    run.send(1, signal.SIGSTOP)
     time.sleep(1)
-    waiting = one.send(0, signal.SIGTERM)
+    waiting = run.send(0, signal.SIGTERM)
     time.sleep(2.5)
-    assert one.ranks()[0] == waiting, "the first signal asks for a checkpoint"
-    one.send(0, signal.SIGTERM)
-    wait_until(lambda: 0 not in one.ranks(), seconds=3)
-    one.send(1, signal.SIGKILL)
-    one.end()
-    assert "exitcode  : 143" in one.output(), one.output()
+    assert run.ranks()[0] == waiting, "the first signal asks for a checkpoint"
+    run.send(0, signal.SIGTERM)
+    wait_until(lambda: 0 not in run.ranks(), seconds=3)
+    run.send(1, signal.SIGKILL)
+    run.end()
+    assert "exitcode  : 143" in run.output(), run.output()
 
 
 @pytest.mark.exhaustive
 def test_a_signal_ends_a_rank_whose_device_waits_for_a_dead_peer(job):
     """The current step never ends; torchrun waits half a minute before it kills, a scheduler perhaps hours."""
-    one = job("run", "--train-iters", 100_000, fault="device")
-    one.wait_for(lambda: one.steps() >= 3)
-    one.send(1, signal.SIGSTOP)
+    run = job("run", "--train-iters", 100_000, fault="device")
+    run.wait_for(lambda: run.steps() >= 3)
+    run.send(1, signal.SIGSTOP)
     time.sleep(1)
-    waiting, moment = one.send(0, signal.SIGTERM), time.monotonic()
+    waiting, moment = run.send(0, signal.SIGTERM), time.monotonic()
     time.sleep(2)
-    assert one.ranks()[0] == waiting, "the step might still end"
-    wait_until(lambda: 0 not in one.ranks(), seconds=20)
+    assert run.ranks()[0] == waiting, "the step might still end"
+    wait_until(lambda: 0 not in run.ranks(), seconds=20)
     assert time.monotonic() - moment > 3
-    one.send(1, signal.SIGKILL)
-    assert one.end() != 0 and "exitcode  : 1 " in one.output(), one.output()
+    run.send(1, signal.SIGKILL)
+    assert run.end() != 0 and "exitcode  : 1 " in run.output(), run.output()
 
 
 # Killed
@@ -187,7 +187,7 @@ def test_a_rank_killed_during_a_save_costs_only_the_steps_since_the_last(job, al
     assert first.end() != 0 and time.monotonic() - moment < END_TOGETHER and not first.ranks()
     assert "exitcode  : -9" in first.output(), first.output()
     saved, reached = int(last_checkpoint(first)[5:]), first.steps()
-    assert reached - saved <= 10, "the last save may have been under way"
+    assert reached - saved <= 10, "the last save may have been unfinished"
     second = job("run", *LENGTH, "--tp", 2, "--pp", 2, processes=4)
     assert second.end() == 0 and f"resuming after step {saved} " in second.output(), second.output()
     assert not differences(second.run_dir, alone("--tp", 2, "--pp", 2, processes=4))
@@ -197,12 +197,12 @@ def test_a_rank_killed_during_a_save_costs_only_the_steps_since_the_last(job, al
 @pytest.mark.exhaustive
 def test_a_restart_by_torchrun_returns_to_the_default_folder(job, alone, tmp_path):
     """To the folder that this launch made, not the newest one: another run may have started since."""
-    one = job(None, *LENGTH, "--pp", 2, restarts=3, fault="slow", torchrun=True)
-    one.wait_for(lambda: one.steps() >= 7)
-    shutil.copytree(one.run_dir, tmp_path / "runs" / "nano-002", ignore=lambda *_: ["launch.txt", "checkpoints"])
-    one.send(0, signal.SIGKILL)
-    assert one.end() == 0 and "resuming after step " in one.output(), one.output()
-    assert not differences(one.run_dir, alone("--pp", 2))
+    run = job(None, *LENGTH, "--pp", 2, restarts=3, fault="slow", torchrun=True)
+    run.wait_for(lambda: run.steps() >= 7)
+    shutil.copytree(run.run_dir, tmp_path / "runs" / "nano-002", ignore=lambda *_: ["launch.txt", "checkpoints"])
+    run.send(0, signal.SIGKILL)
+    assert run.end() == 0 and "resuming after step " in run.output(), run.output()
+    assert not differences(run.run_dir, alone("--pp", 2))
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["nano-001", "nano-002"]
 
 
@@ -233,24 +233,24 @@ def test_a_folder_in_use_is_refused_until_its_run_has_ended(job, alone):
 def test_a_rank_that_hangs_is_named_with_the_step(job, fault):
     """Every process group has --timeout: torch's default is half an hour, and a new group does not inherit the world's.
     On a GPU the host sits in a call that does not raise; there the watchdog acts."""
-    one = job("run", "--train-iters", 100_000, "--timeout", 5, "--tp", 2, "--pp", 2, processes=4, fault=fault)
-    one.wait_for(lambda: one.steps() >= 3)
-    hanging = one.send(2, signal.SIGSTOP)
-    moment, steps = time.monotonic(), one.steps()
-    one.wait_for(lambda: "lost its peers" in one.output(), seconds=25)
+    run = job("run", "--train-iters", 100_000, "--timeout", 5, "--tp", 2, "--pp", 2, processes=4, fault=fault)
+    run.wait_for(lambda: run.steps() >= 3)
+    hanging = run.send(2, signal.SIGSTOP)
+    moment, steps = time.monotonic(), run.steps()
+    run.wait_for(lambda: "lost its peers" in run.output(), seconds=25)
     assert 4 < time.monotonic() - moment
-    wait_until(lambda: set(one.ranks().values()) <= {hanging}, seconds=15)
-    one.send(2, signal.SIGKILL)                     # torchrun would do it, after 30 seconds
-    assert one.end() != 0
-    assert any(f"lost its peers in step {step} (dead or hanging: rank 2)" in one.output()
-               for step in (steps + 1, steps + 2)), one.output()
+    wait_until(lambda: set(run.ranks().values()) <= {hanging}, seconds=15)
+    run.send(2, signal.SIGKILL)                     # torchrun would do it, after 30 seconds
+    assert run.end() != 0
+    assert any(f"lost its peers in step {step} (dead or hanging: rank 2)" in run.output()
+               for step in (steps + 1, steps + 2)), run.output()
 
 
 @pytest.mark.exhaustive
 def test_a_device_that_is_never_idle_is_not_taken_for_hanging(job):
     """Each forward and backward is progress, however long the run."""
-    one = job("run", "--train-iters", 80, "--timeout", 6, "--eval-iters", 0, fault="slow device")
-    assert one.end() == 0 and one.steps() == 80, one.output()
+    run = job("run", "--train-iters", 80, "--timeout", 6, "--eval-iters", 0, fault="slow device")
+    assert run.end() == 0 and run.steps() == 80, run.output()
 
 
 # Not finite
@@ -259,22 +259,22 @@ def test_a_device_that_is_never_idle_is_not_taken_for_hanging(job):
     ("loss", [3, 7], ["--tp", 2, "--pp", 2], 4), pytest.param("copy", [3], [], 2, marks=pytest.mark.exhaustive)])
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(job, fault, skipped, flags, processes):
     """Otherwise the ranks would diverge. Also if the bad number is in a copy that the global norm does not count."""
-    one = job("run", "--train-iters", 10, *flags, fault=fault, processes=processes)
-    assert one.end() == 0, one.output()
-    steps = [line for line in one.metrics() if "loss" in line]
+    run = job("run", "--train-iters", 10, *flags, fault=fault, processes=processes)
+    assert run.end() == 0, run.output()
+    steps = [line for line in run.metrics() if "loss" in line]
     assert [line["step"] for line in steps if line["skipped"]] == skipped and len(steps) == 10
     assert all(line["loss"] is not None and line["loss"] < 6 for line in steps if not line["skipped"])
-    assert last_checkpoint(one) == "step-00000010"
+    assert last_checkpoint(run) == "step-00000010"
 
 
 def test_too_many_skipped_steps_end_the_run(job):
     """With an error, and with the weights of the last good step."""
-    one = job("run", "--train-iters", 100, "--save-interval", 5, "--max-skipped-steps", 3, "--tp", 2, "--pp", 2,
+    run = job("run", "--train-iters", 100, "--save-interval", 5, "--max-skipped-steps", 3, "--tp", 2, "--pp", 2,
               fault="losses", processes=4)
-    assert one.end() != 0
+    assert run.end() != 0
     assert ("error: 3 steps in a row, up to step 10, had a loss or gradient that is not finite; start from"
-            in one.output()), one.output()
-    assert "failed in step" not in one.output() and last_checkpoint(one) == "step-00000005"
+            in run.output()), run.output()
+    assert "failed in step" not in run.output() and last_checkpoint(run) == "step-00000005"
 
 
 def test_the_last_good_checkpoint_outlives_any_number_of_skipped_steps(pool, tmp_path):
@@ -314,53 +314,53 @@ def test_consecutive_skipped_steps_are_counted_across_restarts(pool, tmp_path, b
 def test_a_copy_that_differs_in_one_bit_is_named_at_the_next_save(job, flags):
     """Over tp it stays different. Over dp the owner all-gathers the weight again in the next step. Training
     continues."""
-    one = job("run", "--train-iters", 8, "--save-interval", 5, *flags, fault="drift")
-    assert one.end() == 0 and last_checkpoint(one) == "step-00000008", one.output()
-    said = [line for line in one.output().splitlines() if "drifted apart" in line]
-    assert "(final_norm.weight differs between rank 0 and rank 1)" in said[0], one.output()
-    assert len(said) == (2 if flags == ["--tp", 2] else 1), one.output()
+    run = job("run", "--train-iters", 8, "--save-interval", 5, *flags, fault="drift")
+    assert run.end() == 0 and last_checkpoint(run) == "step-00000008", run.output()
+    said = [line for line in run.output().splitlines() if "drifted apart" in line]
+    assert "(final_norm.weight differs between rank 0 and rank 1)" in said[0], run.output()
+    assert len(said) == (2 if flags == ["--tp", 2] else 1), run.output()
 
 
 # No room
 
 def test_a_failed_save_is_a_warning_and_the_next_save_is_tried(job, alone):
     """One rank's disk is full: all ranks learn of it, training continues with the same bits, older checkpoints stay."""
-    one = job("run", *LENGTH, fault="full")
-    assert one.end() == 0, one.output()
+    run = job("run", *LENGTH, fault="full")
+    assert run.end() == 0, run.output()
     for step in (10, 15):
         says = f"warning: the checkpoint of step {step} could not be written: rank 1: OSError: [Errno 28] No space left"
-        assert says in one.output(), one.output()
-    kept = [folder.name for folder in checkpoints_of(one.run_dir)]
+        assert says in run.output(), run.output()
+    kept = [folder.name for folder in checkpoints_of(run.run_dir)]
     assert kept == ["step-00000024", "step-00000020", "step-00000005"]
-    assert not differences(one.run_dir, alone())
-    assert not one.saving(), "an unfinished one would keep a full disk full"
+    assert not differences(run.run_dir, alone())
+    assert not run.saving(), "an unfinished one would keep a full disk full"
 
 
 @pytest.mark.exhaustive
 def test_a_failed_last_save_is_an_error(job):
     """No later save can succeed, so the exit code tells; the previous checkpoint stays."""
-    one = job("run", *LENGTH, fault="full at the end")
-    assert one.end() != 0 and "the checkpoint of step 24 could not be written" in one.output(), one.output()
-    assert last_checkpoint(one) == "step-00000020"
+    run = job("run", *LENGTH, fault="full at the end")
+    assert run.end() != 0 and "the checkpoint of step 24 could not be written" in run.output(), run.output()
+    assert last_checkpoint(run) == "step-00000020"
 
 
 @pytest.mark.exhaustive
 def test_a_read_only_folder_does_not_stop_training(job, alone, tmp_path):
     """The disk turns read-only, as failing disks do, and later becomes writable again."""
     folder = tmp_path / "run" / "checkpoints"
-    one = job("run", *LENGTH, fault="slow")
-    one.wait_for(lambda: checkpoints_of(one.run_dir) and not one.saving())
+    run = job("run", *LENGTH, fault="slow")
+    run.wait_for(lambda: checkpoints_of(run.run_dir) and not run.saving())
     if subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True).returncode:
         pytest.skip("needs the right to mount")
     try:
         subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
-        one.wait_for(lambda: "could not be written" in one.output())
-        assert "Read-only file system" in one.output(), one.output()
-        assert len(checkpoints_of(one.run_dir)) == 1
+        run.wait_for(lambda: "could not be written" in run.output())
+        assert "Read-only file system" in run.output(), run.output()
+        assert len(checkpoints_of(run.run_dir)) == 1
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
-    assert one.end() == 0, one.output()
-    assert not differences(one.run_dir, alone())
+    assert run.end() == 0, run.output()
+    assert not differences(run.run_dir, alone())
 
 
 @pytest.mark.exhaustive
@@ -371,13 +371,13 @@ def test_a_full_disk_does_not_stop_training(job, alone, tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("needs the right to mount")
     try:
-        one = job("disk/run", *LENGTH, fault="slow")
-        one.wait_for(lambda: one.steps() >= 6 and checkpoints_of(one.run_dir) and not one.saving())
+        run = job("disk/run", *LENGTH, fault="slow")
+        run.wait_for(lambda: run.steps() >= 6 and checkpoints_of(run.run_dir) and not run.saving())
         fill_disk(disk / "ballast")
-        one.wait_for(lambda: "could not be written" in one.output())
+        run.wait_for(lambda: "could not be written" in run.output())
         (disk / "ballast").unlink()
-        assert one.end() == 0, one.output()
-        assert not differences(one.run_dir, alone())
+        assert run.end() == 0, run.output()
+        assert not differences(run.run_dir, alone())
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -396,10 +396,10 @@ def test_damaged_checkpoints_are_named_and_the_previous_one_is_used(job, alone, 
     data[0].write_bytes(content)
     data[1].write_bytes(data[1].read_bytes()[:-1])
     data[2].unlink()
-    one = job("run", *LENGTH, "--keep-last", 4)
-    assert one.end() == 0 and f"resuming after step {int(good.name[5:])} of 24" in one.output(), one.output()
+    run = job("run", *LENGTH, "--keep-last", 4)
+    assert run.end() == 0 and f"resuming after step {int(good.name[5:])} of 24" in run.output(), run.output()
     for path, what in zip(data, ("is damaged", "should have", "is missing")):
-        assert any(line.startswith(f"warning: {path} {what}") for line in one.output().splitlines()), one.output()
+        assert any(line.startswith(f"warning: {path} {what}") for line in run.output().splitlines()), run.output()
     assert not differences(run_dir, alone("--keep-last", 4))
 
 

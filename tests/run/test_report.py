@@ -44,9 +44,9 @@ def test_the_layers_shown_for_each_stage_are_the_models(schedule, chunks, layers
     assert [describe_stage(config, stage) for stage in range(2)] == held
     for stage, words in enumerate(held):
         model = meta_stage(config, stage)
-        numbers = [list(map(int, re.findall(r"\d+", one))) for one in words.split(";")]
+        numbers = [list(map(int, re.findall(r"\d+", shown))) for shown in words.split(";")]
         assert [[chunk.layers[end].mlp.site for end in (0, -1)] for chunk in model.chunks] == [
-            [f"layers.{one[end]}.mlp" for end in (0, -1)] for one in numbers]
+            [f"layers.{shown[end]}.mlp" for end in (0, -1)] for shown in numbers]
         assert ("embedding" in words, "head" in words) == (model.pre_process, model.post_process)
 
 
@@ -75,26 +75,26 @@ def test_splits_with_enough_samples_are_not_mentioned(report, capsys):
 
 
 def test_only_slow_steps_are_announced(report, capsys):
-    one = report()
+    shown = report()
     capsys.readouterr()
-    one.estimate(0.3, 10**9)
+    shown.estimate(0.3, 10**9)
     assert capsys.readouterr().out == ""
-    one.estimate(41.2, 12_345_678_901)
+    shown.estimate(41.2, 12_345_678_901)
     said = "a step will take about 41 s, and the fullest rank will need about 12.3 GB of memory"
     assert said in capsys.readouterr().out
 
 
 def test_the_bar_moves_within_a_slow_step(report, monkeypatch):
-    one, said = report(), []
-    one.bar = SimpleNamespace(set_postfix_str=said.append)
-    one.action(1, 8)
+    shown, said = report(), []
+    shown.bar = SimpleNamespace(set_postfix_str=said.append)
+    shown.action(1, 8)
     assert said == [], "the step has just begun"
     monkeypatch.setattr(nanodomino.run.report, "BAR_INTERVAL", 0.0)
     time.sleep(0.01)
-    one.action(3, 8)
+    shown.action(3, 8)
     assert said == ["3 of 8 forward and backward passes of this step"]
     silent = report(enabled=False)
-    silent.bar = one.bar
+    silent.bar = shown.bar
     silent.action(5, 8)
     assert len(said) == 1, "only rank 0 has a screen"
 
@@ -107,8 +107,8 @@ def test_mfu_counts_the_gpus_of_all_hosts(tmp_path, monkeypatch):
     place = SimpleNamespace(device=torch.device("cuda"), pp=1, picture=lambda held: "")
     corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
                              tokens=dict(train=999, valid=999, test=999))
-    one = Report(config, corpus, place, tmp_path, 0, enabled=True)
-    one.step(1, StepResult(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0), 0.1, seconds=1e-6)
+    shown = Report(config, corpus, place, tmp_path, 0, enabled=True)
+    shown.step(1, StepResult(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0), 0.1, seconds=1e-6)
     mfu = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["mfu"]
     assert mfu == pytest.approx(48 * 8 * flops_per_token(config) / 1e-6 / (16 * 989e12), rel=1e-12)
 
@@ -187,8 +187,8 @@ def test_lines_that_a_resumed_run_will_redo_are_cut_silently(tmp_path, last):
 
 def test_a_partly_written_line_is_completed_later(report, tmp_path, capsys):
     """write() to a nearly full disk stores what fits and returns its size; only the next write fails."""
-    one = report()
-    write, room = one.metrics.write, [12, 0, 0, 5]
+    shown = report()
+    write, room = shown.metrics.write, [12, 0, 0, 5]
 
     def nearly_full(data):
         fits = room.pop(0) if room else len(data)
@@ -196,8 +196,8 @@ def test_a_partly_written_line_is_completed_later(report, tmp_path, capsys):
             raise OSError(28, "No space left on device")
         return write(data[:fits])
 
-    one.metrics = SimpleNamespace(write=nearly_full)
+    shown.metrics = SimpleNamespace(write=nearly_full)
     for step in range(1, 7):
-        one.record(step=step, loss=1.0)
+        shown.record(step=step, loss=1.0)
     assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[1:] == lines_of(*range(1, 7))
     assert capsys.readouterr().out.count("metrics.jsonl can't be written") == 1

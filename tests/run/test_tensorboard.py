@@ -78,12 +78,12 @@ def test_a_resumed_run_leaves_no_stale_and_no_double_points(pool, tmp_path, show
 def test_points_are_on_disk_at_once(tmp_path, shown):
     """A kill a moment later loses nothing. An incomplete line waits for its rest; a damaged line is skipped."""
     path, said = tmp_path / "metrics.jsonl", []
-    one = TensorBoardWriter(tmp_path / "board", path, 0, said.append)
+    writer = TensorBoardWriter(tmp_path / "board", path, 0, said.append)
     with open(path, "ab", buffering=0) as metrics:
         for text, steps in ((b'{"step": 1, "loss": 1.0}\n', [1]), (b'{"step": 2, "lo', [1]),
                             (b'ss": 2.0}\nnothing\n', [1, 2]), (b'{"step": 3, "loss": 3.0}\n', [1, 2, 3])):
             metrics.write(text)
-            one.update()
+            writer.update()
             assert [step for step, _ in shown(tmp_path / "board").get("loss", [])] == steps
     assert not said
 
@@ -93,7 +93,7 @@ def test_points_that_could_not_be_written_are_written_later(tmp_path, shown, mon
     from torch.utils import tensorboard
 
     path, said, flush = tmp_path / "metrics.jsonl", [], tensorboard.SummaryWriter.flush
-    one = TensorBoardWriter(tmp_path / "board", path, 0, said.append)
+    writer = TensorBoardWriter(tmp_path / "board", path, 0, said.append)
 
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -108,7 +108,7 @@ def test_points_that_could_not_be_written_are_written_later(tmp_path, shown, mon
             with monkeypatch.context() as patch:
                 for fault in faults.get(step, ()):
                     patch.setattr(*fault)
-                one.update()
+                writer.update()
             assert len(said) == (step > 2) + (step > 5)
     assert shown(tmp_path / "board") == {"loss": [(step, step) for step in range(1, 10)]}
     assert "can't be written (No space left on device); training continues" in said[0]
@@ -131,7 +131,7 @@ def test_a_full_disk_loses_no_point(tmp_path, shown):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("needs the right to mount")
     try:
-        one = TensorBoardWriter(disk / "board", tmp_path / "metrics.jsonl", 0, said.append)
+        writer = TensorBoardWriter(disk / "board", tmp_path / "metrics.jsonl", 0, said.append)
         with open(tmp_path / "metrics.jsonl", "ab", buffering=0) as metrics:
             for step in range(1, 31):
                 if step == 10:
@@ -139,7 +139,7 @@ def test_a_full_disk_loses_no_point(tmp_path, shown):
                 if step == 20:
                     (disk / "ballast").unlink()
                 metrics.write(b'{"step": %d, "loss": %d.0}\n' % (step, step))
-                one.update()
+                writer.update()
         assert len(said) == 1 and shown(disk / "board") == {"loss": [(step, step) for step in range(1, 31)]}
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

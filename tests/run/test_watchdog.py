@@ -44,20 +44,20 @@ def watched(monkeypatch):
 
     def watched(timeout, device, seconds=3.0, backends=(), signals=None):
         ends, begin = [], time.monotonic()
-        one = Watchdog(LaunchInfo(), meta_mesh(1, 1, 1), timeout)
-        one.queue, one.nccl_backends = device or one.queue, backends
-        one.context = dict(step=7, signals=signals)
+        guard = Watchdog(LaunchInfo(), meta_mesh(1, 1, 1), timeout)
+        guard.queue, guard.nccl_backends = device or guard.queue, backends
+        guard.context = dict(step=7, signals=signals)
 
         def fail(place, error):
             ends.append((time.monotonic() - begin, error))
-            one.finished.set()                                      # the real one does not come back
+            guard.finished.set()                                      # the real one does not come back
 
         monkeypatch.setattr(watchdog, "report_and_exit", fail)
-        with one:
+        with guard:
             for _ in range(len(device.moments) if device else 3):
-                one.mark(1, 2)
-            one.thread.join(seconds)
-        one.thread.join()
+                guard.mark(1, 2)
+            guard.thread.join(seconds)
+        guard.thread.join()
         return ends
 
     return watched
