@@ -34,22 +34,22 @@ from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.presets import LR_DECAY_STYLES
-from nanodomino.corpus.folder import Corpus, load_corpus
+from nanodomino.corpus.prepared_folder import Corpus, load_corpus
 from nanodomino.data import Batch, EndOfText, TokenDataset, sample_ids_of
-from nanodomino.domino import Domino, run_alone
+from nanodomino.domino import Domino, run_to_end
 from nanodomino.errors import UserError, require
-from nanodomino.generate.sampling import generate
+from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import GPT
 from nanodomino.run.agreement import check_agreement, from_rank_0
-from nanodomino.run.check_copies import drifted_copies, make_compiler_deterministic
+from nanodomino.run.check_copies import drift_warning, make_compiler_deterministic
 from nanodomino.run.command_line import from_command_line
-from nanodomino.run.failure import run_rank
-from nanodomino.run.folder import Run, check_shared_folder, open_run
+from nanodomino.run.rank_process import run_rank
 from nanodomino.run.report import Report
+from nanodomino.run.run_folder import Run, check_shared_folder, open_run
 from nanodomino.run.signals import StopSignal
 from nanodomino.run.tensorboard import check_package
-from nanodomino.run.watchdog import Watchdog, connection_timeout
+from nanodomino.run.watchdog import Watchdog, end_unless_connected
 from nanodomino.schedules.placement import Timetable
 from nanodomino.timeline.draw import draw_timeline
 from nanodomino.zero import StepResult, ZeroOptimizer
@@ -137,7 +137,7 @@ def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDatas
                  shuffle=True, on_gradients_ready=None, on_action=None, loss_scale=1.0):
     """Run a schedule over the microbatches of global batch `step`, which counts from 0."""
     return pipeline.run(table, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
-                        config.hidden_shape, config.params_dtype, on_gradients_ready, stage.trace, on_action,
+                        config.residual_shape, config.params_dtype, on_gradients_ready, stage.trace, on_action,
                         loss_scale)
 
 
@@ -160,11 +160,11 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=mesh.device)
     batch = Batch.from_rows(rows, [0] * len(rows), counted=0)
     for number, chunk in enumerate(stage.model.chunks):
-        hidden = None if chunk.pre_process else torch.zeros(config.hidden_shape, dtype=config.params_dtype,
+        hidden = None if chunk.pre_process else torch.zeros(config.residual_shape, dtype=config.params_dtype,
                                                             device=mesh.device)
-        run_alone(stage.forward(batch, hidden, training=False, chunk=number))
-        output, tape = run_alone(stage.forward(batch, hidden, chunk=number))
-        run_alone(stage.backward(tape, torch.zeros_like(output), optimizer.on_gradients_ready))
+        run_to_end(stage.forward(batch, hidden, training=False, chunk=number))
+        output, tape = run_to_end(stage.forward(batch, hidden, chunk=number))
+        run_to_end(stage.backward(tape, torch.zeros_like(output), optimizer.on_gradients_ready))
     optimizer.warm_up()
 
 
@@ -214,7 +214,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             if "valid" in datasets and config.eval_iters and (step % config.eval_interval == 0 or last):
                 report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh, watchdog.mark))
             if step % config.save_interval == 0 or last or stop:
-                if warning := drifted_copies(model, optimizer, mesh):
+                if warning := drift_warning(model, optimizer, mesh):
                     report.say(f"warning: {warning}")
                 saver.save(step, model, optimizer, config)
                 report.draw_curve()
@@ -288,7 +288,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
         torch.use_deterministic_algorithms(True, warn_only=True)
     if config.compile and config.tp > 1:                       # each rank compiles for itself, but must compute alike
         make_compiler_deterministic()
-    with connection_timeout(launch, config.timeout):
+    with end_unless_connected(launch, config.timeout):
         start_world(launch, device, config.timeout)
         mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
     check_agreement(config)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from benchmarks.common import Times, add_config_flags, bytes_text, config_of, gathered, progress, ratios, table
 from nanodomino.analysis.sizes import parameter_count
-from nanodomino.analysis.step_time import slowest, synchronize
-from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.analysis.step_time import slowest, synchronize_ranks
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.checkpoint.save import Saver
@@ -73,7 +73,7 @@ def answer(flags, launch):
         saver = Saver(folder, mesh, keep_last=1)
         measured, size, largest = measure(saver, model, optimizer, flags.repeats + 1)
     finally:
-        synchronize(device)
+        synchronize_ranks(device)
         if launch.rank == 0:
             shutil.rmtree(folder)
     times = {name: Times(tuple(seconds[1:])) for name, seconds in measured.items()}
@@ -99,7 +99,7 @@ def measure(saver: Saver, model: GPT, optimizer: ZeroOptimizer, rounds: int) -> 
     with progress(rounds) as bar:
         for step in range(1, rounds + 1):
             bar.set_description_str(f"round {step} of {rounds}: save")
-            synchronize(device)
+            synchronize_ranks(device)
             start = time.perf_counter()
             saver.save(step, model, optimizer, model.config)
             measured["stall"].append(slowest(time.perf_counter() - start))

@@ -24,7 +24,7 @@ import train
 from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, config_of, describe, gathered,
                                layout_of, table)
 from nanodomino.analysis import expected_traffic, sizes
-from nanodomino.comm.collectives import TAGS
+from nanodomino.comm.scatter_and_gather import TAGS
 from nanodomino.comm.world import find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.domino import Domino
@@ -75,8 +75,8 @@ def build(config: Config, launch):
 class CollectiveCounter(TorchDispatchMode):
     """Counts what its thread hands to process groups: counts[group, kind] = (calls, bytes).
 
-    On CPUs a reduce-scatter or an all-gather over n ranks is sent as n - 1 messages (comm/collectives.py), so such a
-    message counts as 1/(n-1) of a call with n/(n-1) times the message's bytes.
+    On CPUs a reduce-scatter or an all-gather over n ranks is sent as n - 1 messages (comm/scatter_and_gather.py), so
+    such a message counts as 1/(n-1) of a call with n/(n-1) times the message's bytes.
     """
 
     def __init__(self, mesh: Mesh):

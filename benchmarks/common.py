@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from nanodomino.analysis.step_time import slowest, synchronize
+from nanodomino.analysis.step_time import slowest, synchronize_ranks
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.config import Config
 from nanodomino.config.flags import add_flags
@@ -142,7 +142,7 @@ def wire_for(flags, world_size: int):
     """Return the slow wire of --wire as a context manager that yields each rank's (command prefix, environment)."""
     if getattr(flags, "wire", None) is None:
         return nullcontext(None)
-    from benchmarks.wire import slow_wire
+    from benchmarks.slow_network import slow_wire
     return slow_wire(flags.wire, world_size)
 
 
@@ -284,7 +284,7 @@ def compare(alternatives: dict, repeats: int, device=torch.device("cpu"), about=
             for name in shuffled.sample(list(alternatives), len(alternatives)):
                 words = name if isinstance(name, str) else " ".join(name)
                 bar.set_description_str(f"{about}round {round_} of {repeats + 1}: {words}")
-                synchronize(device)
+                synchronize_ranks(device)
                 start = time.perf_counter()
                 alternatives[name]()
                 if device.type == "cuda":

@@ -22,7 +22,7 @@ from benchmarks.common import Times, add_config_flags, compare, config_of, ratio
 from nanodomino.comm.world import find_device
 from nanodomino.config.config import Config
 from nanodomino.data import Batch
-from nanodomino.domino import Domino, run_alone
+from nanodomino.domino import Domino, run_to_end
 from nanodomino.errors import require
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
@@ -94,10 +94,10 @@ class Tape:
         self.stage, self.batch = stage, batch
 
     def forward(self):
-        return run_alone(self.stage.forward(self.batch))[1]
+        return run_to_end(self.stage.forward(self.batch))[1]
 
     def both(self):
-        run_alone(self.stage.backward(self.forward(), self.batch.loss_mask))
+        run_to_end(self.stage.backward(self.forward(), self.batch.loss_mask))
 
 
 def report(config: Config, device, times: dict[tuple[str, str], Times]):

@@ -189,8 +189,9 @@ class AllocationPeak(TorchDispatchMode):
 
 def predict(config: Config, mesh) -> dict[str, int]:
     """Return the formulas' values for measure()."""
-    return {**expected_memory.state_bytes(config, mesh), "activations": expected_memory.tape_bytes(config, mesh),
-            **({"host": expected_memory.host_bytes(config, mesh)} if expected_memory.offloads_to_host(config) else {}),
+    return {**expected_memory.state_bytes(config, mesh), "activations": expected_memory.peak_tape_bytes(config, mesh),
+            **({"host": expected_memory.peak_host_bytes(config, mesh)}
+               if expected_memory.offloads_to_host(config) else {}),
             "peak": expected_memory.peak_bytes(config, mesh)}
 
 
@@ -218,7 +219,7 @@ def report(config: Config, measured: list[dict]):
 def layer_text(config: Config) -> str:
     """Return a table of what a tape keeps of a layer, in units of X, and of what is left for weight gradients."""
     x, kept = sizes.hidden_bytes(config), expected_memory.layer_tape_bytes(config)
-    left = expected_memory.layer_weight_gradient_bytes(config)
+    left = expected_memory.layer_deferred_bytes(config)
     columns = [{**parts, "total": sum(parts.values())} for parts in (kept, left)]
     return table([f"a layer and microbatch; X = {bytes_text(x)}", "kept / X", "bytes", "left / X", "bytes"],
                  [[name, *(cell for parts in columns for cell in

@@ -23,7 +23,7 @@ of domino and of paired, whose seconds are d:
 
     python bench.py overlap                         over the loopback, or between GPUs; --timeline draws it
     sudo python bench.py overlap --wire 700mbit --microbatches 8
-    sudo python bench.py overlap --wire 500mbit     a slow network between the ranks: see wire.py
+    sudo python bench.py overlap --wire 500mbit     a slow network between the ranks: see slow_network.py
     python bench.py overlap --tp 8 --model gpt3-13b --num-layers 4 --dtype bfloat16 --micro-batch-size 4   on eight GPUs
 
 On CPUs each rank has one core, which also handles its network traffic.
@@ -40,9 +40,9 @@ import torch.distributed as dist
 from benchmarks.common import (GPT2, SAME, Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text,
                                compare, config_of, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, mean_loss
-from benchmarks.wire import INTERFACE
+from benchmarks.slow_network import INTERFACE
 from nanodomino import pipeline
-from nanodomino.comm.collectives import all_gather, reduce_scatter
+from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import find_device, start_world
 from nanodomino.domino import Domino
@@ -50,7 +50,7 @@ from nanodomino.errors import require
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
 from nanodomino.overlap.flight import result_of
-from nanodomino.overlap.sequence_parallel import ReplicatedStream
+from nanodomino.overlap.sequence_parallel import ReplicatedResidual
 from nanodomino.schedules.actions import Forward, InputBackward, WeightBackward
 from nanodomino.schedules.placement import Placement, Timetable, timetable
 from nanodomino.timeline.draw import gather, picture
@@ -128,7 +128,7 @@ def prepare(config, mesh, batches):
     megatron, domino = Domino(model, 1, 1, backend), Domino(model, config.slices, config.columns, backend)
     later = apart(len(batches))
     whole = Domino(model, config.slices, config.columns, backend)
-    whole.ops.stream = ReplicatedStream(mesh.tp_group)
+    whole.ops.stream = ReplicatedResidual(mesh.tp_group)
     silent = silenced(Domino(model, config.slices, config.columns, backend))
     plain = dtensor_model(config, mesh)
     steps = {"blocking": lambda: blocking_step(model, batches),

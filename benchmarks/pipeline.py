@@ -57,7 +57,7 @@ from nanodomino.model import stage_layers
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement import Placement, Timetable
 from nanodomino.schedules.simulation import simulate, step_time
-from nanodomino.timeline.recording import actions, difference, spans_of, union
+from nanodomino.timeline.merged_trace import actions, difference, spans_of, union
 from nanodomino.zero import ZeroOptimizer
 
 RECORDED_ROUNDS = 3          # at most, for the idle times
@@ -164,7 +164,7 @@ class RunnerSide(PlainSide):
         config, mesh, plain = self.config, self.parts.mesh, self.parts.plain
         plain.zero_grad(set_to_none=True)
         get_batch = partial(train.get_batch, self.tokens, config, mesh, 0, False)
-        return pipeline.run(config.timetable, self, mesh, get_batch, self.forward_step, config.hidden_shape,
+        return pipeline.run(config.timetable, self, mesh, get_batch, self.forward_step, config.residual_shape,
                             config.params_dtype, trace=self.parts.trace).loss_sum.item()
 
     def forward_step(self, batch, stage, hidden, chunk, training):

@@ -33,7 +33,7 @@ from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, d
 from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
 from nanodomino.analysis.hardware import PEAK_FLOPS
 from nanodomino.analysis.sizes import parameter_count
-from nanodomino.analysis.step_time import Machine, slowest, synchronize
+from nanodomino.analysis.step_time import Machine, slowest, synchronize_ranks
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PUBLISHED_VOCABULARIES
 from nanodomino.config.setting import flag_name
@@ -145,7 +145,7 @@ def plan(config: Config, flags):
         f"usable {bytes_text(usable)}; model state {expected_memory.state_bytes_per_parameter(config):.2f} bytes per "
         f"parameter; stage 0 has up to {expected_memory.microbatches_in_flight(config, stages[0]):.3g} microbatches in "
         "flight",
-        *([f"host memory of a GPU of stage 0: {bytes_text(expected_memory.host_bytes(config, stages[0]))}"]
+        *([f"host memory of a GPU of stage 0: {bytes_text(expected_memory.peak_host_bytes(config, stages[0]))}"]
           if expected_memory.offloads_to_host(config) else []),
         *([] if fits else [why_not(config, needs, usable), what_helps(config, machine, flags, usable)]), "",
         table(["communication of a GPU in a step", "collective", "ranks", "calls", "bytes", "sent", "time"],
@@ -159,7 +159,7 @@ def plan(config: Config, flags):
     return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config), "gpu": flags.gpu,
                   "gpus": config.world_size, **layout_of(config), "microbatches": config.microbatches, "fits": fits,
                   "usable_bytes": usable, "memory": needs,
-                  "host_memory": [expected_memory.host_bytes(config, mesh) for mesh in stages],
+                  "host_memory": [expected_memory.peak_host_bytes(config, mesh) for mesh in stages],
                   "communication": [[dataclasses.asdict(traffic)
                                      for traffic in expected_traffic.step_traffic(config, mesh)] for mesh in stages],
                   "bubble": bubble, "parts_s": parts, "step_s": seconds, "mfu": used,
@@ -207,8 +207,8 @@ def flags_text(changes: dict) -> str:
 
 def memory_terms(config: Config, mesh) -> dict[str, int]:
     """Return a rank's bytes by MEMORY_TERMS. Without communicators their sum is expected_memory.peak_bytes."""
-    return {**expected_memory.state_bytes(config, mesh), "activations": expected_memory.tape_bytes(config, mesh),
-            "messages": expected_memory.message_bytes(config, mesh),
+    return {**expected_memory.state_bytes(config, mesh), "activations": expected_memory.peak_tape_bytes(config, mesh),
+            "messages": expected_memory.peak_message_bytes(config, mesh),
             "working": expected_memory.working_bytes(config, mesh),
             "communicators": expected_memory.communicator_bytes(config, mesh)}
 
@@ -336,7 +336,7 @@ def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
     for step in range(4, 4 + repeats):
         machines.append(step_time.measure_machine(config, mesh))
         predicted.append(sum(step_time.step_seconds(config, machines[-1]).values()))
-        synchronize(mesh.device)
+        synchronize_ranks(mesh.device)
         start = time.perf_counter()
         train.train_step(step, stage, optimizer, dataset, config, mesh)
         measured.append(slowest(time.perf_counter() - start))

@@ -70,7 +70,7 @@ def report(config, times: dict[str, Times], held: list[dict]):
     rows, record = [], {"question": "recompute"}
     for granularity, time in times.items():
         here, ratio = changed(config, granularity), ratios(time, times["none"])
-        expected = [expected_memory.tape_bytes(here, mesh) for mesh in sizes.all_meshes(here)]
+        expected = [expected_memory.peak_tape_bytes(here, mesh) for mesh in sizes.all_meshes(here)]
         found = [by_rank[granularity] for by_rank in held]
         error = max(abs(measured / formula - 1) for measured, formula in zip(found, expected))
         layer = sum(expected_memory.layer_tape_bytes(here).values()) / sizes.hidden_bytes(here)

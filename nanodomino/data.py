@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanodomino.corpus.folder import Corpus
+from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import require
 from nanodomino.layers.positions import document_ids, positions_within_documents
 

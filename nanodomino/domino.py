@@ -38,9 +38,9 @@ So forward keeps a tape, and backward is a second generator that walks it:
                                                           grad_x, grad_y = backward of residual + norm
 
 A residual + norm belongs to two sublayers: it adds the output of the previous one and normalizes the input of the next
-(residual_norm.py). Everything between h and y is the sublayer's *inside* (layers/linear_pair.py); this file only knows
-norms, collectives and turns. Weight gradients are deferred until the input gradient's all-reduce is in flight, because
-no other rank waits for them.
+(residual_norm.py). Everything between h and y is the sublayer's *inside* (layers/sublayer_inside.py); this file only
+knows norms, collectives and turns. Weight gradients are deferred until the input gradient's all-reduce is in flight,
+because no other rank waits for them.
 
 **What stays exposed.** When the last slice launches its last all-reduce of a sublayer chain, the other slices have no
 matmuls left. In backward its own weight gradients hide it. In forward nothing does: each microbatch exposes one slice's
@@ -61,8 +61,8 @@ from functools import partial
 import torch
 
 from nanodomino.comm.trace import NO_TRACE
+from nanodomino.layers.dropout_and_positions import MasksAndPositions, add_residual
 from nanodomino.layers.main_grad import add_gradients
-from nanodomino.layers.masks_and_positions import MasksAndPositions, add_residual
 from nanodomino.overlap.embedding_and_head import EmbeddingAndHead, HeadTape
 from nanodomino.overlap.recompute import TapeEntry, TapePolicy
 from nanodomino.overlap.residual_norm import ResidualNorm, bias_and_mask, residual_backward
@@ -84,7 +84,7 @@ def interleave(generators, trace):
 
 
 @torch.no_grad()
-def run_alone(generator):
+def run_to_end(generator):
     """Resume a generator until it ends; return its result."""
     while True:
         try:
@@ -93,7 +93,7 @@ def run_alone(generator):
             return end.value
 
 
-class SublayerStep:
+class SublayerParts:
     """Holds the parts of a sublayer that a slice uses as plain attributes: a Module's lookups would take a tenth of the
     host's time."""
 
@@ -134,7 +134,7 @@ class Domino:
     """Runs a pipeline stage of a GPT forward and backward, its slices interleaved. Gradients are added to main_grad.
 
     Nearly every method is a generator. pipeline.run resumes forward, backward and weight_backward of one microbatch, or
-    of two at once; run_alone() runs one to its end.
+    of two at once; run_to_end() runs one to its end.
     """
 
     def __init__(self, model, slices=1, columns=1, compile_backend=None, trace=NO_TRACE):
@@ -145,7 +145,7 @@ class Domino:
         self.residual_norm = ResidualNorm(model.chunks[0].sublayers[0].norm, compiled or (lambda function: function))
         self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled)
         self.tape_policy = TapePolicy(model.config, self.mesh.device, slices, self.residual_norm)
-        self.steps = {chunk: [SublayerStep(sublayer) for sublayer in chunk.sublayers] for chunk in model.chunks}
+        self.steps = {chunk: [SublayerParts(sublayer) for sublayer in chunk.sublayers] for chunk in model.chunks}
 
     # ---- the stage, as the pipeline sees it
 

@@ -29,8 +29,8 @@ from torch import nn
 
 from nanodomino.layers.attention import Attention
 from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
-from nanodomino.layers.main_grad import add_gradients, wide
-from nanodomino.layers.masks_and_positions import MasksAndPositions, drop, seeded_generator
+from nanodomino.layers.dropout_and_positions import MasksAndPositions, drop, seeded_generator
+from nanodomino.layers.main_grad import add_gradients, wide_dtype
 from nanodomino.layers.mlp import MLP
 from nanodomino.layers.norms import Norm
 from nanodomino.layers.sublayer import Sublayer
@@ -75,7 +75,7 @@ class Embedding(nn.Module):
         if self.position_embeddings is not None:
             weight = self.position_embeddings.weight
             add_gradients([weight], [torch.ops.aten.embedding_dense_backward(
-                gradient.to(wide(gradient)), positions, len(weight), -1, False)])
+                gradient.to(wide_dtype(gradient)), positions, len(weight), -1, False)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,7 +67,7 @@ class P2PCommunicator:
             (dist.irecv, self.placement.source(self.stage, message)[0], message,
              torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device))
             for message in self.receives[actions_done]]
-        batch, self.outbox = receives + self.outbox, []            # receives first: collectives.py says why
+        batch, self.outbox = receives + self.outbox, []            # receives first: scatter_and_gather.py says why
         if not batch:
             return
         works = dist.batch_isend_irecv([dist.P2POp(op, tensor, self.mesh.stage_rank(peer), self.mesh.pp_group,
@@ -127,7 +127,7 @@ class Totals:
     tokens: torch.Tensor
 
 
-def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_shape, dtype, on_gradients_ready=None,
+def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, residual_shape, dtype, on_gradients_ready=None,
         trace=NO_TRACE, on_action=None, loss_scale=1.0) -> Totals:
     """Execute a schedule on this stage.
 
@@ -135,7 +135,7 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_sha
     get_batch(microbatch, chunk): returns a Batch.
     forward_step(batch, stage, hidden, chunk, training): a generator that returns (output, tape, loss_func), where
         loss_func(output) returns (sum of the losses that count, number of tokens that count).
-    hidden_shape: [b, s, h], the shape of each message.
+    residual_shape: [b, s, h], the shape of each message.
     on_gradients_ready: see Domino.backward.
     on_action(done, count): called after each action, to report progress.
 
@@ -143,7 +143,7 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, hidden_sha
     global number of tokens, once per step.
     """
     actions, placement = table.rows[mesh.pp_rank], table.placement
-    messages = P2PCommunicator(mesh, table, hidden_shape, dtype, trace)
+    messages = P2PCommunicator(mesh, table, residual_shape, dtype, trace)
     totals = Totals(*torch.zeros(2, dtype=torch.float64, device=mesh.device))
     training = any(half.kind != "forward" for action in actions for half in action.halves)
     tapes = {}                           # (microbatch, chunk) -> (tape, (loss sum, output) at the model's end)

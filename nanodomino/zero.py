@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.collectives import all_gather, reduce_scatter
+from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.optim.buckets import Bucket, ParameterKind, sort_into_buckets
 from nanodomino.optim.loss_scale import LossScale

@@ -39,9 +39,9 @@ import train
 from nanodomino import domino, model, zero
 from nanodomino.analysis import expected_memory, sizes
 from nanodomino.checkpoint import load, save
-from nanodomino.checkpoint.folders import newest_intact_checkpoint
+from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
 from nanodomino.checkpoint.manifest import file_digests, manifest_text
-from nanodomino.layers import attention, linear_pair, masks_and_positions
+from nanodomino.layers import attention, dropout_and_positions, sublayer_inside
 from nanodomino.optim import buckets, loss_scale
 from nanodomino.overlap import embedding_and_head, flight, residual_norm, sequence_parallel, slice_ops
 from nanodomino.overlap.flight import Flight
@@ -124,7 +124,7 @@ def same_shards(config):
             if weight.init_std is None:
                 weight.fill_(weight.init_value)
             else:
-                generator = masks_and_positions.seeded_generator("cpu", config.seed, name)
+                generator = dropout_and_positions.seeded_generator("cpu", config.seed, name)
                 weight.copy_(torch.empty(weight.shape).normal_(0.0, weight.init_std, generator=generator))
     return [(model.GPT, "initialize", initialize)]
 
@@ -202,7 +202,7 @@ def own_loss(config):
 # ---- tensor parallelism
 
 @pitfall("A row-parallel bias is added before the all-reduce",
-         "`nanodomino/layers/masks_and_positions.py`, `add_residual`: adds the bias after the sum over ranks", **TP)
+         "`nanodomino/layers/dropout_and_positions.py`, `add_residual`: adds the bias after the sum over ranks", **TP)
 def bias_before_the_sum(config):
     """Every rank adds the bias to its partial result, so the sum contains it t times. A fresh model has zero biases, so
     nothing shows at first; then the optimizer learns biases that are t times too small. A checkpoint of such a run
@@ -255,12 +255,12 @@ def summed_twice(config):
 
 
 @pitfall("A replicated input's gradients are not all-reduced",
-         "`nanodomino/layers/linear_pair.py`, `LinearPair.backward`: launches the all-reduce", **TP)
+         "`nanodomino/layers/sublayer_inside.py`, `LinearPair.backward`: launches the all-reduce", **TP)
 def not_summed(config):
     """The conjugate bug: every rank has a copy of h and computes a partial gradient of it. Without the all-reduce each
     rank continues with its own part. The norms' weights, which are replicated, diverge in the first step, and from then
     on the ranks train different models."""
-    inside, head = linear_pair.LinearPair.backward, embedding_and_head.EmbeddingAndHead.head_backward
+    inside, head = sublayer_inside.LinearPair.backward, embedding_and_head.EmbeddingAndHead.head_backward
 
     def inside_alone(self, ops, *arguments):
         with mock.patch.object(ops.stream, "reduce", Flight):
@@ -269,7 +269,7 @@ def not_summed(config):
     def head_alone(self, *arguments):
         with mock.patch.object(self.ops.stream, "reduce", Flight):
             return head(self, *arguments)
-    return [(linear_pair.LinearPair, "backward", inside_alone),
+    return [(sublayer_inside.LinearPair, "backward", inside_alone),
             (embedding_and_head.EmbeddingAndHead, "head_backward", head_alone)]
 
 
@@ -332,30 +332,30 @@ def swapped_groups(config):
 # ---- dropout
 
 @pitfall("Tensor-parallel ranks drop different elements of the residual stream",
-         "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions`: a mask is a function of (seed, sample, "
+         "`nanodomino/layers/dropout_and_positions.py`, `MasksAndPositions`: a mask is a function of (seed, sample, "
          "place in the model)", hidden_dropout=0.2, **TP)
 def own_masks(config):
     """Between sublayers every rank holds a copy of the residual stream. With its own dropout mask each rank has a
     different stream from the first dropout on. The all-reduces mix these streams, and the copies of norms and biases
     drift apart."""
-    hidden = masks_and_positions.MasksAndPositions.hidden_dropout_mask
-    return [(masks_and_positions.MasksAndPositions, "hidden_dropout_mask",
+    hidden = dropout_and_positions.MasksAndPositions.hidden_dropout_mask
+    return [(dropout_and_positions.MasksAndPositions, "hidden_dropout_mask",
              lambda self, site, x: hidden(self, site + " elsewhere" * self.mesh.tp_rank, x))]
 
 
 @pitfall("All ranks drop the same elements of their heads",
-         "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions.attention_inputs`: draws for all heads, then "
-         "takes the rank's part", attention_dropout=0.2, **TP)
+         "`nanodomino/layers/dropout_and_positions.py`, `MasksAndPositions.attention_inputs`: draws for all heads, "
+         "then takes the rank's part", attention_dropout=0.2, **TP)
 def same_masks(config):
     """Inside attention the ranks hold different heads. If all use one seed, head 0 and head n/t drop the same elements.
     Nothing diverges; the noise is only less independent than it should be, and differs between layouts."""
-    core = masks_and_positions.MasksAndPositions.attention_inputs
+    core = dropout_and_positions.MasksAndPositions.attention_inputs
 
     def as_the_first(self, *arguments):
         first = SimpleNamespace(tp=self.mesh.tp, tp_rank=0)
         with mock.patch.object(self, "mesh", first):
             return core(self, *arguments)
-    return [(masks_and_positions.MasksAndPositions, "attention_inputs", as_the_first)]
+    return [(dropout_and_positions.MasksAndPositions, "attention_inputs", as_the_first)]
 
 
 @pitfall("Dropout stays on in evaluation",
@@ -421,7 +421,7 @@ class CopiedBack:
 
 @pitfall("A buffer in flight is reused",
          "`nanodomino/overlap/slice_ops.py`, `SliceOps.launch`: every all-reduce has its own tensor; "
-         "`tests/gpu/test_hazards.py` checks them all", conditions=delayed("late"), slices=2, **TP, **EVEN)
+         "`tests/simulated_gpu/test_hazards.py` checks them all", conditions=delayed("late"), slices=2, **TP, **EVEN)
 def shared_buffer(config):
     """To save memory, one buffer of each size serves all all-reduces. That is safe while only one is in flight, that
     is, without overlap. With overlap the second slice overwrites the first slice's partial result."""
@@ -436,7 +436,7 @@ def shared_buffer(config):
             buffer.copy_(tensor)
             return CopiedBack(dist.all_reduce(buffer, op, group=group, async_op=True), buffer, tensor), None
         return Flight(tensor, "all_reduce", tensor, start)
-    return [(owner, "all_reduce", shared) for owner in (sequence_parallel, slice_ops)]
+    return [(owner, "prepare_all_reduce", shared) for owner in (sequence_parallel, slice_ops)]
 
 
 @pitfall("One rank resumes its slices in another order",
@@ -713,19 +713,19 @@ def schedule_again(config):
 
 
 @pitfall("A resumed run repeats the dropout of its first steps",
-         "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions`: seeds with the sample's number in the run",
+         "`nanodomino/layers/dropout_and_positions.py`, `MasksAndPositions`: seeds with the sample's number in the run",
          hidden_dropout=0.2, **RESUMED)
 def dropout_again(config):
     """The generator's state is not saved, and the new process uses the initial seed. Nothing breaks, but an interrupted
     run differs from an uninterrupted one, so no two runs can be compared."""
-    draw = masks_and_positions.MasksAndPositions.draw_masks
+    draw = dropout_and_positions.MasksAndPositions.draw_masks
 
     def shifted(first):
         def again(self, *arguments):
             old = self.sample_ids and [sample - first * config.global_batch_size for sample in self.sample_ids]
             with mock.patch.object(self, "sample_ids", old):
                 return draw(self, *arguments)
-        return [(masks_and_positions.MasksAndPositions, "draw_masks", again)]
+        return [(dropout_and_positions.MasksAndPositions, "draw_masks", again)]
     return from_its_start(shifted)
 
 
@@ -831,20 +831,20 @@ def cost_by_name(config):
 # ---- recomputation
 
 @pitfall("Recomputation draws new dropout masks",
-         "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions`: a mask is a function of (seed, sample, "
+         "`nanodomino/layers/dropout_and_positions.py`, `MasksAndPositions`: a mask is a function of (seed, sample, "
          "place in the model), also when it is drawn again",
          world_size=1, hidden_dropout=0.2, attention_dropout=0.2, recompute_granularity="full")
 def new_masks(config):
     """Backward recomputes part of the forward, but the generator has advanced since: it differentiates another function
     than the one whose loss was computed. The loss of the first step is right and its gradients are wrong; all that
     shows is more noise."""
-    draw = masks_and_positions.MasksAndPositions.draw_masks
+    draw = dropout_and_positions.MasksAndPositions.draw_masks
 
     def moved_on(self, site, *others):
         before = self.__dict__.setdefault("drawn", [])
         before.append(site)
         return draw(self, site + " again" * (before.count(site) > 1), *others)
-    return [(masks_and_positions.MasksAndPositions, "draw_masks", moved_on)]
+    return [(dropout_and_positions.MasksAndPositions, "draw_masks", moved_on)]
 
 
 # ---- ZeRO-2
@@ -918,18 +918,18 @@ def without_sums_over_parts(self, finish=zero.ZeroOptimizer.finalize_gradients):
 
 
 @pitfall("Sequence parallelism: masks are drawn for the rank's own tokens",
-         "`nanodomino/layers/masks_and_positions.py`, `MasksAndPositions.hidden_dropout_mask`: draws for the whole "
+         "`nanodomino/layers/dropout_and_positions.py`, `MasksAndPositions.hidden_dropout_mask`: draws for the whole "
          "sample, then shards as the residual stream is sharded", hidden_dropout=0.2, sequence_parallel=True, **TP)
 def masks_of_a_part(config):
     """A rank holds s/t of a sample's tokens and draws that many masks from the seed that all ranks share. So the first
     token of each part drops the same elements: the same noise t times, and a different one on each layout. Nothing
     diverges."""
-    hidden = masks_and_positions.MasksAndPositions.hidden_dropout_mask
+    hidden = dropout_and_positions.MasksAndPositions.hidden_dropout_mask
 
     def alone(self, *arguments):
         with mock.patch.object(self, "stream", None):
             return hidden(self, *arguments)
-    return [(masks_and_positions.MasksAndPositions, "hidden_dropout_mask", alone)]
+    return [(dropout_and_positions.MasksAndPositions, "hidden_dropout_mask", alone)]
 
 
 # ---- model families
@@ -991,23 +991,23 @@ GUARDED = [
     ("Two stages that communicate for the first time",
      "NCCL connects two ranks at their first message and blocks both hosts until both have arrived. Two stages that "
      "start with different messages block forever, and no watchdog sees it.",
-     "gpu/test_nccl.py", "test_without_its_precaution_a_pipeline_hangs"),
+     "simulated_gpu/test_nccl_rules.py", "test_without_its_precaution_a_pipeline_hangs"),
     ("A receive that is posted early",
      "On a GPU it occupies the device: work that waits for the whole device waits for the message, which may in turn "
      "wait for that work. And a batch's messages are ordered: a receive before a send delays the send, and a cycle of "
      "them never ends.",
-     "gpu/test_nccl.py", "test_no_stage_waits_for_ever"),
+     "simulated_gpu/test_nccl_rules.py", "test_no_stage_waits_for_ever"),
     ("A receive that is posted only when the message is needed",
      "Its sender is blocked until then. Where stages send messages both ways, two of them block each other forever; so"
      " the schedule says when to post a receive.",
-     "gpu/test_nccl.py", "test_receives_posted_only_when_needed_block_their_senders_for_ever"),
+     "simulated_gpu/test_nccl_rules.py", "test_receives_posted_only_when_needed_block_their_senders_for_ever"),
     ("A weight that is reported ready with its input gradient",
      "With a split backward, what comes later is not reduced: a weight is ready after its last weight gradient, which "
      "may be microbatches later.",
      "docs/test_docstring_claims.py", "test_a_sublayers_gradients_are_complete_when_it_is_reported_ready"),
     ("Gradient memory that is reused while it is in flight",
      "A bucket that hands out its memory before its reduction is done sums another bucket's gradients, or zeros.",
-     "gpu/test_hazards.py", "test_nothing_is_touched_in_flight"),
+     "simulated_gpu/test_hazards.py", "test_nothing_is_touched_in_flight"),
     ("More stages than microbatches",
      "The warm-up is longer than the work, and a stage waits for a microbatch that never comes.",
      "exactness/test_layouts.py", "test_training_equals_one_plain_process"),
@@ -1023,7 +1023,7 @@ GUARDED = [
     ("One tensor too many of the size of the logits",
      "A softmax in fp32 that the tape keeps, or a matmul that is rounded before it is added: it costs memory and "
      "nothing else.",
-     "gpu/test_fake_cuda.py", "test_memory_of_gpt2"),
+     "simulated_gpu/test_gpu_budgets.py", "test_memory_of_gpt2"),
     ("An all-reduce that recomputation repeats",
      "A sublayer that is recomputed to its end launches its all-reduce again, and adding the result counts it twice.",
      "overlap/test_recompute.py", "test_no_collective_is_repeated"),

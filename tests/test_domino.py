@@ -12,7 +12,7 @@ from support.harness import (FixedData, build, difference, full_tensors, random_
                              shard_spec, tiny, train_rank)
 
 from nanodomino.comm.trace import Trace
-from nanodomino.domino import run_alone
+from nanodomino.domino import run_to_end
 
 TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, num_layers=2)
 
@@ -22,10 +22,10 @@ def one_microbatch(data: FixedData, config, stage, model):
     for weight in model.parameters():
         weight.main_grad.zero_()
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    losses, tape = run_alone(stage.forward(batch))
+    losses, tape = run_to_end(stage.forward(batch))
     forward_events = [(event.kind, event.args) for event in stage.trace.events]
     stage.trace.events.clear()
-    run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
+    run_to_end(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
     backward_events = [(event.kind, event.args) for event in stage.trace.events]
     gradients = {name: (weight.main_grad.clone(), shard_spec(weight)) for name, weight in model.named_parameters()}
     return forward_events, backward_events, losses, gradients
@@ -221,7 +221,7 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
     "zb-v", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("1f1b", "paired"))])
 def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool, schedule):
     """Masks agree where ranks replicate the stream; heads and layers keep their own masks where they are split."""
-    from nanodomino.layers.masks_and_positions import MasksAndPositions
+    from nanodomino.layers.dropout_and_positions import MasksAndPositions
     from support.reference import random_weights, train_reference
     from support.harness import sizes_of
     import train

@@ -9,7 +9,7 @@ from support.reference import ReferenceGPT
 from nanodomino.analysis.sizes import flops_per_token, parameter_count
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
-from nanodomino.layers.masks_and_positions import MasksAndPositions
+from nanodomino.layers.dropout_and_positions import MasksAndPositions
 
 
 def drawn_rank(config):

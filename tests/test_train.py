@@ -20,8 +20,8 @@ from support.train_in_pool import metric_points, saved_steps, train_in_pool
 import train
 from data.prepare import prepare
 from nanodomino.analysis.hardware import find_peak_flops
-from nanodomino.corpus.folder import load_corpus
-from nanodomino.domino import run_alone
+from nanodomino.corpus.prepared_folder import load_corpus
+from nanodomino.domino import run_to_end
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.report import changed_settings
 
@@ -146,7 +146,7 @@ def drawn_with(seed, folder):
     with contextlib.redirect_stdout(written), torch.no_grad():
         train.write_sample(model, config, corpus, data, mesh)
     still = train.get_batch(data, config, mesh, 0, False, 0, 0)
-    losses, _ = run_alone(stage.forward(still))
+    losses, _ = run_to_end(stage.forward(still))
     return {"weights": torch.cat([weight.flatten() for weight in drawn.parameters()]).tolist(),
             "data": train.get_batch(data, config, mesh, 0, True, 0, 0).tokens.tolist(),
             "masks": losses.tolist(), "sample": written.getvalue()}

@@ -9,7 +9,7 @@ from support.harness import build, random_data, reference_for, relative, tiny, t
 import train
 from nanodomino.analysis import expected_memory
 from nanodomino.comm.trace import Trace
-from nanodomino.domino import run_alone
+from nanodomino.domino import run_to_end
 from nanodomino.optim.buckets import Bucket
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.zero import MAX_REDUCES_IN_FLIGHT
@@ -147,8 +147,8 @@ def accumulate_rank(config, data, times):
             weight.main_grad.zero_()
         for _ in range(count):
             batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-            losses, tape = run_alone(stage.forward(batch))
-            run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
+            losses, tape = run_to_end(stage.forward(batch))
+            run_to_end(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
         grown.append({name: weight.main_grad.clone() for name, weight in model.named_parameters()})
     return grown, str(losses.dtype)
 

@@ -107,7 +107,7 @@ def layer_tape_bytes(config: Config) -> dict[str, float]:
     return kept
 
 
-def layer_weight_gradient_bytes(config: Config) -> dict[str, float]:
+def layer_deferred_bytes(config: Config) -> dict[str, float]:
     """Return what a tape keeps of a layer between its input gradients and its weight gradients, if they are split.
 
     These are the matmuls' inputs and output gradients for all tokens, with recomputation and sequence parallelism too.
@@ -118,7 +118,7 @@ def layer_weight_gradient_bytes(config: Config) -> dict[str, float]:
             "gradient of qkv": (q + 2 * k) / t, "gradient before activation": before / t}
 
 
-def chunk_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, float]:
+def chunk_ends_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, float]:
     """Return what a tape keeps of a chunk besides its layers: tokens, embedding, head or output."""
     e, w, n = bytes_per_element(config), bytes_per_main_element(config), tokens_per_microbatch(config)
     kept = {}
@@ -169,7 +169,7 @@ def microbatches_in_flight(config: Config, mesh: Mesh) -> float:
     return peak_microbatches(stage_actions(config, mesh), lambda chunk: len(chunks[chunk].layers) / layers)
 
 
-def tape_bytes(config: Config, mesh: Mesh) -> int:
+def peak_tape_bytes(config: Config, mesh: Mesh) -> int:
     """Return the peak bytes of all tapes alive at the same time."""
     return round(max(tape_bytes_over_time(config, mesh)))
 
@@ -179,9 +179,9 @@ def tape_bytes_over_time(config: Config, mesh: Mesh) -> list[float]:
 
     Within a pair one tape grows while the other shrinks, sublayer by sublayer, so the peak is not inside a pair.
     """
-    chunks, left = stage_model(config, mesh).chunks, sum(layer_weight_gradient_bytes(config).values())
+    chunks, left = stage_model(config, mesh).chunks, sum(layer_deferred_bytes(config).values())
     by_layer = sum(layer_tape_bytes(config).values())
-    kept = [len(chunk.layers) * by_layer + sum(chunk_tape_bytes(config, mesh, chunk).values())
+    kept = [len(chunk.layers) * by_layer + sum(chunk_ends_tape_bytes(config, mesh, chunk).values())
             - (residual_bytes(config) if shares_input_with_other_tape(config, mesh, number) else 0)
             for number, chunk in enumerate(chunks)]
     table = 4 * config.max_position_embeddings * rotary_size(config) * config.rope * (not config.reset_position_ids)
@@ -209,7 +209,7 @@ def shares_input_with_other_tape(config: Config, mesh: Mesh, chunk: int) -> bool
             and not offloads_to_host(config))
 
 
-def host_bytes(config: Config, mesh: Mesh) -> int:
+def peak_host_bytes(config: Config, mesh: Mesh) -> int:
     """Return the peak bytes that the tapes keep in the host's memory.
 
     The memory is pinned. torch rounds each tensor up to a power of two there, so it takes up to twice as much.
@@ -221,7 +221,7 @@ def host_bytes(config: Config, mesh: Mesh) -> int:
 
 # ---- messages, working memory, peak
 
-def message_bytes(config: Config, mesh: Mesh) -> int:
+def peak_message_bytes(config: Config, mesh: Mesh) -> int:
     """Return the peak bytes of messages between chunks, as pipeline.P2PCommunicator keeps them.
 
     A receive buffer lives from its post to the action that uses it; a sent tensor, until p later ones have been sent.
@@ -264,7 +264,7 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
         factors = w * n // slice_count(config) * (inputs + outputs)
         return factors if config.dtype == "float16" else e * inputs * outputs
 
-    head = sum(chunk_tape_bytes(config, mesh, last).values()) if last.post_process else 0
+    head = sum(chunk_ends_tape_bytes(config, mesh, last).values()) if last.post_process else 0
     at_head, at_head_backward, in_layers = (pair_working_bytes(config, mesh, resumed - first.pre_process)
                                             for resumed in (0, 1, 1 + last.post_process))
     # An MLP's backward, while one slice's activations are recomputed. The head's part of the tape is gone by then.
@@ -286,7 +286,7 @@ def gradient_buffer_bytes(config: Config, mesh: Mesh) -> int:
 
     Filled at once: a sublayer's two matrices, the word embedding (the head adds to it first), one more per further
     chunk, and all buckets of vectors. Being reduced: MAX_REDUCES_IN_FLIGHT, twice on CPUs, where a reduce-scatter
-    receives into buffers of its own (comm/collectives.py).
+    receives into buffers of its own (comm/scatter_and_gather.py).
     """
     if gradient_shards(config) == 1:
         return 0
@@ -315,7 +315,8 @@ def pair_working_bytes(config: Config, mesh: Mesh, sublayers: int) -> float:
 def tape_and_receive_bytes(config: Config, mesh: Mesh) -> int:
     """Return the peak bytes of tapes plus the buffers that gradients are received into; 0 if there are none.
 
-    On CPUs a reduce-scatter receives into buffers of its own (comm/collectives.py), after each chunk's last action.
+    On CPUs a reduce-scatter receives into buffers of its own (comm/scatter_and_gather.py), after each chunk's last
+    action.
     """
     if optimizer_shards(config) == 1 or gradient_shards(config) > 1 or config.device == "cuda":
         return 0
@@ -334,8 +335,8 @@ def peak_bytes(config: Config, mesh: Mesh) -> int:
 
     State and messages, plus the larger of: tapes with working memory; the remaining tapes with received gradients.
     """
-    return (sum(state_bytes(config, mesh).values()) + message_bytes(config, mesh)
-            + max(tape_bytes(config, mesh) + working_bytes(config, mesh), tape_and_receive_bytes(config, mesh)))
+    return (sum(state_bytes(config, mesh).values()) + peak_message_bytes(config, mesh)
+            + max(peak_tape_bytes(config, mesh) + working_bytes(config, mesh), tape_and_receive_bytes(config, mesh)))
 
 
 def fullest_rank_bytes(config: Config) -> int:

@@ -55,14 +55,14 @@ def bytes_sent(kind: str, payload: float, ranks: int) -> float:
     return factors.get(kind, 0.0) * payload
 
 
-def chunk_count(chunks: int, size: int) -> int:
+def column_count(chunks: int, size: int) -> int:
     """Return the number of tensors that torch.chunk makes of `size` rows: `chunks` or fewer."""
     return -(-size // -(-size // chunks))
 
 
 def step_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
     """Return all collectives and messages of a rank in one step."""
-    return tensor_parallel_traffic(config, mesh) + pipeline_traffic(config, mesh) + once_per_step_traffic(config, mesh)
+    return tensor_parallel_traffic(config, mesh) + pipeline_traffic(config, mesh) + optimizer_traffic(config, mesh)
 
 
 def tensor_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Traffic]:
@@ -76,7 +76,7 @@ def tensor_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Tra
     w, n, x = bytes_per_main_element(config), tokens_per_microbatch(config), hidden_bytes(config)
     chunks = chunks or stage_model(config, mesh).chunks
     calls = config.microbatches * slice_count(config)
-    column_calls = calls * chunk_count(config.columns, config.hidden_size)
+    column_calls = calls * column_count(config.columns, config.hidden_size)
     sequence_parallel = config.sequence_shards > 1
 
     def reduce(calls, size, why, backward=False, kind="reduce_scatter" if sequence_parallel else "all_reduce"):
@@ -109,7 +109,7 @@ def pipeline_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
             for (kind, backward), count in counts.items() if count]
 
 
-def once_per_step_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
+def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
     """Return the dp group's collectives and the other all-reduces that finish a step.
 
     Gradients are summed over the replicas once a step, in ZeRO-2 once a microbatch. The first and the last stage sum

@@ -153,7 +153,7 @@ def action_costs(config: Config, machine: Machine, mesh: Mesh, keeps_up=False) -
 
 def data_parallel_seconds(config: Config, machine: Machine, mesh: Mesh) -> tuple[float, float]:
     """Return the seconds of each gradient reduction, and of the other communication that ends a step."""
-    found = expected_traffic.once_per_step_traffic(config, mesh)
+    found = expected_traffic.optimizer_traffic(config, mesh)
     reductions, rest = (communication_seconds(config, machine, mesh, [traffic for traffic in found
                                                                       if traffic.backward == backward])
                         for backward in (True, False))
@@ -306,7 +306,7 @@ def measure_rate(amount: float, work, device, times=5) -> float:
     """Return `amount` per second of work(), which all ranks run at the same time: the median of three measurements."""
     seconds = []
     for _ in range(3):
-        synchronize(device)
+        synchronize_ranks(device)
         start = time.perf_counter()
         for _ in range(times):
             work()
@@ -316,7 +316,7 @@ def measure_rate(amount: float, work, device, times=5) -> float:
     return amount * times / statistics.median(seconds)
 
 
-def synchronize(device):
+def synchronize_ranks(device):
     """Wait for the GPU, then for all ranks."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -9,7 +9,7 @@
     save.py                  each rank writes its share in the background; renaming the folder completes the checkpoint
     pinned_memory.py         host memory for the copies that save.py writes
     load.py, safe_load.py    fill a model and an optimizer; run no program that a checkpoint might contain
-    manifest.py, folders.py  find damage; find the newest intact checkpoint of a run
+    manifest.py, find_checkpoints.py  find damage; find the newest intact checkpoint of a run
     export.py                one plain torch file with the full weights
 
 The data order, the dropout masks and the learning rate are functions of (seed, step), so they need no saving: weights,

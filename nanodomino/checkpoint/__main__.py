@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from nanodomino.checkpoint.export import export
-from nanodomino.checkpoint.folders import checkpoints_of, find_checkpoint
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of, find_checkpoint
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.config.flags import Parser
-from nanodomino.config.terminal import run_command
+from nanodomino.config.run_command import run_command
 from nanodomino.errors import UserError, require
 
 

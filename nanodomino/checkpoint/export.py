@@ -9,7 +9,7 @@ from nanodomino.checkpoint.load import read_full_tensor
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.checkpoint.safe_load import SafeReader
 from nanodomino.checkpoint.shards import LocalBoxes
-from nanodomino.config.records import from_record
+from nanodomino.config.saved_settings import from_record
 from nanodomino.errors import UserError, require
 from nanodomino.model import meta_model
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from nanodomino.checkpoint import pinned_memory
-from nanodomino.checkpoint.folders import SAVED_MARKER, checkpoints_of, clear_leftovers, delete_checkpoint
+from nanodomino.checkpoint.find_checkpoints import SAVED_MARKER, checkpoints_of, clear_leftovers, delete_checkpoint
 from nanodomino.checkpoint.manifest import FORMAT, flush_folder, step_of, write_manifest
 from nanodomino.checkpoint.shards import BucketRange, local_boxes, range_to_save
 from nanodomino.comm.world import TIMEOUT

@@ -27,7 +27,7 @@ from operator import attrgetter
 import torch
 
 from nanodomino.config.presets import DEFAULT_LAYOUTS, DTYPES, GPT2, LR_DECAY_STYLES, PRESETS, SHORT_DTYPES
-from nanodomino.config.rules import check_sizes, check_trace, default_ffn_hidden_size, default_schedule, largest_divisor
+from nanodomino.config.rules import check_rules, check_trace, default_ffn_hidden_size, default_schedule, largest_divisor
 from nanodomino.config.setting import check_values, setting
 from nanodomino.errors import require
 from nanodomino.layers.norms import NORMALIZATIONS
@@ -206,7 +206,7 @@ class Config:
         return self.tp if self.sequence_parallel else 1
 
     @property
-    def hidden_shape(self) -> tuple[int, int, int]:
+    def residual_shape(self) -> tuple[int, int, int]:
         """The shape [b, s, h] of a rank's part of the residual stream, for one microbatch."""
         return self.micro_batch_size, self.seq_length // self.sequence_shards, self.hidden_size
 
@@ -320,7 +320,7 @@ class Config:
             kv_channels=config.kv_channels or config.hidden_size // heads,
             max_position_embeddings=config.max_position_embeddings or config.seq_length,
             min_lr=config.lr / 10 if config.min_lr is None else config.min_lr)
-        check_sizes(config)
+        check_rules(config)
         return config
 
     def with_device(self, device: torch.device) -> "Config":

@@ -54,7 +54,7 @@ def check_trace(config):
             f"--trace {config.trace} must end by train-iters {config.train_iters}; lower it, or train longer")
 
 
-def check_sizes(c):
+def check_rules(c):
     """Check a resolved Config. Raises UserError."""
     tp, pp, dp = c.tp, c.pp, c.dp
     require(tp * pp * dp == c.world_size,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanodomino.corpus.cuts import pieces
+from nanodomino.corpus.safe_cuts import pieces
 from nanodomino.errors import UserError, require
 
 CHUNK = 1 << 20                 # characters read at once

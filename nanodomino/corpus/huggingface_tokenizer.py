@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodomino.corpus.cuts import find_safe_cut, pieces
+from nanodomino.corpus.safe_cuts import find_safe_cut, pieces
 from nanodomino.errors import UserError, require
 
 # The files of a tokenizer; all but the first are optional.

@@ -18,8 +18,8 @@ from typing import Protocol
 import numpy as np
 import tiktoken
 
-from nanodomino.corpus.cuts import SAFE_CUT
 from nanodomino.corpus.huggingface_tokenizer import bytes_of_characters, read_huggingface
+from nanodomino.corpus.safe_cuts import SAFE_CUT
 from nanodomino.errors import UserError, require
 
 END_OF_TEXT = "<|endoftext|>"
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
     name: str               # byte, gpt2 or huggingface, as in meta.json
     vocab_size: int         # 1 + the largest id
     end_of_text: int        # the id that ends a document
-    safe_cut: re.Pattern    # where a long text may be cut, see cuts.py
+    safe_cut: re.Pattern    # where a long text may be cut, see safe_cuts.py
     files: dict[str, Path]  # {name in a data folder: original file}
 
     def encode(self, text: str) -> np.ndarray:

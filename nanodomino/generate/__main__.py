@@ -13,20 +13,20 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.checkpoint.folders import find_checkpoint
+from nanodomino.checkpoint.find_checkpoints import find_checkpoint
 from nanodomino.checkpoint.load import load_weights
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
-from nanodomino.config.records import from_record
+from nanodomino.config.saved_settings import from_record
 from nanodomino.config.setting import MAX_INT, flag_name, flag_settings
-from nanodomino.corpus.folder import load_corpus
+from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, require
-from nanodomino.generate.writing import broadcast_number, write_texts
+from nanodomino.generate.printing import broadcast_number, write_texts
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
-from nanodomino.run.failure import run_rank
+from nanodomino.run.rank_process import run_rank
 
 
 def command_line(arguments: list[str]) -> argparse.Namespace:

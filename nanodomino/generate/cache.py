@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanodomino.layers.masks_and_positions import AttentionInputs
+from nanodomino.layers.dropout_and_positions import AttentionInputs
 from nanodomino.layers.positions import attention_bias, document_ids, positions_within_documents, rotation
 from nanodomino.model import GPT, Chunk
 

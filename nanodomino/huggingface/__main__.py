@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nanodomino.config.flags import Parser
 from nanodomino.config.presets import DTYPES
-from nanodomino.config.terminal import run_command
+from nanodomino.config.run_command import run_command
 from nanodomino.errors import require
 from nanodomino.huggingface.export_model import export_model
 from nanodomino.huggingface.import_model import import_model

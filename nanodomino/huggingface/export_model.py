@@ -5,18 +5,18 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.folders import find_checkpoint
+from nanodomino.checkpoint.find_checkpoints import find_checkpoint
 from nanodomino.checkpoint.load import read_full_tensor
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.checkpoint.safe_load import SafeReader
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
-from nanodomino.config.records import from_record
+from nanodomino.config.saved_settings import from_record
 from nanodomino.errors import require
 from nanodomino.huggingface.families import family_of, write_config
 from nanodomino.huggingface.safetensors_files import (GENERATION, INDEX, SPECIAL_TOKENS, TOKENIZER_FILES, WEIGHTS,
-                                                      copy_files, new_folder, read_json, safetensors, tokenizer_summary,
-                                                      write_json)
+                                                      copy_files, import_safetensors, new_folder, read_json,
+                                                      tokenizer_summary, write_json)
 from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, map_tensors
 
 
@@ -47,7 +47,7 @@ def convert_to_hf(mapping: TensorMapping, reader: SafeReader, config: Config,
 def export_model(folder: Path, out: Path, dtype_name: str | None, max_bytes: int) -> str:
     """Write a folder that Transformers loads, and return a sentence about it. Raises UserError.
     max_bytes: the largest size of a weight file."""
-    package = safetensors()
+    package = import_safetensors()
     checkpoint = find_checkpoint(folder)
     config = from_record(read_manifest(checkpoint)["config"], checkpoint)
     dtype_name = dtype_name or config.dtype

@@ -15,8 +15,8 @@ from nanodomino.config.presets import DTYPES
 from nanodomino.errors import require
 from nanodomino.huggingface.families import Family, family_of_json, read_config
 from nanodomino.huggingface.safetensors_files import (GENERATION, SPECIAL_TOKENS, STORED_DTYPES, TOKENIZER_FILES,
-                                                      WEIGHTS, StoredTensor, copy_files, new_folder, read_json,
-                                                      safetensors, stored_tensors, tokenizer_summary, write_json)
+                                                      WEIGHTS, StoredTensor, copy_files, import_safetensors, new_folder,
+                                                      read_json, stored_tensors, tokenizer_summary, write_json)
 from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, map_tensors
 
 
@@ -72,7 +72,7 @@ def convert_from_hf(mapping: TensorMapping, found: dict[str, StoredTensor], conf
 
 def import_model(folder: Path, output: Path) -> str:
     """Write a checkpoint of the model in a Hugging Face folder, and return a sentence about it. Raises UserError."""
-    safetensors()
+    import_safetensors()
     require(folder.is_dir(), f"there is no folder {folder}; give one with config.json and {WEIGHTS}")
     require((folder / "config.json").is_file(), f"{folder} has no config.json; give the folder of a model")
     require(step_of(output) in (None, 0), f"--output {output} is a name for step {step_of(output)}, but an imported "

@@ -20,7 +20,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def safetensors():
+def import_safetensors():
     """Return the package safetensors. Raises UserError if it can't be imported."""
     try:
         import safetensors.torch
@@ -53,7 +53,7 @@ class StoredTensor:
 
     def load(self) -> torch.Tensor:
         """Map the tensor into memory: pages are read when used, and freed with the tensor."""
-        with safetensors().safe_open(self.path, framework="pt") as file:
+        with import_safetensors().safe_open(self.path, framework="pt") as file:
             return file.get_tensor(self.name)
 
 
@@ -83,7 +83,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def read_header(path: Path) -> list[StoredTensor]:
     """Return the tensors that a safetensors file declares. Raises UserError."""
-    package = safetensors()
+    package = import_safetensors()
     try:
         require(path.is_file(), f"{path} is missing; download the folder again")
         with package.safe_open(path, framework="pt") as file:
@@ -111,7 +111,7 @@ def new_folder(final: Path):
         flush_folder(temporary)
         temporary.rename(final)
         flush_folder(temporary.parent)
-    except (OSError, RuntimeError, dcp.CheckpointException, safetensors().SafetensorError) as error:
+    except (OSError, RuntimeError, dcp.CheckpointException, import_safetensors().SafetensorError) as error:
         raise UserError(f"{final} can't be written ({root_cause(error)}); free some space, or choose another "
                         "folder") from None
     finally:

@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from nanodomino.layers.autograd_segment import run_segment
+from nanodomino.layers.dropout_and_positions import drop
 from nanodomino.layers.main_grad import add_gradients
-from nanodomino.layers.masks_and_positions import drop
 from nanodomino.layers.norms import Norm
 from nanodomino.layers.positions import inverse_rotation, rotate
 from nanodomino.layers.sublayer import Sublayer

@@ -27,7 +27,7 @@ wider; `narrow` (--fp16-lm-cross-entropy) keeps the temporaries in the logits' d
 import torch
 import torch.distributed as dist
 
-from nanodomino.layers.main_grad import wide
+from nanodomino.layers.main_grad import wide_dtype
 
 CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # of a temporary: fits a CPU's caches, or keeps a GPU busy
 
@@ -44,9 +44,9 @@ def in_chunks(function):
 def max_and_sum_exp_of_rows(logits, narrow=False):
     """logits [rows, n] -> (largest logit, sum of exp(z - largest)), both [rows], in fp32 or wider."""
     narrow_largest = logits.amax(dim=-1)
-    largest = narrow_largest.to(wide(logits))
+    largest = narrow_largest.to(wide_dtype(logits))
     exps = (logits - (narrow_largest if narrow else largest).unsqueeze(-1)).exp_()
-    return largest, exps.sum(dim=-1, dtype=wide(logits))
+    return largest, exps.sum(dim=-1, dtype=wide_dtype(logits))
 
 
 def scaled_exp_of_rows(logits, maximum, factor, narrow=False):
@@ -62,7 +62,7 @@ def local_max_and_sum_exp(logits, vocabulary, of_rows=in_chunks(max_and_sum_exp_
     A rank that owns nothing but padding returns -inf and 0.
     """
     if not vocabulary.num_words:
-        zeros = torch.zeros(logits.shape[:-1], dtype=wide(logits), device=logits.device)
+        zeros = torch.zeros(logits.shape[:-1], dtype=wide_dtype(logits), device=logits.device)
         return zeros - torch.inf, zeros
     logits[..., vocabulary.num_words:] = -torch.inf
     return [x.view(logits.shape[:-1]) for x in of_rows(logits.flatten(0, 1))]

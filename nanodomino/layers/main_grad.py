@@ -44,6 +44,6 @@ def add_weight_gradient(main_grad, grad_output, activation):
         main_grad.add_(grad_output.t() @ activation.flatten(0, 1))
 
 
-def wide(tensor) -> torch.dtype:
+def wide_dtype(tensor) -> torch.dtype:
     """Return fp32, or the tensor's own dtype if that is wider: the dtype for sums over many numbers."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanodomino.layers.main_grad import wide
+from nanodomino.layers.main_grad import wide_dtype
 from nanodomino.parallel import parameter
 
 
@@ -62,7 +62,7 @@ def rms_norm(x, weight, bias, epsilon):
 
 def rms_norm_forward(x, weight, bias, epsilon):
     """Return the result and 1 / rms."""
-    wide_x = x.to(wide(x))
+    wide_x = x.to(wide_dtype(x))
     inverse = torch.rsqrt(wide_x.square().mean(dim=-1, keepdim=True) + epsilon)
     return (wide_x * inverse).mul_(weight).to(x.dtype), inverse
 

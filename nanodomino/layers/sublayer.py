@@ -13,9 +13,9 @@ Shapes in this folder: b samples, s tokens, h hidden size, d numbers per head, t
 
 from torch import nn
 
-from nanodomino.layers.linear_pair import LinearPair
-from nanodomino.layers.masks_and_positions import add_residual
+from nanodomino.layers.dropout_and_positions import add_residual
 from nanodomino.layers.norms import Norm
+from nanodomino.layers.sublayer_inside import LinearPair
 
 
 class Sublayer(nn.Module):

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from nanodomino.layers.cross_entropy import (cross_entropy_gradient, in_chunks, local_max_and_sum_exp, loss_from_sums,
                                              max_and_sum_exp_of_rows, partial_loss_sums, scaled_exp_of_rows)
-from nanodomino.layers.main_grad import main_grad_of, wide
-from nanodomino.layers.masks_and_positions import drop
+from nanodomino.layers.dropout_and_positions import drop
+from nanodomino.layers.main_grad import main_grad_of, wide_dtype
 from nanodomino.overlap.flight import result_of
 
 
@@ -61,7 +61,7 @@ class EmbeddingAndHead:
         yield from self.ops.yield_if_in_flight(flights)
         gradient = self.ops.wait(slice, "embedding", flights)
         row, inside = words.local_rows(slice.batch.tokens)
-        gradient = (gradient.to(wide(gradient)) * inside.unsqueeze(-1)).flatten(0, 1)
+        gradient = (gradient.to(wide_dtype(gradient)) * inside.unsqueeze(-1)).flatten(0, 1)
         main_grad_of(words.weight).index_add_(0, row.flatten(), gradient)
 
     def head(self, slice, x, y, previous):

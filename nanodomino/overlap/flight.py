@@ -1,6 +1,6 @@
 """Follows a collective from its preparation to its result, so that other work can run while it is in flight.
 
-    flight = all_reduce(tensor, group)     prepared: no byte has moved
+    flight = prepare_all_reduce(tensor, group)     prepared: no byte has moved
     flight.launch()                        in flight: `tensor` must not be read or written
     flight.work.wait()                     done
     flight.result()                        the tensor, complete
@@ -20,7 +20,7 @@ class Flight:
     """Holds a tensor and the collective that completes it.
 
     start() launches the collective and returns (work, received). Where `received` [ranks, size] is not None, it holds
-    every rank's addend after work.wait(), and result() sums them (see reduce_scatter in comm/collectives.py).
+    every rank's addend after work.wait(), and result() sums them (see reduce_scatter in comm/scatter_and_gather.py).
     """
     tensor: torch.Tensor
     kind: str = ""                                  # "all_reduce", "all_gather", "reduce_scatter"; "": nothing to send
@@ -40,7 +40,7 @@ class Flight:
         return self.tensor
 
 
-def all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
+def prepare_all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
     """Prepare an in-place all-reduce. A group of one rank has nothing to send."""
     if group.size() == 1:
         return Flight(tensor)

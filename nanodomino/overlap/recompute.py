@@ -28,7 +28,7 @@ slice restores sublayer k - 1; so at most one sublayer's activations exist beyon
                                         fetch x, h of k - 1 | weight gradients of k | c, a of k - 1
 
 Domino (domino.py) owns the tape, and launches and waits. TapePolicy below decides what a tape entry keeps, and brings
-h back; the sublayer's inside (layers/linear_pair.py) restores its own part of the entry.
+h back; the sublayer's inside (layers/sublayer_inside.py) restores its own part of the entry.
 
 --checkpoint-in-cpu (DeepSpeed's name) moves the x of full recomputation to the host's memory: host_offload.py.
 """
@@ -48,7 +48,7 @@ GRANULARITIES = {"none": ("column_output",),                   # the core keeps 
 @dataclass
 class TapeEntry:
     """Holds what backward needs of one sublayer; dropped tensors are None."""
-    step: object                         # domino.SublayerStep
+    step: object                         # domino.SublayerParts
     norm: object                         # residual_norm.SavedResidualNorm
     h: torch.Tensor | None               # the norm's output [b, s, h]; its rows of this rank if the stream is sharded
     inside: object                       # the inside's tape

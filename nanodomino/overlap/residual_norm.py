@@ -20,15 +20,15 @@ from dataclasses import dataclass
 
 import torch
 
-from nanodomino.layers.main_grad import add_gradients, wide
-from nanodomino.layers.masks_and_positions import add_residual, drop
+from nanodomino.layers.dropout_and_positions import add_residual, drop
+from nanodomino.layers.main_grad import add_gradients, wide_dtype
 
 
 @dataclass
 class SavedResidualNorm:
     """Holds what backward needs of a residual + norm."""
     weights: tuple                       # of the norm: (weight, bias)
-    previous: object                     # domino.SublayerStep whose output is added; None at a chunk's start
+    previous: object                     # domino.SublayerParts whose output is added; None at a chunk's start
     x: torch.Tensor                      # x' [b, s, h], the input of the norm
     statistics: tuple
 
@@ -89,4 +89,4 @@ def residual_backward(gradient, mask, has_bias):
     """Turn the gradient of x + dropout(y + bias) into those of x, y and bias. x's and y's may be the same tensor, so do
     not write to either."""
     grad_y = drop(gradient, mask)
-    return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide(grad_y)) if has_bias else None
+    return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide_dtype(grad_y)) if has_bias else None

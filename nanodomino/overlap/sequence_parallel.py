@@ -40,11 +40,11 @@ in time:
 position embeddings) get a different addend of their gradient on each rank. zero.py sums the addends once a step.
 """
 
-from nanodomino.comm.collectives import all_gather, reduce_scatter
-from nanodomino.overlap.flight import Flight, all_reduce
+from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
+from nanodomino.overlap.flight import Flight, prepare_all_reduce
 
 
-class ReplicatedStream:
+class ReplicatedResidual:
     """Communicates for a stream that every tensor-parallel rank holds whole."""
     shards = 1
 
@@ -55,13 +55,13 @@ class ReplicatedStream:
         return Flight(x)
 
     def reduce(self, addend) -> Flight:
-        return all_reduce(addend, self.group)
+        return prepare_all_reduce(addend, self.group)
 
     def own_rows(self, whole):
         return whole
 
 
-class ShardedStream:
+class ShardedResidual:
     """Communicates for a stream of which each tensor-parallel rank holds 1/t of the rows."""
 
     def __init__(self, group):
@@ -86,9 +86,9 @@ class ShardedStream:
         return rows.view(len(whole), -1, *whole.shape[2:]).clone()
 
 
-def residual_stream(config, mesh) -> ReplicatedStream | ShardedStream:
+def residual_stream(config, mesh) -> ReplicatedResidual | ShardedResidual:
     """Return the kind of stream that config.sequence_parallel asks for; with tp = 1 there is nothing to shard."""
-    return (ShardedStream if config.sequence_shards > 1 else ReplicatedStream)(mesh.tp_group)
+    return (ShardedResidual if config.sequence_shards > 1 else ReplicatedResidual)(mesh.tp_group)
 
 
 def in_words(config) -> str:

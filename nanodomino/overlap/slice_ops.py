@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
-from nanodomino.overlap.flight import Flight, all_reduce, result_of
+from nanodomino.overlap.flight import Flight, prepare_all_reduce, result_of
 
 
 class SliceOps:
@@ -53,7 +53,7 @@ class SliceOps:
 
     def all_reduce(self, slice, site, tensor, op=dist.ReduceOp.SUM):
         """All-reduce a tensor in place."""
-        flight = all_reduce(tensor, self.stream.group, op)
+        flight = prepare_all_reduce(tensor, self.stream.group, op)
         yield from self.yield_then_wait(slice, site, [self.launch(slice, site, flight)])
 
     # ---- turns

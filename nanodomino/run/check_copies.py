@@ -62,7 +62,7 @@ def local_copies(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh):
             yield f"the master of {name}", shard, optimizer.partition, master
 
 
-def drifted_copies(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> str:
+def drift_warning(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> str:
     """Return a warning that names the parameters whose copies differ, and the ranks; an empty string if none do.
 
     Collective: all ranks call it and get the same answer.

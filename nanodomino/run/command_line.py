@@ -3,7 +3,7 @@
     flags  >  --config FILE  >  config.json of the resumed run  >  the model settings of --load  >  defaults
 
 So `train.py --run-dir runs/mine` alone resumes a run as it was. Whether a changed setting is allowed (setting.EFFECTS)
-is checked in folder.py, once the checkpoint is found.
+is checked in run_folder.py, once the checkpoint is found.
 """
 
 import argparse
@@ -12,11 +12,11 @@ import os
 import re
 from pathlib import Path
 
-from nanodomino.checkpoint.folders import recorded_settings
+from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
 from nanodomino.config.presets import SHORT_DTYPES
-from nanodomino.config.records import check_record, with_legacy_defaults
+from nanodomino.config.saved_settings import check_record, with_legacy_defaults
 from nanodomino.config.setting import flag_name, flag_settings, names_affecting
 from nanodomino.errors import UserError, require
 

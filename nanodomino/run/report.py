@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from nanodomino.analysis.hardware import find_peak_flops, peak_memory
 from nanodomino.analysis.sizes import flops_per_token, parameter_count
-from nanodomino.checkpoint.folders import recorded_settings
+from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
-from nanodomino.corpus.folder import Corpus
+from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.mesh import Mesh
 from nanodomino.model import stage_layers
 from nanodomino.overlap import recompute, sequence_parallel

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
-from nanodomino.run.folder import check_writable
+from nanodomino.run.run_folder import check_writable
 
 
 def check_package(config: Config):

@@ -1,7 +1,7 @@
 """A thread that ends this process if its device waits forever.
 
-gloo's collectives run on the host and raise if a peer is gone (failure.py). NCCL's run on the device. The host only
-enqueues them, and continues until it needs a number or the queue is full:
+gloo's collectives run on the host and raise if a peer is gone (rank_process.py). NCCL's run on the device. The host
+only enqueues them, and continues until it needs a number or the queue is full:
 
     host      enqueue enqueue enqueue   .tolist() .......................      no exception, no signal handler, no end
     device    [ work ][ all-reduce with a dead peer .....................
@@ -34,14 +34,14 @@ import torch.distributed as dist
 
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.mesh import Mesh
-from nanodomino.run.failure import report_and_exit
+from nanodomino.run.rank_process import report_and_exit
 
 STOP_GRACE = 20.0        # seconds without progress after a stop signal; torchrun kills after 30
 POLL_INTERVAL = 0.5      # seconds
 
 
 @contextmanager
-def connection_timeout(launch: LaunchInfo, timeout: float):
+def end_unless_connected(launch: LaunchInfo, timeout: float):
     """End this process if the block does not finish: ranks may take `timeout` seconds to start, and as many to connect.
 
     The grace on top is for torch, which retries. Without this, gloo would wait five times as long for a connection.
@@ -57,14 +57,14 @@ def connection_timeout(launch: LaunchInfo, timeout: float):
         timer.cancel()
 
 
-class EmptyQueue:
+class NoStream:
     """Stands in for a CUDA stream, and for an event in it, if the device is the CPU: there is never work left."""
 
     def query(self) -> bool:
         return True
 
     def record_event(self):
-        return EmptyQueue()
+        return NoStream()
 
 
 class Watchdog:
@@ -72,7 +72,7 @@ class Watchdog:
 
     def __init__(self, launch: LaunchInfo, mesh: Mesh, timeout: float):
         self.launch, self.timeout = launch, timeout
-        self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else EmptyQueue()
+        self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else NoStream()
         groups = (dist.group.WORLD, mesh.tp_group, mesh.dp_group, mesh.pp_group, mesh.embedding_group)
         backends = [group._get_backend(mesh.device) for group in groups if group]
         self.nccl_backends = [backend for backend in backends if backend.name() == "nccl"]

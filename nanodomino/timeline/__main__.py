@@ -6,11 +6,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from nanodomino.config.terminal import run_command
+from nanodomino.config.run_command import run_command
 from nanodomino.errors import UserError, require
 from nanodomino.plot.svg import write_output
 from nanodomino.timeline.draw import picture, select_step, select_time
-from nanodomino.timeline.recording import Recording, from_chrome_trace
+from nanodomino.timeline.merged_trace import Recording, from_chrome_trace
 
 
 def read(path: Path) -> Recording:

@@ -1,4 +1,4 @@
-"""Draws a recording as an SVG: two rows per rank and, below, the totals of recording.py.
+"""Draws a recording as an SVG: two rows per rank and, below, the totals of merged_trace.py.
 
     rank 0  compute        [ F0 ][ F1 ]////////[  B0  ][ F2 ][  B1  ]           boxes: compute; hatched: waiting
             communication          ===         \\          ====                   bars: collectives; arrows: messages
@@ -27,9 +27,9 @@ from nanodomino.errors import require
 from nanodomino.mesh import Mesh
 from nanodomino.plot.svg import LETTER, LINE, WIDTH, box, frame, legend, line, text, tick_step, write
 from nanodomino.schedules.actions import PASSES as ACTIONS
-from nanodomino.timeline.recording import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, assign_lanes, chrome_trace,
-                                           difference, event_label, find_ready, messages, microbatch_label, slice_name,
-                                           spans_of, table, union, waits)
+from nanodomino.timeline.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, assign_lanes,
+                                              chrome_trace, difference, event_label, messages, microbatch_label,
+                                              set_ready_times, slice_name, spans_of, table, union, waits)
 
 WIDEST, LEFT, RIGHT = 4000, 92, 16                       # pixels
 COMPUTE, LANE, LANES, SPACE = 26, 14, 80, 12             # heights; many lanes are made flatter to fit into LANES
@@ -275,7 +275,7 @@ def gather(trace: Trace, mesh: Mesh) -> Recording | None:
     begin = recording.begin
     for event in (event for events in recording.ranks for event in events):
         event.begin, event.end = event.begin - begin, event.end - begin
-    find_ready(recording)
+    set_ready_times(recording)
     first, last = recording.steps[0], recording.steps[-1]
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     recording.caption = f"tp {mesh.tp}, pp {mesh.pp}, dp {mesh.dp}: {steps}"

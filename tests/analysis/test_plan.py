@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.fake_world import fake_world
 from support import ROOT
-from support.clusters import cluster, machine
+from support.published_sizes import cluster, machine
 from support.harness import FAMILIES, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -104,8 +104,8 @@ def test_peak_number_of_tapes(schedule, fits):
     at = sizes.mesh_at(config)
     (chunk,) = sizes.stage_model(config, at).chunks
     one = (10 * sum(expected_memory.layer_tape_bytes(config).values())
-           + sum(expected_memory.chunk_tape_bytes(config, at, chunk).values()))
-    assert expected_memory.tape_bytes(config, at) == pytest.approx(fits * one)
+           + sum(expected_memory.chunk_ends_tape_bytes(config, at, chunk).values()))
+    assert expected_memory.peak_tape_bytes(config, at) == pytest.approx(fits * one)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
@@ -129,16 +129,16 @@ def test_only_a_gpu_offloads_norm_inputs_to_its_host():
                      device="cuda")
     at, away = sizes.mesh_at(config), dataclasses.replace(config, checkpoint_in_cpu=True)
     moved = 4 * 10 * 2 * sizes.hidden_bytes(config)
-    assert expected_memory.host_bytes(away, at) == moved and expected_memory.host_bytes(config, at) == 0
-    assert expected_memory.tape_bytes(config, at) - expected_memory.tape_bytes(away, at) == moved
-    assert expected_memory.tape_bytes(config, at) < 1.02 * moved + 5 * sizes.hidden_bytes(config)
+    assert expected_memory.peak_host_bytes(away, at) == moved and expected_memory.peak_host_bytes(config, at) == 0
+    assert expected_memory.peak_tape_bytes(config, at) - expected_memory.peak_tape_bytes(away, at) == moved
+    assert expected_memory.peak_tape_bytes(config, at) < 1.02 * moved + 5 * sizes.hidden_bytes(config)
     on_cpu, kept = (dataclasses.replace(one, device="cpu") for one in (away, config))
-    assert expected_memory.host_bytes(on_cpu, at) == 0
-    assert expected_memory.tape_bytes(on_cpu, at) == expected_memory.tape_bytes(kept, at)
+    assert expected_memory.peak_host_bytes(on_cpu, at) == 0
+    assert expected_memory.peak_tape_bytes(on_cpu, at) == expected_memory.peak_tape_bytes(kept, at)
 
 
 def test_split_weight_gradients_need_the_same_memory_with_recomputation():
-    left = [expected_memory.layer_weight_gradient_bytes(cluster(8, **TP8, recompute_granularity=one))
+    left = [expected_memory.layer_deferred_bytes(cluster(8, **TP8, recompute_granularity=one))
             for one in GRANULARITIES]
     assert left[0] == left[1] == left[2]
 
@@ -147,7 +147,7 @@ def test_split_weight_gradients_need_as_much_memory_as_the_tape_but_for_small_te
     """So delaying weight gradients leaves the peak memory as it is."""
     config = cluster(8, **TP8)
     kept, left = (sum(found.values()) for found in (expected_memory.layer_tape_bytes(config),
-                                                    expected_memory.layer_weight_gradient_bytes(config)))
+                                                    expected_memory.layer_deferred_bytes(config)))
     small = expected_memory.layer_tape_bytes(config)
     assert kept - left == small["norm statistics"] + small["logsumexp"] < 0.01 * kept
 
@@ -204,7 +204,7 @@ def test_zero_1_sends_6_bytes_per_parameter_and_4_per_tied_weight():
     """6 (d-1)/d per parameter; the owners of each 1/d of the tied embedding's V/t x h all-reduce it over two ranks."""
     config = cluster(32, **TP8, pipeline_model_parallel_size=2)
     at = sizes.mesh_at(config, 1)
-    found = expected_traffic.once_per_step_traffic(config, at)
+    found = expected_traffic.optimizer_traffic(config, at)
     padded = sum(size for _, size in sizes.bucket_sizes(config, at))
     wire = {group: sum(expected_traffic.bytes_sent(one.kind, one.bytes, 2) for one in found if one.group == group)
             for group in ("dp", "embedding")}
@@ -216,7 +216,7 @@ def test_zero_2_reduce_scatters_once_per_microbatch():
     """(4 m + 2)(d-1)/d per parameter; the tied embedding and the all-gather as in ZeRO-1."""
     one, two = (cluster(32, **TP8, pipeline_model_parallel_size=2, zero_stage=stage) for stage in (1, 2))
     at, m = sizes.mesh_at(two, 1), two.microbatches
-    found = {stage: {(row.group, row.kind): row for row in expected_traffic.once_per_step_traffic(config, at)}
+    found = {stage: {(row.group, row.kind): row for row in expected_traffic.optimizer_traffic(config, at)}
              for stage, config in ((1, one), (2, two))}
     scattered = {stage: rows.pop(("dp", "reduce_scatter")) for stage, rows in found.items()}
     assert found[1] == found[2] and m == 512
@@ -326,7 +326,7 @@ def exposed_of(config, one) -> tuple:
     """Return the seconds of the only stage's actions, of the last of them, and by which reduction outlasts them."""
     at = sizes.mesh_at(config)
     (row,), _ = step_time.simulate_schedule(config, one, [step_time.action_costs(config, one, at)])
-    gathered = [found for found in expected_traffic.once_per_step_traffic(config, at) if not found.backward]
+    gathered = [found for found in expected_traffic.optimizer_traffic(config, at) if not found.backward]
     outlast = step_time.exposed_data_parallel_seconds(config, one, at,
                                                       row) - step_time.communication_seconds(config, one, at, gathered)
     return row[-1][2], row[-1][2] - row[-1][1], outlast
@@ -342,7 +342,7 @@ def test_a_chunks_gradients_are_reduced_during_the_other_chunks_backwards():
     fast = machine(matmul_rate=1e13)
     end, last, outlast = exposed_of(chunks, fast)
     assert outlast == pytest.approx(0, abs=1e-9 * end)
-    sums = [found for found in expected_traffic.once_per_step_traffic(chunks, at) if found.backward]
+    sums = [found for found in expected_traffic.optimizer_traffic(chunks, at) if found.backward]
     slow = dataclasses.replace(fast, intra_host_rate=step_time.communication_seconds(
         chunks, machine(intra_host_rate=1.0), at, sums) / (3 * last))
     assert exposed_of(chunks, slow)[2] == pytest.approx(last, rel=0.01)
@@ -403,7 +403,7 @@ def test_with_slow_communication_a_step_takes_as_long_as_its_communication():
 def test_a_group_on_several_hosts_uses_the_network():
     config = cluster(16, tensor_model_parallel_size=8, global_batch_size=2)
     at, one = sizes.mesh_at(config), machine(intra_host_rate=1e9, inter_host_rate=1e3)
-    gathered = [found for found in expected_traffic.once_per_step_traffic(config, at) if found.kind == "all_gather"]
+    gathered = [found for found in expected_traffic.optimizer_traffic(config, at) if found.kind == "all_gather"]
     assert step_time.communication_seconds(config, one, at, gathered) == pytest.approx(gathered[0].bytes / 2 / 1e3)
     wider = dataclasses.replace(one, ranks_per_host=16)
     assert step_time.communication_seconds(config, wider, at, gathered) == pytest.approx(gathered[0].bytes / 2 / 1e9)
@@ -507,7 +507,7 @@ def messages_rank(config):
         train.train_step(1, stage, optimizer, memory.CopiedRandomTokens(config), config, mesh)
     finally:
         pipeline.P2PCommunicator, torch.distributed.batch_isend_irecv = make, send
-    return most, expected_memory.message_bytes(config, mesh)
+    return most, expected_memory.peak_message_bytes(config, mesh)
 
 
 @pytest.mark.parametrize("slices, tp", [(3, 1), pytest.param(2, 2, marks=pytest.mark.exhaustive)])
@@ -592,7 +592,7 @@ def test_memory_and_traffic_of_gpt3_13b_on_64_ranks(rank, schedule, tokens):
                                optimizer.on_gradients_ready)
             optimizer.finalize_gradients()
             optimizer.gather_weights()
-    assert stage.most == pytest.approx(expected_memory.tape_bytes(config, mesh), rel=ACTIVATIONS)
+    assert stage.most == pytest.approx(expected_memory.peak_tape_bytes(config, mesh), rel=ACTIVATIONS)
     # its sum has no numbers here
     step = [one for one in expected_traffic.step_traffic(config, mesh) if one.group != "world"]
     assert listener.counts == expected_traffic.totals_by_group(step)

@@ -23,7 +23,7 @@ from benchmarks.common import Figure, RandomTokens, Times, compare, main, ratios
 from benchmarks.overlap import figures_of
 from benchmarks.plain import Plain
 from benchmarks.scaling import speedup, worlds
-from benchmarks.wire import LARGEST_PACKET, build, parse_rate, slow_wire
+from benchmarks.slow_network import LARGEST_PACKET, build, parse_rate, slow_wire
 
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16"]
 
@@ -232,7 +232,7 @@ def test_the_slow_wire_has_its_rate(wire):
 
 HOLD = """
 import sys, time
-from benchmarks.wire import slow_wire
+from benchmarks.slow_network import slow_wire
 with slow_wire("1gbit", 2):
     print("up", flush=True)
     {}

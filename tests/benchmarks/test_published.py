@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.clusters import cluster, machine
+from support.published_sizes import cluster, machine
 
 from benchmarks import plan, published
 from benchmarks.common import main, parse

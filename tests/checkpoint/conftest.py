@@ -1,6 +1,6 @@
 import pytest
 
-from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from support.checkpoints import TP2_PP2_DP2, config_for, train_from
 from support.harness import full_tensors, reference_for
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nanodomino.checkpoint.folders import checkpoints_of, newest_intact_checkpoint
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of, newest_intact_checkpoint
 from nanodomino.checkpoint.manifest import file_digest, manifest_text, read_manifest, verify
 from nanodomino.checkpoint.safe_load import SafeReader
 from nanodomino.errors import UserError

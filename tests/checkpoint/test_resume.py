@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from nanodomino.checkpoint.export import export
-from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.load import load_weights
 from nanodomino.checkpoint.safe_load import SafeReader
 from nanodomino.checkpoint.save import allocate_host_copies
 from nanodomino.checkpoint.shards import boxes_of_range, local_boxes
-from nanodomino.generate.sampling import generate
+from nanodomino.generate.generation import generate
 from support.checkpoints import (DP2, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for, save_steps,
                                  train_from)
 from support.harness import Outcome, build, difference, full_tensors, reference_for, relative, shard_spec, sizes_of

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nanodomino.checkpoint.export import export
-from nanodomino.checkpoint.folders import checkpoints_of, newest_intact_checkpoint
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of, newest_intact_checkpoint
 from nanodomino.checkpoint.manifest import read_manifest, verify
 from nanodomino.checkpoint.shards import local_boxes
 from nanodomino.errors import UserError

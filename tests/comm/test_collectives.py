@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.collectives import all_gather, reduce_scatter
+from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
 
 
 def numbers(rank, size, dtype):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from benchmarks.wire import INTERFACE, address, slow_wire
+from benchmarks.slow_network import INTERFACE, address, slow_wire
 from support import ROOT
 from nanodomino.comm import network_interface
 from nanodomino.errors import UserError

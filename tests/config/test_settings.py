@@ -13,18 +13,18 @@ from support.train_in_pool import metric_points, saved_steps, train_in_pool
 
 import train
 from data.prepare import prepare
-from nanodomino.checkpoint.folders import checkpoints_of, recorded_settings
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of, recorded_settings
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.flags import markdown
-from nanodomino.config.records import check_record, check_settings, from_record
+from nanodomino.config.saved_settings import check_record, check_settings, from_record
 from nanodomino.config.setting import EFFECTS, check_values, flag_name, flag_settings, setting
 from nanodomino.errors import UserError
 from nanodomino.run.command_line import command_line_parser, from_command_line
-from nanodomino.run.folder import open_run
+from nanodomino.run.run_folder import open_run
 
 # as the version of that day left it: 3 steps of a tiny model
 OLD_RUN = ROOT / "tests" / "support" / "run-2026-11-20"
@@ -162,7 +162,7 @@ def changed(field: dataclasses.Field, value):
 def test_a_changed_setting_is_refused_or_accepted_by_its_effect(origins, monkeypatch, field):
     """For every setting, also future ones, and everything that a launch can start from."""
     # the lock would last as long as this process
-    monkeypatch.setattr("nanodomino.run.folder.lock_folder", lambda run_dir: None)
+    monkeypatch.setattr("nanodomino.run.run_folder.lock_folder", lambda run_dir: None)
     for folder, roles, asked in origins.values():
         config = dataclasses.replace(from_record(recorded_settings(folder), folder), **asked)
         other = dataclasses.replace(config, **{field.name: changed(field, getattr(config, field.name))})

@@ -24,8 +24,8 @@ import nanodomino.corpus.tokenizer
 from data import prepare as prepare_module
 from data.prepare import prepare, prepare_default_corpus
 from nanodomino.corpus import documents
-from nanodomino.corpus.cuts import SAFE_CUT
-from nanodomino.corpus.folder import SPLITS, load_corpus
+from nanodomino.corpus.prepared_folder import SPLITS, load_corpus
+from nanodomino.corpus.safe_cuts import SAFE_CUT
 from nanodomino.corpus.tokenizer import END_OF_TEXT, build_tokenizer
 from nanodomino.data import EndOfText, TokenDataset
 from nanodomino.errors import UserError

@@ -15,7 +15,7 @@ from support.harness import Outcome, build, full_tensors, random_data, reference
 from nanodomino import parallel
 from nanodomino.comm.trace import Trace
 from nanodomino.config.config import Config
-from nanodomino.domino import Domino, run_alone
+from nanodomino.domino import Domino, run_to_end
 from nanodomino.parallel import ReduceFromTensorParallel
 
 # ---- parallel.py: an all-reduce in g's backward
@@ -151,7 +151,7 @@ class ExtraYield(Domino):
 def losses_rank(config, weights, data, engine):
     _, model, _, _ = build(config, weights)
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    return run_alone(engine(model, config.slices).forward(batch, training=False))[0]
+    return run_to_end(engine(model, config.slices).forward(batch, training=False))[0]
 
 
 def test_an_extra_yield_on_one_rank_adds_different_slices_to_each_other_without_an_error(pool):
@@ -170,12 +170,12 @@ def first_stage_rank(config, data):
     if not model.pre_process:
         return None
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    output, tape = run_alone(stage.forward(batch))
+    output, tape = run_to_end(stage.forward(batch))
     kinds = [event.kind for event in stage.trace.events]
     last_launch = len(kinds) - kinds[::-1].index("all_reduce")
     forward = kinds[last_launch:]
     stage.trace.events.clear()
-    run_alone(stage.backward(tape, torch.ones_like(output)))
+    run_to_end(stage.backward(tape, torch.ones_like(output)))
     kinds = [event.kind for event in stage.trace.events]
     return forward, kinds[len(kinds) - kinds[::-1].index("all_reduce"):]
 
@@ -195,15 +195,15 @@ def final_rank(config, weights, data, later):
     for weight in model.parameters():
         weight.main_grad.zero_()
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-    losses, tape = run_alone(stage.forward(batch))
+    losses, tape = run_to_end(stage.forward(batch))
     final = {}
 
     def on_gradients_ready(modules):
         final.update({weight: weight.main_grad.clone() for module in modules for weight in module.parameters()})
 
-    run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype), on_gradients_ready, later))
+    run_to_end(stage.backward(tape, batch.loss_mask.to(losses.dtype), on_gradients_ready, later))
     if later:
-        run_alone(stage.weight_backward(tape, on_gradients_ready))
+        run_to_end(stage.weight_backward(tape, on_gradients_ready))
     names = {weight: name for name, weight in model.named_parameters()}
     changed = [names[weight] for weight in final if not torch.equal(final[weight], weight.main_grad)]
     return changed, sorted(names[weight] for weight in final)

@@ -17,7 +17,7 @@ from support.harness import (FAMILIES, build, difference, full_tensors, referenc
 from support.reference import ReferenceGPT, masked_loss
 
 import train
-from nanodomino.corpus.folder import Corpus
+from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES

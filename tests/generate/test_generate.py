@@ -30,8 +30,8 @@ from nanodomino.config.config import Config
 from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
 from nanodomino.errors import UserError
 from nanodomino.generate.__main__ import command_line
-from nanodomino.generate.sampling import generate, sample_token, useful_threads
-from nanodomino.generate.writing import SEPARATOR, Writer
+from nanodomino.generate.generation import generate, sample_token, useful_threads
+from nanodomino.generate.printing import SEPARATOR, Writer
 
 PATIENCE = 90           # seconds until a process counts as stuck; it takes 6, but the machine may have other work
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.load import load_weights, read_full_tensor
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.checkpoint.safe_load import SafeReader
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
-from nanodomino.corpus.folder import load_corpus
+from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.generate.__main__ import main as generate_main

@@ -12,7 +12,7 @@ from nanodomino.analysis.sizes import parameter_count
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.data import Batch, EndOfText
-from nanodomino.domino import run_alone
+from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
 from nanodomino.layers.positions import (attention_bias, document_ids, inverse_rotation, positions_within_documents,
                                          rotary_frequencies, rotate, rotation)
@@ -101,9 +101,9 @@ def losses_and_gradients(stage, optimizer, model, batches):
     optimizer.zero_grad()
     losses = []
     for batch in batches:
-        output, tape = run_alone(stage.forward(batch))
+        output, tape = run_to_end(stage.forward(batch))
         losses.append(output.flatten())
-        run_alone(stage.backward(tape, torch.ones_like(output)))
+        run_to_end(stage.backward(tape, torch.ones_like(output)))
     return torch.cat(losses), {name: weight.main_grad.clone() for name, weight in model.named_parameters()}
 
 

@@ -12,7 +12,7 @@ from support.train_in_pool import metric_points, train_in_pool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.layers.cross_entropy import max_and_sum_exp_of_rows, scaled_exp_of_rows
 from nanodomino.layers.norms import NORMALIZATIONS

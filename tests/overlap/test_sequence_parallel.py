@@ -14,14 +14,14 @@ from support.pitfall_runner import masks_of
 
 import train
 from nanodomino.checkpoint import load, save
-from nanodomino.checkpoint.folders import newest_intact_checkpoint
+from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
 from nanodomino.comm.trace import Trace
 from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
-from nanodomino.domino import Domino, run_alone
+from nanodomino.domino import Domino, run_to_end
 from nanodomino.mesh import make_mesh
-from nanodomino.overlap.sequence_parallel import ReplicatedStream, ShardedStream, residual_stream
-from nanodomino.run.check_copies import drifted_copies
+from nanodomino.overlap.sequence_parallel import ReplicatedResidual, ShardedResidual, residual_stream
+from nanodomino.run.check_copies import drift_warning
 
 STEPS = 2
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3)
@@ -47,7 +47,7 @@ def three_of(kind, shape, dtype):
     mesh = make_mesh(1, 1, torch.distributed.get_world_size(), torch.device("cpu"))
     stream = kind(mesh.tp_group)
     rows = stream.own_rows(numbers(99, shape, dtype))
-    assert kind is ReplicatedStream or rows.untyped_storage().nbytes() == rows.nbytes, (
+    assert kind is ReplicatedResidual or rows.untyped_storage().nbytes() == rows.nbytes, (
         "a view would keep all rows in memory")
     return rows, arrive(stream.gather(rows)), [arrive(stream.gather(part)) for part in rows.chunk(2, dim=-1)], arrive(
         stream.reduce(numbers(mesh.tp_rank, shape, dtype)))
@@ -59,7 +59,7 @@ def test_gather_returns_all_rows_and_reduce_the_sum_of_this_ranks_rows(pool, ran
     """Three samples of eight tokens, so that a rank holds rows of two samples; the sum has torch.sum's bits."""
     shape, whole_of_it = (3, 8, 6), numbers(99, (3, 8, 6), dtype)
     total = torch.stack([numbers(rank, shape, dtype) for rank in range(ranks)]).sum(dim=0)
-    found = pool.run(three_of, ShardedStream, shape, dtype, world_size=ranks)
+    found = pool.run(three_of, ShardedResidual, shape, dtype, world_size=ranks)
     for rank, (own, spread, chunks, joined) in enumerate(found):
         for one, of in ((own, whole_of_it), (joined, total)):
             assert one.shape == (3, 8 // ranks, 6)
@@ -70,7 +70,7 @@ def test_gather_returns_all_rows_and_reduce_the_sum_of_this_ranks_rows(pool, ran
 def test_with_a_replicated_stream_gather_does_nothing_and_reduce_is_an_all_reduce(pool):
     shape, dtype = (3, 8, 6), torch.float64
     total = numbers(0, shape, dtype) + numbers(1, shape, dtype)
-    for own, spread, _, joined in pool.run(three_of, ReplicatedStream, shape, dtype, world_size=2):
+    for own, spread, _, joined in pool.run(three_of, ReplicatedResidual, shape, dtype, world_size=2):
         assert torch.equal(own, spread) and torch.equal(own, numbers(99, shape, dtype)) and torch.equal(joined, total)
 
 
@@ -82,13 +82,13 @@ def two_products(kind, shape):
     return float((arrive(stream.gather(x)) * y).sum()), float((x * arrive(stream.reduce(y.clone()))).sum())
 
 
-@pytest.mark.parametrize("kind", [ShardedStream, ReplicatedStream])
+@pytest.mark.parametrize("kind", [ShardedResidual, ReplicatedResidual])
 def test_gather_and_reduce_are_each_others_backward(pool, kind):
     """<gather x, y> = <x, reduce y>, summed over the ranks. With a replicated stream each rank already has all of
     <x, reduce y>."""
     products = pool.run(two_products, kind, (3, 8, 6), world_size=4)
     spread, joined = (sum(side) for side in zip(*products))
-    assert spread == pytest.approx(joined / (4 if kind is ReplicatedStream else 1), rel=1e-12)
+    assert spread == pytest.approx(joined / (4 if kind is ReplicatedResidual else 1), rel=1e-12)
 
 
 # ---- the same training
@@ -168,7 +168,7 @@ def test_a_run_may_turn_sequence_parallelism_on_or_off_when_it_resumes(pool, tmp
 def drift_rank(config, weights, data):
     mesh, model, optimizer, stage = build(config, weights)
     train_steps((mesh, model, optimizer, stage), config, data, range(1, STEPS + 1))
-    return drifted_copies(model, optimizer, mesh)
+    return drift_warning(model, optimizer, mesh)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
@@ -206,9 +206,9 @@ def windows_of(config, staggered=Domino.staggered):
 
         stage.ops.launch, stage.ops.wait = launched_at, waited_at
         batch = random_data(config, 1).batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
-        losses, tape = run_alone(stage.forward(batch))
+        losses, tape = run_to_end(stage.forward(batch))
         forward, found = found, []
-        run_alone(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
+        run_to_end(stage.backward(tape, batch.loss_mask.to(losses.dtype)))
     assert not launched
     return forward, found
 
@@ -254,7 +254,7 @@ def test_with_a_replicated_stream_slices_are_not_staggered():
             config = tiny(2, **FOUR | dict(sequence_parallel=cut), slices=2)
             _, _, _, stage = build(config)
             assert type(stage.ops.stream) is type(residual_stream(config,
-                                                                  stage.mesh)) is (ShardedStream if cut
-                                                                                   else ReplicatedStream)
+                                                                  stage.mesh)) is (ShardedResidual if cut
+                                                                                   else ReplicatedResidual)
             turns = list(stage.staggered(type("Piece", (), dict(index=3)), iter(())))
             assert len(turns) == (3 if cut else 0)

@@ -39,7 +39,7 @@ from nanodomino.config.setting import flag_name
 from nanodomino.errors import UserError
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.optim.optimizers import OPTIMIZERS
-from nanodomino.run.failure import report_and_exit
+from nanodomino.run.rank_process import report_and_exit
 from nanodomino.schedules.definitions import SCHEDULES
 
 LIMIT = 20              # seconds until all processes of a row have ended; more if the machine is busy
@@ -412,7 +412,7 @@ def refuse(folder, monkeypatch):
     for module in (train, nanodomino.generate.__main__):
         monkeypatch.setattr(module, "start_world", reached)
     for name in ("lock_folder", "tolerate_closed_output"):      # what lasts as long as the process
-        monkeypatch.setattr(f"nanodomino.run.folder.{name}", lambda *_: None)
+        monkeypatch.setattr(f"nanodomino.run.run_folder.{name}", lambda *_: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def refuse(flags, n=1, command="train.py"):

@@ -8,7 +8,7 @@ from support.harness import build, random_data, tiny
 
 import train
 from nanodomino.run import check_copies
-from nanodomino.run.check_copies import checksum, drifted_copies, make_compiler_deterministic
+from nanodomino.run.check_copies import checksum, drift_warning, make_compiler_deterministic
 
 BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2)
 
@@ -17,7 +17,7 @@ def nudged_rank(config, data, nudges):
     """Return the warnings before and after each (rank, name, place) of `nudges` changes the last bit of an element."""
     mesh, model, optimizer, stage = build(config)
     train.train_step(1, stage, optimizer, data, config, mesh)
-    before = drifted_copies(model, optimizer, mesh)
+    before = drift_warning(model, optimizer, mesh)
     for rank, name, place in nudges:
         if rank == torch.distributed.get_rank():
             weight = dict(model.named_parameters())[name.removeprefix("the master of ")]
@@ -26,7 +26,7 @@ def nudged_rank(config, data, nudges):
                 numbers = optimizer.bucket_of[weight].master
                 place += optimizer.bucket_of[weight].offsets[weight]
             numbers.view(-1).view({4: torch.int32, 2: torch.int16}[numbers.element_size()])[place] ^= 1
-    return before, drifted_copies(model, optimizer, mesh)
+    return before, drift_warning(model, optimizer, mesh)
 
 
 @pytest.mark.parametrize("nudges, said", [

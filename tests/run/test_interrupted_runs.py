@@ -14,7 +14,7 @@ import pytest
 from support.jobs import Job, ROOT, differences, fill_disk, make_corpus, needs_proc, wait_until
 from support.train_in_pool import metric_points, saved_steps, train_in_pool
 
-from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.manifest import verify
 
 pytestmark = needs_proc
@@ -64,8 +64,8 @@ if "device" in fault:           # as on NCCL: a queue with work in it, and colle
     start_world, make_mesh = train.start_world, train.make_mesh
     train.start_world = lambda place, device, timeout: start_world(place, device, timeout + 600)
     train.make_mesh = lambda pp, dp, tp, device, timeout: make_mesh(pp, dp, tp, device, timeout + 600)
-    watchdog.EmptyQueue.query = lambda queue: False
-    watchdog.EmptyQueue.record_event = lambda queue: type("Mark", (), dict(query=lambda mark: True))()
+    watchdog.NoStream.query = lambda queue: False
+    watchdog.NoStream.record_event = lambda queue: type("Mark", (), dict(query=lambda mark: True))()
     watchdog.STOP_GRACE = 4.0
 
 train.train_step, train.loss_func, train.ZeroOptimizer.on_gradients_ready = step, poisoned_loss, poisoned_gradients

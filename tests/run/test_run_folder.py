@@ -14,14 +14,14 @@ from support.jobs import needs_proc
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
-from nanodomino.run.folder import check_shared_folder, numbered_folder, open_run
+from nanodomino.run.run_folder import check_shared_folder, numbered_folder, open_run
 
 
 @pytest.fixture
 def open_folder(tmp_path, monkeypatch):
     """open_folder(run_dir, ...): open_run() on rank 0, in tmp_path."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("nanodomino.run.folder.tolerate_closed_output", lambda *_: None)
+    monkeypatch.setattr("nanodomino.run.run_folder.tolerate_closed_output", lambda *_: None)
     return lambda run_dir=None, **settings: open_run(Config(run_dir=run_dir, **settings).resolve(1), LaunchInfo())
 
 

@@ -13,7 +13,7 @@ from support.train_in_pool import metric_points, saved_steps, train_in_pool
 
 import nanodomino.run.tensorboard
 import train
-from nanodomino.checkpoint.folders import checkpoints_of, delete_checkpoint
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of, delete_checkpoint
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
 from nanodomino.run.command_line import from_command_line

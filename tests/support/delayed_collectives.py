@@ -6,7 +6,7 @@ finish at the launch and wrong when all finish at the wait, so tests compare bot
 
 import torch.distributed as dist
 
-from nanodomino.comm import collectives
+from nanodomino.comm import scatter_and_gather
 
 
 class LateWork:
@@ -30,7 +30,7 @@ class EarlyWork:
 
 def delayed_collectives(when):
     """Return patches [(object, name, replacement)] that carry collectives out 'late' (at wait()) or 'early'."""
-    real_all_reduce, real_exchange = dist.all_reduce, collectives.exchange
+    real_all_reduce, real_exchange = dist.all_reduce, scatter_and_gather.exchange
 
     def launch(collective):
         if when == "late":
@@ -46,4 +46,4 @@ def delayed_collectives(when):
     def exchange(*arguments):
         return launch(lambda: real_exchange(*arguments).wait())
 
-    return [(dist, "all_reduce", all_reduce), (collectives, "exchange", exchange)]
+    return [(dist, "all_reduce", all_reduce), (scatter_and_gather, "exchange", exchange)]

@@ -35,7 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import train
 from nanodomino import domino
 from nanodomino.config.config import Config
-from nanodomino.corpus.folder import Corpus
+from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.data import TokenDataset
 from nanodomino.mesh import make_mesh
 from nanodomino.overlap import embedding_and_head

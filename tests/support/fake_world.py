@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from nanodomino.comm import collectives
+from nanodomino.comm import scatter_and_gather
 
-exchange = collectives.exchange
+exchange = scatter_and_gather.exchange
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def fake_world(rank: int, world_size: int):
     torch.set_num_threads(1)                 # on tensors this small, more threads mostly wait for each other
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        with mock.patch.object(collectives, "exchange", zeros_from_others):
+        with mock.patch.object(scatter_and_gather, "exchange", zeros_from_others):
             yield
     finally:
         dist.destroy_process_group()

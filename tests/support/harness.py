@@ -13,7 +13,7 @@ import torch
 from support.reference import Sizes, random_weights, train_reference
 
 import train
-from nanodomino.comm.collectives import all_gather
+from nanodomino.comm.scatter_and_gather import all_gather
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting

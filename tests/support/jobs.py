@@ -14,7 +14,7 @@ import torch
 
 from data.prepare import prepare
 from nanodomino.checkpoint.export import export
-from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from support import ROOT
 from support.fork_server import LAUNCHER, Running, launcher_environments
 

@@ -22,7 +22,7 @@ from support.reference import ReferenceGPT, masked_loss, random_weights, train_r
 
 import train
 from nanodomino import model
-from nanodomino.layers import masks_and_positions
+from nanodomino.layers import dropout_and_positions
 
 TOLERANCE = 1e-9         # largest relative error of any number, in float64
 CHECKED = 2              # steps in a test: the second step sees the weights that the first step wrote
@@ -136,7 +136,8 @@ def masks_of(config, step):
     if not config.hidden_dropout and not config.attention_dropout:
         return None
     ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
-    dropout = masks_and_positions.MasksAndPositions(config, SimpleNamespace(tp=1, tp_rank=0, tp_group=None), list(ids))
+    one_rank = SimpleNamespace(tp=1, tp_rank=0, tp_group=None)
+    dropout = dropout_and_positions.MasksAndPositions(config, one_rank, list(ids))
     core = {"core": config.attention_dropout}
     return lambda site, shape: dropout.draw_masks(site, shape[1:], core.get(site.split(".")[-1], config.hidden_dropout),
                                                   torch.zeros(1).double())

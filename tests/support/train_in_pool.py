@@ -24,11 +24,11 @@ from support.pool import Pool
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import train
-from nanodomino.checkpoint.folders import checkpoints_of
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.manifest import step_of
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.errors import UserError
-from nanodomino.run import folder as run_folder
+from nanodomino.run import run_folder
 
 
 @dataclass

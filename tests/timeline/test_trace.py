@@ -30,9 +30,9 @@ from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement import message_received, message_sent
 from nanodomino.timeline.__main__ import main
 from nanodomino.timeline.draw import WORK, draw_timeline, gather, picture, purpose, select_step, select_time
-from nanodomino.timeline.recording import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, chrome_trace, difference,
-                                           find_ready, from_chrome_trace, intersection, microbatch_label, spans_of,
-                                           totals, union, waits)
+from nanodomino.timeline.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, chrome_trace,
+                                              difference, from_chrome_trace, intersection, microbatch_label,
+                                              set_ready_times, spans_of, totals, union, waits)
 
 LATE = 250_000_000       # nanoseconds that a busy machine may take to say that something is done
 
@@ -302,7 +302,7 @@ def two_stages() -> Recording:
                event("all_reduce", 80, 96, group="world", bytes=32), event("wait", 80, 96, group="world"),
                event("optimizer", 96, 99)]
     recording = Recording("two stages", [(0, 0, 0), (1, 0, 0)], [stage_0, stage_1])
-    find_ready(recording)
+    set_ready_times(recording)
     return recording
 
 
@@ -326,7 +326,7 @@ def test_waiting_for_a_late_rank_is_not_hidden_communication():
                 Event("wait", computes, waits_until, {"group": "tp"})]
 
     late = Recording("late", [(0, 0, 0), (0, 0, 1)], [events(10, 45, 52), events(30, 51, 52)])
-    find_ready(late)
+    set_ready_times(late)
     rank_0, rank_1 = map(totals, late.ranks)
     assert (rank_0.hidden, rank_0.exposed, rank_0.compute) == (45 - 30, 50 - 45, 45)
     assert (rank_1.hidden, rank_1.exposed, rank_1.compute) == (50 - 30, 0, 51)
@@ -389,7 +389,7 @@ def test_deferred_weight_gradients_are_shown():
 def test_half_a_backward_is_work():
     events = [Event("step", 0, 100, dict(step=1)), Event("input_backward", 10, 40, dict(microbatch=0, chunk=0)),
               Event("wait", 20, 25, dict(group="pp")), Event("weight_backward", 50, 80, dict(microbatch=0, chunk=0))]
-    find_ready(Recording("", [(0, 0, 0)], [events]))
+    set_ready_times(Recording("", [(0, 0, 0)], [events]))
     assert asdict(totals(events)) == dict(step=100, compute=25 + 30, optimizer=0, exposed=5, idle=0, other=40, hidden=0)
 
 
@@ -456,7 +456,7 @@ def test_if_all_steps_would_be_illegible_only_the_first_is_drawn():
         for events, more in zip(one.ranks, many.ranks):
             more += [Event(event.kind, event.begin + i * 10**8, event.end + i * 10**8,
                            event.args | ({"step": 7 + i} if event.kind == "step" else {})) for event in events]
-    find_ready(many)
+    set_ready_times(many)
     drawn = picture([many])
     assert "two stages (drawn: step 7)" in texts(drawn)
     assert Counter(texts(drawn))["0"] == 4 and ElementTree.fromstring(drawn).get("width") == "1000"

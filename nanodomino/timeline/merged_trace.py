@@ -128,7 +128,7 @@ def messages(recording: Recording) -> list[tuple]:
             for left, arrived in zip(sent, ends["receive"][sender, receiver, name])]
 
 
-def find_ready(recording: Recording):
+def set_ready_times(recording: Recording):
     """Set args["ready"] of each collective and each wait for a message: the time when every rank that takes part had
     launched. The n-th collective of a group is the n-th on each of its ranks.
     """
@@ -154,7 +154,7 @@ def find_ready(recording: Recording):
 
 
 def waits(events: list[Event]) -> tuple[list, list]:
-    """Return the (exposed, idle) spans of one rank. find_ready() must have been called."""
+    """Return the (exposed, idle) spans of one rank. set_ready_times() must have been called."""
     in_flight, waited, exposed = defaultdict(list), defaultdict(list), []
     for event in events:
         if event.kind in COLLECTIVES or (event.kind == "wait" and "ready" in event.args):
@@ -180,7 +180,7 @@ class Totals:
 
 
 def totals(events: list[Event]) -> Totals:
-    """Add up all steps of one rank. find_ready() must have been called."""
+    """Add up all steps of one rank. set_ready_times() must have been called."""
     step = spans_of(events, "step")
     exposed, idle = (intersection(step, spans) for spans in waits(events))
     work = intersection(step, difference(spans_of(events, *PASSES, "optimizer"), spans_of(events, "wait")))

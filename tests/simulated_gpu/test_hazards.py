@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from nanodomino import pipeline
-from nanodomino.comm import collectives
+from nanodomino.comm import scatter_and_gather
 from nanodomino.overlap.flight import result_of
 from nanodomino.overlap.slice_ops import SliceOps
 from nanodomino.pipeline import P2PCommunicator
@@ -26,7 +26,7 @@ from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.zero import ZeroOptimizer
 
 SENT, RECEIVED = "sent", "received"          # an all-reduced tensor is both; it counts as received
-KINDS = {tag: kind for kind, tag in collectives.TAGS.items()}
+KINDS = {tag: kind for kind, tag in scatter_and_gather.TAGS.items()}
 
 
 class InFlight(TorchDispatchMode):
@@ -67,7 +67,7 @@ class Waited:
 @contextmanager
 def watched():
     """Watch every collective and message. What they receive is zeros, so that all numbers are finite."""
-    flights, sums, batches, exchanges = InFlight(), dist.all_reduce, dist.batch_isend_irecv, collectives.exchange
+    flights, sums, batches, exchanges = InFlight(), dist.all_reduce, dist.batch_isend_irecv, scatter_and_gather.exchange
 
     def all_reduce(tensor, *arguments, async_op=False, **options):
         work = sums(tensor, *arguments, async_op=async_op, **options)
@@ -84,7 +84,7 @@ def watched():
                 for one, work in zip(operations, batches(operations), strict=True)]
 
     with mock.patch.multiple(dist, all_reduce=all_reduce, batch_isend_irecv=messages), \
-            mock.patch.object(collectives, "exchange", exchange), flights:
+            mock.patch.object(scatter_and_gather, "exchange", exchange), flights:
         yield flights
 
 

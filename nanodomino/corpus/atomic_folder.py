@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nanodomino.corpus.folder import SPLITS, load_corpus
 from nanodomino.corpus.huggingface_tokenizer import FILES
+from nanodomino.corpus.prepared_folder import SPLITS, load_corpus
 from nanodomino.errors import UserError, require
 
 OUR_FILES = {"meta.json", "encoder.json", "vocab.bpe", *FILES, *(f"{split}.bin" for split in SPLITS)}

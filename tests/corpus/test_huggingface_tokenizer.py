@@ -19,9 +19,9 @@ import pytest
 from data import prepare as prepare_module
 from data.prepare import prepare
 from nanodomino.corpus import documents, huggingface_tokenizer
-from nanodomino.corpus.cuts import SAFE_CUT, pieces
-from nanodomino.corpus.folder import SPLITS, load_corpus
 from nanodomino.corpus.huggingface_tokenizer import FILES, word_splitter
+from nanodomino.corpus.prepared_folder import SPLITS, load_corpus
+from nanodomino.corpus.safe_cuts import SAFE_CUT, pieces
 from nanodomino.corpus.tokenizer import build_tokenizer
 from nanodomino.errors import UserError
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from nanodomino.config.config import Config
 from nanodomino.generate.cache import KeyValueCache
-from nanodomino.layers.masks_and_positions import seeded_generator
+from nanodomino.layers.dropout_and_positions import seeded_generator
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits

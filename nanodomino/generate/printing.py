@@ -13,9 +13,9 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from nanodomino.config.terminal import stdout_is_open
+from nanodomino.config.run_command import stdout_is_open
 from nanodomino.corpus.tokenizer import Tokenizer
-from nanodomino.generate.sampling import generate
+from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 

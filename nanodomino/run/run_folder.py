@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.checkpoint.folders import (SAVED_MARKER, checkpoints_of, clear_leftovers, find_checkpoint,
-                                           newest_intact_checkpoint, recorded_settings)
+from nanodomino.checkpoint.find_checkpoints import (SAVED_MARKER, checkpoints_of, clear_leftovers, find_checkpoint,
+                                                    newest_intact_checkpoint, recorded_settings)
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
-from nanodomino.config.records import check_settings
-from nanodomino.config.terminal import tolerate_closed_output
+from nanodomino.config.run_command import tolerate_closed_output
+from nanodomino.config.saved_settings import check_settings
 from nanodomino.errors import UserError, require
 
 

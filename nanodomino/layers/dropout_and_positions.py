@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanodomino.layers.main_grad import wide
+from nanodomino.layers.main_grad import wide_dtype
 from nanodomino.layers.positions import attention_bias, rotation
 
 
@@ -47,7 +47,7 @@ class MasksAndPositions:
         """Draw masks [b, *shape], scaled by 1/(1 - probability). Returns None if nothing is dropped."""
         if self.sample_ids is None or probability == 0.0:
             return None
-        masks = torch.empty(len(self.sample_ids), *shape, device=like.device, dtype=wide(like))
+        masks = torch.empty(len(self.sample_ids), *shape, device=like.device, dtype=wide_dtype(like))
         for mask, sample in zip(masks, self.sample_ids):
             mask.bernoulli_(1.0 - probability, generator=seeded_generator(like.device, self.config.seed, sample, site))
         return masks.div_(1.0 - probability)

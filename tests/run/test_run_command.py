@@ -25,8 +25,8 @@ from support.fork_server import LAUNCHER
 
 from bench import QUESTIONS
 from benchmarks import common
-from nanodomino.checkpoint.folders import checkpoints_of
-from nanodomino.run import failure
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of
+from nanodomino.run import rank_process
 
 PATIENCE = 120           # seconds for any command here; they take one to five if the machine has no other work
 SMALL = ["--num-layers", "2", "--hidden-size", "32"]
@@ -387,7 +387,7 @@ def test_ctrl_c_before_training_is_silent(monkeypatch):
     def interrupted(arguments, place):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(failure, "tolerate_closed_output", lambda: None)
+    monkeypatch.setattr(rank_process, "tolerate_closed_output", lambda: None)
     with pytest.raises(SystemExit) as caught:
-        failure.run_rank(interrupted, [])
+        rank_process.run_rank(interrupted, [])
     assert caught.value.code == 130
