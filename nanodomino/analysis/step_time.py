@@ -116,7 +116,7 @@ def action_seconds(config: Config, *halves: Cost) -> float:
     compute meanwhile. No action is faster than all its compute, all its communication, or one slice alone. With several
     columns, all but the last one's collective overlap the next column's matmul; half of the compute is such matmuls.
     """
-    columns = expected_traffic.chunk_count(config.columns, config.hidden_size)
+    columns = expected_traffic.column_count(config.columns, config.hidden_size)
 
     def one_slice(half):
         waiting = max(half.communication / columns, half.communication - (1 - 1 / columns) * half.compute / 2)

@@ -367,7 +367,7 @@ def test_ctrl_c_during_the_start_ends_every_process(monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            common.launch(["overlap"], 2)
+            common.start_processes(["overlap"], 2)
         assert [process.poll() for process in started] == [-signal.SIGTERM] * 2
     finally:
         signal.signal(signal.SIGINT, before)
