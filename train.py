@@ -90,7 +90,8 @@ def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuf
 
 
 def forward_step(batch, stage: Domino, hidden, chunk: int, training: bool):
-    """Generator: run a microbatch through a chunk -> (output, tape, function from the output to the loss)."""
+    """Run a microbatch through a chunk. A generator, which returns (output, tape, a function from the output to (sum of
+    the losses, number of tokens))."""
     output, tape = yield from stage.forward(batch, hidden, training, chunk)
     return output, tape, partial(loss_func, batch.loss_mask)
 
@@ -142,7 +143,8 @@ def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDatas
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Return the rate of step 1 .. train_iters: a linear warm-up to lr, then a decay to min_lr at the last step."""
+    """Return the learning rate of step 1 .. train_iters: a linear warm-up to lr, then a decay that reaches min_lr at
+    the last step (with the decay style `constant`, the rate stays at lr)."""
     warmup = int(config.lr_warmup_fraction * config.train_iters)
     if step <= warmup:
         return config.lr * step / warmup
@@ -151,10 +153,11 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh):
-    """Connect the stages, run an empty microbatch through each chunk, and make every all-reduce of a step once.
+    """Connect the stages, run a microbatch in which no token counts through each chunk, and run every collective of a
+    step once.
 
-    Afterwards kernels are loaded, memory is allocated and communicators exist. On a GPU, each of these waits for the
-    whole device; in the first step it could wait for a message whose sender waits for this rank.
+    This loads the kernels, allocates the memory and creates the communicators. Each of the three waits until the whole
+    GPU is idle. In the first step, that could mean waiting for a message whose sender is waiting for this rank.
     """
     pipeline.connect(mesh, config.placement)
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=mesh.device)

@@ -1,10 +1,11 @@
 """What does a checkpoint cost, and how long does resuming take?
 
-    synchronous   copy, write, flush, checksums, rename, while training waits
-    stall         the time that training really waits: only for the copy. The rest overlaps the next steps
+    synchronous   the whole save: copy, write, flush, checksums, rename
+    stall         the part of it that training waits for: the copy. The rest overlaps the next steps
     resume        verify every byte of the checkpoint, then load model and optimizer
 
-Each rank copies and writes what it owns, with --dp a share. The largest copy of a rank is printed too.
+Replicas share the work: with --dp each rank copies and writes only a part of what it holds. The bytes that the busiest
+rank copies are printed too.
 
     python bench.py checkpoint --processes 2 --dp 2
 """
@@ -32,7 +33,7 @@ from nanodomino.zero import ZeroOptimizer
 
 def add_flags(parser):
     parser.add_argument("--processes", type=int, default=2, metavar="N",
-                        help="processes in total; each replica's are tensor parallel ranks (default 2)")
+                        help="processes in total; those of one replica are its tensor-parallel ranks (default 2)")
     add_config_flags(parser, ("num_layers", "hidden_size", "num_attention_heads", "data_parallel_size", "zero_stage"),
                      num_layers=8, hidden_size=512, num_attention_heads=8, data_parallel_size=1)
     parser.add_argument("--folder", metavar="FOLDER", help="where to write (default: the folder for temporary files)")

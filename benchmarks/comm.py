@@ -105,7 +105,7 @@ class CollectiveCounter(TorchDispatchMode):
     @property
     def counts(self):
         return {key: (int(calls), int(size)) for key, (calls, size) in self.found.items()
-                if calls.denominator == 1}               # an incomplete collective makes it fail too
+                if calls.denominator == 1}               # leaves incomplete collectives out: the comparison fails
 
 
 def predict(config: Config) -> list[dict]:

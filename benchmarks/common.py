@@ -139,7 +139,8 @@ def describe(config: Config) -> str:
 # ---- processes
 
 def wire_for(flags, world_size: int):
-    """Return the slow wire of --wire as a context manager that yields each rank's (command prefix, environment)."""
+    """Return a context manager that sets up the slow network of --wire and yields, for each rank, (command prefix,
+    environment) to start it in. Without --wire it does nothing and yields None."""
     if getattr(flags, "wire", None) is None:
         return nullcontext(None)
     from benchmarks.slow_network import slow_wire
@@ -335,7 +336,7 @@ class Figure:
     @property
     def value(self) -> float | None:
         median, size, span = self.median, self.size or self.median, max(self.rounds) - min(self.rounds)
-        if len(self.rounds) > 3:                               # else all rounds are the middle half
+        if len(self.rounds) > 3:                               # up to three rounds: the span of all of them counts
             lower, _, upper = statistics.quantiles(self.rounds, n=4)
             span = upper - lower
         possible = self.least - BEYOND * size <= median <= self.most + BEYOND * size

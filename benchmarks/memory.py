@@ -9,7 +9,8 @@
                               dispatch mode's count of all tensors on the CPU. Its formula is an estimate
 
 The formulas are those of nanodomino/analysis/expected_memory.py. A second table lists what a tape keeps of one layer,
-in units of X, the bytes of one activation [b, s, h], and what it still keeps between split input and weight gradients.
+in units of X, the bytes of one activation [b, s, h]. Its columns under "left" are for schedules that split backward:
+what the tape still keeps after the input gradients, for the weight gradients.
 
     python bench.py memory --tp 2 --pp 2 --slices 2
 """

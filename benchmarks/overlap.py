@@ -7,14 +7,14 @@ A step is forward and backward of --microbatches on --tp ranks. These alternativ
     domino      domino.py with --slices and --columns
     whole       domino without sequence parallelism, if --sequence-parallel is given
     paired      domino with a backward and the next forward overlapped (schedule paired); needs two microbatches
-    apart       domino with the weight gradients after the all-reduces: what splitting them off costs
+    apart       domino with input and weight gradients as two actions: what splitting backward costs
     compute     domino without collectives (its results are meaningless)
     wires       only domino's collectives
     dtensor     plain.py with layers cut by torch's ColwiseParallel and RowwiseParallel; embedding and head are whole
                 on every rank
 
-With --compile (the default on CUDA) all but blocking and dtensor are compiled: compare with megatron then. The figures
-of domino and of paired, whose seconds are d:
+With --compile (the default on CUDA) all but blocking and dtensor are compiled, so then compare with megatron. The
+figures of domino and of paired, where d is the seconds of that alternative:
 
     hidden      1 - (d - compute) / wires: the hidden share of the communication. At most compute / wires can be hidden
                 if the communication takes longer than the compute
@@ -275,7 +275,7 @@ def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
 
 
 def report(flags, config, times, collectives, device):
-    """(text, record)."""
+    """Return (text, record)."""
     hideable, figures = figures_of(times)
     about = {"blocking": "blocking", "megatron": "one slice", "dtensor": "torch's DTensor",
              "domino": f"slices {config.slices}, columns {config.columns}", "compute": "domino without collectives",

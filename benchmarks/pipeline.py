@@ -338,7 +338,7 @@ def idle_share(rows) -> float:
 # ---- the report
 
 def report(config: Config, device, repeats: int, rows: list[dict]):
-    """(text, record)."""
+    """Return (text, record)."""
     cores = os.cpu_count() or 1
     shared = device.type == "cpu" and config.pp > cores
     lines = [[row["microbatches"], row["schedule"], row["side"], row["time"],

@@ -1,9 +1,9 @@
 """The same model in plain torch.nn, as nanoGPT would write it: the baseline of the benchmarks.
 
-`nn.Linear`, `nn.Embedding`, `nn.LayerNorm`, fused qkv, `scaled_dot_product_attention`, tanh GELU, a head tied to the
-embedding, autograd, fused AdamW; no dropout. It imports nothing of nanodomino, but uses the same parameter names and
-the same order of the fused qkv's rows, [head, (q, k, v), head_dim]. So both can start from the same weights (`load`),
-and equal losses then prove that both do the same work.
+It consists of `nn.Linear`, `nn.Embedding`, `nn.LayerNorm`, fused qkv, `scaled_dot_product_attention`, tanh GELU and a
+head tied to the embedding, with autograd and fused AdamW, without dropout. It imports nothing from nanodomino, but has
+the same parameter names and the same order of the fused qkv's rows, [head, (q, k, v), head_dim]. So both can start from
+the same weights (`load`), and equal losses then show that both do the same work.
 
 It can be cut by torch's own parallelism:
 

@@ -1,12 +1,13 @@
 """Would this model fit on those GPUs, and how fast would it be? Evaluates the formulas; trains nothing.
 
-    memory           of a GPU of each stage (analysis/expected_memory.py; `bench.py memory` checks it on real runs)
-    communication    of a step, by process group (analysis/expected_traffic.py; `bench.py comm` checks it)
-    step time        from data sheet figures and assumptions, which are printed, and most of which are flags
-                     (analysis/step_time.py). "exposed" communication is hidden by no compute
+    memory           what a GPU of each stage needs (analysis/expected_memory.py, checked by `bench.py memory`)
+    communication    what a GPU sends in a step, by process group (analysis/expected_traffic.py, checked by
+                     `bench.py comm`)
+    step time        computed from data sheets and assumptions (analysis/step_time.py). The assumptions are printed, and
+                     flags change most of them. "exposed" communication is what no compute hides
 
-If the model does not fit, the largest terms are printed, and changes that would make it fit, with their step time. If
-it fits, a faster schedule is proposed if there is one. Presets have their published vocabulary.
+If the model does not fit, the largest terms are printed, and changes with which it would fit, each with its step time.
+If it fits, a faster schedule is proposed where there is one. A preset gets the vocabulary of its published weights.
 
     python bench.py plan --model gpt3-13b --gpus 64 --tp 8 --pp 4 --gpu A100
 
@@ -81,9 +82,9 @@ def add_flags(parser):
     parser.add_argument("--wire-efficiency", type=float, default=0.8,
                         help="share of a link's rate that a ring reaches (default 0.8)")
     parser.add_argument("--latency", type=float, default=15.0,
-                        help="microseconds of a collective, besides its bytes (default 15)")
+                        help="microseconds that a collective takes besides sending its bytes (default 15)")
     parser.add_argument("--reserve", type=float, default=0.05,
-                        help="share of the memory for CUDA and fragmentation (default 0.05)")
+                        help="share of the memory left free for CUDA and fragmentation (default 0.05)")
     parser.add_argument("--published", action="store_true",
                         help="predict published runs instead; of the other flags only the two efficiencies and "
                              "--latency are used")
@@ -153,7 +154,8 @@ def plan(config: Config, flags):
         table(["a step", "", ""], [[PARTS.get(name, name), seconds_text(part), f"{part / seconds:.1%}"]
                                    for name, part in [*parts.items(), ("total", seconds)]]),
         *more_columns(config, machine, seconds), *(faster_schedule(config, machine, seconds, usable) if fits else ()),
-        f"bubble {bubble:.1%} of the ideal time, the lines above it ((p - 1)/m in 1F1B if stages are equal); "
+        f"bubble {bubble:.1%} of the ideal time, the sum of the table's lines above the bubble ((p - 1)/m in 1F1B if "
+        "stages are equal); "
         f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L h s FLOPs per token, of {peak / 1e12:g} "
         "TFLOP/s per GPU)", "", *assumptions(flags, gpu)])
     return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config), "gpu": flags.gpu,
@@ -308,7 +310,7 @@ def more_recomputation(config: Config) -> list[dict]:
 
 
 def changed(config: Config, changes: dict, gpus=None) -> Config | None:
-    """Return the Config after the changes, with dp as it follows; None if they are impossible."""
+    """Return the Config after the changes, with dp computed anew; None if they are impossible."""
     slices = min(config.slices, changes.get("micro_batch_size", config.micro_batch_size))
     try:
         other = dataclasses.replace(config, data_parallel_size=None, slices=slices, **changes)

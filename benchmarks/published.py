@@ -7,8 +7,8 @@
     2409.15241             Domino on H100: its largest speed-up over Megatron-LM, and the share of communication in
                            Megatron-LM's step
 
-The step time is that of analysis/step_time.py, changed to what these runs did: before its backward, a microbatch
-repeats the layers' whole forward, or attention's; Megatron-LM's all-reduces of 2409.15241 overlap nothing.
+The step time is that of analysis/step_time.py, with the costs of what these runs did: before its backward, a microbatch
+repeats the whole forward of the layers, or that of attention; in 2409.15241 nothing hides Megatron-LM's all-reduces.
 
 A ratio far from 1 points to a wrong assumption. The weakest is that matmuls reach the same share of the peak at every
 width: 45 % would fit the 1.7B model of table 1 (width 2304), and 71 % the 1T model of table 5 (width 25600). Small
@@ -93,7 +93,7 @@ def seconds(config: Config, machine: Machine, costs=step_time.action_costs) -> f
 
 
 def before_backward(config: Config, machine: Machine, mesh, seconds_of) -> dict:
-    """Return action_costs() with seconds_of(chunk) more compute in each backward."""
+    """Return action_costs(), after adding seconds_of(chunk) to the compute of each chunk's backward."""
     found = step_time.action_costs(config, machine, mesh)
     for number, chunk in enumerate(sizes.stage_model(config, mesh).chunks):
         cost = found["backward", number]
@@ -195,10 +195,10 @@ assumptions:
   other hosts; an all-reduce over whole H100 hosts uses all eight cards of 400 Gbit/s
   rings, messages and the optimizer reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency), and each
   collective takes {flags.latency:g} us more (--latency)
-  layers recomputed: with blocking all-reduces, without the head, as in formula (3) of 2104.04473; attention
-  recomputed: without communication. Sequence parallelism sends as many bytes
-  as in this program, except for 2409.15241: weight gradients hide backward's all-reduces; gradients are reduced in
-  fp32 during the last microbatch's backward; each GPU of a stage sends whole messages; the optimizer is not sharded.
+  recomputing layers repeats their all-reduces, which block, but not the head, as in formula (3) of 2104.04473;
+  recomputing attention needs no communication. Sequence parallelism is counted as the all-reduces that it replaces.
+  Weight gradients hide backward's all-reduces, except in 2409.15241. Gradients are reduced in fp32 during the last
+  microbatch's backward; each GPU of a stage sends whole messages; the optimizer is not sharded.
   Nothing is added for dropout, data, kernel launches and slower ranks
 sources:
   2104.04473, table 1: from a copy (github.com/SotaroKaneda/MLCarbon); micro batches and chunks, which the table
@@ -207,6 +207,6 @@ sources:
   looked up: layers, widths, heads, samples, vocabulary, and the network cards of both papers' A100 hosts. Layers and
   widths give the parameter counts that the paper names
   2409.15241: up to 1.3 x in its abstract; up to 43 % of 13B's step on 8, 16 and 32 GPUs in DeepSpeed's
-  blogs/deepspeed-domino, compared with 32. Neither tells the size and batch of 1.3 x, so it is compared with three
-  sizes on one host, with the batch of the authors' example. 32 GPUs can't share 13B's 40 heads, so it gets 32 wider
-  heads with the same FLOPs""".splitlines()
+  blogs/deepspeed-domino, compared with 32 GPUs. Neither says which model and batch gave 1.3 x, so that figure is
+  compared with three models on one host, with the batch of the authors' example. 32 GPUs can't share the 40 heads of
+  13B, so the prediction has 32 wider heads with the same FLOPs""".splitlines()

@@ -9,8 +9,8 @@ long as there are enough. Two layouts and two kinds of scaling:
     weak     --global-batch-size samples per process: ideally the step takes as long with more processes
     strong   --global-batch-size samples in total: ideally twice the processes take half the time
 
-    speed-up     tokens/s of N processes / tokens/s of one; every round of the one is compared with every round of the
-                 other, as they do not run at the same time
+    speed-up     tokens/s of N processes / tokens/s of one. Every round of N processes is compared with every round of
+                 one process, as the two do not run at the same time
     efficiency   speed-up / N
 
 Processes that share a core gain nothing: beyond the number of cores the figures show only what the layout costs.

@@ -10,9 +10,9 @@ A veth pair is a cable with two ends, and the hub's bridge is the switch. tbf, a
 `rate` bits per second; the others' filters limit what it receives. Tokens collect while the link is idle, so that up to
 BURST seconds of data (at least two of the largest packets) leave at once.
 
-Everything is in namespaces named by this process's id, nothing in the machine's own network, and deleting a namespace
-deletes its devices. They are deleted at the end, also after an error; those of a killed process at the next start.
-Needs root, and iproute2's `ip` and `tc`.
+Everything is in namespaces that carry this process's id in their names, nothing in the machine's own network. Deleting
+a namespace deletes its devices. The namespaces are deleted at the end, also after an error; if this process is killed,
+the next start deletes them. All this needs root, and iproute2's `ip` and `tc`.
 """
 
 import os
@@ -82,7 +82,7 @@ def run(command: str) -> str:
 
 
 def remove(is_obsolete):
-    """Delete our namespaces for whose process id is_obsolete(pid) is true."""
+    """Delete the namespaces of each process whose id makes is_obsolete(pid) true."""
     for line in run("ip netns list").splitlines():
         match = re.match(rf"{PREFIX}-(\d+)-\w+", line)
         if match and is_obsolete(int(match[1])):

@@ -4,8 +4,9 @@ One process runs full training steps of both sides in turn, on the same batch an
 
     nanodomino   train.py's train_step: Domino with one slice, flat buckets, clipping, AdamW
     plain        plain.py in nanoGPT's loop: zero_grad, forward and backward of the microbatches, clip_grad_norm_, fused
-                 AdamW; for bfloat16, autocast with fp32 weights. With --against transformers: that package's model in
-                 the same loop, for every model that can be exported
+                 AdamW; for bfloat16, autocast with fp32 weights
+    transformers (with --against transformers, in place of plain) the same loop with Transformers' model, for every
+                 model that can be exported
 
 With --compile (the default on CUDA) both are compiled. The losses of the first steps must agree. MFU is 6 N + 12 L h s
 FLOPs per token, relative to the device's dense 16-bit peak; null if that is unknown.

@@ -19,7 +19,7 @@ the same weights and on the same tokens; the losses of the first steps must agre
     state   bytes per parameter of parameters, gradients and optimizer state after a step, on the rank with the most,
             counted in the tensors' storages; beside it the formula: ZeRO-1 8 + 8/d, in 16-bit training 6 + 12/d;
             ZeRO-2 4 + 12/d and 2 + 16/d (1910.02054, sections 5.1 and 5.2, here with fp32 gradients); torch, with fp32
-            weights under autocast, 8 + 8/d, 16 and 16/d
+            weights under autocast: ddp-zero 8 + 8/d, ddp 16, fsdp2 16/d
 
 On CPUs each rank has one core, which also handles its network traffic. For ZeRO-2 choose --bucket-size small compared
 with the model.
@@ -133,8 +133,8 @@ class OurReplica(OurTraining):
 
 
 class TorchReplica:
-    """Trains with nanoGPT's step. Subclasses set `network`, `optimizer` and `no_sync`, a context in which backward
-    does not reduce gradients, for all microbatches but the last.
+    """Trains with nanoGPT's step. Subclasses set `network`, `optimizer` and `no_sync`. no_sync() is the context in
+    which all microbatches but the last run: backward does not reduce gradients in it.
     """
 
     def __init__(self, config, mesh):
@@ -167,8 +167,9 @@ class TorchReplica:
 
 
 class DDP(TorchReplica):
-    """All-reduces gradients in buckets during backward. Gradients are views of these buckets, and with
-    ZeroRedundancyOptimizer weights of others: less memory and fewer messages than with torch's defaults.
+    """All-reduces gradients in buckets during backward. Gradients are views of these buckets; with
+    ZeroRedundancyOptimizer, weights are views of buckets of their own. Both options need less memory and fewer messages
+    than torch's defaults.
     """
 
     def __init__(self, config, mesh, sharded=True):
@@ -286,7 +287,7 @@ def check_same_work(config: Config, losses: dict[str, list[float]]):
 
 
 def report(flags, config, device, times: dict[str, Times], peaks, states, losses):
-    """(text, record)."""
+    """Return (text, record)."""
     count = parameter_count(config)
     ratio = {name: ratios(time, times["zero-1"]) for name, time in times.items()}
     speed_of_2 = ratios(times["fsdp2-keep"], times["zero-2"])

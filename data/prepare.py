@@ -49,7 +49,7 @@ DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
 BLOCK = 1 << 20                 # tokens counted at once
 DENSE_VOCABULARY = 1024         # up to this size, pairs of tokens are counted in a full table
-PAIRS_COUNTED = 1 << 24         # for larger ones, pairs are counted by sorting the first so many tokens
+PAIRS_COUNTED = 1 << 24         # for a larger vocabulary, only so many tokens are used, and their pairs are sorted
 
 
 def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=None, merge_file=None, progress=True,
@@ -170,7 +170,7 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
 
 
 def raw_bytes(text: str) -> bytes:
-    """Return the bytes that a file had, also where they were not UTF-8."""
+    """Return the original bytes of text that was read from a file, including bytes that are not valid UTF-8."""
     return text.encode("utf-8", "surrogateescape")
 
 
@@ -248,8 +248,8 @@ def print_summary(meta: dict, output: Path):
         print(f"  too few documents for {' and '.join(meta['cut_off'])}: cut off the end of the largest split")
     if meta["skipped"]:
         print(f"  skipped: {skipped_text(meta['skipped'])}")
-    print(f"  a model of token frequencies has a loss of {meta['unigram_entropy']:.3f} nats, "
-          f"given the previous token {meta['bigram_entropy']:.3f}")
+    print(f"  a model that knows only token frequencies has a loss of {meta['unigram_entropy']:.3f} nats, "
+          f"one that also sees the previous token {meta['bigram_entropy']:.3f}")
     print(f"written to {output}")
 
 

@@ -44,7 +44,8 @@ class EndOfText:
 
 @dataclass
 class Batch:
-    """A microbatch. A chunk between the embedding and the head gets only the sample ids, and None for the tensors."""
+    """A microbatch. In a chunk between the embedding and the head only the sample ids are set and the tensors None,
+    unless positions or attention depend on where documents end (train.get_batch)."""
     tokens: torch.Tensor        # [b, s] int64
     labels: torch.Tensor        # [b, s] int64, the next tokens
     loss_mask: torch.Tensor     # [b, s] float32, 0 where a position does not count
@@ -55,7 +56,7 @@ class Batch:
 
     @staticmethod
     def from_rows(rows, sample_ids, counted=None, end_of_text: EndOfText | None = None) -> "Batch":
-        """Make a batch, on their device, of rows [b, s + 1] int64; the last token of a row is only a label.
+        """Make a batch from rows [b, s + 1] int64, on the device of the rows; a row's last token is only a label.
 
         Only the first `counted` rows count in the loss; None: all. end_of_text: None if it has no effects.
         """

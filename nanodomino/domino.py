@@ -12,9 +12,10 @@ of slice 0 is in flight:
 
 **Slices are generators.** A slice yields whenever it has launched a collective, and `interleave` resumes the slices in
 turn: cooperative multitasking, on one thread. Every rank resumes them in the same order, so every rank launches the
-same collectives in the same order. That order is all that matches them: a collective has no name, and the n-th of one
-rank meets the n-th of the other ranks of its group. With one yield too many on one rank, its slice a would be added to
-the other ranks' slice b: silently wrong sums or, if the shapes differ, an error or a hang.
+same collectives in the same order. Only this order says which calls belong together: a collective has no name, and the
+n-th call on one rank meets the n-th call on the other ranks of its group. If one rank yielded once too often, its slice
+a would be added to the other ranks' slice b. The sums would be silently wrong or, if the shapes differ, there would be
+an error or a hang.
 
 **Backward walks a tape.** It cannot be left to autograd. Of all nodes that are ready, autograd's engine takes the one
 that forward recorded last. Once b's gradient is in flight, two nodes are ready: the wait for it, and a's compute.
@@ -26,7 +27,8 @@ Forward recorded a's compute first, so the engine takes the wait, and nothing is
     here          compute  [Ma][Mb][Aa][Ab]
                   in flight    ~a~~~b~~~a~~~b~
 
-So forward keeps a tape, and backward is a second generator that walks it:
+So forward keeps a tape, and backward is a second generator that walks it. (From here on, a is the output of the core,
+not slice a.)
 
     forward, each sublayer                              backward, the same sublayer
       h = norm(x'), x' = x + dropout(y + bias)            grad_a = grad_y W2
@@ -42,13 +44,15 @@ A residual + norm belongs to two sublayers: it adds the output of the previous o
 knows norms, collectives and turns. Weight gradients are deferred until the input gradient's all-reduce is in flight,
 because no other rank waits for them.
 
-**What stays exposed.** When the last slice launches its last all-reduce of a sublayer chain, the other slices have no
-matmuls left. In backward its own weight gradients hide it. In forward nothing does: each microbatch exposes one slice's
-all-reduce on every stage but the last, where it is only the cross entropy's two numbers per token.
+**What stays exposed.** When the last slice launches the all-reduce of a chunk's last sublayer, the other slices have no
+matmuls left. In backward, the slice's own weight gradients hide this all-reduce. In forward, nothing hides it: on every
+stage but the last, each microbatch exposes one slice's all-reduce. On the last stage only the cross entropy's
+all-reduces are exposed, three numbers per token.
 
-Backward has as many collectives as forward but twice the matmuls, so it is bound by compute and forward by
-communication. If one loop resumes the backward of one microbatch and the forward of another, each hides the other's
-collectives, even with a single slice (a Pair: schedules/definitions.py, pipeline.py).
+Backward has as many collectives as forward but twice the matmuls. So where communication is slow, backward still has
+compute to spare while forward already waits. If one loop resumes the backward of one microbatch and the forward of
+another in turn, each hides the other's collectives, even with a single slice (a Pair: schedules/definitions.py,
+pipeline.py).
 
 With one slice this is Megatron's tensor parallelism: forward blocks, and weight gradients hide backward's all-reduces.
 With tp = 1 nothing is in flight and nothing waits.
@@ -94,8 +98,8 @@ def run_to_end(generator):
 
 
 class SublayerParts:
-    """Holds the parts of a sublayer that a slice uses as plain attributes: a Module's lookups would take a tenth of the
-    host's time."""
+    """Holds, as plain attributes, the parts of a sublayer that a slice uses. Looking them up in the Module would take a
+    tenth of the host's time."""
 
     def __init__(self, sublayer):
         self.sublayer, self.site, self.inside = sublayer, sublayer.site, sublayer.inside()
@@ -133,8 +137,8 @@ class GradientsReady:
 class Domino:
     """Runs a pipeline stage of a GPT forward and backward, its slices interleaved. Gradients are added to main_grad.
 
-    Nearly every method is a generator. pipeline.run resumes forward, backward and weight_backward of one microbatch, or
-    of two at once; run_to_end() runs one to its end.
+    Nearly every method is a generator. pipeline.run resumes the forward, backward or weight_backward of one microbatch,
+    or of two in turn. run_to_end() runs a single generator to its end.
     """
 
     def __init__(self, model, slices=1, columns=1, compile_backend=None, trace=NO_TRACE):
@@ -154,8 +158,8 @@ class Domino:
 
         hidden: [b, s, h] from the previous chunk, None on the first; with a sharded stream [b, s/t, h], like the
         hidden states that are returned. training=False: no tape, no dropout.
-        Returns (output, tape): hidden states [b, s, h], or at the model's end the loss of each token [b, s]; and the
-        argument of backward().
+        Returns (output, tape). output: hidden states [b, s, h], or at the model's end the loss of each token [b, s].
+        tape: what backward() takes as `slices`.
         """
         count = min(self.slices, len(batch.sample_ids))
         hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
@@ -175,7 +179,8 @@ class Domino:
 
         on_gradients_ready(modules) is called when no slice of this microbatch will add to the gradients of `modules`
         any more, so that their reduce over the replicas can overlap the rest of backward.
-        defer_weights: leave weight gradients to weight_backward(), except the head's, which would keep the logits.
+        defer_weights: leave weight gradients to weight_backward(), except the head's: deferring that one would keep the
+        logits in memory.
         """
         for slice in slices:
             slice.deferred = [] if defer_weights else None
@@ -202,7 +207,8 @@ class Domino:
         yield
 
     def staggered(self, slice, generator):
-        """Start each slice one turn after the previous one if the stream is sharded (sequence_parallel.py)."""
+        """Run the slice's generator. If the stream is sharded, first let `slice.index` turns pass, so that each slice
+        starts one turn after the previous one (sequence_parallel.py says why)."""
         for _ in range(slice.index):
             yield from self.ops.yield_if_sharded()
         yield from generator
@@ -296,13 +302,14 @@ class Domino:
         return self.ops.wait(slice, site, flights)
 
     def start_restore(self, slice):
-        """Start to bring back all rows of h of the last tape entry: from the host, by the norm, from other ranks."""
+        """Start to restore all rows of h of the last tape entry. Depending on the options this fetches x from the host,
+        recomputes the norm, and gathers the other ranks' rows."""
         if slice.tape:
             entry, h = slice.tape[-1], self.tape_policy.bring_back_h(slice.tape)
             entry.h_flights, entry.h = self.ops.gather(slice, entry.step.site, h), None
 
     def finish_restore(self, slice):
-        """Recompute what the last tape entry dropped of its inside."""
+        """Recompute the tensors that the inside of the last tape entry has dropped."""
         if slice.tape and self.tape_policy.recomputes:
             entry = slice.tape[-1]
             yield from entry.step.inside.restore(self.ops, slice, entry.inside, entry.h_flights)

@@ -49,7 +49,7 @@ class Mesh:
     dp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup                   # the stages of one replica, first to last
     embedding_group: dist.ProcessGroup | None     # the first and last stage, which both hold a tied embedding; the
-                                                  # stages between have a group without use; None if pp = 1
+                                                  # middle stages never use theirs; None if pp = 1
 
     def rank_of(self, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
         """Return the world rank of the process at these coordinates."""
@@ -91,7 +91,7 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
         """Create the process group of the row that holds this rank. `rows` covers every rank of the world once.
 
         NCCL splits a communicator in one collective call, in which each rank names its row. So an axis costs one
-        split, however many rows it has. If every row has a single rank, gloo spares the split and its GPU memory.
+        split, however many rows it has. If every row has a single rank, the group uses gloo: no split, no GPU memory.
         """
         row = next(row for row in rows if dist.get_rank() in row)
         options = {}

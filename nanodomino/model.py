@@ -3,7 +3,7 @@
 A pre-norm transformer is one residual stream x [b, s, h] that every sublayer reads and adds to. Attention and MLP
 alternate, 2L sublayers in all. With tensor parallelism (parallel.py) each sublayer is the same three steps:
 
-    residual + norm    on every rank alike, element-wise   x' = x + dropout(y + bias);   h = norm(x')
+    residual + norm    the same on every rank, per token   x' = x + dropout(y + bias);   h = norm(x')
     inside             on this rank's shard, two matmuls   partial y = core(h W1^T) W2^T
     all-reduce         communication                       y = sum of the partial y over tp ranks
 
@@ -14,7 +14,8 @@ This file calls the sublayers one after another, with the blocking f and g of pa
 the *definition* of the model, which every faster schedule is tested against. domino.py runs the same sublayers in
 another order.
 
-Model families differ in norm, positions, activation and biases. Only the files in layers/ depend on these choices.
+Model families differ in norm, positions, activation and biases. The files in layers/ implement these choices. The only
+one that this file knows is whether there are learned positions, which Embedding adds.
 
 Sources: GPT-2; GPT-3 (2005.14165); Megatron-LM (1909.08053, section 3); Llama (2302.13971).
 """
@@ -70,7 +71,7 @@ class Embedding(nn.Module):
     def add_position_gradients(self, gradient, positions):
         """Add to the position embeddings' main_grad. gradient [b, s, h]: of the sum in add_positions(), before dropout.
 
-        Not with index_add_, which adds in any order on GPUs: the copies on all tp ranks must get the same bits.
+        index_add_ would not do: on GPUs it adds in any order, but the copies on all tp ranks must get the same bits.
         """
         if self.position_embeddings is not None:
             weight = self.position_embeddings.weight
@@ -105,7 +106,7 @@ def stage_layers(num_layers: int, stage: int, stages: int) -> range:
 class GPT(nn.Module):
     """One pipeline stage of a GPT; the whole model if pp = 1.
 
-    Most schedules give a stage one chunk, some several; config.placement says which of the model's chunks they are.
+    Most schedules give a stage one chunk, some give it several; config.placement says where in the model they lie.
     pre_process, post_process: this stage holds the embedding, or final norm and head.
     Parameter names are global (layers.7.attention.qkv.weight), so they don't depend on the layout.
     """

@@ -51,7 +51,7 @@ def parameter(shape, config, mesh, *, shard_dim=None, partition_stride=1, std=No
     weight = nn.Parameter(torch.empty(local, device=mesh.device, dtype=config.params_dtype))
     weight.full_shape, weight.shard_dim, weight.partition_stride = tuple(shape), shard_dim, partition_stride
     weight.init_std, weight.init_value, weight.partial_gradient = std, value, partial_gradient and mesh.tp > 1
-    weight.main_grad = weight.bucket = None        # optim/buckets.py sets both: where backward adds this gradient
+    weight.main_grad = weight.bucket = None        # set by optim/buckets.py; backward adds to main_grad
     return weight
 
 
@@ -168,9 +168,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class GatherFromTensorParallel(torch.autograd.Function):
-    """Concatenates the ranks' last dimensions forward; backward keeps the gradient of this rank's part.
+    """Forward joins the ranks' tensors along the last dimension; backward keeps the gradient of this rank's part.
 
-    Every rank computes the same from the gathered tensor, so each already has the whole gradient. Backward needs no
+    Every rank computes the same from the gathered tensor, so each already has the whole gradient, and backward needs no
     communication.
     """
 

@@ -1,12 +1,12 @@
 """Pipeline parallelism: executes any schedule on one stage, message by message.
 
-Stage r of p holds one run of layers, or several, its chunks. A forward receives hidden states [b, s, h] from the stage
-with the previous layers and sends its output to the stage with the next layers. A backward receives the gradient of
-that output and sends the gradient of its input back. All messages share one communicator. After each action a stage
+Stage r of p holds one or more chunks: runs of consecutive layers. A forward receives hidden states [b, s, h] from the
+stage with the previous layers and sends its output to the stage with the next layers. A backward receives the gradient
+of that output and sends the gradient of its input back. All messages share one communicator. After each action a stage
 posts one batch: the send of the action's output and the receives for later actions. In the steady state of 1F1B:
 
-    stage 0   F1 --F1-->       B0       F2 --F2-->       B1        a batch: send F1, receive B0
-    stage 1   F0        <--B0--   B0 F1        <--B1--             a batch: send B0, receive F1
+    stage 0   B0 B0 F2 |--F2-->| B1 B1 F3 |--F3-->| B2 B2 F4        a batch: send F2, receive B1
+    stage 1   F1 B1 B1 |<--B1--| F2 B2 B2 |<--B2--| F3 B3 B3        a batch: send B1, receive F2
 
 **Why the stages cannot hang.** NCCL runs the messages of a batch concurrently, runs the batches of a communicator in
 the order in which they were posted, and completes a batch when the partners have posted theirs. A send may block until
@@ -16,10 +16,11 @@ itself; a receive that is posted too early holds up this stage's next batch. Hen
     invariant: before an action that starts at time T, a stage has posted the receives of all messages sent by T, and
                of no others; the times are those of the simulated schedule (simulation.receives_to_post).
 
-Suppose that some messages are never delivered, and consider the earliest of them, sent at time t. All that its sender
-did up to t, and its receiver before its first action that starts at t or later, needed only earlier messages, which
-were delivered. The batches that both posted before contain only earlier messages, too. So both have posted the batch
-with this message, no other batch blocks it, and it is delivered: a contradiction.
+Suppose that some messages are never delivered, and consider the earliest of them, M, sent at time t. Two things needed
+only messages earlier than M, which were delivered: everything that M's sender did up to t, and everything that M's
+receiver did before its first action that starts at t or later. So both ranks get as far as posting the batch that
+contains M. The batches that they posted before contain only earlier messages, too, so none of them blocks M. Hence M is
+delivered: a contradiction.
 
 docs/pipeline-messages.md covers the special cases: the early gradient of a pair, receives that occupy a GPU, ZeRO-2 and
 the first message of two ranks. A test runs every schedule with messages that block both sides. On CPUs, where gloo lets
@@ -61,8 +62,8 @@ class P2PCommunicator:
                 self.outbox.append((dist.isend, receiver, message, output.contiguous()))
 
     def post(self, actions_done: int | None = None):
-        """Post a batch: the queued sends and, once so many actions are done, the receives that are due then. Waits for
-        the oldest sends if more than p are in flight, since each holds a tensor."""
+        """Post a batch: the queued sends, and the receives that are due after the first `actions_done` actions (None:
+        no receives). If more than p sends are then in flight, wait for the oldest, since each holds a tensor."""
         receives = [] if actions_done is None else [
             (dist.irecv, self.placement.source(self.stage, message)[0], message,
              torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device))
@@ -135,7 +136,7 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, residual_s
     get_batch(microbatch, chunk): returns a Batch.
     forward_step(batch, stage, hidden, chunk, training): a generator that returns (output, tape, loss_func), where
         loss_func(output) returns (sum of the losses that count, number of tokens that count).
-    residual_shape: [b, s, h], the shape of each message.
+    residual_shape: the shape of each message, [b, s, h] or, with a sharded stream, [b, s/t, h].
     on_gradients_ready: see Domino.backward.
     on_action(done, count): called after each action, to report progress.
 
@@ -187,8 +188,8 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, residual_s
 
 
 def run_halves(running: deque, messages: P2PCommunicator, trace):
-    """Run the (half, generator) of one action to their ends. Resume the halves of a pair in turn, whatever has arrived;
-    otherwise tensor-parallel ranks would launch their all-reduces in different orders."""
+    """Run the (half, generator) tuples of one action to their ends. The halves of a pair take strict turns, whichever
+    messages have arrived. Otherwise tensor-parallel ranks could launch their all-reduces in different orders."""
     while running:
         half, generator = running.popleft()
         with torch.no_grad(), trace.span(half.kind, microbatch=half.microbatch, chunk=half.chunk):

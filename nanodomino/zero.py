@@ -5,14 +5,14 @@ replica owns one of dp partitions of the weights and updates only that. A step h
 
     1  reduce-scatter  sums each gradient bucket over the replicas; each receives the sum of its own partition.
                        Launched while backward still runs, as soon as the bucket's gradients are complete
-    2  update          norm, clipping and optimizer on the own partition, with fp32 master weights and moments
+    2  update          norm, clipping and optimizer on its own partition, with fp32 master weights and moments
     3  all-gather      sends the new weights of each partition to all replicas
 
     a flat bucket    | qkv.weight | dense.weight | ... |pad|     see optim/buckets.py
     dp = 4           |   rank 0   |   rank 1  |   2  |   3   |   each rank updates its quarter as one tensor
 
 Stage 1 accumulates the gradients of a step's m microbatches and reduces the sum. Stage 2 reduces the gradients of each
-microbatch and accumulates only the own partition; a bucket's main_grad exists only from its first gradient until its
+microbatch and accumulates only its own partition; a bucket's main_grad exists only from its first gradient until its
 reduce is done. Stage 0 is the same code with one partition: phase 1 is an all-reduce, and phase 3 sends nothing.
 
 **When are a bucket's gradients complete?** The bucket counts reports. domino.py reports a sublayer's modules once per
@@ -29,9 +29,12 @@ With AdamW a parameter costs
     stage 1      2 + 4 + (4 + 4 + 4)/dp      4 + 4 + (4 + 4)/dp                        4 + 2
     stage 2      2 + (4 + 4 + 4 + 4)/dp      4 + (4 + 4 + 4)/dp                        4 m + 2
 
-and in stage 2 the main_grad of the few buckets that are being filled or reduced. Backward takes 4 FLOP per token and
-parameter, so at C FLOP/s and R bytes/s it hides the reduces of a microbatch of C/R (dp-1)/dp tokens or more: 1,600 on
-H100s with NVLink, 15,000 over 400 Gbit/s. Use stage 2 for what does not fit otherwise, with few or large microbatches.
+The terms are, in this order: weight, gradient, fp32 master weight (16-bit training only), two moments. In stage 2 the
+main_grads of the few buckets that are being filled or reduced come on top.
+
+Stage 2 reduces once per microbatch. Backward takes 4 FLOP per token and parameter, so at C FLOP/s and R bytes/s it
+hides these reduces if a microbatch has at least C/R (dp-1)/dp tokens: about 1,700 on H100s with NVLink, 15,000 over
+400 Gbit/s (C = 750e12, large dp). Use stage 2 if the model does not fit otherwise, with few or large microbatches.
 """
 
 import math
@@ -51,7 +54,8 @@ MAX_REDUCES_IN_FLIGHT = 2        # in stage 2, where each holds a bucket's main_
 
 
 def sum_of_squares(flat):
-    """Return it in float64; blocks are summed in the tensor's own type, which is several times as fast."""
+    """Return the sum of squares in float64. Within a block it is computed in the tensor's own type, which is several
+    times as fast."""
     return torch.stack(torch._foreach_norm(flat.split(1 << 18))).double().square().sum()
 
 
@@ -136,7 +140,7 @@ class ZeroOptimizer:
     # ---- phase 1
 
     def on_gradients_ready(self, modules):
-        """Count one report for each parameter of the modules; reduce the buckets that have all of theirs."""
+        """Count one report for each parameter of the modules; reduce each bucket whose reports are now complete."""
         if modules not in self.buckets_of:
             self.buckets_of[modules] = Counter(self.bucket_of[weight] for module in modules
                                                for weight in module.parameters())
@@ -162,8 +166,8 @@ class ZeroOptimizer:
                          bytes=flat.nbytes)
 
     def finish_reduces(self, max_in_flight=0):
-        """Wait for the oldest reduces until at most so many are in flight. Sums are always added in the order of the
-        launches, so that a rerun has the same bits."""
+        """Wait for the oldest reduces until at most `max_in_flight` are left. Sums are always added in the order of the
+        launches, so that a rerun gives the same bits."""
         done = [self.reduces_in_flight.popleft() for _ in range(len(self.reduces_in_flight) - max_in_flight)]
         for _, _, work, _ in done:
             self.wait("dp", work)
@@ -176,9 +180,10 @@ class ZeroOptimizer:
                     bucket.own_grad.add_(own)
 
     def finalize_gradients(self):
-        """After the last backward, finish all reduces. Then sum the gradients of which several ranks hold a part: the
-        tied embedding, on the first and the last stage, and copies that each tensor-parallel rank applies to its own
-        tokens or heads. Because replicas are summed first, all ranks add the same numbers and copies stay equal."""
+        """After the last backward, finish all reduces. Then sum the gradients that are still spread over several ranks:
+        those of the tied embedding, over the first and the last stage, and those of parameters that each
+        tensor-parallel rank applies only to its own tokens or heads. The sum over the replicas comes first, so all
+        replicas add the same numbers here, and their copies stay equal."""
         assert self.reports_left == self.reports_needed, "a gradient was never reported as complete"
         self.finish_reduces()
         for bucket in self.buckets:

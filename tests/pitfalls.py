@@ -216,8 +216,8 @@ def bias_before_the_sum(config):
 def mixed_heads(config):
     """If the rows are ordered all q, all k, all v, a contiguous shard gives the first rank the queries and half of the
     keys. The rank takes them for its own heads' q, k and v. Shapes fit and it trains, but as a different model than on
-    one process. In this comparison the right side's rows get that order too, so that on one process only names
-    differ."""
+    one process. The right numbers here come from a model whose rows have that order too, so on one process the two
+    models would be equal."""
     local, sizes = model.local_shard, (config.num_attention_heads, 3, config.kv_channels)
     qkv_rows = config.qkv_size
 
@@ -1141,17 +1141,18 @@ have been. Here {{count}} such bugs are put back into this code, one at a time, 
 and that this page shows what was measured.
 
 **Read the table by columns.** If the two losses are equal to the last digit, no curve will ever show the bug. If the
-norms differ, a log of norms would show it, provided that the right norm is known. What does show it is each gradient
-compared with a single plain process in float64; where even the gradients agree, it is the weights after a step, the
-evaluation, or what the entry below names. In {{lower}} of {{count}} rows the wrong loss is the *lower* one. Which of
-two curves of such a small model ends lower is chance, and neither looks like a bug.
+norms differ, a log of norms would show it, provided that the right norm is known. To find every bug, compare each
+gradient with that of one plain process in float64; where even the gradients agree, compare the weights after a step,
+the evaluation, or what the entry below names. In {{lower}} of {{count}} rows the wrong loss is the *lower* one. Which
+of two curves of such a small model ends lower is chance, and neither looks like a bug.
 
 Each row trains a tiny model (3 layers, hidden size 16, 24 samples of 8 tokens a step, most tokens follow from the
 previous token; AdamW; clipping at 0.1) on the smallest layout that shows the bug. The right numbers come from the plain
 model in `tests/support/reference.py`. For a resumed run they come from the uninterrupted run, and where a number is not
-finite, from the run that skips the step. loss: the mean of steps {LONG - END + 1} to {LONG}. norm, gradient: of step
-{CHECKED}; the error is relative to the tensor's largest entry. The tests check these two columns. A row is the result
-of `python tests/pitfalls.py NUMBER --steps {LONG}`, the whole table of `python tests/pitfalls.py --write`; {MACHINE}.
+finite, from the run that skips the step. The loss is the mean of steps {LONG - END + 1} to {LONG}. Norm and gradient
+are those of step {CHECKED}, and the error of a gradient is relative to the tensor's largest entry; the tests check
+these two columns. A row is the output of `python tests/pitfalls.py NUMBER --steps {LONG}`, the whole table that of
+`python tests/pitfalls.py --write`, on {MACHINE}.
 """
 
 

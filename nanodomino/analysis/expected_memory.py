@@ -202,7 +202,7 @@ def bytes_over_time(config: Config, mesh: Mesh, kept: list[float], left: list[fl
 def shares_input_with_other_tape(config: Config, mesh: Mesh, chunk: int) -> bool:
     """Return whether a chunk's input is the tensor that another chunk of this stage keeps as its output.
 
-    With several slices it is a copy.
+    With several slices the input is a copy, so nothing is shared.
     """
     source = config.placement.source(mesh.pp_rank, Forward(0, chunk))
     return (source is not None and source[0] == mesh.pp_rank and slice_count(config) == 1
@@ -259,7 +259,7 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
     h, ffn, before = config.hidden_size, e * n * config.ffn_hidden_size // t, qkv_and_mlp_bytes(config)[2] // t
 
     def weight_gradient_bytes(inputs, outputs):
-        if cuda or e == w:                 # a 16-bit matmul on a CPU needs its result, for fp16 both factors in fp32
+        if cuda or e == w:                 # on a CPU, bf16 needs memory for the product, fp16 for both factors in fp32
             return 0
         factors = w * n // slice_count(config) * (inputs + outputs)
         return factors if config.dtype == "float16" else e * inputs * outputs
@@ -298,10 +298,10 @@ def gradient_buffer_bytes(config: Config, mesh: Mesh) -> int:
 
 
 def pair_working_bytes(config: Config, mesh: Mesh, sublayers: int) -> float:
-    """Return what a pair of forward and backward needs besides one tape, when its forward has done `sublayers`.
+    """Return the bytes that a pair needs besides one tape while its forward is `sublayers` ahead of its backward.
 
-    These are the sublayers that forward has added to one tape before backward has freed as many of the other, and about
-    4 X of temporaries. Embedding and head take one turn each.
+    By so many sublayers the forward's tape has grown more than the backward's has shrunk. About 4 X of temporaries are
+    added. Embedding and head take one turn each.
     """
     if all(len(action.halves) == 1 for action in stage_actions(config, mesh)):
         return 0
@@ -313,7 +313,7 @@ def pair_working_bytes(config: Config, mesh: Mesh, sublayers: int) -> float:
 
 
 def tape_and_receive_bytes(config: Config, mesh: Mesh) -> int:
-    """Return the peak bytes of tapes plus the buffers that gradients are received into; 0 if there are none.
+    """Return the peak bytes of tapes plus the buffers that receive gradients; 0 if there are no such buffers.
 
     On CPUs a reduce-scatter receives into buffers of its own (comm/scatter_and_gather.py), after each chunk's last
     action.

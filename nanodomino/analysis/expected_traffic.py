@@ -19,7 +19,7 @@ With the symbols of sizes.py; X is the bytes of one activation [b, s, h]:
     ZeRO-2, a step                            the reduce-scatter m times
     tied embedding on two stages, a step      an all-reduce of w V h/t; with ZeRO of this rank's 1/d of it
 
-There are p v - 1 stage boundaries; a boundary between two chunks of the same stage sends nothing. In a ring of n ranks
+The p v chunks have p v - 1 boundaries; nothing is sent between two chunks of the same stage. In a ring of n ranks
 each rank sends 2 (n-1)/n of the bytes of an all-reduce, and (n-1)/n of those of a reduce-scatter or an all-gather.
 """
 
@@ -113,8 +113,9 @@ def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
     """Return the dp group's collectives and the other all-reduces that finish a step.
 
     Gradients are summed over the replicas once a step, in ZeRO-2 once a microbatch. The first and the last stage sum
-    the gradient of a tied embedding. With sequence parallelism the tp ranks sum the gradients of norms and biases, as
-    each rank has seen only its own tokens. All ranks sum the loss, the token count, the squared norm and the stop flag.
+    the gradient of a tied embedding. The tp ranks sum the gradients of the norms of q and k, as each rank has only some
+    heads, and with sequence parallelism those of norms, row-parallel biases and positions, as each rank has only some
+    tokens. All ranks sum the loss, the token count, the squared norm and the stop flag.
     """
     e, w, shards = bytes_per_element(config), bytes_per_main_element(config), optimizer_shards(config)
     buckets, times = bucket_sizes(config, mesh), gradient_reductions(config)

@@ -13,7 +13,8 @@ PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800
 
 
 def find_peak_flops(config, device) -> float | None:
-    """Return the peak FLOP/s of all the run's GPUs together; None on a CPU, for unknown GPUs and for 32-bit weights."""
+    """Return the peak FLOP/s of all GPUs of the run together; None on a CPU, for an unknown GPU, or if weights are not
+    16-bit."""
     if device.type != "cuda" or config.params_dtype.itemsize != 2:
         return None
     device_name = torch.cuda.get_device_name(device)

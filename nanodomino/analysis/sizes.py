@@ -80,7 +80,7 @@ def slice_count(config: Config) -> int:
 
 
 def bytes_per_element(config: Config) -> int:
-    """e: bytes of an element of the weights and activations."""
+    """Return e, the bytes of one element of the weights and activations."""
     return config.params_dtype.itemsize
 
 

@@ -1,20 +1,21 @@
 """Predicts the seconds of a training step from a few rates, each of which can be looked up or measured.
 
-The prediction is a sum of the parts below, named as in `bench.py plan --help` and in its JSON:
+The prediction is the sum of the parts below, named as in the JSON that `bench.py plan` prints:
 
     products     the matmuls of the busiest stage
-    again        what backward recomputes of them; like weight gradients it can hide communication
-    host copies  offloading activations to the host, as far as that takes longer than the rest of an action
+    again        the recomputation in backward; like weight gradients, it can hide communication
+    host copies  copying activations to the host and back: the time by which this outlasts the rest of an action
     tp wires     tensor parallel communication that nothing hides. With several slices an action takes as long as all
                  its compute, all its communication, or one slice's compute and communication, whichever is longest
                  (2409.15241, section 3). A pair has both halves' compute and communication, and twice as many slices.
                  If input and weight gradients are split, weight gradients hide nothing
     bubble       idle time of the busiest stage when the schedule is simulated with each stage's own times; (p - 1)/m
                  of its busy time for 1F1B on equal stages (2104.04473, section 2.2)
-    pp wires     the simulated time that messages add. In 1F1B on equal stages every message delays a turn: between a
-                 forward and the backward that it leads to, the stage has nothing else to do
-    dp wires     gradient reduction that ends after the stage's last action, and gathering the weights, which nothing
-                 hides. In ZeRO-2 a backward takes at least as long as its reductions, as few may be in flight
+    pp wires     the time that messages between stages add to the simulated step. In 1F1B on equal stages nothing
+                 hides them: while a message is in flight, the stage that waits for it has no other action to run
+    dp wires     the part of the gradient reduction after the stage's last action, and the all-gather of the weights,
+                 which nothing hides. In ZeRO-2 a backward takes at least as long as its reductions, because only a
+                 few of them may be in flight
     optimizer    the memory that the update reads and writes, at the memory's rate
 
 Left out: Python, kernel launches, matmuls made inefficient by slicing, communication that slows compute, and waits for

@@ -1,7 +1,7 @@
 """Fill a model and an optimizer of any layout from a checkpoint.
 
-Each rank reads only what it owns, under ZeRO 1/dp of its parameters, straight into place. Then the replicas all-gather
-the weights, exactly as after each step.
+Each rank reads only what it owns, which under ZeRO is 1/dp of its stage's shard, straight into its flat buffers. Then
+the replicas all-gather the weights, exactly as after each step.
 """
 
 import warnings

@@ -76,7 +76,7 @@ class LocalBoxes(torch.Tensor):
         return full
 
     def add(self, values, start: int = 0):
-        """Add the boxes of flat values, which start at element `start` of this rank's shard."""
+        """Add flat values as boxes. The values are those of this rank's shard from its element `start` on."""
         for offset, size in boxes_of_range(start, start + len(values), self.shard_shape):
             box, values = values[:math.prod(size)], values[math.prod(size):]
             self.boxes[torch.Size(map(sum, zip(self.shard_offset, offset)))] = box.view(size)

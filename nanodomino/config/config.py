@@ -12,7 +12,7 @@ for a rank that has already failed.
 
     world_size        = tp x pp x dp
     global_batch_size = micro_batch_size x dp x microbatches
-    tp divides the attention heads, ffn_hidden_size and the padded vocabulary
+    tp divides the attention heads, the query groups, ffn_hidden_size and the padded vocabulary
 
 No default that changes the result depends on the number of processes: global_batch_size is fixed, and the number of
 microbatches follows. Names are Megatron-LM's where it has the same setting.
@@ -115,7 +115,7 @@ class Config:
     sequence_parallel: bool = layout_setting(False, "split the residual stream along the sequence over the tp ranks")
     recompute_granularity: str = layout_setting(
         "none", "what backward recomputes instead of storing: selective, the attention core and the activation; full, "
-                "everything in a layer but its input", choices=GRANULARITIES)
+                "everything but the input of each sublayer", choices=GRANULARITIES)
     checkpoint_in_cpu: bool = layout_setting(False, "offload what full recomputation stores to host memory")
     zero_stage: int = layout_setting(
         1, "what is sharded over the replicas: 0, nothing; 1, the optimizer state; 2, the gradients too",
@@ -280,7 +280,7 @@ class Config:
     # ---- from flags to a complete Config
 
     def resolve(self, world_size: int) -> "Config":
-        """Return a copy with all defaults but the vocabulary's filled in. Raises UserError if a rule is broken."""
+        """Return a copy with all defaults filled in but the vocabulary size. Raises UserError if a rule is broken."""
         require(self.model in PRESETS, f"unknown model '{self.model}'; try one of {', '.join(PRESETS)}")
         check_values(self)
         check_trace(self)

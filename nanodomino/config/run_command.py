@@ -33,7 +33,7 @@ def run_command(main, *arguments):
 class TolerantFile(io.FileIO):
     """A raw output file that discards everything after the first OSError of type `ignored`.
 
-    warning: what follows from that, for a line on stderr; no line if empty.
+    warning: the consequence for the user, printed on stderr after the first error; if empty, nothing is printed.
     """
 
     def __init__(self, descriptor: int, ignored: type[OSError], warning: str):

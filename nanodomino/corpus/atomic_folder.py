@@ -82,7 +82,8 @@ def clear_leftovers(output: Path):
 def publish(folder: Path, output: Path, meta: dict, overwrite: bool) -> dict:
     """Rename the finished folder to `output` and return its meta.json.
 
-    If another process was first, which makes the rename fail, keep its corpus. Raises UserError if that one differs.
+    If the rename fails because another process has published first, keep the other process's corpus. Raises UserError
+    if the two corpora differ.
     """
     replaced = folder.with_name(folder.name + ".replaced")
     try:

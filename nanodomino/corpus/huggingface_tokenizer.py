@@ -38,7 +38,7 @@ def bytes_of_characters() -> dict[str, int]:
 
 
 class HuggingFaceTokenizer:
-    """A Tokenizer (see tokenizer.py) over the package's. eod_token: the name of the token that ends a document."""
+    """Wraps a tokenizer of the package as a Tokenizer (tokenizer.py). eod_token: the token that ends a document."""
 
     name = "huggingface"
 
@@ -77,7 +77,8 @@ def find_tokenizer(path) -> Path:
     path = Path(path)
     found = path / "tokenizer.json" if path.is_dir() else path
     require(found.is_file() and found.name != "tokenizer.model", f"{path} has no tokenizer.json (sentencepiece's "
-            "tokenizer.model is none); write one with AutoTokenizer's save_pretrained, or choose another folder")
+            "tokenizer.model can't be used instead); write one with AutoTokenizer's save_pretrained, or choose another "
+            "folder")
     return found
 
 
@@ -106,7 +107,7 @@ def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceTokenizer
     for token in record["added_tokens"]:            # no safe cut may fall into a token that documents can contain
         require(token["special"] or not (token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"])),
                 f"{path} has the added token {token['content']!r}, which takes in whitespace, so long texts could not "
-                "be cut; only special tokens may")
+                "be cut; make it a special token, or choose another tokenizer")
 
     safe_cut = find_safe_cut(word_splitter(package_tokenizer))
     require(safe_cut, f"{path} makes words across all whitespace, so long texts could not be cut; {ACCEPTED}")
@@ -123,7 +124,8 @@ def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceTokenizer
 def word_splitter(package_tokenizer) -> Callable[[str], list[str]]:
     """Return a function from a text to its words, the parts of the normalized text that no merge joins.
 
-    The pre-tokenizer returns them. Llama 2 has none, but if no token contains x▁, no merge joins x and ▁.
+    The pre-tokenizer returns them. Llama 2 has no pre-tokenizer. But if no token has a ▁ after another character, no
+    merge joins the two, and a word begins at each ▁.
     """
     normalizer, pre_tokenizer = package_tokenizer.normalizer, package_tokenizer.pre_tokenizer
     vocabulary = package_tokenizer.get_vocab(with_added_tokens=False)

@@ -9,13 +9,14 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import product
 
-# Before a single space: a word begins with it and never ends with it. Between a letter or digit and any whitespace.
-# After a newline that a letter, a digit or _ follows. At no other whitespace: GPT-2 gives the last character of a run
-# to the word after it, Llama 3 joins newlines to the full stop before them, and SmolLM2 keeps a run whole before a
-# digit. Unicode normalization joins nothing here. (Python counts the characters 1c to 1f as whitespace, others don't.)
+# A cut is safe before a single space, because a word may begin with a space but never ends with one; between a letter
+# or digit and any whitespace; and after a newline, if a letter, a digit or _ follows. It is not safe at other
+# whitespace: GPT-2 gives the last character of a run of whitespace to the word after the run, Llama 3 joins newlines to
+# the full stop before them, and SmolLM2 does not split a run before a digit. Unicode normalization never joins text
+# across these cuts. (Python counts the characters 1c to 1f as whitespace, the tokenizers do not.)
 SAFE_CUT = re.compile(r"(?<=\S)(?= \S)|(?<=[A-Za-z0-9])(?=[^\S\x1c-\x1f])|(?<=\S\n)(?=\w)")
 
-# For a tokenizer that puts a space before a text that has none: the next piece must have one.
+# For a tokenizer that puts a space before a text unless it begins with one: the next piece must begin with one.
 BEFORE_SPACE = re.compile(r"(?<=\w)(?= \w)")
 
 # For a tokenizer that puts a space before every text, as Llama 2's does: the next piece must not have its own.
@@ -26,7 +27,8 @@ WHITESPACE = (" ", "  ", "\n", "\n\n", " \n", "\n ", "\r\n", "\t")
 
 
 def find_safe_cut(words: Callable[[str], list[str]]) -> re.Pattern | None:
-    """Return the first of the three patterns that never changes words(text), a text's list of words. None if all do."""
+    """Return the first of the three patterns whose cuts never change words(text), the words of a text; None if there is
+    none."""
     texts = [left + between + right for left, between, right in product(CHARACTERS, WHITESPACE, CHARACTERS)]
     for pattern in (SAFE_CUT, BEFORE_SPACE, INSTEAD_OF_SPACE):
         if all(words(text[:cut.start()]) + words(text[cut.end():]) == words(text)

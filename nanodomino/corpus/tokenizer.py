@@ -1,4 +1,4 @@
-"""Text <-> token ids, with one of three vocabularies.
+"""Text <-> token ids, with one of three kinds of tokenizer.
 
     byte    the 256 bytes and end-of-text: needs no file, and every text can be encoded
     gpt2    GPT-2's 50,257 tokens, about four bytes of English each, so a text has four times fewer positions
@@ -27,7 +27,7 @@ TOKENIZERS = ("byte", "gpt2")
 DOWNLOAD_SECONDS = 60
 
 # GPT-2's regular expression for words, with possessive quantifiers and limited runs: tiktoken gives up when it has to
-# backtrack a million characters. Whitespace up to the last character before a word is a word of its own.
+# backtrack a million characters. All whitespace before a word but its last character is a word of its own.
 GPT2_WORDS = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
               r"""|\s++$|\s{1,500000}(?!\S)|\s""")
 
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
 
 class TiktokenTokenizer:
-    """A Tokenizer over tiktoken's."""
+    """Wraps a tiktoken.Encoding as a Tokenizer."""
     safe_cut = SAFE_CUT
 
     def __init__(self, encoding: tiktoken.Encoding, files=None):

@@ -117,8 +117,8 @@ def find_tokenizer(checkpoint: Path, config: Config, data_path: str | None) -> T
     else:
         require(source, f"the tokenizer is in the data folder, but {checkpoint} was imported, not trained, without a "
                 "tokenizer.json; give a data folder as --data-path")
-        require(data_path or Path(source).exists(), f"the tokenizer is in the training data, but {source} does not "
-                "exist any more; give that folder's new path as --data-path")
+        require(data_path or Path(source).exists(), f"the tokenizer is stored with the training data, but the folder "
+                f"{source} no longer exists; give its new path as --data-path")
         corpus = load_corpus(source)
         tokenizer, vocab_size = None, corpus.vocab_size
     require(vocab_size <= config.vocab_size, f"the tokenizer of {source} has {vocab_size} tokens, but the model "

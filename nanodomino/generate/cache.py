@@ -1,8 +1,8 @@
 """Runs new tokens through the model and keeps the keys and values of all earlier tokens.
 
-Attention needs the keys and values of every earlier token, and they do not change when a token is added. Cached, a new
-token costs one position of each layer, however long the text is. Each key-value group is cached once, for all of its
-query heads.
+Attention needs the keys and values of every earlier token, and they do not change when a token is added. With a cache,
+each layer computes only one new position per token, however long the text is. The keys and values of a query group are
+cached once, for all of its heads.
 
 A full window cannot slide by one token. Learned positions would all change; and although rotary positions enter
 attention only as distances, the cached keys and values of the upper layers still depend on the token that left. So the
@@ -25,7 +25,7 @@ class KeyValueCache:
     size: the number of positions that the cache can hold; `length` of them are filled.
     end_of_text: the token after which a new document starts, used if the model was trained with document boundaries.
 
-    For the layers, it also takes the part of MasksAndPositions.
+    The layers get it in place of a MasksAndPositions, whose methods it therefore has.
     """
 
     def __init__(self, model: GPT, size: int, end_of_text: int | None = None):

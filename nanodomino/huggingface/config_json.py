@@ -57,7 +57,7 @@ class ConfigReader:
                 f"{' or '.join(map(shown, supported))}; import another model")
 
     def require_all_read(self):
-        """Raise UserError if an entry is on that was not read and is not known to be harmless."""
+        """Raise UserError if an entry that was not read is neither off nor known to be harmless."""
         for name, value in self.values.items():
             require(name in self.read or HARMLESS.fullmatch(name) or value in (None, False, "", [], {}),
                     f"{self.source} has {name[:80]} {shown(value)}, which nanodomino does not know and which may "

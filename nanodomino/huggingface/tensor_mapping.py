@@ -9,8 +9,8 @@ groups of r = n/g heads:
       with swiglu      [2, f, h]                                             gate_proj, up_proj [f, h]
     word_embeddings  [padded v, h]          wte    [v, h]                    embed_tokens [v, h]
 
-The rows of qkv lie group by group, so that a contiguous cut of them holds whole groups, with which a tensor-parallel
-rank can attend on its own. GPT-2 computes x W (its Conv1D), the others x W^T, so its matrices are transposed.
+The rows of qkv lie group by group, so that a contiguous shard holds whole groups and a tensor-parallel rank can compute
+attention on its own. GPT-2 computes x W (its Conv1D), the others x W^T, so GPT-2's matrices are transposed.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Computes what a sublayer computes on one rank; domino.py decides when its all-reduces run.
+"""The computation of a sublayer on one rank; domino.py decides when its all-reduces run.
 
 Read norms.py, activations.py, positions.py and dropout_and_positions.py (rope, dropout masks, document boundaries).
 Then sublayer.py, with attention.py and mlp.py (two matmuls around a core) and sublayer_inside.py (how domino.py runs

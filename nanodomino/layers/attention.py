@@ -89,7 +89,7 @@ class Attention(Sublayer):
         q, saved_q = norm_and_rotate(q, self.q_layernorm, inputs.rotary)
         k, saved_k = norm_and_rotate(k, self.k_layernorm, inputs.rotary)
         if saved_q is None and inputs.rotary is not None:
-            v = v.clone()                      # q and k are new tensors; a view as v would keep all of qkv in memory
+            v = v.clone()                      # q and k are new tensors; v, if still a view, would keep all of qkv
         heads = [heads_first(x) for x in (q, k, v)]
         if inputs.dropout_mask is not None:    # the matmuls would save contiguous copies in addition to qkv
             heads = [x.contiguous() for x in heads]

@@ -1,4 +1,4 @@
-"""A segment of the forward that autograd differentiates on its own, when the caller says so.
+"""A segment of the forward with an autograd graph of its own, which runs backward when the caller says so.
 
 Plain autograd records one graph of the whole forward and runs it backward in its own order. Domino needs another order,
 with all-reduces between the segments, and writes most backward passes out by hand. Fused attention is the exception:

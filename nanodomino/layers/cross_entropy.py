@@ -19,8 +19,9 @@ With v/t logits on each rank, two all-reduces of a few numbers per token replace
     loss_from_sums             loss [b, s]
     cross_entropy_gradient     softmax(z) - one_hot(label), on this rank's logits, without communication
 
-**Memory.** Logits are the largest tensor of a step. They stay in their own dtype until the gradient overwrites them,
-and no other tensor of their size exists: fp32 temporaries are made for a chunk of rows at a time. Sums are fp32 or
+**Memory.** Logits are the largest tensor of a step. They stay in their own dtype until the gradient overwrites them. In
+training no other tensor of their size exists, since fp32 temporaries are made for a chunk of rows at a time. (Only
+VocabParallelCrossEntropy, which the plain model uses, copies them.) Sums are fp32 or
 wider; `narrow` (--fp16-lm-cross-entropy) keeps the temporaries in the logits' dtype.
 """
 

@@ -4,7 +4,7 @@
     RMSNorm(x)   = x / sqrt(mean of x^2 + epsilon) * weight                   (1910.07467)
 
 both over the last dimension. Autograd differentiates the definition. Training runs the pair: it states what it keeps
-for backward, and costs the host a quarter of autograd's time. A test holds the pair against the definition.
+for backward, and costs the host a quarter of autograd's time. A test compares the pair with the definition.
 
 Norms are not cut over tensor-parallel ranks: each rank holds the whole weight and norms the tokens it has.
 """
@@ -28,8 +28,8 @@ class Normalization:
     forward(x, weight, bias, epsilon) -> (the same, *statistics)
     backward(gradient, x, statistics, weight, bias) -> gradients of x, weight and bias (None without a bias). The last
         two are sums over tokens, which may overflow fp16, so they may be wider than x.
-    statistics(element, wide, cuda): bytes of the statistics per token, given the bytes of a number of x, the bytes of
-        a number in fp32 or wider, and whether the norm runs on CUDA
+    statistics(element, wide, cuda): bytes of the statistics per token. element: bytes of one element of x; wide: bytes
+        of one element in fp32 or wider; cuda: whether the norm runs on CUDA
     """
     function: Callable
     forward: Callable

@@ -1,12 +1,12 @@
-"""What attention and MLP have in common: two matmuls with a core between them, after a norm, added to the stream.
+"""What attention and MLP have in common: a norm, two matmuls with a core between them, and a residual addition.
 
     x -> norm -> f -> column-parallel matmul -> core -> row-parallel matmul -> g -> + bias, dropout -> + x
 
 The core works on this rank's output of the first matmul: its own heads, or its own ffn features. No rank needs another
 rank's output there, so f and g (parallel.py) are the only communication.
 
-A core comes in two forms: its definition, which autograd differentiates, and a pair of forward and backward, which
-training runs. Tests hold the pair against the definition.
+A core comes in two forms: its definition, which autograd differentiates, and a hand-written forward and backward, which
+training runs. Tests compare the two forms.
 
 Shapes in this folder: b samples, s tokens, h hidden size, d numbers per head, t tensor-parallel ranks.
 """

@@ -7,8 +7,8 @@ Both matrices are cut along the vocabulary (parallel.py), so each end has collec
     loss         forward    all-reduce of the maximum logit, and    backward    nothing
                             of two sums, one fp32 per token each
 
-Each function is a generator that yields while a collective is in flight. The logits [b, s, v/t] are the largest tensor
-of the model. They exist once: their gradient takes their place.
+Every method except head_backward is a generator, which yields while a collective is in flight. The logits [b, s, v/t]
+are the largest tensor of a step. Only one tensor of this size exists: their gradient overwrites them.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class HeadTape:
 
 
 class EmbeddingAndHead:
-    """Runs the two ends. All methods but head_backward are generators."""
+    """Runs the embedding and the head, forward and backward. All methods except head_backward are generators."""
 
     def __init__(self, model, ops, residual_norm, compiled=None):
         """Choose how the cross entropy avoids temporaries as large as the logits: a compiler (`compiled`, torch.compile

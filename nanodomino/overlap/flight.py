@@ -48,6 +48,6 @@ def prepare_all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
 
 
 def result_of(flights: list[Flight]):
-    """Join flights that are done, and hold chunks of the last dimension, into one tensor."""
+    """Return one tensor from finished flights, each of which holds a chunk of its last dimension."""
     chunks = [flight.result() for flight in flights]
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)

@@ -3,8 +3,8 @@ sublayers compute, and comes back one sublayer before backward needs it. On a CP
 
 Two streams copy, one in each direction, and events order the copies with training's stream:
 
-    forward      compute   | sublayer 0 | sublayer 1 | sublayer 2 | ...      GPU memory of x is freed only after
-                 out                    | x0         | x1         | ...      training's stream waited for the copy
+    forward      compute   | sublayer 0 | sublayer 1 | sublayer 2 | ...      the GPU memory of x is freed only once
+                 out                    | x0         | x1         | ...      training's stream has waited for the copy
     backward     compute   | ... | sublayer 2 | sublayer 1 | sublayer 0 |
                  back            | x1         | x0         |
 

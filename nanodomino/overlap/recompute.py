@@ -11,12 +11,13 @@ X the bytes of one activation [b, s, h] (analysis/expected_memory.py counts othe
     selective    x, h, c                          (4 +  7/t) X     the core: attention, gelu
     full         x                                       2 X       the norm, the column-parallel matmul, the core
 
-If the residual stream is sharded (sequence_parallel.py), x and h are 1/t of that, so each number without a 1/t gets
-one. Recomputing c then needs all rows of h, but backward gathers them anyway for a weight gradient.
+If the residual stream is sharded (sequence_parallel.py), a rank keeps only 1/t of x and h, so the 4 above becomes 4/t
+and the 2 becomes 2/t. Recomputing c then needs all rows of h, but backward gathers them anyway for a weight gradient.
 
-**No reduce is repeated.** x is kept from after the previous all-reduce, and a is the last tensor that backward needs,
-so everything that is recomputed lies between two all-reduces. The row-parallel matmul is not repeated either: nothing
-needs its result. Full recomputation repeats attention and 7/12 of a GPT-2 layer's matmuls (about 2/3 with SwiGLU).
+**No reduce is repeated.** The x that is kept already contains the previous all-reduce's result, and a is the last
+tensor that backward needs. So everything that is recomputed lies between two all-reduces. The row-parallel matmul is
+not repeated either: backward does not need its result. Full recomputation repeats attention and 7/12 of a GPT-2
+layer's matmuls (about 2/3 with SwiGLU).
 Dropout masks are drawn again from sample and site, so they are the same. Every operation sees the same operands, so
 gradients have the same bits, with one exception: a compiler that fuses residual + norm computes h from an x' that is
 not yet rounded to 16 bit, and recomputes it from the rounded one.
@@ -39,7 +40,7 @@ import torch
 
 from nanodomino.overlap.host_offload import HostMemory
 
-# What the tape drops at the end of a sublayer's forward: h of the entry, the other names of the inside's tape.
+# The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its `inside`.
 GRANULARITIES = {"none": ("column_output",),                   # the core keeps what it needs of it
                  "selective": ("core", "activation"),
                  "full": ("h", "column_output", "core", "activation")}

@@ -52,7 +52,8 @@ class ResidualNorm:
         return self.forward_kernel(saved.x, None, None, None, *saved.weights)[1]
 
     def backward(self, slice, saved: SavedResidualNorm, grad_x, grad_h):
-        """Turn the gradients of x' (None if only h is used) and h into those of x and y; add the parameters'."""
+        """Return the gradients of x and y, given those of x' (None if only h is used) and of h. The gradients of bias
+        and norm weights are added to main_grad."""
         bias, mask = bias_and_mask(slice, saved.previous, grad_h)
         grad_x, grad_y, *gradients = self.backward_kernel(
             grad_x, grad_h, saved.x, saved.statistics, *saved.weights, mask, saved.previous is not None,

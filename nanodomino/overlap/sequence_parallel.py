@@ -21,10 +21,10 @@ backward needs all rows of h again for the weight gradient of the column-paralle
 rows of h and gathers them once more in backward. That is the price of keeping only 1/t of each activation.
 
 **Which rows belong to which rank.** A slice has b x s rows of h numbers. The first b s / t rows belong to rank 0, the
-next to rank 1, and so on, so that a shard is contiguous and an all-gather needs no copy afterwards. The shard is called
-[b, s/t, h], which is its size; with several samples its rows are not s/t positions of each sample. That does no harm,
-because everything that belongs to a token (its position, its dropout mask) is sharded by the same function, own_rows;
-pipeline stages pass shards on as they are; and each slice is sharded separately.
+next to rank 1, and so on, so that a shard is contiguous and an all-gather needs no copy afterwards. A shard has the
+shape [b, s/t, h], but with more than one sample it does not hold s/t positions of each sample. This does no harm:
+everything that belongs to a token (its position, its dropout mask) is sharded by the same function, own_rows; each
+slice is sharded on its own; and pipeline stages pass shards on as they are.
 
 **Two slices, one turn apart.** Every sublayer now has a collective before its first matmul and another after its
 second. If both slices were at the same point, both would wait for a gather at the same time and nothing would be

@@ -9,9 +9,9 @@ all of dp, a tied embedding on the first and the last stage. They stay equal bec
     over tp        each rank computes the same gradient from the same numbers     equal if kernels are deterministic
                    (with sequence parallelism, all all-reduce the same parts)     (equal if addition is)
 
-A compiler that benchmarks kernels on each rank separately breaks the last line: two ranks may choose kernels whose
-sums differ in the last bit. From there on the ranks train slightly different models, which no loss shows. Hence the
-compiler is asked to choose deterministically, and the copies are compared.
+A compiler that benchmarks kernels on each rank separately breaks the equality over tp: two ranks may choose kernels
+whose sums differ in the last bit. From there on the ranks train slightly different models, which no loss shows. Hence
+the compiler is asked to choose deterministically, and the copies are compared.
 """
 
 from collections import defaultdict

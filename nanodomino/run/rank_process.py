@@ -7,7 +7,8 @@ that have only lost a peer pause before they print:
 
     rank 2 raises ValueError         prints its traceback, exits          <- the message that counts
     rank 0, 1, 3 lose their peer     pause 3 seconds, killed by torchrun meanwhile
-    all ranks find a UserError       rank 0 prints it and exits; rank r waits 5 + r seconds, in case rank 0 did not
+    all ranks find a UserError       local rank 0 prints it and exits; local rank r waits 5 + r seconds (at most 13),
+                                     in case local rank 0 did not find it
 
 This holds for gloo. watchdog.py makes it hold for NCCL, whose collectives do not raise.
 """

@@ -191,9 +191,9 @@ def write_config(run_dir: Path, config: Config):
 def open_metrics(path: Path, first_step: int, say=print):
     """Open metrics.jsonl, unbuffered, to append what follows `first_step`; remove what a resumed run will redo.
 
-    A killed run may have gone beyond its last checkpoint, its last line may be incomplete, and the test loss at its end
-    is no longer at the end. The file is truncated, not rewritten, so that a kill cannot lose the lines that stay. A
-    damaged line between valid ones stays and is reported.
+    A killed run may have gone beyond its last checkpoint, and its last line may be incomplete. If a finished run trains
+    on, its test loss no longer belongs to the end. The file is truncated, not rewritten, so that a kill cannot lose the
+    lines that stay. A damaged line between valid ones stays and is reported.
     """
     lines = path.read_bytes().splitlines(keepends=True) if first_step and path.exists() else []
     kept, end, unread, damaged = 0, 0, [], []

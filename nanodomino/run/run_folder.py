@@ -29,7 +29,7 @@ from nanodomino.errors import UserError, require
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run and the checkpoint to start from, if any; weights_only: load nothing else of it."""
+    """The folder of a run and the checkpoint to start from, if any; weights_only: load only its weights."""
     folder: Path
     checkpoint: Path | None
     weights_only: bool = False

@@ -1,15 +1,16 @@
 """Copies metrics.jsonl to TensorBoard while a run trains: `--tensorboard-dir DIR`, then `tensorboard --logdir DIR`.
 
-TensorBoard's event files can only be appended to. If a run resumes from a checkpoint before its last step, a new file
-with a purge_step hides all points of older files from this step on, while metrics.jsonl is cut back (report.py):
+TensorBoard's event files can only be appended to. So when a run resumes from a checkpoint older than its last logged
+step, it starts a new file. That file's purge_step hides all points of the older files from that step on. metrics.jsonl
+itself is simply cut back (report.py):
 
     metrics.jsonl   | 0 | 1 | ... | 40 | 41 | 42
     first file      | 0 | 1 | ... | 40 | 41 | 42  killed; resumes after the checkpoint of step 40
     metrics.jsonl   | 0 | 1 | ... | 40 | 41'| 42'| ...
     second file           purge_step=40 | 40 | 41'| 42'| ...
 
-Points are read from metrics.jsonl instead of being passed here, so that step 40 can be written again (without a test
-loss, if it was the last step then), and so that points of a time when the disk was full are written later.
+Points are read from metrics.jsonl instead of being passed here, for two reasons: step 40 can be written again (without
+its test loss, if the first run had ended at step 40), and points that a full disk has kept out can be written later.
 """
 
 import json
@@ -37,7 +38,7 @@ class TensorBoardWriter:
 
     def __init__(self, folder: Path, metrics: Path, first_step: int, say):
         self.folder, self.metrics, self.say = folder, metrics, say
-        self.last_step, self.offset = first_step, 0            # of what has been written; bytes of metrics.jsonl
+        self.last_step, self.offset = first_step, 0            # the last step and the bytes already copied
         self.writer, self.warned = None, False
 
     def update(self):

@@ -72,7 +72,8 @@ class Timetable:
     rows: tuple[tuple, ...]
 
     def __hash__(self):
-        """Hash the lengths only: each step looks up its receives by the table, and rows hold thousands of actions."""
+        """Hash only the lengths of the rows. The table is a cache key in every step, and hashing its thousands of
+        actions each time would be slow."""
         return hash((self.placement, *map(len, self.rows)))
 
     @cached_property
@@ -83,8 +84,9 @@ class Timetable:
 
     @cached_property
     def dependencies(self) -> list[list[tuple]]:
-        """For each stage a list of (action, events it waits for, [(event it causes, whether on another stage)]). Events
-        are finished halves and arrived messages, numbered because planning simulates thousands of actions."""
+        """Return for each stage a list of (action, events that it waits for, [(event that it causes, whether that event
+        happens on another stage)]). An event is the end of a forward or backward, or the arrival of a message. Events
+        are integers, which keeps the simulation of thousands of actions fast."""
         number, table = defaultdict(count().__next__), [[] for _ in self.rows]
         for stage, row in enumerate(self.rows):
             for action in row:
@@ -106,7 +108,7 @@ def timetable(name: str, stages: int, microbatches: int, chunks=1) -> Timetable:
 
 
 def prerequisites(placement: Placement, stage: int, half: Action) -> list:
-    """Return the earlier action of this stage, and the message, that an action waits for, if it waits for any."""
+    """Return what an action waits for: an earlier action of its own stage, a message, both, or nothing."""
     earlier = {"forward": (), "weight_backward": (InputBackward,)}.get(half.kind, (Forward,))
     message = [message_received(half)] if placement.source(stage, half) else []
     return [action(half.microbatch, half.chunk) for action in earlier] + message

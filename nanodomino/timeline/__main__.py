@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, required=True, help="the SVG to write")
     parser.add_argument("--caption", nargs="+", help="titles of the recordings (default: their layouts)")
     parser.add_argument("--step", type=int, help="draw only this step")
-    parser.add_argument("--milliseconds", metavar="FIRST:LAST", help="draw only this part")
+    parser.add_argument("--milliseconds", metavar="FIRST:LAST", help="draw only this time, counted from the start")
     flags = parser.parse_args(arguments)
     recordings = [read(path) for path in flags.recordings]
     if flags.step is not None:

@@ -103,7 +103,7 @@ class Panel:
             self.svg.append(text(self.x((begin + end) / 2), y, words, kind))
 
     def compute_row(self, events, y):
-        """Paint over each other: passes, the turns of their slices, weight gradients, waits, pairs' frames, numbers."""
+        """Paint from back to front: passes, turns of their slices, weight gradients, waits, pairs' frames, numbers."""
         outer = [event for event in events if event.kind in (*PASSES, "optimizer")]
         turns = self.turns(events)
         for event in outer:
@@ -285,7 +285,7 @@ def gather(trace: Trace, mesh: Mesh) -> Recording | None:
 def draw_timeline(trace: Trace, mesh: Mesh, path: Path) -> str:
     """Write PATH.json and PATH.svg of what was recorded. Collective over all ranks.
 
-    Returns the text for the user on rank 0, "" elsewhere. A full disk is a warning in it, so that training continues.
+    Returns the text for the user on rank 0, "" elsewhere. If the disk is full, the text says so; training continues.
     """
     recording = gather(trace, mesh)
     if recording is None:

@@ -10,8 +10,8 @@ A rank's step is the sum of five parts:
 
 So each wait is cut in two at the moment when the last rank that takes part has launched. Before that moment the rank is
 idle, after it communication is exposed. Telling them apart takes the traces of all ranks, on one clock. A sixth number,
-`hidden`, is not part of the sum: the time in which a collective was in flight while this rank computed. (When a message
-between stages arrives is not recorded, so messages count only where a rank waits for them.)
+`hidden`, is not part of the sum: the time in which a collective was in flight while this rank computed. (The moment at
+which a message between stages arrives is not recorded, so messages count only while a rank waits for them.)
 
 In a pipeline most idle time is the bubble: idle / (step - idle) is close to (p - 1)/m for 1F1B on equal stages
 (2104.04473, section 2.2).
@@ -169,7 +169,7 @@ def waits(events: list[Event]) -> tuple[list, list]:
 
 @dataclass
 class Totals:
-    """Nanoseconds of one rank; see the top of this file. step is the sum of the next five."""
+    """Where one rank's time went, in nanoseconds (see the top of this file). step is the sum of compute to other."""
     step: int
     compute: int
     optimizer: int
