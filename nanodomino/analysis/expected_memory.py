@@ -265,8 +265,7 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
         return factors if config.dtype == "float16" else e * inputs * outputs
 
     head = sum(chunk_ends_tape_bytes(config, mesh, last).values()) if last.post_process else 0
-    at_head, at_head_backward, in_layers = (pair_working_bytes(config, mesh, resumed - first.pre_process)
-                                            for resumed in (0, 1, 1 + last.post_process))
+    at_head, in_layers = (pair_working_bytes(config, mesh, resumed - first.pre_process) for resumed in (0, 1))
     # An MLP's backward, while one slice's activations are recomputed. The head's part of the tape is gone by then.
     dropped = GRANULARITIES[config.recompute_granularity]
     recomputed = (ffn * ("activation" in dropped) + (x + before) * ("h" in dropped)) // slice_count(config)
@@ -277,7 +276,7 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
         width = local_vocab_size(config, mesh)
         chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"] // 4, n * width // slice_count(config))
         chunk *= e if config.fp16_lm_cross_entropy else w
-        moments += [2 * x + chunk + at_head, 2 * x + max(chunk, weight_gradient_bytes(h, width)) + at_head_backward]
+        moments += [2 * x + chunk + at_head, 2 * x + max(chunk, weight_gradient_bytes(h, width)) + in_layers]
     return int(max(moments)) + gradient_buffer_bytes(config, mesh)
 
 

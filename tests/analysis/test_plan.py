@@ -471,7 +471,8 @@ def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_
 
 
 @pytest.mark.parametrize("schedule, tp, slices, granularity", [
-    *((schedule, 1, 2, "full") for schedule in SCHEDULES), ("1f1b", 2, 2, "none"), ("zb-v", 2, 2, "none"),
+    *((schedule, 1, 2, "full") for schedule in SCHEDULES),
+    *((schedule, 2, 2, "none") for schedule in ("1f1b", "paired", "zb-v")),
     *(pytest.param(schedule, 1, slices, granularity, marks=pytest.mark.exhaustive)
       for schedule in SCHEDULES for slices, granularity in ((1, "none"), (3, "selective")))])
 def test_memory_and_traffic_of_each_schedule(pool, schedule, tp, slices, granularity):
