@@ -21,8 +21,8 @@ def pytest_addoption(parser):
 def pytest_cmdline_main(config):
     """Run the whole suite in three processes if pytest-xdist is installed; paths, -n, -s or --pdb switch that off.
 
-    Many tests wait for sockets and time-outs, so three processes keep two cores busy. Of each two that have finished
-    their share one takes tests from the other ("worksteal"); tests of one file mostly stay together.
+    Many tests wait for sockets and time-outs, so three processes keep two cores busy. With "worksteal" the tests of a
+    file mostly stay in one process, and a process that has run its share takes tests from the others.
     """
     options = config.option
     whole_suite = config.args_source is config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
