@@ -25,6 +25,8 @@ from nanodomino.domino import run_to_end
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.report import changed_settings
 
+SHALLOW = "--num-layers", 2             # everything else is the default
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
@@ -66,16 +68,16 @@ def metrics(run_dir):
 @pytest.fixture(scope="module")
 def alone(run, tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("alone")
-    printed = run(folder, None, "--dtype", "float64", "--train-iters", 3, "--run-dir", "B", "--data-path", corpus,
-                  "--eval-interval", 2, "--eval-iters", 2, "--sample-tokens", 20)
+    printed = run(folder, None, *SHALLOW, "--dtype", "float64", "--train-iters", 3, "--run-dir", "B", "--data-path",
+                  corpus, "--eval-interval", 2, "--eval-iters", 1, "--sample-tokens", 20)
     return folder / "B", printed
 
 
 @pytest.mark.parametrize("processes", [pytest.param(8, marks=pytest.mark.exhaustive), 2])
 def test_the_defaults_give_the_same_numbers_for_any_number_of_processes(run, tmp_path, corpus, alone, processes):
     """The global batch, the order of the data and the initial weights do not depend on the number of processes."""
-    run(tmp_path, processes, "--dtype", "float64", "--train-iters", 3, "--run-dir", "A", "--data-path", corpus,
-        "--eval-interval", 2, "--eval-iters", 2, "--sample-tokens", 4)
+    run(tmp_path, processes, *SHALLOW, "--dtype", "float64", "--train-iters", 3, "--run-dir", "A", "--data-path",
+        corpus, "--eval-interval", 2, "--eval-iters", 1, "--sample-tokens", 4)
     for ours, theirs in zip(metrics(tmp_path / "A"), metrics(alone[0])):
         assert len(ours) == len(theirs) > 0
         for one, other in zip(ours, theirs):
@@ -110,8 +112,8 @@ def test_without_run_dir_each_run_gets_a_folder_of_its_own(run, tmp_path, corpus
 @pytest.mark.parametrize("processes, backend", [(2, "aot_eager"), (None, "inductor")])
 def test_compiled_runs_give_the_same_losses(tmp_path, corpus, alone, processes, backend):
     """torchrun starts this run, as in the README; the other tests start ranks without it."""
-    flags = ("--dtype", "float64", "--train-iters", 3, "--run-dir", "A", "--data-path", corpus, "--eval-iters", 0,
-             "--compile", "--compile-backend", backend, "--exit-interval", 2)
+    flags = (*SHALLOW, "--dtype", "float64", "--train-iters", 3, "--run-dir", "A", "--data-path", corpus,
+             "--eval-iters", 0, "--compile", "--compile-backend", backend, "--exit-interval", 2)
     done = subprocess.run(command(processes, *flags), cwd=tmp_path, capture_output=True, text=True, timeout=180,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr

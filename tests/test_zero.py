@@ -37,7 +37,8 @@ def state_rank(config, data):
     return sum(storages.values()) / elements, padding, own / elements, is_padding.sum().item()
 
 
-@pytest.mark.parametrize("dp, zero_stage", [(1, 1), (2, 2), (4, 1), (4, 0)])
+@pytest.mark.parametrize("dp, zero_stage", [
+    pytest.param(1, 1, marks=pytest.mark.exhaustive), (2, 2), (4, 1), (4, 0)])
 @pytest.mark.parametrize("dtype, weights, gradients, optimizer",
                          [("float32", 4, 4, 8), ("bfloat16", 2, 4, 12), ("float16", 2, 4, 12), ("float64", 8, 8, 16)])
 def test_bytes_per_parameter_follow_the_formulas(pool, dp, zero_stage, dtype, weights, gradients, optimizer):
@@ -219,7 +220,8 @@ def test_a_bucket_is_reduced_while_backward_goes_on_and_only_when_it_is_complete
     assert len([i for i in reduces if i < weight_gradients[-1]]) >= 3 * 8, "reduces overlap the layers below"
 
 
-@pytest.mark.parametrize("dtype, zero_stage", [("float32", 1), ("bfloat16", 2)])
+@pytest.mark.parametrize("dtype, zero_stage", [
+    pytest.param("float32", 1, marks=pytest.mark.exhaustive), ("bfloat16", 2)])
 def test_a_rerun_has_the_same_bits(pool, dtype, zero_stage):
     config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, columns=2, dtype=dtype,
                   hidden_dropout=0.1, attention_dropout=0.1, zero_stage=zero_stage, micro_batch_size=6)

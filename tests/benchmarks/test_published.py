@@ -22,7 +22,6 @@ BOUNDS = {("2104.04473", "TFLOP/s"): (0.9, 1.4), ("2205.05198", "s"): (0.8, 1.2)
           ("2409.15241", "x speed"): (1.05, 1.3), ("2409.15241", "% wires"): (1.3, 1.7)}
 
 
-@pytest.fixture(scope="module")
 def answer():
     """Return (text, record) with the default flags."""
     flags = plan_flags()
@@ -125,8 +124,8 @@ def test_communication_share_and_speed_up():
 # ---- the answer
 
 @pytest.mark.exhaustive
-def test_every_ratio_is_within_its_bounds_and_is_printed(answer):
-    text, record = answer
+def test_every_ratio_is_within_its_bounds_and_is_printed():
+    text, record = answer()
     assert [(row["paper"], row["name"]) for row in record["rows"]] == [(paper, run.name) for paper, run in EVERY]
     for row, line in zip(record["rows"], text.splitlines()[2:]):
         least, most = BOUNDS[row["paper"], row["figure"]]
@@ -134,9 +133,12 @@ def test_every_ratio_is_within_its_bounds_and_is_printed(answer):
         assert line.startswith(f"{row['paper']}: {row['name']} ") and line.endswith(f" {row['ratio']:.2f}")
 
 
-def test_predictions_are_too_high_for_small_models_and_too_low_for_large_ones(answer):
+def test_predictions_are_too_high_for_small_models_and_too_low_for_large_ones(monkeypatch):
     """Because all widths are assumed to reach the same share of the peak."""
-    ratios = {(row["paper"], row["name"]): row["ratio"] for row in answer[1]["rows"]}
+    ends = {"2104.04473": ("1.7B", "1008.0B"), "2205.05198": ("22B", "1T")}
+    monkeypatch.setattr(published, "RUNS", {paper: [run for run in RUNS[paper] if run.name in names]
+                                            for paper, names in ends.items()})
+    ratios = {(row["paper"], row["name"]): row["ratio"] for row in answer()[1]["rows"]}
     assert ratios["2104.04473", "1.7B"] > 1.2 and ratios["2104.04473", "1008.0B"] < 1
     assert ratios["2205.05198", "22B"] < 0.9 and ratios["2205.05198", "1T"] > 1.1
     for name, fits in (("1.7B", 0.45), ("1T", 0.71)):

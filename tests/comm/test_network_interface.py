@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.slow_network import INTERFACE, address, slow_wire
 from support import ROOT
+from support.jobs import TINY, make_corpus
 from nanodomino.comm import network_interface
 from nanodomino.errors import UserError
 
@@ -42,8 +43,8 @@ def two_hosts(tmp_path, **environment):
 
     Returns [(output, exit code, seconds)]. Skips if namespaces may not be created.
     """
-    flags = ["--tp", "2", "--pp", "1", "--train-iters", "2", "--num-layers", "2", "--eval-iters", "0",
-             "--sample-tokens", "0", "--timeout", "15", "--run-dir", str(tmp_path / "run")]
+    flags = [*TINY, "--tp", "2", "--pp", "1", "--train-iters", "2", "--timeout", "15",
+             "--data-path", str(make_corpus(tmp_path)), "--run-dir", str(tmp_path / "run")]
     try:
         with slow_wire("1gbit", 2) as places:
             processes, begin = [], time.monotonic()

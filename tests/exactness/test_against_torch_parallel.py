@@ -86,7 +86,7 @@ def dtensor_step(config, weights, data):
     return loss.item(), model.full(lambda weight: full_tensor(weight.grad))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_domino_computes_what_dtensor_computes(pool, tp):
     """Compares shards, heads, biases and sums. Every rank owns words: 16 + 13 of them, or 8 + 8 + 8 + 5."""
     _, _, ours, theirs = both_sides(pool, tp, dtensor_step, tensor_model_parallel_size=tp, slices=2,
@@ -125,7 +125,7 @@ def sequence_parallel_step(config, weights, data):
     return loss.item(), {name: full_tensor(weight.grad) for name, weight in model.named_parameters()}
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_stream_that_is_cut_computes_what_dtensor_computes_with_one(pool, tp):
     """DTensor shards each sample by tokens, and sums the gradients of norms and biases where and when it chooses."""
     config, _, ours, theirs = both_sides(pool, tp, sequence_parallel_step, tensor_model_parallel_size=tp, slices=2,
@@ -268,8 +268,9 @@ def train_with_zero_2_of_fsdp2(config, weights, data):
 
 
 @pytest.mark.parametrize("torchs_part, zero_stage, dp", [
-    *((part, 1, dp) for part in (train_with_ddp, train_with_fsdp2) for dp in (2, 4)),
-    (train_with_zero_2_of_fsdp2, 2, 4), pytest.param(train_with_zero_2_of_fsdp2, 2, 2, marks=pytest.mark.exhaustive)])
+    (train_with_ddp, 1, 2), (train_with_fsdp2, 1, 4), (train_with_zero_2_of_fsdp2, 2, 4),
+    *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
+        (train_with_ddp, 1, 4), (train_with_fsdp2, 1, 2), (train_with_zero_2_of_fsdp2, 2, 2)))])
 def test_zero_trains_what_torchs_data_parallel_trains(pool, torchs_part, zero_stage, dp):
     """AdamW would not notice a factor on all gradients; the norm before clipping does."""
     config, _, ours, theirs = both_sides(pool, dp, torchs_part, data_parallel_size=dp, zero_stage=zero_stage)

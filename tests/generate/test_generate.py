@@ -278,7 +278,7 @@ def test_a_seed_gives_the_same_texts_again_and_on_two_processes(written):
 def test_without_a_seed_one_is_drawn_that_all_ranks_share_and_that_can_be_repeated(written):
     """The temperature is high enough to sample from both ranks' shards; otherwise two ranks with two seeds could still
     write rank 0's text."""
-    texts, flags = [], "--prompt line --max-tokens 300 --temperature 2"
+    texts, flags = [], "--prompt line --max-tokens 60 --temperature 2"
     for processes in (1, 2):
         said, text = written(flags, processes)[0].split("\n", 1)
         (seed,) = re.fullmatch(r"seed (\d+): --seed \1 writes the same again", said).groups()

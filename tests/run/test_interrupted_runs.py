@@ -178,19 +178,21 @@ def test_a_signal_ends_a_rank_whose_device_waits_for_a_dead_peer(job):
 
 # Killed
 
-def test_a_rank_killed_during_a_save_costs_only_the_steps_since_the_last(job, alone):
+@pytest.mark.parametrize("flags, processes", [
+    ([], 2), pytest.param(["--tp", 2, "--pp", 2], 4, marks=pytest.mark.exhaustive)], ids=["dp 2", "tp 2 pp 2"])
+def test_a_rank_killed_during_a_save_costs_only_the_steps_since_the_last(job, alone, flags, processes):
     """And all ranks end soon."""
-    first = job("run", *LENGTH, "--tp", 2, "--pp", 2, processes=4)
+    first = job("run", *LENGTH, *flags, processes=processes)
     first.wait_for(lambda: first.steps() >= 10 and first.saving())
     moment = time.monotonic()
-    first.send(3, signal.SIGKILL)
+    first.send(processes - 1, signal.SIGKILL)
     assert first.end() != 0 and time.monotonic() - moment < END_TOGETHER and not first.ranks()
     assert "exitcode  : -9" in first.output(), first.output()
     saved, reached = int(last_checkpoint(first)[5:]), first.steps()
     assert reached - saved <= 10, "the last save may have been unfinished"
-    second = job("run", *LENGTH, "--tp", 2, "--pp", 2, processes=4)
+    second = job("run", *LENGTH, *flags, processes=processes)
     assert second.end() == 0 and f"resuming after step {saved} " in second.output(), second.output()
-    assert not differences(second.run_dir, alone("--tp", 2, "--pp", 2, processes=4))
+    assert not differences(second.run_dir, alone(*flags, processes=processes))
     assert not second.saving(), "what the killed one left is gone"
 
 
@@ -289,7 +291,7 @@ def test_the_last_good_checkpoint_outlives_any_number_of_skipped_steps(pool, tmp
 
 
 @pytest.mark.parametrize("bad, last", [((1, 3, 5), None), ((2, 4, 5), 5)], ids=["here and there", "in a row"])
-@pytest.mark.parametrize("at_once", [9, 2], ids="{} steps a start".format)
+@pytest.mark.parametrize("at_once", [pytest.param(9, marks=pytest.mark.exhaustive), 2], ids="{} steps a start".format)
 def test_consecutive_skipped_steps_are_counted_across_restarts(pool, tmp_path, bad, last, at_once):
     """Occasional skipped steps are no divergence. But a run that restarts every few steps must not continue forever
     without a good one: the count is part of the checkpoint."""

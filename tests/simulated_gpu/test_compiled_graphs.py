@@ -89,6 +89,7 @@ def test_the_warm_up_captures_the_graph_of_evaluation_which_has_no_dropout():
     assert made == GRAPHS + 1 and later == [0, 0, 0]
 
 
+@pytest.mark.exhaustive
 def test_a_smaller_last_slice_adds_a_set_for_any_size():
     """5 samples are slices of 3 and 2. A graph that meets a second size is captured again, for any size."""
     made, *later = graphs(2, micro_batch_size=5)

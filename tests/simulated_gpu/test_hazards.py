@@ -105,7 +105,8 @@ EIGHT = dict(TP2, num_layers=4, pipeline_model_parallel_size=2, data_parallel_si
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("slices, columns", [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize("slices, columns", [
+    (1, 1), (1, 2), (2, 2), (3, 1), *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((2, 1), (3, 2)))])
 def test_no_tensor_parallel_collective_is_touched_in_flight(slices, columns, sequence_parallel):
     """Four all-reduces per layer, slice and column, or four reduce-scatters and six all-gathers."""
     config = tiny(2, **TP2, global_batch_size=8, slices=slices, columns=columns, sequence_parallel=sequence_parallel)
@@ -116,8 +117,8 @@ def test_no_tensor_parallel_collective_is_touched_in_flight(slices, columns, seq
 
 
 @pytest.mark.parametrize("schedule, zero_stage, slices, columns", [
-    *((schedule, 1, 2, 2) for schedule in SCHEDULES), ("paired", 1, 1, 1), ("zb-v", 1, 1, 1), ("1f1b", 0, 3, 1),
-    ("1f1b", 2, 2, 1),
+    *((schedule, 1, 2, 2) for schedule in SCHEDULES), ("1f1b", 0, 3, 1), ("1f1b", 2, 2, 1),
+    *(pytest.param(schedule, 1, 1, 1, marks=pytest.mark.exhaustive) for schedule in ("paired", "zb-v")),
     *(pytest.param(schedule, 2, 2, 1, marks=pytest.mark.exhaustive) for schedule in SCHEDULES if schedule != "1f1b")])
 @pytest.mark.parametrize("rank", [0, 7])
 def test_nothing_is_touched_in_flight(rank, schedule, zero_stage, slices, columns):

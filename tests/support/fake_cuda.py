@@ -1,10 +1,11 @@
 """Run one training step on a GPU that does not exist, and count what it would ask of the GPU.
 
-    python tests/support/fake_cuda.py LIBRARY '[{"rank": 0, "settings": {"model": "gpt2", ...}}, ...]'
+    echo '{"rank": 0, "settings": {"model": "gpt2", ...}}' | python tests/support/fake_cuda.py LIBRARY
 
-prints a line of JSON for each case. A FakeTensor has a shape, a dtype and a device but no numbers, so train.py's own
-train_step runs on cuda:0 for any rank of any layout in seconds and without memory, and a TorchDispatchMode sees each
-operation. LIBRARY is the compiled fake_cuda.cpp, which stands in for the device; it must be loaded before torch.
+prints a line of JSON for each line that it reads. A FakeTensor has a shape, a dtype and a device but no numbers, so
+train.py's own train_step runs on cuda:0 for any rank of any layout in seconds and without memory, and a
+TorchDispatchMode sees each operation. LIBRARY is the compiled fake_cuda.cpp, which stands in for the device; it must be
+loaded before torch.
 
 The counts are those of eager mode, without torch.compile. Traffic is that of GPU memory: each operand is read and each
 result is written once.
@@ -221,5 +222,5 @@ def run(rank: int, settings: dict) -> dict:
 
 
 if __name__ == "__main__":
-    for case in json.loads(sys.argv[2]):
-        print(json.dumps(run(**case)), flush=True)
+    for case in sys.stdin:
+        print(json.dumps(run(**json.loads(case))), flush=True)
