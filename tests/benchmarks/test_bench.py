@@ -85,7 +85,7 @@ def test_hidden_share_and_bound(domino, compute, wires, hidden, bound):
 
 
 def test_host_times_per_layer_and_slice():
-    record = ask("host", *TINY, "--slices", "3", "--columns", "2", "--normalization", "RMSNorm",
+    record = ask("host", "--num-layers", "2", "--slices", "3", "--columns", "2", "--normalization", "RMSNorm",
                  "--repeats", "2")
     assert (record["tp"], record["slices"], record["columns"], record["num_layers"]) == (2, 3, 2, 2)
     for side in ("autograd", "nanodomino"):
