@@ -23,7 +23,7 @@ benchmarks/.
 
 import sys
 
-from nanodomino.config.run_command import run_command
+from nanodomino.config.command_exit import run_command
 
 QUESTIONS = ("overlap", "throughput", "host", "pipeline", "zero", "comm", "checkpoint", "memory", "recompute", "plan",
              "scaling")

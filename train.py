@@ -44,13 +44,13 @@ from nanodomino.model import GPT
 from nanodomino.run.agreement import check_agreement, from_rank_0
 from nanodomino.run.check_copies import drift_warning, make_compiler_deterministic
 from nanodomino.run.command_line import from_command_line
-from nanodomino.run.rank_process import run_rank
+from nanodomino.run.rank_failure import run_rank
 from nanodomino.run.report import Report
 from nanodomino.run.run_folder import Run, check_shared_folder, open_run
 from nanodomino.run.signals import StopSignal
 from nanodomino.run.tensorboard import check_package
 from nanodomino.run.watchdog import Watchdog, end_unless_connected
-from nanodomino.schedules.placement import Timetable
+from nanodomino.schedules.placement_and_messages import Timetable
 from nanodomino.timeline.draw import draw_timeline
 from nanodomino.zero import StepResult, ZeroOptimizer
 

@@ -52,7 +52,7 @@ from nanodomino.model import GPT
 from nanodomino.overlap.flight import result_of
 from nanodomino.overlap.sequence_parallel import ReplicatedResidual
 from nanodomino.schedules.actions import Forward, InputBackward, WeightBackward
-from nanodomino.schedules.placement import Placement, Timetable, timetable
+from nanodomino.schedules.placement_and_messages import Placement, Timetable, timetable
 from nanodomino.timeline.draw import gather, picture
 from nanodomino.zero import ZeroOptimizer
 from train import forward_step

@@ -55,7 +55,7 @@ from nanodomino.errors import require
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import stage_layers
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement import Placement, Timetable
+from nanodomino.schedules.placement_and_messages import Placement, Timetable
 from nanodomino.schedules.simulation import simulate, step_time
 from nanodomino.timeline.merged_trace import actions, difference, spans_of, union
 from nanodomino.zero import ZeroOptimizer

@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script, Python looks in data/ only
 
-from nanodomino.config.run_command import run_command
+from nanodomino.config.command_exit import run_command
 from nanodomino.corpus.atomic_folder import check_output, clear_leftovers, publish, temporary_sibling
 from nanodomino.corpus.documents import find_files, read_documents
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.mesh import Mesh
 from nanodomino.schedules.actions import Action
-from nanodomino.schedules.placement import Placement, Timetable, message_received, message_sent
+from nanodomino.schedules.placement_and_messages import Placement, Timetable, message_received, message_sent
 from nanodomino.schedules.simulation import receives_to_post
 
 ACTIONS_AHEAD = {"cuda": 0, "cpu": 1}        # by how many actions a receive is posted early

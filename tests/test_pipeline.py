@@ -14,7 +14,7 @@ from nanodomino.model import stage_layers
 from nanodomino.schedules import actions, definitions, simulation
 from nanodomino.schedules.actions import Backward, Forward, Pair
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement import Placement, Timetable, message_received, message_sent, timetable
+from nanodomino.schedules.placement_and_messages import Placement, Timetable, message_received, message_sent, timetable
 from nanodomino.schedules.simulation import bubble, busy_time, peak_microbatches, receives_to_post, simulate, step_time
 
 STAGES, MICROBATCHES = range(1, 9), range(1, 18)

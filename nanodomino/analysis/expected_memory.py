@@ -36,7 +36,7 @@ from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.pipeline import ACTIONS_AHEAD
 from nanodomino.schedules.actions import Forward
-from nanodomino.schedules.placement import message_received, message_sent
+from nanodomino.schedules.placement_and_messages import message_received, message_sent
 from nanodomino.schedules.simulation import peak_microbatches, receives_to_post
 from nanodomino.zero import MAX_REDUCES_IN_FLIGHT
 

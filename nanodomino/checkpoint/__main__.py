@@ -10,8 +10,8 @@ from pathlib import Path
 from nanodomino.checkpoint.export import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, find_checkpoint
 from nanodomino.checkpoint.manifest import verify
+from nanodomino.config.command_exit import run_command
 from nanodomino.config.flags import Parser
-from nanodomino.config.run_command import run_command
 from nanodomino.errors import UserError, require
 
 

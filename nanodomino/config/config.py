@@ -36,7 +36,7 @@ from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement import Placement, Timetable, timetable
+from nanodomino.schedules.placement_and_messages import Placement, Timetable, timetable
 
 model_setting = partial(setting, "The model", affects="model")
 layout_setting = partial(setting, "The layout", affects="nothing")

@@ -18,8 +18,8 @@ def check_record(record: dict, source) -> dict:
     """
     known = {setting.name: setting for setting in dataclasses.fields(Config)}
     unknown = sorted(record.keys() - known.keys())
-    require(not unknown, f"{source} has settings that this version does not know ({', '.join(unknown)}); use the "
-            "version that wrote it")
+    require(not unknown, f"{source} has settings that this version does not know ({', '.join(unknown)}); correct "
+            "the name, or use the version that wrote it")
     for name, value in record.items():
         if value is None or "section" not in known[name].metadata:
             continue

@@ -26,7 +26,7 @@ from nanodomino.errors import UserError, require
 from nanodomino.generate.printing import broadcast_number, write_texts
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
-from nanodomino.run.rank_process import run_rank
+from nanodomino.run.rank_failure import run_rank
 
 
 def command_line(arguments: list[str]) -> argparse.Namespace:

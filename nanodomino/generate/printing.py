@@ -13,7 +13,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from nanodomino.config.run_command import stdout_is_open
+from nanodomino.config.command_exit import stdout_is_open
 from nanodomino.corpus.tokenizer import Tokenizer
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh

@@ -4,7 +4,7 @@
     python train.py --load CHECKPOINT --finetune --data-path DATA --run-dir RUN      on any layout
     python -m nanodomino.huggingface export RUN DIR                                  from_pretrained("DIR")
 
-    DIR/config.json                    sizes and choices                           config_json.py, families.py
+    DIR/config.json                    sizes and choices                           config_rules.py, families.py
     DIR/model.safetensors              {name: tensor}, or several such files and   tensor_mapping.py,
     DIR/model.safetensors.index.json   an index {"weight_map": {name: file}}       safetensors_files.py
     DIR/tokenizer.json ...             the tokenizer's files, copied along both ways

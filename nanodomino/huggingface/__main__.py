@@ -4,9 +4,9 @@ import re
 import sys
 from pathlib import Path
 
+from nanodomino.config.command_exit import run_command
 from nanodomino.config.flags import Parser
 from nanodomino.config.presets import DTYPES
-from nanodomino.config.run_command import run_command
 from nanodomino.errors import require
 from nanodomino.huggingface.export_model import export_model
 from nanodomino.huggingface.import_model import import_model

@@ -13,7 +13,7 @@ from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.config.setting import flag_name
 from nanodomino.errors import UserError, require
-from nanodomino.huggingface.config_json import BIASES, DIVISIBLE_WIDTH, LAYER_TYPES, ROPE, WINDOW, ConfigReader, shown
+from nanodomino.huggingface.config_rules import BIASES, DIVISIBLE_WIDTH, LAYER_TYPES, ROPE, WINDOW, ConfigReader, shown
 from nanodomino.huggingface.tensor_mapping import GPT2_MODULES, LLAMA_MODULES
 
 LONGEST_DEFAULT = 1024     # an imported model's default seq-length, unless it has fewer positions

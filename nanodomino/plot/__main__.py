@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nanodomino.config.run_command import run_command
+from nanodomino.config.command_exit import run_command
 from nanodomino.errors import require
 from nanodomino.plot.curves import COLOURS, differences, picture, read
 from nanodomino.plot.svg import write_output

@@ -21,8 +21,8 @@ from nanodomino.checkpoint.find_checkpoints import (SAVED_MARKER, checkpoints_of
                                                     newest_intact_checkpoint, recorded_settings)
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.comm.world import LaunchInfo
+from nanodomino.config.command_exit import tolerate_closed_output
 from nanodomino.config.config import Config
-from nanodomino.config.run_command import tolerate_closed_output
 from nanodomino.config.saved_settings import check_settings
 from nanodomino.errors import UserError, require
 

@@ -1,6 +1,6 @@
 """A thread that ends this process if its device waits forever.
 
-gloo's collectives run on the host and raise if a peer is gone (rank_process.py). NCCL's run on the device. The host
+gloo's collectives run on the host and raise if a peer is gone (rank_failure.py). NCCL's run on the device. The host
 only enqueues them, and continues until it needs a number or the queue is full:
 
     host      enqueue enqueue enqueue   .tolist() .......................      no exception, no signal handler, no end
@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.mesh import Mesh
-from nanodomino.run.rank_process import report_and_exit
+from nanodomino.run.rank_failure import report_and_exit
 
 STOP_GRACE = 20.0        # seconds without progress after a stop signal; torchrun kills after 30
 POLL_INTERVAL = 0.5      # seconds

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import deque
 from functools import lru_cache
 
-from nanodomino.schedules.placement import Message, Timetable, message_sent, timetable
+from nanodomino.schedules.placement_and_messages import Message, Timetable, message_sent, timetable
 
 
 def simulate(table: Timetable, duration=lambda stage, action: action.length, message=0) -> list[list[tuple]]:

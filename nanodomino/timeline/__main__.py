@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from nanodomino.config.run_command import run_command
+from nanodomino.config.command_exit import run_command
 from nanodomino.errors import UserError, require
 from nanodomino.plot.svg import write_output
 from nanodomino.timeline.draw import picture, select_step, select_time

@@ -17,7 +17,7 @@ from nanodomino.analysis import expected_memory, sizes
 from nanodomino.comm.trace import Event
 from nanodomino.errors import UserError
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement import timetable
+from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.schedules.simulation import bubble, simulate, step_time
 
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16", "--device", "cpu"]

@@ -39,7 +39,7 @@ from nanodomino.config.setting import flag_name
 from nanodomino.errors import UserError
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.optim.optimizers import OPTIMIZERS
-from nanodomino.run.rank_process import report_and_exit
+from nanodomino.run.rank_failure import report_and_exit
 from nanodomino.schedules.definitions import SCHEDULES
 
 LIMIT = 20              # seconds until all processes of a row have ended; more if the machine is busy
@@ -372,7 +372,7 @@ TABLE += [Bad(flags, says, damage, what, "nanodomino.generate") for flags, what,
     ("--load run --data-path data", "with a larger tokenizer", change_meta(vocab_size=300),
      "tokenizer of data has 300 tokens, but the model 257", "give the --data-path that it was trained on"),
     ("--load run", "with settings of a later version", forge(config=dict(rotary=True)),
-     "settings that this version does not know (rotary)", "use the version that wrote it"),
+     "settings that this version does not know (rotary)", "correct the name, or use the version that wrote it"),
     ("--load run", "without its training text", forge(config=dict(data_path="moved/data")),
      "the tokenizer is in the training data, but moved/data does not exist", "new path as --data-path")]]
 

@@ -10,7 +10,7 @@ import pytest
 from support.jobs import Job, ROOT, TINY, make_corpus, needs_proc
 from support.fork_server import launcher_environments
 
-from nanodomino.run.rank_process import caused_by_peer
+from nanodomino.run.rank_failure import caused_by_peer
 
 END_TOGETHER = 60        # seconds from the start until all have ended; it takes 4, if the machine has no other work
 

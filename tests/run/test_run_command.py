@@ -26,7 +26,7 @@ from support.fork_server import LAUNCHER
 from bench import QUESTIONS
 from benchmarks import common
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.run import rank_process
+from nanodomino.run import rank_failure
 
 PATIENCE = 120           # seconds for any command here; they take one to five if the machine has no other work
 SMALL = ["--num-layers", "2", "--hidden-size", "32"]
@@ -391,7 +391,7 @@ def test_ctrl_c_before_training_is_silent(monkeypatch):
     def interrupted(arguments, place):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rank_process, "tolerate_closed_output", lambda: None)
+    monkeypatch.setattr(rank_failure, "tolerate_closed_output", lambda: None)
     with pytest.raises(SystemExit) as caught:
-        rank_process.run_rank(interrupted, [])
+        rank_failure.run_rank(interrupted, [])
     assert caught.value.code == 130

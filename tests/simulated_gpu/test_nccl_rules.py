@@ -26,7 +26,7 @@ import train
 from nanodomino import pipeline
 from nanodomino.mesh import meta_mesh
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement import message_received, timetable
+from nanodomino.schedules.placement_and_messages import message_received, timetable
 
 PATIENCE = 4.0                           # seconds after which a message counts as lost
 # (stages, microbatches) with many messages in both directions; interleaved with a last round that is not full

@@ -27,7 +27,7 @@ import train
 from nanodomino.comm.trace import Event, Trace, clock_offset
 from nanodomino.errors import UserError
 from nanodomino.schedules.definitions import SCHEDULES
-from nanodomino.schedules.placement import message_received, message_sent
+from nanodomino.schedules.placement_and_messages import message_received, message_sent
 from nanodomino.timeline.__main__ import main
 from nanodomino.timeline.draw import WORK, draw_timeline, gather, picture, purpose, select_step, select_time
 from nanodomino.timeline.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, chrome_trace,

@@ -25,7 +25,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
-from nanodomino.config.run_command import tolerate_closed_output
+from nanodomino.config.command_exit import tolerate_closed_output
 from nanodomino.errors import UserError
 
 # Parts of the messages of gloo, TCPStore and NCCL about a peer that is gone. They are no shorter, because "peer access
