@@ -401,7 +401,8 @@ def test_missing_and_broken_files_are_named_in_one_sentence(tmp_path, families):
             write(tmp_path / name / file, text)
     for arguments, message in [
             (("empty",), "empty has no tokenizer.json"),
-            (("sentencepiece",), "sentencepiece has no tokenizer.json (sentencepiece's tokenizer.model is none)"),
+            (("sentencepiece",),
+             "sentencepiece has no tokenizer.json (sentencepiece's tokenizer.model can't be used instead)"),
             (("sentencepiece/tokenizer.model",), "tokenizer.model has no tokenizer.json (sentencepiece's"),
             (("broken",), "the tokenizers package cannot read"), (("deep",), "the tokenizers package cannot read"),
             (("config",), "tokenizer_config.json cannot be read (JSONDecodeError)"),

@@ -374,7 +374,8 @@ TABLE += [Bad(flags, says, damage, what, "nanodomino.generate") for flags, what,
     ("--load run", "with settings of a later version", forge(config=dict(rotary=True)),
      "settings that this version does not know (rotary)", "correct the name, or use the version that wrote it"),
     ("--load run", "without its training text", forge(config=dict(data_path="moved/data")),
-     "the tokenizer is in the training data, but moved/data does not exist", "new path as --data-path")]]
+     "the tokenizer is stored with the training data, but the folder moved/data no longer exists",
+     "new path as --data-path")]]
 
 
 # ---- in this process
