@@ -232,7 +232,8 @@ def test_export_takes_the_newest_intact_checkpoint_and_names_it(trained, tmp_pat
     damaged_run(trained, tmp_path)
     code, out, err = end(start(tmp_path, "-m nanodomino.checkpoint", "export", "run", "run.pt"))
     warning, told = out.splitlines()
-    assert (code, err) == (0, "") and "step-00000006" in warning and told.endswith(" of run/checkpoints/step-00000004")
+    assert (code, err) == (0, "") and "step-00000006" in warning
+    assert told.endswith(" from run/checkpoints/step-00000004")
     code, _, err = end(start(tmp_path, "-m nanodomino.checkpoint", "export", "run/checkpoints/step-00000004", "one.pt"))
     assert code == 0, err
     of_run, of_one = (torch.load(tmp_path / name) for name in ("run.pt", "one.pt"))
