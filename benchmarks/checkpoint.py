@@ -1,11 +1,12 @@
 """What does a checkpoint cost, and how long does resuming take?
 
     synchronous   the whole save: copy, write, flush, checksums, rename
-    stall         the part of it that training waits for: the copy. The rest overlaps the next steps
-    resume        verify every byte of the checkpoint, then load model and optimizer
+    stall         the part of the save that training waits for: the copy to host memory. The rest overlaps the next
+                  steps
+    resume        verifying every byte of the checkpoint, then loading model and optimizer
 
-Replicas share the work: with --dp each rank copies and writes only a part of what it holds. The bytes that the busiest
-rank copies are printed too.
+Replicas hold the same values and share the work: with --dp N each rank copies and writes 1/N of what it holds. The
+benchmark also prints the bytes that the busiest rank copies.
 
     python bench.py checkpoint --processes 2 --dp 2
 """
@@ -33,10 +34,11 @@ from nanodomino.zero import ZeroOptimizer
 
 def add_flags(parser):
     parser.add_argument("--processes", type=int, default=2, metavar="N",
-                        help="processes in total; those of one replica are its tensor-parallel ranks (default 2)")
+                        help="processes in total; --processes divided by --dp is the tensor-parallel size (default 2)")
     add_config_flags(parser, ("num_layers", "hidden_size", "num_attention_heads", "data_parallel_size", "zero_stage"),
                      num_layers=8, hidden_size=512, num_attention_heads=8, data_parallel_size=1)
-    parser.add_argument("--folder", metavar="FOLDER", help="where to write (default: the folder for temporary files)")
+    parser.add_argument("--folder", metavar="FOLDER",
+                        help="an existing folder to write in (default: the system's folder for temporary files)")
 
 
 def processes(flags) -> int:
@@ -48,7 +50,7 @@ def processes(flags) -> int:
 
 
 def settle(flags) -> Config:
-    """Return the Config. Raises UserError if so many processes can't share the model."""
+    """Return the Config, with tp = processes / dp. Raises UserError if that many processes can't share the model."""
     dp = flags.data_parallel_size
     return config_of(flags, flags.processes, tensor_model_parallel_size=max(flags.processes // max(dp, 1), 1),
                      pipeline_model_parallel_size=1, vocab_size=257)
@@ -61,14 +63,14 @@ def answer(flags, launch):
     mesh = make_mesh(1, config.dp, config.tp, device)
     model = GPT(config, mesh)
     optimizer = ZeroOptimizer(model, config, mesh)
-    for bucket in optimizer.buckets:                          # the moments exist after a step
+    for bucket in optimizer.buckets:                          # an update creates the moments, which are saved too
         bucket.own_grad.normal_()
     optimizer.optimizer.step()
     optimizer.updates = 1
 
     inside = Path(tempfile.gettempdir()).resolve()
     require(flags.folder is None or Path(flags.folder).resolve() in (inside, inside.parent),
-            "--folder works only for processes that bench.py starts; start it without torchrun")
+            "--folder works only if bench.py starts the processes itself; run it without torchrun, or without --folder")
     folder = Path(from_rank_0(tempfile.mkdtemp() if launch.rank == 0 else None))
     try:
         saver = Saver(folder, mesh, keep_last=1)
@@ -81,7 +83,7 @@ def answer(flags, launch):
     share = ratios(times["stall"], times["synchronous"], most=1.0)
     copied = max(gathered(sum(copy.values.nbytes for copy in saver.copies)))
     text = (f"{parameter_count(config):,} parameters on dp {config.dp} x tp {config.tp}, ZeRO stage "
-            f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {inside}; a rank copies up to "
+            f"{config.zero_stage}; checkpoint of {bytes_text(size)} in {inside}; the busiest rank copies "
             f"{bytes_text(copied)}, the largest file has {bytes_text(largest)}\n"
             + table(["", "median [min .. max]"], [*map(list, times.items())])
             + f"\nstall / synchronous: {share:.1%}")
@@ -92,9 +94,10 @@ def answer(flags, launch):
 
 
 def measure(saver: Saver, model: GPT, optimizer: ZeroOptimizer, rounds: int) -> tuple[dict[str, list[float]], int, int]:
-    """Return (seconds of each round, bytes of a checkpoint, bytes of its largest file).
+    """Save and resume in each round. Return (seconds, bytes of a checkpoint, bytes of its largest file).
 
-    Raises UserError if a checkpoint can't be written.
+    seconds: {"synchronous", "stall", "resume": the slowest rank's time in each round}. Raises UserError if a checkpoint
+    can't be written.
     """
     device, measured = saver.mesh.device, {"synchronous": [], "stall": [], "resume": []}
     with progress(rounds) as bar:

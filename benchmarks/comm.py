@@ -1,14 +1,15 @@
 """Do the collectives and bytes of a real step match the formulas? Counted on every rank, compared exactly.
 
 Runs one optimizer step of train.py on real processes with random tokens. Every collective and every message passes
-through torch's dispatcher, where a `CollectiveCounter` counts, by process group and kind:
+through torch's dispatcher. There a `CollectiveCounter` counts for each process group and kind, such as all_reduce:
 
-    calls     collectives or messages
-    bytes     of the whole tensor: an all-reduced tensor, a reduce-scatter's input, an all-gather's output
-    sent      what this rank sends in a ring of the group's n ranks: 2 (n-1)/n of an all-reduce, (n-1)/n of the others
+    calls     the number of collectives or messages
+    bytes     the size of the whole tensor: what is all-reduced, a reduce-scatter's input, an all-gather's output
+    sent      the bytes that this rank sends in a ring of the group's n ranks: 2 (n-1)/n of an all-reduced tensor,
+              (n-1)/n of a tensor that is reduce-scattered or all-gathered, the whole tensor of a message
 
-The formulas are those of nanodomino/analysis/expected_traffic.py. Slices and columns make more calls, never more bytes;
-ranks of the same stage send the same.
+The formulas are those of nanodomino/analysis/expected_traffic.py. More slices and columns make more calls but not more
+bytes.
 
     python bench.py comm --tp 2 --pp 2 --dp 2 --slices 2 --columns 2
 """
@@ -31,11 +32,11 @@ from nanodomino.domino import Domino
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.zero import ZeroOptimizer
 
-# c10d's operators -> (name of the collective, index of the argument that holds the whole tensor).
+# The name of c10d's operator -> (our name of the collective, index of the argument that is the whole tensor).
 COLLECTIVES = {"allreduce_": ("all_reduce", 0), "_reduce_scatter_base_": ("reduce_scatter", 1),
                "_allgather_base_": ("all_gather", 0), "send": ("send", 0), "recv_": ("receive", 0)}
-PARTS = {tag: kind for kind, tag in TAGS.items()}
-ROUNDS = False               # it counts one step
+KIND_OF_TAG = {tag: kind for kind, tag in TAGS.items()}
+ROUNDS = False               # no --repeats: this question counts and does not time
 
 
 def add_flags(parser):
@@ -45,7 +46,7 @@ def add_flags(parser):
 
 
 def processes(flags) -> int:
-    """Return tp x pp x dp. Raises UserError for wrong flags, before any process starts."""
+    """Return tp x pp x dp. Raises UserError for wrong flags, so that they are found before processes start."""
     sizes = [flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size, flags.data_parallel_size]
     world_size = max(sizes[0] * sizes[1] * sizes[2], 1)
     config_of(flags, world_size)
@@ -63,7 +64,10 @@ def answer(flags, launch):
 
 
 def build(config: Config, launch):
-    """Return (config with its device, mesh, optimizer, stage) of this process, as in train.py but not compiled."""
+    """Join the process groups and return (config with its device, mesh, optimizer, stage) of this process.
+
+    They are made as in train.py, but without torch.compile.
+    """
     device = find_device(config, launch)
     config = dataclasses.replace(config, device=device.type)
     start_world(launch, device)
@@ -73,10 +77,10 @@ def build(config: Config, launch):
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts what its thread hands to process groups: counts[group, kind] = (calls, bytes).
+    """Counts the collectives and messages that its thread launches: counts[group, kind] = (calls, bytes).
 
-    On CPUs a reduce-scatter or an all-gather over n ranks is sent as n - 1 messages (comm/scatter_and_gather.py), so
-    such a message counts as 1/(n-1) of a call with n/(n-1) times the message's bytes.
+    On CPUs each rank performs a reduce-scatter or an all-gather over n ranks with n - 1 sends, each of 1/n of the
+    tensor (comm/scatter_and_gather.py). So such a send counts as 1/(n-1) of a call, with n/(n-1) times its bytes.
     """
 
     def __init__(self, mesh: Mesh):
@@ -89,13 +93,13 @@ class CollectiveCounter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
             operator = function.name().split("::")[1].split(".")[0]
-            kind, whole = COLLECTIVES.get(operator, (operator, 0))       # no formula: the comparison fails
+            kind, whole = COLLECTIVES.get(operator, (operator, 0))       # unknown ones make the comparison fail
             group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             tensors = args[whole] if isinstance(args[whole], (list, tuple)) else [args[whole]]
             size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
             name, call = self.names[group.group_name], Fraction(1)
             if name != "pp" and kind == "send":
-                kind, call = PARTS[args[3]], Fraction(1, group.size() - 1)
+                kind, call = KIND_OF_TAG[args[3]], Fraction(1, group.size() - 1)
                 size *= group.size() * call
             if name == "pp" or kind != "receive":
                 calls, total = self.found.get((name, kind), (0, 0))
@@ -105,17 +109,17 @@ class CollectiveCounter(TorchDispatchMode):
     @property
     def counts(self):
         return {key: (int(calls), int(size)) for key, (calls, size) in self.found.items()
-                if calls.denominator == 1}               # leaves incomplete collectives out: the comparison fails
+                if calls.denominator == 1}               # without incomplete collectives, so the comparison fails
 
 
 def predict(config: Config) -> list[dict]:
-    """Return the formulas' {(group, kind): (calls, bytes)} by rank."""
+    """Return what the formulas say for each rank: {(group, kind): (calls, bytes)}."""
     return [expected_traffic.totals_by_group(expected_traffic.step_traffic(config, mesh))
             for mesh in sizes.all_meshes(config)]
 
 
 def report(config: Config, counted: list[dict]):
-    """Return (text, record). counted: by rank; ranks with the same counts share the lines of the table."""
+    """Return (text, record). counted: each rank's counts. Ranks with the same counts share the lines of the table."""
     predicted = predict(config)
     rows, records = [], []
     for ranks in alike([[sorted(counts.items()) for counts in pair] for pair in zip(counted, predicted)]):
@@ -141,7 +145,7 @@ def report(config: Config, counted: list[dict]):
 
 
 def alike(found: list) -> list[list[int]]:
-    """Group the ranks with equal findings. found: by rank."""
+    """Return the ranks in groups with equal findings, for example [[0, 1], [2, 3]]. found: each rank's finding."""
     groups = {}
     for rank, finding in enumerate(found):
         groups.setdefault(str(finding), []).append(rank)

@@ -33,7 +33,7 @@ from nanodomino.analysis import expected_memory, sizes
 from nanodomino.config.config import Config
 from nanodomino.data import Batch
 
-ROUNDS = False               # it measures one step
+ROUNDS = False               # no --repeats: this question measures memory and does not time
 STATE = ("parameters", "gradients", "optimizer")
 
 
@@ -51,7 +51,7 @@ def answer(flags, launch):
 
 def measure(config: Config, mesh, optimizer, stage, dataset) -> dict[str, int]:
     """Measure this rank's bytes in two training steps: the first creates the moments, the second is measured."""
-    while not optimizer.updates:                               # fp16 skips steps until its loss scale fits
+    while not optimizer.updates:                               # fp16 skips steps until its loss scale is small enough
         train.train_step(1, stage, optimizer, dataset, config, mesh)
     state = state_storages(stage.model, optimizer)
     cuda = mesh.device.type == "cuda"
@@ -120,7 +120,7 @@ class TapeMeter:
         yield from self.stage.weight_backward(tape, on_gradients_ready)
         del self.tapes[id(tape)]
 
-    def weigh(self):
+    def measure(self):
         tapes, device = list(self.tapes.values()), self.stage.mesh.device
         here = {key: size for key, size in reachable_storages(tapes, device).items() if key not in self.held}
         self.most = max(self.most, sum(here.values()))

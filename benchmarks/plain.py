@@ -1,16 +1,16 @@
-"""The same model in plain torch.nn, as nanoGPT would write it: the baseline of the benchmarks.
+"""Nanodomino's model in plain torch.nn, written as nanoGPT would: the baseline of the benchmarks.
 
-It consists of `nn.Linear`, `nn.Embedding`, `nn.LayerNorm`, fused qkv, `scaled_dot_product_attention`, tanh GELU and a
-head tied to the embedding, with autograd and fused AdamW, without dropout. It imports nothing from nanodomino, but has
-the same parameter names and the same order of the fused qkv's rows, [head, (q, k, v), head_dim]. So both can start from
-the same weights (`load`), and equal losses then show that both do the same work.
+The model consists of `nn.Linear`, `nn.Embedding`, `nn.LayerNorm`, fused qkv, `scaled_dot_product_attention`, tanh GELU
+and a head tied to the embedding. It uses autograd and fused AdamW, and has no dropout. It imports nothing from
+nanodomino, but has the same parameter names and the same order of the fused qkv's rows, [head, (q, k, v), head_dim]. So
+both models can start from the same weights (`load`). Equal losses then show that both do the same work.
 
-It can be cut by torch's own parallelism:
+Torch's own parallelism can be applied to it:
 
-    tensor parallel   the matrices are separate Linears; attention infers the number of heads from its input, so it also
-                      runs on a shard
-    pipeline          Plain(config, layers=range(2, 4), pre_process=False, post_process=False) is a stage with input and
-                      output [b, s, h]; the first stage takes tokens, the last returns logits
+    tensor parallel   every matrix is a Linear that torch can shard. Attention infers the number of heads from its
+                      input, so it also runs on a shard
+    pipeline          Plain(config, layers=range(2, 4), pre_process=False, post_process=False) is a stage that maps
+                      [b, s, h] to [b, s, h]. The first stage takes tokens, the last returns logits
 """
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 
 
 class Attention(nn.Module):
-    """Self-attention without the residual: [b, s, h] -> [b, s, h]."""
+    """Norm and self-attention, without the residual addition: [b, s, h] -> [b, s, h]."""
 
     def __init__(self, config):
         super().__init__()
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The MLP without the residual: [b, s, h] -> [b, s, h]."""
+    """Norm and MLP, without the residual addition: [b, s, h] -> [b, s, h]."""
 
     def __init__(self, config):
         super().__init__()
@@ -50,6 +50,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """Attention and MLP with their residual additions: [b, s, h] -> [b, s, h]."""
+
     def __init__(self, config):
         super().__init__()
         self.attention, self.mlp = Attention(config), MLP(config)
@@ -60,7 +62,7 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token plus position embedding: [b, s] -> [b, s, h]."""
+    """Token plus position embeddings: [b, s] -> [b, s, h]."""
 
     def __init__(self, config, with_positions):
         super().__init__()
@@ -73,7 +75,10 @@ class Embedding(nn.Module):
 
 
 class Plain(nn.Module):
-    """The whole model, or the `layers` of one pipeline stage. config: nanodomino's, resolved."""
+    """The whole model or, if `layers` are given, one pipeline stage. config: a resolved nanodomino Config.
+
+    pre_process: the stage embeds tokens; post_process: it applies the head.
+    """
 
     def __init__(self, config, layers=None, pre_process=True, post_process=True):
         super().__init__()
@@ -86,7 +91,10 @@ class Plain(nn.Module):
             self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, x):
-        """Map tokens [b, s] or hidden states [b, s, h] to logits [b, s, v] or hidden states."""
+        """Map x to logits [b, s, v] or, without post_process, to hidden states [b, s, h].
+
+        x: tokens [b, s] or, without pre_process, hidden states [b, s, h].
+        """
         if self.pre_process:
             x = self.embedding(x)
         for layer in self.layers.values():
@@ -96,19 +104,19 @@ class Plain(nn.Module):
         return x
 
     def load(self, weights: dict):
-        """Load nanodomino's full weights by name, without the rows that pad the vocabulary, and return self."""
+        """Load unsharded weights of nanodomino by name, without the rows that pad the vocabulary, and return self."""
         own = self.state_dict()
         self.load_state_dict({name: weights[name][:len(tensor)] for name, tensor in own.items()})
         return self
 
 
 def mean_loss(logits, labels):
-    """Return the mean loss of logits [b, s, v] and labels [b, s]."""
+    """Return the mean cross entropy of logits [b, s, v] and labels [b, s]."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def adamw(model: nn.Module, config) -> torch.optim.AdamW:
-    """Return AdamW as in nanoGPT: fused, weight decay only on matrices."""
+    """Return AdamW as in nanoGPT: fused, with weight decay only on matrices."""
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
     vectors = [weight for weight in model.parameters() if weight.dim() < 2]
     groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=vectors, weight_decay=0.0)]

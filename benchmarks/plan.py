@@ -231,7 +231,7 @@ def communication_rows(config: Config, machine: Machine) -> list[list]:
 
 
 def assumptions(flags, gpu: Gpu) -> list[str]:
-    """Return the lines that list the assumptions."""
+    """Return the lines that state the plan's assumptions."""
     channels, connection = expected_memory.CHANNELS, expected_memory.CONNECTION_BYTES
     return ["assumptions:",
             f"  {flags.gpu}: {bytes_text(gpu.memory)} of memory at {bytes_text(gpu.memory_rate)}/s, of which "
@@ -357,6 +357,7 @@ def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
 
 
 def here_text(config: Config, found: dict):
+    """Return (text, record). found: the record of run_here()."""
     machine, predicted, measured = (found["machine"], Times(tuple(found["predicted_s"])),
                                     Times(tuple(found["measured_s"])))
     return "\n".join([

@@ -143,6 +143,7 @@ def formula_3(config: Config) -> float:
 
 
 def step(run: Run, machine: Machine) -> float:
+    """Predict the seconds of a step."""
     return seconds(run.config, machine, AGAIN[run.again])
 
 

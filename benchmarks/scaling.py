@@ -1,22 +1,23 @@
 """What do 2, 4, 8 processes gain over one?
 
-Worlds of 1, 2, 4 ... processes run full training steps one after the other, each process on its own core (or GPU) as
-long as there are enough. Two layouts and two kinds of scaling:
+A world is the set of all processes of a run. Worlds of 1, 2, 4 ... processes run full training steps, one world after
+another. Each process has its own core (or GPU) while there are enough. Two layouts and two kinds of scaling are
+measured:
 
     dp       data parallel
     tp       tensor parallel (Domino with two slices)
 
-    weak     --global-batch-size samples per process: ideally the step takes as long with more processes
+    weak     --global-batch-size samples per process: ideally a step takes as long as on one process
     strong   --global-batch-size samples in total: ideally twice the processes take half the time
 
-    speed-up     tokens/s of N processes / tokens/s of one. Every round of N processes is compared with every round of
-                 one process, as the two do not run at the same time
+    speed-up     tokens/s of N processes / tokens/s of one. The two do not run at the same time, so every round of N
+                 processes is compared with every round of one process
     efficiency   speed-up / N
 
-Processes that share a core gain nothing: beyond the number of cores the figures show only what the layout costs.
+Processes that share a core gain nothing. With more processes than cores, the figures only show what the layout costs.
 
     python bench.py scaling                       worlds of 1, 2, 4, 8
-    python bench.py scaling --processes 4         one world alone, also under torchrun, also on several hosts
+    python bench.py scaling --processes 4         only one world; also under torchrun and on several hosts
 """
 
 import json
@@ -34,8 +35,8 @@ from nanodomino.mesh import make_mesh
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
          "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
-SUPERLINEAR = 1.2            # N caches can give a little more than a speed-up of N; more means the load has changed
-VARIANTS = [(layout, way) for layout in ("dp", "tp") for way in ("weak", "strong")]
+SUPERLINEAR = 1.2            # N caches can speed up by a little more than N; a figure beyond N x 1.2 is noise
+VARIANTS = [(layout, scaling) for layout in ("dp", "tp") for scaling in ("weak", "strong")]
 
 
 def add_flags(parser):
@@ -56,13 +57,13 @@ def processes(flags) -> int:
 
 
 def worlds(flags) -> list[int]:
-    """1, 2, 4, ... up to --max-processes."""
+    """Return the numbers of processes: 1, 2, 4, ... up to --max-processes."""
     return [2 ** i for i in range(flags.max_processes.bit_length())]
 
 
-def settle(flags, world_size, layout, way):
-    """Return the Config of a variant. Raises UserError if so many processes can't share the work."""
-    samples = flags.global_batch_size * (world_size if way == "weak" else 1)
+def settle(flags, world_size, layout, scaling):
+    """Return the Config of a variant. Raises UserError if that many processes can't share the model or the batch."""
+    samples = flags.global_batch_size * (world_size if scaling == "weak" else 1)
     dp, tp = (world_size, 1) if layout == "dp" else (1, world_size)
     micro_batch_size = min(flags.micro_batch_size, max(samples // dp, 1))
     changed = vars(flags) | {"global_batch_size": samples, "micro_batch_size": micro_batch_size}
@@ -77,11 +78,11 @@ def answer(flags, launch):
 # ---- one world
 
 def measure(flags, launch):
-    """Return (text, record) of this world: seconds and tokens/s of each variant."""
+    """Return (text, record) of this world, with seconds and tokens/s of each variant."""
     device = find_device(settle(flags, launch.world_size, *VARIANTS[0]), launch)
     bind_to_one_core(device)
     start_world(launch, device)
-    configs = {f"{layout}_{way}": settle(flags, launch.world_size, layout, way) for layout, way in VARIANTS}
+    configs = {"_".join(variant): settle(flags, launch.world_size, *variant) for variant in VARIANTS}
     times = compare({name: training(config, device) for name, config in configs.items()}, flags.repeats, device,
                     about=f"world of {launch.world_size}, ")
     rows, variants = [], {}
@@ -94,11 +95,11 @@ def measure(flags, launch):
 
 
 def training(config, device):
-    """Return a function that runs a step of train.py."""
+    """Return a function that runs one step of train.py on random tokens."""
     return OurTraining(config, make_mesh(config.pp, config.dp, config.tp, device), RandomTokens(config, device)).step
 
 
-# ---- all of them
+# ---- all worlds
 
 def compare_worlds(flags):
     """Start worlds of 1, 2, 4, ... processes and return (text, record)."""
@@ -109,7 +110,7 @@ def compare_worlds(flags):
         units = torch.cuda.device_count()
         sizes = [size for size in sizes if size <= units]
     records = [start(flags, size) for size in sizes]
-    # All variants of a single process are the same.
+    # On one process all variants are the same, so their rounds are pooled.
     alone = [second for variant in records[0]["variants"].values() for second in variant["seconds"]]
     rows, figures = [], {}
     for name in records[0]["variants"]:
@@ -129,7 +130,7 @@ def compare_worlds(flags):
         f"{flags.global_batch_size} samples per process (weak) or in total (strong), {config.dtype}",
         table(["", "processes", "step: median [min .. max]", "tokens/s", "speed-up", "efficiency"], rows),
         f"this machine has {units} {kind}"
-        + (f"; more than {units} processes share them and gain nothing" if sizes[-1] > units else "")])
+        + (f"; more than {units} processes share cores and gain nothing" if sizes[-1] > units else "")])
     return text, {"question": "scaling", "device": device, kind.lower(): units, "processes": sizes, **figures,
                   "model": config.model, "num_layers": config.num_layers, "hidden_size": config.hidden_size,
                   "seq_length": config.seq_length, "micro_batch_size": config.micro_batch_size,
@@ -137,12 +138,16 @@ def compare_worlds(flags):
 
 
 def speedup(seconds: list[float], alone: list[float], world_size: int, work: int) -> Figure:
-    """Return the speed-up of a world that does `work` times the work of a single process in a step."""
+    """Return the speed-up in tokens/s of a world over a single process.
+
+    seconds, alone: seconds of each round of the world and of the single process. work: the samples in a step of the
+    world, relative to the single process.
+    """
     return Figure(tuple(work * single / many for single in alone for many in seconds), most=SUPERLINEAR * world_size)
 
 
 def start(flags, world_size) -> dict:
-    """Measure a world of processes and return rank 0's record. Raises UserError if it fails."""
+    """Start a world of processes that measures itself; return rank 0's record. Raises UserError if it fails."""
     arguments = ["scaling", "--processes", str(world_size), "--repeats", str(flags.repeats)]
     for name in FLAGS:
         value = getattr(flags, name)

@@ -1,18 +1,19 @@
-"""A slow network within one machine, with real packets and a chosen rate.
+"""Builds a slow network within one machine, with real packets and a chosen rate.
 
-The loopback carries several gigabytes a second, so there is no communication to hide. Therefore each rank gets its own
-network namespace, which acts as a host, and Linux limits the rate at which it sends:
+The loopback of a machine carries several gigabytes per second, so there is hardly any communication to hide. Therefore
+each rank gets its own network namespace, which acts as a host, and Linux limits the rate at which it sends:
 
     rank 0's namespace                    hub                    rank 1's namespace
       10.77.0.1  wire ==tbf==> port0 --- bridge --- port1 <==tbf== wire  10.77.0.2
 
-A veth pair is a cable with two ends, and the hub's bridge is the switch. tbf, a token bucket filter, limits a rank to
-`rate` bits per second; the others' filters limit what it receives. Tokens collect while the link is idle, so that up to
-BURST seconds of data (at least two of the largest packets) leave at once.
+A veth pair is a cable with two ends: `wire` in the rank's namespace and a port in the hub's. The bridge is the switch.
+tbf, a token bucket filter, limits what a rank sends to `rate` bits per second. What a rank receives is limited by the
+senders' filters. Tokens collect while a link is idle, so the first BURST seconds of data after a pause (at least two of
+the largest packets) leave at once.
 
-Everything is in namespaces that carry this process's id in their names, nothing in the machine's own network. Deleting
-a namespace deletes its devices. The namespaces are deleted at the end, also after an error; if this process is killed,
-the next start deletes them. All this needs root, and iproute2's `ip` and `tc`.
+All devices are in namespaces whose names contain this process's id. The machine's own network stays unchanged. Deleting
+a namespace deletes its devices. The namespaces are deleted at the end, also after an error. If this process is killed,
+the next start deletes them. This needs root, and the commands `ip` and `tc` of iproute2.
 """
 
 import os
@@ -26,16 +27,16 @@ from contextlib import contextmanager
 from nanodomino.errors import require
 
 PREFIX = "nanodomino"
-INTERFACE = "wire"                         # the name of each rank's end
+INTERFACE = "wire"                         # the name of the network interface in each rank's namespace
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SLOWEST, FASTEST = 1e6, 100e9              # bits per second
-BURST = 1e-3                               # seconds
-LARGEST_PACKET = 65536                     # bytes: Linux segments packets as late as possible
+BURST = 1e-3                               # seconds at the full rate
+LARGEST_PACKET = 65536                     # bytes: Linux splits data into smaller packets only after the filter
 QUEUE = 0.1                                # seconds that a packet may wait before it is dropped
 
 
 def parse_rate(text: str) -> int:
-    """Convert '500mbit' to 500000000 bits per second. Raises UserError."""
+    """Convert '500mbit' to 500000000 bits per second. Raises UserError if it is not such a rate."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(kbit|mbit|gbit)", text)
     rate = float(match[1]) * UNITS[match[2]] if match else 0.0
     require(SLOWEST <= rate <= FASTEST,
@@ -45,7 +46,7 @@ def parse_rate(text: str) -> int:
 
 
 def namespaces(pid: int, world_size: int) -> list[str]:
-    """Return the hub's name, then each rank's."""
+    """Return the names of the namespaces: first the hub's, then each rank's."""
     return [f"{PREFIX}-{pid}-hub", *(f"{PREFIX}-{pid}-{rank}" for rank in range(world_size))]
 
 
@@ -54,7 +55,7 @@ def address(rank: int) -> str:
 
 
 def build(hub: str, ranks: list[str], rate: int) -> list[str]:
-    """Return the commands that build the network in the picture above. rate: bits per second."""
+    """Return the commands that build the network drawn above. hub, ranks: namespaces(); rate: bits per second."""
     burst = max(2 * LARGEST_PACKET, round(BURST * rate / 8))
     commands = [f"ip netns add {hub}",
                 f"ip -n {hub} link add bridge type bridge",
@@ -86,7 +87,7 @@ def remove(is_obsolete):
     for line in run("ip netns list").splitlines():
         match = re.match(rf"{PREFIX}-(\d+)-\w+", line)
         if match and is_obsolete(int(match[1])):
-            # another process may be deleting the same namespace
+            # Its error is ignored: another process may be deleting the same namespace.
             subprocess.run(["ip", "netns", "delete", match[0]], stderr=subprocess.DEVNULL)
 
 
@@ -102,28 +103,29 @@ def is_dead(pid: int) -> bool:
 
 @contextmanager
 def slow_wire(rate: str, world_size: int):
-    """Build the network and yield each rank's (command prefix, environment) to start it in its namespace.
+    """Build the network, and delete it when the context ends.
 
-    rate: of each rank's sending, such as '500mbit'. Raises UserError if the network can't be built.
+    Yields for each rank (command prefix, environment variables) with which to start its process in its namespace.
+    rate: how fast each rank can send, such as '500mbit'. Raises UserError if the network can't be built.
     """
     bits = parse_rate(rate)
     require(shutil.which("ip") and shutil.which("tc"),
             "--wire needs the commands ip and tc; install iproute2, or leave --wire out")
     require(os.geteuid() == 0,
-            "--wire makes network namespaces and so needs root; use sudo, or leave --wire out")
+            "--wire needs root, because it makes network namespaces; use sudo, or leave --wire out")
     hub, *ranks = namespaces(os.getpid(), world_size)
-    names = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE,
-             "TORCH_CPP_LOG_LEVEL": "ERROR"}                   # silences c10d's warning about unknown host names
-    # Without handlers, these signals end Python before it cleans up.
+    environment = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE,
+                   "TORCH_CPP_LOG_LEVEL": "ERROR"}             # silences c10d's warning about unknown host names
+    # Without handlers, these signals would end Python before it deletes the namespaces.
     previous = {number: signal.signal(number, lambda number, _: sys.exit(128 + number))
                 for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         remove(is_dead)
         for command in build(hub, ranks, bits):
             run(command)
-        yield [(["ip", "netns", "exec", name], names) for name in ranks]
+        yield [(["ip", "netns", "exec", name], environment) for name in ranks]
     finally:
-        # A second Ctrl-C must not interrupt the removal; the commands inherit the ignored signals.
+        # A second Ctrl-C must interrupt neither the removal nor its commands, which inherit the ignored signals.
         previous[signal.SIGINT] = signal.getsignal(signal.SIGINT)
         for number in previous:
             signal.signal(number, signal.SIG_IGN)

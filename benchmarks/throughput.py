@@ -1,15 +1,15 @@
 """Is the model as fast as the same model in plain torch.nn?
 
-One process runs full training steps of both sides in turn, on the same batch and from the same weights:
+One process runs full training steps of two implementations in turn, on the same batch and from the same weights:
 
     nanodomino   train.py's train_step: Domino with one slice, flat buckets, clipping, AdamW
     plain        plain.py in nanoGPT's loop: zero_grad, forward and backward of the microbatches, clip_grad_norm_, fused
                  AdamW; for bfloat16, autocast with fp32 weights
-    transformers (with --against transformers, in place of plain) the same loop with Transformers' model, for every
-                 model that can be exported
+    transformers with --against transformers it replaces plain: the same loop with the model of Hugging Face
+                 Transformers, for every model that nanodomino can export
 
-With --compile (the default on CUDA) both are compiled. The losses of the first steps must agree. MFU is 6 N + 12 L h s
-FLOPs per token, relative to the device's dense 16-bit peak; null if that is unknown.
+With --compile (the default on CUDA) both are compiled. The losses of the first steps must agree. MFU counts 6 N + 12 L
+h s FLOPs per token, relative to the device's dense 16-bit peak; it is n/a (null in the JSON) if that is unknown.
 
     python bench.py throughput                                  the nano preset
     python bench.py throughput --model gpt2 --dtype bfloat16 --global-batch-size 64
@@ -41,14 +41,15 @@ from nanodomino.zero import ZeroOptimizer
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
          "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "dtype", "bf16", "device")
 COMPARED_STEPS = 3
-BYTES = 257                  # a vocabulary of bytes and end of text
+BYTES = 257                  # vocabulary size: 256 bytes and the end of text
 
 
 def add_flags(parser):
     add_config_flags(parser, FLAGS)
     parser.add_argument("--against", choices=("plain", "transformers"), default="plain",
-                        help="the model of the other side (default plain)")
-    parser.add_argument("--compile", action=BooleanOptionalAction, help="torch.compile both (default: on CUDA)")
+                        help="the implementation to compare with (default plain)")
+    parser.add_argument("--compile", action=BooleanOptionalAction,
+                        help="apply torch.compile to both implementations (default: only on CUDA)")
 
 
 def processes(flags) -> int:
@@ -73,10 +74,10 @@ def answer(flags, launch):
     return report(config, mesh, times, {name: side.losses for name, side in sides.items()})
 
 
-# ---- the two sides
+# ---- the two implementations
 
 class OurTraining:
-    """Trains with train.py's step."""
+    """Trains nanodomino's model with train.py's train_step."""
 
     def __init__(self, config, mesh, tokens):
         self.config, self.mesh, self.tokens, self.losses = config, mesh, tokens, []
@@ -90,7 +91,7 @@ class OurTraining:
 
 
 class PlainTraining:
-    """Trains a model that maps tokens to logits with nanoGPT's step."""
+    """Trains a model with nanoGPT's step. model: maps tokens [b, s] to logits [b, s, v]."""
 
     def __init__(self, config, mesh, tokens, model):
         self.config, self.tokens, self.losses = config, tokens, []
@@ -119,17 +120,18 @@ class PlainTraining:
 
 
 def plain_model(config, ours):
-    """Return plain.py's model with our weights. Raises UserError if it lacks one of the config's choices."""
+    """Return plain.py's model with the weights of `ours`. Raises UserError if plain.py lacks a choice of the config."""
     require(config.normalization == "LayerNorm" and config.position_embedding_type == "learned_absolute"
             and not config.swiglu and config.num_query_groups == config.num_attention_heads and config.tied,
-            f"plain.py implements only GPT-2's choices, not those of {config.model}; add --against transformers")
+            f"plain.py implements GPT-2's LayerNorm, learned positions, GELU, multi-head attention and tied head, and "
+            f"{config.model} differs from these; add --against transformers")
     model = Plain(config)
     model.load(ours.state_dict())
     return model
 
 
 class Logits(nn.Module):
-    """A model of Transformers as a function of tokens."""
+    """Wraps a model of Transformers, so that it maps tokens [b, s] to logits [b, s, v]."""
 
     def __init__(self, model):
         super().__init__()
@@ -140,12 +142,13 @@ class Logits(nn.Module):
 
 
 def model_of_transformers(config, ours):
-    """Return Transformers' model of the same family with our weights. Raises UserError."""
+    """Return Transformers' model of the same family with the weights of `ours`. Raises UserError without the package.
+    """
     try:
         import transformers
     except ImportError as error:
-        raise UserError(f"--against transformers can't import the package ({error}); pip install -r "
-                        "requirements-extra.txt") from None
+        raise UserError(f"--against transformers needs the package transformers, which can't be imported ({error}); "
+                        "pip install -r requirements-extra.txt") from None
     record = write_config(config, config.dtype)
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**record | {"torch_dtype": None}), dtype=torch.float32)
@@ -155,7 +158,8 @@ def model_of_transformers(config, ours):
         parts = mapping.conversion.to_hf(weights[mapping.name].detach().float().view(mapping.shape), config)
         theirs |= {name: part.clone() for name, part in zip(mapping.hf_shapes, parts)}
     missing = [name for name in model.load_state_dict(theirs, strict=False).missing_keys if name != "lm_head.weight"]
-    require(not missing, f"Transformers also needs {', '.join(missing[:3])}, which is not exported; this is a bug")
+    require(not missing, f"Transformers' model also needs {', '.join(missing[:3])}, which nanodomino does not export; "
+                         "this is a bug, please report it")
     return Logits(model)
 
 
@@ -167,9 +171,9 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
     ours, theirs = (losses[name][:COMPARED_STEPS] for name in losses)
     difference = max(abs(loss - expected) / abs(expected) for loss, expected in zip(ours, theirs))
     require(difference <= SAME[config.dtype],
-            f"the losses of the first {COMPARED_STEPS} steps differ by {difference:.1e} relative, more than "
-            f"{SAME[config.dtype]:.0e}: nanodomino {ours}, {other_side} {theirs}, so their speeds can't be compared; "
-            "this is a bug")
+            f"the losses of the first {COMPARED_STEPS} steps must agree within {SAME[config.dtype]:.0e} relative, but "
+            f"differ by {difference:.1e}, so the speeds can't be compared: nanodomino {ours}, {other_side} {theirs}; "
+            "this is a bug, please report it")
     tokens, peak = config.global_batch_size * config.seq_length, find_peak_flops(config, mesh.device)
     speeds = {name: tokens / time.median for name, time in times.items()}
     mfu = {name: speed * flops_per_token(config) / peak if peak else None for name, speed in speeds.items()}
