@@ -108,9 +108,9 @@ class TapeMeter:
         self.weigh()
         return output, tape
 
-    def backward(self, tape, gradient, on_gradients_ready=None, later=False):
-        gradient = yield from self.stage.backward(tape, gradient, on_gradients_ready, later)
-        if later:
+    def backward(self, tape, gradient, on_gradients_ready=None, defer_weights=False):
+        gradient = yield from self.stage.backward(tape, gradient, on_gradients_ready, defer_weights)
+        if defer_weights:
             self.weigh()
         else:
             del self.tapes[id(tape)]

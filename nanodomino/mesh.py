@@ -1,10 +1,10 @@
 """The grid of ranks: rank <-> (pp_rank, dp_rank, tp_rank), with a process group for each axis.
 
-A rank is a process's number in the world, which is all processes of the run. Each axis of the grid splits the work
-in its own way:
+The world is all processes of a run; a rank is the number of a process in it. Each axis of the grid splits the work in
+its own way:
 
     tp    tensor parallel      each matrix is cut over tp ranks
-    dp    data parallel        each of dp replicas is a whole model and trains on its own samples
+    dp    data parallel        each of dp replicas holds the whole model and trains on its own samples
     pp    pipeline parallel    each of pp stages holds some of the layers
 
 Ranks are numbered with tp fastest, then dp, then pp (Megatron-LM's pipeline paper, 2104.04473, section 3):
@@ -12,16 +12,16 @@ Ranks are numbered with tp fastest, then dp, then pp (Megatron-LM's pipeline pap
     rank = (pp_rank * dp + dp_rank) * tp + tp_rank
 
                      dp 0        dp 1            tp_group: the ranks in one bracket. They all-reduce four times per
-      stage 0       [0  1]      [2  3]           layer and microbatch, so they must be neighbours on the fastest link.
+      stage 0       [0  1]      [2  3]           layer and microbatch, so they should share the fastest link.
       stage 1       [4  5]      [6  7]           dp_group: 0 and 2, 1 and 3, ... hold the same shard of different
-                     tp 0 1      tp 0 1          replicas. They sum their gradients once per step.
+                     tp 0 1      tp 0 1          replicas. They sum their gradients (zero.py).
                                                  pp_group: 0 and 4, 1 and 5, ... pass activations to the next stage
                                                  and gradients to the previous one.
 
-A group along the wrong axis does not crash: it computes sums of the wrong tensors. So this file is the only place
-that builds the grid, and everything else receives it as a `Mesh`.
+A collective over the wrong axis raises no error: it just sums the wrong tensors. So only this file builds the grid, and
+everything else receives it as a `Mesh`.
 
-A single process is a world of size 1. It runs the same code, and its groups have one member.
+A single process is a world of size 1. It runs the same code, with groups of one member.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from nanodomino.comm.world import TIMEOUT, collective_timeout
 from nanodomino.errors import UserError
 
-PIPELINE_THREAD_BLOCKS = 4  # at most; an NCCL receive occupies its thread blocks until the sender arrives
+PIPELINE_THREAD_BLOCKS = 4  # few, because NCCL occupies them from when a receive is posted until the message arrives
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Mesh:
     tp_group: dist.ProcessGroup                   # all groups are None in a meta_mesh()
     dp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup                   # the stages of one replica, first to last
-    embedding_group: dist.ProcessGroup | None     # the first and last stage, which both hold a tied embedding; the
-                                                  # middle stages never use theirs; None if pp = 1
+    embedding_group: dist.ProcessGroup | None     # first and last stage, which each hold a copy of a tied
+                                                  # embedding; never used on middle stages; None if pp = 1
 
     def rank_of(self, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
         """Return the world rank of the process at these coordinates."""
@@ -61,14 +61,14 @@ class Mesh:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this stage holds the embedding. Which one holds the head depends on the schedule's placement."""
+        """Whether this stage holds the embedding. Which stage holds the head depends on the schedule's placement."""
         return self.pp_rank == 0
 
     def picture(self, stages: list[str]) -> str:
-        """Return the grid as text; stages[i] describes what stage i holds."""
+        """Return the grid as text. stages[i]: what stage i holds, for example "layers 0 to 3"."""
         width = len(str(self.pp * self.dp * self.tp - 1))
-        lines = [f"rank grid: {self.pp} pp x {self.dp} dp x {self.tp} tp; a bracket is a tensor-parallel group, a "
-                 "column of brackets a replica"]
+        lines = [f"rank grid: {self.pp} pp x {self.dp} dp x {self.tp} tp; each bracket is a tensor-parallel "
+                 "group, each column of brackets a replica"]
         for stage in range(self.pp):
             brackets = ("[" + " ".join(f"{self.rank_of(stage, d, t):{width}d}" for t in range(self.tp)) + "]"
                         for d in range(self.dp))
@@ -79,12 +79,13 @@ class Mesh:
 def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT) -> Mesh:
     """Arrange the world as a pp x dp x tp grid. Every rank must call this with the same sizes.
 
-    timeout: seconds, as in start_world(); a new group does not inherit the world's timeout.
+    timeout: seconds that a collective may take; new groups do not inherit the world's timeout.
     Raises UserError if pp x dp x tp is not the world size.
     """
     world_size = dist.get_world_size()
     if pp * dp * tp != world_size:
-        raise UserError(f"world size {world_size} must equal pp x dp x tp = {pp} x {dp} x {tp}; change one of them")
+        raise UserError(f"world size {world_size} must equal pp x dp x tp = {pp} x {dp} x {tp} = {pp * dp * tp}; "
+                        f"start {pp * dp * tp} processes, or choose other sizes")
     grid = torch.arange(world_size).view(pp, dp, tp)                           # grid[pp_rank, dp_rank, tp_rank] = rank
 
     def new_group(rows: list[list[int]], **nccl) -> dist.ProcessGroup:
@@ -114,8 +115,8 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
 def nccl_options(high_priority=False, thread_blocks=None) -> dict:
     """Return new_group's arguments for an NCCL group.
 
-    high_priority: run on a high-priority CUDA stream, or an all-reduce would queue behind matmuls launched after it.
-    thread_blocks: the most that a collective may take away from the kernels running beside it.
+    high_priority: run on a high-priority CUDA stream. Otherwise an all-reduce could wait for matmuls launched after it.
+    thread_blocks: how many thread blocks an operation may use at most. Kernels that run at the same time get the rest.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
     if thread_blocks:
@@ -126,7 +127,7 @@ def nccl_options(high_priority=False, thread_blocks=None) -> dict:
 def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
     """Return the mesh of any rank of any grid, without processes or groups.
 
-    Its device is torch's `meta`, where tensors have shapes but no memory. A model built on it has the parameter shapes
-    of that rank, which is what the estimates of memory and traffic need.
+    Its device is torch's `meta`, where tensors have shapes but no memory. The estimates of memory and traffic build a
+    model on it to get the shapes of that rank's parameters.
     """
     return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, torch.device("meta"), None, None, None, None)

@@ -1,31 +1,40 @@
-"""Pipeline parallelism: executes any schedule on one stage, message by message.
+"""Pipeline parallelism: runs one stage's schedule, and exchanges activations and gradients with the other stages.
 
-Stage r of p holds one or more chunks: runs of consecutive layers. A forward receives hidden states [b, s, h] from the
-stage with the previous layers and sends its output to the stage with the next layers. A backward receives the gradient
-of that output and sends the gradient of its input back. All messages share one communicator. After each action a stage
-posts one batch: the send of the action's output and the receives for later actions. In the steady state of 1F1B:
+The layers are spread over p stages. Each stage holds one or more *chunks* of consecutive layers. In a forward, a chunk
+receives hidden states [b, s, h] from the previous chunk and sends its output to the next chunk. In a backward, it
+receives the gradient of that output from the next chunk and sends the gradient of its input to the previous chunk.
+
+A schedule gives each stage a list of actions: forwards and backwards of microbatches. After each action the stage posts
+one batch of messages: the send of the action's output, and the receives that later actions need. In the steady state of
+1F1B (B1 fills two columns, because a backward takes twice as long as a forward; |--F2-->| sends the output of F2):
 
     stage 0   B0 B0 F2 |--F2-->| B1 B1 F3 |--F3-->| B2 B2 F4        a batch: send F2, receive B1
     stage 1   F1 B1 B1 |<--B1--| F2 B2 B2 |<--B2--| F3 B3 B3        a batch: send B1, receive F2
 
-**Why the stages cannot hang.** NCCL runs the messages of a batch concurrently, runs the batches of a communicator in
-the order in which they were posted, and completes a batch when the partners have posted theirs. A send may block until
-its receive is posted. So a receive that is posted too late holds up the sender, for which this stage may be waiting
-itself; a receive that is posted too early holds up this stage's next batch. Hence the
+**Why the stages cannot hang.** All messages of a pipeline share one NCCL communicator. It runs the messages of a batch
+concurrently, but the batches one after another, in the order in which they were posted. A batch completes when the
+partners have posted their ends of all its messages, and a send may block until its receive is posted. So a receive
+must be posted at the right time. If it is posted too late, its sender blocks, and this stage may itself be waiting for
+that sender. If it is posted too early, it blocks this stage's next batch until the message arrives. Hence the
 
     invariant: before an action that starts at time T, a stage has posted the receives of all messages sent by T, and
-               of no others; the times are those of the simulated schedule (simulation.receives_to_post).
+               of no others. Times are those of the simulated schedule (simulation.receives_to_post).
 
-Suppose that some messages are never delivered, and consider the earliest of them, M, sent at time t. Two things needed
-only messages earlier than M, which were delivered: everything that M's sender did up to t, and everything that M's
-receiver did before its first action that starts at t or later. So both ranks get as far as posting the batch that
-contains M. The batches that they posted before contain only earlier messages, too, so none of them blocks M. Hence M is
-delivered: a contradiction.
+Proof. Suppose that some messages are never delivered, and that M, sent at time t, is the earliest of them.
 
-docs/pipeline-messages.md covers the special cases: the early gradient of a pair, receives that occupy a GPU, ZeRO-2 and
-the first message of two ranks. A test runs every schedule with messages that block both sides. On CPUs, where gloo lets
-each message proceed by itself, receives are posted one action earlier: then the input of the next forward is in flight
-while this stage runs a backward.
+    1  For its actions up to t, M's sender needed only messages earlier than M. They were delivered, so it posts the
+       send of M.
+    2  M's receiver has an action that needs M, so it has a first action that starts at t or later. Until then it needs
+       only messages earlier than M. So it gets there, and before that action it posts the receive of M.
+    3  The batches that both posted before contain only messages earlier than M. So none of them blocks M.
+
+Hence M is delivered: a contradiction.
+
+docs/pipeline-messages.md covers four special cases: a pair that sends its gradient early, receives that occupy the GPU,
+ZeRO-2, and the first message between two ranks. A test imposes NCCL's rules on gloo and runs every schedule.
+
+gloo itself has no such rules. So on CPUs a stage posts its receives one action earlier, and the input of the next
+forward is in flight while the stage runs a backward.
 """
 
 from collections import deque
@@ -40,11 +49,11 @@ from nanodomino.schedules.actions import Action
 from nanodomino.schedules.placement_and_messages import Placement, Timetable, message_received, message_sent
 from nanodomino.schedules.simulation import receives_to_post
 
-ACTIONS_AHEAD = {"cuda": 0, "cpu": 1}        # by how many actions a receive is posted early
+ACTIONS_AHEAD = {"cuda": 0, "cpu": 1}        # a receive is posted this many actions early
 
 
 class P2PCommunicator:
-    """Sends and receives the messages of one stage in one step; all have the same shape."""
+    """Sends and receives one stage's messages during one step. All messages have the same shape."""
 
     def __init__(self, mesh: Mesh, table: Timetable, shape, dtype, trace=NO_TRACE):
         self.mesh, self.shape, self.dtype, self.trace = mesh, shape, dtype, trace
@@ -53,7 +62,7 @@ class P2PCommunicator:
         self.outbox, self.inbox, self.sends_in_flight = [], {}, deque()
 
     def send_later(self, action: Action, output):
-        """Queue an action's output for the next batch, or keep it if another chunk of this stage is the receiver."""
+        """Queue an action's output for the next batch. If another chunk of this stage is the receiver, just keep it."""
         if sent := message_sent(self.placement, self.stage, action):
             receiver, message = sent
             if receiver == self.stage:
@@ -62,8 +71,9 @@ class P2PCommunicator:
                 self.outbox.append((dist.isend, receiver, message, output.contiguous()))
 
     def post(self, actions_done: int | None = None):
-        """Post a batch: the queued sends, and the receives that are due after the first `actions_done` actions (None:
-        no receives). If more than p sends are then in flight, wait for the oldest, since each holds a tensor."""
+        """Post one batch: the queued sends, and the receives that are due once this stage has done `actions_done`
+        actions. With None, post only the sends. A send in flight keeps its tensor in memory. So if more than p sends
+        are in flight afterwards, wait for the oldest ones."""
         receives = [] if actions_done is None else [
             (dist.irecv, self.placement.source(self.stage, message)[0], message,
              torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device))
@@ -83,11 +93,11 @@ class P2PCommunicator:
         self.wait_for_sends(self.mesh.pp)
 
     def tag(self, message) -> int:
-        """Return the number by which gloo matches messages; NCCL matches them by their order."""
+        """Return the number by which gloo matches a send with its receive. NCCL matches them by their order."""
         return 2 * (message.microbatch * self.placement.chunks + message.chunk) + (message.direction < 0)
 
     def receive(self, action: Action):
-        """Wait for an action's input and return it, or None where the model begins or ends."""
+        """Wait for an action's input and return it. The forward of the model's first chunk has none: return None."""
         source = self.placement.source(self.stage, action)
         if source is None:
             return None
@@ -108,7 +118,11 @@ class P2PCommunicator:
 
 
 def connect(mesh: Mesh, placement: Placement):
-    """Exchange one element between all neighbours, because the first message of two ranks blocks both hosts."""
+    """Exchange one element between all neighbouring stages, in both directions, before training starts.
+
+    The first message between two ranks sets up their connection, and NCCL blocks both ranks until both have arrived. In
+    the middle of a schedule that could be a deadlock.
+    """
     if mesh.pp == 1:
         return
     element = torch.zeros(1, device=mesh.device)
@@ -123,31 +137,32 @@ def connect(mesh: Mesh, placement: Placement):
 
 @dataclass
 class Totals:
-    """Sums over the microbatches of a step: float64 scalars, zero on stages without the model's end."""
+    """Sums over the microbatches of a step: float64 scalars, zero on stages that do not compute the loss."""
     loss_sum: torch.Tensor
-    tokens: torch.Tensor
+    tokens: torch.Tensor                 # the number of tokens whose loss counts
 
 
 def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, residual_shape, dtype, on_gradients_ready=None,
         trace=NO_TRACE, on_action=None, loss_scale=1.0) -> Totals:
-    """Execute a schedule on this stage.
+    """Execute this stage's actions of one step, without the optimizer.
 
-    stage: a Domino.
+    table: the actions of all stages. If it has only forwards, this is an evaluation: no tape, no dropout.
+    stage: a Domino, which runs this stage's layers.
     get_batch(microbatch, chunk): returns a Batch.
-    forward_step(batch, stage, hidden, chunk, training): a generator that returns (output, tape, loss_func), where
-        loss_func(output) returns (sum of the losses that count, number of tokens that count).
-    residual_shape: the shape of each message, [b, s, h] or, with a sharded stream, [b, s/t, h].
-    on_gradients_ready: see Domino.backward.
-    on_action(done, count): called after each action, to report progress.
+    forward_step(batch, stage, hidden, chunk, training): a generator that returns (output, tape, loss_func). On the last
+        chunk, loss_func(output) returns (sum of the losses that count, number of tokens that count).
+    residual_shape: the shape of each message: [b, s, h], or [b, s/t, h] with sequence parallelism.
+    on_gradients_ready: called by Domino.backward, whose docstring explains it.
+    on_action(done, count): called after each action with the number of actions done so far and of all actions.
 
-    Adds the gradients of loss_scale x the loss *sum* to each main_grad; zero.py divides by both the scale and the
-    global number of tokens, once per step.
+    Adds to each main_grad the gradient of loss_scale times the *sum* of the losses. Once per step, zero.py divides by
+    the scale and by the number of tokens in the global batch.
     """
     actions, placement = table.rows[mesh.pp_rank], table.placement
     messages = P2PCommunicator(mesh, table, residual_shape, dtype, trace)
     totals = Totals(*torch.zeros(2, dtype=torch.float64, device=mesh.device))
     training = any(half.kind != "forward" for action in actions for half in action.halves)
-    tapes = {}                           # (microbatch, chunk) -> (tape, (loss sum, output) at the model's end)
+    tapes = {}                           # (microbatch, chunk) -> (tape, (loss sum, output) on the last chunk or None)
 
     def forward(half):
         batch = get_batch(half.microbatch, half.chunk)
@@ -188,8 +203,11 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, residual_s
 
 
 def run_halves(running: deque, messages: P2PCommunicator, trace):
-    """Run the (half, generator) tuples of one action to their ends. The halves of a pair take strict turns, whichever
-    messages have arrived. Otherwise tensor-parallel ranks could launch their all-reduces in different orders."""
+    """Run one action to its end. running: one (half, generator) tuple, or two if the action is a pair.
+
+    The halves of a pair take strict turns, no matter which messages have arrived. Otherwise tensor-parallel ranks could
+    launch their all-reduces in different orders.
+    """
     while running:
         half, generator = running.popleft()
         with torch.no_grad(), trace.span(half.kind, microbatch=half.microbatch, chunk=half.chunk):
@@ -201,7 +219,7 @@ def run_halves(running: deque, messages: P2PCommunicator, trace):
 
 
 def resume(generator, to_the_end: bool) -> bool:
-    """Resume a generator once, or until it ends; return whether it has ended."""
+    """Resume a generator once or, if `to_the_end`, until it ends. Return whether it has ended."""
     while next(generator, "ended") != "ended":
         if not to_the_end:
             return False

@@ -1,40 +1,47 @@
-"""ZeRO stages 1 and 2: shards the optimizer's state, and the gradients, over the replicas (1910.02054, section 5).
+"""ZeRO: shards the optimizer state, in ZeRO-2 also the gradients, over the replicas (1910.02054, section 5).
 
-Data-parallel replicas hold the same weights and sum their gradients. Instead of running the whole optimizer, each
-replica owns one of dp partitions of the weights and updates only that. A step has three phases:
+Data-parallel replicas hold the same weights and sum their gradients. Without ZeRO, each replica then runs the whole
+optimizer, and all compute the same. With ZeRO, each of the dp replicas owns 1/dp of the weights, its *partition*, and
+updates only that. A step has three phases:
 
-    1  reduce-scatter  sums each gradient bucket over the replicas; each receives the sum of its own partition.
-                       Launched while backward still runs, as soon as the bucket's gradients are complete
-    2  update          norm, clipping and optimizer on its own partition, with fp32 master weights and moments
-    3  all-gather      sends the new weights of each partition to all replicas
+    1  reduce-scatter  Sum each bucket of gradients over the replicas; each replica receives the sum of its partition.
+                       Launched as soon as the bucket's gradients are complete, while backward continues
+    2  update          Norm, clipping and optimizer on the own partition, with fp32 master weights and moments
+    3  all-gather      Send the new weights of each partition to all replicas
 
     a flat bucket    | qkv.weight | dense.weight | ... |pad|     see optim/buckets.py
-    dp = 4           |   rank 0   |   rank 1  |   2  |   3   |   each rank updates its quarter as one tensor
+    dp = 4           |  dp 0  |  dp 1   |  dp 2  |  dp 3   |     each replica updates its quarter as one tensor
 
-Stage 1 accumulates the gradients of a step's m microbatches and reduces the sum. Stage 2 reduces the gradients of each
-microbatch and accumulates only its own partition; a bucket's main_grad exists only from its first gradient until its
-reduce is done. Stage 0 is the same code with one partition: phase 1 is an all-reduce, and phase 3 sends nothing.
+ZeRO-1 accumulates the gradients of a step's m microbatches and reduces the sum once. ZeRO-2 reduces the gradients of
+each microbatch, and each replica accumulates only its own partition. The tensor for a bucket's whole gradients,
+main_grad, then exists only from the first gradient until the reduce is done. Without ZeRO (zero_stage 0) the same code
+runs with a single partition: phase 1 is an all-reduce, and phase 3 sends nothing.
 
-**When are a bucket's gradients complete?** The bucket counts reports. domino.py reports a sublayer's modules once per
-microbatch, after the last slice has added to their gradients, and the report counts once for each parameter. A bucket
-of 4 parameters and a step of 3 microbatches: stages 0 and 1 reduce it once, after 12 reports; stage 2 reduces it after
-every 4. There the reports of two microbatches may interleave, and a reduce then carries some gradients of both. This is
-harmless, because the last report follows the last gradient and all reduces add up to the same sum. Replicas of a stage
-run the same schedule, so they launch the same reduces in the same order.
+**When are a bucket's gradients complete?** The optimizer counts reports. domino.py reports a sublayer once per
+microbatch, after the last slice has added to the sublayer's gradients. This counts as one report for each parameter.
+For example, take a bucket of 4 parameters and a step of 3 microbatches. ZeRO-1 reduces the bucket once, after
+4 x 3 = 12 reports; ZeRO-2 reduces it after every 4 reports.
 
-With AdamW a parameter costs
+In some schedules the backwards of two microbatches interleave. Then a reduce of ZeRO-2 carries some gradients of both.
+This is harmless: a reduce carries whatever main_grad holds, and the last one is launched after the last gradient was
+added. So all reduces together still add up to the same sum. And since the replicas of a pipeline stage run the same
+schedule, they launch the same reduces in the same order.
 
-                 bytes, 16-bit training      fp32: the weight is its own master        bytes sent, 16 bit, (dp-1)/dp x
-    stage 0      2 + 4 + 4 + 4 + 4           4 + 4 + 4 + 4                             4 + 4
-    stage 1      2 + 4 + (4 + 4 + 4)/dp      4 + 4 + (4 + 4)/dp                        4 + 2
-    stage 2      2 + (4 + 4 + 4 + 4)/dp      4 + (4 + 4 + 4)/dp                        4 m + 2
+**What does a parameter cost?** Bytes per rank with AdamW:
 
-The terms are, in this order: weight, gradient, fp32 master weight (16-bit training only), two moments. In stage 2 the
-main_grads of the few buckets that are being filled or reduced come on top.
+               memory, 16-bit training     memory, fp32 training     sent per step, 16-bit training
+    no ZeRO    2 + 4 + 4 + 4 + 4           4 + 4 + 4 + 4             (4 + 4) (dp-1)/dp
+    ZeRO-1     2 + 4 + (4 + 4 + 4)/dp      4 + 4 + (4 + 4)/dp        (4 + 2) (dp-1)/dp
+    ZeRO-2     2 + (4 + 4 + 4 + 4)/dp      4 + (4 + 4 + 4)/dp        (4 m + 2) (dp-1)/dp
 
-Stage 2 reduces once per microbatch. Backward takes 4 FLOP per token and parameter, so at C FLOP/s and R bytes/s it
-hides these reduces if a microbatch has at least C/R (dp-1)/dp tokens: about 1,700 on H100s with NVLink, 15,000 over
-400 Gbit/s (C = 750e12, large dp). Use stage 2 if the model does not fit otherwise, with few or large microbatches.
+Memory holds, in this order: weight, gradient, master weight, two moments. In fp32 training the weight is its own
+master. ZeRO-2 also needs the main_grads of the few buckets that are being filled or reduced. Phase 1 sends gradients in
+fp32: an all-reduce twice, a reduce-scatter once. Phase 3 sends 16-bit weights.
+
+Each microbatch of ZeRO-2 sends 4 (dp-1)/dp bytes per parameter, while backward computes 4 FLOP per token and parameter.
+At C FLOP/s and R bytes/s, backward hides the reduces if a microbatch has at least C/R (dp-1)/dp tokens. On H100s
+(C = 750e12) with large dp these are about 1,700 tokens over NVLink and 15,000 over 400 Gbit/s. Use ZeRO-2 only if the
+model does not fit otherwise, and with few or large microbatches.
 """
 
 import math
@@ -50,42 +57,42 @@ from nanodomino.optim.buckets import Bucket, ParameterKind, sort_into_buckets
 from nanodomino.optim.loss_scale import LossScale
 from nanodomino.optim.optimizers import OPTIMIZERS
 
-MAX_REDUCES_IN_FLIGHT = 2        # in stage 2, where each holds a bucket's main_grad
+MAX_REDUCES_IN_FLIGHT = 2        # in ZeRO-2, where each reduce in flight keeps a main_grad in memory
 
 
 def sum_of_squares(flat):
-    """Return the sum of squares in float64. Within a block it is computed in the tensor's own type, which is several
-    times as fast."""
+    """Return the sum of squares of a flat tensor in float64. Blocks of 2^18 elements are first summed in the tensor's
+    own type, which is several times as fast."""
     return torch.stack(torch._foreach_norm(flat.split(1 << 18))).double().square().sum()
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome for the global batch, equal on all ranks."""
-    loss: float
-    grad_norm: float
+    """The outcome of a step for the global batch. All ranks have the same values."""
+    loss: float          # mean over the tokens that count
+    grad_norm: float     # before clipping
     skipped: bool        # the loss or a gradient was not finite, so no weight has changed
-    stop: bool           # some rank wants to stop
-    loss_scale: float    # during this step
+    stop: bool           # at least one rank wants to stop
+    loss_scale: float    # the scale that this step used
 
 
 class ZeroOptimizer:
-    """Runs config.optimizer on flat buckets, partitioned over the replicas if config.zero_stage is 1 or 2."""
+    """Runs config.optimizer on flat buckets. If config.zero_stage is 1 or 2, each replica updates its own partition."""
 
     def __init__(self, model, config, mesh, trace=NO_TRACE):
         self.config, self.mesh, self.trace = config, mesh, trace
-        self.partitions, self.partition = (mesh.dp, mesh.dp_rank) if config.zero_stage else (1, 0)
+        self.partitions, self.partition = (mesh.dp, mesh.dp_rank) if config.zero_stage else (1, 0)   # count, own index
         shards_gradients = config.zero_stage == 2 and mesh.dp > 1
         self.buckets = [Bucket(kind, parameters, self.partitions, self.partition, shards_gradients)
                         for kind, parameters in sort_into_buckets(model)]
         self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
-        self.buckets_of = {}                             # modules -> Counter of the buckets of their parameters
+        self.buckets_of = {}                             # modules -> Counter: how many parameters in each bucket
         self.reports_needed = {bucket: len(bucket.parameters) * (1 if shards_gradients else config.microbatches)
                                for bucket in self.buckets}
-        self.reduces_in_flight = deque()                 # (bucket, its main_grad, work, received)
+        self.reduces_in_flight = deque()                 # (bucket, its main_grad, work, received or None)
         self.has_loss = model.post_process
-        self.updates = 0                                 # steps that were not skipped, as the optimizer counts them
-        self.skipped_in_a_row = 0                        # without those that a smaller loss scale might have prevented
+        self.updates = 0                                 # steps that were not skipped; AdamW's step count
+        self.skipped_in_a_row = 0                        # except skips that a smaller loss scale might prevent
         self.loss_scale = LossScale(config)
         self.spec = OPTIMIZERS[config.optimizer]
         groups = [dict(params=[bucket.master for bucket in self.buckets if bucket.kind.decay == decay],
@@ -97,16 +104,17 @@ class ZeroOptimizer:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """What a checkpoint saves for each parameter."""
+        """What a checkpoint saves for each parameter, for example ("weight", "exp_avg", "exp_avg_sq")."""
         return ("weight", *self.spec.moments)
 
     def own_state(self, bucket: Bucket, name: str):
-        """Return this rank's partition of a state, in fp32 or wider; None for a moment before the first update."""
+        """Return this rank's partition of a bucket's state, in fp32 or wider. name: one of state_names. Before the
+        first update the optimizer has no moments yet, so the result for their names is None."""
         return bucket.master if name == "weight" else self.optimizer.state[bucket.master].get(name)
 
     def allocate_own_state(self, bucket: Bucket, name: str):
-        """Return this rank's partition of a state, allocated if need be, for a checkpoint to fill. Set `updates` first,
-        and call gather_weights() last."""
+        """Return own_state() for a checkpoint to overwrite, and allocate it if it does not exist yet. The caller sets
+        `updates` before the first call, and calls gather_weights() after all states are filled."""
         if name == "weight":
             return bucket.master
         state = self.optimizer.state[bucket.master]
@@ -117,19 +125,19 @@ class ZeroOptimizer:
         return state[name]
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Return all master weights, moments and step counts."""
+        """Return this rank's master weights, moments and step counts."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return [bucket.master for bucket in self.buckets] + states
 
     def zero_grad(self):
-        """Prepare for the first backward of a step."""
+        """Zero the gradients and restart the counts of reports, before the first backward of a step."""
         for bucket in self.buckets:
             bucket.zero_grad()
         self.reports_left = dict(self.reports_needed)
 
     def warm_up(self):
         """Run each collective of a step once, on zeros, so that communicators are set up before training."""
-        self.finish_reduces()                            # ... that the warm-up's backward has launched
+        self.finish_reduces()                            # those that the warm-up's backward has launched
         self.zero_grad()
         for bucket in self.buckets:
             self.reduce(bucket)
@@ -140,7 +148,7 @@ class ZeroOptimizer:
     # ---- phase 1
 
     def on_gradients_ready(self, modules):
-        """Count one report for each parameter of the modules; reduce each bucket whose reports are now complete."""
+        """Count one report for each parameter of `modules`. Reduce each bucket that now has all of its reports."""
         if modules not in self.buckets_of:
             self.buckets_of[modules] = Counter(self.bucket_of[weight] for module in modules
                                                for weight in module.parameters())
@@ -151,7 +159,7 @@ class ZeroOptimizer:
                 self.reduce(bucket)
 
     def reduce(self, bucket):
-        """Launch the sum of a bucket's gradients over the replicas."""
+        """Launch the all-reduce or reduce-scatter of a bucket's gradients."""
         if self.mesh.dp == 1:
             return
         if bucket.shards_gradients and len(self.reduces_in_flight) == MAX_REDUCES_IN_FLIGHT:
@@ -166,7 +174,7 @@ class ZeroOptimizer:
                          bytes=flat.nbytes)
 
     def finish_reduces(self, max_in_flight=0):
-        """Wait for the oldest reduces until at most `max_in_flight` are left. Sums are always added in the order of the
+        """Wait for the oldest reduces until at most `max_in_flight` are left. Add up the results in the order of the
         launches, so that a rerun gives the same bits."""
         done = [self.reduces_in_flight.popleft() for _ in range(len(self.reduces_in_flight) - max_in_flight)]
         for _, _, work, _ in done:
@@ -180,10 +188,14 @@ class ZeroOptimizer:
                     bucket.own_grad.add_(own)
 
     def finalize_gradients(self):
-        """After the last backward, finish all reduces. Then sum the gradients that are still spread over several ranks:
-        those of the tied embedding, over the first and the last stage, and those of parameters that each
-        tensor-parallel rank applies only to its own tokens or heads. The sum over the replicas comes first, so all
-        replicas add the same numbers here, and their copies stay equal."""
+        """After the last backward, finish all reduces. Then all-reduce two kinds of gradients once more:
+
+        - replicated parameters that each tensor-parallel rank applies only to its own tokens or heads: over these ranks
+        - a tied embedding, of which the first and the last stage each hold a copy: over these two stages
+
+        The sum over the replicas is already done. So all replicas add the same numbers here, and their weights stay
+        equal.
+        """
         assert self.reports_left == self.reports_needed, "a gradient was never reported as complete"
         self.finish_reduces()
         for bucket in self.buckets:
@@ -196,14 +208,16 @@ class ZeroOptimizer:
     # ---- phases 2 and 3
 
     def step(self, learning_rate: float, totals, stop=False) -> StepResult:
-        """Divide the gradients by the global number of tokens and the loss scale, clip, update and gather.
+        """Divide the gradients by the loss scale and the number of tokens in the global batch, clip, update and gather.
 
-        totals: what pipeline.run returned; stop: whether this rank wants to stop after the step. If the loss or the
-        norm is not finite, the update is skipped; the step number, the data and the learning rate go on as always.
+        totals: the result of pipeline.run.
+        stop: whether this rank wants to stop after the step.
+        If the loss or the gradient norm is not finite, skip the update. Step number, data and learning rate advance as
+        usual.
         """
         self.finalize_gradients()
         loss_sum, tokens, squares, stops = self.sum_over_world(totals, stop)
-        tokens, scale = max(tokens, 1.0), self.loss_scale.value    # if no token counts, all gradients are zero
+        tokens, scale = max(tokens, 1.0), self.loss_scale.value    # without tokens all gradients are zero: avoid 0/0
         grad_norm = math.sqrt(squares) / (tokens * scale)
         skipped = not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
         if not (math.isfinite(loss_sum) and self.loss_scale.update(overflow=skipped)):
@@ -213,14 +227,17 @@ class ZeroOptimizer:
         return StepResult(loss_sum / tokens, grad_norm, skipped, stops > 0, scale)
 
     def sum_over_world(self, totals, stop=False):
-        """Return the world's [loss sum, tokens, sum of squared gradients, ranks that want to stop], each token and each
-        parameter counted once. All ranks see the same numbers, so all skip a step, or stop after it, or none does."""
+        """Return [loss sum, tokens, sum of squared gradients, ranks that want to stop], summed over the world.
+
+        Each token and each parameter counts once. All ranks get the same numbers. So they agree whether to skip the
+        step and whether to stop after it.
+        """
         sums = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
-        sums[3].fill_(stop)                                    # sums[3] = stop would copy it and wait for the GPU
+        sums[3].fill_(stop)                                    # `sums[3] = stop` would make the host wait for the GPU
         if self.has_loss and self.mesh.tp_rank == 0:
             sums[0], sums[1] = totals.loss_sum, totals.tokens
         else:
-            sums[0] += 0.0 * totals.loss_sum                   # 0 x NaN is NaN: what does not count must be finite too
+            sums[0] += 0.0 * totals.loss_sum                   # adds 0, or NaN if the sum is not finite
         with self.trace.span("optimizer"):
             for bucket in self.buckets:
                 square = sum_of_squares(bucket.own_grad)
@@ -228,16 +245,17 @@ class ZeroOptimizer:
         work = dist.all_reduce(sums, async_op=True)
         self.trace.watch("all_reduce", work, group="world", bytes=sums.nbytes)
         self.wait("world", work)
-        return sums.tolist()                                   # here, once a step, the host waits for its device
+        return sums.tolist()                                   # here, once per step, the host waits for the GPU
 
     def counts_in_norm(self, kind: ParameterKind) -> bool:
-        """Return whether this rank, of all that hold a copy of the same gradients, adds them to the global norm."""
+        """Return whether this rank adds its gradients of this kind to the global norm. Of all ranks that hold a copy of
+        a gradient, exactly one does."""
         mesh = self.mesh
         return ((kind.sharded or mesh.tp_rank == 0) and (self.partitions > 1 or mesh.dp_rank == 0)
                 and (not kind.tied or mesh.is_first_stage))
 
     def update(self, learning_rate: float, grad_norm: float, scale: float):
-        """Phases 2 and 3, with `scale` times the gradients."""
+        """Multiply the gradients by `scale`, then run phases 2 and 3."""
         if self.config.clip_grad > 0.0:
             scale *= min(1.0, self.config.clip_grad / (grad_norm + 1e-6))
         with self.trace.span("optimizer"):
@@ -250,7 +268,7 @@ class ZeroOptimizer:
         self.gather_weights()
 
     def gather_weights(self):
-        """Phase 3: send the new weights of each partition to all replicas."""
+        """Phase 3: round the master weights to the training type, and send each partition to all replicas."""
         works = []
         for bucket in self.buckets:
             if bucket.master is not bucket.own_weights:

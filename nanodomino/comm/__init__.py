@@ -1,6 +1,6 @@
 """Connects the processes of a run and provides the collectives that torch lacks.
 
-Read world.py (joins the process group, picks the device), network_interface.py (finds the interface that reaches
-the other hosts), scatter_and_gather.py (reduce-scatter and all-gather that are fast on gloo too), trace.py (records
-what a rank did, and when).
+Read world.py (joins the process group, picks the device), network_interface.py (finds the interface through which the
+other hosts reach this one), scatter_and_gather.py (reduce-scatter and all-gather that are fast on gloo too), trace.py
+(records what a rank did, and when).
 """

@@ -3,8 +3,8 @@
 gloo sends the other ranks an address to connect to. By default it takes the address of the host's own name. On many
 systems that is 127.0.0.1, so each host tells the others to connect to themselves, and healthy ranks look dead.
 
-The kernel knows better: asked for a route to MASTER_ADDR, it answers with the local address it would send from. We look
-up the interface with that address and pass its name to gloo in GLOO_SOCKET_IFNAME, unless the user has set that.
+The kernel knows better: it can tell from which local address it would send to MASTER_ADDR. We look up the interface
+that has this address, and pass its name to gloo in GLOO_SOCKET_IFNAME, unless the user has set that variable.
 """
 
 import fcntl
@@ -13,18 +13,18 @@ import socket
 import struct
 
 SIOCGIFADDR = 0x8915             # from linux/sockios.h: get an interface's address
-UNUSED_ADDRESS = "192.0.2.1"     # reserved for documentation (RFC 5737); the route to it is the route to other hosts
+UNUSED_ADDRESS = "192.0.2.1"     # no host has it (RFC 5737), so the kernel picks the route to other networks
 
 
 def address_towards(host: str) -> str:
-    """Return the local address this host would send from. Connecting a UDP socket sends nothing."""
+    """Return the local address from which this host would send to `host`. Connecting a UDP socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return probe.getsockname()[0]
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has this address, or None."""
+    """Return the name of the interface that has this address, for example "eth0", or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             try:
@@ -37,7 +37,7 @@ def interface_of(address: str) -> str | None:
 
 
 def choose_interface(master_addr: str):
-    """Set GLOO_SOCKET_IFNAME to the interface towards the other hosts, if one is found and the user has set none."""
+    """Set GLOO_SOCKET_IFNAME to the interface towards the other hosts, if there is one. A user's own value stays."""
     try:
         address = address_towards(master_addr)
         if address.startswith("127."):                         # this host is MASTER_ADDR itself

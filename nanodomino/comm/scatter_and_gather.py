@@ -3,20 +3,20 @@
     a tensor on each of n ranks   | part 0 | part 1 | ... | part n-1 |        rank i owns part i
 
     reduce_scatter     part i on rank i becomes the sum of all ranks' part i     each rank sends (n-1)/n of the tensor
-    all_gather         part i on every rank becomes rank i's part i              the same
+    all_gather         part i on every rank becomes rank i's part i              each rank sends (n-1)/n of the tensor
 
-One after the other they are an all-reduce. NCCL has both. gloo has both by name, but its reduce-scatter all-reduces a
-copy, which sends twice as much, and its all-gather copies through extra buffers. So on CPUs both are built from
-point-to-point messages: each part goes straight to its owner, or from its owner to all others. A reduce-scatter then
-needs a receive buffer as large as the tensor.
+A reduce-scatter followed by an all-gather is an all-reduce. NCCL has both. gloo has both too, but its reduce-scatter
+all-reduces a copy, which sends twice as much, and its all-gather copies through extra buffers. So on CPUs we build both
+from point-to-point messages: each part goes straight to its owner, or from its owner to all others. The price is that a
+reduce-scatter needs a receive buffer as large as the tensor.
 
 **Post the receives before the sends.** Two ranks that exchange 2 MB over a link with 500 Mbit/s in each direction need
-35 ms, but 67 ms if each posts its receive after its send. gloo starts to send when the receiver has said that it is
-ready. That short message uses the same connection. If the rank's own large send has started, the short message queues
-behind all of it, and the two directions run one after the other. (gloo's all-to-all and broadcasts do that: exchanging
-4 MB took 45 and 66 ms, and 35 ms here; between processes on one host 2.9 and 1.9 ms, and 1.8 and 1.5 ms here.)
+35 ms, but 67 ms if each posts its receive after its send. The reason: gloo starts a send only after the receiver has
+sent back a short "ready". If the receiver's own large send has already started, this "ready" queues behind all of it on
+the same connection. So the two directions run one after the other. (This also happens in gloo's all-to-all and in
+broadcasts: the same exchange took 45 ms with the first and 66 ms with the second.)
 
-Both functions only launch the operation. Leave the tensor alone until wait() has returned.
+Both functions only launch the operation. Do not read or change the tensor before wait() has returned.
 """
 
 import threading
@@ -24,17 +24,18 @@ import threading
 import torch
 import torch.distributed as dist
 
-# torch 2.13 renamed both and warns about the old names; older versions have only those
+# torch 2.13 renamed both functions and warns about the old names; older versions have only the old names
 native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-TAGS = {"reduce_scatter": 0, "all_gather": 1}        # so that benchmarks can count the messages of each
+TAGS = {"reduce_scatter": 0, "all_gather": 1}        # so that benchmarks can count the messages of either
 
 
 def reduce_scatter(whole, group):
-    """Launch a reduce-scatter: this rank's part of `whole` becomes the sum; the other parts become garbage.
+    """Launch a reduce-scatter of the flat tensor `whole`. Returns (work, received).
 
-    Returns (work, received). If `received` [n, size/n] is not None, it holds all ranks' versions of this part after
-    work.wait(), and the caller adds them up: always in the same order, so the sum has the same bits in every run.
+    On GPUs `received` is None, and after work.wait() this rank's part of `whole` is the sum. On CPUs `received` is a
+    tensor [n, size/n]: after work.wait() its row i is rank i's version of this part, and the caller must add up the
+    rows. Their order is always the same, so the sum has the same bits in every run. Ignore the other parts of `whole`.
     """
     parts, rank = whole.chunk(group.size()), group.rank()
     if whole.is_cuda:
@@ -45,7 +46,7 @@ def reduce_scatter(whole, group):
 
 
 def all_gather(whole, group):
-    """Launch an all-gather: every part of `whole` becomes its owner's. Returns the work to wait for."""
+    """Launch an all-gather of the parts of `whole` from their owners. Returns the work to wait for."""
     parts = whole.chunk(group.size())
     own = parts[group.rank()]
     if whole.is_cuda:
@@ -64,7 +65,7 @@ def exchange(sends, receives, group, tag):
 
 
 class Messages:
-    """Several messages in flight as one work. It may be waited for twice, which torch's message works may not."""
+    """Several messages in flight, combined into one work. Unlike torch's own, its wait() may be called twice."""
 
     def __init__(self, works):
         self.works, self.future = works, None
@@ -80,12 +81,13 @@ class Messages:
             self.works.pop(0).wait()
 
     def get_future(self):
-        """Return a future that is done when all messages are; traces use it. Messages have none, so a thread waits."""
+        """Return a future that is done when all messages are; Trace.watch() needs one. torch's messages have no
+        futures, so a thread waits for them."""
         def thread():
             try:
                 self.finish()
                 future.set_result(None)
-            except RuntimeError as error:                # raised where the future is waited for
+            except RuntimeError as error:                # future.wait() will raise it
                 future.set_exception(error)
 
         self.future = future = torch.futures.Future()

@@ -9,21 +9,22 @@ The code that does the work reports it:
 The kinds of spans:
 
     step                one optimizer step
-    forward, backward   a microbatch passes through a chunk of this stage; in a pair of two, one span for each turn
+    forward, backward   a microbatch passes through a chunk of this stage; in a pair, each turn is a span
     input_backward      the part of backward that the previous stage waits for, in schedules that split backward
-    weight_backward     the other part: the weight gradients
-    resume              inside these: a slice runs until it yields
-    matmul              inside these: a matmul of the forward, or of an input gradient
-    weight_gradient     inside these: the matmuls of weight gradients
-    wait                nothing to compute before a collective or message is done
-    optimizer           the last reduce, gradient norm, clipping, the update of this rank's shard
+    weight_backward     the other part of backward: the weight gradients
+    resume              inside one of these passes: a slice runs until it yields
+    matmul              inside one of these passes: a matmul of the forward, or of an input gradient
+    weight_gradient     inside one of these passes: the matmuls of weight gradients
+    wait                the rank waits for a collective or a message and has nothing to compute
+    optimizer           adding up received gradients, gradient norm, clipping, update of this rank's partition
 
-The kinds of moments are `send` and `receive` (a message between stages was sent, was received). The collectives that
-are watched are `all_reduce`, `reduce_scatter` and `all_gather`.
+The kinds of moments are `send` and `receive`: a message between stages was sent or received. The kinds of watched
+collectives are `all_reduce`, `reduce_scatter` and `all_gather`.
 
-On the CPU a time is the clock's. On CUDA, where calls return before the work is done, it is a CUDA event in the current
-stream, which becomes a time when the recording is taken. The ends of a group's collectives are recorded in a stream of
-their own, where nothing can delay them. Clocks of different hosts disagree; clock_offset() measures by how much.
+On the CPU, times are read from the clock. On CUDA, calls return before the work is done. So there a CUDA event is
+recorded in the current stream, and take() turns it into a time later. The ends of a group's collectives are recorded in
+a stream of their own, where nothing can delay them. Clocks of different hosts disagree; clock_offset() measures by how
+much.
 
 With `recording` off, each call costs one comparison. The timeline package draws what was recorded.
 """
@@ -41,8 +42,12 @@ ROUND_TRIPS = 20
 
 @dataclass(slots=True)
 class Event:
-    """begin, end: nanoseconds; until take(), what mark() returned. Until then the end of an unfinished span is 0, and
-    the end of a watched collective is a list to which its mark is appended. args: slice, site, microbatch, bytes ..."""
+    """A span, a moment or a watched collective.
+
+    begin, end: nanoseconds in the events that take() returns. Until then they are what mark() returned, the end of an
+        unfinished span is 0, and the end of a collective is a list: its mark is appended when the collective is done.
+    args: slice, site, microbatch, bytes ...
+    """
     kind: str
     begin: int
     end: int | list
@@ -50,7 +55,7 @@ class Event:
 
 
 class Span:
-    """Sets an event's end on exit. A class, because @contextmanager alone costs as much as the rest of a span."""
+    """Sets an event's end on exit. It is a class, because @contextmanager would double the cost of a span."""
     __slots__ = ("trace", "event")
 
     def __init__(self, trace, event):
@@ -64,7 +69,7 @@ class Span:
 
 
 class Trace:
-    """Events, ordered by begin, recorded while `recording` is true."""
+    """Collects events while `recording` is true. Events are in the order in which they began."""
     nothing = nullcontext()
 
     def __init__(self, device=torch.device("cpu"), recording=True):
@@ -81,7 +86,7 @@ class Trace:
         return event
 
     def span(self, kind, **args):
-        """Return a context manager that records its block."""
+        """Return a context manager that records how long its block takes."""
         if not self.recording:
             return self.nothing
         event = Event(kind, self.mark(), 0, args)
@@ -94,7 +99,7 @@ class Trace:
             self.events.append(Event(kind, now, now, args))
 
     def watch(self, kind, work, **args):
-        """Record a collective that has just been launched until `work` is done, no matter when it is waited for."""
+        """Record how long a collective is in flight, from now until `work` is done, even if wait() is called later."""
         if self.recording:
             end = []
             self.events.append(Event(kind, self.mark(), end, args))
@@ -106,8 +111,8 @@ class Trace:
     def record_end(self, group: str, work, end: list):
         """Append a CUDA event that fires when `work` is done, without making the training stream wait.
 
-        A callback of the future would run in a stream of torch's pool, possibly one in which a message waits for its
-        sender. The future is waited for rather than the work, since waiting for the work would release its tensors.
+        The group's own stream waits for the future. A callback of the future would not do: it would run in a stream of
+        torch's pool, where a message may be waiting for its sender. Nor would work.wait(), which releases its tensors.
         """
         if group not in self.streams:
             self.streams[group] = torch.cuda.Stream(self.device)
@@ -116,16 +121,19 @@ class Trace:
             end.append(self.mark())
 
     def append_time_to(self, end: list):
-        """Return a callback that appends the time to `end`, made of C functions only: next() makes map() pass the next
-        tick of an endless clock to append(). gloo calls it in a thread of its own, where a Python function would cost
-        some 60 microseconds, because its stack is mapped first."""
+        """Return a callback that appends the current time to `end`.
+
+        It is made of C functions only: next() makes map() read the clock once and pass the time to append(). gloo calls
+        it in a thread of its own, where a Python function would cost some 60 microseconds, because memory for its stack
+        must be mapped first.
+        """
         return partial(next, map(end.append, iter(time.perf_counter_ns, None)))
 
     def take(self, offset=0) -> list[Event]:
-        """Return all events so far and forget them. Times are nanoseconds of rank 0's clock, which is `offset` ahead of
-        this rank's clock."""
+        """Return all events recorded so far and forget them. offset: how far rank 0's clock is ahead of this rank's, in
+        nanoseconds. It is added to all times, so the times of all ranks are rank 0's."""
         events, self.events = self.events, []
-        if self.device.type == "cuda":               # times count back from now: the longer, the less precise
+        if self.device.type == "cuda":               # times are counted back from now; a short way back is more precise
             self.now = self.mark()
             torch.cuda.synchronize(self.device)
             self.now_time = time.perf_counter_ns()
@@ -143,9 +151,10 @@ NO_TRACE = Trace(recording=False)
 
 
 def clock_offset() -> int:
-    """Return by how many nanoseconds rank 0's clock is ahead of this rank's clock, as NTP measures it.
+    """Return by how many nanoseconds rank 0's clock is ahead of this rank's clock, measured as NTP does.
 
-    Every rank must call it. Of ROUND_TRIPS round trips to rank 0 the quickest counts; the error is at most half of it.
+    Every rank must call this function. It makes ROUND_TRIPS round trips to rank 0 and uses the quickest. The error is
+    at most half the duration of that round trip.
     """
     rank, offset = dist.get_rank(), 0
     clock = torch.zeros(1, dtype=torch.int64)

@@ -1,6 +1,6 @@
 """Start a process: read what torchrun says, pick the device, join the process group.
 
-torchrun starts one process per GPU (or per CPU rank) and tells each of them in environment variables who it is:
+torchrun starts one process per GPU, or any number of processes on CPUs, and sets these environment variables in each:
 
     RANK, WORLD_SIZE                its number among all processes, and their count
     LOCAL_RANK, LOCAL_WORLD_SIZE    the same among the processes of this host
@@ -22,29 +22,29 @@ from nanodomino.comm.network_interface import choose_interface
 from nanodomino.errors import UserError, require
 
 TIMEOUT = 600       # seconds; the default of --timeout
-NCCL_GRACE = 60     # seconds by which NCCL's timeout, which aborts the process, comes after ours (run/watchdog.py)
+NCCL_GRACE = 60     # NCCL's timeout aborts the process, so it comes this many seconds after run/watchdog.py's
 
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """What the launcher says about this process. The defaults describe a single process without a launcher."""
+    """What torchrun says about this process. The defaults describe a single process that was started without it."""
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    launched: bool = False        # by torchrun
-    restarted: bool = False       # by torchrun --max-restarts, after a rank had died
+    launched: bool = False        # whether torchrun started this process
+    restarted: bool = False       # whether torchrun --max-restarts started it again after a rank had died
 
 
 def read_launch_environment(environment=os.environ) -> LaunchInfo:
-    """Read torchrun's variables. Raises UserError if some of them are missing or make no sense."""
+    """Read torchrun's variables. Raises UserError if some are missing while others are set, or if one is invalid."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = [name for name in names if environment.get(name)]
     if not found:
         return LaunchInfo()
     missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     require(not missing, f"the environment has {', '.join(found)} but not {', '.join(missing)}; "
-            "start with torchrun, which sets them all, or unset them for one process")
+            "start with torchrun, which sets them all; to run one process, unset them all")
     for name in (*names, "MASTER_PORT"):
         require(environment[name].isdecimal(),
                 f"{name} must be a whole number, but the environment has '{environment[name]}'; "
@@ -62,14 +62,14 @@ def read_launch_environment(environment=os.environ) -> LaunchInfo:
 
 def find_device(config, launch: LaunchInfo) -> torch.device:
     """Return this process's own GPU, or the CPU. Raises UserError if there are fewer GPUs than processes."""
-    # One hardware queue, which CUDA reads once at its start: kernels start in launch order, so an all-reduce launched
-    # before a matmul does not wait for that matmul.
+    # With one hardware queue kernels start in the order of their launches, so an all-reduce does not wait for a matmul
+    # that was launched after it. CUDA reads this variable only once, when it starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     gpus = torch.cuda.device_count()
     if config.device == "cpu" or (config.device == "auto" and gpus == 0):
         return torch.device("cpu")
     require(gpus > 0, "--device cuda needs a GPU that torch can see, and there is none; try --device cpu")
-    sees_only_its_own = gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES")   # as under SLURM, with a GPU per task
+    sees_only_its_own = gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES")   # as SLURM does with one GPU per task
     require(launch.local_world_size <= gpus or sees_only_its_own,
             f"{launch.local_world_size} processes on this host need as many GPUs, and there "
             f"are {gpus}; start torchrun --nproc_per_node {gpus}, or try --device cpu")
@@ -99,8 +99,8 @@ def check_own_gpu(uuid: str, launch: LaunchInfo, store: dist.Store):
 
 
 def collective_timeout(timeout: int, device: torch.device) -> timedelta:
-    """Return a process group's timeout. On CPUs a collective raises when it expires. On GPUs NCCL would abort the
-    process, so its timeout comes later and run/watchdog.py can report the error first."""
+    """Return a process group's timeout, given --timeout in seconds. On CPUs a collective raises an error after this
+    time. On GPUs NCCL would abort the process, so NCCL waits longer, and run/watchdog.py can report the error first."""
     return timedelta(seconds=timeout + (NCCL_GRACE if device.type == "cuda" else 0))
 
 
@@ -116,14 +116,14 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
         keep_freed_memory()
     if launch.world_size > launch.local_world_size:            # several hosts
         choose_interface(os.environ.get("MASTER_ADDR", ""))
-    # gloo on GPUs as well: checkpoints communicate from the CPU while training goes on
+    # on GPU hosts gloo too: checkpoints communicate from the CPU while training continues
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore()
     try:
         if launch.launched:
             store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size,
                                                timeout=timedelta(seconds=timeout)))
-            # torchrun --max-restarts reuses its store, which still has the addresses of the dead processes
+            # after a restart, torchrun's store still has the addresses of the dead processes
             store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         if device.type == "cuda":
             check_own_gpu(str(torch.cuda.get_device_properties(device).uuid), launch, store)
@@ -134,4 +134,4 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
         raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR "
                         f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
                         f"({str(error).splitlines()[0]}); choose a free port on a host that all can reach, and start "
-                        f"all {launch.world_size}") from None
+                        f"all {launch.world_size} processes") from None

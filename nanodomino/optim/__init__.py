@@ -1,5 +1,5 @@
-"""Updates flat buffers of parameters; zero.py shards that work over the replicas.
+"""Updates parameters in flat buffers; zero.py shards this work over the replicas.
 
 Read optimizers.py (AdamW and Lion on flat buffers), buckets.py (which parameters share a flat buffer),
-loss_scale.py (fp16).
+loss_scale.py (keeps small fp16 gradients from being rounded to 0).
 """

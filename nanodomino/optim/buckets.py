@@ -1,11 +1,11 @@
-"""Flat buffers for parameters of the same kind: their weights in one tensor, their gradients in another.
+"""Buckets: parameters of the same kind, with their weights in one flat tensor and their gradients in another.
 
     weights      | qkv.weight | dense.weight | ... |pad|     the model's parameters are views of it
-    main_grad    | . . . . . . . . . . . . . . . . . . |     fp32 in 16-bit training; domino.py adds to views of it
+    main_grad    | . . . . . . . . . . . . . . . . . . |     fp32 in 16-bit training; backward adds to views of it
 
-A collective or an optimizer then treats a bucket as one tensor. But a flat buffer forgets which parameter a number
-belongs to. So the parameters of a bucket agree in all that matters later: whether weight decay applies, how many copies
-the world holds (the global norm counts each parameter once), and which ranks must sum their gradients.
+A collective or an optimizer then treats a bucket as one tensor, whatever parameters it holds. So all parameters of a
+bucket must agree in three ways: whether weight decay applies, how many ranks hold a copy (the global norm counts each
+parameter once), and which ranks must sum their gradients.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-ALIGNMENT = 16       # elements: parameters start at multiples of it, because tensor cores need aligned matrices
+ALIGNMENT = 16       # each parameter starts at a multiple of 16 elements, because tensor cores need aligned matrices
 
 
 @dataclass(frozen=True)
 class ParameterKind:
-    decay: bool               # weight decay applies: the parameter is a matrix
+    decay: bool               # weight decay applies, because the parameter is a matrix
     sharded: bool             # each tensor-parallel rank holds a shard; otherwise each holds a copy
-    partial_gradient: bool    # a copy on every tp rank, but each computes only a part of its gradient
-    tied: bool                # the word embedding, of which the first and the last stage hold a copy each
+    partial_gradient: bool    # each tensor-parallel rank holds a copy, but computes only a part of the gradient
+    tied: bool                # the word embedding, if the first and the last stage each hold a copy
 
 
 def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
-    """Return (kind, parameters) of each bucket in the order of backward. Buckets end at config.bucket_size elements."""
+    """Return a (kind, parameters) tuple for each bucket. Parameters are added in the order of backward, and a bucket is
+    full when it has config.bucket_size elements or more."""
     open_buckets, full, tied_copy = {}, [], model.tied_copy
     for weight in reversed(list(model.parameters())):
         sharded = weight.shard_dim is not None
@@ -40,7 +41,8 @@ def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
 
 
 def flat_layout(parameters, partitions: int) -> tuple[dict, int]:
-    """Return ({parameter: offset}, length) in elements of a flat buffer that divides into equal, aligned partitions."""
+    """Return ({parameter: offset}, length) of a flat buffer, in elements. The length divides into `partitions` equal,
+    aligned partitions."""
     offsets, size = {}, 0
     for weight in parameters:
         offsets[weight] = size
@@ -49,11 +51,14 @@ def flat_layout(parameters, partitions: int) -> tuple[dict, int]:
 
 
 class Bucket:
-    """Parameters of one kind in flat buffers that divide into equal partitions, of which this rank owns one.
+    """Parameters of one kind in flat buffers. The buffers divide into equal partitions, and this rank owns one of them.
 
-    own_weights and own_grad are the rank's partition; master is own_weights in fp32 or wider, which the optimizer
-    updates. With shards_gradients (ZeRO-2) the rank keeps only own_grad: main_grad is allocated when a gradient is
-    added and freed when it is reduced. Otherwise own_grad is a view of main_grad.
+    weights, main_grad: the whole flat buffers, with the weights and the gradients of all parameters.
+    own_weights, own_grad: this rank's partition of them.
+    master: own_weights in fp32 or wider, which the optimizer updates. In fp32 training it is own_weights itself.
+
+    With shards_gradients (ZeRO-2) only own_grad is kept: main_grad is allocated when a gradient is added, and freed
+    after its reduce. Otherwise own_grad is a view of main_grad.
     """
 
     def __init__(self, kind: ParameterKind, parameters: list[nn.Parameter], partitions: int, partition: int,
@@ -76,7 +81,7 @@ class Bucket:
         self.drop_gradients()
 
     def view(self, weight, flat):
-        """Return a parameter's range, in its shape, of a flat tensor with this bucket's layout."""
+        """Return the elements of `flat` that belong to a parameter, in its shape. flat: laid out like this bucket."""
         offset = self.offsets[weight]
         return flat[offset:offset + weight.numel()].view(weight.shape)
 
@@ -86,7 +91,7 @@ class Bucket:
             weight.main_grad = self.view(weight, self.main_grad)
 
     def pop_gradients(self):
-        """Return the accumulated gradients, zeros if none were added, for the reduce."""
+        """Return main_grad for the reduce, zeros if no gradient was added. In ZeRO-2 the bucket then lets go of it."""
         if self.main_grad is None:
             self.allocate_gradients()
         flat = self.main_grad

@@ -1,17 +1,18 @@
-"""Optimizers: how a gradient changes a weight, element by element, and which moments are kept for it.
+"""Optimizers: how a gradient g changes a weight w, element by element, and which moments (m, v) are kept for it.
 
     AdamW    m = b1 m + (1 - b1) g     v = b2 v + (1 - b2) g^2                                        (1711.05101)
              w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
     Lion     u = sign(b1 m + (1 - b1) g)     m = b2 m + (1 - b2) g     w = (1 - lr decay) w - lr u    (2302.06675)
 
-Because each element is updated by itself, ZeRO may cut flat buffers anywhere. zero.py passes this rank's partition of
-each buffer as one tensor, and checkpoints save each moment next to the weight. A new optimizer is one entry of
-OPTIMIZERS.
+t counts the updates. Because each element is updated by itself, ZeRO may cut flat buffers anywhere. zero.py passes this
+rank's partition of each buffer as one tensor, and checkpoints save each moment next to its weight. A new optimizer is
+one entry of OPTIMIZERS.
 
-Layouts differ by rounding. AdamW's update is a smooth function of the gradient, so the difference stays small. Lion's
-is a sign: where a gradient is 0 but for rounding, it is a full step of lr in a random direction. A GPT has one such
-parameter, the bias of the keys: it shifts all scores of a query alike, which softmax ignores. Nothing else depends on
-it, so losses and all other weights still agree on every layout.
+Layouts sum in different orders, so their gradients differ by rounding. AdamW's update is a smooth function of the
+gradient, so its difference stays small. Lion's update is a sign: if the true gradient is 0, rounding decides the sign,
+and the weight takes a full step of lr in a random direction. In a GPT without rotary positions this happens to the bias
+of the keys. It shifts all attention scores of a query by the same amount, and softmax ignores such a shift. So losses
+and all other weights still agree on every layout.
 """
 
 from collections.abc import Callable
@@ -40,13 +41,9 @@ class Lion(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """make(parameter groups, config) returns a torch.optim.Optimizer whose groups have an `lr`.
-
-    moments: the names of the state tensors with the weight's shape; counts_steps: whether the state also has a `step`.
-    """
-    make: Callable
-    moments: tuple[str, ...]
-    counts_steps: bool = False
+    make: Callable                # (parameter groups, config) -> torch.optim.Optimizer; its groups must have an `lr`
+    moments: tuple[str, ...]      # the names of the optimizer's state tensors that have the weight's shape
+    counts_steps: bool = False    # whether the state also has a `step`
 
 
 OPTIMIZERS = {

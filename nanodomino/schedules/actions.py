@@ -1,12 +1,13 @@
-"""What a pipeline stage does with a microbatch, in one of its chunks of layers: four passes, and a pair of two.
+"""Actions: what a pipeline stage can do. A pass takes one microbatch through one of the stage's chunks of layers.
 
-    F    Forward          receives hidden states, sends hidden states on
-    B    Backward         receives the gradient of its output, sends the gradient of its input, adds weight gradients
-    I    InputBackward    the half of B that another stage waits for: the gradient of the input
-    W    WeightBackward   the other half, for which no stage waits: the weight gradients
-    BF   Pair             a B and the F of a later microbatch at the same time
+    F    Forward          receives hidden states, sends the chunk's output
+    B    Backward         receives the gradient of the chunk's output, sends the gradient of its input, and adds up
+                          weight gradients
+    I    InputBackward    the first part of B, for which another stage waits: the gradient of the input
+    W    WeightBackward   the second part of B, for which no stage waits: the weight gradients
+    BF   Pair             a B and the F of a later microbatch, which take turns
 
-Zero-bubble schedules split B (2401.10241; the paper calls the halves B and W).
+Zero-bubble schedules split B into I and W (2401.10241; the paper calls these parts B and W).
 """
 
 from dataclasses import dataclass
@@ -14,17 +15,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Action:
+    """One pass. It prints as letter and microbatch, with a prime for each chunk before its own: F2, B0' in chunk 1."""
     microbatch: int
     chunk: int = 0
     letter, kind = "", ""
-    length = 1               # in the unit of the pictures: the matmuls of a forward
-    direction = 0            # of the messages it receives and sends: 1 down the model, -1 up the model, 0 no messages
+    length = 1               # its duration in pictures, where a forward takes 1
+    direction = 0            # 1: receives from the previous chunk, sends to the next; -1: the reverse; 0: no messages
 
     def __str__(self):
         return f"{self.letter}{self.microbatch}" + "'" * self.chunk
 
     @property
     def halves(self) -> tuple["Action", ...]:
+        """The action itself; only a Pair has two halves."""
         return (self,)
 
 
@@ -49,7 +52,7 @@ PASSES = (Forward, Backward, InputBackward, WeightBackward)
 
 @dataclass(frozen=True)
 class Pair:
-    """Runs both halves slice by slice in turn, so that the matmuls of one hide the all-reduces of the other."""
+    """A backward and a forward whose slices take turns. The matmuls of one hide the all-reduces of the other."""
     backward: Backward
     forward: Forward
     kind, length = "pair", 3

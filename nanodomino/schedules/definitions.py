@@ -1,26 +1,33 @@
 """Six pipeline schedules. Each is a pure function that returns the actions of one stage in order.
 
-Stage r of p holds a run of layers, and a global batch is cut into m microbatches. The order of their forwards and
-backwards decides how long a stage idles and how many activations it holds. A schedule is data: it can be printed,
-counted and tested without a process (simulation.py); pipeline.py executes it.
+The layers are spread over p stages, numbered r = 0 to p - 1. A replica's batch is cut into m microbatches. The order in
+which a stage runs their forwards and backwards decides how long it idles and how many activations it holds. A schedule
+is data: it can be printed, counted and tested without a process (simulation.py); pipeline.py executes it.
 
-The *bubble* is the busiest stage's idle time, divided by the time for which it computes. F, B and W are the durations
-of a stage's forward, input gradients and weight gradients; v is its number of chunks, shorter runs of layers:
+The *bubble* of a schedule is the busiest stage's idle time, divided by the time for which it computes. Below, a stage
+takes F for a forward, I for the input gradients and W for the weight gradients of a microbatch, so I + W for a whole
+backward. v is the number of chunks per stage:
 
                  idle time of a step        microbatches held           source
-    gpipe        (p - 1)(F + B + W)         m                           1811.06965
-    1f1b         (p - 1)(F + B + W)         p - r                       2006.09503; 2104.04473, section 2.2
-    paired       (p - 1)(F + B + W)         2 (p - r)                   combined 1F1B of Megatron-Core, DualPipe
-    interleaved  (p - 1)(F + B + W)/v       p + (p - 2 r - 1)/v         2104.04473, section 2.2
-    zb-h1        (p - 1)(F + B - W)         p                           2401.10241, section 2.1
+    gpipe        (p - 1)(F + I + W)         m                           1811.06965
+    1f1b         (p - 1)(F + I + W)         p - r                       2006.09503; 2104.04473, section 2.2
+    paired       (p - 1)(F + I + W)         2 (p - r)                   combined 1F1B of Megatron-Core, DualPipe
+    interleaved  (p - 1)(F + I + W)/v       p + (p - 2 r - 1)/v         2104.04473, section 2.2
+    zb-h1        (p - 1)(F + I - W)         p                           2401.10241, section 2.1
     zb-v         (p - 1) F/2                p                           2401.10241, section 6; 2405.15362
 
-This assumes that m is a multiple of p for interleaved, at least p for zb-h1 and at least (3 p - 1)/2 for zb-v; that
-W <= B for zb-h1, which idles (p - 1) F otherwise; and that F = B = W for zb-v. In zb-v no stage idles between its first
-and its last action, but stages start and end one after another, and clipping by the global norm makes them all wait.
-(The paper updates before the norm is known and rolls back if need be, section 4. We do not.)
+Microbatches held are the most that stage r holds at once if m is large enough; a microbatch in one of v chunks counts
+1/v. Three formulas for the idle time hold only under conditions:
 
-A new schedule is a function and a line in SCHEDULES: its cost and its messages follow from its actions.
+    interleaved  m is a multiple of p
+    zb-h1        m is at least p, and W <= I; if W > I, the idle time is (p - 1) F
+    zb-v         m is at least (3 p - 1)/2, and F = I = W
+
+In zb-v no stage idles between its first and its last action. But the stages start and end at different times, and all
+wait for the last one, because clipping needs the global gradient norm. (The paper does not wait: it updates before the
+norm is known and undoes the update if clipping was necessary, section 4.)
+
+A new schedule is a function and a line in SCHEDULES. Its cost and its messages follow from its actions.
 """
 
 from collections import deque
@@ -35,8 +42,8 @@ def gpipe(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """After a warm-up of one forward for each later stage, alternate a forward and a backward: one activation comes,
-    one goes.
+    """After a warm-up of one forward for each later stage, alternate a forward and a backward. From then on the number
+    of microbatches held does not grow.
 
         stage 0 |F0 F1 F2 F3                   B0 B0 F4 B1 B1 F5 B2 B2    B3 B3    B4 B4    B5 B5
         stage 1 |   F0 F1 F2             B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4    B5 B5
@@ -51,7 +58,8 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
 
 def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """1F1B in which each backward and the next forward run as a pair, drawn as B B F, to hide each other's all-reduces.
+    """Run 1F1B, but each backward together with the next forward as a pair, drawn as B B F. The two hide each other's
+    all-reduces.
 
         stage 0 |F0 F1 F2 F3 F4             B0 B0 F5 B1 B1    B2 B2 B3 B3    B4 B4 B5 B5
         stage 1 |   F0 F1 F2       B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4 B5 B5
@@ -68,9 +76,12 @@ def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
 
 def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list:
-    """1F1B over several chunks per stage: the pipeline fills in shorter steps. A round takes `stages` microbatches
-    through chunk 0, then through chunk 1, and so on; when the first of them comes back, the stage has just finished the
-    last. If the last round has fewer microbatches, the stage idles in place of the missing ones."""
+    """Run 1F1B over several chunks per stage. A chunk is shorter than a whole stage, so the pipeline fills faster.
+
+    A round takes `stages` microbatches through chunk 0 of a stage, then the same microbatches through chunk 1, and so
+    on. When the first of them comes back for the next chunk, the stage has just finished the last of them. If the last
+    round has fewer microbatches, the actions of the missing ones are left out.
+    """
     rounds = range(0, microbatches, stages)
     order = [(i, chunk) for first in rounds for chunk in range(chunks) for i in range(first, first + stages)]
     forwards = [Forward(i, chunk) for i, chunk in order]
@@ -83,9 +94,9 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
 
 
 def zb_h1(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """1F1B in which each weight gradient, for which no stage waits, is computed `stage` microbatches late. So the last
-    stages compute weight gradients at the end of the step, where 1F1B lets them idle. In return each stage holds p
-    microbatches, as many as 1F1B's first stage."""
+    """Run 1F1B, but compute the weight gradients `stage` microbatches late, because no stage waits for them. So the
+    last stages compute weight gradients at the end of the step, where they would idle in 1F1B. The price is memory:
+    every stage holds p microbatches, as only the first stage does in 1F1B."""
     warm_up, actions = min(stages - stage - 1, microbatches), []
     for i in range(microbatches + stages):
         actions += [Forward(i)] if i < microbatches else []
@@ -97,15 +108,16 @@ def zb_h1(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
 
 def zb_v(stage: int, stages: int, microbatches: int, chunks=2) -> list:
-    """Two chunks per stage in a V: chunk 0 runs down the stages, chunk 1 (primed) runs up again.
+    """Run two chunks per stage, placed in a V: a microbatch goes through chunk 0 of each stage from first to last, then
+    through chunk 1 (drawn with a prime) of each stage from last to first.
 
         stage 0 |F0  F1  F2  F0' I0' W0' F1' I1' W1' F3  B0  B0  F2' I2' W2' B1  B1  F3' I3' W3' B2  B2  B3  B3
         stage 1 |    F0  F0' F1  F1' I0' W0' F2  I0  W0  F2' I1' W1' F3  I1  W1  F3' I2' W2' I2  I3' I3  W2  W3' W3
 
-    The first stage holds both ends of the model; the last stage passes a microbatch from chunk 0 to chunk 1 at once. In
-    the warm-up the stage fills up while the first microbatches run down and up. In the steady state it alternates
-    F, I, W of one chunk and F, I, W of the other. In the cool-down, weight gradients fill the gaps between input
-    gradients. The pattern needs 2 p - 1 microbatches; with fewer, the stage idles in place of the missing ones.
+    So the first stage holds both ends of the model. In the warm-up a stage runs forwards while the first microbatch
+    goes down and up again. In the steady state it alternates F, I, W of one chunk and F, I, W of the other. In the
+    cool-down, weight gradients fill the gaps between input gradients. The pattern needs at least 2 p - 1 microbatches.
+    If there are fewer, the actions of the missing ones are left out.
     """
     count = max(microbatches, 2 * stages - 1)
     down, up = [{action: deque(action(i, chunk) for i in range(count))
@@ -113,6 +125,7 @@ def zb_v(stage: int, stages: int, microbatches: int, chunks=2) -> list:
     actions = []
 
     def do(times, *steps):
+        """Append the steps `times` times. A step is (chunk, action); it takes the chunk's next microbatch."""
         for _ in range(times):
             actions.extend(chunk[action].popleft() for chunk, action in steps)
 
@@ -126,23 +139,23 @@ def zb_v(stage: int, stages: int, microbatches: int, chunks=2) -> list:
     do(stages - stage, (down, InputBackward), (down, WeightBackward))
     actions += [*up[WeightBackward], *down[WeightBackward]]
     if stage == 0:
-        # No stage waits for the input gradient of the model's first layers: a whole backward hides its own all-reduces.
+        # No stage waits for the input gradient of the model's first chunk. So run whole backwards there, in which the
+        # weight gradients hide the all-reduces.
         actions = [Backward(action.microbatch) if isinstance(action, InputBackward) and action.chunk == 0 else action
                    for action in actions if not (isinstance(action, WeightBackward) and action.chunk == 0)]
     return drop_missing(actions, microbatches)
 
 
 def drop_missing(actions: list, microbatches: int) -> list:
-    """Drop the actions of microbatches that do not exist. The other actions never wait for them."""
+    """Drop the actions of microbatches that do not exist. No other action waits for them."""
     return [action for action in actions if action.microbatch < microbatches]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """actions: one of the functions above; chunks: the permitted numbers per stage; folded: whether they lie in a V."""
-    actions: object
-    chunks: range = range(1, 2)
-    folded: bool = False
+    actions: object                    # one of the functions above
+    chunks: range = range(1, 2)        # the permitted numbers of chunks per stage
+    folded: bool = False               # whether the chunks are placed in a V
 
 
 SCHEDULES = {"1f1b": Schedule(one_f_one_b), "gpipe": Schedule(gpipe), "paired": Schedule(paired),

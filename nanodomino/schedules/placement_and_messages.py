@@ -1,11 +1,13 @@
-"""Which layers each stage holds, and which messages a schedule's actions send to which stage.
+"""Says which layers each stage holds, and which message each action sends to which stage.
 
-A model is cut into stages x chunks runs of layers, its *virtual stages*. A microbatch passes through them in order.
-Stages take turns in holding them, round by round; if the placement is folded, every second round runs backwards:
+A model is cut into stages x chunks parts, its *virtual stages*, numbered in the order in which a microbatch passes
+through them. Chunk 0 of all stages comes first, then chunk 1, and so on. If the placement is folded, every second chunk
+is placed in the reverse order of stages:
 
-    3 stages, 2 chunks      stage 0   stage 1   stage 2
-    chunk 0                    0         1         2
-    chunk 1                    3         4         5         folded:   5   4   3
+    virtual stages of 3 stages, 2 chunks      stage 0   stage 1   stage 2
+    chunk 0                                      0         1         2
+    chunk 1                                      3         4         5
+    chunk 1 if folded                            5         4         3
 """
 
 from collections import defaultdict
@@ -25,40 +27,41 @@ class Placement:
 
     @property
     def last(self) -> int:
-        """The last virtual stage."""
+        """The number of the last virtual stage, which computes the loss."""
         return self.stages * self.chunks - 1
 
     @property
     def neighbours(self) -> list[tuple[int, int]]:
-        """The pairs of stages that exchange messages."""
+        """The pairs of stages that exchange messages, for example [(0, 1), (1, 2)]."""
         route = [self.location(virtual_stage)[0] for virtual_stage in range(self.last + 1)]
         return sorted({(min(pair), max(pair)) for pair in zip(route, route[1:]) if pair[0] != pair[1]})
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
+        """Return the number of a stage's chunk in the order of the model."""
         return chunk * self.stages + (self.stages - 1 - stage if self.folded and chunk % 2 else stage)
 
     def location(self, virtual_stage: int) -> tuple[int, int] | None:
-        """Return (stage, chunk), or None beyond either end of the model."""
+        """Return the (stage, chunk) of a virtual stage, or None if the number lies beyond either end of the model."""
         if not 0 <= virtual_stage <= self.last:
             return None
         chunk, index = divmod(virtual_stage, self.stages)
         return (self.stages - 1 - index if self.folded and chunk % 2 else index), chunk
 
-    def source(self, stage: int, half):
-        """Return the (stage, chunk) that sends an action's input, or a message to `stage`; None at the model's ends
-        and for weight gradients, which need no message."""
-        return self.location(self.virtual_stage(stage, half.chunk) - half.direction) if half.direction else None
+    def source(self, stage: int, action):
+        """Return the (stage, chunk) that sends the input of an action of `stage`, or None if there is no sender: at the
+        model's ends and for weight gradients. A Message to `stage` may be given instead of an action."""
+        return self.location(self.virtual_stage(stage, action.chunk) - action.direction) if action.direction else None
 
-    def target(self, stage: int, half):
-        """Return the (stage, chunk) that receives an action's output; None as in source()."""
-        return self.location(self.virtual_stage(stage, half.chunk) + half.direction) if half.direction else None
+    def target(self, stage: int, action: Action):
+        """Return the (stage, chunk) that receives the action's output, or None if there is no receiver."""
+        return self.location(self.virtual_stage(stage, action.chunk) + action.direction) if action.direction else None
 
 
 @dataclass(frozen=True)
 class Message:
-    """A microbatch's hidden states (direction 1) or their gradient (-1), sent to a chunk of the receiving stage."""
+    """A microbatch's hidden states (direction 1) or their gradient (direction -1)."""
     microbatch: int
-    chunk: int
+    chunk: int               # of the receiving stage
     direction: int
 
     def __str__(self):
@@ -67,7 +70,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Timetable:
-    """The actions of all stages, a row for each."""
+    """The actions of all stages: rows[i] lists those of stage i in order."""
     placement: Placement
     rows: tuple[tuple, ...]
 
@@ -78,15 +81,19 @@ class Timetable:
 
     @cached_property
     def forwards(self) -> "Timetable":
-        """The forwards alone, for evaluation."""
+        """The timetable with only the forwards, for evaluation."""
         return Timetable(self.placement, tuple(
             tuple(half for action in row for half in action.halves if half.kind == "forward") for row in self.rows))
 
     @cached_property
     def dependencies(self) -> list[list[tuple]]:
-        """Return for each stage a list of (action, events that it waits for, [(event that it causes, whether that event
-        happens on another stage)]). An event is the end of a forward or backward, or the arrival of a message. Events
-        are integers, which keeps the simulation of thousands of actions fast."""
+        """For each stage a list of (action, needed, caused), the input of simulate().
+
+        needed: the events for which the action waits.
+        caused: (event, elsewhere) for each event that the action causes; elsewhere: whether it is on another stage.
+        An event is the end of a pass or the arrival of a message. It is represented by an integer, which keeps the
+        simulation of thousands of actions fast.
+        """
         number, table = defaultdict(count().__next__), [[] for _ in self.rows]
         for stage, row in enumerate(self.rows):
             for action in row:
@@ -102,13 +109,14 @@ class Timetable:
 
 @lru_cache(maxsize=256)
 def timetable(name: str, stages: int, microbatches: int, chunks=1) -> Timetable:
+    """Return the timetable of the schedule with this name in SCHEDULES."""
     schedule = SCHEDULES[name]
     return Timetable(Placement(stages, chunks, schedule.folded), tuple(
         tuple(schedule.actions(stage, stages, microbatches, chunks)) for stage in range(stages)))
 
 
 def prerequisites(placement: Placement, stage: int, half: Action) -> list:
-    """Return what an action waits for: an earlier action of its own stage, a message, both, or nothing."""
+    """Return the actions of the same stage and the messages that an action waits for."""
     earlier = {"forward": (), "weight_backward": (InputBackward,)}.get(half.kind, (Forward,))
     message = [message_received(half)] if placement.source(stage, half) else []
     return [action(half.microbatch, half.chunk) for action in earlier] + message
@@ -120,6 +128,7 @@ def message_received(half: Action) -> Message:
 
 
 def message_sent(placement: Placement, stage: int, half: Action) -> tuple[int, Message] | None:
-    """Return (receiving stage, message) of an action's output, or None if it has no target."""
+    """Return (receiving stage, message) for an action's output, or None if no stage receives it. The receiver may be
+    the same stage, for example between the two chunks of the last stage in a V."""
     target = placement.target(stage, half)
     return target and (target[0], Message(half.microbatch, target[1], half.direction))

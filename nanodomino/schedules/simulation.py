@@ -1,8 +1,8 @@
-"""Simulates a schedule: when each stage runs each action, what that costs, and when each message is sent.
+"""Simulates a schedule: when each stage runs each action, how long it idles, and when each message is sent.
 
 Actions have durations and messages have delays, in any unit of time. An action starts when its stage has finished the
-previous one and its inputs have arrived. From the times follow the step time, the bubble, a picture, and the moment at
-which pipeline.py must post each receive.
+previous one and its inputs have arrived. The simulated times give the step time, the bubble, a picture, and the moment
+at which pipeline.py must post each receive.
 """
 
 from bisect import bisect_left
@@ -13,8 +13,12 @@ from nanodomino.schedules.placement_and_messages import Message, Timetable, mess
 
 
 def simulate(table: Timetable, duration=lambda stage, action: action.length, message=0) -> list[list[tuple]]:
-    """Return (action, start, end) for each stage's actions. message: the delay between an action's end and the arrival
-    of its output on another stage. Raises ValueError if the stages wait for each other forever."""
+    """Return for each stage a list of (action, start, end).
+
+    duration(stage, action): how long an action takes.
+    message: the delay between an action's end and the arrival of its output on another stage.
+    Raises ValueError if the stages wait for each other forever.
+    """
     queues, rows = [deque(row) for row in table.dependencies], [[] for _ in table.rows]
     times = {}                                       # when each event happened
     while any(queues):
@@ -29,8 +33,9 @@ def simulate(table: Timetable, duration=lambda stage, action: action.length, mes
                 for event, elsewhere in caused:
                     times[event] = free + message * elsewhere
         if len(times) == before:
-            raise ValueError(f"the schedule stops with {[str(queue[0][0]) for queue in queues if queue]} waiting for "
-                             "each other")
+            stuck = [f"{queue[0][0]} on stage {stage}" for stage, queue in enumerate(queues) if queue]
+            raise ValueError(f"a schedule must run to its end, but {', '.join(stuck)} are waiting for each other; "
+                             "change the order of the actions")
     return rows
 
 
@@ -45,13 +50,16 @@ def busy_time(rows) -> float:
 
 
 def bubble(rows) -> float:
-    """Return the busiest stage's idle time divided by the ideal time: (p - 1)/m for 1F1B and GPipe on equal stages."""
+    """Return the busiest stage's idle time divided by its busy time: (p - 1)/m for 1F1B and GPipe on equal stages."""
     return step_time(rows) / busy_time(rows) - 1
 
 
 def peak_microbatches(actions, size=lambda chunk: 1):
-    """Return how many microbatches, weighted by size(chunk), a stage holds at most. It holds each from its forward to
-    its last backward action: what an InputBackward could free, the WeightBackward needs."""
+    """Return the largest number of microbatches that a stage holds at the same time; each counts as size(chunk).
+
+    A stage holds a microbatch from its forward to the end of its backward. If the backward is split, that is the end of
+    its WeightBackward, which needs the activations too.
+    """
     held = peak = 0
     for action in actions:
         for half in reversed(action.halves):                 # a pair holds both of its microbatches
@@ -65,8 +73,11 @@ def peak_microbatches(actions, size=lambda chunk: 1):
 
 @lru_cache(maxsize=16)
 def receives_to_post(table: Timetable, actions_ahead=0) -> list[list[list[Message]]]:
-    """Return for each stage and action the messages whose receives are posted before the action: those sent, in the
-    simulation, by the start of this action or of the action `actions_ahead` places later. pipeline.py says why."""
+    """Return, as result[stage][i], the messages whose receives a stage posts right before its action i.
+
+    Each receive is posted before the first action that starts at or after the time at which the simulation sends the
+    message. With `actions_ahead` it is posted that many actions earlier. pipeline.py says why.
+    """
     rows = simulate(table)
     sent = sorted(((end, sender, *target) for sender, row in enumerate(rows) for action, _, end in row
                    for half in action.halves if (target := message_sent(table.placement, sender, half))
@@ -79,7 +90,7 @@ def receives_to_post(table: Timetable, actions_ahead=0) -> list[list[list[Messag
 
 
 def picture(name: str, stages: int, microbatches: int, chunks=1, shown=8) -> str:
-    """Return the schedule as text, one column per unit of time, drawn for at most `shown` microbatches."""
+    """Return the schedule as text, one column per unit of time. At most `shown` microbatches are drawn."""
     drawn = min(microbatches, shown)
     rows = simulate(timetable(name, stages, drawn, chunks))
     cost = bubble(simulate(timetable(name, stages, microbatches, chunks)))

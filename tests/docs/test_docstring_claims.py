@@ -188,9 +188,9 @@ def test_the_last_all_reduce_is_exposed_in_forward_and_hidden_by_weight_gradient
     assert set(backward) == {"resume", "wait", "weight_gradient"} and backward.count("weight_gradient") == 1
 
 
-def final_rank(config, weights, data, later):
+def final_rank(config, weights, data, defer_weights):
     """Return the names of the parameters whose main_grad changed after it was reported ready, and of all reported.
-    later: weight gradients are left to weight_backward."""
+    defer_weights: weight gradients are left to weight_backward."""
     _, model, _, stage = build(config, weights)
     for weight in model.parameters():
         weight.main_grad.zero_()
@@ -201,19 +201,19 @@ def final_rank(config, weights, data, later):
     def on_gradients_ready(modules):
         final.update({weight: weight.main_grad.clone() for module in modules for weight in module.parameters()})
 
-    run_to_end(stage.backward(tape, batch.loss_mask.to(losses.dtype), on_gradients_ready, later))
-    if later:
+    run_to_end(stage.backward(tape, batch.loss_mask.to(losses.dtype), on_gradients_ready, defer_weights))
+    if defer_weights:
         run_to_end(stage.weight_backward(tape, on_gradients_ready))
     names = {weight: name for name, weight in model.named_parameters()}
     changed = [names[weight] for weight in final if not torch.equal(final[weight], weight.main_grad)]
     return changed, sorted(names[weight] for weight in final)
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["together", "apart"])
-def test_a_sublayers_gradients_are_complete_when_it_is_reported_ready(pool, later):
+@pytest.mark.parametrize("defer_weights", [False, True], ids=["together", "apart"])
+def test_a_sublayers_gradients_are_complete_when_it_is_reported_ready(pool, defer_weights):
     """That includes the row bias, whose gradient comes from the residual + norm of the next sublayer."""
     config = tiny(2, tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, slices=2)
     weights, data, _, _ = reference_for(config, 1)
-    for changed, final in pool.run(final_rank, config, weights, data, later, world_size=2):
+    for changed, final in pool.run(final_rank, config, weights, data, defer_weights, world_size=2):
         assert not changed
         assert "layers.0.attention.dense.bias" in final and final == sorted(weights)
