@@ -11,7 +11,7 @@ The files of nanodomino/ that it calls, in the order in which a step needs them:
     data.py      (seed, step) -> batches           zero.py       gradients -> updated weights
     model.py     the GPT, on parallel.py           checkpoint/   save and resume
 
-The functions have the names that a reader of Megatron-LM expects.
+Most functions have the names that a reader of Megatron-LM expects.
 """
 
 import dataclasses
@@ -54,20 +54,20 @@ from nanodomino.schedules.placement_and_messages import Timetable
 from nanodomino.timeline.draw import draw_timeline
 from nanodomino.zero import StepResult, ZeroOptimizer
 
-PROMPT_TOKENS = 32       # length of the prompt for the sample at the end, taken from the validation text
+PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text, for the sample at the end
 
 
-# ---- what a user of Megatron-LM writes: the model, the data, a forward step, the loss
+# ---- what users of Megatron-LM write themselves: the model, the data, a forward step, the loss
 
 def model_builder(config: Config, mesh: Mesh) -> GPT:
-    """Build this rank's shards of this rank's stage of the model."""
+    """Build the part of the model that this rank holds: its stage's layers, and of each matrix only its shard."""
     return GPT(config, mesh)
 
 
 def dataset_builder(config: Config, corpus: Corpus, device) -> dict[str, TokenDataset]:
-    """Return the datasets train, valid and test, the last two only if they hold at least one sample.
+    """Return {split: dataset} for train, valid and test. A valid or test split without a whole sample is left out.
 
-    Raises UserError if train holds none.
+    Raises UserError if train holds no whole sample.
     """
     splits = [split for split in ("train", "valid", "test")
               if split == "train" or corpus.tokens[split] > config.seq_length]
@@ -77,10 +77,10 @@ def dataset_builder(config: Config, corpus: Corpus, device) -> dict[str, TokenDa
 
 
 def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuffle: bool, microbatch: int, chunk: int):
-    """Read a microbatch, the same on all tensor-parallel ranks of a replica.
+    """Return this replica's microbatch of global batch `step`, the same on all of its tensor-parallel ranks.
 
-    The chunks with the embedding and the head read the same tokens. A chunk between them needs none, only the sample
-    ids for its dropout masks, unless positions or attention depend on where documents end.
+    The chunk with the embedding and the chunk with the head read the tokens. A chunk between them needs only the sample
+    ids, which seed its dropout masks. If positions or attention depend on where documents end, all chunks read tokens.
     """
     where = (step, microbatch, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
     at_an_end = config.placement.virtual_stage(mesh.pp_rank, chunk) in (0, config.placement.last)
@@ -90,16 +90,19 @@ def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuf
 
 
 def forward_step(batch, stage: Domino, hidden, chunk: int, training: bool):
-    """Run a microbatch through a chunk. A generator, which returns (output, tape, a function from the output to (sum of
-    the losses, number of tokens))."""
+    """Run a microbatch through a chunk: a generator that returns (output, tape, loss function).
+
+    tape: what backward needs. The loss function turns the output of the last chunk into (sum of losses, tokens).
+    """
     output, tape = yield from stage.forward(batch, hidden, training, chunk)
     return output, tape, partial(loss_func, batch.loss_mask)
 
 
 def loss_func(loss_mask, losses):
-    """Return the sum of the losses [b, s] where loss_mask [b, s] is 1, and the number of these tokens.
+    """Return the sum of the losses [b, s] of the tokens where loss_mask [b, s] is 1, and the number of these tokens.
 
-    A sum, because microbatches and replicas may count different numbers of tokens, and a mean of means would be wrong.
+    We return a sum because microbatches and replicas may count different numbers of tokens. So the mean of their means
+    would be wrong.
     """
     return (losses * loss_mask).sum(), loss_mask.sum()
 
@@ -108,10 +111,10 @@ def loss_func(loss_mask, losses):
 
 def train_step(step: int, stage: Domino, optimizer: ZeroOptimizer, dataset: TokenDataset, config: Config, mesh: Mesh,
                stop=lambda: False, on_action=None) -> StepResult:
-    """Train on global batch step - 1 and update the weights. Steps count from 1.
+    """Train on one global batch and update the weights. Steps count from 1, global batches from 0.
 
-    stop(): whether this rank has received a signal to stop, called at the end of the step; the result says whether any
-    rank has. on_action: see pipeline.run.
+    stop(): returns whether this rank has received a signal to stop; called at the end of the step. The result's `stop`
+    says whether any rank has received one. on_action: see pipeline.run.
     """
     with stage.trace.span("step", step=step):
         optimizer.zero_grad()
@@ -136,15 +139,15 @@ def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, o
 
 def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh,
                  shuffle=True, on_gradients_ready=None, on_action=None, loss_scale=1.0):
-    """Run a schedule over the microbatches of global batch `step`, which counts from 0."""
+    """Run a schedule over the microbatches of global batch `step`, counted from 0. Returns pipeline.Totals."""
     return pipeline.run(table, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
                         config.residual_shape, config.params_dtype, on_gradients_ready, stage.trace, on_action,
                         loss_scale)
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Return the learning rate of step 1 .. train_iters: a linear warm-up to lr, then a decay that reaches min_lr at
-    the last step (with the decay style `constant`, the rate stays at lr)."""
+    """Return the learning rate of a step, 1 to train_iters. The rate rises linearly to lr, then decays to min_lr at the
+    last step. With the decay style `constant` it stays at lr."""
     warmup = int(config.lr_warmup_fraction * config.train_iters)
     if step <= warmup:
         return config.lr * step / warmup
@@ -153,11 +156,11 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh):
-    """Connect the stages, run a microbatch in which no token counts through each chunk, and run every collective of a
-    step once.
+    """Connect the stages, run one dummy microbatch through each chunk, and run every collective of a step once.
 
-    This loads the kernels, allocates the memory and creates the communicators. Each of the three waits until the whole
-    GPU is idle. In the first step, that could mean waiting for a message whose sender is waiting for this rank.
+    This loads kernels, allocates memory and creates communicators, each of which waits until the whole GPU is idle. In
+    the first step that could be a deadlock: the GPU may be busy receiving a message whose sender waits for this rank.
+    The weights do not change.
     """
     pipeline.connect(mesh, config.placement)
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=mesh.device)
@@ -209,7 +212,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             if step in traced and (step == traced[-1] or stop):
                 report.say(draw_timeline(trace, mesh, run.folder / f"trace-{step:08d}"))
             if optimizer.skipped_in_a_row >= config.max_skipped_steps:
-                saver.wait()                                   # the last checkpoint may still be in flight to disk
+                saver.wait()                                   # for a checkpoint still being written
                 report.draw_curve()
                 raise UserError(f"{optimizer.skipped_in_a_row} steps in a row, up to step {step}, had a loss or "
                                 f"gradient that is not finite; {optimizer.loss_scale.advice()}start from an earlier "
@@ -228,8 +231,8 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
         raise
 
     saver.wait()
-    if failure := saver.failure():                             # no later checkpoint will replace this one
-        raise UserError(f"{failure}; free some space and start again: the run resumes from its last checkpoint")
+    if failure := saver.failure():                             # fatal, since no later checkpoint follows
+        raise UserError(f"{failure}; free some disk space and start again to resume from the last checkpoint")
     if stop and done < config.train_iters:
         report.end(done, time.perf_counter() - start_time)
         report.say(f"stopped early after saving the checkpoint of step {done}; --run-dir {run.folder} resumes from it")
@@ -244,7 +247,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
 
 
 def write_sample(model: GPT, config: Config, corpus: Corpus, dataset: TokenDataset, mesh: Mesh):
-    """Print how the first replica continues the first tokens of a split."""
+    """Let the first replica continue the first tokens of a split, and print its text."""
     if mesh.dp_rank == 0:
         prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()
         tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
@@ -257,7 +260,7 @@ def write_sample(model: GPT, config: Config, corpus: Corpus, dataset: TokenDatas
 # ---- from the command line to the first collective
 
 def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
-    """Load the prepared folder. If it is the default one and missing, the first process of each host prepares it."""
+    """Load the prepared data. If the default data is missing, the first process of each host prepares it first."""
     folder = Path(config.data_path or DEFAULT_CORPUS)
     if config.data_path is None and not folder.exists():
         if launch.local_rank == 0:
@@ -271,9 +274,10 @@ def find_corpus(config: Config, launch: LaunchInfo) -> Corpus:
 
 
 def main(arguments: list[str], launch: LaunchInfo) -> int:
-    """Check everything that can be wrong, on every rank alike; then start the process groups and pretrain.
+    """Check settings, data and device, then start the process groups and train.
 
-    Returns the exit code. Raises UserError.
+    Checks that need no other rank come first, so that most mistakes end the run before any rank communicates. Returns
+    the exit code. Raises UserError.
     """
     config = from_command_line(arguments, launch.world_size)
     device = find_device(config, launch)
@@ -282,14 +286,14 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
                                  data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"])
     datasets = dataset_builder(config, corpus, device)
     if config.sample_tokens:
-        corpus.tokenizer()                                     # fails now rather than at the end
+        corpus.tokenizer()                                     # a failure should show now, not at the end
     require_memory(config, device, launch.local_world_size)
     check_package(config)
     run = open_run(config, launch) if launch.rank == 0 else None
 
     if config.deterministic_mode:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    if config.compile and config.tp > 1:                       # each rank compiles for itself, but must compute alike
+    if config.compile and config.tp > 1:                       # each rank compiles by itself; all must compute alike
         make_compiler_deterministic()
     with end_unless_connected(launch, config.timeout):
         start_world(launch, device, config.timeout)
@@ -299,7 +303,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     check_shared_folder(run.folder)
     with Watchdog(launch, mesh, config.timeout) as watchdog:
         code = pretrain(config, corpus, datasets, mesh, run, watchdog)
-        dist.barrier()                                         # no rank disconnects while another still communicates
+        dist.barrier()                                         # so that none disconnects while another communicates
     dist.destroy_process_group()
     return code
 

@@ -1,4 +1,4 @@
-"""Text -> token ids on disk, once, so that training only has to read numbers.
+"""Turns text into token ids on disk, once, so that training only has to read numbers.
 
     python data/prepare.py                                               Python's own standard library, as bytes
     python data/prepare.py --input books/ --output data/books --tokenizer gpt2
@@ -8,16 +8,16 @@
     files, folders, globs -> documents -> chunks of text -> token ids -> train.bin  valid.bin  test.bin  meta.json
 
 A document is a text file, or a line of a .jsonl file ({"text": ...}, Megatron-LM's convention). Each document is
-followed by one end-of-text token and goes as a whole to one split: to the split that is furthest below its share of
-the bytes so far. This rule needs no random numbers, draws each split from the whole input, and keeps the shares even
-if documents are few or of unequal size. If a split gets no document (say the input is one big file), its share is cut
-off the end of the largest split.
+followed by one end-of-text token. It goes as a whole to the split that is furthest below its share of the bytes so far.
+This rule needs no random numbers. Each split gets documents from all parts of the input, and the shares are met even if
+there are few documents or their sizes differ. If a split gets no document, for example because the input is one big
+file, its share is cut off the end of the largest split.
 
-No text may leak from training into validation. So a file that several inputs match is read once, and a document that
-went to valid or test is skipped when it comes again.
+No document may be in both training and validation data. So a file that several inputs match is read once, and copies
+of a document that went to valid or test are skipped.
 
-Memory use does not grow with the size of a file: text is read in chunks, and a line of a .jsonl file is one chunk.
-Each document costs about a hundred bytes.
+Memory use does not grow with the size of a text file, because text is read in chunks. A line of a .jsonl file is one
+chunk. Each document costs about a hundred bytes of memory.
 """
 
 import argparse
@@ -49,12 +49,12 @@ DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
 BLOCK = 1 << 20                 # tokens counted at once
 DENSE_VOCABULARY = 1024         # up to this size, pairs of tokens are counted in a full table
-PAIRS_COUNTED = 1 << 24         # for a larger vocabulary, only so many tokens are used, and their pairs are sorted
+PAIRS_COUNTED = 1 << 24         # for a larger vocabulary, only pairs in the first 2**24 tokens are counted
 
 
 def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=None, merge_file=None, progress=True,
             source=None, overwrite=False, eod_token=None) -> dict:
-    """Tokenize the documents of `inputs` into the folder `output` and return its meta.json. Raises UserError."""
+    """Tokenize the documents of `inputs` into the folder `output`; return its meta.json as a dict. Raises UserError."""
     inputs = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
     output = Path(os.path.realpath(output))
     weights = check_split(split)
@@ -66,7 +66,7 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
         files, skipped = find_files(inputs, output)
         for path in files:
             require(Path(path).parent != output,
-                    f"the input {path} lies in the output, which would be replaced; choose another --output")
+                    f"the input {path} lies in the output folder, which would be replaced; choose another --output")
         with temporary_sibling(output) as folder:
             tokens, documents = write_splits(folder, files, text_tokenizer, dtype, weights, skipped, progress)
             cut_off = fill_empty_splits(folder, tokens, dtype, weights)
@@ -93,13 +93,13 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
 
 
 def prepare_default_corpus(folder=DEFAULT_CORPUS, progress=True) -> dict:
-    """Prepare Python's standard library as bytes, unless that is done: 12 MB of text that every machine has."""
+    """Prepare Python's standard library, 12 MB that every machine has, unless that is done; return its meta.json."""
     finished = Path(folder) / "meta.json"
     if not finished.is_file():
         try:
             return prepare(standard_library(), folder, progress=progress, source=STANDARD_LIBRARY)
         except UserError:
-            if not finished.is_file():      # otherwise another process was faster
+            if not finished.is_file():      # else another process was faster
                 raise
     return load_corpus(folder).meta
 
@@ -112,7 +112,7 @@ def standard_library() -> list[Path]:
 
 
 def check_split(split) -> list[float]:
-    """Return (949, 50, 1) or "949,50,1" as shares that sum to 1. Raises UserError."""
+    """Convert a split such as (949, 50, 1) or "949,50,1" to shares that sum to 1. Raises UserError."""
     parts = split.split(",") if isinstance(split, str) else split
     try:
         weights = [float(part) for part in parts]
@@ -125,7 +125,7 @@ def check_split(split) -> list[float]:
 
 
 def summary_of(inputs: list) -> str:
-    """Return at most three of the inputs and how many more there are."""
+    """Return the inputs as a text such as "a.txt, b.txt, c.txt and 7 more"."""
     return ", ".join(map(str, inputs[:3])) + (f" and {len(inputs) - 3} more" if len(inputs) > 3 else "")
 
 
@@ -133,7 +133,10 @@ def summary_of(inputs: list) -> str:
 
 def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dtype, weights: list[float],
                  skipped: Counter, progress: bool) -> tuple[list[int], list[int]]:
-    """Write each document to its split. Returns the number of tokens and of documents in each split."""
+    """Write each document to its split. Returns (tokens in each split, documents in each split).
+
+    files: what find_files() returned. skipped: counts skipped documents by reason; updated here.
+    """
     total, position = sum(map(os.path.getsize, files)), 0
     documents, written, split_of = [0] * 3, [0] * 3, {}
     end_of_text = np.array([tokenizer.end_of_text], dtype).tobytes()
@@ -143,15 +146,15 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
                                        disable=None if progress else True))     # None: no bar in a log file
         for document in read_documents(files, tokenizer.safe_cut, any_bytes=tokenizer.name == "byte"):
             first = next(document.chunks, "")
-            # documents with equal length and equal first chunk count as copies
+            # documents of equal length with equal first chunks count as copies
             fingerprint = hashlib.blake2b(b"%d " % document.size + raw_bytes(first), digest_size=8).digest()
             seen_in = split_of.get(fingerprint)
             if not first:
                 skipped["empty documents"] += 1
-            elif seen_in:                           # in valid or test; train, which is 0, may hold copies
+            elif seen_in:                           # 1 or 2, valid or test; train is 0 and may hold copies
                 skipped["copies of held-out documents"] += 1
             else:
-                # only a part of a .jsonl file is text: extrapolate from the part of the files that is done
+                # a .jsonl file is not all text, so extrapolate from the text in the files read so far
                 expected = total * sum(written) / position if position else total
                 split = 0 if seen_in == 0 else choose_split(document.size, written, documents, weights, expected)
                 split_of[fingerprint] = split
@@ -170,16 +173,17 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
 
 
 def raw_bytes(text: str) -> bytes:
-    """Return the original bytes of text that was read from a file, including bytes that are not valid UTF-8."""
+    """Return the bytes that `text` had in its file, including bytes that are not valid UTF-8."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def choose_split(size: int, written: list[int], documents: list[int], weights: list[float], total: float) -> int:
-    """Return the split for a document of `size` bytes, given the bytes and documents in each split so far.
+    """Return the split, 0 to 2, for a document of `size` bytes, given the bytes and documents in each split so far.
 
-    The split with the smallest (bytes + half a mean document) / weight gets it: Sainte-Laguë's rule, by which
-    parliaments allocate seats. The rule does not look at the document's size, so held-out documents are as long as
-    training documents. But a split that the document would overfill by more than half the document is left out.
+    The document goes to the split with the smallest (bytes + half a mean document) / weight. This is Sainte-Laguë's
+    rule, by which parliaments allocate seats. It ignores the document's size, so held-out documents are about as long
+    as training documents. But a split is passed over if more than half of the document would exceed the split's share
+    of `total`, the expected bytes of all documents. If all are passed over, the split with the largest weight gets it.
     """
     half = sum(written) / max(2 * sum(documents), 1) or 1
     with_room = [i for i in range(3) if weights[i] and written[i] + size / 2 <= weights[i] * total]
@@ -187,7 +191,7 @@ def choose_split(size: int, written: list[int], documents: list[int], weights: l
 
 
 def fill_empty_splits(folder: Path, tokens: list[int], dtype, weights: list[float]) -> list[str]:
-    """Cut the share of each empty split off the end of the largest split. Returns their names; updates `tokens`."""
+    """Fill each empty split from the end of the largest split. Returns the filled splits; updates `tokens`."""
     total, largest = sum(tokens), tokens.index(max(tokens))
     empty = [i for i in range(3) if weights[i] > 0 and not tokens[i]]
     for i in reversed(empty):       # test first, so that the text continues from train to valid to test
@@ -204,9 +208,10 @@ def fill_empty_splits(folder: Path, tokens: list[int], dtype, weights: list[floa
 # ---- reference losses
 
 def entropies(path: Path, dtype, vocabulary: int) -> tuple[float, float, int]:
-    """Return (H(token), H(token | previous token), the number of tokens that the second was counted on), in nats.
+    """Return (unigram entropy, bigram entropy, the number of tokens from which the bigram entropy was counted).
 
-    They are the losses of a model that knows only token frequencies, and of one that also sees the previous token.
+    Both are in nats per token. The unigram entropy, H(token), is the loss of a model that knows only how frequent each
+    token is. The bigram entropy, H(token | previous token), is the loss of a model that also sees the previous token.
     """
     row, dense = np.memmap(path, dtype, mode="r"), vocabulary <= DENSE_VOCABULARY
     singles, pairs = np.zeros(vocabulary, np.int64), np.zeros(vocabulary ** 2 if dense else 0, np.int64)
@@ -225,7 +230,7 @@ def entropies(path: Path, dtype, vocabulary: int) -> tuple[float, float, int]:
 
 
 def entropy(counts) -> float:
-    """Return the entropy in nats of a distribution given by counts."""
+    """Return the entropy, in nats, of the distribution that `counts` gives."""
     shares = counts[counts > 0] / max(counts.sum(), 1)
     return float(-(shares * np.log(shares)).sum()) + 0.0    # + 0.0 turns -0.0 into 0.0
 
@@ -245,10 +250,10 @@ def print_summary(meta: dict, output: Path):
         share = tokens[split] / sum(tokens.values())
         print(f"  {split:<5} {documents[split]:>9,} documents {tokens[split]:>15,} tokens {share:>7.2%}")
     if meta["cut_off"]:
-        print(f"  too few documents for {' and '.join(meta['cut_off'])}: cut off the end of the largest split")
+        print(f"  too few documents: cut {' and '.join(meta['cut_off'])} off the end of the largest split")
     if meta["skipped"]:
         print(f"  skipped: {skipped_text(meta['skipped'])}")
-    print(f"  a model that knows only token frequencies has a loss of {meta['unigram_entropy']:.3f} nats, "
+    print(f"  a model that knows only token frequencies has a loss of {meta['unigram_entropy']:.3f} nats per token, "
           f"one that also sees the previous token {meta['bigram_entropy']:.3f}")
     print(f"written to {output}")
 
@@ -266,16 +271,16 @@ def build_parser() -> Parser:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="the folder to create")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
                         help="byte (default), gpt2, or the folder or tokenizer.json of a Hugging Face tokenizer "
-                        "(GPT-2, Llama 2 and 3, Mistral, Qwen, SmolLM2); the last needs the package tokenizers")
+                        "(GPT-2, Llama 2 and 3, Mistral, Qwen, SmolLM2), which needs the package tokenizers")
     parser.add_argument("--eod-token", metavar="TOKEN",
-                        help="the added token of a Hugging Face tokenizer that ends a document (default: the eos_token "
-                        "of its tokenizer_config.json, else <|endoftext|> or the like)")
+                        help="for a Hugging Face tokenizer: the special token that ends a document (default: the "
+                        "eos_token in its tokenizer_config.json, else <|endoftext|> or the like)")
     parser.add_argument("--split", default="949,50,1", metavar="SHARES",
                         help="shares of train,valid,test (default 949,50,1)")
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's encoder.json, instead of a download")
-    parser.add_argument("--merge-file", metavar="FILE", help="GPT-2's vocab.bpe")
-    parser.add_argument("--overwrite", action="store_true", help="replace the corpus in --output")
-    parser.add_argument("--verify", type=Path, metavar="FOLDER", help="only check every byte of a prepared corpus")
+    parser.add_argument("--merge-file", metavar="FILE", help="GPT-2's vocab.bpe, instead of a download")
+    parser.add_argument("--overwrite", action="store_true", help="replace the prepared text in --output")
+    parser.add_argument("--verify", type=Path, metavar="FOLDER", help="only check the bytes of a prepared folder")
     return parser
 
 
@@ -284,7 +289,7 @@ def main():
     if flags.verify:
         load_corpus(flags.verify).verify()
         return print(f"{flags.verify} is as it was prepared")
-    require(flags.output or not flags.input, "--input needs --output, the folder to make; try --output data/mine")
+    require(flags.output or not flags.input, "--input needs --output, the folder to create; try --output data/mine")
     inputs, output = flags.input or standard_library(), flags.output or DEFAULT_CORPUS
     meta = prepare(inputs, output, flags.tokenizer, flags.split, flags.vocab_file, flags.merge_file,
                    source=None if flags.input else STANDARD_LIBRARY, overwrite=flags.overwrite,

@@ -1,6 +1,6 @@
 """Trains GPTs with tensor, pipeline and data parallelism, Domino's overlap and ZeRO, in pure PyTorch.
 
-The story, to be read in this order; train.py in the folder above puts it together:
+The story, in reading order; train.py in the parent folder puts it together:
 
     mesh.py       gives each process its place in a grid of pipeline x data x tensor parallel ranks
     parallel.py   splits a matrix over ranks and all-reduces the partial results
@@ -8,9 +8,9 @@ The story, to be read in this order; train.py in the folder above puts it togeth
     domino.py     lets one slice of a batch compute while the other slice's all-reduce is in flight
     pipeline.py   runs a stage's schedule and exchanges activations with the neighbouring stages
     zero.py       shards gradients and optimizer state over the data-parallel replicas
-    data.py       finds the tokens of any step as a pure function of the seed and the step
+    data.py       finds the tokens of any step from nothing but the seed and the step number
 
-The chapters, each readable by itself (errors.py is for all: the exception for a user's mistake):
+The chapters, each readable by itself (every file may use errors.py, the exception for a user's mistake):
 
     comm          process groups, collectives, traces       schedules    1F1B and five more, as lists of actions
     layers        what a sublayer computes on one rank      optim        buckets, optimizers, loss scale

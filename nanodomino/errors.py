@@ -1,8 +1,11 @@
-"""Mistakes of the user, as opposed to errors in this code: they end a command with one sentence and no traceback."""
+"""The exception for a user's mistake, such as a wrong flag. The command then prints one sentence and no traceback."""
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. The message is one sentence: the rule, the numbers and the fix."""
+    """A mistake that the user can correct. The message is one sentence with the rule, the numbers and the fix.
+
+    For example: "num-attention-heads 6 must be divisible by tensor-model-parallel-size 4; try --tp 1, 2, 3, 6".
+    """
 
 
 def require(condition, message: str):

@@ -1,5 +1,5 @@
 """Samples text from a trained model, on any number of stages and tensor-parallel ranks.
 
-Read cache.py (keys and values of earlier tokens), generation.py (the loop over tokens; temperature, top-k), printing.py
-(output). `python -m nanodomino.generate` is the command.
+Read cache.py (keys and values of earlier tokens), then generation.py (the loop over tokens, temperature, top-k), then
+printing.py (output). `python -m nanodomino.generate` is the command.
 """

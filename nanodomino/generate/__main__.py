@@ -1,4 +1,6 @@
-"""Generates text from a checkpoint of any layout, on as many tensor-parallel processes as torchrun starts.
+"""Generates text from a checkpoint, which may come from any layout.
+
+The processes that torchrun starts share the model by tensor parallelism:
 
     python -m nanodomino.generate --load runs/nano-001 --prompt "def " --seed 1
     torchrun --nproc_per_node 2 -m nanodomino.generate --load runs/nano-001 --prompt "def " --seed 1    # the same text
@@ -30,12 +32,12 @@ from nanodomino.run.rank_failure import run_rank
 
 
 def command_line(arguments: list[str]) -> argparse.Namespace:
-    """Parse and check the flags; `prompts` becomes a list of texts. Raises UserError."""
+    """Parse and check the flags. In the result, `prompts` is a list of texts. Raises UserError."""
     parser = argparse.ArgumentParser("python -m nanodomino.generate", allow_abbrev=False,
                                      usage="python -m nanodomino.generate --load DIR [flags], alone or under torchrun",
                                      description="Let a trained model continue a text.")
     parser.add_argument("--load", required=True, metavar="DIR",
-                        help="a checkpoint, or a run's folder for its newest checkpoint")
+                        help="a checkpoint, or a run's folder, whose newest checkpoint is then used")
     parser.add_argument("--prompt", default="", metavar="TEXT",
                         help="the text to continue; FILE:NAME reads it from a file (default: start a new text)")
     parser.add_argument("--prompts", default=None, metavar="FILE",
@@ -43,18 +45,18 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--num-samples", type=int, default=1, metavar="INT",
                         help="texts per prompt, each from its own random numbers (default 1)")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="INT",
-                        help="tokens per text, unless end-of-text comes earlier (default 200)")
+                        help="new tokens per text; a text ends earlier at end-of-text (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="FLOAT",
-                        help="below 1, likely tokens are drawn more often than the model's probabilities say, above 1 "
-                        "less often; 0 always takes the most likely token (default 0.8)")
+                        help="logits are divided by it: below 1 favours likely tokens, above 1 unlikely ones; 0 always "
+                        "takes the most likely token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=0, metavar="INT",
-                        help="draw among this many most likely tokens; 0 for all (default 0)")
+                        help="sample only from this many of the most likely tokens; 0: from all tokens (default 0)")
     parser.add_argument("--seed", type=int, default=None, metavar="INT",
-                        help="seed of the random numbers: the same seed gives the same texts (default: a random one)")
+                        help="the same seed gives the same texts (default: a random seed)")
     parser.add_argument("--tp", type=int, default=None, metavar="INT",
-                        help="tensor-parallel processes (default: all of torchrun's)")
+                        help="number of tensor-parallel processes (default: all that torchrun has started)")
     parser.add_argument("--data-path", default=None, metavar="DIR",
-                        help="data folder with the tokenizer (default: the training run's)")
+                        help="data folder with the tokenizer (default: the one that the model was trained on)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where to compute; auto is cuda if there is a GPU, else cpu (default auto)")
     parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True,
@@ -63,7 +65,7 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
     flags = parser.parse_args(arguments)
     require(flags.load, "--load must not be empty; give a checkpoint or the folder of a run")
     require(flags.tp is None or flags.tp >= 1,
-            f"--tp must be at least 1, but is {flags.tp}; leave it out for all of torchrun's processes")
+            f"--tp must be at least 1, but is {flags.tp}; leave it out to use all processes that torchrun has started")
     for name, least in (("num_samples", 1), ("max_tokens", 0), ("top_k", 0), ("seed", 0)):
         value = getattr(flags, name)
         require(value is None or value >= least, f"{flag_name(name)} must be at least {least}, but is {value}")
@@ -76,7 +78,7 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
 
 
 def find_prompts(flags: argparse.Namespace) -> list[str]:
-    """Return --prompt's text, or the lines of --prompts's file. Raises UserError."""
+    """Return the text of --prompt, or the non-empty lines of the file of --prompts. Raises UserError."""
     if flags.prompts is None:
         return [find_prompt(flags.prompt)]
     lines = [line.rstrip("\r") for line in read_text(flags.prompts, "--prompts").split("\n")]
@@ -85,50 +87,50 @@ def find_prompts(flags: argparse.Namespace) -> list[str]:
 
 
 def find_prompt(text: str) -> str:
-    """Return --prompt's text, or the text of the file in FILE:NAME, nanoGPT's notation. Raises UserError."""
+    """Return `text`, or the contents of file NAME if it is FILE:NAME, as in nanoGPT. Raises UserError."""
     if text.startswith("FILE:"):
         return read_text(text.removeprefix("FILE:"), "--prompt")
     try:
         text.encode("utf-8")
         return text
     except UnicodeError:
-        raise UserError("--prompt must be UTF-8 text, but holds other bytes; convert it") from None
+        raise UserError("--prompt must be UTF-8 text, but contains other bytes; convert it to UTF-8") from None
 
 
 def read_text(path: str, flag: str) -> str:
-    """Return the text of the file that a flag names. Raises UserError."""
+    """Return the text of a file. flag: the flag that named it, for error messages. Raises UserError."""
     try:
         return Path(path).read_text("utf-8")
     except OSError as error:
-        raise UserError(f"{flag} {path} can't be read ({error.strerror}); give a file that is there") from None
+        raise UserError(f"{flag} {path} can't be read ({error.strerror}); give a text file that exists") from None
     except UnicodeError:
-        raise UserError(f"{flag} {path} must be UTF-8 text, but holds other bytes; convert it") from None
+        raise UserError(f"{flag} {path} must be UTF-8 text, but contains other bytes; convert it to UTF-8") from None
 
 
 def find_tokenizer(checkpoint: Path, config: Config, data_path: str | None) -> Tokenizer:
-    """Return the tokenizer in --data-path, else in the folder of an imported model, else in the run's training data.
+    """Return the tokenizer: from --data-path if given, else from an imported model, else from the training data.
 
-    Raises UserError if there is none, or if it has more tokens than the model.
+    Raises UserError if there is none, or if its vocabulary is larger than the model's.
     """
     source = data_path or config.data_path
     if data_path is None and (checkpoint / "tokenizer.json").is_file():
         tokenizer, source = build_tokenizer(str(checkpoint)), checkpoint
         vocab_size = tokenizer.vocab_size
     else:
-        require(source, f"the tokenizer is in the data folder, but {checkpoint} was imported, not trained, without a "
-                "tokenizer.json; give a data folder as --data-path")
+        require(source, f"there is no tokenizer: {checkpoint} was imported, not trained, without a tokenizer.json; "
+                "give a data folder as --data-path")
         require(data_path or Path(source).exists(), f"the tokenizer is stored with the training data, but the folder "
                 f"{source} no longer exists; give its new path as --data-path")
         corpus = load_corpus(source)
         tokenizer, vocab_size = None, corpus.vocab_size
-    require(vocab_size <= config.vocab_size, f"the tokenizer of {source} has {vocab_size} tokens, but the model "
-            f"{config.vocab_size}; give the --data-path that it was trained on")
+    require(vocab_size <= config.vocab_size, f"the tokenizer of {source} has {vocab_size} tokens, but the model has "
+            f"only {config.vocab_size}; give the data folder that the model was trained on as --data-path")
     return tokenizer or corpus.tokenizer()
 
 
 def main(arguments: list[str], launch: LaunchInfo) -> int:
     """Load the model on all ranks and print the texts. Returns the exit code. Raises UserError."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)               # Ctrl-C ends it at once: there is nothing to save
+    signal.signal(signal.SIGINT, signal.SIG_DFL)               # Ctrl-C ends the command at once; nothing is lost
     flags = command_line(arguments)
     tp = flags.tp or launch.world_size
     require(tp == launch.world_size,
@@ -147,7 +149,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     load_weights(folder, model, mesh)
     seed = broadcast_number(secrets.randbelow(2**31) if flags.seed is None else flags.seed, mesh)
     if flags.seed is None and launch.rank == 0:
-        print(f"seed {seed}: --seed {seed} writes the same again", file=sys.stderr)
+        print(f"seed {seed}: --seed {seed} gives the same texts again", file=sys.stderr)
     write_texts(flags, model, mesh, tokenizer, seed)
     dist.barrier()
     dist.destroy_process_group()

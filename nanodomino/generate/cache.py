@@ -4,9 +4,9 @@ Attention needs the keys and values of every earlier token, and they do not chan
 each layer computes only one new position per token, however long the text is. The keys and values of a query group are
 cached once, for all of its heads.
 
-A full window cannot slide by one token. Learned positions would all change; and although rotary positions enter
-attention only as distances, the cached keys and values of the upper layers still depend on the token that left. So the
-later half of the window is kept and recomputed from position 0.
+When the text has filled the model's context, the cache cannot just drop the oldest token. Learned positions would all
+change. Rotary positions enter attention only as distances, but in the upper layers the cached keys and values still
+depend on the dropped token. So the cache is emptied, and the later half of the context is recomputed from position 0.
 """
 
 from functools import partial
@@ -20,12 +20,12 @@ from nanodomino.model import GPT, Chunk
 
 
 class KeyValueCache:
-    """Rotated keys, and values, [1, groups/t, positions, d] of each attention of this stage.
+    """Holds the keys (after rotary positions) and values of this stage's attentions, [1, query groups/t, size, d] each.
 
-    size: the number of positions that the cache can hold; `length` of them are filled.
+    size: the number of positions that the cache can hold; the first `length` of them are filled.
     end_of_text: the token after which a new document starts, used if the model was trained with document boundaries.
 
-    The layers get it in place of a MasksAndPositions, whose methods it therefore has.
+    The layers use the cache in place of a MasksAndPositions, so it has the methods that they call.
     """
 
     def __init__(self, model: GPT, size: int, end_of_text: int | None = None):
@@ -38,7 +38,7 @@ class KeyValueCache:
             for chunk in model.chunks for sublayer in chunk.sublayers if sublayer.attends}
 
     def start(self, tokens):
-        """Compute the positions and the attention bias of the new tokens [1, m]. m > 1 needs an empty cache."""
+        """Compute the positions and the attention bias of the new tokens [1, m]. If m > 1, the cache must be empty."""
         config, m = self.model.config, tokens.size(1)
         self.positions = torch.arange(self.length, self.length + m, device=tokens.device).unsqueeze(0)
         self.first_visible, self.bias = 0, None
@@ -52,24 +52,24 @@ class KeyValueCache:
         self.rotary = rotation(config, self.positions, m, tokens.device)
 
     def finish(self, tokens):
-        """Count the new tokens [1, m] as cached, after all chunks have run."""
+        """Count the new tokens [1, m] as cached. Call this after all chunks have run."""
         if self.end_of_text is not None:
             ends = [i for i, token in enumerate(tokens[0].tolist(), self.length) if token == self.end_of_text]
             self.document_start = ends[-1] + 1 if ends else self.document_start
         self.length += tokens.size(1)
 
     def hidden_dropout_mask(self, site, x):
-        """Return no mask, as MasksAndPositions does in evaluation."""
+        """Return None: generation has no dropout."""
         return None
 
     def attention_inputs(self, sublayer, x) -> AttentionInputs | None:
-        """Return what attention needs for the new tokens; its keys and values join those in the cache."""
+        """Return what attention needs for the new tokens, with a function that extends its cache; None for an MLP."""
         if not sublayer.attends:
             return None
         return AttentionInputs(None, self.rotary, self.bias, partial(self.extend, sublayer.site))
 
     def extend(self, site, k, v):
-        """Store k and v [1, groups, m, d] of the new tokens; return k and v of all tokens that they may attend to."""
+        """Store k and v [1, query groups/t, m, d] of the new tokens; return k and v of all tokens visible to them."""
         keys, values = self.keys_and_values[site]
         end = self.length + k.size(2)
         keys[:, :, self.length:end], values[:, :, self.length:end] = k, v
@@ -78,7 +78,8 @@ class KeyValueCache:
     def run(self, chunk: Chunk, tokens, hidden):
         """Run a chunk on new tokens [1, m], or on hidden [1, m, h] from the previous chunk.
 
-        Returns hidden [1, m, h], or from the last chunk the logits [1, 1, words of this rank] of the last token.
+        Returns hidden [1, m, h]. The last chunk returns logits of the last token instead, [1, 1, num_words], where
+        num_words is the size of this rank's part of the vocabulary.
         """
         model, x = self.model, hidden
         if chunk.pre_process:

@@ -1,13 +1,13 @@
-"""Samples one token after the other, over all stages and tensor-parallel ranks.
+"""Generates text one token at a time, over all stages and tensor-parallel ranks.
 
     window of tokens -> stage 0 -> ... -> last stage -> logits of the next token -> sample -> broadcast to all stages
 
-The tensor-parallel ranks of the last stage all gather the full row of logits and sample with generators of the same
-seed, so they choose the same token without communicating.
+On the last stage every tensor-parallel rank gathers the full row of logits and samples from it. Their generators have
+the same seed, so all ranks choose the same token without communicating again.
 
-**Threads.** A token of a small model is a hundred small matmuls. To give a part of a matmul to another thread and wait
-for it costs 10 us if that core is idle, and milliseconds if another program is using it. So each step uses as many
-threads as its work is worth: one for a token of gpt2, all of them for a long prompt or for gpt3-13b.
+**Threads.** A token of a small model takes a hundred small matmuls. Sharing a matmul with another thread costs 10 us if
+that thread's core is idle, and milliseconds if another program is using the core. So the number of threads depends on
+the work of a step: one thread for a token of gpt2, all threads for a long prompt or for gpt3-13b.
 """
 
 from functools import partial
@@ -22,19 +22,19 @@ from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits
 
-WORK_PER_THREAD = 2**21      # multiplications: 0.05 ms of a core if many positions share the weights, 0.8 ms for one
+WORK_PER_THREAD = 2**21      # multiplications; on one core 0.05 ms for many positions at once, 0.8 ms for a single one
 
 
 @torch.no_grad()
 def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0,
              seed=0, use_cache=True, sample=0, show=lambda token: True, end_of_text=None) -> list[int]:
-    """Return tokens (at least one) and up to max_tokens more, stopping before an end_of_text.
+    """Return the prompt `tokens` (at least one token), followed by up to max_tokens new tokens. If end_of_text is
+    sampled, the text ends without it. Every rank of a replica must call this with the same arguments.
 
-    Every rank of a replica calls this with the same arguments.
-    vocab_size: the tokenizer's. The model's may be larger, but no token beyond the tokenizer's is chosen.
-    use_cache=False: recompute the whole window for each token, which gives the same text, slower.
-    sample: the number of this text among the texts of one seed; each has its own random numbers.
-    show(token): called on every rank after each token; returns whether to continue, the same on all ranks.
+    vocab_size: the number of tokens that the tokenizer knows. The model may have more, but they are never chosen.
+    use_cache=False: recompute all tokens of the context for each new token, which gives the same text more slowly.
+    sample: the number of this text; texts with the same seed but different numbers use different random numbers.
+    show(token): called on every rank after each token; must return whether to continue, the same on all ranks.
     """
     config, device, threads = model.config, mesh.device, torch.get_num_threads()
     generator, longest = seeded_generator("cpu", seed, "generate", sample), config.context_length
@@ -62,17 +62,17 @@ def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_s
 
 
 def useful_threads(config: Config, positions: int) -> int:
-    """Return how many threads a step on so many positions keeps busy, judged by the largest matmul of a layer."""
+    """Return how many threads are worthwhile for a step on `positions` tokens, given the largest matmul of a layer."""
     work = positions * config.hidden_size * config.ffn_hidden_size // config.tp
     return max(1, work // WORK_PER_THREAD)
 
 
 def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperature: float, top_k: int,
                generator) -> int:
-    """Run the tokens new [1, m], which follow the cached ones, and return the token sampled after them on all ranks."""
+    """Run the tokens `new` [1, m], which follow the cached ones, and return the next token, the same on all ranks."""
     config, placement, x = cache.model.config, cache.model.config.placement, None
     cache.start(new)
-    for number, chunk in enumerate(cache.model.chunks):        # this stage's next chunk starts after this one returns
+    for number, chunk in enumerate(cache.model.chunks):        # in model order, as their inputs arrive
         previous, following = (placement.location(placement.virtual_stage(mesh.pp_rank, number) + step)
                                for step in (-1, 1))
         if previous and previous[0] != mesh.pp_rank:
@@ -92,10 +92,10 @@ def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperatu
 
 
 def sample_token(logits, temperature: float, top_k: int, generator) -> int:
-    """Sample a token from logits [v] among the top_k largest (0: all). Temperature 0 returns the largest."""
+    """Sample a token from logits [v], only among the top_k largest (0: all). Temperature 0 takes the largest."""
     if temperature == 0.0:
         return int(logits.argmax())
-    logits = (logits.double() - logits.max()) / temperature    # at most 0, so that a small temperature cannot overflow
+    logits = (logits.double() - logits.max()) / temperature    # at most 0, so a small temperature cannot overflow
     if 0 < top_k < logits.numel():
         logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
     return int(torch.multinomial(logits.softmax(dim=-1).cpu(), 1, generator=generator))

@@ -1,7 +1,7 @@
 """Prints generated texts, token by token.
 
-A token is a few bytes, and a UTF-8 character up to four, so the last byte of a character may come three tokens later.
-A decoder holds incomplete characters back until later tokens complete them or show that they are not UTF-8.
+A token may be a single byte, and a UTF-8 character has up to four bytes, so a character may end three tokens after its
+start. A decoder holds incomplete characters back until later tokens complete them or show that they are not UTF-8.
 """
 
 import argparse
@@ -23,10 +23,11 @@ SEPARATOR = "---------------\n"
 
 
 class Writer:
-    """Writes to standard output, which only rank 0 has, until its reader is gone (`| head`).
+    """Writes to rank 0's standard output; the output of other ranks is discarded.
 
-    Each method returns whether the output is still open, as rank 0 sees it, on every rank: a rank that stopped alone
-    would leave the others waiting in their next all-reduce.
+    The reader of the output may end early, as in `| head`. So each method returns, on every rank, whether rank 0's
+    output is still open, and all ranks stop together. A rank that stopped alone would leave the others waiting in their
+    next all-reduce.
     """
 
     def __init__(self, tokenizer: Tokenizer, mesh: Mesh):
@@ -57,16 +58,16 @@ def broadcast_number(number: int, mesh: Mesh) -> int:
 
 
 def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: Tokenizer, seed: int):
-    """Print --num-samples texts for each prompt as they are generated; then, on stderr, the rate in tokens/s."""
+    """Print --num-samples texts for each prompt while they are generated. At the end, print tokens/s to stderr."""
     config = model.config
     context_name = "seq-length" if config.context_length == config.seq_length else "max-position-embeddings"
-    speaks, longest = dist.get_rank() == 0, config.context_length
+    is_rank_0, longest = dist.get_rank() == 0, config.context_length
     writer, written, start_time = Writer(tokenizer, mesh), 0, time.perf_counter()
     for number, (text, sample) in enumerate(product(flags.prompts, range(flags.num_samples))):
         prompt = tokenizer.encode_prompt(text) or [tokenizer.end_of_text]
-        if speaks and len(prompt) > longest and sample == 0:
-            print(f"the prompt has {len(prompt)} tokens, of which the model sees the last {longest}, its "
-                  f"{context_name}", file=sys.stderr)
+        if is_rank_0 and len(prompt) > longest and sample == 0:
+            print(f"the prompt has {len(prompt)} tokens, but the model sees only the last {longest} ({context_name})",
+                  file=sys.stderr)
         writer.write((SEPARATOR if number else "") + text)
         tokens = generate(model, mesh, prompt, flags.max_tokens, tokenizer.vocab_size, flags.temperature, flags.top_k,
                           seed, flags.cache, number, writer.write_token, tokenizer.end_of_text)
@@ -74,5 +75,5 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
         if not writer.end_text():
             return
     seconds = time.perf_counter() - start_time
-    if speaks:
+    if is_rank_0:
         print(f"{written} tokens in {seconds:.2f} s, {written / seconds:.1f} tokens/s", file=sys.stderr)

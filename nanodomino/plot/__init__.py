@@ -1,5 +1,5 @@
 """Draws loss curves as an SVG, without a plotting library.
 
-Read curves.py (reads metrics.jsonl, scales the axes), svg.py (the elements). `python -m nanodomino.plot` is the
-command.
+Read curves.py, which reads metrics.jsonl and draws the curves; then svg.py, which writes lines, boxes and text as SVG.
+`python -m nanodomino.plot` is the command.
 """

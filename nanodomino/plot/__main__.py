@@ -12,11 +12,11 @@ from nanodomino.plot.svg import write_output
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m nanodomino.plot", allow_abbrev=False,
-                                     description="Draw the curves of finished runs and of runs that still train.")
+                                     description="Draw the loss curves of runs, finished or still training.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or its metrics.jsonl")
     parser.add_argument("--output", type=Path, metavar="PICTURE.svg",
-                        help="the SVG to write (default: loss.svg in the run's folder; for several runs compared.svg "
-                             "in the current folder)")
+                        help="the SVG file to write (default: loss.svg in the folder of a single run, compared.svg in "
+                             "the current folder for several runs)")
     flags = parser.parse_args(arguments)
     require(len(flags.runs) <= len(COLOURS), f"there are colours for {len(COLOURS)} runs, but {len(flags.runs)} are "
             "given; give fewer")

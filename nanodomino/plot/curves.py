@@ -6,15 +6,16 @@
          |       `--o--           entropy), or only the previous token (bigram entropy)
          +------------- step      marks on the axis: skipped steps
 
-train.py draws it after each validation and each checkpoint, from metrics.jsonl. To draw it again, or to compare runs,
-also while they train:
+train.py draws it from metrics.jsonl after each validation and each checkpoint. These commands draw it again, or compare
+runs, which may still be training:
 
     python -m nanodomino.plot runs/nano-001
     python -m nanodomino.plot runs/nano-001 runs/nano-002 --output both.svg
 
-A long run has more steps than the picture has pixels. Each pixel column shows the smallest and the largest value of its
-steps, so no spike is lost and the file stays small. The largest 2 % of the losses and of the norms may leave their
-panel at the top. NaN and infinity, null in the file, leave a gap.
+A long run has more steps than the picture has pixels. So each column of pixels shows only the smallest and the largest
+value of its steps: no spike is lost, and the file stays small. The axes ignore the largest 2 % of the losses and of the
+gradient norms, so that a few spikes do not flatten the rest. The tops of such spikes are cut off. A loss that is NaN or
+infinite is null in metrics.jsonl and leaves a gap.
 """
 
 import json
@@ -32,7 +33,7 @@ from nanodomino.plot.svg import LINE, WIDTH, frame, line, text, tick_step
 
 SERIES = ("loss", "grad_norm", "lr", "valid_loss", "test_loss")
 ENTROPIES = {"unigram_entropy": "unigram", "bigram_entropy": "bigram"}
-LEFT, RIGHT, GAP, HIGH, LOW = 52, 98, 30, 330, 92        # pixels: margins, space above a panel, heights of the panels
+LEFT, RIGHT, GAP, HIGH, LOW = 52, 98, 30, 330, 92        # pixels: margins, gap above a panel, panel heights
 PALE, STRONG = 'opacity="0.35"', 'stroke-width="2"'
 DASHED, DOTTED = 'stroke-width="1.2" stroke-dasharray="5 4"', 'stroke-width="1.2" stroke-dasharray="2 3"'
 INK, GRID = "#444", "#ddd"
@@ -40,7 +41,7 @@ COLOURS = ("#1f5fa8", "#ef8f00", "#111111", "#4fae8b", "#8a4b08", "#8cc8f5")   #
 
 
 class Curve:
-    """The values of a metrics.jsonl, which may still grow. points: for each name of SERIES (steps, values)."""
+    """The values in a metrics.jsonl, which may still grow. points[name] is (steps, values), for each name in SERIES."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -50,7 +51,7 @@ class Curve:
         self.skipped, self.entropies = [], {}
 
     def read_on(self) -> bool:
-        """Read the lines added since the last call; return whether there were any. Raises UserError, OSError."""
+        """Read the lines added since the last call; return whether there were any. Raises UserError or OSError."""
         start = self.offset
         with open(self.path, "rb") as file:
             file.seek(start)
@@ -61,12 +62,12 @@ class Curve:
                 try:
                     self.add(json.loads(row))
                 except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-                    raise UserError(f"{self.path}, line {self.lines}: not an object with a step and numbers; give a "
-                                    "run's folder, or its metrics.jsonl") from None
+                    raise UserError(f"{self.path}, line {self.lines}, is not a JSON object with a step and numbers; "
+                                    "give a run's folder, or its metrics.jsonl") from None
         return self.offset > start
 
     def add(self, values: dict):
-        """Add one line of metrics.jsonl. Raises ValueError, TypeError and others if it isn't one."""
+        """Add the values of one line. Raises ValueError, KeyError, TypeError or another error if they are malformed."""
         step = values["step"]
         if not (isinstance(step, int) and 0 <= step <= MAX_INT):
             raise ValueError
@@ -78,7 +79,7 @@ class Curve:
             self.skipped.append(step)
 
     def arrays(self, name: str) -> np.ndarray:
-        """Return [steps, values] of a series."""
+        """Return a series as an array [2, n]: a row of steps and a row of values."""
         return np.array([np.array(column) for column in self.points[name]])
 
     @property
@@ -87,9 +88,9 @@ class Curve:
 
 
 def read(run: Path) -> tuple[Curve, dict]:
-    """Read a run's folder, or its metrics.jsonl: its curve, and its settings (empty without a config.json).
+    """Return the curve and the settings of a run. `run` is its folder or its metrics.jsonl.
 
-    Raises UserError if the file can't be read or holds no step yet.
+    The settings are empty if there is no config.json. Raises UserError if metrics.jsonl can't be read or holds no step.
     """
     path = run / "metrics.jsonl" if run.is_dir() else run
     curve = Curve(path)
@@ -97,7 +98,7 @@ def read(run: Path) -> tuple[Curve, dict]:
         curve.read_on()
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}); give a run's folder, or its metrics.jsonl") from None
-    require(any(steps for steps, _ in curve.points.values()), f"{path} holds no step yet; wait for the first")
+    require(any(steps for steps, _ in curve.points.values()), f"{path} holds no step yet; wait for the first step")
     try:
         settings = json.loads((path.parent / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
@@ -106,7 +107,7 @@ def read(run: Path) -> tuple[Curve, dict]:
 
 
 def differences(settings: list[dict]) -> list[str]:
-    """Return for each run the settings that are not the same in all runs, such as "lr 0.008, tp 2"."""
+    """Return for each run a text with the settings that differ between the runs, such as "lr 0.008, seed 2"."""
     known, ignored = [run for run in settings if run], names_affecting(Config, "launch")
     differ = [name for name in dict.fromkeys(name for run in known for name in run)
               if name not in ignored and any(run.get(name) != known[0].get(name) for run in known)]
@@ -114,7 +115,10 @@ def differences(settings: list[dict]) -> list[str]:
 
 
 def mean_around(values: np.ndarray, reach: int) -> np.ndarray:
-    """Average the finite ones among each value and its `reach` neighbours on each side; NaN where there are none."""
+    """Replace each value by the mean of itself and `reach` neighbours on each side.
+
+    The mean leaves out values that are not finite. If none is finite, it is NaN.
+    """
     if not reach or not len(values):
         return values
     finite, window = np.isfinite(values), np.ones(2 * reach + 1)
@@ -124,7 +128,7 @@ def mean_around(values: np.ndarray, reach: int) -> np.ndarray:
 
 
 def thinned(x: np.ndarray, values: np.ndarray, pixels: float) -> tuple[np.ndarray, np.ndarray]:
-    """Keep the smallest and the largest value of each column of `pixels`."""
+    """Thin out a curve: keep only the smallest and the largest value in each column `pixels` wide. x is in pixels."""
     first = np.flatnonzero(np.diff(x // pixels, prepend=-1))
     if 2 * len(first) >= len(x):
         return x, values
@@ -133,7 +137,7 @@ def thinned(x: np.ndarray, values: np.ndarray, pixels: float) -> tuple[np.ndarra
 
 
 def polyline(x: np.ndarray, y: np.ndarray) -> str:
-    """Return the SVG path through the points. NaN is a gap; h0 makes a point between two gaps visible as a dot."""
+    """Return the SVG path through the points. NaN leaves a gap; "h0" makes a point between two gaps visible."""
     points = np.stack([x, y], axis=1).round(1)
     groups = np.split(points, np.flatnonzero(np.diff(np.isfinite(y))) + 1)
     return "".join("M" + " ".join(f"{a:g} {b:g}" for a, b in group) + "h0" for group in groups
@@ -141,10 +145,13 @@ def polyline(x: np.ndarray, y: np.ndarray) -> str:
 
 
 class Panel:
-    """A plot with its own vertical axis. svg: its elements."""
+    """A plot with its own vertical axis. svg: the elements drawn so far."""
 
     def __init__(self, name: str, title: str, top: float, height: float, values, marks=(), left_out=0.0):
-        """The axis spans the finite values without their largest part `left_out`, and the finite marks."""
+        """Draw the axis. It spans all `marks`, and all `values` except for the largest.
+
+        left_out: the share of the values that may lie above the axis, for example 0.02. NaN and infinity are ignored.
+        """
         self.name, self.top, self.bottom = name, top, top + height
         values, ends = values[np.isfinite(values)], [mark for mark in marks if math.isfinite(mark)]
         ends += np.quantile(values, [0, 1 - left_out], method="higher").tolist() if len(values) else []
@@ -160,7 +167,7 @@ class Panel:
                          text(LEFT - 6, y + 4, f"{i * step:g}", "end small")]
 
     def y(self, values):
-        """Values -> pixels; values far outside are drawn just outside."""
+        """Convert values to y in pixels. Values far outside the panel are clipped to a y near it."""
         return np.clip(self.bottom - (values - self.low) * self.scale, self.top - HIGH, self.bottom + HIGH)
 
     def draw(self, x, values, colour: str, look: str):
@@ -174,13 +181,13 @@ class Panel:
 
 
 def picture(curves: list[Curve], notes: Sequence[str] = ()) -> str:
-    """Return the SVG of all runs over one axis of steps. notes: what to add to each run's row below the plots."""
+    """Return an SVG of all runs on one axis of steps. notes: texts to add to the runs' rows below the plots."""
     together = {name: np.concatenate([curve.arrays(name) for curve in curves], axis=1) for name in SERIES}
     steps, values = ({name: arrays[i] for name, arrays in together.items()} for i in (0, 1))
     first = max(min(each.min() for each in steps.values() if len(each)) - 1, 0)
     last = max(first + 1, *(curve.last_step for curve in curves))
     scale = (WIDTH - LEFT - RIGHT) / (last - first)
-    reach = min(max(len(curve.points["loss"][0]) for curve in curves) // 100, 250)       # of the mean, to each side
+    reach = min(max(len(curve.points["loss"][0]) for curve in curves) // 100, 250)       # of the strong curve's mean
     entropies = sorted({(value, name) for curve in curves for name, value in curve.entropies.items()
                         if math.isfinite(value)})
 
@@ -222,7 +229,7 @@ def picture(curves: list[Curve], notes: Sequence[str] = ()) -> str:
 
 
 def markers(curve: Curve, colour: str, across, loss: Panel) -> list[str]:
-    """Return the circles of validations and tests, about 25 of each, and the marks of skipped steps."""
+    """Return circles for validations and tests, at most 25 of each, and marks for skipped steps."""
     found = [line(f"M{x:.0f} {loss.bottom}v-9", colour, STRONG)
              for x in np.unique(across(np.array(curve.skipped)).round())]
     for name, fill in (("valid_loss", "#fff"), ("test_loss", colour)):
@@ -233,7 +240,7 @@ def markers(curve: Curve, colour: str, across, loss: Panel) -> list[str]:
 
 
 def last_values(curve: Curve, reach: int) -> list[str]:
-    """Return texts such as ["400 steps", "mean loss 2.310", "validation 2.504"]."""
+    """Return a run's last values as texts, such as ["400 steps", "mean loss 2.310", "validation 2.504"]."""
     words = [f"{curve.last_step:,} steps"]
     for name, label, width in (("loss", "mean loss" if reach else "loss", reach), ("valid_loss", "validation", 0),
                                ("test_loss", "test", 0)):

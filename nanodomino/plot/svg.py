@@ -1,6 +1,6 @@
 """Building blocks for SVG pictures: a frame, text, boxes, lines, axis ticks and a legend.
 
-A picture is a list of elements in pixels, y pointing down; later elements are painted over earlier ones:
+A picture is a list of SVG elements. Coordinates are in pixels, and y points down. Later elements cover earlier ones:
 
     body = [text(8, 18, "Loss", "title"), box(92, 30, 200, 26, "#9bd1f4", tip="shown under the mouse")]
     write(Path("loss.svg"), frame(1000, 70, body))
@@ -28,17 +28,17 @@ height="{height:.0f}">
 
 
 def frame(width, height, body: list[str], definitions="") -> str:
-    """Return the whole picture. definitions: the patterns, markers and clip paths that the elements refer to."""
+    """Return the whole SVG. definitions: the patterns, markers and clip paths that the elements in `body` use."""
     return SVG.format(width=width, height=height, definitions=definitions, body="\n".join(body))
 
 
 def printable(words) -> str:
-    """Escape text for XML. A folder's name may hold bytes that are not characters; they become '?'."""
+    """Escape text for XML. Unprintable characters, which a folder's name may contain, become '?'."""
     return escape("".join(character if character.isprintable() else "?" for character in str(words)))
 
 
 def text(x, y, words, style="") -> str:
-    """style: classes of the style sheet above, such as "small pale"."""
+    """Return a text element. style: classes of the style sheet above, such as "small pale"."""
     return f'<text x="{x:.1f}" y="{y:.1f}"' + (f' class="{style}"' if style else "") + f">{printable(words)}</text>"
 
 
@@ -50,21 +50,24 @@ def box(x, y, width, height, fill, tip="", stroke="", opacity=1.0) -> str:
 
 
 def line(path, stroke, look="") -> str:
-    """path: SVG path data, such as "M0 0L6 3"; look: further attributes."""
+    """Return a path element. path: SVG path data, such as "M0 0L6 3"; look: further attributes."""
     return f'<path d="{path}" stroke="{stroke}"{look and " " + look}/>'
 
 
 def tick_step(scale, minimum_pixels) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that spans `minimum_pixels`. scale: pixels per unit."""
+    """Return the distance between two ticks of an axis, such as 0.5, 1, 2, 5, 10 or 20.
+
+    It is the smallest such number that is at least `minimum_pixels` wide. scale: pixels per unit.
+    """
     power = math.floor(math.log10(minimum_pixels / scale))
     return next(step for exponent in (power, power + 1) for step in (factor * 10.0 ** exponent for factor in (1, 2, 5))
                 if step * scale >= minimum_pixels)
 
 
 def legend(entries, y) -> tuple[list[str], float]:
-    """Lay out (sample, name) pairs in as many lines as they need; return the elements and the y below them.
+    """Return (elements, the y below them) of a legend that starts at y and takes as many lines as it needs.
 
-    sample(x, y) returns an element of 14 x 12 pixels.
+    entries: (sample, name) pairs, where sample(x, y) returns an element of 14 x 12 pixels, such as a coloured box.
     """
     elements, x = [], 8
     for sample, name in entries:
@@ -76,7 +79,7 @@ def legend(entries, y) -> tuple[list[str], float]:
 
 
 def write(path: Path, picture: str):
-    """Write a temporary file and rename it, so that a reader never sees half a picture."""
+    """Write to a temporary file and rename it, so that a reader never sees half a picture."""
     if path.exists() and not path.is_file():
         path.write_text(picture, encoding="utf-8")             # /dev/stdout can't be replaced
         return
@@ -90,7 +93,7 @@ def write(path: Path, picture: str):
 
 
 def write_output(path: Path, picture: str, inputs: list[Path]):
-    """Write the file that --output names. Raises UserError if it can't be written or is one of the inputs."""
+    """Write the picture to --output. Raises UserError if the file can't be written or is one of the inputs."""
     require(path.resolve() not in [source.resolve() for source in inputs],
             f"--output {path} would overwrite an input of the picture; choose another file")
     try:

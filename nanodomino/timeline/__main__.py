@@ -1,4 +1,7 @@
-"""Draws recordings of train.py --trace: python -m nanodomino.timeline A.json [B.json ...] --output PICTURE.svg"""
+"""Draws recordings that train.py --trace has written, one above the other.
+
+    python -m nanodomino.timeline A.json [B.json ...] --output PICTURE.svg
+"""
 
 import argparse
 import json
@@ -14,8 +17,8 @@ from nanodomino.timeline.merged_trace import Recording, from_chrome_trace
 
 
 def read(path: Path) -> Recording:
-    """Read a file of draw_timeline(). Raises UserError."""
-    fix = "give a trace-STEP.json of train.py --trace"
+    """Read a trace-STEP.json. Raises UserError if the file can't be read or is not a recording."""
+    fix = "give a trace-STEP.json that train.py --trace has written"
     try:
         return from_chrome_trace(json.loads(path.read_text()))
     except OSError as error:
@@ -25,24 +28,25 @@ def read(path: Path) -> Recording:
 
 
 def first_and_last(milliseconds: str) -> tuple[float, float]:
-    """Convert "FIRST:LAST" to two numbers. Raises UserError."""
+    """Convert the value of --milliseconds, such as "0:10", to two numbers. Raises UserError."""
     try:
         first, last = map(float, milliseconds.split(":"))
     except ValueError:
         first, last = 0.0, 0.0
     require(0 <= first < last and last * 1e6 < float("inf"),
-            f"--milliseconds must be FIRST:LAST, FIRST below LAST, but is {milliseconds}; try 0:10")
+            f"--milliseconds must be FIRST:LAST with 0 <= FIRST < LAST, but is {milliseconds}; try 0:10")
     return first, last
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m nanodomino.timeline", allow_abbrev=False,
-                                     description="Draw recordings of train.py --trace above each other.")
-    parser.add_argument("recordings", nargs="+", type=Path, help="trace-STEP.json of a run's folder")
-    parser.add_argument("--output", type=Path, required=True, help="the SVG to write")
-    parser.add_argument("--caption", nargs="+", help="titles of the recordings (default: their layouts)")
+                                     description="Draw recordings of train.py --trace, one above the other.")
+    parser.add_argument("recordings", nargs="+", type=Path, help="a trace-STEP.json from a run's folder")
+    parser.add_argument("--output", type=Path, required=True, help="the SVG file to write")
+    parser.add_argument("--caption", nargs="+", help="a title for each recording (default: its layout)")
     parser.add_argument("--step", type=int, help="draw only this step")
-    parser.add_argument("--milliseconds", metavar="FIRST:LAST", help="draw only this time, counted from the start")
+    parser.add_argument("--milliseconds", metavar="FIRST:LAST",
+                        help="draw only this part, such as 0:10; counted from the start of the recording or of --step")
     flags = parser.parse_args(arguments)
     recordings = [read(path) for path in flags.recordings]
     if flags.step is not None:

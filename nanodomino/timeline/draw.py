@@ -1,14 +1,17 @@
-"""Draws a recording as an SVG: two rows per rank and, below, the totals of merged_trace.py.
+"""Draws a recording (what all ranks did in the traced steps) as an SVG.
+
+Each rank has two rows. A table below them says where each rank's time went (merged_trace.py).
 
     rank 0  compute        [ F0 ][ F1 ]////////[  B0  ][ F2 ][  B1  ]           boxes: compute; hatched: waiting
             communication          ===         \\          ====                   bars: collectives; arrows: messages
     rank 1  compute              \\[ F0 ][ B0 ]///[ F1 ][  B1  ]                between stages
 
-The number in a box is the microbatch, with a prime for each chunk before its own. A pair's two halves alternate within
-a frame, such as B0F3.
+The number in a box is the microbatch, and the colour says whether it is a forward or a backward. If a stage holds
+several chunks of layers, primes tell them apart: 3' is microbatch 3 in chunk 1. A frame encloses a pair, that is, a
+forward and a backward that take turns. Collectives that are in flight at the same time lie in separate lanes.
 
-A trace is also written as Chrome trace JSON, which https://ui.perfetto.dev opens with every matmul in it. From these
-files several recordings can be drawn above each other on one time scale:
+train.py also writes each recording as Chrome trace JSON. https://ui.perfetto.dev opens the file and shows every matmul.
+This command draws several such files above each other, on one time scale:
 
     python -m nanodomino.timeline A.json B.json --caption "blocking" "Domino" --output both.svg
 """
@@ -31,11 +34,11 @@ from nanodomino.timeline.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Reco
                                               chrome_trace, difference, event_label, messages, microbatch_label,
                                               set_ready_times, slice_name, spans_of, table, union, waits)
 
-WIDEST, LEFT, RIGHT = 4000, 92, 16                       # pixels
-COMPUTE, LANE, LANES, SPACE = 26, 14, 80, 12             # heights; many lanes are made flatter to fit into LANES
-LEGIBLE = 12                                             # the width of a box with room for a number
+WIDEST, LEFT, RIGHT = 4000, 92, 16                       # pixels: the widest picture, and its margins
+COMPUTE, LANE, LANES, SPACE = 26, 14, 80, 12             # heights: compute row, lane, all lanes, gap below
+LEGIBLE = 12                                             # the narrowest box with room for a number
 
-# Distinct without red and green, and in grey: the lightness differs too.
+# The colours also differ in lightness, so colour-blind readers and grey prints can tell them apart.
 WORK = {"forward": "#9bd1f4", "backward": "#4fae8b", "input_backward": "#8cc63f", "weight_backward": "#dfb92f",
         "weight_gradient": "#f3df6b", "optimizer": "#c8a2d8"}
 LETTERS = {action.kind: action.letter for action in ACTIONS}
@@ -55,23 +58,26 @@ def arrow(x1, y1, x2, y2) -> str:
 
 
 def action_label(spans) -> str:
-    """Return an action's label: its microbatch, or B0F3 for a pair, which has two colours."""
+    """Return an action's label, such as "3". A pair has two colours, so its label names both halves: "B0F3"."""
     halves = {event.kind: event for event in spans}
     return "".join((LETTERS[kind] if len(halves) > 1 else "") + microbatch_label(event)
                    for kind, event in halves.items())
 
 
 def purpose(event: Event) -> str:
-    """Return the key of a collective in PURPOSES."""
+    """Return what a collective is for, as a key of PURPOSES."""
     gathers_weights = event.kind == "all_gather" and event.args["group"] == "dp"
     return "gather" if gathers_weights else event.args["group"]
 
 
 class Panel:
-    """One recording: a title, two rows per rank, a time axis, the totals. svg: its elements; bottom: the y below it."""
+    """Draws one recording: a title, two rows per rank, a time axis and the table of totals.
+
+    svg: the elements drawn so far. bottom: the y below the panel.
+    """
 
     def __init__(self, recording: Recording, top: float, scale: float):
-        """scale: pixels per nanosecond."""
+        """Draw everything. top: the y of the upper edge; scale: pixels per nanosecond."""
         self.recording, self.begin, self.scale, self.svg = recording, recording.begin, scale, []
         collectives = [[event for event in events if event.kind in COLLECTIVES] for events in recording.ranks]
         count = max([lane for events in collectives for lane in assign_lanes(events)], default=0) + 1
@@ -103,7 +109,7 @@ class Panel:
             self.svg.append(text(self.x((begin + end) / 2), y, words, kind))
 
     def compute_row(self, events, y):
-        """Paint from back to front: passes, turns of their slices, weight gradients, waits, pairs' frames, numbers."""
+        """Paint from back to front: passes, slices' turns in them, weight gradients, waits, pairs' frames, numbers."""
         outer = [event for event in events if event.kind in (*PASSES, "optimizer")]
         turns = self.turns(events)
         for event in outer:
@@ -120,7 +126,7 @@ class Panel:
             for begin, end in union(spans, half_a_pixel):
                 self.bar(begin, end, y, COMPUTE, f"url(#{name})", stroke=WAITS[name])
         numbers = [(begin, end, words) for _, begin, end, words in turns if self.fits(begin, end, words)]
-        if 3 * len(numbers) <= len(turns):                             # few turns have room: one number per action
+        if 3 * len(numbers) <= len(turns):                             # too few turns have room: one number per action
             numbers = [(spans[0].begin, spans[-1].end, action_label(spans)) for spans in actions(events)]
         for spans in actions(events):
             if len(spans) > 1:
@@ -131,7 +137,10 @@ class Panel:
 
     @staticmethod
     def turns(events) -> list[tuple]:
-        """Return (pass, begin, end, "0a") of each slice's turn, without the wait at its start; [] for one slice."""
+        """Return (pass, begin, end, label) for each turn of a slice; "0b" is the second slice of microbatch 0.
+
+        A turn that starts with a wait begins after that wait. With a single slice the list is empty.
+        """
         found, enclosing = [], None
         if not any(event.args["slice"] for event in events if event.kind == "resume"):
             return found
@@ -169,12 +178,12 @@ class Panel:
                 self.bar(begin, end, top, self.lane - 1, colour)
 
     def arrows(self):
-        """Connect the sender's compute row to the receiver's, at the sides that face each other."""
-        for sender, left, receiver, arrived in messages(self.recording):
+        """Draw an arrow per message, from the sender's compute row to the receiver's, between their facing edges."""
+        for sender, send, receiver, receive in messages(self.recording):
             down = receiver > sender
             y1 = self.top + sender * self.pitch + (COMPUTE if down else 0)
             y2 = self.top + receiver * self.pitch + (0 if down else COMPUTE)
-            self.svg.append(arrow(self.x(left.begin), y1, self.x(arrived.begin), y2))
+            self.svg.append(arrow(self.x(send.begin), y1, self.x(receive.begin), y2))
 
     def axis(self, y):
         step = tick_step(1e6 * self.scale, 80)
@@ -195,7 +204,7 @@ class Panel:
 
 
 def legend_entries(recordings) -> list[tuple]:
-    """Return (sample, name) of what occurs in the recordings."""
+    """Return a (sample, name) pair for each colour and sign in the recordings, for svg.legend()."""
     events = [event for recording in recordings for events in recording.ranks for event in events]
     kinds = {event.kind for event in events}
     purposes = {purpose(event) for event in events if event.kind in COLLECTIVES}
@@ -211,26 +220,27 @@ def legend_entries(recordings) -> list[tuple]:
 
 
 def select_step(recording: Recording, number: int) -> Recording:
-    """Return a recording of one of its steps, and say so in the caption. Raises UserError."""
+    """Return one step of a recording, and name the step in the caption. Raises UserError if it was not recorded."""
     require(number in recording.steps,
             f"--step {number} is not in the recording; try one of {', '.join(map(str, recording.steps))}")
     ranks = []
     for events in recording.ranks:
-        whole = [step for step in events if step.kind == "step" and step.args["step"] == number]
-        ranks.append([event for event in events if any(step.begin <= event.begin < step.end for step in whole)])
+        selected = [step for step in events if step.kind == "step" and step.args["step"] == number]
+        ranks.append([event for event in events if any(step.begin <= event.begin < step.end for step in selected)])
     return replace(recording, caption=f"{recording.caption} (drawn: step {number})", ranks=ranks)
 
 
 def select_time(recording: Recording, first: float, last: float) -> Recording:
-    """Return a recording from `first` to `last` milliseconds after its start. Events are cut there, messages are not.
+    """Return the part of a recording between `first` and `last`, in milliseconds after its start.
 
-    Raises UserError if nothing happens in that time.
+    Events are cut at both ends. A message is kept only if it was both sent and received in that time. Raises UserError
+    if nothing happens in that time.
     """
     first, last = recording.begin + int(first * 1e6), recording.begin + int(last * 1e6)
-    whole = {id(end) for _, left, _, arrived in messages(recording) if first <= left.begin and arrived.begin <= last
-             for end in (left, arrived)}
+    kept = {id(event) for _, send, _, receive in messages(recording) if first <= send.begin and receive.begin <= last
+            for event in (send, receive)}
     ranks = [[Event(event.kind, max(event.begin, first), min(event.end, last), event.args) for event in events
-              if id(event) in whole or (event.kind not in MOMENTS and event.begin < last and event.end > first)]
+              if id(event) in kept or (event.kind not in MOMENTS and event.begin < last and event.end > first)]
              for events in recording.ranks]
     length = (recording.end - recording.begin) / 1e6
     require(any(ranks), f"--milliseconds must start within the recording, which is {length:.1f} ms long; "
@@ -239,7 +249,7 @@ def select_time(recording: Recording, first: float, last: float) -> Recording:
 
 
 def legible_width(recordings) -> float:
-    """Return the width in pixels at which half of all passes have room for their number."""
+    """Return how wide the picture must be, in pixels, so that half of all actions have room for their label."""
     boxes = [spans[-1].end - spans[0].begin for recording in recordings for events in recording.ranks
              for spans in actions(events)]
     longest = max(recording.end - recording.begin for recording in recordings)
@@ -247,7 +257,10 @@ def legible_width(recordings) -> float:
 
 
 def picture(recordings: list[Recording]) -> str:
-    """Return the SVG: recordings above each other on one time scale, with all steps if legible, else the first."""
+    """Return an SVG of the recordings above each other, on one time scale.
+
+    If all steps don't fit legibly, only the first step of each recording is drawn.
+    """
     if legible_width(recordings) > WIDEST:
         recordings = [select_step(recording, recording.steps[0]) if len(recording.steps) > 1 else recording
                       for recording in recordings]
@@ -266,7 +279,7 @@ def picture(recordings: list[Recording]) -> str:
 # ---- during a run
 
 def gather(trace: Trace, mesh: Mesh) -> Recording | None:
-    """Collect all ranks' events on rank 0, on its clock; return None elsewhere. Collective over all ranks."""
+    """Return the events of all ranks on rank 0, in its clock's time, and None elsewhere. Every rank must call it."""
     gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), trace.take(clock_offset())), gathered)
     if gathered is None:
@@ -283,9 +296,10 @@ def gather(trace: Trace, mesh: Mesh) -> Recording | None:
 
 
 def draw_timeline(trace: Trace, mesh: Mesh, path: Path) -> str:
-    """Write PATH.json and PATH.svg of what was recorded. Collective over all ranks.
+    """Write what was recorded to PATH.json and PATH.svg. Every rank must call it.
 
-    Returns the text for the user on rank 0, "" elsewhere. If the disk is full, the text says so; training continues.
+    Returns on rank 0 the text to print, with the table of totals, and on other ranks "". An error in writing, such as a
+    full disk, becomes a warning in the text, so that training continues.
     """
     recording = gather(trace, mesh)
     if recording is None:

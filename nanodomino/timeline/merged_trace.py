@@ -1,20 +1,21 @@
 """Merges the ranks' traces into one recording and adds up where each rank's time went.
 
-A rank's step is the sum of five parts:
+The time of a rank's step is the sum of five parts:
 
     compute       forward and backward, without waiting
     optimizer     gradient norm, clipping, update
-    exposed       waiting for communication that is in flight: nothing hid it
+    exposed       waiting for communication in flight, with no computation to hide it
     idle          waiting for another rank that has not sent its message or joined the collective yet
-    other         between these: zeroing gradients, launching collectives, sending messages
+    other         everything else: zeroing gradients, launching collectives, sending messages
 
-So each wait is cut in two at the moment when the last rank that takes part has launched. Before that moment the rank is
-idle, after it communication is exposed. Telling them apart takes the traces of all ranks, on one clock. A sixth number,
-`hidden`, is not part of the sum: the time in which a collective was in flight while this rank computed. (The moment at
-which a message between stages arrives is not recorded, so messages count only while a rank waits for them.)
+So each wait is cut in two, at the moment when the last rank that takes part launches. Until then the waiting rank is
+idle. From then on communication is exposed. Finding that moment takes the traces of all ranks, on one clock.
 
-In a pipeline most idle time is the bubble: idle / (step - idle) is close to (p - 1)/m for 1F1B on equal stages
-(2104.04473, section 2.2).
+A sixth number, `hidden`, is not part of the sum. It is the time in which this rank computed while a collective was in
+flight. Messages between stages are left out of it, because the moment at which a message arrives is not recorded.
+
+In a pipeline most idle time is the bubble. With 1F1B, p equal stages and m microbatches, idle / (step - idle) is close
+to (p - 1)/m (2104.04473, section 2.2).
 """
 
 from collections import Counter, defaultdict
@@ -28,15 +29,16 @@ PASSES = tuple(action.kind for action in ACTIONS)
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 MOMENTS = ("send", "receive")
 AXES = ("stage", "dp", "tp")
-SHARED_AXES = {"tp": (0, 1), "dp": (0, 2), "embedding": (1, 2), "world": ()}     # axes on which a group's ranks agree
+# For each kind of group the axes, as indices in AXES, on which its ranks have the same coordinate.
+SHARED_AXES = {"tp": (0, 1), "dp": (0, 2), "embedding": (1, 2), "world": ()}
 
 
 @dataclass
 class Recording:
-    """The events of all ranks on one clock, in nanoseconds since the first of them."""
+    """The events of all ranks on one clock, in nanoseconds since the first event."""
     caption: str
-    places: list[tuple]          # of each rank: (pp_rank, dp_rank, tp_rank)
-    ranks: list[list[Event]]
+    places: list[tuple]          # (pp_rank, dp_rank, tp_rank) of each rank
+    ranks: list[list[Event]]     # the events of each rank
 
     @property
     def steps(self) -> list[int]:
@@ -51,16 +53,16 @@ class Recording:
         return max(event.end for events in self.ranks for event in events)
 
     def place(self, rank: int) -> str:
-        """Return "stage 1, tp 0": a rank's position on the axes that are longer than 1."""
+        """Return a rank's coordinates on the axes that are longer than 1, such as "stage 1, tp 0"."""
         return ", ".join(f"{axis} {index}"
                          for axis, index, all_indices in zip(AXES, self.places[rank], zip(*self.places))
                          if len(set(all_indices)) > 1)
 
 
-# ---- sets of intervals: sorted lists of disjoint (begin, end)
+# ---- sets of times: sorted lists of disjoint spans (begin, end)
 
 def union(spans, gap=0) -> list[tuple]:
-    """Merge overlapping spans, and spans at most `gap` apart."""
+    """Sort the spans, and merge those that overlap or lie at most `gap` apart."""
     merged = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1] + gap:
@@ -71,7 +73,7 @@ def union(spans, gap=0) -> list[tuple]:
 
 
 def difference(spans, holes) -> list[tuple]:
-    """Return the parts of the spans outside of all holes; both are unions."""
+    """Return the parts of `spans` outside all `holes`. Both must be sorted and disjoint, as union() returns them."""
     remaining, first = [], 0
     for begin, end in spans:
         while first < len(holes) and holes[first][1] <= begin:
@@ -95,10 +97,10 @@ def spans_of(events, *kinds) -> list[tuple]:
 
 
 def actions(events) -> list[list[Event]]:
-    """Return one rank's passes, grouped by action. A pair's two passes alternate, with one span for each turn."""
+    """Return a list of passes for each action of one rank. In a pair two passes take turns; each turn is an event."""
     step, keys, passes = 0, [], []
     for event in events:
-        step += event.kind == "step"                           # every step has the same microbatches
+        step += event.kind == "step"                           # microbatches count from 0 in each step
         if event.kind in PASSES:
             passes.append(event)
             keys.append((step, event.kind, event.args.get("microbatch"), event.args.get("chunk")))
@@ -114,9 +116,10 @@ def actions(events) -> list[list[Event]]:
 # ---- where the time went
 
 def messages(recording: Recording) -> list[tuple]:
-    """Return (sender, its event, receiver, its event) of every message between stages.
+    """Return (sender's rank, send event, receiver's rank, receive event) for every message between stages.
 
-    The n-th message of a name that one rank sends to another is the n-th that the other receives.
+    Each step uses the same names, such as F0. So between two ranks the n-th send of a name belongs to the n-th receive
+    of that name.
     """
     ends = {kind: defaultdict(list) for kind in MOMENTS}
     for rank, events in enumerate(recording.ranks):
@@ -124,13 +127,15 @@ def messages(recording: Recording) -> list[tuple]:
             if event.kind in MOMENTS:
                 pair = (rank, event.args["peer"]) if event.kind == "send" else (event.args["peer"], rank)
                 ends[event.kind][(*pair, event.args["message"])].append(event)
-    return [(sender, left, receiver, arrived) for (sender, receiver, name), sent in ends["send"].items()
-            for left, arrived in zip(sent, ends["receive"][sender, receiver, name])]
+    return [(sender, send, receiver, receive) for (sender, receiver, name), sends in ends["send"].items()
+            for send, receive in zip(sends, ends["receive"][sender, receiver, name])]
 
 
 def set_ready_times(recording: Recording):
-    """Set args["ready"] of each collective and each wait for a message: the time when every rank that takes part had
-    launched. The n-th collective of a group is the n-th on each of its ranks.
+    """Set args["ready"] of each collective to the time when the last of its ranks launched it, and of each wait for a
+    message to the time when the message was sent.
+
+    Collectives have no names: the n-th collective of a group on one rank meets the n-th on the others.
     """
     launched, calls = defaultdict(int), []
     for place, events in zip(recording.places, recording.ranks):
@@ -144,17 +149,17 @@ def set_ready_times(recording: Recording):
                 calls.append((event, call))
     for event, call in calls:
         event.args["ready"] = launched[call]
-    sent = {id(arrived): left.begin for _, left, _, arrived in messages(recording)}
+    sent = {id(receive): send.begin for _, send, _, receive in messages(recording)}
     for events in recording.ranks:
         for event in events:
             if event.kind == "wait" and event.args["group"] == "pp":
-                wait, event.args["ready"] = event, event.begin         # a wait for a send; or, if a receive follows:
+                wait, event.args["ready"] = event, event.begin         # a wait for a send, unless a receive follows
             elif event.kind == "receive":
                 wait.args["ready"] = sent.get(id(event), wait.end)
 
 
 def waits(events: list[Event]) -> tuple[list, list]:
-    """Return the (exposed, idle) spans of one rank. set_ready_times() must have been called."""
+    """Return the spans in which one rank waited: (exposed ones, idle ones). Call set_ready_times() first."""
     in_flight, waited, exposed = defaultdict(list), defaultdict(list), []
     for event in events:
         if event.kind in COLLECTIVES or (event.kind == "wait" and "ready" in event.args):
@@ -169,7 +174,7 @@ def waits(events: list[Event]) -> tuple[list, list]:
 
 @dataclass
 class Totals:
-    """Where one rank's time went, in nanoseconds (see the top of this file). step is the sum of compute to other."""
+    """Where one rank's time went, in nanoseconds. step = compute + ... + other; the top of this file explains them."""
     step: int
     compute: int
     optimizer: int
@@ -180,21 +185,22 @@ class Totals:
 
 
 def totals(events: list[Event]) -> Totals:
-    """Add up all steps of one rank. set_ready_times() must have been called."""
+    """Add up the times of all steps of one rank. Call set_ready_times() first."""
     step = spans_of(events, "step")
     exposed, idle = (intersection(step, spans) for spans in waits(events))
     work = intersection(step, difference(spans_of(events, *PASSES, "optimizer"), spans_of(events, "wait")))
     optimizer = intersection(work, spans_of(events, "optimizer"))
     compute = difference(work, optimizer)
-    wires = union((max(event.begin, event.args["ready"]), event.end) for event in events if event.kind in COLLECTIVES)
+    in_flight = union((max(event.begin, event.args["ready"]), event.end)
+                      for event in events if event.kind in COLLECTIVES)
     step, compute, optimizer, exposed, idle, hidden = (
         sum(end - begin for begin, end in spans)
-        for spans in (step, compute, optimizer, exposed, idle, intersection(work, wires)))
+        for spans in (step, compute, optimizer, exposed, idle, intersection(work, in_flight)))
     return Totals(step, compute, optimizer, exposed, idle, step - compute - optimizer - exposed - idle, hidden)
 
 
 def table(recording: Recording) -> list[list[str]]:
-    """Return a heading and a row per rank: milliseconds, and their share of the step."""
+    """Return a heading and a row per rank. A cell holds milliseconds and their share of the step: "12.3  36%"."""
     rows = [["ms"] + [field.name for field in fields(Totals)]]
     for rank, events in enumerate(recording.ranks):
         sums = asdict(totals(events))
@@ -207,17 +213,17 @@ def table(recording: Recording) -> list[list[str]]:
 # ---- Chrome trace JSON
 
 def slice_name(index: int) -> str:
-    """Return the name of a slice: a, b, ..."""
+    """Return the name of a slice: "a" for slice 0, "b" for slice 1, ..."""
     return chr(ord("a") + index) if index < 26 else f"-{index}"
 
 
 def microbatch_label(event: Event) -> str:
-    """Return a pass's microbatch, with a prime for each chunk before its own: 3, 3', 3''."""
+    """Return the label of a pass: microbatch 3 is "3" in chunk 0, "3'" in chunk 1, "3''" in chunk 2."""
     return str(event.args["microbatch"]) + "'" * event.args.get("chunk", 0)
 
 
 def event_label(event: Event) -> str:
-    """Return the label of an event in a trace viewer."""
+    """Return an event's label for a trace viewer, such as "all-reduce tp layers.3.mlp a"."""
     args = event.args
     words = [event.kind.replace("_", "-" if event.kind in COLLECTIVES else " ")]
     words += [str(args[name]) for name in ("group", "step") if name in args]
@@ -227,7 +233,7 @@ def event_label(event: Event) -> str:
 
 
 def assign_lanes(events: list[Event]) -> list[int]:
-    """Return for each event the first lane that is free when it begins."""
+    """Return for each event the first lane that is free when it begins, so that no two events in a lane overlap."""
     free_from, chosen = [], []
     for event in events:
         lane = next((i for i, end in enumerate(free_from) if end <= event.begin), len(free_from))
@@ -237,14 +243,17 @@ def assign_lanes(events: list[Event]) -> list[int]:
 
 
 def chrome_trace(recording: Recording) -> dict:
-    """Convert to the Trace Event Format, in microseconds: a process per rank, complete events (X) with everything that
-    was recorded as arguments, and a flow (s, f) per message. Collectives in flight at the same time need a thread each.
+    """Convert a recording to Chrome's Trace Event Format, in microseconds.
+
+    Each rank becomes a process. Its events become complete events ("X") that keep all args. Each message becomes a flow
+    ("s" to "f"). Collectives in flight at the same time get a thread each, because a thread's events must not overlap.
     """
-    rows, moment = [], 0.2                      # us; a flow can't start at an event without length
+    rows, moment = [], 0.2                      # microseconds; a flow can't start at an event of length 0
     for rank, events in enumerate(recording.ranks):
         collectives = [event for event in events if event.kind in COLLECTIVES]
         lane_of = {id(event): lane for event, lane in zip(collectives, assign_lanes(collectives))}
-        names = ["compute", "wires"] + [f"wires {lane + 1}" for lane in sorted(set(lane_of.values())) if lane]
+        names = ["compute", "communication"]
+        names += [f"communication {lane + 1}" for lane in sorted(set(lane_of.values())) if lane]
         rows.append(dict(ph="M", name="process_name", pid=rank, args={"name": f"rank {rank} {recording.place(rank)}"}))
         rows.append(dict(ph="M", name="process_sort_index", pid=rank, args={"sort_index": rank}))
         rows += [dict(ph="M", name="thread_name", pid=rank, tid=tid, args={"name": name})
@@ -252,10 +261,10 @@ def chrome_trace(recording: Recording) -> dict:
         rows += [dict(ph="X", name=event_label(event), cat=event.kind, pid=rank, tid=lane_of.get(id(event), -1) + 1,
                       ts=event.begin / 1e3, dur=moment if event.kind in MOMENTS else (event.end - event.begin) / 1e3,
                       args=event.args) for event in events]
-    for number, (sender, left, receiver, arrived) in enumerate(messages(recording)):
-        flow = dict(name=left.args["message"], cat="message", id=number, tid=0)
-        rows.append(dict(flow, ph="s", pid=sender, ts=left.begin / 1e3))
-        rows.append(dict(flow, ph="f", bp="e", pid=receiver, ts=arrived.begin / 1e3))
+    for number, (sender, send, receiver, receive) in enumerate(messages(recording)):
+        flow = dict(name=send.args["message"], cat="message", id=number, tid=0)
+        rows.append(dict(flow, ph="s", pid=sender, ts=send.begin / 1e3))
+        rows.append(dict(flow, ph="f", bp="e", pid=receiver, ts=receive.begin / 1e3))
     return {"traceEvents": rows, "displayTimeUnit": "ms",
             "otherData": {"caption": recording.caption, "places": recording.places}}
 
@@ -268,23 +277,24 @@ TYPES = {**dict.fromkeys(("step", "slice", "microbatch", "chunk", "peer", "bytes
 
 
 def is_possible(event: Event) -> bool:
-    """Return whether an event has valid times and all args that this package reads."""
+    """Return whether an event has valid times, and all args that this package reads, of the right types."""
     kind, args = event.kind, event.args
     return (type(kind) is str and type(args) is dict and all(name in args for name in NEEDED.get(kind, ()))
             and all(type(value) is TYPES[name] for name, value in args.items() if name in TYPES)
             and args.get("slice", 0) >= 0 and 0 <= args.get("chunk", 0) < 1000
             and (kind not in COLLECTIVES or args["group"] in SHARED_AXES)
             and all(0 <= time < 2**63 for time in (event.begin, event.end))
-            and (kind != "step" or event.begin < event.end))   # on a GPU a collective may end before its mark
+            # Two GPU streams record the begin and the end of a collective, so its end may be the earlier time.
+            and (kind != "step" or event.begin < event.end))
 
 
 def from_chrome_trace(trace: dict) -> Recording:
-    """Convert back. Raises UserError if the trace was not made by chrome_trace()."""
+    """Convert a trace that chrome_trace() has made back to a recording. Raises UserError if it is not one."""
     try:
         recording = Recording(trace["otherData"]["caption"], trace["otherData"]["places"], [])
         recording.ranks = [[] for _ in recording.places]
         require(all(list(map(type, place)) == [int] * len(AXES) for place in recording.places),
-                f"each place must be {len(AXES)} integers")
+                f"each entry of 'places' must be {len(AXES)} integers")
         for row in trace["traceEvents"]:
             if row["ph"] == "X":
                 begin = round(row["ts"] * 1e3)
@@ -292,7 +302,7 @@ def from_chrome_trace(trace: dict) -> Recording:
                 event = Event(row["cat"], begin, end, row["args"])
                 require(is_possible(event), f"'{str(row)[:80]}' is not a valid event")
                 recording.ranks[row["pid"]].append(event)
-        require(recording.steps, "it holds no step")
+        require(recording.steps, "it contains no step")
         return recording
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"{type(error).__name__} {error}") from None

@@ -281,7 +281,7 @@ def test_without_a_seed_one_is_drawn_that_all_ranks_share_and_that_can_be_repeat
     texts, flags = [], "--prompt line --max-tokens 60 --temperature 2"
     for processes in (1, 2):
         said, text = written(flags, processes)[0].split("\n", 1)
-        (seed,) = re.fullmatch(r"seed (\d+): --seed \1 writes the same again", said).groups()
+        (seed,) = re.fullmatch(r"seed (\d+): --seed \1 gives the same texts again", said).groups()
         assert written(f"{flags} --seed {seed}")[0] == text
         texts.append((seed, text))
     assert texts[0][0] != texts[1][0] and texts[0][1] != texts[1][1]
@@ -296,8 +296,8 @@ def test_prompts_of_every_kind(written, folder):
     nothing, _ = written("--max-tokens 9 --seed 1")
     assert written("--max-tokens 9 --seed 1 --prompt '<|endoftext|>'") == ("<|endoftext|>" + nothing, 9)
     long, tokens = written("--max-tokens 3 --seed 1 --prompt 'line 1 of a text that'", processes=2)
-    assert tokens == 3 and long.startswith("the prompt has 21 tokens, of which the model sees the last 16, its "
-                                           "seq-length\nline 1 of a text that")
+    assert tokens == 3 and long.startswith("the prompt has 21 tokens, but the model sees only the last 16 "
+                                           "(seq-length)\nline 1 of a text that")
 
 
 @pytest.fixture

@@ -353,7 +353,7 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, capsys):
         lines = broken.read_bytes().splitlines(keepends=True)
         lines[1] = wrong.encode("latin-1") + b"\n"
         broken.write_bytes(b"".join(lines))
-        refused([broken.parent], "broken/metrics.jsonl, line 2: not an object with a step and numbers; give", capsys)
+        refused([broken.parent], "broken/metrics.jsonl, line 2, is not a JSON object with a step and numbers;", capsys)
     assert {path: path.read_bytes() for path in sound.iterdir()} == before, "the run's files have changed"
 
 

@@ -481,7 +481,7 @@ def test_chrome_trace_holds_everything(recording):
         ends.append(row["ts"] + row["dur"])
     threads = {(row["pid"], row["tid"]): row["args"]["name"] for row in trace["traceEvents"]
                if row["name"] == "thread_name"}
-    assert set(open_until) <= set(threads) and threads[0, 0] == "compute" and threads[0, 1] == "wires"
+    assert set(open_until) <= set(threads) and threads[0, 0] == "compute" and threads[0, 1] == "communication"
 
     flows = [row for row in trace["traceEvents"] if row["ph"] in "sf"]
     sends = {(row["pid"], row["ts"]) for row in complete if row["cat"] == "send"}
