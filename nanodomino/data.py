@@ -1,7 +1,8 @@
 """Finds the tokens of any step as a pure function of (seed, step).
 
-A corpus is a folder made by data/prepare.py: for each split one long stream of token ids, and meta.json about them.
-The stream is cut into windows that overlap by one token, since the label of a position is the next token:
+A corpus is a folder made by data/prepare.py. It holds one long stream of token ids for each split (train, valid, test),
+and meta.json, which describes them. The stream is cut into windows that overlap by one token, since the label of a
+position is the next token:
 
     stream     t0  t1  t2  t3  t4  t5  t6  t7  t8 ...         seq_length s = 4
     window 0  [t0  t1  t2  t3] t4                             tokens t0..t3, labels t1..t4
@@ -12,15 +13,16 @@ in an order of its own:
 
     sample k  ->  window  permutation(seed, epoch = k // windows)[k % windows]
 
-So a resumed run needs no saved position, and the layout does not change what is learned. A global batch is dealt out in
-contiguous runs, first to replicas, then to their microbatches:
+So a checkpoint need not store a position in the data, and every layout trains on the same global batches. Each replica
+gets consecutive samples of a global batch, and so does each of its microbatches:
 
     index      0  1  2  3 | 4  5  6  7        global batch 8, dp 2, micro batch 2
                replica 0  |  replica 1
                m0    m1   |  m0    m1
 
-All ranks of a replica that need a microbatch's tokens read them from disk; no rank broadcasts them. Evaluation takes
-the windows in their stored order, and fills the last global batch with rows that do not count.
+Every rank that needs the tokens of a microbatch reads them from disk; no rank broadcasts them. Evaluation reads the
+windows in stream order. Its last global batch may be incomplete; it is filled up with rows that do not count in the
+loss.
 """
 
 from dataclasses import dataclass
@@ -37,28 +39,29 @@ from nanodomino.layers.positions import document_ids, positions_within_documents
 class EndOfText:
     """The token that ends a document, and its effects."""
     token: int
-    mask_loss: bool = False            # the model does not learn to predict it
+    mask_loss: bool = False            # the loss does not count where this token is the label
     reset_positions: bool = False      # positions restart at 0 after it
-    reset_attention: bool = False      # tokens after it do not attend to tokens up to it
+    reset_attention: bool = False      # tokens after it attend neither to it nor to earlier tokens
 
 
 @dataclass
 class Batch:
-    """A microbatch. In a chunk between the embedding and the head only the sample ids are set and the tensors None,
-    unless positions or attention depend on where documents end (train.get_batch)."""
+    """A microbatch. A chunk without embedding and head usually needs only sample_ids; then the tensors are None
+    (train.get_batch)."""
     tokens: torch.Tensor        # [b, s] int64
     labels: torch.Tensor        # [b, s] int64, the next tokens
-    loss_mask: torch.Tensor     # [b, s] float32, 0 where a position does not count
+    loss_mask: torch.Tensor     # [b, s] float32, 1 where the loss of a position counts, else 0
     positions: torch.Tensor     # [b, s] int64
-    sample_ids: list[int]       # [b], each sample's number in the whole training; seeds its dropout masks
-    documents: torch.Tensor | None = None      # [b, s] int64, see positions.py; None: attention crosses documents
+    sample_ids: list[int]       # [b], the samples' numbers k, which seed their dropout masks
+    documents: torch.Tensor | None = None      # [b, s] int64 (positions.py); None: attention crosses documents
     in_order: bool = True       # positions are 0, 1, .. s - 1 in each row
 
     @staticmethod
     def from_rows(rows, sample_ids, counted=None, end_of_text: EndOfText | None = None) -> "Batch":
-        """Make a batch from rows [b, s + 1] int64, on the device of the rows; a row's last token is only a label.
+        """Make a batch from rows [b, s + 1] of token ids, on the rows' device. A row's last token is only a label.
 
-        Only the first `counted` rows count in the loss; None: all. end_of_text: None if it has no effects.
+        counted: how many rows, from the first on, count in the loss; None: all.
+        end_of_text: None if the end-of-text token has no effects.
         """
         b, s = len(rows), rows.size(1) - 1
         labels = rows[:, 1:]
@@ -76,7 +79,7 @@ class Batch:
                      documents if effects.reset_attention else None, in_order=not effects.reset_positions)
 
     def split(self, count: int) -> list["Batch"]:
-        """Split along the samples into `count` slices whose sizes differ by at most one, the larger ones first."""
+        """Split the samples into `count` slices. Their sizes differ by at most one; the larger slices come first."""
         slices = [tensor.tensor_split(count) if tensor is not None else [None] * count
                   for tensor in (self.tokens, self.labels, self.loss_mask, self.positions, self.documents)]
         return [Batch(*tensors, ids.tolist(), documents, self.in_order)
@@ -85,13 +88,13 @@ class Batch:
 
 def sample_ids_of(step: int, microbatch: int, dp_rank: int, dp: int, micro_batch_size: int,
                   global_batch_size: int) -> list[int]:
-    """Return the numbers of the samples in a microbatch of a replica."""
+    """Return the numbers k of the samples in one microbatch of replica `dp_rank`. Steps count from 0."""
     first = step * global_batch_size + dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
     return list(range(first, first + micro_batch_size))
 
 
 class TokenDataset:
-    """The batches of one split, on `device`. Raises UserError if the split holds no window of seq_length + 1 tokens."""
+    """Reads batches of one split onto `device`. Raises UserError if the split has fewer than seq_length + 1 tokens."""
 
     def __init__(self, corpus: Corpus, split: str, seq_length: int, seed: int, end_of_text: EndOfText | None = None,
                  device=torch.device("cpu")):
@@ -107,7 +110,7 @@ class TokenDataset:
         self.epoch, self.order = None, None
 
     def window_of(self, sample: int) -> int:
-        """Return the window of a training sample. No window comes twice in an epoch."""
+        """Return the number of the window that training sample number `sample` reads."""
         epoch, index = divmod(sample, self.windows)
         if epoch != self.epoch:
             self.epoch, self.order = (
@@ -116,27 +119,29 @@ class TokenDataset:
 
     def batch(self, step: int, microbatch: int, dp_rank: int, dp: int, micro_batch_size: int, global_batch_size: int,
               shuffle: bool = True) -> Batch:
-        """Read one microbatch of one replica.
+        """Read one microbatch of replica `dp_rank`. Steps count from 0.
 
-        shuffle=False, for evaluation, takes the windows in order; rows after the last window are 0 and do not count.
-        Raises UserError if the batch sizes do not divide, or a token id is outside the vocabulary.
+        shuffle: False for evaluation. Then sample k is window k, and the rows of samples beyond the last window hold
+        zeros and do not count in the loss.
+        Raises UserError if dp x micro_batch_size does not divide global_batch_size, or if a token id is outside the
+        vocabulary.
         """
         require(global_batch_size % (dp * micro_batch_size) == 0,
                 f"global-batch-size {global_batch_size} must be divisible by micro-batch-size x data parallel = "
                 f"{micro_batch_size} x {dp} = {micro_batch_size * dp}")
         sample_ids = sample_ids_of(step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size)
         s, counted = self.seq_length, None
-        if not shuffle:             # every rank gets a batch of the same size, and no window counts twice
+        if not shuffle:             # pad: all ranks need batches of the same size, and no window may count twice
             counted = min(max(self.windows - sample_ids[0], 0), micro_batch_size)
         rows = np.zeros((micro_batch_size, s + 1), dtype=np.int64)
         for row, sample in zip(rows[:counted], sample_ids):
             start = (self.window_of(sample) if shuffle else sample) * s
             row[:] = self.stream[start:start + s + 1]
-        # In the embedding, an id outside the vocabulary would be an unreadable device-side assert.
+        # Check here: on a GPU the embedding would fail with an unreadable device-side assert.
         require(rows.max() < self.corpus.vocab_size,
                 f"{self.corpus.path / self.split}.bin holds token id {rows.max()}, outside the "
                 f"vocabulary of {self.corpus.vocab_size}; prepare the text again")
         rows = torch.from_numpy(rows)
-        if self.device.type == "cuda":     # from pinned memory the copy is asynchronous: the host continues
+        if self.device.type == "cuda":     # a copy from pinned memory is asynchronous
             rows = rows.pin_memory().to(self.device, non_blocking=True)
         return Batch.from_rows(rows, sample_ids, counted, self.end_of_text)

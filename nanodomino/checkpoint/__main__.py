@@ -20,9 +20,9 @@ def command_line() -> Parser:
                     description="Verify or export checkpoints of any layout, in one process without a GPU.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="verify | export")
     for name, action, folder in [
-            ("verify", "check every byte", "a checkpoint, or the folder of a run: all its checkpoints, newest first"),
+            ("verify", "check every byte", "a checkpoint, or the folder of a run to verify all its checkpoints"),
             ("export", "write one plain torch file of full tensors, {name: tensor}",
-             "a checkpoint, or the folder of a run: its newest intact one")]:
+             "a checkpoint, or the folder of a run to export its newest intact checkpoint")]:
         command = commands.add_parser(name, help=action, description=f"{action.capitalize()}.", allow_abbrev=False)
         command.add_argument("folder", metavar="DIR", type=Path, help=folder)
         if name == "export":
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def verify_all(folders: list[Path]) -> int:
-    """Print a line for each checkpoint and return the exit code, 2 if any is damaged. Raises UserError for none."""
+    """Print a line for each checkpoint. Return exit code 2 if any is damaged, else 0. Raises UserError without any."""
     require(folders, "this run has no checkpoint yet; give the folder of another run")
     code = 0
     for folder in folders:

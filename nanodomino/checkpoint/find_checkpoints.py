@@ -1,13 +1,13 @@
-"""Find the checkpoints of a run, and delete old ones.
+"""Finds the checkpoints of a run, and deletes old ones.
 
-    runs/nano-001/config.json                           the settings of the latest start
-    runs/nano-001/saved                                 exists if the run has ever completed a checkpoint
-    runs/nano-001/checkpoints/step-00000100/            a checkpoint: only a complete one gets such a name
-    runs/nano-001/checkpoints/.step-00000200.unfinished/
-    runs/nano-001/checkpoints/.step-00000050.discarded/
+    runs/nano-001/config.json                           the settings of the latest launch
+    runs/nano-001/saved                                 an empty file; exists if the run has ever completed a checkpoint
+    runs/nano-001/checkpoints/step-00000100/            a checkpoint; only a complete one gets such a name
+    runs/nano-001/checkpoints/.step-00000200.unfinished/    a checkpoint that is being written
+    runs/nano-001/checkpoints/.step-00000050.discarded/     a checkpoint that is being deleted
 
-A process that is killed can leave the two hidden folders; the next start deletes them. A folder with any other name,
-such as a user's copy of a checkpoint, is never found and never deleted.
+A killed process can leave hidden folders behind; the next launch deletes them. Folders with other names, such as a
+user's copy of a checkpoint, are ignored and never deleted.
 """
 
 import json
@@ -21,7 +21,7 @@ SAVED_MARKER = "saved"
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The checkpoints in a run's folder, newest first. Raises UserError if the folder can't be read."""
+    """Return the checkpoints in a run's folder, newest first. Raises UserError if the folder can't be read."""
     parent = run_dir / "checkpoints"
     try:
         found = list(parent.iterdir()) if parent.is_dir() else []
@@ -31,7 +31,7 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
 
 
 def newest_intact_checkpoint(run_dir: Path, report=print) -> Path | None:
-    """The newest checkpoint of a run in which every byte is right. Damaged ones are reported and skipped."""
+    """Return the newest intact checkpoint of a run, or None. Skips damaged ones and reports each with report(text)."""
     for folder in checkpoints_of(run_dir):
         try:
             verify(folder)
@@ -42,11 +42,11 @@ def newest_intact_checkpoint(run_dir: Path, report=print) -> Path | None:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint that --load names: the folder itself, or the newest intact checkpoint of a run.
-    Raises UserError."""
+    """Return the checkpoint that --load names: the newest intact one if `folder` is a run's, else `folder` itself.
+    Raises UserError if there is none or it is damaged."""
     try:
         exists = folder.is_dir()
-    except OSError as error:                                   # such as a name that is too long
+    except OSError as error:                                   # for example, the name is too long
         raise UserError(f"--load {str(folder)[:80]}... can't be looked up ({error.strerror}); give a checkpoint or the "
                         "folder of a run") from None
     require(exists, f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
@@ -59,7 +59,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def recorded_settings(folder: Path) -> dict | None:
-    """The settings of a run's latest start, or of a checkpoint; None if none can be read."""
+    """Return the settings of a run's latest launch, or of a checkpoint; None if there are none that can be read."""
     try:
         record = json.loads((folder / "config.json").read_text())
         if isinstance(record, dict):
@@ -68,7 +68,7 @@ def recorded_settings(folder: Path) -> dict | None:
         pass                                                   # not a run, or killed while it wrote config.json
     try:
         candidates = [folder, *checkpoints_of(folder)]
-    except UserError:                                          # such as a name that is too long
+    except UserError:                                          # for example, the name is too long
         return None
     for checkpoint in candidates:
         try:
@@ -79,14 +79,14 @@ def recorded_settings(folder: Path) -> dict | None:
 
 
 def delete_checkpoint(folder: Path):
-    """Rename a checkpoint, then delete it: a half-deleted folder must not look like a checkpoint."""
+    """Rename a checkpoint, then delete it, so that a half-deleted folder never looks like a checkpoint."""
     hidden = folder.with_name(f".{folder.name}.discarded")
     folder.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def clear_leftovers(run_dir: Path):
-    """Delete what a killed process has left: it would keep a full disk full."""
+    """Delete the hidden folders and files that killed processes left; otherwise a full disk would stay full."""
     for suffix in ("unfinished", "discarded"):
         for folder in (run_dir / "checkpoints").glob(f".step-*.{suffix}"):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Fill a model and an optimizer of any layout from a checkpoint.
+"""Fills a model and an optimizer of any layout from a checkpoint.
 
-Each rank reads only what it owns, which under ZeRO is 1/dp of its stage's shard, straight into its flat buffers. Then
-the replicas all-gather the weights, exactly as after each step.
+Each rank reads only the values that it owns, directly into its flat buffers. With ZeRO it owns 1/dp of the parameters
+that it holds. Then the replicas all-gather the weights, exactly as after each step.
 """
 
 import warnings
@@ -20,8 +20,8 @@ from nanodomino.zero import ZeroOptimizer
 
 
 def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weights_only=False) -> int:
-    """Fill the model and the optimizer; return the checkpoint's step. All ranks must call it together.
-    weights_only: keep the state of the new optimizer, and return step 0. Raises UserError."""
+    """Fill the model and the optimizer, and return the checkpoint's step. All ranks must call this together.
+    weights_only: load no optimizer state and no counters, and return step 0. Raises UserError."""
     manifest = read_manifest(folder)
     if not weights_only:
         optimizer.updates, optimizer.skipped_in_a_row = manifest["adam_steps"], manifest["skipped_in_a_row"]
@@ -44,8 +44,8 @@ def load_weights(folder: Path, model: GPT, mesh: Mesh):
 
 
 def read_tensors(tensors: dict, reader: SafeReader, single_process=False):
-    """Fill {name: tensor} from a checkpoint. All ranks call it together, or a single process without a process group.
-    Raises UserError, where dcp.load would print a traceback per rank."""
+    """Fill the tensors of {name: tensor} from a checkpoint. All ranks must call this together, or a single process that
+    has no process group. Raises UserError: dcp.load's own error would print a traceback per rank."""
     known = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         require(name in known and known[name].size == tensor.size(),
@@ -54,8 +54,8 @@ def read_tensors(tensors: dict, reader: SafeReader, single_process=False):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")                    # dcp warns that there is no process group
             dcp.load(tensors, storage_reader=reader, no_dist=single_process)
-    except dcp.CheckpointException as error:                   # raised on all ranks: a file has the right checksum, but
-        rank, (first, _) = next(iter(error.failures.items()))  # not the tensors that the index promises
+    except dcp.CheckpointException as error:                   # on all ranks, if a file has the right checksum but
+        rank, (first, _) = next(iter(error.failures.items()))  # not the tensors that the index lists
         raise UserError(f"{reader.path} does not hold what its index says (rank {rank}: {type(first).__name__}: "
                         f"{str(first).splitlines()[0] if str(first) else ''}); use another checkpoint") from None
 

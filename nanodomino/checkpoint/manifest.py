@@ -1,11 +1,11 @@
-"""The manifest: size and SHA-256 of every file of a checkpoint, so that damage is found.
+"""Writes and checks the manifest, which lists the size and SHA-256 of every other file of a checkpoint.
 
     step-00000100/manifest.json    {"sha256": of the rest of this file, "format", "step", "adam_steps",
                                     "skipped_in_a_row", "loss_scale", "config",
                                     "files": {name: {"size", "sha256"}}}
 
-The manifest is written last, when all other files are on the disk. verify() finds whatever happens to them afterwards:
-flipped bits, truncated or missing files.
+The manifest is written last, when all other files are on the disk. verify() finds any later damage: flipped bits,
+truncated files, missing files.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")           # matches exactly
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint folder's name; None if save.py would not give a folder this name."""
+    """Return the step in the name of a checkpoint's folder; None if save.py gives no folder this name."""
     found = NAME.fullmatch(folder.name)
     return int(found[1]) if found else None
 
@@ -45,13 +45,13 @@ def file_digest(path: Path) -> dict:
 
 
 def file_digests(paths: list[Path]) -> dict[str, dict]:
-    """Return {name: size and SHA-256} of files, computed in parallel: for large checkpoints hashing dominates."""
+    """Return {name: size and SHA-256} of the files. Hashes them in parallel, because large files take long to hash."""
     with ThreadPoolExecutor() as pool:                         # hashlib releases the interpreter lock
         return {path.name: digest for path, digest in zip(paths, pool.map(file_digest, paths))}
 
 
 def manifest_text(content: dict) -> str:
-    """The text of a manifest: its own checksum, then the content."""
+    """Return the text of a manifest: the checksum of the content, then the content."""
     body = {key: value for key, value in content.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps({"sha256": digest} | body, indent=1) + "\n"
@@ -60,8 +60,8 @@ def manifest_text(content: dict) -> str:
 # ---- write
 
 def write_manifest(folder: Path, content: dict, advice: str):
-    """Complete a checkpoint with its manifest, and flush both to the disk.
-    Raises UserError, with `advice`, if a file is missing that the index refers to."""
+    """Write the manifest of a checkpoint and flush it to the disk. content: all entries except "files", which is added.
+    Raises UserError, ending with `advice`, if the index refers to a file that is missing."""
     content["files"] = file_digests(sorted(folder.iterdir()))
     needed = {info.relative_path for info in SafeReader(folder).read_metadata().storage_data.values()}
     require(needed <= content["files"].keys(),
@@ -79,7 +79,7 @@ def write_flushed(path: Path, data: bytes):
 
 
 def flush_folder(folder: Path):
-    """Flush the entries of a folder to the disk: the names of its files, and renames."""
+    """Flush a folder's own entries to the disk, so that new and renamed files survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -108,7 +108,8 @@ def read_manifest(folder: Path) -> dict:
 
 
 def check_manifest(content: dict, path: Path):
-    """Check the entries of a manifest, which a stranger may have written. Raises UserError."""
+    """Check the types and ranges of a manifest's entries: a valid checksum does not mean that save.py wrote it.
+    Raises UserError."""
     content.setdefault("skipped_in_a_row", 0)                  # older versions did not save it
     counts = ("step", "adam_steps", "skipped_in_a_row")
     types = dict.fromkeys(counts, int) | dict(config=dict, files=dict)
@@ -121,7 +122,7 @@ def check_manifest(content: dict, path: Path):
     scale = content.setdefault("loss_scale", None)             # older versions had none
     require(is_valid_state(scale), f"{path} must give value, good_steps and patience of a loss scale, but has "
             f"{str(scale)[:80]}; use another checkpoint")
-    for name, entry in content["files"].items():               # a path could name any file of this machine
+    for name, entry in content["files"].items():               # a name with / could lead to any file
         require(name == Path(name).name and name not in ("", ".", "..", path.name) and isinstance(entry, dict)
                 and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str),
                 f"{path} must give size and SHA-256 of files beside it, but has '{name[:80]}': "
@@ -132,7 +133,7 @@ def check_manifest(content: dict, path: Path):
 
 def verify(folder: Path) -> dict:
     """Check every byte of a checkpoint and return its manifest.
-    Raises UserError that names the damaged file and what is wrong with it."""
+    Raises UserError, which names the damaged file and says what is wrong with it."""
     content = read_manifest(folder)
     require(step_of(folder) in (None, content["step"]), f"{folder} holds the checkpoint of step {content['step']}, but "
             "its name says another step; rename it")

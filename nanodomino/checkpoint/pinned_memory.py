@@ -1,14 +1,14 @@
-"""Host memory for a checkpoint's copies, in blocks whose lengths are powers of two.
+"""Allocates host memory for a checkpoint's copies, in blocks whose lengths are powers of two.
 
-torch rounds a block of pinned memory up to the next power of two, which can almost double it. So allocate n elements in
-the powers of two that add up to n, such as 5 = 4 + 1: nothing is rounded up.
+torch rounds each block of pinned memory up to the next power of two, which can almost double it. Several blocks avoid
+that: 5 elements are allocated as 4 + 1, and nothing is rounded up.
 """
 
 import torch
 
 
 def allocate(lengths: list[int], dtype: torch.dtype, pin_memory: bool) -> list[list[torch.Tensor]]:
-    """For each length, return flat tensors with that many elements in total, several if a block ends in between."""
+    """Return a list of flat tensors for each length. Together they have that many elements; each lies in one block."""
     total = sum(lengths)
     blocks = [torch.empty(1 << bit, dtype=dtype, pin_memory=pin_memory)
               for bit in range(total.bit_length()) if total >> bit & 1]

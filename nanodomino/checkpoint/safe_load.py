@@ -1,4 +1,4 @@
-"""Read a checkpoint without running any program that it might contain.
+"""Reads a checkpoint without running code that it might contain.
 
 The index of torch.distributed.checkpoint (.metadata) is a pickle, and pickle.load calls whatever function a pickle
 names. RestrictedUnpickler knows the record types of the index and refuses everything else. The tensors themselves are
@@ -16,14 +16,14 @@ from nanodomino.errors import UserError, require
 
 
 def require_regular_file(path: Path):
-    """Raise UserError for a pipe or a device, which could block or never end. Opening a folder or a missing file fails
-    by itself."""
+    """Raise UserError if the path is a pipe or a device, because reading it might never end. A folder or a missing file
+    passes: opening it raises an error anyway."""
     require(path.is_file() or path.is_dir() or not path.exists(),
             f"{path} is not a regular file; use another checkpoint")
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader, but its index is read by RestrictedUnpickler, and only once."""
+    """torch's reader of checkpoints, except that it reads the index with RestrictedUnpickler, and only once."""
     index = None
 
     def read_metadata(self, *args, **kwargs):
@@ -45,8 +45,8 @@ class SafeReader(dcp.FileSystemReader):
         return self.index
 
 
-class RestrictedUnpickler(pickle._Unpickler):                  # in Python: C's load_build can't be overridden
-    """An unpickler that knows only the types in an index of torch.distributed.checkpoint."""
+class RestrictedUnpickler(pickle._Unpickler):                  # pickle.Unpickler is C, without a load_build to override
+    """An unpickler that refuses all types except those in an index of torch.distributed.checkpoint."""
     dispatch = dict(pickle._Unpickler.dispatch)
 
     allowed = {"torch.distributed.checkpoint.metadata": ("ChunkStorageMetadata", "Metadata", "MetadataIndex",
@@ -64,7 +64,7 @@ class RestrictedUnpickler(pickle._Unpickler):                  # in Python: C's 
         return super().find_class(module, name)
 
     def load_build(self):
-        """Set the attributes of a record, but refuse a class or a function: it would change for the whole process."""
+        """Set attributes of a record. Refuse to set those of a class or function, which the whole process uses."""
         require(not isinstance(self.stack[-2], type) and not callable(self.stack[-2]),
                 "the checkpoint's index changes one of torch's own types; do not use this checkpoint")
         super().load_build()

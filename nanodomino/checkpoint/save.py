@@ -1,18 +1,19 @@
-"""Save checkpoints in the background, each rank its share, and complete them with a rename.
+"""Saves checkpoints in the background. Each rank writes its share, and renaming the folder completes the checkpoint.
 
-**Each rank writes its share.** Ranks that hold the same values share the work (shards.range_to_save), so host memory,
-bytes written and the time that training waits for the copy all fall as 1/dp. With AdamW a share is 12/dp bytes for each
-parameter that the rank holds: fp32 master weight and two moments.
+**Each rank writes its share.** Ranks that hold the same values share the work (shards.range_to_save). So the bytes that
+a rank writes, the host memory for them and the time that training waits for the copy all fall as 1/dp. With AdamW a
+share is 12/dp bytes for each parameter that the rank holds: the fp32 master weight and two fp32 moments.
 
-**In the background.** Training waits only for the copy to host memory. A thread on each rank then writes the copy. It
-has its own process group, so that its collectives can't mix with training's, and it makes no CUDA call: that would wait
-for training's kernels, and allocate memory of GPU 0 from every rank of the host.
+**In the background.** Training waits only for the copy to host memory. Then a thread on each rank writes the copy. The
+thread has its own process group, so that its collectives can't mix with training's. It makes no CUDA calls: they would
+wait for training's kernels, and on every rank they would allocate memory on GPU 0, the default device of a new thread.
 
     training    ... step 100 | copy | step 101 | step 102 | step 103 ...
     thread                          | write tensors, flush | manifest, flush | rename | delete old checkpoints
 
-**Complete or absent.** The files are written to .step-00000100.unfinished and flushed to the disk, then the manifest,
-then rank 0 renames the folder, which is atomic. So whenever a process is killed, a folder named step-... is complete.
+**Complete or absent.** The tensors are written to the folder .step-00000100.unfinished and flushed to the disk, then
+the manifest. Then rank 0 renames the folder to step-00000100. Renaming is atomic. So whenever a process is killed, each
+folder named step-... is complete.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ from nanodomino.zero import ZeroOptimizer
 
 
 def allocate_host_copies(optimizer: ZeroOptimizer, mesh: Mesh) -> list[BucketRange]:
-    """Allocate host memory for everything that this rank saves; the values are not filled yet."""
+    """Allocate host memory for this rank's share of a checkpoint. copy_to_host() fills it at each save."""
     ranges = [(bucket, state, *range_to_save(bucket, mesh))
               for bucket in optimizer.buckets for state in optimizer.state_names]
     like, copies = optimizer.buckets[0].own_grad, []
@@ -51,7 +52,7 @@ def allocate_host_copies(optimizer: ZeroOptimizer, mesh: Mesh) -> list[BucketRan
 
 
 def copy_to_host(optimizer: ZeroOptimizer, copies: list[BucketRange]):
-    """Fill the copies, and wait until they are filled, because the writing thread makes no CUDA call."""
+    """Copy this rank's share to host memory. Waits for the copy, because the writing thread makes no CUDA calls."""
     for bucket, state, start, values in copies:
         own = optimizer.own_state(bucket, state)
         if own is None:                                        # no moments before the first update
@@ -63,16 +64,19 @@ def copy_to_host(optimizer: ZeroOptimizer, copies: list[BucketRange]):
 
 
 class NoCopyPlanner(dcp.DefaultSavePlanner):
+    """Makes torch's writer write views without copying them first."""
+
     def transform_object(self, item, box):
-        """Give the same memory a storage of its own: torch's writer copies a view, and keeps all copies to the end."""
+        """Return a tensor with the same memory, but its own storage, so that the writer does not see a view: it would
+        copy each view, and keep all copies to the end."""
         return torch.from_numpy(box.numpy())
 
 
 class Saver:
     """Writes the checkpoints of a run, one at a time, on a thread of each rank.
 
-    resumed_from: the step from which this run resumed. Checkpoints of later steps are damaged: otherwise the run would
-    have resumed from them.
+    resumed_from: the step from which this run resumed. Checkpoints of later steps must be damaged, because otherwise
+    the run would have resumed from one of them.
     """
 
     def __init__(self, run_dir: Path, mesh: Mesh, keep_last: int, timeout: int = TIMEOUT,
@@ -81,7 +85,7 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.thread, self.error = None, None
         self.damaged = {folder for folder in checkpoints_of(run_dir) if step_of(folder) > resumed_from}
-        self.copies = []                   # allocated once: the first touch of new memory is slow
+        self.copies = []                   # allocated once, because the first use of new memory is slow
 
     def save(self, step: int, model: GPT, optimizer: ZeroOptimizer, config: Config):
         """Copy this rank's share to host memory and start writing it. Waits for the previous save first."""
@@ -103,14 +107,14 @@ class Saver:
             self.thread = None
 
     def failure(self) -> str | None:
-        """Return the error of a save since the last call, if one has failed so far."""
+        """Return the error message if a save has failed since the last call, else None."""
         error, self.error = self.error, None
         return error
 
     # ---- on the thread
 
     def write_or_note_error(self, step, tensors, manifest):
-        """Write, and keep the text of an error for failure(): an exception would be lost with the thread."""
+        """Call write(); if it raises, keep the error's text for failure(). The exception itself would be lost."""
         try:
             self.write(step, tensors, manifest)
         except BaseException as error:
@@ -127,7 +131,7 @@ class Saver:
         if dist.get_rank() == 0:
             clear_leftovers(self.run_dir)
         dist.barrier(self.group)
-        # per_thread_copy_ahead > 0 would use a CUDA stream of the thread's device, which is GPU 0 on every rank
+        # per_thread_copy_ahead > 0 would use a CUDA stream of the thread's device, which is GPU 0 on every rank.
         writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer, planner=NoCopyPlanner(), process_group=self.group)
         self.run_on_rank_0(lambda: self.complete(temporary, final, manifest))
@@ -147,10 +151,10 @@ class Saver:
     def complete(self, temporary: Path, final: Path, manifest: dict):
         """Write the manifest, rename the folder, and only then delete old checkpoints.
 
-        A checkpoint after skipped steps replaces no older one: a run that has diverged must be restarted from an older
-        one."""
+        If the latest steps were skipped, the run may have diverged and may have to restart from an older checkpoint. So
+        no checkpoint is deleted then."""
         write_manifest(temporary, manifest, "--run-dir must lie on a disk that all hosts share")
-        if final.exists():                                     # the run went back, and has come to this step again
+        if final.exists():                                     # the run went back and has reached this step again
             delete_checkpoint(final)
         temporary.rename(final)
         flush_folder(final.parent)

@@ -1,17 +1,18 @@
-"""Which boxes of a full tensor does a rank hold, if it owns a range of a flat buffer?
+"""Finds which boxes of a full tensor a rank holds, if the rank owns a range of a flat buffer.
 
-torch.distributed.checkpoint stores boxes, each at an offset in a full tensor, and reads any other boxes back, whatever
-rank and layout they belong to. So a rank only has to name its boxes. But a flat buffer does not know where rows end: a
-range of it holds the end of one row of a matrix, some whole rows, and the start of another, at most three boxes:
+A box is a rectangular part of a tensor, given by its offset and size. torch.distributed.checkpoint (dcp) stores tensors
+as boxes, and can read back any other boxes, whichever rank and layout wrote the stored ones. So a rank only has to name
+its boxes. But the range that a rank owns need not begin or end with a row of a matrix. It may hold the end of one row,
+some whole rows and the start of another row, which makes at most three boxes:
 
     elements 4 .. 19 of a matrix         .  .  .  .  4  5        boxes (offset, size):
     of four rows and six columns         6  7  8  9 10 11            (0, 4), 1 x 2
                                         12 13 14 15 16 17            (1, 0), 2 x 6
                                         18 19  .  .  .  .            (3, 0), 1 x 2
 
-With tensor parallelism that matrix is a shard, at some offset in the full tensor. gate and up of a SwiGLU are one
-parameter with two runs of rows, and a rank holds rows of both. The full tensor is stored as [2, rows, columns], so that
-every shard is one box; a range of a three-dimensional tensor fills at most five boxes.
+With tensor parallelism this matrix is a shard, at some offset in the full tensor. SwiGLU's gate and up are stacked in
+one parameter, and each rank holds rows of both. So the full tensor is stored as [2, rows, columns], in which every
+shard is one box. A range of a three-dimensional tensor fills at most five boxes.
 """
 
 import math
@@ -33,15 +34,15 @@ class Box(NamedTuple):
 
 
 class BucketRange(NamedTuple):
-    """A contiguous range of a flat bucket's weights, or of one of its moments."""
+    """A contiguous range of the weights of a bucket, or of one of their moments."""
     bucket: Bucket
     state: str                  # "weight" or the name of a moment: one of ZeroOptimizer.state_names
-    start: int                  # in elements from the start of the bucket
+    start: int                  # in elements, counted from the start of the bucket
     values: torch.Tensor        # flat
 
 
 def boxes_of_range(start: int, end: int, shape) -> list[Box]:
-    """The boxes that elements start .. end - 1 of a flattened tensor of this shape fill, in order."""
+    """Return the boxes that elements start .. end - 1 of a flattened tensor of this shape fill, in order."""
     if len(shape) == 1:
         return [Box((start,), (end - start,))] * (start < end)
     row_size, boxes = math.prod(shape[1:]), []
@@ -58,14 +59,14 @@ def boxes_of_range(start: int, end: int, shape) -> list[Box]:
 
 
 class LocalBoxes(torch.Tensor):
-    """The boxes of a full tensor that this rank holds: `boxes` {offset in the full tensor: values}.
+    """A full tensor of which this rank holds only some boxes: `boxes` is {offset in the full tensor: values}.
 
-    It has the size of the full tensor, but memory for one element. torch.distributed.checkpoint asks for the boxes
-    through the three methods with underscores, as it asks a DTensor, which can't have more than one box."""
+    The tensor has the full size, but memory for one element only. dcp gets the boxes from the three methods with
+    underscores. A DTensor has these methods too, but can't hold more than one box."""
 
     @classmethod
     def of(cls, weight, mesh: Mesh) -> "LocalBoxes":
-        """Return the full tensor of a parameter, still without boxes."""
+        """Return the full tensor of a parameter, without boxes so far."""
         shape, sharded = list(weight.shape), [dim == weight.shard_dim for dim in range(weight.dim())]
         if weight.partition_stride > 1:
             shape[:1], sharded[:1] = (weight.partition_stride, shape[0] // weight.partition_stride), (False, True)
@@ -76,7 +77,7 @@ class LocalBoxes(torch.Tensor):
         return full
 
     def add(self, values, start: int = 0):
-        """Add flat values as boxes. The values are those of this rank's shard from its element `start` on."""
+        """Add the boxes of some flat values: elements start, start + 1, ... of this rank's flattened shard."""
         for offset, size in boxes_of_range(start, start + len(values), self.shard_shape):
             box, values = values[:math.prod(size)], values[math.prod(size):]
             self.boxes[torch.Size(map(sum, zip(self.shard_offset, offset)))] = box.view(size)
@@ -94,13 +95,13 @@ class LocalBoxes(torch.Tensor):
 
 
 def local_boxes(model: GPT, mesh: Mesh, ranges: list[BucketRange]) -> dict[str, LocalBoxes]:
-    """Return {"STATE.GLOBAL_NAME": boxes} of all parameters in some bucket ranges, such as
-    "exp_avg.layers.7.attention.qkv.weight". Global names contain no rank and no stage."""
+    """Return {"STATE.PARAMETER": boxes} of all parameters in these ranges; a key is, for example,
+    "exp_avg.layers.7.attention.qkv.weight". Keys contain no rank and no stage, so they are the same on any layout."""
     names = {weight: name for name, weight in model.named_parameters()}
     found = {}
     for bucket, state, start, values in ranges:
         for weight in bucket.parameters:
-            offset = bucket.offsets[weight] - start            # of the weight's first element in `values`
+            offset = bucket.offsets[weight] - start            # where the parameter starts in `values`
             part = values[max(offset, 0):max(offset + weight.numel(), 0)]
             if len(part):
                 boxes = found.setdefault(f"{state}.{names[weight]}", LocalBoxes.of(weight, mesh))
@@ -111,8 +112,8 @@ def local_boxes(model: GPT, mesh: Mesh, ranges: list[BucketRange]) -> dict[str, 
 def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
     """Return the range (start, end) of a bucket that this rank saves.
 
-    All ranks that hold the same values share the work: the dp replicas, and also the tp ranks if the bucket is not
-    sharded over them. A replica saves the part that it owns under ZeRO-1. The first stage saves a tied embedding."""
+    All ranks that hold the same bucket share the work. These are its replicas and, if the bucket is not sharded, its tp
+    ranks. Each replica saves the part that it owns with ZeRO. Only the first stage saves a tied embedding."""
     holders, index = mesh.dp, mesh.dp_rank
     if not bucket.kind.sharded:
         holders, index = holders * mesh.tp, index * mesh.tp + mesh.tp_rank

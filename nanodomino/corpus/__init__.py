@@ -1,9 +1,9 @@
-"""Loads a prepared folder of tokens, and contains all that data/prepare.py needs to make one.
+"""Loads a corpus, which is a folder of token ids, and holds the parts of data/prepare.py that make one.
 
-    documents.py               text files and the documents in them
-    tokenizer.py               text <-> token ids: bytes, GPT-2's tokens, or
-    huggingface_tokenizer.py   a tokenizer.json, read by the optional package tokenizers
-    safe_cuts.py               where a long text can be cut without changing its token ids
-    atomic_folder.py           a prepared folder appears complete or not at all
-    prepared_folder.py         the prepared folder, checked and loaded
+    documents.py               finds text files and the documents in them
+    tokenizer.py               converts text to token ids and back; the tokens are bytes, GPT-2's or those of
+    huggingface_tokenizer.py   a Hugging Face tokenizer.json, read with the optional package tokenizers
+    safe_cuts.py               finds where a long text can be cut without changing its token ids
+    atomic_folder.py           makes a corpus appear complete or not at all
+    prepared_folder.py         checks and loads a corpus
 """

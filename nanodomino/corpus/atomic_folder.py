@@ -1,7 +1,8 @@
-"""Makes a prepared folder appear complete or not at all.
+"""Makes a corpus appear complete or not at all.
 
-The files are written to a hidden folder next to the output, which is renamed at the end. Renaming is atomic, so a
-reader never sees half a corpus. If several processes prepare the same output, the first one wins.
+The files are written to a hidden folder next to the output. At the end the hidden folder is renamed to the output.
+Renaming is atomic, so a reader never sees half a corpus. If several processes prepare the same output, the first to
+finish wins.
 """
 
 import fcntl
@@ -21,7 +22,7 @@ OUR_FILES = {"meta.json", "encoder.json", "vocab.bpe", *FILES, *(f"{split}.bin" 
 
 
 def check_output(output: Path, overwrite: bool):
-    """Raise UserError unless `output` may be written: it does not exist, is empty, or is a corpus to overwrite."""
+    """Raise UserError unless `output` does not exist, is an empty folder, or is a corpus and `overwrite` is true."""
     require(output.is_dir() or not output.exists(),
             f"the output {output} is a file, but must be a folder; choose another --output")
     if not output.exists() or not any(output.iterdir()):
@@ -40,7 +41,7 @@ def check_output(output: Path, overwrite: bool):
 
 @contextmanager
 def temporary_sibling(output: Path) -> Iterator[Path]:
-    """Make a hidden, locked folder next to the output, thus on the same disk, and remove what is left of it."""
+    """Yield a new hidden folder, locked, on the output's disk. Delete it at the end unless publish() has renamed it."""
     output.parent.mkdir(parents=True, exist_ok=True)
     folder = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     folder.mkdir()
@@ -49,25 +50,25 @@ def temporary_sibling(output: Path) -> Iterator[Path]:
         try_lock(descriptor)
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)   # does not exist any more if it was published
+        shutil.rmtree(folder, ignore_errors=True)   # publish() may have renamed it
         os.close(descriptor)
 
 
 def try_lock(descriptor: int) -> bool:
-    """Return whether the folder is locked now. The system releases the lock when this process ends, however it ends."""
+    """Try to lock a folder and return whether that succeeded. The system unlocks it if this process is killed."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
-    except OSError:                                 # another process has it, or the file system has no locks
+    except OSError:                                 # another process holds the lock, or the file system has no locks
         return False
 
 
 def clear_leftovers(output: Path):
-    """Remove the hidden folders that killed processes left next to the output, but none that a live process locks."""
+    """Delete the hidden folders that killed processes left next to the output. Live processes hold a lock on theirs."""
     hidden = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{32}}(\.replaced)?")
     found = [path for path in output.parent.iterdir() if hidden.fullmatch(path.name)] if output.parent.is_dir() else []
     for folder in sorted(found):
-        if folder.suffix == ".replaced":            # from a process that was killed between the renames of publish()
+        if folder.suffix == ".replaced":            # an old corpus: publish() was killed after moving it
             if not output.exists() and not folder.with_suffix("").exists():
                 folder.rename(output)
             elif output.exists():
@@ -80,15 +81,14 @@ def clear_leftovers(output: Path):
 
 
 def publish(folder: Path, output: Path, meta: dict, overwrite: bool) -> dict:
-    """Rename the finished folder to `output` and return its meta.json.
+    """Rename the finished folder to `output`, and return the meta.json of the corpus that is there now.
 
-    If the rename fails because another process has published first, keep the other process's corpus. Raises UserError
-    if the two corpora differ.
+    If another process has published its corpus first, keep that corpus. Raises UserError if it differs from ours.
     """
     replaced = folder.with_name(folder.name + ".replaced")
     try:
         if overwrite and output.exists():
-            check_output(output, overwrite)         # again, since preparing took a while
+            check_output(output, overwrite)         # again: files may have appeared since the first check
             output.rename(replaced)
         folder.rename(output)
         return meta
@@ -102,5 +102,5 @@ def publish(folder: Path, output: Path, meta: dict, overwrite: bool) -> dict:
         shutil.rmtree(replaced, ignore_errors=True)
     theirs = load_corpus(output).meta
     require(theirs["sha256"] == meta["sha256"],
-            f"another process has put other data into {output} in the meantime; choose another --output")
+            f"another process has meanwhile written a different corpus to {output}; choose another --output")
     return theirs

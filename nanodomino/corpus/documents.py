@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanodomino.corpus.safe_cuts import pieces
+from nanodomino.corpus.safe_cuts import split_at_safe_cuts
 from nanodomino.errors import UserError, require
 
 CHUNK = 1 << 20                 # characters read at once
@@ -19,13 +19,14 @@ CHUNK = 1 << 20                 # characters read at once
 class Document:
     size: int                   # bytes of text
     size_in_file: int           # bytes in the file, for the progress bar
-    chunks: Iterator[str]
+    chunks: Iterator[str]       # the text, in parts that can be tokenized one by one
 
 
 def find_files(inputs: list, output: Path) -> tuple[dict[str, bool], Counter]:
-    """Return ({real path: whether the user named this file}, {reason: files skipped}). Raises UserError.
+    """Find the text files that `inputs` name: files, folders and glob patterns. Raises UserError.
 
-    Real paths are unique, so a file that several inputs match is read once.
+    Returns ({path: True if an input names the file, False if it names a folder above it}, {reason: number of files
+    skipped}). Links are resolved, so a file that several inputs name is read once.
     """
     files, skipped = {}, Counter()
     for pattern in map(str, inputs):
@@ -43,7 +44,7 @@ def find_files(inputs: list, output: Path) -> tuple[dict[str, bool], Counter]:
 
 
 def expand_glob(pattern: str) -> list[str]:
-    """Return the matching paths. ** is any number of folders; Python's own ** never ends if links are cyclic."""
+    """Return the paths that match. ** matches any number of folders. Python's ** may never end if links are cyclic."""
     top, *rest = re.split(r"(?:^|(?<=/))\*\*(?:/+|$)", pattern, maxsplit=1)
     if not rest:
         return glob.glob(pattern)
@@ -52,7 +53,7 @@ def expand_glob(pattern: str) -> list[str]:
 
 
 def folders_below(top: str) -> Iterator[str]:
-    """Yield `top` and the folders below it that are not hidden, following links, each real folder once."""
+    """Yield `top` and all folders below it, except hidden ones. Follows links, but enters no folder twice."""
     seen = set()
     for folder, folders, _ in os.walk(top, followlinks=True):
         real = os.path.realpath(folder)
@@ -63,7 +64,11 @@ def folders_below(top: str) -> Iterator[str]:
 
 
 def text_files_below(top: str, output: Path, skipped: Counter) -> Iterator[str]:
-    """Yield the text files of a folder in sorted order, without hidden ones and without an older output."""
+    """Yield the text files in a folder and its subfolders, in sorted order.
+
+    Skips hidden files and folders and files that are not text, and counts them in `skipped`. Skips `output` too, which
+    may hold an earlier corpus.
+    """
     def fail(error):
         raise error
 
@@ -82,7 +87,7 @@ def text_files_below(top: str, output: Path, skipped: Counter) -> Iterator[str]:
 
 
 def is_text(path: str) -> bool:
-    """Return whether the whole file is UTF-8 without a NUL."""
+    """Return whether the whole file is UTF-8 without NUL characters."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             return not any("\0" in chunk for chunk in iter(lambda: file.read(CHUNK), ""))
@@ -91,7 +96,7 @@ def is_text(path: str) -> bool:
 
 
 def read_documents(files: dict[str, bool], safe_cut: re.Pattern, any_bytes: bool) -> Iterator[Document]:
-    """Yield the documents of the files in order. any_bytes: a file that the user named need not be UTF-8."""
+    """Yield the documents of find_files()' files. any_bytes: a file that the user named need not be UTF-8."""
     for path, named in files.items():
         if not path.endswith(".jsonl"):
             size = os.path.getsize(path)
@@ -104,28 +109,29 @@ def read_documents(files: dict[str, bool], safe_cut: re.Pattern, any_bytes: bool
 
 
 def text_of_line(line: bytes, place: str) -> str:
-    """Return the text field of a line of a .jsonl file. `place` names the line in an error."""
+    """Return the text field of a line of a .jsonl file. Raises UserError. place: file and line number, for errors."""
     try:
-        document = json.loads(line, parse_int=float)           # Python refuses to read an int of 5,000 digits
+        document = json.loads(line, parse_int=float)           # int() refuses numbers of 5,000 digits
     except (ValueError, RecursionError):
         raise UserError(f"{place} is not JSON; each line of a .jsonl file must be an object with a "
                         "text field") from None
     require(isinstance(document, dict) and isinstance(document.get("text"), str),
             f'{place} has no text field; each line of a .jsonl file must look like {{"text": "..."}}')
-    # JSON can spell half a surrogate pair, UTF-8 cannot
+    # JSON can contain half of a surrogate pair, which UTF-8 can't encode: it becomes a question mark.
     return document["text"].encode("utf-8", "replace").decode("utf-8")
 
 
 def text_chunks(path: str, safe_cut: re.Pattern, any_bytes: bool) -> Iterator[str]:
-    """Yield the text of a file in chunks, cut where it is safe. Raises UserError if it is not UTF-8.
+    """Yield the text of a file in chunks that end at safe cuts (safe_cuts.py).
 
-    With any_bytes, bytes that are not UTF-8 become lone surrogates, as Python's surrogateescape does.
+    Raises UserError if the file is not UTF-8. With any_bytes, the invalid bytes become lone surrogates instead, as with
+    Python's surrogateescape.
     """
     rest = ""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape" if any_bytes else "strict", newline="") as file:
             while chunk := file.read(CHUNK):
-                *chunks, rest = pieces(rest + chunk, safe_cut, CHUNK, 2 * CHUNK)
+                *chunks, rest = split_at_safe_cuts(rest + chunk, safe_cut, CHUNK, 2 * CHUNK)
                 yield from chunks
     except UnicodeDecodeError:
         raise UserError(f"the input {path} is not UTF-8 text; convert it, or use --tokenizer byte, which "

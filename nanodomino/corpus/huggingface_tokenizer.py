@@ -4,8 +4,8 @@
     byte_fallback    Llama 2, Mistral                 the symbols are characters, space is ▁; a character that is not in
                                                       the vocabulary becomes its UTF-8 bytes, such as <0xE6>
 
-For both, the bytes of each token are known, so that generated text can be printed token by token. In a document the
-name of a special token is ordinary text: a web page about <|endoftext|> does not end there.
+For both kinds the bytes of each token are known, so generated text can be printed token by token. In a document the
+name of a special token is ordinary text: a web page about <|endoftext|> does not end where it mentions this token.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanodomino.corpus.safe_cuts import find_safe_cut, pieces
+from nanodomino.corpus.safe_cuts import find_safe_cut, split_at_safe_cuts
 from nanodomino.errors import UserError, require
 
 # The files of a tokenizer; all but the first are optional.
@@ -25,9 +25,9 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 ACCEPTED = "only BPE that is byte-level (GPT-2, Llama 3, Qwen, SmolLM2) or has byte_fallback (Llama 2, Mistral) works"
 
-PIECE = 1 << 16             # characters that one thread encodes at a time
-PIECES_AT_ONCE = 32
-LONGEST_PIECE = 1 << 20     # characters, where a text has no safe cut
+CHUNK = 1 << 16             # characters that one thread encodes at a time
+CHUNKS_AT_ONCE = 32         # in one call of the package, which encodes them in parallel
+LONGEST_CHUNK = 1 << 20     # characters, if a text has no safe cut
 
 
 def bytes_of_characters() -> dict[str, int]:
@@ -38,7 +38,10 @@ def bytes_of_characters() -> dict[str, int]:
 
 
 class HuggingFaceTokenizer:
-    """Wraps a tokenizer of the package as a Tokenizer (tokenizer.py). eod_token: the token that ends a document."""
+    """Wraps a tokenizer of the package as a Tokenizer (tokenizer.py).
+
+    path: its tokenizer.json; eod_token: the token that ends a document, such as "</s>".
+    """
 
     name = "huggingface"
 
@@ -52,8 +55,8 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str, special_tokens_are_text=True) -> np.ndarray:
         self.package_tokenizer.encode_special_tokens = special_tokens_are_text
-        texts, ids = pieces(text, self.safe_cut, PIECE, LONGEST_PIECE), [np.zeros(0, np.uint32)]
-        while batch := list(islice(texts, PIECES_AT_ONCE)):
+        chunks, ids = split_at_safe_cuts(text, self.safe_cut, CHUNK, LONGEST_CHUNK), [np.zeros(0, np.uint32)]
+        while batch := list(islice(chunks, CHUNKS_AT_ONCE)):
             encodings = self.package_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
             ids += [np.array(encoding.ids, np.uint32) for encoding in encodings]
         return np.concatenate(ids)
@@ -83,7 +86,10 @@ def find_tokenizer(path) -> Path:
 
 
 def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceTokenizer:
-    """Read and check a tokenizer.json. Raises UserError if it is damaged, of another kind, or loses text."""
+    """Read and check a tokenizer.json, or the one in a folder. eod_token: see find_eod_token.
+
+    Raises UserError if it is damaged, is of neither kind above, or does not decode to the text that was encoded.
+    """
     path = find_tokenizer(path)
     try:
         from tokenizers import Tokenizer
@@ -92,7 +98,7 @@ def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceTokenizer
                         "requirements-extra.txt") from None
     try:
         package_tokenizer = Tokenizer.from_file(str(path))
-    except BaseException as error:                  # a panic of the package is not an Exception
+    except BaseException as error:                  # a panic of the package's Rust code is no Exception
         if isinstance(error, KeyboardInterrupt):
             raise
         raise UserError(f"the tokenizers package cannot read {path} ({error}); give the folder of an intact "
@@ -104,13 +110,13 @@ def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceTokenizer
     require(model["type"] == "BPE" and (byte_level or model["byte_fallback"]),
             f"{path} is a {model['type']} tokenizer without byte-level symbols or byte_fallback; {ACCEPTED}")
     require(not model["dropout"], f"{path} has dropout {model['dropout']}, so its ids are random; set it to null")
-    for token in record["added_tokens"]:            # no safe cut may fall into a token that documents can contain
+    for token in record["added_tokens"]:            # a safe cut must not split a token that a document can contain
         require(token["special"] or not (token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"])),
-                f"{path} has the added token {token['content']!r}, which takes in whitespace, so long texts could not "
-                "be cut; make it a special token, or choose another tokenizer")
+                f"{path} has the added token {token['content']!r}, which contains or strips whitespace, so long texts "
+                "could not be cut; make it a special token, or choose another tokenizer")
 
     safe_cut = find_safe_cut(word_splitter(package_tokenizer))
-    require(safe_cut, f"{path} makes words across all whitespace, so long texts could not be cut; {ACCEPTED}")
+    require(safe_cut, f"{path} joins words across whitespace, so long texts could not be cut; {ACCEPTED}")
     special = {token["content"] for token in record["added_tokens"]}
     eod_token = find_eod_token(path, special, eod_token)
     tokenizer = HuggingFaceTokenizer(package_tokenizer, path, byte_level, safe_cut, eod_token)
@@ -122,10 +128,10 @@ def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceTokenizer
 
 
 def word_splitter(package_tokenizer) -> Callable[[str], list[str]]:
-    """Return a function from a text to its words, the parts of the normalized text that no merge joins.
+    """Return the function words(text), which splits a text into words as the tokenizer does, after normalization.
 
-    The pre-tokenizer returns them. Llama 2 has no pre-tokenizer. But if no token has a ▁ after another character, no
-    merge joins the two, and a word begins at each ▁.
+    BPE merges only within a word. The pre-tokenizer splits a text into words. Llama 2 has no pre-tokenizer, but none of
+    its tokens has a ▁ after another character. So nothing is merged across the start of a ▁, and each ▁ begins a word.
     """
     normalizer, pre_tokenizer = package_tokenizer.normalizer, package_tokenizer.pre_tokenizer
     vocabulary = package_tokenizer.get_vocab(with_added_tokens=False)
@@ -140,7 +146,11 @@ def word_splitter(package_tokenizer) -> Callable[[str], list[str]]:
 
 
 def find_eod_token(path: Path, added: set[str], eod_token: str | None) -> str:
-    """Return --eod-token, else the eos_token of tokenizer_config.json, else a usual name. Raises UserError."""
+    """Return the token that ends a document. Raises UserError if there is none.
+
+    It is --eod-token, else the eos_token in tokenizer_config.json, else the first of END_OF_TEXT_TOKENS that the
+    tokenizer has. added: the added tokens of the tokenizer.
+    """
     config = path.with_name("tokenizer_config.json")
     names = ", ".join(sorted(added)[:8]) or "it has none"
     if eod_token is not None:

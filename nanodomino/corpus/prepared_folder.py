@@ -1,4 +1,4 @@
-"""Reads and checks a folder that data/prepare.py has made.
+"""Reads and checks a corpus: a folder that data/prepare.py has made.
 
     train.bin  valid.bin  test.bin    token ids, uint16 or uint32, each document followed by end-of-text
     meta.json                         the tokenizer, sizes, checksums, entropies
@@ -19,15 +19,15 @@ from nanodomino.errors import UserError, require
 
 SPLITS = ("train", "valid", "test")
 FORMAT = "nanodomino-corpus-1"
-TOKENIZER_FILES = ("tokenizer_file", "vocab_file", "merge_file")       # keys of meta.json; the first: Hugging Face's
+TOKENIZER_FILES = ("tokenizer_file", "vocab_file", "merge_file")       # keys of meta.json
 
 
 @dataclass
 class Corpus:
     """The checked contents of meta.json.
 
-    The entropies, in nats per training token, are the losses of a model that knows only token frequencies, and of one
-    that also sees the previous token.
+    A model that knows only how frequent each token is has a loss of unigram_entropy, in nats per token of the training
+    text. A model that also sees the previous token has a loss of bigram_entropy.
     """
     path: Path
     tokenizer_name: str
@@ -41,9 +41,9 @@ class Corpus:
     meta: dict                  # the whole of meta.json
 
     def tokenizer(self) -> Tokenizer:
-        """Build the tokenizer of this text from the files in the folder. Raises UserError."""
+        """Build the tokenizer that encoded this corpus. Raises UserError."""
         path, *gpt2_files = (self.path / name if name else None for name in map(self.meta.get, TOKENIZER_FILES))
-        check(not path or path.is_file(), f"{path} is missing, which meta.json names")
+        check(not path or path.is_file(), f"meta.json names {path}, which is missing")
         tokenizer = build_tokenizer(path or self.tokenizer_name, *gpt2_files, self.meta.get("eod_token"))
         check(tokenizer.vocab_size == self.vocab_size,
               f"{self.path / 'meta.json'} records a vocabulary of {self.vocab_size} tokens, but its tokenizer "
@@ -51,7 +51,7 @@ class Corpus:
         return tokenizer
 
     def verify(self):
-        """Check every byte by the checksums, and the largest token id. Raises UserError. Slow for a big corpus."""
+        """Read every byte and check the checksums and the largest token id. Raises UserError. Slow for a big corpus."""
         for split in SPLITS:
             path = self.path / f"{split}.bin"
             check(file_sha256(path) == self.sha256[split], f"{path} does not have the SHA-256 that meta.json records")
@@ -60,7 +60,7 @@ class Corpus:
 
 
 def check(condition, sentence: str):
-    """Raise UserError with this sentence unless the condition holds."""
+    """Raise UserError unless the condition holds. Its message is the sentence and the advice to prepare again."""
     require(condition, f"{sentence}; prepare the text again")
 
 
@@ -74,14 +74,15 @@ def file_sha256(path) -> str:
 
 
 def load_corpus(folder) -> Corpus:
-    """Read meta.json and check it, also against the sizes of the files. Raises UserError."""
+    """Read and check the meta.json of a corpus, and compare it with the sizes of the other files. Raises UserError."""
     folder = Path(folder)
-    require(not os.path.isfile(folder), f"{folder} is no data folder but a file; prepare it with "
+    require(not os.path.isfile(folder), f"{folder} is a file, not a data folder; prepare it with "
             f"data/prepare.py --input {folder} --output {folder}-tokens")
     require(os.path.isdir(folder), f"there is no data folder {folder}; make one with data/prepare.py --output {folder}")
     path = folder / "meta.json"
     require(os.path.isfile(path),
-            f"{folder} is not a folder made by data/prepare.py, since it has no meta.json; prepare another folder")
+            f"{folder} is not a folder made by data/prepare.py, since it has no meta.json; give another folder, "
+            "or make one with data/prepare.py")
     try:
         meta = json.loads(path.read_text("utf-8"))
         check(meta.get("format") == FORMAT,

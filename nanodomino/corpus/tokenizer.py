@@ -1,12 +1,15 @@
-"""Text <-> token ids, with one of three kinds of tokenizer.
+"""Converts text to token ids and back, with one of three kinds of tokenizer.
 
-    byte    the 256 bytes and end-of-text: needs no file, and every text can be encoded
-    gpt2    GPT-2's 50,257 tokens, about four bytes of English each, so a text has four times fewer positions
-    PATH    the folder or the tokenizer.json of a Hugging Face tokenizer, such as Llama 3's: huggingface_tokenizer.py
+    byte    one token per byte, and end-of-text; needs no file and can encode every text
+    gpt2    GPT-2's 50,257 tokens; a token is about four bytes of English, so a text has a quarter of the positions
+    PATH    the folder or the tokenizer.json of a Hugging Face tokenizer, such as Llama 3's (huggingface_tokenizer.py)
 
-Byte-pair encoding (GPT-2's paper, section 2.2) cuts a text into words by a regular expression, splits each word into
-bytes, and keeps merging the two neighbors whose merge is the oldest. GPT-2 stores this in two files: encoder.json maps
-tokens to ids, and vocab.bpe lists the merges, oldest first. Both spell bytes as printable characters, space as Ġ.
+Byte-pair encoding (BPE; GPT-2's paper, section 2.2) splits a text into words with a regular expression, and each word
+into bytes. Then it merges two neighbouring tokens of the word into one, again and again. The tokenizer has a list of
+all possible merges, and the merge that comes first in the list is done first.
+
+GPT-2's tokenizer is two files: encoder.json maps tokens to ids, and vocab.bpe is the list of merges. Both write bytes
+as printable characters, for example a space as Ġ.
 """
 
 import json
@@ -26,31 +29,32 @@ END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = ("byte", "gpt2")
 DOWNLOAD_SECONDS = 60
 
-# GPT-2's regular expression for words, with possessive quantifiers and limited runs: tiktoken gives up when it has to
-# backtrack a million characters. All whitespace before a word but its last character is a word of its own.
+# GPT-2's regular expression for words. Possessive quantifiers (++) and limited runs ({1,500000}) are added, because
+# tiktoken gives up when it has to backtrack a million characters. A run of whitespace before a word is a word of its
+# own, except its last character.
 GPT2_WORDS = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
               r"""|\s++$|\s{1,500000}(?!\S)|\s""")
 
 
 class Tokenizer(Protocol):
-    """What the project uses of a tokenizer."""
+    """The methods and attributes that every tokenizer has."""
     name: str               # byte, gpt2 or huggingface, as in meta.json
     vocab_size: int         # 1 + the largest id
     end_of_text: int        # the id that ends a document
-    safe_cut: re.Pattern    # where a long text may be cut, see safe_cuts.py
-    files: dict[str, Path]  # {name in a data folder: original file}
+    safe_cut: re.Pattern    # matches where a long text may be cut (safe_cuts.py)
+    files: dict[str, Path]  # the tokenizer's own files: {name of the copy in a corpus: original file}
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a document, in which the name of a special token is ordinary text."""
+        """Return the ids of a document, in which "<|endoftext|>" is ordinary text."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt, in which the name of a special token stands for that token."""
+        """Return the ids of a prompt, in which "<|endoftext|>" is the special token of this name."""
 
     def decode(self, ids) -> str:
-        """Return the text. Bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of these ids. Bytes that are not UTF-8 become U+FFFD."""
 
     def token_bytes(self, token: int) -> bytes:
-        """Return what the token adds to a text: maybe only a part of a character."""
+        """Return the bytes of a token. They may be only a part of a UTF-8 character."""
 
 
 class TiktokenTokenizer:
@@ -75,18 +79,22 @@ class TiktokenTokenizer:
 
 
 class ByteTokenizer(TiktokenTokenizer):
-    """A Tokenizer whose ids are the bytes. Bytes that are not UTF-8 come as Python's lone surrogates."""
+    """A Tokenizer whose ids are bytes. It encodes lone surrogates as the bytes they stand for (surrogateescape)."""
 
     def __init__(self):
         super().__init__(tiktoken.Encoding("byte", pat_str=r"(?s:.)", special_tokens={END_OF_TEXT: 256},
                                            mergeable_ranks={bytes([byte]): byte for byte in range(256)}))
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)     # tiktoken's ids, but faster
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)     # faster than tiktoken, same ids
 
 
 def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None) -> Tokenizer:
-    """Return the tokenizer of that name, or read it from that path. Raises UserError."""
+    """Return the tokenizer `name`: "byte", "gpt2", or the path of a Hugging Face tokenizer. Raises UserError.
+
+    vocab_file, merge_file: GPT-2's two files, instead of a download.
+    eod_token: see find_eod_token in huggingface_tokenizer.py.
+    """
     is_path = name not in TOKENIZERS
     require(not is_path or Path(name).exists(), f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}, or "
             "the path of a Hugging Face tokenizer's folder")
@@ -94,9 +102,9 @@ def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None) -> T
             f"--vocab-file and --merge-file belong together, but only {vocab_file or merge_file} was given; "
             "give both or neither")
     require(vocab_file is None or not is_path,
-            f"--vocab-file and --merge-file are GPT-2's, but the tokenizer is {name}; leave them out")
+            f"--vocab-file and --merge-file are for the tokenizer gpt2, but the tokenizer is {name}; leave them out")
     require(eod_token is None or is_path,
-            f"--eod-token is for Hugging Face tokenizers, but the end of text of {name} is fixed; leave it out")
+            f"--eod-token is for Hugging Face tokenizers, but the tokenizer is {name}; leave it out")
     require(vocab_file is None or name != "byte",
             f"the byte tokenizer has no files, but {vocab_file} was given; add --tokenizer gpt2 to use them")
     if is_path:
@@ -112,22 +120,23 @@ def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None) -> T
 
 
 def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:
-    """Return ({token: id}, the id of end-of-text). Raises UserError.
+    """Read encoder.json and vocab.bpe. Return ({bytes of a token: id}, the id of end-of-text). Raises UserError.
 
-    tiktoken's own reader caches local files by path, so it would return the old vocabulary after a file has changed.
+    tiktoken's own reader is not used: it caches files by path, so it would miss that a file has changed.
     """
     byte_of = bytes_of_characters()
     try:
         vocabulary, lines = (json.loads(Path(vocab_file).read_text("utf-8")),
                              Path(merge_file).read_text("utf-8").split("\n"))
         end_of_text = vocabulary.pop(END_OF_TEXT, len(vocabulary))
-        whole = {type(number) for number in (*vocabulary.values(), end_of_text)} == {int}     # 1.0 and true equal 1
+        all_integers = {type(number) for number in (*vocabulary.values(), end_of_text)} == {int}   # not 1.0 or true
         ranks = {bytes(byte_of[character] for character in token): number for token, number in vocabulary.items()}
         merges = [line.split() for line in lines if line.strip() and not line.startswith("#version")]
         merged = [vocabulary[first + second] for first, second in merges]
-        # tiktoken merges in the order of ids, so the list of merges must have the same order
+        # tiktoken merges in the order of ids, so the list of merges must have the same order.
         longer = sorted(number for token, number in ranks.items() if len(token) > 1)
-        fits = whole and merged == longer and sorted([*ranks.values(), end_of_text]) == list(range(257 + len(merged)))
+        fits = (all_integers and merged == longer
+                and sorted([*ranks.values(), end_of_text]) == list(range(257 + len(merged))))
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}; --vocab-file and --merge-file need GPT-2's "
                         "encoder.json and vocab.bpe") from error
@@ -139,7 +148,10 @@ def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:
 
 
 def download_gpt2() -> tiktoken.Encoding:
-    """Return tiktoken's gpt2, from its cache or the network, in a thread because the download has no time limit."""
+    """Return tiktoken's gpt2 encoding, from its cache or the network. Raises UserError.
+
+    A thread loads it, because tiktoken's download has no time limit.
+    """
     outcome = {"reason": f"no answer in {DOWNLOAD_SECONDS} seconds"}
 
     def get():

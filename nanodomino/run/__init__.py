@@ -1,7 +1,12 @@
 """Does everything around the training loop: start, resume, stop, fail and report.
 
-Read command_line.py (flags and what a run remembers), run_folder.py (a run's folder and the checkpoint to resume
-from), agreement.py (the same settings on all ranks), report.py (the terminal, metrics.jsonl, loss.svg), tensorboard.py,
-signals.py (Ctrl-C and SIGTERM), rank_failure.py (how a rank starts, and how an error ends all ranks), watchdog.py (ends
-a rank whose GPU hangs), check_copies.py (finds parameters whose copies have drifted apart).
+    command_line.py    reads flags, and the settings that a run remembers
+    run_folder.py      finds a run's folder and the checkpoint to resume from
+    agreement.py       checks that all ranks have the same settings
+    report.py          writes to the terminal, metrics.jsonl and loss.svg
+    tensorboard.py     copies metrics.jsonl to TensorBoard
+    signals.py         stops a run at Ctrl-C or SIGTERM
+    rank_failure.py    starts a rank, and ends all ranks if one of them fails
+    watchdog.py        ends a rank whose GPU hangs
+    check_copies.py    finds parameters whose copies have drifted apart
 """

@@ -1,4 +1,4 @@
-"""Makes all ranks agree on a run: rank 0's values for all, and the same settings everywhere."""
+"""Gives all ranks rank 0's values, and checks that all ranks have the same settings."""
 
 import dataclasses
 
@@ -16,9 +16,9 @@ def from_rank_0(value):
 
 
 def check_agreement(config: Config):
-    """Raise UserError if a rank has other settings or data than rank 0, as can happen on several hosts.
+    """Raise UserError on all ranks if the settings or the data of any rank differ from rank 0's.
 
-    Only the paths may differ.
+    This can happen if each host starts its ranks with its own command. Only paths may differ.
     """
     mine = dataclasses.asdict(dataclasses.replace(config, data_path=None, run_dir=None, load=None, config=None,
                                                   tensorboard_dir=None))
@@ -26,5 +26,5 @@ def check_agreement(config: Config):
     different = [None] * dist.get_world_size()
     dist.all_gather_object(different, [name for name in mine if mine[name] != theirs[name]])
     for rank, names in enumerate(different):
-        require(not names, f"rank {rank} was started with another {', '.join(names)} than rank 0; give all hosts the "
+        require(not names, f"rank {rank} has a different {', '.join(names)} than rank 0; give all hosts the "
                 "same flags and data")

@@ -1,17 +1,18 @@
 """Checks, at each checkpoint, that all copies of a parameter are still bitwise equal.
 
-A parameter has copies on many ranks: a replicated one (norms, row-parallel biases, positions) on all of tp, each one on
-all of dp, a tied embedding on the first and the last stage. They stay equal because
+Every parameter has a copy on each replica (dp). A parameter that is not sharded (norms, row-parallel biases, positions)
+has a copy on each tensor-parallel rank too (tp). A tied embedding has one on the first and one on the last stage. The
+copies stay equal because
 
     over dp        with ZeRO, one owner updates each part and all-gathers it      equal by construction
                    without, each replica applies the same gradients               equal if kernels are deterministic
-    two stages     both add the same two gradients                                equal if addition is
+    two stages     both add the same two gradients                                equal if addition is deterministic
     over tp        each rank computes the same gradient from the same numbers     equal if kernels are deterministic
-                   (with sequence parallelism, all all-reduce the same parts)     (equal if addition is)
+                   (with sequence parallelism, all all-reduce the same parts)     (equal if addition is deterministic)
 
-A compiler that benchmarks kernels on each rank separately breaks the equality over tp: two ranks may choose kernels
-whose sums differ in the last bit. From there on the ranks train slightly different models, which no loss shows. Hence
-the compiler is asked to choose deterministically, and the copies are compared.
+torch.compile can break the equality over tp: it may benchmark kernels on each rank separately, and two ranks may choose
+kernels whose sums differ in the last bit. From then on the ranks train slightly different models, which no loss shows.
+So the compiler is asked to choose kernels deterministically, and the copies are compared.
 """
 
 from collections import defaultdict
@@ -23,14 +24,15 @@ from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.zero import ZeroOptimizer
 
-CHUNK = 1 << 20          # elements widened to int64 at once
-INTEGER_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16}       # by bytes per element
+CHUNK = 1 << 20          # elements converted to int64 at once
+INTEGER_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16}       # keys: bytes per element
 MAX_NAMED = 3            # parameters named in the message
 
 
 def make_compiler_deterministic():
-    """Ask torch.compile for deterministic kernels, before it compiles anything; older versions of torch cannot."""
-    # imported here, because it takes as long as the compiler itself
+    """Ask torch.compile to choose kernels deterministically. Call this before it compiles anything. Does nothing on
+    versions of torch that lack the option."""
+    # imported here, because this import loads the whole compiler
     from torch._inductor import config as inductor
 
     if hasattr(inductor, "deterministic"):
@@ -39,19 +41,20 @@ def make_compiler_deterministic():
 
 @torch.no_grad()
 def checksum(weight) -> torch.Tensor:
-    """Return an int64 checksum of the bits and their order, on the weight's device; exact, so it is reproducible."""
+    """Return a checksum of a tensor's bits and their order, as an int64 scalar on its device. No sum is rounded."""
     total = torch.zeros((), dtype=torch.int64, device=weight.device)
     for bits in weight.detach().reshape(-1).view(INTEGER_TYPES[weight.element_size()]).split(CHUNK):
-        factors = torch.arange(1, 2 * len(bits), 2, device=weight.device)      # odd factors lose no bit modulo 2^64
+        factors = torch.arange(1, 2 * len(bits), 2, device=weight.device)      # odd: then no bit is lost modulo 2^64
         total = 31 * total + (bits.to(torch.int64) * factors).sum()
     return total
 
 
 def local_copies(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh):
-    """Yield (name, tp shard, dp partition, tensor) of each tensor on this rank that another rank may have a copy of.
+    """Yield (name, shard, partition, tensor) for each tensor on this rank of which another rank may have a copy.
 
-    Equal keys mean copies. Includes the fp32 master weights of this rank's partition, if weights have 16 bits: rounding
-    hides the drift of a master weight for a while.
+    Tensors on two ranks are copies if name, shard and partition are equal. shard: the tp rank, None if the parameter is
+    not sharded. partition: this rank's ZeRO partition for master weights, else None. Master weights are included if the
+    weights have 16 bits, because rounding can hide their drift for a while.
     """
     for name, weight in model.named_parameters():
         shard, bucket = None if weight.shard_dim is None else mesh.tp_rank, optimizer.bucket_of[weight]
@@ -63,9 +66,9 @@ def local_copies(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh):
 
 
 def drift_warning(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> str:
-    """Return a warning that names the parameters whose copies differ, and the ranks; an empty string if none do.
+    """Return a warning that names parameters with different copies, and their ranks; "" if all copies are equal.
 
-    Collective: all ranks call it and get the same answer.
+    All ranks must call this together, and get the same text.
     """
     *keys, tensors = zip(*local_copies(model, optimizer, mesh))
     checksums = torch.stack([checksum(tensor) for tensor in tensors]).tolist()

@@ -1,9 +1,11 @@
-"""Turns the command line into a Config: settings given now, and settings remembered from a run or a checkpoint.
+"""Turns the command line into a Config. A setting that is not given may be remembered from a run or a checkpoint.
+
+Each setting comes from the first of these sources that has it:
 
     flags  >  --config FILE  >  config.json of the resumed run  >  the model settings of --load  >  defaults
 
-So `train.py --run-dir runs/mine` alone resumes a run as it was. Whether a changed setting is allowed (setting.EFFECTS)
-is checked in run_folder.py, once the checkpoint is found.
+So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings must not change when a run is resumed
+(EFFECTS in config/setting.py). run_folder.py checks them, once it has found the checkpoint.
 """
 
 import argparse
@@ -33,15 +35,15 @@ def command_line_parser() -> Parser:
 def from_command_line(arguments: list[str], world_size: int) -> Config:
     """Return the resolved Config of a command line.
 
-    Raises UserError for an unknown flag, a bad value or file, and for settings that contradict each other; the message
-    names those that were remembered and not given now.
+    Raises UserError for an unknown flag, for a bad value or file, and for settings that contradict each other. If one
+    of these settings is remembered and was not given now, the message says so.
     """
     requested = vars(command_line_parser().parse_args(arguments))
-    if requested.get("tensorboard_dir"):                       # remembered, also by a launch from another folder
+    if requested.get("tensorboard_dir"):                       # it is remembered; the next launch may start elsewhere
         requested["tensorboard_dir"] = os.path.abspath(requested["tensorboard_dir"])
     if requested.get("config"):
         record = read_settings(Path(requested["config"]))
-        # null in the file restores a default, even if the run remembers another value
+        # null in the file restores a default, even if the run remembers another value.
         unset = {name: None for name, value in record.items()
                  if value is None and name not in names_affecting(Config, "launch")}
         requested = unset | remembered_settings(record) | requested
@@ -82,7 +84,7 @@ def read_settings(path: Path) -> dict:
 
 
 def remembered_settings(record: dict) -> dict:
-    """Return the settings of a record that hold for later launches: not those of one launch, nor computed values."""
+    """Return the settings of a record that later launches use: not those for one launch only, and not computed ones."""
     return {setting.name: record[setting.name] for setting in flag_settings(Config)
             if record.get(setting.name) is not None and setting.metadata["affects"] != "launch"
             and (not setting.metadata["derived"] or setting.name in record.get("given", ()))}

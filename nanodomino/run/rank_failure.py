@@ -1,14 +1,14 @@
-"""Ends all ranks soon after one of them fails, with the one message that explains why.
+"""Ends all ranks soon after one of them fails, with one message that explains why.
 
 A run can fail on one rank (an exception), lose a rank (kill -9, out of memory), or wait for a rank that hangs. No rank
 waits forever: the next collective raises at once if a peer is gone, and after --timeout seconds if a peer hangs.
-torchrun kills all ranks as soon as one has exited. Hence the rank that knows the cause must print it first, and ranks
-that have only lost a peer pause before they print:
+torchrun kills all ranks as soon as one has failed. So the rank that knows the cause must print it first, and ranks that
+have only lost a peer pause before they print:
 
     rank 2 raises ValueError         prints its traceback, exits          <- the message that counts
     rank 0, 1, 3 lose their peer     pause 3 seconds, killed by torchrun meanwhile
-    all ranks find a UserError       local rank 0 prints it and exits; local rank r waits 5 + r seconds (at most 13),
-                                     in case local rank 0 did not find it
+    all ranks find a UserError       local rank 0 prints it and exits; local rank r waits 5 + r seconds (at most 13)
+                                     and prints it only if it is still alive then
 
 This holds for gloo. watchdog.py makes it hold for NCCL, whose collectives do not raise.
 """
@@ -28,8 +28,8 @@ from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.command_exit import tolerate_closed_output
 from nanodomino.errors import UserError
 
-# Parts of the messages of gloo, TCPStore and NCCL about a peer that is gone. They are no shorter, because "peer access
-# is not supported", "the launch timed out" and NCCL's "invalid usage" are errors of this rank.
+# What gloo, TCPStore and NCCL say when a peer is gone or does not answer. Shorter texts, such as "peer" and
+# "timed out", would also match errors of this rank: "peer access is not supported", "the launch timed out".
 PEER_ERRORS = ("closed by peer", "reset by peer", "by remote peer", "broken pipe", "pair closure", "connection refused",
                "connection was likely closed", "remote process exited", "communicator was aborted",
                "timed out waiting", "timed out after", "timed out connecting", "connect timeout",
@@ -39,12 +39,12 @@ EXIT_LOCK = threading.RLock()      # held forever by the thread that ends the pr
 
 
 def run_rank(main, arguments: list[str]):
-    """Call main(arguments, launch) on this rank and end the process with the exit code that it returns.
+    """Call main(arguments, launch), which returns an exit code, and end this process with that code.
 
     Only rank 0 writes to standard output.
     """
     tolerate_closed_output()
-    # If the launch environment is invalid, the local rank still decides which rank prints the error.
+    # The local rank decides which rank prints an error, even if the rest of the launch environment is invalid.
     numbers = [os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK")]
     launch = LaunchInfo(local_rank=int(next(filter(str.isdecimal, numbers), 0)))
     try:
@@ -54,17 +54,18 @@ def run_rank(main, arguments: list[str]):
         code = main(arguments, launch)
     except Exception as error:
         report_and_exit(launch, error)
-    except KeyboardInterrupt:                                  # before StopSignal handles SIGINT
+    except KeyboardInterrupt:                                  # Ctrl-C before a StopSignal exists
         code = 128 + signal.SIGINT
     sys.stdout.flush()
     sys.exit(code)
 
 
 def report_and_exit(launch: LaunchInfo, error: Exception):
-    """Print the error and end this process: code 2 for a UserError, else 1. The module's docstring says who waits."""
-    EXIT_LOCK.acquire()                                        # the watchdog's thread may fail at the same time
+    """Print the error and end this process with exit code 2 for a UserError, else 1. The module's docstring says which
+    ranks wait before they print."""
+    EXIT_LOCK.acquire()                                        # the main thread and the watchdog can both get here
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)          # no step left to finish
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)          # there is no step to finish any more
     sys.stdout.flush()
     if isinstance(error, UserError):
         if launch.local_rank > 0:
@@ -88,12 +89,12 @@ def report_and_exit(launch: LaunchInfo, error: Exception):
 
 
 def caused_by_peer(error: Exception) -> bool:
-    """Return whether the error only says that another rank is gone or silent."""
+    """Return whether the error only says that another rank has died or does not answer."""
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in PEER_ERRORS)
 
 
 def write_torchrun_error_file(text: str):
-    """Make torchrun quote this text, as the root cause, at the end of its own report of some thirty lines."""
+    """Write a text that torchrun quotes as the root cause at the end of its own error report."""
     try:
         with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
             json.dump({"message": {"message": text, "extraInfo": {"timestamp": int(time.time())}}}, file)
@@ -102,7 +103,7 @@ def write_torchrun_error_file(text: str):
 
 
 def unresponsive_ranks(launch: LaunchInfo) -> str:
-    """Return, as text, the ranks that do not report a lost peer within two seconds: they have died, or they hang."""
+    """Return text such as " (dead or hanging: rank 2)" for the ranks that report no lost peer within two seconds."""
     try:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
                               timeout=timedelta(seconds=2))

@@ -1,12 +1,13 @@
-"""What a run shows on the terminal and stores in its folder. Only rank 0 prints and writes.
+"""Prints the progress of a run and stores it in the run's folder. Only rank 0 does so.
 
     start     the model, the rank grid and the schedule on the terminal; config.json
     step      a tqdm bar, a line every --log-interval steps; one JSON object per step in metrics.jsonl
-    losses    validation and test loss, beside the unigram and bigram entropy of the text, which a model must beat
+    losses    validation and test loss, next to the unigram and bigram entropy of the text, which a model must beat
     curve     loss.svg, drawn from metrics.jsonl; TensorBoard's copy of metrics.jsonl (tensorboard.py)
 
-MFU is model FLOPs utilization (PaLM, appendix B): the FLOP/s that the model needs for the measured tokens per second,
-6 N + 12 L h s FLOPs per token, as a fraction of the peak FLOP/s of all devices.
+MFU is model FLOPs utilization (PaLM, appendix B): tokens per second x FLOPs per token / peak FLOP/s of all devices. A
+token takes 6 N + 12 L h s FLOPs, with N parameters, L layers, hidden size h and sequence length s (flops_per_token in
+analysis/sizes.py).
 """
 
 import dataclasses
@@ -32,13 +33,16 @@ from nanodomino.plot.svg import write
 from nanodomino.run.tensorboard import TensorBoardWriter
 from nanodomino.schedules import simulation
 
-BAR_INTERVAL = 1.0       # seconds without an update of the bar, after which it moves within a step
-SLOW_STEP = 5.0          # seconds: a step expected to take longer is announced
+BAR_INTERVAL = 1.0       # seconds; after a longer pause the bar shows the progress within the step
+SLOW_STEP = 5.0          # seconds; a step that is expected to take longer is announced
 FEW_SAMPLES = 16         # a loss over fewer samples is noisy
 
 
 class Report:
-    """The terminal output and the files of a run that resumes after `first_step` steps; does nothing unless enabled."""
+    """Prints and stores the progress of a run.
+
+    first_step: the number of steps done before this launch. enabled: True on rank 0; otherwise no method does anything.
+    """
 
     def __init__(self, config: Config, corpus: Corpus, mesh: Mesh, run_dir: Path, first_step: int, enabled: bool):
         self.config, self.corpus, self.mesh, self.run_dir, self.enabled = config, corpus, mesh, run_dir, enabled
@@ -87,7 +91,7 @@ class Report:
                   + "".join(f"; {change}" for change in self.changes), flush=True)
 
     def estimate(self, seconds: float, size: int):
-        """Announce a slow step. seconds: its estimated time; size: estimated bytes of memory on the fullest rank."""
+        """Announce slow steps. seconds: time of a step; size: bytes of memory on the fullest rank; both estimated."""
         if seconds > SLOW_STEP:
             self.say(f"a step will take about {seconds:.0f} s, and the fullest rank will need about {size / 1e9:.1f} "
                      "GB of memory (estimates, good to a factor of two)")
@@ -107,7 +111,7 @@ class Report:
             try:
                 self.unwritten = self.unwritten[self.metrics.write(self.unwritten):]
                 self.warned = False
-            except OSError as error:                           # a full disk; there may be room later
+            except OSError as error:                           # the disk may be full now, and have room later
                 if not self.warned:
                     self.say(f"warning: metrics.jsonl can't be written: {error}; training continues")
                 self.warned = True
@@ -115,7 +119,7 @@ class Report:
             self.tensorboard.update()
 
     def action(self, done: int, count: int):
-        """Move the bar within a slow step, after `done` of `count` forward and backward passes of microbatches."""
+        """Show the progress within a slow step: `done` of its `count` forward and backward passes are finished."""
         now = time.monotonic()
         if self.enabled and now - self.bar_moved > BAR_INTERVAL:
             self.bar_moved = now
@@ -141,7 +145,7 @@ class Report:
                      f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}")
 
     def losses(self, step: int, split: str, loss: float):
-        """Report the loss of a validation or test."""
+        """Report the loss on a split, "valid" or "test"."""
         self.record(step=step, **{f"{split}_loss": loss})
         perplexity = math.exp(min(loss, 700.0))
         self.say(f"step {step:5d} | {split} loss {loss:.4f} {self.entropies} | perplexity {perplexity:.2f}")
@@ -182,18 +186,18 @@ def changed_settings(run_dir: Path, config: Config) -> list[str]:
 
 
 def write_config(run_dir: Path, config: Config):
-    """Write config.json, from which later launches take their settings; a kill leaves the old or the new file."""
+    """Write config.json, from which later launches take their settings. Renaming it prevents a half-written file."""
     temporary = run_dir / ".config.json"
     temporary.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     temporary.rename(run_dir / "config.json")
 
 
 def open_metrics(path: Path, first_step: int, say=print):
-    """Open metrics.jsonl, unbuffered, to append what follows `first_step`; remove what a resumed run will redo.
+    """Open metrics.jsonl, unbuffered, to append the lines of steps after `first_step`. Removes lines that are outdated.
 
-    A killed run may have gone beyond its last checkpoint, and its last line may be incomplete. If a finished run trains
-    on, its test loss no longer belongs to the end. The file is truncated, not rewritten, so that a kill cannot lose the
-    lines that stay. A damaged line between valid ones stays and is reported.
+    A killed run may have written lines of steps after its last checkpoint, and half a line at the end. The test
+    loss of a finished run is outdated if the run is continued. The file is truncated, not rewritten, so that a kill
+    cannot lose other lines. A damaged line between valid ones stays, and a warning names it.
     """
     lines = path.read_bytes().splitlines(keepends=True) if first_step and path.exists() else []
     kept, end, unread, damaged = 0, 0, [], []

@@ -1,10 +1,10 @@
-"""Finds or makes the folder of a run, and the checkpoint that the run starts from.
+"""Finds or makes the folder of a run, and finds the checkpoint that the run starts from.
 
     --run-dir of an earlier run     resume from its newest intact checkpoint; --load and --finetune no longer matter
     --run-dir of a new run          start from --load, or from random weights
     no --run-dir                    a new folder runs/MODEL-NUMBER, which a restart by torchrun finds again
 
-Everything that may be wrong with a folder is found here, before the first step and not at the first checkpoint.
+Problems with a folder are found here, before the first step, and not hours later at the first checkpoint.
 """
 
 import fcntl
@@ -78,7 +78,7 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
 
 
 def find_checkpoint_to_load(config: Config) -> Path | None:
-    """Return the checkpoint that --load names, if any. Raises UserError if it does not fit the settings."""
+    """Return the checkpoint that --load names, or None. Raises UserError if it does not fit the settings."""
     if not config.load:
         return None
     checkpoint = find_checkpoint(Path(config.load))
@@ -88,13 +88,13 @@ def find_checkpoint_to_load(config: Config) -> Path | None:
 
 
 def check_writable(folder: Path):
-    """Raise OSError unless files can be made and filled in the folder."""
+    """Raise OSError unless this process can write 64 KiB to a new file in the folder."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(1 << 16))
 
 
 def check_shared_folder(run_dir: Path):
-    """Check that every rank sees a file made by rank 0 and can write. Raises the same UserError on all ranks."""
+    """Raise the same UserError on all ranks unless every rank sees the same folder and can write to it."""
     made = tempfile.NamedTemporaryFile(dir=run_dir, prefix=".shared-") if dist.get_rank() == 0 else None
     name, results, failure = [made and os.path.basename(made.name)], [None] * dist.get_world_size(), ""
     dist.broadcast_object_list(name, src=0)
@@ -115,12 +115,13 @@ def check_shared_folder(run_dir: Path):
 
 
 def lock_folder(run_dir: Path, patience=5.0):
-    """Let only one run use a folder at a time. Raises UserError after `patience` seconds.
+    """Lock a folder, so that only one run uses it at a time. Raises UserError if that fails for `patience` seconds.
 
-    The system releases the lock when this process ends, however it ends. If torchrun is killed with -9, its ranks may
-    live on; and while torchrun restarts a run, the old rank 0 may need a moment to end.
+    The system releases the lock when this process ends, even if it is killed. The lock may be held by ranks that live
+    on after torchrun was killed with -9. Patience helps when torchrun restarts a run: the old rank 0 may need a moment
+    to end.
     """
-    # Stays open as long as the process lives. O_NOFOLLOW: a symbolic link could point to another file.
+    # Never closed, since closing would release the lock. O_NOFOLLOW: a symbolic link could point to another file.
     descriptor = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
     end = time.monotonic() + patience
     while True:
@@ -139,10 +140,10 @@ def lock_folder(run_dir: Path, patience=5.0):
 
 
 def numbered_folder(parent: Path, name: str, restarted: bool, launch_id: str) -> Path:
-    """Make parent/NAME-NUMBER with the first free number, safely even if other runs start at the same moment.
+    """Make and return the folder parent/NAME-NUMBER with the first free number. Safe if several runs do so at once.
 
-    restarted: torchrun has restarted this run, so return the newest folder that this launch made, if it made one;
-    launch_id: torchrun's id of the launch, which a restart keeps.
+    restarted: torchrun has restarted this run. Then return the newest folder with this launch_id, if there is one.
+    launch_id: torchrun's id of the launch; a restart keeps it.
     """
     for folder in (sorted(parent.glob(f"{name}-[0-9]*"), key=lambda folder: (len(folder.name), folder.name),
                           reverse=True) if restarted else ()):

@@ -9,10 +9,10 @@ import time
 class StopSignal:
     """Records the first SIGTERM or SIGINT, in `number` and `received_at`; the second one ends the process.
 
-    say(line): prints that the request was received, since the current step may take long.
+    say(line): called to confirm the first signal at once, because the current step may take long.
 
-    Python runs signal handlers between two bytecode instructions, and a rank inside a collective executes none. So the
-    C library's handler writes the signal's number into a pipe (set_wakeup_fd), and a thread reads the pipe.
+    Python runs signal handlers only between two bytecode instructions, and a rank inside a collective executes none. So
+    set_wakeup_fd makes Python write the signal's number into a pipe immediately, and a thread reads the pipe.
     """
 
     def __init__(self, say):
@@ -29,7 +29,8 @@ class StopSignal:
             self.handle(number[0])
 
     def handle(self, number: int):
-        # A terminal sends Ctrl-C to torchrun too, which then signals its ranks: within two seconds it is one request.
+        # A terminal sends Ctrl-C to the ranks and to torchrun, which then signals the ranks again. So signals within
+        # two seconds count as one.
         if self.number and time.monotonic() - self.received_at > 2.0:
             os._exit(128 + number)
         if not self.number:

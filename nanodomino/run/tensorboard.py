@@ -1,16 +1,16 @@
 """Copies metrics.jsonl to TensorBoard while a run trains: `--tensorboard-dir DIR`, then `tensorboard --logdir DIR`.
 
-TensorBoard's event files can only be appended to. So when a run resumes from a checkpoint older than its last logged
-step, it starts a new file. That file's purge_step hides all points of the older files from that step on. metrics.jsonl
-itself is simply cut back (report.py):
+TensorBoard's event files can only be appended to. So each launch starts a new file. If it resumes from step 40, it sets
+the file's purge_step to 40, which hides all points of older files from step 40 on. metrics.jsonl itself is truncated
+(report.py):
 
     metrics.jsonl   | 0 | 1 | ... | 40 | 41 | 42
     first file      | 0 | 1 | ... | 40 | 41 | 42  killed; resumes after the checkpoint of step 40
     metrics.jsonl   | 0 | 1 | ... | 40 | 41'| 42'| ...
     second file           purge_step=40 | 40 | 41'| 42'| ...
 
-Points are read from metrics.jsonl instead of being passed here, for two reasons: step 40 can be written again (without
-its test loss, if the first run had ended at step 40), and points that a full disk has kept out can be written later.
+Points are read from metrics.jsonl, for two reasons: the points of step 40, which were hidden, are written again, and
+points that a full disk has rejected can be written later.
 """
 
 import json
@@ -34,7 +34,7 @@ def check_package(config: Config):
 
 
 class TensorBoardWriter:
-    """Writes the lines of a metrics.jsonl from `first_step` on. say(line): prints a warning."""
+    """Copies the lines of metrics.jsonl from step `first_step` on. say(line): prints a warning."""
 
     def __init__(self, folder: Path, metrics: Path, first_step: int, say):
         self.folder, self.metrics, self.say = folder, metrics, say
@@ -42,7 +42,7 @@ class TensorBoardWriter:
         self.writer, self.warned = None, False
 
     def update(self):
-        """Write the lines added since the last call. Never raises: a failure must not end training."""
+        """Copy the lines added since the last call. Never raises: a failure must not end training."""
         try:
             os.makedirs(self.folder, exist_ok=True)
             check_writable(self.folder)                        # on a full disk SummaryWriter's thread would die
@@ -76,7 +76,7 @@ class TensorBoardWriter:
 
 
 def numbers_in(line: bytes) -> dict:
-    """Return the numbers in a line of metrics.jsonl; none if the line is damaged."""
+    """Return {name: number} of a line of metrics.jsonl; {} if the line is damaged."""
     try:
         return {name: value for name, value in json.loads(line).items() if isinstance(value, (int, float))}
     except (ValueError, AttributeError, RecursionError):

@@ -1,4 +1,4 @@
-"""A thread that ends this process if its device waits forever.
+"""Ends this process if its device waits forever for another rank. A thread watches the device.
 
 gloo's collectives run on the host and raise if a peer is gone (rank_failure.py). NCCL's run on the device. The host
 only enqueues them, and continues until it needs a number or the queue is full:
@@ -6,22 +6,22 @@ only enqueues them, and continues until it needs a number or the queue is full:
     host      enqueue enqueue enqueue   .tolist() .......................      no exception, no signal handler, no end
     device    [ work ][ all-reduce with a dead peer .....................
 
-A dead GPU tells the other GPUs of its host nothing. If a connection to another host closes, NCCL notices, and torch's
-own watchdog aborts the process without a message of ours. So a thread checks the device every POLL_INTERVAL seconds:
+If a GPU dies, NCCL does not notice it on the other GPUs of the same host. If a connection to another host closes, NCCL
+notices, and torch's own watchdog aborts the process without printing our error message. So our thread checks the device
+every POLL_INTERVAL seconds:
 
     NCCL reports an error              ends the process at once
     stop signal, then no progress      ends it after STOP_GRACE      torchrun signals the other ranks when one has died,
                                        seconds                       and kills them soon after
     no progress                        ends it after --timeout       a peer hangs, or its whole host is gone
 
-(A second stop signal ends the process at once on any device: signals.py.) All of this happens before torch's watchdog
-acts: it waits a minute after an error, and its timeout is a minute longer than ours (comm/world.py). It remains as the
-last resort.
+(A second stop signal ends the process at once on any device: signals.py.) torch's watchdog acts later and remains the
+last resort: it waits a minute after an error, and its timeout is a minute longer than ours (comm/world.py).
 
-Progress means that the device has reached a recorded event. Training records an event after each forward and backward
-of a microbatch, because a step can consist of many microbatches, all of them enqueued. A device whose queue is empty
-waits only for its own host, once the pipeline stages are connected: a rank that is slow to read data makes its peers
-wait, and must not blame them.
+Progress means that the device has reached a recorded event. Training records an event after each forward and each
+backward of a microbatch, because a whole step of many microbatches can be in the queue. An empty queue counts as
+progress too: once the pipeline stages are connected, such a device waits only for its own host. So a rank that is slow
+to read data does not blame its peers, which wait for it.
 """
 
 import threading
@@ -42,9 +42,10 @@ POLL_INTERVAL = 0.5      # seconds
 
 @contextmanager
 def end_unless_connected(launch: LaunchInfo, timeout: float):
-    """End this process if the block does not finish: ranks may take `timeout` seconds to start, and as many to connect.
+    """End this process if the `with` block takes too long to connect all ranks.
 
-    The grace on top is for torch, which retries. Without this, gloo would wait five times as long for a connection.
+    Ranks may take `timeout` seconds to start and another `timeout` to connect; STOP_GRACE allows for torch's retries.
+    Without this limit, gloo would wait five times as long for a connection.
     """
     timer = threading.Timer(2 * timeout + STOP_GRACE, report_and_exit, (launch, RuntimeError(
         f"timed out connecting to the other ranks after {timeout:.0f} seconds; is GLOO_SOCKET_IFNAME the interface "
@@ -58,7 +59,7 @@ def end_unless_connected(launch: LaunchInfo, timeout: float):
 
 
 class NoStream:
-    """Stands in for a CUDA stream, and for an event in it, if the device is the CPU: there is never work left."""
+    """Replaces a CUDA stream and its events if the device is the CPU, which never has work in a queue."""
 
     def query(self) -> bool:
         return True
@@ -89,7 +90,7 @@ class Watchdog:
         self.finished.set()
 
     def mark(self, *_):
-        """Enqueue an event; reaching it is progress. Takes and ignores the arguments of pipeline.run's on_action."""
+        """Enqueue an event, whose completion counts as progress. Ignores the arguments that on_action passes."""
         self.events.append(self.queue.record_event())
 
     def watch(self):
@@ -100,7 +101,7 @@ class Watchdog:
                 report_and_exit(self.launch, error)
 
     def find_hang(self) -> str | None:
-        """Return an error message if the device waits for a lost peer. Must be called repeatedly."""
+        """Return an error message if the device seems to wait for a lost peer, else None. Call this again and again."""
         for backend in self.nccl_backends:
             if (state := backend.get_error().name) != "SUCCESS":
                 return f"NCCL reports {state}: a connection was closed by peer, or a collective has failed"

@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: whole documents and documents in pieces get the ids of the `tokenizers` package.
+"""Hugging Face tokenizers: whole documents and documents in chunks get the ids of the `tokenizers` package.
 
 The tokenizers have the structure of GPT-2's, Llama 3's, Qwen 2's, SmolLM2's, Llama 2's and Mistral's, and are trained
 here on a few texts. Wherever the package itself is the reference, it encodes the whole text in one call.
@@ -21,7 +21,7 @@ from data.prepare import prepare
 from nanodomino.corpus import documents, huggingface_tokenizer
 from nanodomino.corpus.huggingface_tokenizer import FILES, word_splitter
 from nanodomino.corpus.prepared_folder import SPLITS, load_corpus
-from nanodomino.corpus.safe_cuts import SAFE_CUT, pieces
+from nanodomino.corpus.safe_cuts import SAFE_CUT, split_at_safe_cuts
 from nanodomino.corpus.tokenizer import build_tokenizer
 from nanodomino.errors import UserError
 
@@ -242,25 +242,25 @@ def test_no_word_spans_a_safe_cut(families, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_document_in_pieces_has_the_ids_of_the_whole(tmp_path, monkeypatch, families, name):
-    """In chunks of the file and, within them, in pieces for threads; the package encodes the whole text at once."""
+def test_a_document_in_chunks_has_the_ids_of_the_whole(tmp_path, monkeypatch, families, name):
+    """Chunks of the file are cut into smaller chunks for threads; the package encodes the whole text at once."""
     text = "".join(text for text in TEXTS if len(text) < 1000) * 3
     expected = package_ids(families[name], text)
     write(tmp_path / "a.txt", text)
-    for chunk, piece in ((331, 97), (947, 211)) if name in BYTE_LEVEL else ((2000, 97), (1 << 20, 211)):
+    for chunk, smaller in ((331, 97), (947, 211)) if name in BYTE_LEVEL else ((2000, 97), (1 << 20, 211)):
         monkeypatch.setattr(documents, "CHUNK", chunk)
-        monkeypatch.setattr(huggingface_tokenizer, "PIECE", piece)
+        monkeypatch.setattr(huggingface_tokenizer, "CHUNK", smaller)
         tokenizer = build_tokenizer(families[name])
-        assert len(list(pieces(text, tokenizer.safe_cut, piece, 1 << 20))) > 10
+        assert len(list(split_at_safe_cuts(text, tokenizer.safe_cut, smaller, 1 << 20))) > 10
         meta = prepare(tmp_path / "a.txt", tmp_path / str(chunk), families[name], split=(1, 0, 0), progress=False)
         ids = np.fromfile(tmp_path / str(chunk) / "train.bin", load_corpus(tmp_path / str(chunk)).dtype).tolist()
         assert ids == [*expected, meta["end_of_text"]]
 
 
-def test_pieces_without_a_safe_cut_are_not_longer_than_allowed():
-    assert list(pieces("x" * 25, SAFE_CUT, 4, 10)) == ["x" * 10, "x" * 10, "x" * 5]
-    assert list(pieces("one two three four", SAFE_CUT, 4, 10)) == ["one two", " three", " four"]
-    assert list(pieces("", SAFE_CUT, 4, 10)) == []
+def test_chunks_without_a_safe_cut_are_not_longer_than_allowed():
+    assert list(split_at_safe_cuts("x" * 25, SAFE_CUT, 4, 10)) == ["x" * 10, "x" * 10, "x" * 5]
+    assert list(split_at_safe_cuts("one two three four", SAFE_CUT, 4, 10)) == ["one two", " three", " four"]
+    assert list(split_at_safe_cuts("", SAFE_CUT, 4, 10)) == []
 
 
 def test_the_package_never_gets_more_than_a_few_megabytes_at_once(families):
@@ -360,11 +360,11 @@ REFUSED = {
                       "is a WordLevel tokenizer"),
     "characters without bytes": (whole(decoder=None), "is a BPE tokenizer without byte-level symbols or byte_fallback"),
     "dropout": (model(dropout=0.1), "has dropout 0.1"),
-    "words across lines": (split(r"[^\n]*\n|[^\n]+"), "makes words across all whitespace"),
+    "words across lines": (split(r"[^\n]*\n|[^\n]+"), "joins words across whitespace"),
     "lower case": (whole(normalizer={"type": "Lowercase"}), "does not give plain text back after encode and decode"),
     "a lacking letter": (bytes_without_q, "does not give plain text back after encode and decode"),
-    "an added token with a space": (added(), "'<x y>', which takes in whitespace"),
-    "an added token that strips": (added("<x>", lstrip=True), "'<x>', which takes in whitespace"),
+    "an added token with a space": (added(), "'<x y>', which contains or strips whitespace"),
+    "an added token that strips": (added("<x>", lstrip=True), "'<x>', which contains or strips whitespace"),
     "a merge without its tokens": (model(merges=[["Ġ", "@"]]), "the tokenizers package cannot read"),
     "no model": (lambda record: record.pop("model") and None, "the tokenizers package cannot read"),
     "a list": (lambda record: [1], "the tokenizers package cannot read"),
@@ -386,7 +386,7 @@ def test_merges_across_spaces_are_refused_where_no_pre_tokenizer_prevents_them(t
         record["model"]["vocab"]["e▁"] = len(record["model"]["vocab"])
         record["model"]["merges"].append(["e", "▁"])
 
-    with pytest.raises(UserError, match="makes words across all whitespace"):
+    with pytest.raises(UserError, match="joins words across whitespace"):
         build_tokenizer(changed(families["llama2"], tmp_path, add_merge))
 
 
@@ -409,7 +409,7 @@ def test_missing_and_broken_files_are_named_in_one_sentence(tmp_path, families):
             (("end",), "gives '</s>' as eos_token, which is no added token of tokenizer.json; name one with "
                        "--eod-token: <|endoftext|>"),
             (("nowhere",), "try one of byte, gpt2, or the path of a Hugging Face tokenizer's folder"),
-            (("end", "v", "m"), "--vocab-file and --merge-file are GPT-2's"),
+            (("end", "v", "m"), "--vocab-file and --merge-file are for the tokenizer gpt2"),
             (("end", None, None, "<x>"), "has no added token '<x>'; give --eod-token one of its own")]:
         with pytest.raises(UserError) as caught:
             build_tokenizer(tmp_path / arguments[0], *arguments[1:])
@@ -436,7 +436,7 @@ def test_a_damaged_meta_names_the_tokenizers_file(tmp_path, families):
             load_corpus(tmp_path / "out")
     (tmp_path / "out/meta.json").write_text(json.dumps(meta))
     (tmp_path / "out/tokenizer.json").unlink()
-    with pytest.raises(UserError, match="out/tokenizer.json is missing, which meta.json names; prepare the text again"):
+    with pytest.raises(UserError, match="names .*out/tokenizer.json, which is missing; prepare the text again"):
         load_corpus(tmp_path / "out").tokenizer()
 
 

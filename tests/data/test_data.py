@@ -579,7 +579,7 @@ def test_the_second_of_two_processes_uses_the_first_ones_corpus(tmp_path, monkey
     assert quietly(tmp_path / "a.txt", tmp_path / "out")["source"] == "the other"
     prepare_module.shutil.rmtree(tmp_path / "out")
     monkeypatch.setattr(prepare_module, "entropies", another_process_is_faster)
-    with pytest.raises(UserError, match="another process has put other data into"):
+    with pytest.raises(UserError, match="another process has meanwhile written a different corpus to"):
         quietly(tmp_path / "b.txt", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "out"]
 

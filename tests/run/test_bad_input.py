@@ -186,7 +186,7 @@ TABLE += [Bad(flags, says, command="data/prepare.py", processes=(1,)) for flags,
     ("--input data --output out --tokenizer word", "unknown tokenizer 'word'", "try one of byte, gpt2"),
     ("--input data/meta.json --output data --overwrite", "the input", "lies in the output", "choose another --output"),
     ("--outputs out", "unrecognized arguments: --outputs out", "--help lists every flag"),
-    ("--verify run", "run is not a folder made by data/prepare.py", "prepare another folder")]]
+    ("--verify run", "run is not a folder made by data/prepare.py", "give another folder")]]
 
 
 # ---- files
@@ -247,9 +247,9 @@ TABLE += [Bad(f"--input data --output {output}", ["cannot prepare", "choose anot
 META, BESIDE = "data/meta.json", "a file beside it"
 TABLE += [Bad("--sample-tokens 5", says, damage, f"with {what}") for what, damage, *says in [
     ("no data folder", remove("data"), "there is no data folder data", "make one with data/prepare.py --output data"),
-    ("a file for a folder", write("data", b"text"), "data is no data folder but a file",
+    ("a file for a folder", write("data", b"text"), "data is a file, not a data folder",
      "data/prepare.py --input data"),
-    ("no meta.json", remove(META), "data is not a folder made by data/prepare.py", "prepare another"),
+    ("no meta.json", remove(META), "data is not a folder made by data/prepare.py", "give another folder"),
     ("half a meta.json", cut(META, 99), "data/meta.json is damaged", PREPARE_AGAIN),
     ("an empty meta.json", write(META, b""), "meta.json is damaged", PREPARE_AGAIN),
     ("bytes for a meta.json", write(META, b"\xff\x00"), "data/meta.json is damaged", PREPARE_AGAIN),
@@ -589,7 +589,7 @@ PROCESS_TABLE = [
         environment=dict(MASTER_ADDR="nobody.invalid")),
     Bad("--timeout 1 --tp 1 --pp {more} --num-layers 5",
         ["the {more} processes cannot connect", "and start all {more}"], environment=dict(WORLD_SIZE="{more}")),
-    Bad("--seed {rank}", ["rank 1 was started with another seed than rank 0", "give all hosts the same flags"],
+    Bad("--seed {rank}", ["rank 1 has a different seed than rank 0", "give all hosts the same flags"],
         processes=(4,))]
 
 
