@@ -705,7 +705,7 @@ def test_a_damaged_corpus_is_named(tmp_path):
     with pytest.raises(UserError, match="token id 65535, outside the vocabulary of 257"):
         TokenDataset(load_corpus(tmp_path / "out"), "train", 8, 0).batch(0, 0, 0, 1, 2, 2)
     for folder, message in [(tmp_path / "none", "no data folder"), (tmp_path, "no meta.json"),
-                            (tmp_path / "a.txt", "no data folder")]:
+                            (tmp_path / "a.txt", "is a file, not a data folder")]:
         with pytest.raises(UserError, match=message):
             load_corpus(folder)
 
