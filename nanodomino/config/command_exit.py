@@ -1,12 +1,12 @@
-"""How a command ends, and what happens if its output cannot be written.
+"""Runs a command, turns its outcome into an exit code, and lets it finish if its output cannot be written.
 
-    done              the exit code that main returned
-    UserError         "error: SENTENCE" on stderr; 2
-    Ctrl-C            silence; 130, the shell's code for a process ended by SIGINT
-    | head -1         the reader has gone: the work continues silently, and the exit code tells how it went
+    main returns         its exit code
+    UserError            prints "error: SENTENCE" on stderr; exit code 2
+    Ctrl-C               prints nothing; exit code 130, the shell's code for a process that SIGINT ended
+    stdout is closed     (for example by `| head -1`) the work continues without output; the exit code is as above
 
-Python may notice a closed pipe in any print, and again when it flushes its buffers at exit. Therefore the error is
-handled in the file objects themselves, at the only point where bytes leave the process.
+Python may raise BrokenPipeError in any print, and again when it flushes its buffers at exit. So the error is caught in
+the raw files below the print buffers, where all bytes leave the process.
 """
 
 import io
@@ -18,7 +18,7 @@ from nanodomino.errors import UserError
 
 
 def run_command(main, *arguments):
-    """Call main(*arguments), which returns an exit code or None or raises UserError, and end this process."""
+    """Call main(*arguments), and exit with the code that it returns (None means 0). The table above has the rest."""
     tolerate_closed_output()
     try:
         code = main(*arguments)
@@ -31,9 +31,10 @@ def run_command(main, *arguments):
 
 
 class TolerantFile(io.FileIO):
-    """A raw output file that discards everything after the first OSError of type `ignored`.
+    """A raw output file. After the first OSError of type `ignored`, it discards everything that is written to it.
 
-    warning: the consequence for the user, printed on stderr after the first error; if empty, nothing is printed.
+    warning: what the error means for the user, such as "training continues". It is printed on stderr at the first
+    error, unless it is empty.
     """
 
     def __init__(self, descriptor: int, ignored: type[OSError], warning: str):
@@ -46,12 +47,12 @@ class TolerantFile(io.FileIO):
         except self.ignored as error:
             self.failed = True
             if self.warning:
-                print(f"warning: standard output is gone ({error.strerror}); {self.warning}", file=sys.stderr)
+                print(f"warning: standard output can't be written ({error.strerror}); {self.warning}", file=sys.stderr)
             return len(data)
 
 
 def raw_file(stream):
-    """Return the raw file under a text stream: a TolerantFile after tolerate_closed_output()."""
+    """Return the raw file under a text stream. After tolerate_closed_output() it is a TolerantFile."""
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)
 
@@ -64,21 +65,21 @@ def stdout_is_open() -> bool:
 def tolerate_closed_output(ignored: type[OSError] = BrokenPipeError, warning=""):
     """Ignore errors of type `ignored` in writes to stdout, and every OSError in writes to stderr.
 
-    warning: see TolerantFile. Characters that the terminal cannot encode are printed as backslash escapes. A later call
-    replaces the settings of an earlier one.
+    warning: see TolerantFile. A later call replaces `ignored` and `warning` of an earlier call. Characters that the
+    terminal cannot encode are printed as backslash escapes.
     """
-    for name, errors, words in (("stderr", OSError, ""), ("stdout", ignored, warning)):
+    for name, errors, message in (("stderr", OSError, ""), ("stdout", ignored, warning)):
         stream = getattr(sys, name)
-        if stream is None:                                     # closed by the shell: >&-
+        if stream is None:                                     # the shell closed it: >&-
             setattr(sys, name, open(os.devnull, "w"))
             continue
         if isinstance(file := raw_file(stream), TolerantFile):
-            file.ignored, file.warning, file.failed = errors, words, False
+            file.ignored, file.warning, file.failed = errors, message, False
             continue
         try:
             stream.flush()
-            file = TolerantFile(stream.fileno(), errors, words)
-        except io.UnsupportedOperation:                        # a notebook's stream, which is no file
+            file = TolerantFile(stream.fileno(), errors, message)
+        except io.UnsupportedOperation:                        # in a notebook the stream is not a file
             continue
         setattr(sys, name, io.TextIOWrapper(file if stream.write_through else io.BufferedWriter(file), stream.encoding,
                                             stream.errors if stream.errors != "strict" else "backslashreplace",

@@ -1,21 +1,23 @@
 """All settings of a run, as one flat dataclass, and the sizes that follow from them.
 
-Each setting is declared once, in one line of Config (setting.py). A run's Config is made in three steps:
+Each setting is declared once, in one line of Config; setting.py explains these lines. A run's Config is made in three
+steps:
 
     flags, a run's config.json  ->  Config  ->  resolve(world_size)  ->  with_vocabulary(size)  ->  the run
     run/command_line.py                         presets, layout,         the data's vocabulary,
                                                 checks (rules.py)        padded
 
-Every step is a pure function of the flags, the files that they name, the world size and the data folder. Hence all
-ranks arrive at the same Config, or at the same UserError, before they communicate, and no rank waits in a collective
-for a rank that has already failed.
+Every step is a pure function of the flags, the files that they name, the world size and the data folder. So all ranks
+get the same Config, or the same UserError, before they communicate. No rank can wait in a collective for a rank that
+has already failed.
 
     world_size        = tp x pp x dp
     global_batch_size = micro_batch_size x dp x microbatches
     tp divides the attention heads, the query groups, ffn_hidden_size and the padded vocabulary
 
-No default that changes the result depends on the number of processes: global_batch_size is fixed, and the number of
-microbatches follows. Names are Megatron-LM's where it has the same setting.
+A default that changes the result never depends on the number of processes. For example, the default of
+global_batch_size is fixed, and the number of microbatches follows from it. Where Megatron-LM has the same setting, it
+has the same name here.
 """
 
 import dataclasses
@@ -47,50 +49,62 @@ machine_setting = partial(setting, "The machine", affects="nothing")
 
 
 def family_setting(name, help, **options):
-    """Declare a setting that each family of presets chooses. Before the setting existed, every model used GPT-2's."""
+    """Declare a setting whose default depends on the preset's family, such as GPT2 or LLAMA in presets.py.
+
+    A checkpoint that is older than the setting holds a model with GPT-2's value.
+    """
     return model_setting(None, f"{help} (default: the preset's)", legacy_default=GPT2[name], **options)
 
 
 @dataclass(frozen=True)
 class Config:
-    model: str = model_setting("nano", "preset that sets every size not set by its own flag", choices=PRESETS)
+    model: str = model_setting(
+        "nano", "preset of sizes, learning rate and batch size; other flags override it", choices=PRESETS)
     num_layers: int = model_setting(None, "number of transformer layers")
     hidden_size: int = model_setting(None, "width h of the residual stream")
     ffn_hidden_size: int = model_setting(
-        None, "width of the MLP (default: the preset's; else 4 h, or with --swiglu 8/3 h in multiples of 64)",
-        derived=True)
+        None, "width of the MLP (default: the preset's, else 4 h; with --swiglu 8/3 h, rounded down to a multiple of "
+              "64)", derived=True)
     num_attention_heads: int = model_setting(None, "number of attention heads")
     group_query_attention: bool = model_setting(
-        False, "share keys and values within --num-query-groups, which implies this")
+        False, "let several heads share keys and values; also on if --num-query-groups is below the number of heads")
     num_query_groups: int = model_setting(
-        None, "number of groups of heads that share keys and values (default: the preset's, else one per head)",
+        None, "number of query groups; the heads of a group share keys and values (default: the preset's, else one "
+              "group per head)",
         derived=True, legacy_default=lambda record: record["num_attention_heads"])
     kv_channels: int = model_setting(
-        None, "size of each attention head (default: the preset's, else h / heads)", derived=True,
+        None, "size of each attention head (default: the preset's, else h / number of heads)", derived=True,
         legacy_default=lambda record: record["hidden_size"] // record["num_attention_heads"])
     seq_length: int = model_setting(None, "tokens per sample", affects="run")
-    max_position_embeddings: int = model_setting(None, "number of positions (default: --seq-length)", derived=True)
+    max_position_embeddings: int = model_setting(
+        None, "number of token positions that the model supports (default: --seq-length)", derived=True)
     position_embedding_type: str = family_setting(
         "position_embedding_type", "how the model encodes token positions", choices=POSITION_EMBEDDING_TYPES)
     rotary_percent: float = model_setting(1.0, "fraction of each head's channels that RoPE rotates", above=0.0)
     rotary_base: float = family_setting("rotary_base", "base of RoPE's frequencies, base^(-2i/d)", above=0.0)
-    use_rope_scaling: bool = family_setting("use_rope_scaling", "divide RoPE's low frequencies, as Llama 3.1 does")
-    rope_scaling_factor: float = family_setting("rope_scaling_factor", "divisor of --use-rope-scaling", above=0.0)
+    use_rope_scaling: bool = family_setting(
+        "use_rope_scaling", "divide RoPE's low frequencies for longer contexts, as Llama 3.1 does")
+    rope_scaling_factor: float = family_setting(
+        "rope_scaling_factor", "number by which --use-rope-scaling divides these frequencies", above=0.0)
     rotary_seq_len_interpolation_factor: float = model_setting(
-        1.0, "divisor of all positions before RoPE (position interpolation)", above=0.0)
+        1.0, "divide all positions by this number before RoPE (position interpolation)", above=0.0)
     vocab_size: int = model_setting(None, "vocabulary size (default: the data's)", derived=True)
-    make_vocab_size_divisible_by: int = model_setting(128, "pad the vocabulary to a multiple of this, whatever tp is")
+    make_vocab_size_divisible_by: int = model_setting(
+        128, "pad the vocabulary to a multiple of this number (Megatron-LM: of this number times tp)")
     untie_embeddings_and_output_weights: bool = family_setting(
-        "untie_embeddings_and_output_weights", "give the output head its own weight matrix")
+        "untie_embeddings_and_output_weights",
+        "give the output head its own weight matrix instead of the word embedding's")
     normalization: str = family_setting("normalization", "norm at the start of each sublayer", choices=NORMALIZATIONS)
-    layernorm_epsilon: float = family_setting("layernorm_epsilon", "added to the variance in each norm", above=0.0)
+    layernorm_epsilon: float = family_setting(
+        "layernorm_epsilon", "epsilon added under the square root of each norm", above=0.0)
     swiglu: bool = family_setting("swiglu", "use SwiGLU, silu(gate) x up, in the MLP instead of GELU")
     disable_bias_linear: bool = family_setting("disable_bias_linear", "omit the biases of linear layers")
     add_qkv_bias: bool = family_setting("add_qkv_bias", "give q, k and v a bias even with --disable-bias-linear")
     qk_layernorm: bool = family_setting("qk_layernorm", "normalize each head's q and k before RoPE")
     hidden_dropout: float = model_setting(
-        0.0, "dropout on the embeddings and on each sublayer's output", below=1.0, affects="losses")
-    attention_dropout: float = model_setting(0.0, "dropout on the attention probabilities", below=1.0, affects="losses")
+        0.0, "dropout rate for the embeddings and for each sublayer's output", below=1.0, affects="losses")
+    attention_dropout: float = model_setting(
+        0.0, "dropout rate for the attention probabilities", below=1.0, affects="losses")
     init_method_std: float = model_setting(
         None, "standard deviation of the initial weights (default: the preset's)", affects="run")
 
@@ -101,95 +115,114 @@ class Config:
     data_parallel_size: int = layout_setting(
         None, "number of replicas that split the batch (default: processes / (tp x pp))", alias="--dp", derived=True)
     micro_batch_size: int = layout_setting(
-        None, "samples per microbatch (default: the preset's, at most a replica's share of the batch)", derived=True)
+        None, "samples per microbatch (default: the preset's, but at most --global-batch-size / dp)", derived=True)
     slices: int = layout_setting(
-        None, "Domino's row split: slices of a microbatch; while the all-reduce of one slice is in flight, another "
-              "slice computes (default: 2 with tensor parallelism, else 1)", derived=True)
+        None, "number of slices of a microbatch (Domino's row split); while one slice's all-reduce is in flight, "
+              "another slice computes (default: with tensor parallelism 2, but at most --micro-batch-size; else 1)",
+        derived=True)
     columns: int = layout_setting(
-        1, "Domino's column split: chunks of a row-parallel matmul; each is reduced while the next is computed")
+        1, "number of column chunks of a row-parallel matmul (Domino's column split); while one chunk's all-reduce is "
+           "in flight, the next chunk is computed")
     schedule: str = layout_setting(
-        None, "pipeline schedule (default: the first that supports --virtual-stages)", choices=SCHEDULES, derived=True)
+        None, "pipeline schedule (default: the first in the list that supports --virtual-stages)", choices=SCHEDULES,
+        derived=True)
     virtual_stages: int = layout_setting(
         None, "chunks of layers per pipeline stage (default: as few as the schedule allows)",
         alias="--num-virtual-stages-per-pipeline-rank", derived=True, legacy_default=1)
-    sequence_parallel: bool = layout_setting(False, "split the residual stream along the sequence over the tp ranks")
+    sequence_parallel: bool = layout_setting(
+        False, "split the residual stream along the sequence over the tensor-parallel ranks")
     recompute_granularity: str = layout_setting(
-        "none", "what backward recomputes instead of storing: selective, the attention core and the activation; full, "
-                "everything but the input of each sublayer", choices=GRANULARITIES)
-    checkpoint_in_cpu: bool = layout_setting(False, "offload what full recomputation stores to host memory")
+        "none", "what backward recomputes to save memory: with selective, the attention core and the activation "
+                "function; with full, everything that it needs of a sublayer except the sublayer's input",
+        choices=GRANULARITIES)
+    checkpoint_in_cpu: bool = layout_setting(
+        False, "with full recomputation, move the stored sublayer inputs from the GPU to host memory")
     zero_stage: int = layout_setting(
-        1, "what is sharded over the replicas: 0, nothing; 1, the optimizer state; 2, the gradients too",
+        1, "ZeRO stage: 0 shards nothing over the replicas, 1 shards the optimizer state, 2 also the gradients",
         choices=(0, 1, 2), at_least=0)
-    bucket_size: int = layout_setting(10_000_000, "parameters per gradient bucket, reduced while backward continues")
+    bucket_size: int = layout_setting(
+        10_000_000, "parameters per gradient bucket; a full bucket is reduced while backward continues")
 
     train_iters: int = training_setting(200, "number of optimizer steps")
     global_batch_size: int = training_setting(None, "samples per optimizer step", affects="run")
     optimizer: str = training_setting("adamw", "optimizer", choices=OPTIMIZERS, affects="optimizer")
-    lr: float = training_setting(None, "peak learning rate (default: the preset's, meant for AdamW)")
+    lr: float = training_setting(None, "peak learning rate (default: the preset's, which suits AdamW)")
     min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True)
     lr_decay_style: str = training_setting(
-        "cosine", "decay of the learning rate from --lr to --min-lr", choices=LR_DECAY_STYLES)
+        "cosine", "how the learning rate decays from --lr to --min-lr; constant keeps it at --lr",
+        choices=LR_DECAY_STYLES)
     lr_warmup_fraction: float = training_setting(
-        0.05, "fraction of --train-iters in which the learning rate rises linearly to --lr", below=1.0)
-    weight_decay: float = training_setting(0.1, "decoupled weight decay; applies to matrices only")
+        0.05, "fraction of --train-iters during which the learning rate rises linearly to --lr", below=1.0)
+    weight_decay: float = training_setting(0.1, "decoupled weight decay, for matrices only")
     clip_grad: float = training_setting(1.0, "maximum global gradient norm; 0 turns clipping off")
-    adam_beta1: float = training_setting(0.9, "AdamW's decay of the first moment", below=1.0)
-    adam_beta2: float = training_setting(0.95, "AdamW's decay of the second moment", below=1.0)
-    adam_eps: float = training_setting(1e-8, "added to the denominator of AdamW's update", above=0.0)
+    adam_beta1: float = training_setting(0.9, "decay rate of AdamW's first moment", below=1.0)
+    adam_beta2: float = training_setting(0.95, "decay rate of AdamW's second moment", below=1.0)
+    adam_eps: float = training_setting(1e-8, "epsilon added to the denominator of AdamW's update", above=0.0)
     lion_beta1: float = training_setting(0.9, "weight of the moment in Lion's update", below=1.0)
-    lion_beta2: float = training_setting(0.99, "Lion's decay of the moment", below=1.0)
+    lion_beta2: float = training_setting(0.99, "decay rate of Lion's moment", below=1.0)
     dtype: str = training_setting(
-        "float32", "type of weights and activations; bfloat16 and float16 keep fp32 master weights and gradients",
+        "float32", "type of weights and activations; with bfloat16 and float16, master weights and gradients are fp32",
         choices=DTYPES)
     bf16: bool = training_setting(False, "short for --dtype bfloat16")
     fp16: bool = training_setting(
         False, "short for --dtype float16; the loss scale is dynamic unless --loss-scale is set")
     loss_scale: float = training_setting(
-        None, "constant factor of each token's loss gradient, best a power of two (default: dynamic in fp16, else 1)",
-        above=0.0, below=LOSS_SCALE_LIMIT)
-    initial_loss_scale: float = training_setting(2.0**15, "first dynamic loss scale", above=0.0, below=LOSS_SCALE_LIMIT)
-    min_loss_scale: float = training_setting(1.0, "smallest dynamic loss scale", above=0.0, below=LOSS_SCALE_LIMIT)
-    loss_scale_window: int = training_setting(1000, "steps without overflow after which a dynamic loss scale doubles")
-    hysteresis: int = training_setting(2, "overflows after which a dynamic loss scale is halved")
-    fp16_lm_cross_entropy: bool = training_setting(False, "compute the cross entropy's temporaries in fp16, not fp32")
+        None, "fixed loss scale: the factor that multiplies all gradients during backward; best a power of two "
+              "(default: a dynamic loss scale in fp16, else 1)", above=0.0, below=LOSS_SCALE_LIMIT)
+    initial_loss_scale: float = training_setting(
+        2.0**15, "dynamic loss scale of the first step", above=0.0, below=LOSS_SCALE_LIMIT)
+    min_loss_scale: float = training_setting(
+        1.0, "smallest value of the dynamic loss scale", above=0.0, below=LOSS_SCALE_LIMIT)
+    loss_scale_window: int = training_setting(
+        1000, "double the dynamic loss scale after this many steps in a row without overflow")
+    hysteresis: int = training_setting(
+        2, "with n, halve the dynamic loss scale at the n-th overflow since it last doubled, and at each later one")
+    fp16_lm_cross_entropy: bool = training_setting(
+        False, "compute the intermediate tensors of the cross entropy in fp16 instead of fp32")
     seed: int = training_setting(1234, "seed of initial weights, data order and dropout", affects="run", at_least=0)
 
     data_path: str = data_setting(
-        None, "folder made by data/prepare.py (default: the source of Python's standard library)", affects="nothing")
-    eod_mask_loss: bool = data_setting(False, "do not train on predicting the end-of-text token")
+        None, "folder made by data/prepare.py (default: one made from the source code of Python's standard library)",
+        affects="nothing")
+    eod_mask_loss: bool = data_setting(False, "leave predictions of the end-of-text token out of the loss")
     reset_position_ids: bool = data_setting(False, "restart positions at 0 after each end-of-text token")
     reset_attention_mask: bool = data_setting(False, "let tokens attend only to their own document")
 
     run_dir: str = run_setting(
-        None, "folder of the run; an existing run resumes with its own settings (default: runs/MODEL-NUMBER)",
-        affects="launch")
+        None, "folder of the run; if it holds a run, that run resumes with its settings (default: a new folder "
+              "runs/MODEL-NUMBER)", affects="launch")
     config: str = run_setting(
         None, "JSON file of settings, like a run's config.json; flags override it", affects="launch")
-    load: str = run_setting(None, "checkpoint to start from, or a run's folder for its newest one")
+    load: str = run_setting(None, "checkpoint to start from, or a run's folder to start from its newest checkpoint")
     finetune: bool = run_setting(
-        False, "load only the weights from --load: start at step 0 with a new optimizer, any data and any batch size")
+        False, "take only the weights from --load, and start at step 0 with a new optimizer")
     log_interval: int = run_setting(25, "steps between progress lines")
     eval_interval: int = run_setting(100, "steps between validations")
     eval_iters: int = run_setting(10, "global batches per validation; 0 turns validation off", at_least=0)
     save_interval: int = run_setting(100, "steps between checkpoints; the last step is always saved")
-    keep_last: int = run_setting(3, "number of checkpoints to keep")
+    keep_last: int = run_setting(3, "number of newest checkpoints to keep")
     exit_interval: int = run_setting(None, "save and stop after the next step divisible by this", affects="launch")
     max_skipped_steps: int = run_setting(
-        10, "give up after this many skipped steps in a row; a step is skipped if its loss or gradient is not finite, "
-            "and counts unless a smaller loss scale may help")
-    tensorboard_dir: str = run_setting(None, "folder for TensorBoard's view of metrics.jsonl; each run needs its own")
+        10, "end the run with an error after this many skipped steps in a row; a step is skipped if its loss or "
+            "gradient is not finite, and is not counted if a smaller loss scale might have prevented that")
+    tensorboard_dir: str = run_setting(
+        None, "folder in which to write the metrics for TensorBoard too; each run needs its own")
     trace: str = run_setting(None, "steps FIRST:LAST to record and draw as a timeline", affects="launch")
     timeout: int = run_setting(600, "seconds that a collective may take before the run ends")
     sample_tokens: int = run_setting(120, "number of tokens to generate at the end; 0 for none", at_least=0)
-    temperature: float = run_setting(0.8, "sampling temperature of this text; 0 is greedy")
-    top_k: int = run_setting(20, "sample this text from the k most likely tokens; 0 for all", at_least=0)
+    temperature: float = run_setting(
+        0.8, "sampling temperature of the text at the end; 0 always takes the most likely token")
+    top_k: int = run_setting(
+        20, "sample the text at the end from this many most likely tokens; 0 for all tokens", at_least=0)
 
     device: str = machine_setting("auto", "auto uses CUDA if torch finds a GPU", choices=("auto", "cpu", "cuda"))
-    compile: bool = machine_setting(None, "torch.compile the code between collectives (default: on CUDA)", derived=True)
+    compile: bool = machine_setting(
+        None, "compile the code between collectives with torch.compile (default: only on CUDA)", derived=True)
     compile_backend: str = machine_setting("inductor", "backend of torch.compile", choices=("inductor", "aot_eager"))
-    deterministic_mode: bool = machine_setting(False, "ask for deterministic CUDA kernels (the CPU's always are)")
+    deterministic_mode: bool = machine_setting(
+        False, "use deterministic CUDA kernels where torch has them (CPU kernels always are deterministic)")
 
-    # Not flags: filled in on the way to a run, and stored in config.json.
+    # These fields are not flags. The program fills them in and stores them in config.json.
     given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # see setting.py
     world_size: int = field(default=1, metadata=dict(affects="nothing", legacy_default=1))
     data_sha256: str | None = field(default=None, metadata=dict(affects="run", legacy_default=None))    # of train.bin
@@ -227,7 +260,7 @@ class Config:
 
     @property
     def placement(self) -> Placement:
-        """Which chunk of layers each pipeline stage holds."""
+        """The assignment of chunks of layers to pipeline stages."""
         return Placement(self.pp, self.virtual_stages, SCHEDULES[self.schedule].folded)
 
     @property
@@ -237,13 +270,13 @@ class Config:
 
     @property
     def padded_vocab_size(self) -> int:
-        """The number of rows of the embedding: vocab_size rounded up to a multiple that does not depend on tp."""
+        """The rows of the word embedding: vocab_size rounded up to a multiple of make_vocab_size_divisible_by."""
         multiple = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // multiple) * multiple
 
     @property
     def tied(self) -> bool:
-        """Whether the output head uses the weight of the word embedding."""
+        """Return whether the output head uses the weight of the word embedding."""
         return not self.untie_embeddings_and_output_weights
 
     @property
@@ -254,17 +287,18 @@ class Config:
 
     @property
     def uses_document_boundaries(self) -> bool:
-        """Whether positions or attention depend on where the documents in a sample end."""
+        """Return whether positions or attention depend on where the documents in a sample end."""
         return self.reset_position_ids or self.reset_attention_mask
 
     @property
     def rope(self) -> bool:
-        """Whether attention rotates q and k (RoPE)."""
+        """Return whether attention rotates q and k (RoPE)."""
         return self.position_embedding_type == "rope"
 
     @property
     def context_length(self) -> int:
-        """The most tokens that the model can attend to. Learned positions beyond seq_length were never trained."""
+        """The largest number of tokens that the model can attend to. With learned positions this is seq_length, since
+        later positions were never trained."""
         return self.seq_length if self.position_embedding_type == "learned_absolute" else self.max_position_embeddings
 
     @property
@@ -274,13 +308,16 @@ class Config:
 
     @property
     def qkv_size(self) -> int:
-        """The output size of attention's column-parallel matmul: q of each head, k and v of each group."""
+        """The output size of attention's first matmul over all ranks: q for each head, k and v for each query group."""
         return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
 
     # ---- from flags to a complete Config
 
     def resolve(self, world_size: int) -> "Config":
-        """Return a copy with all defaults filled in but the vocabulary size. Raises UserError if a rule is broken."""
+        """Return a copy with the defaults that depend on the preset, on the number of processes or on other settings.
+
+        Raises UserError if a value or a combination of values is not valid.
+        """
         require(self.model in PRESETS, f"unknown model '{self.model}'; try one of {', '.join(PRESETS)}")
         check_values(self)
         check_trace(self)
@@ -297,10 +334,10 @@ class Config:
         heads = config.num_attention_heads
         groups = config.num_query_groups or heads
         require(groups == heads or self.group_query_attention or "group_query_attention" not in self.given,
-                f"--no-group-query-attention and --num-query-groups {groups} contradict each other, since there are "
-                f"{heads} heads; try --num-query-groups {heads}")
+                f"--no-group-query-attention needs one query group per head, but --num-query-groups {groups} is not "
+                f"num-attention-heads {heads}; try --num-query-groups {heads}")
         require(groups < heads or not self.group_query_attention,
-                f"--group-query-attention needs --num-query-groups below num-attention-heads {heads}, but there are "
+                f"--group-query-attention needs --num-query-groups below num-attention-heads {heads}, but it is "
                 f"{groups}; try --num-query-groups {largest_divisor(heads, heads // 2) or 1}")
         default_tp, default_pp = 1, 1
         if self.tp is None and self.pp is None:
@@ -324,11 +361,14 @@ class Config:
         return config
 
     def with_device(self, device: torch.device) -> "Config":
-        """Return a copy in which `compile` has a value: on for CUDA, unless it was set."""
+        """Return a copy in which `compile` is set. If it was None, it is True on CUDA and False on the CPU."""
         return dataclasses.replace(self, compile=device.type == "cuda" if self.compile is None else self.compile)
 
     def with_vocabulary(self, data_vocab_size: int) -> "Config":
-        """Return a copy with the vocabulary of the data. Raises UserError if vocab_size is smaller."""
+        """Return a copy in which vocab_size is set. If it was None, it is the size of the data's vocabulary.
+
+        Raises UserError if the data's vocabulary is larger than vocab_size, or if tp does not divide the padded size.
+        """
         vocab_size = self.vocab_size or data_vocab_size
         require(data_vocab_size <= vocab_size, f"the data's vocabulary of {data_vocab_size} tokens does not fit "
                 f"--vocab-size {vocab_size}; leave the flag out or give at least {data_vocab_size}")

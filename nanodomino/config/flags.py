@@ -1,4 +1,4 @@
-"""Settings as command-line flags, and as the tables of docs/settings.md."""
+"""Turns settings into command-line flags and into the tables of docs/settings.md."""
 
 import argparse
 import dataclasses
@@ -8,14 +8,14 @@ from nanodomino.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UserError, since every rank parses but only one may print."""
+    """An ArgumentParser that raises UserError instead of printing: every rank parses, but only one may print."""
 
     def error(self, message):
         raise UserError(f"{message}; {self.prog} --help lists every flag")
 
 
 def add_flags(parser, settings: list[dataclasses.Field], **defaults):
-    """Add a flag for each of these settings; `defaults` override their own defaults."""
+    """Add a flag to `parser` for each of these settings. defaults: {name: value} instead of their own defaults."""
     groups = {}
     for setting in settings:
         options, default, help = setting.metadata, setting.default, setting.metadata["help"].replace("%", "%%")
@@ -23,7 +23,7 @@ def add_flags(parser, settings: list[dataclasses.Field], **defaults):
             default, help = defaults[setting.name], help.partition(" (default")[0]
         if default is not None and default is not False:
             help += f" (default {default})"
-        if parser.argument_default is not None:                # SUPPRESS: parse only the flags that are given
+        if parser.argument_default is not None:                # SUPPRESS: leave out flags that are not given
             default = parser.argument_default
         flags = [flag_name(setting.name)] + ([options["alias"]] if options["alias"] else [])
         if options["section"] not in groups:
@@ -38,7 +38,7 @@ def add_flags(parser, settings: list[dataclasses.Field], **defaults):
 
 
 def markdown(config) -> str:
-    """Return the tables of all flags, one for each section."""
+    """Return Markdown tables of all flags, one table per section. config: the Config class."""
     lines, section = [], None
     for setting in flag_settings(config):
         options = setting.metadata

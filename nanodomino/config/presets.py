@@ -11,9 +11,9 @@ GPT2 = dict(normalization="LayerNorm", layernorm_epsilon=1e-5, position_embeddin
             untie_embeddings_and_output_weights=False)
 LLAMA = GPT2 | dict(normalization="RMSNorm", position_embedding_type="rope", swiglu=True, disable_bias_linear=True)
 
-# Sources: GPT-2's published weights; GPT-3 (2005.14165, table 2.1), whose learning rates the gpt2 presets use too; the
-# configurations published with the other models' weights (2307.09288, 2407.21783, 2412.15115, 2505.09388, 2502.02737).
-# nano and nano-llama are sized for a laptop.
+# The sizes of GPT-2 come from its published weights, those of GPT-3 from 2005.14165, table 2.1. The gpt2 presets use
+# GPT-3's learning rates. The other sizes come from the configurations published with the models' weights (2307.09288,
+# 2407.21783, 2412.15115, 2505.09388, 2502.02737). nano and nano-llama are small enough for a laptop.
 PRESET_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr", "global_batch_size",
                  "micro_batch_size", "init_method_std")
 LLAMA_FIELDS = ("num_query_groups", "ffn_hidden_size")
@@ -43,18 +43,19 @@ PRESETS = {name: GPT2 | dict(zip(PRESET_FIELDS, values)) for name, *values in (
     ("smollm2-135m", 30,  576,  9, 2048, 3e-3,   512,  8, 0.04,  3,  1536, dict(rotary_base=100_000.0)),
 )}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}   # the switches --bf16 and --fp16
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}   # the flags --bf16 and --fp16
 
-# (lr(progress) - min_lr) / (max_lr - min_lr); progress runs from 0 after the warm-up to 1 at the last step.
+# {style: f}. The learning rate is min_lr + f(progress) (lr - min_lr). progress grows from 0 at the end of the warm-up
+# to 1 at the last step.
 LR_DECAY_STYLES = {"cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
                    "linear": lambda progress: 1.0 - progress, "constant": lambda progress: 1.0}
 
-# {ranks per replica: (tp, pp)} for runs that set neither: use tensor and pipeline parallelism together as soon as
-# possible, and avoid a dp of 3, 5 or 7, which rarely divides the batch.
+# {ranks per replica: (tp, pp)} for runs that set neither tp nor pp. From 4 ranks on, use both together where possible;
+# avoid a dp of 3, 5 or 7, which rarely divides the batch.
 DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (1, 5), 6: (2, 3), 7: (1, 7), 8: (4, 2)}
 
-# The vocabulary that each preset's weights were published with, for estimates without data (bench.py plan). Training
-# takes the vocabulary from its data.
+# The vocabulary size of each published model, for estimates without data (bench.py plan). Training takes the vocabulary
+# size from its data.
 PUBLISHED_VOCABULARIES = {
     **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-2.7b", "gpt3-6.7b", "gpt3-13b"), 50257),
     "llama2-7b": 32000, "llama2-13b": 32000, "llama3-8b": 128256, "llama3.2-1b": 128256,

@@ -1,6 +1,6 @@
 """The rules that settings must obey together, and the defaults that depend on several settings.
 
-A rule is one require() call, whose message gives the rule, the numbers and a fix. Config.resolve() applies them all.
+A rule is one require() call, whose message gives the rule, the numbers and a fix. Config.resolve() checks all rules.
 """
 
 from nanodomino.errors import require
@@ -9,15 +9,16 @@ from nanodomino.schedules.definitions import SCHEDULES
 
 
 def default_ffn_hidden_size(config) -> int:
-    """Return the default width of the MLP, at which SwiGLU's three matrices have as many parameters as GELU's two.
+    """Return the default width of the MLP: 4 h with GELU; with SwiGLU 8/3 h, rounded down to a multiple of 64.
 
-    Megatron-LM rounds SwiGLU's width, 8/3 h, down to a multiple of 64.
+    An MLP has two matrices with GELU and three with SwiGLU; with these widths both have about as many parameters.
+    Megatron-LM rounds in the same way.
     """
     return max(8 * config.hidden_size // (3 * 64), 1) * 64 if config.swiglu else 4 * config.hidden_size
 
 
 def default_schedule(virtual_stages: int) -> str:
-    """Return the first schedule that supports this many chunks per stage, else the one that supports the most."""
+    """Return the first schedule that supports this many chunks per stage; if none does, the one that supports most."""
     return next((name for name, schedule in SCHEDULES.items() if virtual_stages in schedule.chunks),
                 max(SCHEDULES, key=lambda name: SCHEDULES[name].chunks[-1]))
 
@@ -33,7 +34,7 @@ def largest_divisor(number: int, limit: int) -> int | None:
 
 
 def flags_for_enough_layers(c) -> str:
-    """Return flags, for a message, that would give each chunk a layer."""
+    """Return flags with which each chunk has a layer, as text for a message: "--num-layers 8 or --pp 2"."""
     advice = f"--num-layers {c.pp * c.virtual_stages}"
     fewer_chunks = c.num_layers // c.pp
     if fewer_chunks < c.virtual_stages and fewer_chunks in SCHEDULES[c.schedule].chunks:
@@ -79,7 +80,8 @@ def check_rules(c):
             + (f"--kv-channels {c.kv_channels + 1}" if c.kv_channels % 2 else "--rotary-percent 1"))
     require(c.rope or not c.use_rope_scaling and c.rotary_percent == c.rotary_seq_len_interpolation_factor == 1.0,
             "--use-rope-scaling, --rotary-percent and --rotary-seq-len-interpolation-factor need "
-            f"--position-embedding-type rope, but it is {c.position_embedding_type}; change it, or leave them out")
+            f"--position-embedding-type rope, but the type is {c.position_embedding_type}; change the type, or leave "
+            "the other flags out")
     require(c.ffn_hidden_size % tp == 0,
             f"ffn-hidden-size {c.ffn_hidden_size} must be divisible by tensor-model-parallel-size {tp}; "
             f"try --tp {divisors(c.ffn_hidden_size)}")
@@ -93,7 +95,7 @@ def check_rules(c):
     require(c.num_layers >= pp * c.virtual_stages,
             f"num-layers {c.num_layers} must be at least pipeline-model-parallel-size {pp}"
             + (f" x virtual-stages {c.virtual_stages} = {pp * c.virtual_stages}" if c.virtual_stages > 1 else "")
-            + f", since each stage's chunks need at least one layer; try {flags_for_enough_layers(c)}")
+            + f", since each chunk needs at least one layer; try {flags_for_enough_layers(c)}")
     require(c.global_batch_size % (c.micro_batch_size * dp) == 0,
             f"global-batch-size {c.global_batch_size} must be divisible by micro-batch-size x data parallel = "
             f"{c.micro_batch_size} x {dp} = {c.micro_batch_size * dp}; try --global-batch-size "
@@ -106,8 +108,8 @@ def check_rules(c):
             f"seq-length {c.seq_length} must be divisible by tensor-model-parallel-size {tp} with --sequence-parallel, "
             f"which splits the sequence; try --seq-length {-(-c.seq_length // tp) * tp}")
     require(c.recompute_granularity == "full" or not c.checkpoint_in_cpu,
-            "--checkpoint-in-cpu needs --recompute-granularity full, whose stored layer inputs it offloads, but "
-            f"recompute-granularity is {c.recompute_granularity}; give both, or neither")
+            "--checkpoint-in-cpu needs --recompute-granularity full, whose stored sublayer inputs it moves to host "
+            f"memory, but recompute-granularity is {c.recompute_granularity}; give both, or neither")
     require(c.seq_length <= c.max_position_embeddings,
             f"seq-length {c.seq_length} must be at most max-position-embeddings {c.max_position_embeddings}; "
             f"try --max-position-embeddings {c.seq_length}")
@@ -115,5 +117,6 @@ def check_rules(c):
     require(c.min_loss_scale <= c.initial_loss_scale, f"min-loss-scale {c.min_loss_scale:g} must be at most "
             f"initial-loss-scale {c.initial_loss_scale:g}; try --min-loss-scale {c.initial_loss_scale:g}")
     require(c.dtype == "float16" or not c.fp16_lm_cross_entropy,
-            f"--fp16-lm-cross-entropy needs --fp16, but --dtype is {c.dtype}; add --fp16, or leave it out")
+            f"--fp16-lm-cross-entropy needs --fp16, but --dtype is {c.dtype}; add --fp16, or leave out "
+            "--fp16-lm-cross-entropy")
     require(c.min_lr <= c.lr, f"min-lr {c.min_lr} must be at most lr {c.lr}; lower it, or leave it out")

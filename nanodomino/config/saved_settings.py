@@ -1,7 +1,7 @@
-"""Read the settings that a run or a checkpoint stored, also if an older version of this code stored them.
+"""Reads the settings that are stored with a run or a checkpoint, even if an older version of this code stored them.
 
-A record is dataclasses.asdict(Config), as config.json and a checkpoint's manifest hold it. A record from before a
-setting existed lacks it; the setting's legacy_default says which value the code of that time used.
+A record is the dictionary dataclasses.asdict(config), as stored in config.json and in a checkpoint's manifest. A record
+that is older than a setting lacks this setting. The older code behaved as if it had the setting's legacy_default.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ from nanodomino.errors import require
 
 
 def check_record(record: dict, source) -> dict:
-    """Return the record, which may be incomplete, if its settings are known and have the right types.
+    """Return the record if all its settings are known and have the right types. Settings may be missing.
 
-    source: the file's name for messages. Raises UserError, also for settings of a later version.
+    source: the name of the record's file, for messages. Raises UserError, for example for a setting of a later version.
     """
     known = {setting.name: setting for setting in dataclasses.fields(Config)}
     unknown = sorted(record.keys() - known.keys())
@@ -30,7 +30,7 @@ def check_record(record: dict, source) -> dict:
 
 
 def with_legacy_defaults(record: dict, source) -> dict:
-    """Return a complete record: settings that it lacks get their legacy default. Raises UserError as check_record."""
+    """Return the record, completed with the legacy defaults of the settings that it lacks. Raises UserError."""
     check_record(record, source)
     defaults = {setting.name: setting.metadata["legacy_default"] for setting in dataclasses.fields(Config)
                 if "legacy_default" in setting.metadata and setting.name not in record}
@@ -38,17 +38,17 @@ def with_legacy_defaults(record: dict, source) -> dict:
 
 
 def from_record(record: dict, source) -> Config:
-    """Return the Config that a stored record describes. Raises UserError as check_record."""
+    """Return the Config that a stored record describes. Raises UserError."""
     return Config(**with_legacy_defaults(record, source) | {"given": tuple(record.get("given", ()))})
 
 
 def check_settings(record: dict, source, config: Config, *effects):
-    """Raise UserError if `config` changes a setting with one of these effects (see setting.EFFECTS)."""
+    """Raise UserError if `config` and the record differ in a setting with one of these effects (keys of EFFECTS)."""
     saved = from_record(record, source)
     derived = {setting.name: setting.metadata["derived"] for setting in flag_settings(Config)}
-    # derived settings come last, so that the message names the setting that was changed
+    # derived settings come last, so that the message names the setting that the user changed, not one derived from it
     for name in sorted(names_affecting(Config, *effects), key=lambda name: derived.get(name, False)):
         recorded, requested = getattr(saved, name), getattr(config, name)
         require(recorded == requested, f"{source} was made with {name.replace('_', '-')} {recorded}, but this run has "
-                f"{requested}; give the same again, or start another run (with --load FOLDER --finetune from its "
-                "weights, if the model is the same)")
+                f"{requested}; give the same again, or start another run (if the model is the same, --load FOLDER "
+                "--finetune starts it from these weights)")

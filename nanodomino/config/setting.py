@@ -1,23 +1,21 @@
-"""How a setting is declared: one line in Config gives a field its flag, its help text, its range and its rules.
+"""Declares settings: one line in Config defines a field, its flag, its help text, its range and its effects.
 
     min_lr: float = setting("The training", None, "final learning rate", affects="losses", derived=True)
 
-The flag, its line in --help and in docs/settings.md, its range check, and what happens when a run is resumed or an
-older checkpoint is loaded all follow from this line. Five questions about four settings:
+From this line follow the flag, its help, its row in docs/settings.md and its range check. The line also decides what
+happens when a run is resumed or an older checkpoint is loaded. Four settings as examples:
 
-                                    normalization    min_lr                log_interval    trace
-    where does its default come     the preset       resolve(): lr / 10    the line: 25    the line: None, off
-      from?
-    may a resumed run change it?    no               yes, losses change    yes             yes
-    does a run remember it?         yes              only if given         yes             no
-    what does a checkpoint that     LayerNorm        None, so lr / 10      25              None
-      lacks it mean?
-    which arguments say so?         affects="model"  affects="losses"      affects=        affects=
-                                    legacy_default=  derived=True          "nothing"       "launch"
+                                        normalization      min_lr               log_interval    trace
+    default                             the preset's       lr / 10              25              None (off)
+    may a resumed run change it?        no                 yes; losses change   yes             yes
+    does a resumed run remember it?     yes                only if given        yes             no
+    value for a checkpoint without it   LayerNorm          lr / 10              25              None
+    the argument affects=               "model"            "losses"             "nothing"       "launch"
+    other arguments                     legacy_default=    derived=True
 
-A setting is given if a flag or a --config file set it in this or an earlier launch of the run; Config.given lists the
-names. A derived setting that was not given is computed again at each launch, since the settings that it is computed
-from (the number of processes, lr) may have changed.
+A setting is *given* if a flag or a --config file set it, in this launch or in an earlier launch of the run, or if the
+run took it from --load. Config.given lists the names. A derived setting that was not given is computed again at each
+launch, because its sources (such as lr or the number of processes) may have changed.
 """
 
 import dataclasses
@@ -26,12 +24,14 @@ from dataclasses import field
 
 from nanodomino.errors import require
 
-MAX_INT = 2**31 - 1      # larger integers overflow a C int somewhere, later and with an obscure message
+MAX_INT = 2**31 - 1      # a larger integer would overflow a C int later, with an obscure message
 
-# What changes if a resumed run, or a run that loads a checkpoint, gives the setting another value.
-EFFECTS = {"model": "refused: the checkpoint's weights would not fit, or would mean something else",
-           "optimizer": "refused, except with `--finetune`: the checkpoint's optimizer state would not fit",
-           "run": "refused when a run is resumed: the remaining steps would use other data or other masks",
+# What happens if a run that resumes, or that loads a checkpoint, gives the setting another value.
+EFFECTS = {"model": "refused, because the checkpoint's weights would not fit or would compute something else",
+           "optimizer": "refused, because the checkpoint's optimizer state would not fit; allowed with `--load` and "
+                        "`--finetune`",
+           "run": "refused when a run is resumed, because it would go on with other batches, masks or positions; "
+                  "allowed with `--load`",
            "losses": "allowed; the losses change",
            "nothing": "allowed; the losses stay the same up to rounding",
            "launch": "applies to one launch only; a resumed run does not remember it"}
@@ -39,12 +39,17 @@ EFFECTS = {"model": "refused: the checkpoint's weights would not fit, or would m
 
 def setting(section, default, help, *, affects, choices=(), alias=None, at_least=None, above=None, below=None,
             derived=False, legacy_default=...):
-    """Declare a field of Config that is also a command-line flag; the field's annotation is the flag's type.
+    """Declare a field of Config that is also a command-line flag. The field's annotation is the flag's type.
 
-    section: heading in --help; affects: a key of EFFECTS; choices: the allowed values; alias: a second spelling of the
-    flag; at_least, above, below: the range (without at_least and above, integers start at 1 and floats at 0); derived:
-    Config.resolve() computes a missing value from other settings; legacy_default: the value that checkpoints older than
-    the setting were made with, or a function of their record (today's default if not given).
+    section          the heading in --help
+    affects          a key of EFFECTS
+    choices          the allowed values
+    alias            a second name of the flag, such as --tp
+    at_least, above  the lower bound, inclusive or exclusive (default: at least 1 for an int, at least 0 for a float)
+    below            the upper bound, exclusive
+    derived          a missing value is computed, from other settings, the data or the machine
+    legacy_default   the value for records that are older than the setting, or a function from such a record to the
+                     value (default: today's default)
     """
     return field(default=default, metadata=dict(
         section=section, help=help, affects=affects, choices=tuple(choices), alias=alias, at_least=at_least,
@@ -58,18 +63,18 @@ def flag_name(name: str) -> str:
 
 
 def names_affecting(config, *effects) -> tuple[str, ...]:
-    """Return the names of the settings with these EFFECTS. config: the Config class or an instance."""
+    """Return the names of the settings with one of these effects (keys of EFFECTS). config: Config or an instance."""
     return tuple(setting.name for setting in dataclasses.fields(config) if setting.metadata["affects"] in effects)
 
 
 def flag_settings(config, *sections) -> list[dataclasses.Field]:
-    """Return the fields that are flags, in these sections or in all."""
+    """Return the fields of Config that are flags: those in the given sections, or all if no section is given."""
     return [setting for setting in dataclasses.fields(config)
             if "section" in setting.metadata and (not sections or setting.metadata["section"] in sections)]
 
 
 def check_values(config):
-    """Check the choices and the range of each setting on its own. Raises UserError."""
+    """Check that each value is one of its setting's choices and in its range. Raises UserError."""
     for setting in flag_settings(config):
         rules, flag, value = setting.metadata, flag_name(setting.name), getattr(config, setting.name)
         require(value != "", f"{flag} must not be empty; give a name, or leave the flag out")

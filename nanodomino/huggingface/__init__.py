@@ -4,20 +4,25 @@
     python train.py --load CHECKPOINT --finetune --data-path DATA --run-dir RUN      on any layout
     python -m nanodomino.huggingface export RUN DIR                                  from_pretrained("DIR")
 
-    DIR/config.json                    sizes and choices                           config_rules.py, families.py
-    DIR/model.safetensors              {name: tensor}, or several such files and   tensor_mapping.py,
-    DIR/model.safetensors.index.json   an index {"weight_map": {name: file}}       safetensors_files.py
-    DIR/tokenizer.json ...             the tokenizer's files, copied along both ways
+    DIR/config.json             sizes and other choices                  config_rules.py, families.py
+    DIR/model.safetensors       {name: tensor}; a large model has        tensor_mapping.py, safetensors_files.py
+                                several such files, and
+                                model.safetensors.index.json with
+                                {"weight_map": {name: file}}
+    DIR/tokenizer.json ...      the tokenizer's files, copied in both directions
 
-**Bounded memory.** No model is ever in memory as a whole. import_model.py gives torch.distributed.checkpoint only the
-shapes. When a tensor is being written, its parts are read, joined and converted to fp32. export_model.py converts one
-parameter at a time, and keeps the tensors of one file, at most --max-shard-size.
+**Bounded memory.** The whole model is never in memory. import_model.py first gives torch.distributed.checkpoint only
+the shapes. When torch writes a tensor, the parts of this tensor are read, joined and converted to fp32 (or kept in
+fp64). export_model.py converts one parameter at a time, and holds the tensors of one weight file. --max-shard-size
+limits the size of a file, unless a single parameter is larger.
 
-**The same bits.** fp32 represents every 16-bit number, so import loses nothing, and export, by default in the dtype of
-the imported model, restores the original bits. The rows that pad the vocabulary are zeros, and are not exported.
+**The same bits.** Every 16-bit number can be represented in fp32, so import loses nothing. Export uses the dtype of the
+imported model by default, so it restores the original bits. Import pads the vocabulary with rows of zeros, which export
+leaves out.
 
-**Complete or absent.** Names, shapes and dtypes are checked in the files' headers before any tensor is read. All output
-goes to a hidden folder, is flushed to the disk, and gets its name with one rename.
+**Complete or absent.** Names, shapes and dtypes are checked in the files' headers before any tensor is read. The output
+is written to a hidden folder and flushed to disk; only then is this folder renamed to its final name.
 
-safetensors files hold only numbers. A file from torch.save (pytorch_model.bin) can run code, and is not read.
+safetensors files hold only numbers. A file written by torch.save, such as pytorch_model.bin, can run code when it is
+loaded, so it is never read.
 """

@@ -15,7 +15,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def size_in_bytes(text: str) -> int:
-    """Parse a size such as 5GB, 500 MB or 1000000. Raises UserError."""
+    """Convert a size such as 5GB, 500 MB or 1000000 to bytes. Raises UserError."""
     found = re.fullmatch(r"([1-9][0-9]{0,14}) *([KMG]?B)?", text.strip().upper())
     require(found, f"--max-shard-size must be a number of B, KB, MB or GB, but is {text[:80]}; try 5GB")
     return int(found[1]) * UNITS[found[2] or ""]
@@ -31,12 +31,12 @@ def command_line() -> Parser:
                            help="the checkpoint to write, for --load of train.py and of nanodomino.generate")
     exporting = commands.add_parser("export", help="write a folder that Transformers loads", allow_abbrev=False)
     exporting.add_argument("folder", metavar="CHECKPOINT", type=Path,
-                           help="a checkpoint, or the folder of a run (its newest intact one)")
+                           help="a checkpoint, or the folder of a run, whose newest intact checkpoint is exported")
     exporting.add_argument("out", metavar="DIR", type=Path, help="the folder to write, for from_pretrained")
     exporting.add_argument("--dtype", choices=DTYPES,
                            help="dtype of the weights (default: the dtype of the run or of the imported model)")
     exporting.add_argument("--max-shard-size", metavar="SIZE", default="5GB",
-                           help="largest size of a weight file (default 5GB)")
+                           help="largest size of a weight file with several parameters (default 5GB)")
     return parser
 
 

@@ -1,9 +1,10 @@
-"""Read the entries of a config.json, and refuse every entry that might change the logits in an unknown way.
+"""Reads the entries of a config.json, and refuses every entry that might change the logits in an unknown way.
 
-A model that differs a little from the original would load and train without an error, and only be worse. So every entry
-must be one that a family reads, or be listed in HARMLESS, or be off (null, false, empty).
+A model that differs a little from the original would load and train without an error, but its losses would be worse. So
+each entry must be one that a family reads, or match HARMLESS, or be off (null, false, empty).
 
-Most entries are a setting under another name (families.py). A ConfigRule handles the others, such as rope scaling.
+Most entries correspond to one setting with another name; families.py lists them. A ConfigRule translates each of the
+others, such as the scaling of RoPE.
 """
 
 import json
@@ -30,8 +31,11 @@ HARMLESS = re.compile(
 
 
 class ConfigReader:
-    """A config.json that remembers which entries were read.
-    defaults: the value that Transformers assumes for a missing entry."""
+    """Reads the entries of a config.json, and remembers which were read.
+
+    values: the entries; defaults: {entry: the value that Transformers assumes if it is missing}; source: the name of
+    the file, for messages.
+    """
 
     def __init__(self, values: dict, defaults: dict, source):
         self.values, self.defaults, self.source, self.read = values, defaults, source, set()
@@ -41,7 +45,7 @@ class ConfigReader:
         return self.values.get(name, self.defaults.get(name))
 
     def number(self, name: str, type_: type, default=None):
-        """Return a positive int or float; `default` in place of null. Raises UserError."""
+        """Return an entry that must be a positive int or float, or `default` if it is null. Raises UserError."""
         value = self.get(name)
         value = default if value is None else value
         rule, largest = ("a positive whole number", MAX_INT) if type_ is int else ("a positive number", math.inf)
@@ -57,14 +61,15 @@ class ConfigReader:
                 f"{' or '.join(map(shown, supported))}; import another model")
 
     def require_all_read(self):
-        """Raise UserError if an entry that was not read is neither off nor known to be harmless."""
+        """Raise UserError if there is an entry that was not read, is not off, and does not match HARMLESS."""
         for name, value in self.values.items():
             require(name in self.read or HARMLESS.fullmatch(name) or value in (None, False, "", [], {}),
                     f"{self.source} has {name[:80]} {shown(value)}, which nanodomino does not know and which may "
-                    "change the logits; import another model, or remove the entry if it does not")
+                    "change the logits; import another model, or remove the entry if you know that it does not")
 
 
 def shown(value) -> str:
+    """Return a value as JSON, cut to 80 characters, for messages."""
     return json.dumps(value)[:80]
 
 
@@ -74,7 +79,10 @@ def nothing(_) -> dict:
 
 @dataclass(frozen=True)
 class ConfigRule:
-    """read(ConfigReader) -> settings; write(Config) -> entries of a config.json. Both raise UserError."""
+    """Translates entries that are more than one setting with another name.
+
+    read(ConfigReader) returns {setting: value}, and write(Config) returns {entry: value}. Both may raise UserError.
+    """
     read: Callable = nothing
     write: Callable = nothing
 
@@ -83,7 +91,7 @@ ROPE_TYPES = ("default", "linear", "llama3")
 
 
 def read_rope(reader: ConfigReader) -> dict:
-    """Reads rope_theta and rope_scaling, or the rope_parameters of Transformers 5, which hold both."""
+    """Read rope_theta and rope_scaling, or the entry rope_parameters, which combines both in Transformers 5."""
     theta, rotary_factor, original_length, longest, scaling, parameters = map(reader.get, (
         "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings",
         "rope_scaling", "rope_parameters"))
@@ -96,7 +104,7 @@ def read_rope(reader: ConfigReader) -> dict:
     rope_type = new_type or old_type or "default"
     require(rope_type in ROPE_TYPES, f"{reader.source} has rope of type {shown(rope_type)}, but nanodomino supports "
             f"only {', '.join(ROPE_TYPES)}; import another model")
-    rope.require_in("partial_rotary_factor", None, 1)          # Transformers ignores any other in these families
+    rope.require_in("partial_rotary_factor", None, 1)          # in these families Transformers ignores other values
     settings = dict(rotary_base=rope.number("rope_theta", float, 10_000.0), use_rope_scaling=rope_type == "llama3",
                     rotary_seq_len_interpolation_factor=rope.number("factor", float) if rope_type == "linear" else 1.0)
     if rope_type == "llama3":
@@ -111,7 +119,7 @@ def read_rope(reader: ConfigReader) -> dict:
 
 
 def write_rope(config: Config) -> dict:
-    """Writes the entries that all versions of Transformers read."""
+    """Return rope_theta and rope_scaling, which all versions of Transformers read."""
     factor = config.rotary_seq_len_interpolation_factor
     require(factor == 1.0 or not config.use_rope_scaling,
             f"a config.json can hold only one rope scaling, but this model has --use-rope-scaling and "
@@ -124,7 +132,7 @@ def write_rope(config: Config) -> dict:
 
 
 def read_biases(reader: ConfigReader) -> dict:
-    """Reads Llama's two switches, for the biases of attention and of the MLP."""
+    """Read Llama's two switches attention_bias and mlp_bias, which must be equal."""
     attention, mlp = reader.get("attention_bias"), reader.get("mlp_bias")
     require(bool(attention) == bool(mlp), f"{reader.source} has attention_bias {shown(attention)} and mlp_bias "
             f"{shown(mlp)}, but nanodomino has biases in both or in neither; import another model")
@@ -136,7 +144,7 @@ def write_biases(config: Config) -> dict:
 
 
 def read_window(reader: ConfigReader) -> dict:
-    """Reads Mistral's sliding window, which has no effect if it is as long as the longest sequence."""
+    """Require that Mistral's sliding window has no effect: it must be absent, or as long as the longest sequence."""
     window, longest = reader.get("sliding_window"), reader.get("max_position_embeddings")
     require(window is None or type(window) is int and window >= longest,
             f"{reader.source} has sliding_window {shown(window)}, below max_position_embeddings {shown(longest)}, but "
@@ -146,7 +154,7 @@ def read_window(reader: ConfigReader) -> dict:
 
 
 def read_layer_types(reader: ConfigReader) -> dict:
-    """Reads Qwen's choice of sliding windows per layer."""
+    """Require that no layer of a Qwen model has a sliding window."""
     reader.require_in("use_sliding_window", False, None)
     reader.get("sliding_window")
     types = reader.get("layer_types") or []
@@ -157,7 +165,7 @@ def read_layer_types(reader: ConfigReader) -> dict:
 
 
 def require_divisible_width(config: Config) -> dict:
-    """Transformers' LlamaConfig requires it even when head_dim is given."""
+    """Require that hidden_size is divisible by the heads, as Transformers' LlamaConfig does even with a head_dim."""
     require(config.hidden_size % config.num_attention_heads == 0,
             f"Transformers requires that a Llama's hidden-size {config.hidden_size} is divisible by its "
             f"num-attention-heads {config.num_attention_heads}; export another model")

@@ -1,4 +1,4 @@
-"""Export: write a folder that Transformers loads from a checkpoint, one weight file in memory at a time."""
+"""Exports a checkpoint to a folder that Transformers can load, with one weight file in memory at a time."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, 
 
 
 def split_into_files(mappings: list[TensorMapping], dtype: torch.dtype, max_bytes: int) -> list[list[TensorMapping]]:
-    """Cut the list into files of at most max_bytes; a parameter that is larger gets a file of its own."""
+    """Return the mappings in one list per weight file. A file has at most max_bytes, or a single larger parameter."""
     files, size = [[]], 0
     for mapping in mappings:
         size += element_count([mapping]) * dtype.itemsize
@@ -34,7 +34,7 @@ def split_into_files(mappings: list[TensorMapping], dtype: torch.dtype, max_byte
 
 def convert_to_hf(mapping: TensorMapping, reader: SafeReader, config: Config,
                   dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Read one parameter, and return {Hugging Face name: tensor}. Raises UserError."""
+    """Read one parameter, and return {Hugging Face name: tensor}. Raises UserError if a value overflows `dtype`."""
     full, tensors = read_full_tensor(f"weight.{mapping.name}", mapping.shape, reader), {}
     for name, part in zip(mapping.hf_shapes, mapping.conversion.to_hf(full, config)):
         tensors[name] = part.to(dtype).contiguous()
@@ -45,8 +45,11 @@ def convert_to_hf(mapping: TensorMapping, reader: SafeReader, config: Config,
 
 
 def export_model(folder: Path, out: Path, dtype_name: str | None, max_bytes: int) -> str:
-    """Write a folder that Transformers loads, and return a sentence about it. Raises UserError.
-    max_bytes: the largest size of a weight file."""
+    """Export the checkpoint in `folder` to `out`, and return a line that describes the result. Raises UserError.
+
+    folder: a checkpoint or a run; dtype_name: a key of DTYPES, or None for the dtype of the run or of the imported
+    model; max_bytes: the largest size of a weight file with several parameters.
+    """
     package = import_safetensors()
     checkpoint = find_checkpoint(folder)
     config = from_record(read_manifest(checkpoint)["config"], checkpoint)
@@ -57,17 +60,17 @@ def export_model(folder: Path, out: Path, dtype_name: str | None, max_bytes: int
     names = [WEIGHTS] if len(files) == 1 else [f"model-{number:05d}-of-{len(files):05d}.safetensors"
                                                for number in range(1, len(files) + 1)]
     with new_folder(out) as temporary:
-        for name, in_file in zip(names, files):
+        for name, mappings_of_file in zip(names, files):
             tensors = {}
-            for mapping in in_file:
+            for mapping in mappings_of_file:
                 tensors |= convert_to_hf(mapping, reader, config, dtype)
             package.torch.save_file(tensors, temporary / name, metadata={"format": "pt"})
             flush_and_share(temporary / name)
         if len(files) > 1:
             write_json(temporary / INDEX, dict(
                 metadata=dict(total_size=element_count(mappings) * dtype.itemsize),
-                weight_map={hf_name: name for name, in_file in zip(names, files)
-                            for mapping in in_file for hf_name in mapping.hf_shapes}))
+                weight_map={hf_name: name for name, mappings_of_file in zip(names, files)
+                            for mapping in mappings_of_file for hf_name in mapping.hf_shapes}))
         copied = copy_files((*TOKENIZER_FILES, GENERATION), tokenizer_folder(checkpoint, config), temporary)
         write_json(temporary / "config.json", values | special_tokens(temporary, config))
     return (f"{out}: {family.architecture}, {len(names)} weight file{'s' * (len(names) > 1)}, "
@@ -75,20 +78,21 @@ def export_model(folder: Path, out: Path, dtype_name: str | None, max_bytes: int
 
 
 def flush_and_share(path: Path):
-    """Flush a file, and give it the permissions of its folder: safetensors lets only the owner read it."""
+    """Flush a file to disk, and give it the permissions of its folder. safetensors lets only the owner read it."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def tokenizer_folder(checkpoint: Path, config: Config) -> Path:
-    """Where to look for the tokenizer's files: in an imported checkpoint itself, else in the run's data folder."""
+    """Return the folder with the tokenizer's files: an imported checkpoint itself, else the run's data folder."""
     in_checkpoint = any((checkpoint / name).is_file() for name in TOKENIZER_FILES)
     return checkpoint if in_checkpoint or not config.data_path else Path(config.data_path)
 
 
 def special_tokens(folder: Path, config: Config) -> dict:
-    """Return {name: id or None}. None must be written too: Transformers' defaults may lie outside this vocabulary."""
+    """Return the ids of the special tokens, {name: id}. An unknown id is None; without it, Transformers would assume
+    an id that may lie outside this vocabulary."""
     ids = dict.fromkeys(SPECIAL_TOKENS)
     data = Path(config.data_path or "") / "meta.json"
     if (folder / GENERATION).is_file():

@@ -1,7 +1,7 @@
 """The model families that can be imported and exported, and how their config.json maps to a Config.
 
-A Family is data; read_config() and write_config() apply it in the two directions. Export chooses the first family that
-fits, so a model that could be a Llama or a Mistral becomes a Llama.
+A Family is a table. read_config() uses it for import, and write_config() for export. Export chooses the first family
+that fits, so a model that could be a Llama or a Mistral becomes a Llama.
 """
 
 import dataclasses
@@ -16,30 +16,33 @@ from nanodomino.errors import UserError, require
 from nanodomino.huggingface.config_rules import BIASES, DIVISIBLE_WIDTH, LAYER_TYPES, ROPE, WINDOW, ConfigReader, shown
 from nanodomino.huggingface.tensor_mapping import GPT2_MODULES, LLAMA_MODULES
 
-LONGEST_DEFAULT = 1024     # an imported model's default seq-length, unless it has fewer positions
+IMPORTED_SEQ_LENGTH = 1024     # default seq-length of an imported model; less if the model has fewer positions
 
 
-def each_head(sizes) -> int:
+def number_of_heads(sizes) -> int:
     return sizes.num_attention_heads
 
 
-def width_per_head(sizes) -> int:
+def size_of_head(sizes) -> int:
     return sizes.hidden_size // sizes.num_attention_heads
 
 
 @dataclass(frozen=True)
 class Family:
-    """Which settings and tensors a family has. An "entry" below is an entry of config.json."""
+    """Describes a family's config.json, its settings and its tensors. A key of config.json is called an entry here.
+
+    A size that is null in config.json becomes default(sizes read so far). If there is no default, null is an error.
+    """
     architecture: str           # class name in Transformers
-    prefix: str                 # of all tensor names but lm_head's; some files leave it out
+    prefix: str                 # start of all tensor names except lm_head's; some files leave it out
     modules: dict               # a table of tensor_mapping.py
-    ignored_tensors: str        # regular expression: buffers in old files, which are not weights
-    sizes: dict                 # {entry: (setting, what null means: a function of the sizes before it, or None)}
+    ignored_tensors: str        # regular expression of buffers in old files; they are not weights
+    sizes: dict                 # {entry: (setting, default or None)}
     epsilon: str                # the entry with the norms' epsilon
-    settings: dict              # {setting: its value in every model of the family, or a function of the sizes}
+    settings: dict              # {setting: value in all models of the family, or a function of the sizes}
     supported: dict             # {entry: supported values}; export writes the first one
-    information: dict           # {entry: setting} that export writes and import ignores: no effect on the logits
-    defaults: dict              # {entry: what Transformers assumes if the entry is missing}
+    information: dict           # {entry: setting} without effect on the logits; import reads only initializer_range
+    defaults: dict              # {entry: the value that Transformers assumes if it is missing}
     rules: tuple = ()           # ConfigRules for the other entries
 
 
@@ -50,8 +53,8 @@ GPT2 = Family(
            "n_positions": ("max_position_embeddings", None)},
     epsilon="layer_norm_epsilon",
     settings=dict(normalization="LayerNorm", position_embedding_type="learned_absolute", swiglu=False,
-                  disable_bias_linear=False, add_qkv_bias=False, qk_layernorm=False, num_query_groups=each_head,
-                  kv_channels=width_per_head),
+                  disable_bias_linear=False, add_qkv_bias=False, qk_layernorm=False, num_query_groups=number_of_heads,
+                  kv_channels=size_of_head),
     supported={"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
                "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,),
                "add_cross_attention": (False,)},
@@ -64,7 +67,7 @@ LLAMA = Family(
     "LlamaForCausalLM", "model.", LLAMA_MODULES, r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
     sizes={"vocab_size": ("vocab_size", None), "num_hidden_layers": ("num_layers", None),
            "hidden_size": ("hidden_size", None), "num_attention_heads": ("num_attention_heads", None),
-           "num_key_value_heads": ("num_query_groups", each_head), "head_dim": ("kv_channels", width_per_head),
+           "num_key_value_heads": ("num_query_groups", number_of_heads), "head_dim": ("kv_channels", size_of_head),
            "intermediate_size": ("ffn_hidden_size", None),
            "max_position_embeddings": ("max_position_embeddings", None)},
     epsilon="rms_norm_eps",
@@ -113,7 +116,7 @@ def family_of_json(values: dict, source) -> Family:
 
 
 def read_config(values: dict, source) -> Config:
-    """Return the resolved Config, for one process, of a config.json. Raises UserError."""
+    """Return the Config that a config.json describes, resolved for one process. Raises UserError."""
     family = family_of_json(values, source)
     reader, sizes = ConfigReader(values, family.defaults, source), SimpleNamespace()
     for entry, (setting, default) in family.sizes.items():
@@ -122,7 +125,7 @@ def read_config(values: dict, source) -> Config:
     for entry, supported in family.supported.items():
         reader.require_in(entry, *supported)
     reader.require_in("tie_word_embeddings", True, False)
-    settings = in_every_model(family, sizes) | vars(sizes)
+    settings = settings_of_family(family, sizes) | vars(sizes)
     settings |= dict(layernorm_epsilon=reader.number(family.epsilon, float),
                      untie_embeddings_and_output_weights=not reader.get("tie_word_embeddings"))
     for rule in family.rules:
@@ -130,7 +133,7 @@ def read_config(values: dict, source) -> Config:
     reader.require_all_read()
     std = reader.get("initializer_range")
     settings |= dict(init_method_std=float(std)) if type(std) in (int, float) and 0 < std < math.inf else {}
-    settings |= dict(model=nearest_preset(settings), seq_length=min(sizes.max_position_embeddings, LONGEST_DEFAULT))
+    settings |= dict(model=nearest_preset(settings), seq_length=min(sizes.max_position_embeddings, IMPORTED_SEQ_LENGTH))
     try:
         config = Config(**settings, given=tuple(sorted(settings))).resolve(1)
         return config.with_vocabulary(sizes.vocab_size)
@@ -138,13 +141,16 @@ def read_config(values: dict, source) -> Config:
         raise UserError(f"{source} describes an impossible model: {error}") from None
 
 
-def in_every_model(family: Family, sizes) -> dict:
-    """Return {setting: value} of what all models of a family with these sizes have in common."""
+def settings_of_family(family: Family, sizes) -> dict:
+    """Return Family.settings as {setting: value}: the settings of all models of this family with these sizes."""
     return {setting: value(sizes) if callable(value) else value for setting, value in family.settings.items()}
 
 
 def nearest_preset(settings: dict) -> str:
-    """The preset whose learning rate and batch size a run gets by default: the nearest in width, then in settings."""
+    """Return the preset with the nearest hidden_size; among several, the one with the fewest other differences.
+
+    It gives runs that start from the imported model their default learning rate and batch size.
+    """
     return min(PRESETS, key=lambda name: (abs(math.log(PRESETS[name]["hidden_size"] / settings["hidden_size"])),
                                           sum(settings.get(setting) != value
                                               for setting, value in PRESETS[name].items())))
@@ -153,10 +159,10 @@ def nearest_preset(settings: dict) -> str:
 # ---- export
 
 def family_of(config: Config) -> Family:
-    """Return the first family that fits the model. Raises UserError that says what the nearest family lacks."""
+    """Return the first family that fits the model. Raises UserError with the settings that the nearest one needs."""
     differences = {}
     for name, family in FAMILIES.items():
-        needed = in_every_model(family, config)
+        needed = settings_of_family(family, config)
         actual = {setting: getattr(config, setting) for setting in needed}
         if not config.disable_bias_linear:                     # all matrices have a bias, so add_qkv_bias adds nothing
             actual["add_qkv_bias"] = False
@@ -169,7 +175,7 @@ def family_of(config: Config) -> Family:
 
 
 def write_config(config: Config, dtype: str) -> dict:
-    """Return the config.json of a model. Raises UserError."""
+    """Return the entries of a config.json for this model. Raises UserError. dtype: a name, such as "bfloat16"."""
     family = family_of(config)
     (model_type,) = (name for name, candidate in FAMILIES.items() if candidate is family)
     values = dict(architectures=[family.architecture], model_type=model_type, torch_dtype=dtype,

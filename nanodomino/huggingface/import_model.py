@@ -1,4 +1,4 @@
-"""Import: write a checkpoint from a Hugging Face folder, one tensor in memory at a time."""
+"""Imports a Hugging Face folder as a checkpoint, with one tensor in memory at a time."""
 
 import dataclasses
 import re
@@ -22,7 +22,10 @@ from nanodomino.huggingface.tensor_mapping import TensorMapping, element_count, 
 
 def match_tensors(mappings: list[TensorMapping], stored: dict[str, StoredTensor], family: Family, config: Config,
                   folder: Path) -> dict[str, StoredTensor]:
-    """Return {Hugging Face name: stored tensor} of exactly the tensors that the model needs. Raises UserError."""
+    """Return {Hugging Face name: stored tensor} for all tensors of the model.
+
+    Raises UserError if a tensor is missing, is unknown, or has the wrong shape or dtype.
+    """
     needed = {name: tuple(shape) for mapping in mappings for name, shape in mapping.hf_shapes.items()}
     (embedding, *_), found = mappings[0].hf_shapes, {}
     for stored_name, tensor in stored.items():
@@ -50,11 +53,12 @@ def match_tensors(mappings: list[TensorMapping], stored: dict[str, StoredTensor]
 
 
 class LazyTensor(LocalBoxes):
-    """A full tensor in one box. Its values are computed when the writer asks for them, and freed once written."""
+    """A full tensor as a single box (see LocalBoxes). Its values are computed when torch's checkpoint writer asks for
+    them, and freed when they are written."""
 
     @classmethod
     def of(cls, shape, dtype, make) -> "LazyTensor":
-        """make() -> the tensor, with this shape and dtype."""
+        """Return the lazy tensor. make() must return the real one, with this shape and dtype."""
         tensor = torch.empty((), dtype=dtype).expand(shape).as_subclass(cls)     # memory for one element
         tensor.make, tensor.boxes = make, {torch.Size([0] * len(shape)): tensor}
         return tensor
@@ -65,13 +69,16 @@ class LazyTensor(LocalBoxes):
 
 def convert_from_hf(mapping: TensorMapping, found: dict[str, StoredTensor], config: Config,
                     dtype: torch.dtype) -> torch.Tensor:
-    """Return a parameter's full tensor, made of the Hugging Face tensors that hold its values."""
+    """Load the Hugging Face tensors of a parameter, and convert them to the parameter's full tensor."""
     parts = [found[name].load() for name in mapping.hf_shapes]
     return mapping.conversion.from_hf(parts, config).to(dtype).contiguous()
 
 
 def import_model(folder: Path, output: Path) -> str:
-    """Write a checkpoint of the model in a Hugging Face folder, and return a sentence about it. Raises UserError."""
+    """Import the model in `folder` as the checkpoint `output`, and return a line that describes the result.
+
+    Raises UserError.
+    """
     import_safetensors()
     require(folder.is_dir(), f"there is no folder {folder}; give one with config.json and {WEIGHTS}")
     require((folder / "config.json").is_file(), f"{folder} has no config.json; give the folder of a model")
@@ -94,7 +101,7 @@ def import_model(folder: Path, output: Path) -> str:
         write_single_process(tensors, temporary)
         copied = copy_files((*TOKENIZER_FILES, GENERATION), folder, temporary)
         special = {name: values[name] for name in SPECIAL_TOKENS if values.get(name) is not None}
-        if GENERATION not in copied and special:               # a checkpoint has no other file for them
+        if GENERATION not in copied and special:               # a checkpoint has no other place for them
             write_json(temporary / GENERATION, special)
         write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
                                        config=dataclasses.asdict(config)), "import it again")

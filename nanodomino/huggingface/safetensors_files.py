@@ -1,4 +1,4 @@
-"""Read safetensors files by their headers, and write folders that are either complete or absent."""
+"""Reads the headers of safetensors files, and writes folders that are either complete or absent."""
 
 import json
 import os
@@ -119,7 +119,10 @@ def new_folder(final: Path):
 
 
 def root_cause(error: BaseException) -> str:
-    """Return the system's message: torch's writer wraps it, or raises a second error after it."""
+    """Return the operating system's message, such as "No space left on device".
+
+    torch's checkpoint writer wraps the system's error in its own, or raises a second error while handling it.
+    """
     while isinstance(error, dcp.CheckpointException):
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
@@ -132,7 +135,7 @@ def write_json(path: Path, values: dict):
 
 
 def copy_files(names, source: Path, target: Path) -> list[str]:
-    """Copy the files that exist, and return their names."""
+    """Copy those of the named files that exist, and return their names."""
     found = [name for name in names if (source / name).is_file()]
     for name in found:
         write_flushed(target / name, (source / name).read_bytes())
@@ -140,4 +143,4 @@ def copy_files(names, source: Path, target: Path) -> list[str]:
 
 
 def tokenizer_summary(copied: list[str]) -> str:
-    return f"with {', '.join(copied)}" if copied else "without a tokenizer, since no file of one was found"
+    return f"with {', '.join(copied)}" if copied else "without a tokenizer, since none was found"

@@ -1,7 +1,8 @@
-"""Which Hugging Face tensors hold the values of a parameter, and how to convert in both directions.
+"""Finds the Hugging Face tensors that hold the values of a parameter, and converts them in both directions.
 
-Both sides hold the same values, with different names and in a different order. With n heads of d channels each, in g
-groups of r = n/g heads:
+Both sides hold the same values, with different names and in a different order. In the table, h is the hidden size, f
+the width of the MLP, and v the size of the vocabulary. There are n heads of d channels each, in g groups of r = n/g
+heads:
 
     nanodomino                              GPT-2                            Llama, Mistral, Qwen
     qkv  [g x (r q heads, k, v) x d, h]     c_attn [h, (q, k, v) x n d]      q_proj [n d, h], k_proj, v_proj [g d, h]
@@ -9,8 +10,9 @@ groups of r = n/g heads:
       with swiglu      [2, f, h]                                             gate_proj, up_proj [f, h]
     word_embeddings  [padded v, h]          wte    [v, h]                    embed_tokens [v, h]
 
-The rows of qkv lie group by group, so that a contiguous shard holds whole groups and a tensor-parallel rank can compute
-attention on its own. GPT-2 computes x W (its Conv1D), the others x W^T, so GPT-2's matrices are transposed.
+In nanodomino the rows of qkv are ordered group by group: the r q heads, the k head and the v head of group 0, then
+those of group 1, and so on. So a contiguous shard holds whole groups, and each tensor-parallel rank can compute
+attention on its own. GPT-2 computes x W (its Conv1D), the others x W^T; therefore GPT-2's matrices are transposed.
 """
 
 import re
@@ -26,26 +28,29 @@ from nanodomino.model import meta_model
 
 @dataclass(frozen=True)
 class Conversion:
-    """to_hf(tensor, config) -> tuple of Hugging Face tensors; from_hf(tensors, config) -> tensor. Biases follow their
-    matrices: t() of a vector is the vector itself."""
+    """Converts a matrix and its bias. (Transposing the bias with t() does not change it.)
+
+    to_hf(tensor, config) returns a tuple of Hugging Face tensors; from_hf(tensors, config) returns the tensor.
+    """
     to_hf: Callable
     from_hf: Callable
 
 
 def split_qkv(qkv, config: Config):
-    """[g x (r q heads, k, v) x d, ..] -> q [n d, ..], k and v [g d, ..]."""
+    """Split qkv [g x (r q heads, k, v) x d, ..] into q [n d, ..], k [g d, ..] and v [g d, ..]."""
     groups, heads = config.num_query_groups, config.num_attention_heads // config.num_query_groups
     grouped = qkv.unflatten(0, (groups, heads + 2, config.kv_channels))
     return tuple(part.flatten(0, 2) for part in grouped.split([heads, 1, 1], dim=1))
 
 
 def join_qkv(tensors, config: Config):
-    """The inverse of split_qkv."""
+    """Join (q, k, v) into qkv: the inverse of split_qkv."""
     return torch.cat([tensor.unflatten(0, (config.num_query_groups, -1, config.kv_channels)) for tensor in tensors],
                      dim=1).flatten(0, 2)
 
 
 def pad_vocabulary(tensors, config: Config):
+    """Append rows of zeros to a matrix [v, h] up to config.padded_vocab_size."""
     (words,) = tensors
     return torch.cat([words, words.new_zeros(config.padded_vocab_size - config.vocab_size, words.size(1))])
 
@@ -92,7 +97,7 @@ class TensorMapping:
     name: str
     shape: torch.Size                       # of the full tensor, as a checkpoint holds it
     conversion: Conversion
-    hf_shapes: dict[str, torch.Size]        # {Hugging Face name: shape}, in the order of the conversion
+    hf_shapes: dict[str, torch.Size]        # {Hugging Face name: shape}, in the order of to_hf
 
 
 def map_tensors(config: Config, modules: dict) -> list[TensorMapping]:
@@ -111,5 +116,5 @@ def map_tensors(config: Config, modules: dict) -> list[TensorMapping]:
 
 
 def element_count(mappings: list[TensorMapping]) -> int:
-    """The number of elements, without the vocabulary's padding."""
+    """Return the number of elements of all these Hugging Face tensors, so without the padding of the vocabulary."""
     return sum(shape.numel() for mapping in mappings for shape in mapping.hf_shapes.values())

@@ -173,8 +173,8 @@ def test_a_run_survives_the_loss_of_its_terminal(trained, closed_pipe, screen):
     assert [folder.name for folder in ours] == [folder.name for folder in theirs]
     if stderr == subprocess.PIPE:
         reason = "No space left on device" if screen == "full disk" else "Broken pipe"
-        assert err == f"warning: standard output is gone ({reason}); training continues, and {run_dir}/metrics.jsonl " \
-                      "records it\n"
+        assert err == f"warning: standard output can't be written ({reason}); training continues, and " \
+                      f"{run_dir}/metrics.jsonl records it\n"
 
 
 @pytest.mark.exhaustive
@@ -194,7 +194,7 @@ def test_a_warning_that_cannot_be_printed_is_no_error(trained, tmp_path):
     run_dir, full = damaged_run(trained, tmp_path), os.open("/dev/full", os.O_WRONLY)
     code, _, err = end(train(tmp_path, "run", full, PYTHONUNBUFFERED="1"))
     os.close(full)
-    assert code == 0 and err.startswith("warning: standard output is gone (No space left on device)"), err
+    assert code == 0 and err.startswith("warning: standard output can't be written (No space left on device)"), err
     assert losses(run_dir) == losses(trained / "run")
 
 
