@@ -203,7 +203,7 @@ class Config:
     keep_last: int = run_setting(3, "number of newest checkpoints to keep")
     exit_interval: int = run_setting(None, "save and stop after the next step divisible by this", affects="launch")
     max_skipped_steps: int = run_setting(
-        10, "end the run with an error after this many skipped steps in a row; a step is skipped if its loss or "
+        10, "end the run after this many skipped steps in a row; a step is skipped if its loss or "
             "gradient is not finite, and is not counted if a smaller loss scale might have prevented that")
     tensorboard_dir: str = run_setting(
         None, "folder in which to write the metrics for TensorBoard too; each run needs its own")
