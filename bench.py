@@ -1,24 +1,24 @@
-"""Measures each claim with one command: python bench.py QUESTION [flags].
+"""Answers a question about speed, memory or traffic with one command: python bench.py QUESTION [flags].
 
     overlap      How much of tensor parallelism's communication does Domino hide?
     throughput   Is the model as fast as the same model in plain torch.nn?
     host         How long do Python and torch's dispatcher take to launch a layer's work?
-    pipeline     Is a stage idle as long as its schedule predicts, and is a schedule as fast as torch's?
-    zero         Is ZeRO as fast and as small as torch's sharded optimizers?
+    pipeline     Are stages idle for as long as the schedule predicts, and are the schedules as fast as torch's?
+    zero         Is ZeRO as fast as torch's sharded optimizers, and does it need as little memory?
     comm         Do the collectives and bytes of a real step match the formulas?
-    checkpoint   What does a checkpoint cost, and how long does resuming take?
+    checkpoint   How long does training wait for a checkpoint, and how long does resuming take?
     memory       Does the memory of a rank match the formulas?
-    recompute    What does recomputation cost, and what does it save?
-    plan         Would this model fit on those GPUs, and how fast would it be? (trains nothing)
-    scaling      What do 2, 4, 8 processes gain over one?
+    recompute    How much time does recomputation cost, and how much memory does it save?
+    plan         Would a model fit on given GPUs, and how fast would it train? (an estimate: runs no training)
+    scaling      How much faster are 2, 4 or 8 processes than one?
 
-Each question prints a short table and, as its last line, one JSON object. Alternatives are timed in turn within one
-run, for several rounds. Figures are medians with their spread; claims are ratios, since machines differ. A question
-that needs several processes starts them itself, each on its own cores (or GPU). If noise makes a figure meaningless,
-"too noisy to tell" is printed, and the JSON has null.
+Each question prints a short table, then one JSON object as the last line. A question that compares alternatives times
+all of them in every round. It prints the median of the rounds with the smallest and the largest. Compare ratios rather
+than seconds, because machines differ. If noise makes a ratio meaningless, the table says "too noisy to tell" and the
+JSON has null.
 
-`python bench.py QUESTION --help` explains a question's figures and lists its flags. Each question is a file of
-benchmarks/.
+A question that needs several processes starts them itself, each on its own cores (or GPU). `python bench.py QUESTION
+--help` explains the question's figures and lists its flags. The code of each question is a file in benchmarks/.
 """
 
 import sys
@@ -30,8 +30,9 @@ QUESTIONS = ("overlap", "throughput", "host", "pipeline", "zero", "comm", "check
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code."""
-    from benchmarks import common              # takes seconds; here, Ctrl-C meanwhile ends without a traceback
+    """Answer the question that the command line asks, and return the exit code."""
+    # This import takes seconds. Here, inside run_command, Ctrl-C during the import ends without a traceback.
+    from benchmarks import common
     return common.main(QUESTIONS, __doc__, arguments)
 
 

@@ -1,16 +1,17 @@
-"""Shared by the benchmarks: starts the processes, times alternatives in turn, prints tables.
+"""Runs the benchmarks: starts their processes, times alternatives in turn, prints tables.
 
-Each question of bench.py is a module of this folder with three functions:
+Each question of bench.py is a module in this folder with three functions:
 
-    add_flags(parser)                       its flags besides --repeats
-    processes(flags) -> int                 the number of processes; raises UserError for wrong flags
+    add_flags(parser)                       adds the question's flags; --repeats is added for it
+    processes(flags) -> int                 returns the number of processes; raises UserError if a flag is wrong
     answer(flags, launch) -> (text, dict)   runs on every process; rank 0 prints the text, then the dict as a JSON line
 
-A question that counts instead of timing sets ROUNDS = False and has no --repeats. A claim is a `Figure` of several
-rounds; if noise makes it meaningless, "too noisy to tell" is printed.
+A module that times nothing sets ROUNDS = False and gets no --repeats. A result that is measured in several rounds, such
+as a speed-up, is a `Figure`. If noise makes it meaningless, "too noisy to tell" is printed.
 
-If a question needs several processes, `python bench.py QUESTION` only launches them, with the variables that torchrun
-would set and each bound to its own cores, and waits. Under torchrun it is itself one of the processes.
+If a question needs several processes, `python bench.py QUESTION` starts them and waits. It gives each process the
+environment variables that torchrun would set, and its own cores. Under torchrun, bench.py is already one of the
+processes and starts no others.
 """
 
 import argparse
@@ -43,12 +44,12 @@ from nanodomino.data import Batch, EndOfText
 from nanodomino.errors import UserError, require
 from nanodomino.overlap import recompute, sequence_parallel
 
-GPT2 = 50304     # GPT-2's vocabulary, rounded up as in nanoGPT
+GPT2 = 50304     # GPT-2's vocabulary size, 50257, rounded up as in nanoGPT
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 
 
 def main(questions, text: str, arguments: list[str]) -> int:
-    """Run bench.py's command line and return the exit code."""
+    """Run bench.py's command line and return the exit code. text: what `bench.py --help` prints."""
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
             print(text)
@@ -60,12 +61,12 @@ def main(questions, text: str, arguments: list[str]) -> int:
         launch_info = read_launch_environment()
         world_size = question.processes(flags)
         if not launch_info.launched:
-            tempfile.tempdir = getattr(flags, "folder", None)  # temporary files, also of the processes it starts
+            tempfile.tempdir = getattr(flags, "folder", None)  # where start_processes() makes the processes' TMPDIR
         if world_size > 1 and not launch_info.launched:
             return start_processes(arguments, world_size, wire_for(flags, world_size))
         require(launch_info.world_size == world_size,
-                f"this question needs {world_size} processes, but torchrun has started {launch_info.world_size}; start "
-                f"it without torchrun, or with --nproc_per_node {world_size}")
+                f"bench.py {arguments[0]} needs {world_size} processes with these flags, but torchrun has started "
+                f"{launch_info.world_size}; run it without torchrun, or with torchrun --nproc_per_node {world_size}")
         bind_to_cores(launch_info)
         text, record = question.answer(flags, launch_info)
         if launch_info.rank == 0:
@@ -82,52 +83,54 @@ def main(questions, text: str, arguments: list[str]) -> int:
 
 
 def parse(question, arguments: list[str]) -> argparse.Namespace:
-    """Parse a question's flags. Raises UserError."""
+    """Parse a question's flags. question: its module; arguments: its name, then the flags. Raises UserError."""
     parser = argparse.ArgumentParser(usage=f"python bench.py {arguments[0]} [flags]", description=question.__doc__,
                                      allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: require(False, f"{message}; python bench.py {arguments[0]} --help lists every flag")
     if getattr(question, "ROUNDS", True):
         parser.add_argument("--repeats", type=int, default=7, metavar="N",
-                            help="timed rounds, after one that is not counted (default 7)")
+                            help="timed rounds, after one untimed warm-up round (default 7)")
     question.add_flags(parser)
     flags = parser.parse_args(arguments[1:])
     repeats = getattr(flags, "repeats", 1)
-    require(repeats >= 1, f"--repeats must be at least 1, but is {repeats}")
+    require(repeats >= 1, f"--repeats must be at least 1, but is {repeats}; try 7")
     return flags
 
 
-# The flags that the questions share with train.py.
+# The settings of train.py that a question can offer as flags.
 CONFIG_FLAGS = tuple(setting.name for setting in flag_settings(Config, "The model", "The layout")) + (
     "global_batch_size", "optimizer", "dtype", "bf16", "fp16", "device")
 
 
 def add_config_flags(parser, names=CONFIG_FLAGS, **defaults):
-    """Add train.py's flags of these names, with the question's defaults."""
+    """Add the train.py flags called `names`. defaults: default values that replace train.py's, by name."""
     add_flags(parser, [setting for setting in flag_settings(Config) if setting.name in names], **defaults)
 
 
 def config_of(flags, world_size: int, **settings) -> Config:
-    """Return the resolved Config of these flags, with `settings` that are not flags. Raises UserError."""
+    """Return the resolved Config of the parsed `flags`. settings: values that the question fixes, without a flag.
+    Raises UserError.
+    """
     given = {name: getattr(flags, name) for name in CONFIG_FLAGS if hasattr(flags, name)}
     config = Config(**given, **settings).resolve(world_size)
     return config.with_vocabulary(config.vocab_size)
 
 
 def shape_of(config: Config) -> dict:
-    """Return the model's sizes for a question's record."""
+    """Return the model's sizes for the JSON line."""
     return {name: getattr(config, name) for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length",
                                                      "vocab_size", "micro_batch_size", "dtype")}
 
 
 def layout_of(config: Config) -> dict:
-    """Return the layout for a question's record."""
+    """Return the layout and the memory options for the JSON line."""
     return {name: getattr(config, name) for name in ("tp", "pp", "dp", "slices", "columns", "zero_stage", "schedule",
                                                      "virtual_stages", "sequence_parallel", "recompute_granularity",
                                                      "checkpoint_in_cpu")}
 
 
 def describe(config: Config) -> str:
-    """Return the layout, the batch and the sizes in a line, for the head of a question's text."""
+    """Return one line that describes the layout, the batch and the model, to be printed above a table."""
     chunks = f" with {config.virtual_stages} chunks per stage" if config.virtual_stages > 1 else ""
     return (f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, columns {config.columns}, "
             f"ZeRO stage {config.zero_stage}, {config.schedule}{chunks}{sequence_parallel.in_words(config)}"
@@ -139,8 +142,11 @@ def describe(config: Config) -> str:
 # ---- processes
 
 def wire_for(flags, world_size: int):
-    """Return a context manager that sets up the slow network of --wire and yields, for each rank, (command prefix,
-    environment) to start it in. Without --wire it does nothing and yields None."""
+    """Return a context manager that builds the slow network of --wire and removes it at the end.
+
+    It yields a list with one (command prefix, environment) per rank; the rank must be started with both. Without --wire
+    it builds nothing and yields None.
+    """
     if getattr(flags, "wire", None) is None:
         return nullcontext(None)
     from benchmarks.slow_network import slow_wire
@@ -148,10 +154,11 @@ def wire_for(flags, world_size: int):
 
 
 def start_processes(arguments: list[str], world_size: int, wire=nullcontext(None), output=None) -> int:
-    """Start bench.py's processes, wait for them and return the exit code. If one fails, the others are ended.
+    """Start `world_size` processes of bench.py, wait for them, and return the first nonzero exit code, or 0. If one
+    fails, the others are ended.
 
-    wire: a context manager that yields None, or for each rank (command prefix, environment); output: the file for rank
-    0's standard output.
+    wire: the context manager of wire_for(). output: the file to which rank 0's standard output goes; None: to this
+    process's standard output.
     """
     if sys.stderr.isatty():
         print(f"starting {world_size} process{'es' if world_size > 1 else ''}", file=sys.stderr)
@@ -164,9 +171,9 @@ def start_processes(arguments: list[str], world_size: int, wire=nullcontext(None
                 prefix, extra = places[rank] if places else ([], {})
                 environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
                                "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                               "TMPDIR": folder,               # deleted with their files, however they end
+                               "TMPDIR": folder,               # is deleted even if the processes are killed
                                "OMP_NUM_THREADS": str(len(cores_of(rank, world_size))), **extra}
-                # A session of its own: Ctrl-C reaches only this process, which then ends the others.
+                # In its own session the process does not get Ctrl-C. Only this process gets it, and ends the others.
                 processes.append(subprocess.Popen([*prefix, sys.executable, str(BENCH), *arguments], env=environment,
                                                   stdout=output if rank == 0 else subprocess.DEVNULL,
                                                   start_new_session=True))
@@ -176,7 +183,7 @@ def start_processes(arguments: list[str], world_size: int, wire=nullcontext(None
         finally:
             for process in processes:
                 if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGTERM)     # also the processes it has started
+                    os.killpg(process.pid, signal.SIGTERM)     # the process and its own child processes
             for process in processes:
                 process.wait()
     if received:
@@ -186,10 +193,10 @@ def start_processes(arguments: list[str], world_size: int, wire=nullcontext(None
 
 @contextmanager
 def collect_signals():
-    """Yield the list of termination signals received so far.
+    """Yield a list to which each received SIGINT, SIGTERM and SIGHUP is appended.
 
-    They are only collected, because an exception within Popen could lose track of a process that has just started.
-    Ignored signals, such as SIGHUP under nohup, stay ignored.
+    A handler that raised an exception could interrupt Popen just after it has started a process, and nobody would end
+    that process. Signals that were ignored before, such as SIGHUP under nohup, stay ignored.
     """
     received = []
     previous = {number: signal.signal(number, lambda number, _: received.append(number))
@@ -203,19 +210,22 @@ def collect_signals():
 
 
 def free_port() -> int:
+    """Return a TCP port of this host that no process uses now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 def cores_of(rank: int, world_size: int) -> list[int]:
-    """Return a process's cores: an equal share, or one shared core if there are fewer cores than processes."""
+    """Return the cores for one process: an equal share. If there are fewer cores than processes, several processes
+    share a core.
+    """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     share = len(cores) // world_size
     return cores[rank * share:(rank + 1) * share] if share else [cores[rank % len(cores)]]
 
 
 def bind_to_cores(launch: LaunchInfo):
-    """Run this process only on its own cores."""
+    """Bind this process to its share of the cores, with one thread per core."""
     cores = cores_of(launch.local_rank, launch.local_world_size)
     if launch.local_world_size > 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
@@ -223,7 +233,7 @@ def bind_to_cores(launch: LaunchInfo):
 
 
 def bind_to_one_core(device):
-    """Run this process on a single core if the device is the CPU."""
+    """If the device is the CPU, bind this process to a single core, with one thread."""
     if device.type == "cpu":
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -233,9 +243,9 @@ def bind_to_one_core(device):
 # ---- work
 
 class RandomTokens:
-    """Replaces data.TokenDataset by one global batch of random tokens, the same at every step.
+    """Stands in for data.TokenDataset with one global batch of random tokens, the same at every step.
 
-    Token 0 ends a document if the config asks for documents.
+    With --reset-position-ids or --reset-attention-mask, token 0 ends a document.
     """
 
     def __init__(self, config: Config, device=torch.device("cpu")):
@@ -251,14 +261,14 @@ class RandomTokens:
 
 # ---- alternatives in turn
 
-# Relative tolerance within which losses and gradient norms count as the same work. In 16 bit the alternatives round
-# at different points, and plain torch also sums gradients in 16 bit.
+# Alternatives do the same work if their losses and gradient norms differ by at most this much, relative to the value.
+# In 16 bit the alternatives round at different points, and plain torch also sums gradients in 16 bit.
 SAME = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2.5e-3}
 
 
 @dataclass(frozen=True)
 class Times:
-    """The seconds of each round, in order."""
+    """Holds the measured seconds of one alternative: one value per round, in the order of the rounds."""
     seconds: tuple[float, ...]
 
     @property
@@ -270,16 +280,18 @@ class Times:
 
 
 def seconds_text(seconds: float) -> str:
+    """Format 0.0123 as '12.3 ms' and 1.5 as '1.500 s'."""
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"
 
 
 def compare(alternatives: dict, repeats: int, device=torch.device("cpu"), about="") -> dict[str, Times]:
-    """Time {name: function} in turn, in `repeats` rounds after one that is not counted. Collective over all ranks.
+    """Time each function of {name: function} in `repeats` rounds, after one untimed warm-up round.
 
-    The order is drawn anew in each round, since a function finds memory and caches as the previous one left them. A
-    round's time is the slowest rank's. about: a prefix for the progress line.
+    Each round calls every function once, in a new random order. With a fixed order, a function would always run with
+    the memory and caches that the same other function left. The time of a call is the slowest rank's, so every rank
+    must call compare(). about: a prefix for the progress line.
     """
-    times, shuffled = {name: [] for name in alternatives}, random.Random(0)         # the same orders on all ranks
+    times, shuffled = {name: [] for name in alternatives}, random.Random(0)    # one seed: all ranks draw the same order
     with progress((repeats + 1) * len(alternatives)) as bar:
         for round_ in range(1, repeats + 2):
             for name in shuffled.sample(list(alternatives), len(alternatives)):
@@ -296,14 +308,14 @@ def compare(alternatives: dict, repeats: int, device=torch.device("cpu"), about=
 
 
 def progress(total: int) -> tqdm:
-    """Return a progress line on rank 0's stderr, if that is a terminal."""
-    speaks = not dist.is_initialized() or dist.get_rank() == 0
-    return tqdm(total=total, disable=None if speaks else True, leave=False, dynamic_ncols=True,
+    """Return a progress bar with `total` steps. It is shown only by rank 0, and only if stderr is a terminal."""
+    shows = not dist.is_initialized() or dist.get_rank() == 0
+    return tqdm(total=total, disable=None if shows else True, leave=False, dynamic_ncols=True,
                 bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]")
 
 
 def gathered(value) -> list:
-    """Return every rank's value, by rank."""
+    """Return a list of every rank's value, in rank order. Every rank must call it."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -311,18 +323,21 @@ def gathered(value) -> list:
 
 # ---- figures and noise
 
-NOISY = 0.5                  # of a figure's size: if the middle half of its rounds spans more, it is too noisy
-BEYOND = 0.05                # of a figure's size: a median this far outside the possible range is too noisy
+# A figure is too noisy to tell if one of these, relative to its `size`, is exceeded:
+NOISY = 0.5                  # the interquartile range of its rounds
+BEYOND = 0.05                # how far its median is outside of the possible range
 TOO_NOISY = "too noisy to tell"
-WHAT_IS_TOO_NOISY = (f"the middle half of the rounds spans more than {NOISY:.0%} of the figure, or their median is "
-                     "impossible; try a larger size, more --repeats or a quieter machine")
+WHAT_IS_TOO_NOISY = (f"the interquartile range of the rounds is more than {NOISY:.0%} of a ratio (more than "
+                     f"{100 * NOISY:.0f} percentage points of a share), or their median is impossible, such as a share "
+                     "above 100%; try a larger model, more --repeats or a quieter machine")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A claim measured in several rounds. value: their median, or None if it is too noisy.
+    """Holds a ratio or a share that was measured in several rounds.
 
-    least, most: the possible range; size: the scale that noise is compared with, by default the median.
+    least, most: the smallest and the largest value that are possible, for example 0 and 1 for a share.
+    size: what noise is compared with; by default the median. Shares use 1, because a share can be close to 0.
     """
     rounds: tuple[float, ...]
     least: float = 0.0
@@ -335,8 +350,9 @@ class Figure:
 
     @property
     def value(self) -> float | None:
+        """The median of the rounds, or None if it is too noisy to tell."""
         median, size, span = self.median, self.size or self.median, max(self.rounds) - min(self.rounds)
-        if len(self.rounds) > 3:                               # up to three rounds: the span of all of them counts
+        if len(self.rounds) > 3:                               # three rounds or fewer have no useful quartiles
             lower, _, upper = statistics.quantiles(self.rounds, n=4)
             span = upper - lower
         possible = self.least - BEYOND * size <= median <= self.most + BEYOND * size
@@ -347,18 +363,23 @@ class Figure:
         return min(self.rounds), max(self.rounds)
 
     def __format__(self, form: str) -> str:
-        """Return '0.98 [0.93 .. 1.02]', each number formatted by `form`."""
+        """Return for example '0.98 [0.93 .. 1.02]': the value or "too noisy to tell", then the smallest and the largest
+        round. form: the format of each number, such as '.2f'.
+        """
         least, most = self.spread
         value = TOO_NOISY if self.value is None else format(self.value, form)
         return f"{value} [{least:{form}} .. {most:{form}}]"
 
     def record(self, name: str) -> dict:
-        """Return the entries for the JSON line."""
+        """Return the value and the spread as entries for the JSON line, under `name` and `name`_spread."""
         return {name: self.value, f"{name}_spread": self.spread}
 
 
 def ratios(numerator: Times, denominator: Times, **possible) -> Figure:
-    """Divide round by round: both times of a round were measured under the same load."""
+    """Divide two alternatives' times round by round, since the load of the machine was similar within a round.
+
+    possible: the Figure's `least`, `most` or `size`.
+    """
     return Figure(tuple(above / below for above, below in zip(numerator.seconds, denominator.seconds)), **possible)
 
 
@@ -369,7 +390,7 @@ def ratio_text(ratio: Figure) -> str:
 # ---- printing
 
 def table(head: list[str], rows: list[list]) -> str:
-    """Format a table, its first column left-aligned."""
+    """Return a text table: the first column is left-aligned, the others are right-aligned."""
     rows = [[str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
@@ -378,6 +399,6 @@ def table(head: list[str], rows: list[list]) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Format 12345678 as '12.3 MB'."""
+    """Format 12345678 as '12.3 MB' (1 MB is 10^6 bytes)."""
     power = min(int(math.log10(max(count, 1)) // 3), 4)
     return f"{count / 1000 ** power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"

@@ -1,12 +1,16 @@
 """How long do Python and torch's dispatcher take to launch a layer's work?
 
-A GPU idles if its work is launched too late: a layer of a 13B model at tp 8 takes about a millisecond. The sizes here
-are so small that almost only the host's time remains, and torch's "fake" process group makes communication free. A
-microbatch runs forward and backward in slices:
+A GPU computes a layer of a 13B model at tp 8 in about a millisecond. If the CPU needs longer than that to launch the
+layer's kernels, the GPU idles. Here the tensors are tiny and torch's "fake" process group does not communicate, so
+nearly all of the measured time is spent in Python and in torch's dispatcher. A microbatch runs forward and backward in
+slices:
 
-    autograd                the definition in model.py, with autograd, slice after slice
-    nanodomino              Domino: generators, a tape, gradients by hand (domino.py)
-    nanodomino, compiled    the same with torch.compile; with --compile
+    autograd                the GPT of model.py, with autograd, one slice after the other
+    nanodomino              Domino (domino.py): slices are generators, and backward walks a tape without autograd
+    nanodomino, compiled    the same with torch.compile; only with --compile
+
+The times are microseconds per layer and slice. The times of the embedding and the head are included, divided among the
+layers.
 
     python bench.py host
     python bench.py host --tp 1 --slices 1 --compile
@@ -28,7 +32,7 @@ from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
 from nanodomino.zero import ZeroOptimizer
 
-MICROBATCHES = 10            # per round
+MICROBATCHES = 10            # timed together in each round
 
 
 def add_flags(parser):
@@ -38,13 +42,13 @@ def add_flags(parser):
 
 
 def processes(flags) -> int:
-    settle(flags)
+    config_for(flags)
     return 1
 
 
-def settle(flags) -> Config:
-    """Raises UserError."""
-    require(1 <= flags.slices <= 64, f"--slices must be from 1 to 64, but is {flags.slices}")
+def config_for(flags) -> Config:
+    """Return the Config of a tiny model, with one sample per slice. Raises UserError."""
+    require(1 <= flags.slices <= 64, f"--slices must be from 1 to 64, but is {flags.slices}; try 2")
     return config_of(flags, flags.tensor_model_parallel_size, pipeline_model_parallel_size=1, hidden_size=16,
                      num_attention_heads=8, seq_length=8, vocab_size=256, micro_batch_size=flags.slices,
                      global_batch_size=flags.slices)
@@ -52,44 +56,51 @@ def settle(flags) -> Config:
 
 def answer(flags, launch):
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    config = settle(flags)
+    config = config_for(flags)
     device = find_device(config, launch)
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=config.tp, store=FakeStore())
-    mesh = replace(make_mesh(1, 1, config.tp, torch.device("cpu")), device=device)     # fake groups, no NCCL
+    mesh = replace(make_mesh(1, 1, config.tp, torch.device("cpu")), device=device)     # a CUDA mesh would need NCCL
     model = GPT(config, mesh)
-    ZeroOptimizer(model, config, mesh)                   # gives each parameter its main_grad
+    ZeroOptimizer(model, config, mesh)                   # gives each parameter its main_grad, where gradients are added
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=device)
     batch = Batch.from_rows(rows, list(range(len(rows))))
 
     backends = {"nanodomino": None, **({"nanodomino, compiled": config.compile_backend} if flags.compile else {})}
-    sides = {"autograd": Autograd(model, batch, config.slices),
-             **{name: Tape(Domino(model, config.slices, config.columns, backend), batch)
+    sides = {"autograd": AutogradSide(model, batch, config.slices),
+             **{name: DominoSide(Domino(model, config.slices, config.columns, backend), batch)
                 for name, backend in backends.items()}}
-    ways = {(name, way): repeated(getattr(side, way)) for name, side in sides.items() for way in ("forward", "both")}
-    return report(config, device, compare(ways, flags.repeats, device))
+    alternatives = {(name, passes): repeated(getattr(side, passes)) for name, side in sides.items()
+                    for passes in ("forward", "both")}
+    return report(config, device, compare(alternatives, flags.repeats, device))
 
 
-def repeated(act):
-    def several():
+def repeated(run_microbatch):
+    """Return a function that calls run_microbatch() MICROBATCHES times."""
+    def run_microbatches():
         for _ in range(MICROBATCHES):
-            act()
-    return several
+            run_microbatch()
+    return run_microbatches
 
 
-class Autograd:
+class AutogradSide:
+    """Runs a microbatch with autograd: forward(), or forward and backward with both()."""
+
     def __init__(self, model: GPT, batch: Batch, slices: int):
-        self.model, self.parts = model, batch.split(slices)
+        self.model, self.slices = model, batch.split(slices)
 
     def forward(self):
-        return [self.model(part.tokens, part.positions, part.labels, sample_ids=part.sample_ids) for part in self.parts]
+        return [self.model(samples.tokens, samples.positions, samples.labels, sample_ids=samples.sample_ids)
+                for samples in self.slices]
 
     def both(self):
         for losses in self.forward():
             losses.backward(torch.ones_like(losses))
 
 
-class Tape:
+class DominoSide:
+    """Runs a microbatch with Domino: forward(), which returns the tape, or forward and backward with both()."""
+
     def __init__(self, stage: Domino, batch: Batch):
         self.stage, self.batch = stage, batch
 
@@ -101,18 +112,18 @@ class Tape:
 
 
 def report(config: Config, device, times: dict[tuple[str, str], Times]):
-    """Return (text, record): microseconds per layer and slice, with embedding and head spread over the layers."""
-    each = 1e6 / (MICROBATCHES * config.num_layers * config.slices)
+    """Return (text, record). times: seconds of MICROBATCHES microbatches, by (side, "forward" or "both")."""
+    microseconds = 1e6 / (MICROBATCHES * config.num_layers * config.slices)
     names = list(dict.fromkeys(name for name, _ in times))
     rows, record = [], {"question": "host", "tp": config.tp, "slices": config.slices, "columns": config.columns,
                         "num_layers": config.num_layers, "dtype": config.dtype, "device": device.type}
     for name in names:
-        forward, both = (times[name, way] for way in ("forward", "both"))
+        forward, both = times[name, "forward"], times[name, "both"]
         gain = ratios(times["autograd", "both"], both)
         key = name.replace(", ", "_")
-        rows.append([name, f"{forward.median * each:.0f} us", f"{both.median * each:.0f} us",
+        rows.append([name, f"{forward.median * microseconds:.0f} us", f"{both.median * microseconds:.0f} us",
                      ratio_text(gain) if name != "autograd" else ""])
-        record |= {f"{key}_forward_us": forward.median * each, f"{key}_us": both.median * each,
+        record |= {f"{key}_forward_us": forward.median * microseconds, f"{key}_us": both.median * microseconds,
                    **(gain.record(f"{key}_gain") if name != "autograd" else {})}
     text = (f"host time per layer and slice at tp {config.tp}, {config.slices} slices, {config.columns} columns, "
             f"{config.dtype} on {device.type}\n"

@@ -1,32 +1,39 @@
 """How much of tensor parallelism's communication does Domino hide?
 
-A step is forward and backward of --microbatches on --tp ranks. These alternatives run in turn, on the same weights:
+A step is forward and backward of --microbatches on --tp ranks, without the optimizer. These alternatives run in turn,
+with the same weights and tokens:
 
-    blocking    the definition in model.py, with autograd: each collective is waited for at once
-    megatron    domino.py with one slice: forward blocks; backward hides all-reduces behind weight gradients
+    blocking    the GPT of model.py, with autograd: waits for each collective right after launching it
+    megatron    domino.py with one slice: forward waits for each all-reduce; in backward, weight gradients hide it
     domino      domino.py with --slices and --columns
-    whole       domino without sequence parallelism, if --sequence-parallel is given
-    paired      domino with a backward and the next forward overlapped (schedule paired); needs two microbatches
-    apart       domino with input and weight gradients as two actions: what splitting backward costs
-    compute     domino without collectives (its results are meaningless)
-    wires       only domino's collectives
-    dtensor     plain.py with layers cut by torch's ColwiseParallel and RowwiseParallel; embedding and head are whole
-                on every rank
+    whole       domino without sequence parallelism; only if --sequence-parallel is given
+    paired      domino with the schedule `paired`: one microbatch's backward and the next one's forward take turns;
+                needs at least two microbatches
+    apart       domino with backward split into two actions, input gradients and weight gradients: shows what the split
+                costs
+    compute     domino without its collectives; its results are wrong, but it computes as much
+    wires       domino's collectives without the computation
+    dtensor     plain.py, whose layers torch splits with ColwiseParallel and RowwiseParallel; each rank holds the whole
+                embedding and head
 
-With --compile (the default on CUDA) all but blocking and dtensor are compiled, so then compare with megatron. The
-figures of domino and of paired, where d is the seconds of that alternative:
+With --compile (the default on CUDA) all alternatives but blocking and dtensor are compiled. So compare domino with
+megatron then.
 
-    hidden      1 - (d - compute) / wires: the hidden share of the communication. At most compute / wires can be hidden
-                if the communication takes longer than the compute
-    bound       d / max(compute, wires); 1 is perfect
-    speed-up    blocking / d; and megatron / d
+Three figures are printed for domino and for paired. Let d be the seconds of that alternative:
 
-    python bench.py overlap                         over the loopback, or between GPUs; --timeline draws it
+    hidden      1 - (d - compute) / wires: the share of the communication time that computation hides. If communication
+                takes longer than computation, only compute / wires of it can be hidden
+    bound       d / max(compute, wires): the time relative to the ideal, in which the shorter of the two is hidden
+                entirely. 1 is perfect
+    speed-up    blocking / d and megatron / d
+
+    python bench.py overlap                         over the loopback, or between GPUs
+    sudo python bench.py overlap --wire 500mbit     over a slow network between the ranks (slow_network.py)
     sudo python bench.py overlap --wire 700mbit --microbatches 8
-    sudo python bench.py overlap --wire 500mbit     a slow network between the ranks: see slow_network.py
     python bench.py overlap --tp 8 --model gpt3-13b --num-layers 4 --dtype bfloat16 --micro-batch-size 4   on eight GPUs
 
-On CPUs each rank has one core, which also handles its network traffic.
+On CPUs each rank has one core. The core also handles the rank's network traffic, so computation slows down while a
+collective is in flight.
 """
 
 import dataclasses
@@ -65,26 +72,29 @@ SMALL = dict(num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=25
 def add_flags(parser):
     add_config_flags(parser, FLAGS, tensor_model_parallel_size=2, slices=2, columns=1, model=None,
                      micro_batch_size=SMALL["micro_batch_size"])
-    parser.add_argument("--compile", action=BooleanOptionalAction, help="torch.compile Domino (default: on CUDA)")
-    parser.add_argument("--wire", metavar="RATE", help="connect the ranks by a link of this rate, such as 500mbit; "
+    parser.add_argument("--compile", action=BooleanOptionalAction, help="use torch.compile (default: on CUDA only)")
+    parser.add_argument("--wire", metavar="RATE", help="rate of a slow link between the ranks, such as 500mbit; "
                                                        "needs root and iproute2 (default: the loopback)")
     parser.add_argument("--microbatches", type=int, default=1, metavar="M", help="microbatches per step (default 1)")
-    parser.add_argument("--timeline", metavar="PICTURE.svg", help="draw a step of megatron, domino and paired above "
-                                                                  "each other")
+    parser.add_argument("--timeline", metavar="PICTURE.svg", help="also draw one step each of megatron, domino and "
+                                                                  "paired, one above the other")
 
 
 def processes(flags) -> int:
     tp = flags.tensor_model_parallel_size
-    require(tp >= 2, f"--tp must be at least 2, but is {tp}: a single rank does not communicate")
+    require(tp >= 2, f"--tp must be at least 2, but is {tp} (a single rank does not communicate); try 2")
     require(flags.microbatches >= 1, f"--microbatches must be at least 1, but is {flags.microbatches}; try 8")
-    settle(flags)
+    config_for(flags)
     require(not flags.timeline or (Path(flags.timeline).parent.is_dir() and not Path(flags.timeline).is_dir()),
-            f"--timeline {flags.timeline} must be a file in an existing folder; make it, or choose another name")
+            f"--timeline {flags.timeline} must be a file in an existing folder; make the folder, or choose another "
+            "name")
     return tp
 
 
-def settle(flags):
-    """Return the Config of a step: the preset's, or a small one if no model is given. Raises UserError."""
+def config_for(flags):
+    """Return the Config of a step, and fill in the flags that are not given: from the preset of --model or, without
+    --model, from SMALL. Raises UserError.
+    """
     if flags.model is None:
         flags.model = "nano"
         for name, size in SMALL.items():
@@ -97,14 +107,16 @@ def settle(flags):
 
 
 def answer(flags, launch):
-    config = settle(flags)
+    config = config_for(flags)
     device = find_device(config, launch)
     config = dataclasses.replace(config, compile=flags.compile).with_device(device)
     bind_to_one_core(device)
     require(flags.wire is None or device.type == "cpu",
-            "--wire works only between CPU processes, since NCCL would bypass it; add --device cpu")
+            "--wire needs --device cpu, because GPUs communicate by NCCL, which would bypass the slow link; add "
+            "--device cpu, or leave --wire out")
     require(flags.wire is None or os.environ.get("GLOO_SOCKET_IFNAME") == INTERFACE,
-            "--wire starts each process in its own network namespace; start it without torchrun")
+            "--wire needs each process in a network namespace of its own, which torchrun does not make; run bench.py "
+            "without torchrun")
     start_world(launch, device)
     mesh = make_mesh(1, 1, config.tp, device)
     tokens = RandomTokens(config, device)
@@ -121,37 +133,41 @@ def answer(flags, launch):
 # ---- the alternatives
 
 def prepare(config, mesh, batches):
-    """Return ({name: function} for compare(), domino's collectives). Raises UserError if the losses differ."""
+    """Return the alternatives as {name: function that runs a step}, and the list of domino's collectives. Runs a step
+    of each alternative. Raises UserError if their losses differ.
+    """
     model = GPT(config, mesh)
-    ZeroOptimizer(model, config, mesh)                         # creates the main_grad that Domino adds to
+    ZeroOptimizer(model, config, mesh)                         # gives each parameter its main_grad
     backend = config.active_compile_backend
     megatron, domino = Domino(model, 1, 1, backend), Domino(model, config.slices, config.columns, backend)
-    later = apart(len(batches))
+    split_backward = split_backward_timetable(len(batches))
     whole = Domino(model, config.slices, config.columns, backend)
     whole.ops.stream = ReplicatedResidual(mesh.tp_group)
-    silent = silenced(Domino(model, config.slices, config.columns, backend))
+    compute = without_collectives(Domino(model, config.slices, config.columns, backend))
     plain = dtensor_model(config, mesh)
     steps = {"blocking": lambda: blocking_step(model, batches),
              "megatron": lambda: domino_step(megatron, batches),
              "domino": lambda: domino_step(domino, batches),
              "whole": lambda: domino_step(whole, batches),
              "paired": lambda: domino_step(domino, batches, timetable("paired", 1, len(batches))),
-             "apart": lambda: domino_step(domino, batches, later),
+             "apart": lambda: domino_step(domino, batches, split_backward),
              "dtensor": lambda: dtensor_step(plain, batches)}
     if len(batches) == 1:
-        del steps["paired"]                                    # nothing to pair with
+        del steps["paired"]                                    # there is no next forward
     if not config.sequence_parallel:
         del steps["whole"]
     losses = {name: step() for name, step in steps.items()}
     worst = max(abs(loss - losses["blocking"]) for loss in losses.values())
     require(worst <= SAME[config.dtype] * abs(losses["blocking"]),
-            f"the alternatives' losses differ, {losses}, so their times can't be compared; this is a bug")
+            f"the alternatives' losses must be equal, but are {losses}, so their times can't be compared; this is a "
+            "bug")
     collectives = collectives_of(Domino(model, config.slices, config.columns), batches)
     wires = CollectivesOnly(collectives, max(2, config.slices * config.columns), mesh)
-    return {**steps, "compute": lambda: domino_step(silent, batches), "wires": wires.run}, collectives
+    return {**steps, "compute": lambda: domino_step(compute, batches), "wires": wires.run}, collectives
 
 
 def blocking_step(model: GPT, batches) -> float:
+    """Run a step with autograd, and return the mean loss."""
     means = []
     for batch in batches:
         losses = model(batch.tokens, batch.positions, batch.labels)
@@ -160,29 +176,31 @@ def blocking_step(model: GPT, batches) -> float:
     return torch.stack(means).mean().item()
 
 
-def apart(microbatches: int) -> Timetable:
-    """Return a schedule of a single stage with input and weight gradients split."""
+def split_backward_timetable(microbatches: int) -> Timetable:
+    """Return the timetable F0 I0 W0 F1 I1 W1 ... of a single stage: each backward is split into input gradients (I) and
+    weight gradients (W).
+    """
     return Timetable(Placement(stages=1), (tuple(action(i) for i in range(microbatches)
                                                  for action in (Forward, InputBackward, WeightBackward)),))
 
 
 def domino_step(stage: Domino, batches, table=None) -> float:
-    """Run a step as train.py does, on a single stage, and return its loss. table: by default 1F1B."""
+    """Run a step on a single stage as train.py does, and return the mean loss. table: by default 1F1B's."""
     totals = pipeline.run(table or timetable("1f1b", 1, len(batches)), stage, stage.mesh, lambda i, chunk: batches[i],
                           forward_step, None, None, trace=stage.trace)
     return (totals.loss_sum / totals.tokens).item()
 
 
 def draw(path: str, config, mesh, batches):
-    """Record a step each of megatron, domino and paired, and draw them on one time scale."""
+    """Record one step each of megatron, domino and paired, and draw them with the same time scale, as an SVG file."""
     model, recordings = GPT(config, mesh), []
     ZeroOptimizer(model, config, mesh)
     settings = [(1, 1, "1f1b"), (config.slices, config.columns, "1f1b"), (config.slices, config.columns, "paired")]
     for slices, columns, schedule in settings if len(batches) > 1 else settings[:2]:
         trace = Trace(mesh.device)
         stage = Domino(model, slices, columns, trace=trace)
-        for step in range(3):                                  # two steps to warm up, then the one that is drawn
-            trace.take()
+        for step in range(3):                                  # two steps warm up; the third is drawn
+            trace.take()                                       # forgets the previous step
             dist.barrier()
             with trace.span("step", step=step):
                 domino_step(stage, batches, timetable(schedule, 1, len(batches)))
@@ -194,11 +212,13 @@ def draw(path: str, config, mesh, batches):
 
 
 def dtensor_model(config, mesh) -> Plain:
-    """Return the plain model with GPT's initial weights and each layer's four matrices cut over the ranks."""
+    """Return the plain model with the same initial weights as GPT. torch splits each layer's four matrices over the
+    ranks.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    whole = GPT(config, dataclasses.replace(mesh, tp=1, tp_rank=0))            # needs no communication
-    model = Plain(config).to(mesh.device, config.params_dtype).load(whole.state_dict())
+    unsplit = GPT(config, dataclasses.replace(mesh, tp=1, tp_rank=0))          # all weights, on every rank
+    model = Plain(config).to(mesh.device, config.params_dtype).load(unsplit.state_dict())
     ranks = init_device_mesh(mesh.device.type, (config.tp,))
     for layer in model.layers.values():
         parallelize_module(layer.attention, ranks, {"qkv": ColwiseParallel(), "dense": RowwiseParallel()})
@@ -207,6 +227,7 @@ def dtensor_model(config, mesh) -> Plain:
 
 
 def dtensor_step(model: Plain, batches) -> float:
+    """Run a step of the DTensor model, and return the mean loss."""
     means = []
     for batch in batches:
         means.append(mean_loss(model(batch.tokens), batch.labels))
@@ -214,15 +235,17 @@ def dtensor_step(model: Plain, batches) -> float:
     return torch.stack(means).mean().item()
 
 
-def silenced(stage: Domino) -> Domino:
-    """Make a stage compute the same in the same order, but send nothing."""
+def without_collectives(stage: Domino) -> Domino:
+    """Change a stage so that it runs the same computation in the same order, but no collectives. Return the stage."""
     stage.ops.launch = lambda slice, site, flight: flight
     stage.ops.wait = lambda slice, site, flights: result_of(flights)
     return stage
 
 
 def collectives_of(stage: Domino, batches) -> list[tuple]:
-    """Run a step and return (kind, elements, dtype) of each of its collectives, in order."""
+    """Run a step and list its collectives in launch order, as (kind, elements, dtype), for example ("all_reduce", 4096,
+    torch.float32).
+    """
     collectives, launch = [], stage.ops.launch
 
     def recorded_launch(slice, site, flight):
@@ -236,7 +259,7 @@ def collectives_of(stage: Domino, batches) -> list[tuple]:
 
 
 class CollectivesOnly:
-    """Runs these collectives without compute between them, `depth` in flight at a time."""
+    """Runs the collectives of a step, on tensors of zeros and without computation. At most `depth` are in flight."""
 
     def __init__(self, collectives, depth, mesh):
         self.collectives, self.depth, self.group = collectives, depth, mesh.tp_group
@@ -259,28 +282,28 @@ class CollectivesOnly:
 # ---- the report
 
 def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
-    """Return (the share of the communication that compute could hide, the figures of domino and of paired)."""
+    """Return the share of the communication that computation could hide, and {name: Figure} for domino and paired."""
     compute, wires = times["compute"], times["wires"]
     hideable, figures = min(1.0, ratios(compute, wires).median), {}
-    least = Times(tuple(map(max, compute.seconds, wires.seconds)))
-    for name, before in (("domino", ""), ("paired", "paired_")):
+    ideal = Times(tuple(map(max, compute.seconds, wires.seconds)))
+    for name, prefix in (("domino", ""), ("paired", "paired_")):
         if name in times:
             hidden = tuple(1 - (step - computing) / sending for step, computing, sending
                            in zip(times[name].seconds, compute.seconds, wires.seconds))
-            figures |= {f"{before}hidden": Figure(hidden, most=hideable, size=1.0),
-                        f"{before}bound_ratio": ratios(times[name], least, least=1.0),
-                        f"{before}speedup": ratios(times["blocking"], times[name]),
-                        f"{before}megatron_ratio": ratios(times["megatron"], times[name])}
+            figures |= {f"{prefix}hidden": Figure(hidden, most=hideable, size=1.0),
+                        f"{prefix}bound_ratio": ratios(times[name], ideal, least=1.0),
+                        f"{prefix}speedup": ratios(times["blocking"], times[name]),
+                        f"{prefix}megatron_ratio": ratios(times["megatron"], times[name])}
     return hideable, figures
 
 
 def report(flags, config, times, collectives, device):
     """Return (text, record)."""
     hideable, figures = figures_of(times)
-    about = {"blocking": "blocking", "megatron": "one slice", "dtensor": "torch's DTensor",
+    about = {"blocking": "autograd", "megatron": "one slice", "dtensor": "torch's DTensor",
              "domino": f"slices {config.slices}, columns {config.columns}", "compute": "domino without collectives",
-             "paired": "domino, forward with backward", "apart": "domino, weight gradients later",
-             "wires": "domino's collectives only", "whole": "without --sequence-parallel"}
+             "paired": "domino, forwards and backwards overlap", "apart": "domino, backward split in two",
+             "wires": "domino's collectives only", "whole": "domino without --sequence-parallel"}
     rows = [[name, about[name], time, ratio_text(ratios(times["blocking"], time))] for name, time in times.items()]
     sent = sum(count * dtype.itemsize for _, count, dtype in collectives)
     if "whole" in times:
@@ -293,11 +316,11 @@ def report(flags, config, times, collectives, device):
         f"{'compiled' if config.compile else 'not compiled'}; "
         f"forward and backward, {len(collectives)} collectives of {bytes_text(sent)} in total",
         table(["", "", "median [min .. max]", "speed-up over blocking"], rows),
-        *(f"{name}    hides {figures[before + 'hidden']:.0%} of the communication, 1 - ({name} - compute) / wires, of "
-          f"{hideable:.0%} that compute could hide; bound {figures[before + 'bound_ratio']:.2f} x max(compute, wires); "
-          f"speed-up {figures[before + 'speedup']:.2f} over blocking, {figures[before + 'megatron_ratio']:.2f} over "
-          "one slice" for name, before in (("domino", ""), ("paired", "paired_")) if name in times),
-        *(["sequence parallel: domino's time / whole's: " + ratio_text(figures["whole_ratio"])]
+        *(f"{name} hides {figures[prefix + 'hidden']:.0%} of the communication (1 - ({name} - compute) / wires); "
+          f"at most {hideable:.0%} could be hidden; bound {figures[prefix + 'bound_ratio']:.2f} x max(compute, wires); "
+          f"speed-up {figures[prefix + 'speedup']:.2f} over blocking, {figures[prefix + 'megatron_ratio']:.2f} over "
+          "megatron" for name, prefix in (("domino", ""), ("paired", "paired_")) if name in times),
+        *(["sequence parallelism: domino's time / whole's: " + ratio_text(figures["whole_ratio"])]
           if "whole" in times else [])])
     names = {"blocking": "blocking_s", "megatron": "megatron_s", "domino": "domino_s", "paired": "paired_s",
              "apart": "apart_s", "dtensor": "dtensor_s", "whole": "whole_s", "compute": "no_comm_s", "wires": "comm_s"}

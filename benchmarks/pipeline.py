@@ -1,29 +1,30 @@
-"""Is a stage idle as long as its schedule predicts, and is a schedule as fast as torch's?
+"""Are stages idle for as long as the schedule predicts, and are the schedules as fast as torch's?
 
-A step is forward and backward of m microbatches over p stages, without an optimizer. For every schedule and several m
-these sides run in turn, with the same weights and tokens; losses and gradients must agree:
+A step is forward and backward of m microbatches on p stages, without the optimizer. For every schedule and several m,
+these sides run in turn, with the same weights and tokens. Losses and gradients must agree:
 
     domino    nanodomino as it trains: pipeline.run with Domino's stages
-    runner    pipeline.run with stages of plain torch.nn and autograd (plain.py), which can neither split a backward nor
-              pair it with a forward
-    torch     the same schedule of torch.distributed.pipelining, if it has one, with the same plain stages
+    runner    pipeline.run with stages of plain torch.nn and autograd (plain.py). Their backward cannot be split or take
+              turns with a forward, so this side runs only the schedules that need neither
+    torch     torch.distributed.pipelining with the same plain stages, for the schedules that torch also has
 
-So runner and torch differ only in schedule and messages, domino and runner only in the stages.
+So runner against torch compares the code that runs a schedule and exchanges messages; domino against runner compares
+the stages. The columns of the table:
 
     speed       torch's time / this side's time
-    of 1f1b's   the time of a step / 1F1B's on the same side
-    idle        the share of the step in which a stage runs no action, averaged over the stages; from extra rounds that
-                are recorded
-    simulated   the previous two columns, simulated with the recorded duration of each kind of action (F, B, I, W, pair)
-                on each stage, and with messages that take no time
-    even        the idle share with equal stages and F = B = W: (p - 1)/(m + p - 1) for 1F1B and GPipe, which is
-                (p - 1)/m of the ideal time (2104.04473, section 2.2)
+    of 1f1b's   this schedule's time / 1F1B's time on the same side
+    idle        the share of the step's time in which a stage does not compute, averaged over the stages. It is measured
+                in extra rounds, in which each stage records when it computes
+    simulated   there are two such columns. Each predicts the column to its left by a simulation. The simulation takes
+                the recorded duration of each kind of action (F, B, I, W, pair) on each stage; messages take no time
+    even        the idle share if stages are equal and F, I and W take equally long: (p - 1)/(m + p - 1) for 1F1B and
+                GPipe. (2104.04473, section 2.2, divides by the ideal time instead of the step's and gets (p - 1)/m)
 
-torch orders its actions itself, so they are not simulated. Its ScheduleInterleavedZeroBubble runs with one chunk per
-stage, which makes it zb-h1.
+The torch sides are not simulated, because torch may order the actions of a schedule differently. torch has no class for
+zb-h1, but its ScheduleInterleavedZeroBubble with one chunk per stage is that schedule.
 
-On CPUs each stage has one core, which also handles its network traffic: this shows as longer actions. With fewer cores
-than stages, a waiting stage leaves its core to others, and idle times mean little.
+On CPUs each stage has one core. The core also handles the stage's network traffic, which makes actions longer. If there
+are fewer cores than stages, a stage that waits leaves its core to another stage, and idle times mean little.
 
     python bench.py pipeline                                        two stages, m of 2, 4 and 8
     python bench.py pipeline --pp 4 --microbatches 4 8 16
@@ -60,15 +61,15 @@ from nanodomino.schedules.simulation import simulate, step_time
 from nanodomino.timeline.merged_trace import actions, difference, spans_of, union
 from nanodomino.zero import ZeroOptimizer
 
-RECORDED_ROUNDS = 3          # at most, for the idle times
-TORCHS = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe", "interleaved": "ScheduleInterleaved1F1B",
+RECORDED_ROUNDS = 3          # at most; they measure the idle times
+TORCH_CLASSES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe", "interleaved": "ScheduleInterleaved1F1B",
           "zb-h1": "ScheduleInterleavedZeroBubble", "zb-v": "ScheduleZBVZeroBubble"}
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
          "pipeline_model_parallel_size", "dtype", "device")
 
 
 def add_flags(parser):
-    # a small vocabulary, so that the last stage with its head takes about as long as the others
+    # With a small vocabulary the head is cheap, so the last stage takes about as long as the others.
     add_config_flags(parser, FLAGS, pipeline_model_parallel_size=2, num_layers=8, hidden_size=256,
                      num_attention_heads=8, seq_length=128, vocab_size=256, micro_batch_size=4)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8], metavar="M",
@@ -77,20 +78,20 @@ def add_flags(parser):
 
 def processes(flags) -> int:
     stages, least = flags.pipeline_model_parallel_size, min(flags.microbatches)
-    require(stages >= 2, f"--pp must be at least 2, but is {stages}: a single stage has no bubble")
+    require(stages >= 2, f"--pp must be at least 2, but is {stages} (a single stage is never idle); try 2")
     require(least >= stages,
-            f"--microbatches must be at least --pp {stages}, since torch's Schedule1F1B refuses fewer, but is "
-            f"{least}; try --microbatches {stages} {2 * stages}")
+            f"--microbatches must be at least --pp {stages}, but is {least} (torch's Schedule1F1B refuses fewer "
+            f"microbatches than stages); try --microbatches {stages} {2 * stages}")
     for m in flags.microbatches:
         rounds = m // stages
-        require(m % rounds == 0, f"--microbatches {m} must be divisible by the {rounds} rounds of torch's "
-                f"interleaved schedules; try {rounds * stages}")
+        require(m % rounds == 0, f"--microbatches {m} must be divisible by the {rounds} rounds in which torch's "
+                f"interleaved schedules run them ({m} // --pp {stages}); try {rounds * stages}")
     configs_for(flags, least)
     return stages
 
 
 def configs_for(flags, microbatches: int) -> dict[str, Config]:
-    """Return a Config for each schedule, with the smallest number of chunks."""
+    """Return {schedule: its Config}. Each schedule gets the smallest number of chunks per stage that it allows."""
     return {name: config_of(flags, flags.pipeline_model_parallel_size, tensor_model_parallel_size=1,
                             data_parallel_size=1, slices=1, schedule=name,
                             global_batch_size=flags.micro_batch_size * microbatches) for name in SCHEDULES}
@@ -114,16 +115,19 @@ def answer(flags, launch):
 
 @dataclass
 class Parts:
-    """What the sides share on this stage, for one placement of the layers."""
+    """Holds this rank's stage twice, as Domino and as plain modules, with the same layers and weights. All sides and
+    schedules with the same placement of the layers share it.
+    """
     placement: Placement
     mesh: Mesh
     trace: Trace
     domino: Domino
-    optimizer: ZeroOptimizer         # holds Domino's gradients; never updates
-    plain: nn.ModuleList             # the same layers and weights, chunk by chunk
+    optimizer: ZeroOptimizer         # holds Domino's gradients; never updates the weights
+    plain: nn.ModuleList             # one Plain per chunk
 
 
 def build(config: Config, mesh: Mesh, trace: Trace) -> Parts:
+    """Build this rank's stage for the placement of config's schedule."""
     model, placement, plain = train.model_builder(config, mesh), config.placement, nn.ModuleList()
     for chunk in range(placement.chunks):
         place = placement.virtual_stage(mesh.pp_rank, chunk)
@@ -137,7 +141,9 @@ def build(config: Config, mesh: Mesh, trace: Trace) -> Parts:
 
 
 class DominoSide:
-    """Runs schedules as train.py does. step() returns the sum of the losses on the last stage, 0 on the others."""
+    """Runs a schedule as train.py does. step() returns the sum of the losses if this stage has the head, otherwise 0.
+    gradients() returns this stage's gradients after a step.
+    """
 
     def __init__(self, config: Config, parts: Parts, tokens):
         self.config, self.parts, self.tokens = config, parts, tokens
@@ -153,12 +159,17 @@ class DominoSide:
 
 
 class PlainSide(DominoSide):
+    """Runs the plain stage; the base class of RunnerSide and TorchSide."""
+
     def gradients(self):
         return [weight.grad for weight in self.parts.plain.parameters()]
 
 
 class RunnerSide(PlainSide):
-    """Runs schedules with the same runner and the plain stage, whose tape is autograd's graph."""
+    """Runs a schedule with pipeline.run and the plain stage. Its tape is (input, output) of autograd's graph.
+
+    pipeline.run expects generators, so forward_step() and backward() contain a yield that is never reached.
+    """
 
     def step(self) -> float:
         config, mesh, plain = self.config, self.parts.mesh, self.parts.plain
@@ -182,15 +193,18 @@ class RunnerSide(PlainSide):
 
 
 class TorchSide(PlainSide):
-    """Runs torch's schedules. The losses are summed, so the gradients need no scaling."""
+    """Runs a schedule of torch.distributed.pipelining. The loss is a sum over tokens, as on the other sides, so torch
+    must not divide the gradients by the number of microbatches (scale_grads=False).
+    """
 
     def __init__(self, config: Config, parts: Parts, tokens):
         super().__init__(config, parts, tokens)
-        kind = getattr(pipelining, TORCHS[config.schedule])
+        schedule_class = getattr(pipelining, TORCH_CLASSES[config.schedule])
         stages = [RecordedStage(parts, chunk) for chunk in range(parts.placement.chunks)]
-        self.schedule = kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], config.microbatches,
-                             self.loss, scale_grads=False)
-        # The logits are not needed; older versions of torch always concatenate them.
+        several_chunks = issubclass(schedule_class, PipelineScheduleMulti)
+        self.schedule = schedule_class(stages if several_chunks else stages[0], config.microbatches, self.loss,
+                                       scale_grads=False)
+        # Without this option torch concatenates all logits, which costs time; older versions lack the option.
         names = inspect.signature(self.schedule.step).parameters
         self.options = {"return_outputs": False} if "return_outputs" in names else {}
 
@@ -207,7 +221,7 @@ class TorchSide(PlainSide):
 
 
 class RecordedStage(pipelining.PipelineStage):
-    """torch's stage, recording the same spans as pipeline.run."""
+    """Extends torch's PipelineStage to record the same kinds of spans as pipeline.run."""
 
     def __init__(self, parts: Parts, chunk: int):
         super().__init__(parts.plain[chunk], parts.placement.virtual_stage(parts.mesh.pp_rank, chunk),
@@ -228,15 +242,16 @@ class RecordedStage(pipelining.PipelineStage):
 
 
 def loss_sum(logits, labels):
+    """Return the sum of the losses of logits [b, s, v] and labels [b, s]."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def sides_of(config: Config, parts: Parts, tokens) -> dict:
-    """Return the sides that can run config's schedule, by name."""
+    """Return {(schedule, side's name): side} for the sides that can run config's schedule."""
     sides, kinds = {"domino": DominoSide}, {action.kind for row in config.timetable.rows for action in row}
     if kinds <= {"forward", "backward"}:
         sides["runner"] = RunnerSide
-    if config.schedule in TORCHS:
+    if config.schedule in TORCH_CLASSES:
         sides["torch"] = TorchSide
     return {(config.schedule, name): side(config, parts, tokens) for name, side in sides.items()}
 
@@ -244,7 +259,10 @@ def sides_of(config: Config, parts: Parts, tokens) -> dict:
 # ---- measurements
 
 def measure(configs: dict[str, Config], parts: dict, trace: Trace, repeats: int) -> list[dict]:
-    """Return a row for each schedule and side, with one number of microbatches."""
+    """Compare all schedules and sides with one number of microbatches. Return a dict for each schedule and side.
+
+    configs: {schedule: Config}; parts: {placement: Parts}.
+    """
     first = configs["1f1b"]
     device, sides = parts[first.placement].mesh.device, {}
     tokens = RandomTokens(first, device)
@@ -252,23 +270,25 @@ def measure(configs: dict[str, Config], parts: dict, trace: Trace, repeats: int)
         sides |= sides_of(config, parts[config.placement], tokens)
     loss = check_same_work(first, sides)
     times = compare({key: side.step for key, side in sides.items()}, repeats, device, about=f"m {first.microbatches}, ")
-    steps, works = record(sides, trace, device, min(repeats, RECORDED_ROUNDS))
+    steps, actions_of = record(sides, trace, device, min(repeats, RECORDED_ROUNDS))
     rows, simulated = [], {}
     for schedule, name in sides:
-        key, rivals = (schedule, name), (schedule, "torch") in sides
-        found = idle(configs[schedule].timetable, steps[key], works[key], with_simulation=name != "torch")
+        key, torch_has_it = (schedule, name), (schedule, "torch") in sides
+        found = idle(configs[schedule].timetable, steps[key], actions_of[key], with_simulation=name != "torch")
         simulated[key] = found.pop("simulated_step_s")
         rows.append(dict(
             microbatches=first.microbatches, schedule=schedule, side=name, loss=loss, time=times[key],
-            speed=ratios(times[schedule, "torch"], times[key]) if rivals else None,
+            speed=ratios(times[schedule, "torch"], times[key]) if torch_has_it else None,
             of_1f1b=ratios(times[key], times["1f1b", name]),
             simulated_of_1f1b=simulated[key] and simulated[key] / simulated["1f1b", name], **found))
     return rows
 
 
 def check_same_work(config: Config, sides) -> float:
-    """Run a step of each side and return the mean loss. Raises UserError if losses differ, or gradient norms of sides
-    with the same placement.
+    """Run a step of each side and return the mean loss per token.
+
+    Raises UserError if a side's loss differs from the first side's. Raises it also if a stage's gradient norm differs
+    between two sides with the same placement. With another placement, the stage has other layers.
     """
     norms, losses, first_of = {}, {}, {}
     for key, side in sides.items():
@@ -280,14 +300,18 @@ def check_same_work(config: Config, sides) -> float:
         pairs = [(losses[key], losses[first := next(iter(sides))]), *zip(norms[key], norms[alike])]
         require(all(abs(mine - expected) <= SAME[config.dtype] * max(abs(expected), 1e-30)     # false for NaN
                     for mine, expected in pairs),
-                f"{' '.join(key)} and {' '.join(first)} or {' '.join(alike)} do different work: losses "
-                f"{losses[key]} and {losses[first]}, the stages' gradient norms {norms[key]} and {norms[alike]}, so "
-                "their times can't be compared; this is a bug")
+                f"{' '.join(key)} must have the loss of {' '.join(first)}, which is {losses[first]}, and the gradient "
+                f"norms of {' '.join(alike)}, which are {norms[alike]}, but has {losses[key]} and {norms[key]}, so the "
+                "times can't be compared; this is a bug")
     return losses[first]
 
 
 def record(sides, trace: Trace, device, rounds: int):
-    """Return ({key: [round] seconds of a step}, {key: [stage][round] {(kind, chunk): seconds of each action}})."""
+    """Run extra rounds with recording on. Return two dicts with the keys of `sides`:
+
+        the seconds of each round's step
+        for each stage and round the durations of its actions, as work_of() returns them
+    """
     works = {key: [] for key in sides}
 
     def recorded(key):
@@ -298,11 +322,11 @@ def record(sides, trace: Trace, device, rounds: int):
 
     times = compare({key: partial(recorded, key) for key in sides}, rounds, device, about="recorded ")
     return ({key: time.seconds for key, time in times.items()},
-            {key: gathered(each[1:]) for key, each in works.items()})
+            {key: gathered(rounds_of_stage[1:]) for key, rounds_of_stage in works.items()})     # without the warm-up
 
 
 def work_of(events) -> dict[tuple, list[float]]:
-    """Return the seconds of each action without its waits, by (kind, chunk)."""
+    """Return {(kind, chunk): seconds of each such action}, without the time in which the action waits."""
     found, waited = defaultdict(list), spans_of(events, "wait")
     for spans in actions(events):
         kind = "pair" if len({span.kind for span in spans}) > 1 else spans[0].kind
@@ -312,7 +336,10 @@ def work_of(events) -> dict[tuple, list[float]]:
 
 
 def idle(timetable: Timetable, steps, works, with_simulation=True) -> dict:
-    """Return idle shares, measured and simulated. steps, works: as record() returns them for one side."""
+    """Return the figures on idle time for one side's row: idle shares measured, simulated, and with equal stages.
+
+    steps: the seconds of each recorded round; works: for each stage and round what work_of() returned.
+    """
     busy = [[sum(map(sum, work.values())) for work in stage] for stage in works]
     shares = [[1 - seconds / step for seconds, step in zip(stage, steps)] for stage in busy]
     figure = Figure(tuple(statistics.mean(stages) for stages in zip(*shares)), most=1.0, size=1.0)
@@ -331,14 +358,14 @@ def idle(timetable: Timetable, steps, works, with_simulation=True) -> dict:
 
 
 def idle_share(rows) -> float:
-    """Return the idle share of the step, averaged over the stages."""
+    """Return the share of a simulated step in which a stage is idle, averaged over the stages. rows: simulate()'s."""
     return 1 - statistics.mean(sum(end - begin for _, begin, end in row) for row in rows) / step_time(rows)
 
 
 # ---- the report
 
 def report(config: Config, device, repeats: int, rows: list[dict]):
-    """Return (text, record)."""
+    """Return (text, record). rows: measure()'s dicts for all numbers of microbatches."""
     cores = os.cpu_count() or 1
     shared = device.type == "cpu" and config.pp > cores
     lines = [[row["microbatches"], row["schedule"], row["side"], row["time"],
@@ -357,42 +384,46 @@ def report(config: Config, device, repeats: int, rows: list[dict]):
         f"{config.seq_length}, vocabulary {config.vocab_size}, {config.dtype}; forward and backward of m microbatches",
         table(["m", "schedule", "side", "step: median [min .. max]", "speed", "of 1f1b's", "simulated", "idle",
                "simulated", "even"], lines),
-        "lowest speed of all m, relative to torch: "
+        "lowest speed over all m, relative to torch's: "
         + "; ".join(f"{key.replace('_', ' ')} {speed:.2f}" for key, speed in least.items()),
-        *kinds_of_work(rows),
-        f"the largest difference between idle share and simulation is {100 * distance(farthest):.1f} points, of "
-        f"{farthest['schedule']} {farthest['side']} with {farthest['microbatches']} microbatches; the busiest stage "
-        f"computes up to {max(row['imbalance'] for row in rows) - 1:.1%} more than the mean; losses and gradients "
-        "agree"])
+        *line_on_durations(rows),
+        f"measured and simulated idle share differ by at most {100 * distance(farthest):.1f} percentage points "
+        f"({farthest['schedule']} {farthest['side']}, {farthest['microbatches']} microbatches); the busiest stage "
+        f"computes up to {max(row['imbalance'] for row in rows) - 1:.1%} longer than the average stage; losses and "
+        "gradients agree"])
     return text, {"question": "pipeline", "pp": config.pp,
                   **{f"speed_{key}": speed.value for key, speed in least.items()},
                   "rows": [as_json(row) for row in rows], **shape_of(config), "device": device.type, "cores": cores,
                   "shared_cores": shared, "repeats": repeats}
 
 
-def kinds_of_work(rows: list[dict]) -> list[str]:
-    """Return a line on the durations of F, B and W in the last schedule that splits them on every stage."""
+def line_on_durations(rows: list[dict]) -> list[str]:
+    """Return a line with the durations of F, I and W, taken from the last row in which every stage ran all three.
+    Return no line if there is no such row.
+    """
     for row in reversed(rows):
         parts = [[sum(seconds for name, seconds in stage.items() if name.split()[0] == kind)
                   for kind in ("forward", "input_backward", "weight_backward")] for stage in row["seconds"] or []]
         if parts and all(map(all, parts)):
             words = ", ".join(f"{letter} {1000 * statistics.mean(of_stages):.1f} ms"
-                              for letter, of_stages in zip("FBW", zip(*parts)))
-            return [f"a microbatch takes {words} per stage on average, in {row['schedule']} with "
-                    f"{row['microbatches']} microbatches"]
+                              for letter, of_stages in zip("FIW", zip(*parts)))
+            return [f"for one microbatch an average stage needs {words} ({row['schedule']}, {row['microbatches']} "
+                    "microbatches)"]
     return []
 
 
 def text_of(value, form: str) -> str:
+    """Format a number, or return '' for None."""
     return "" if value is None else format(value, form)
 
 
 def distance(row: dict) -> float:
-    """Return the difference between the idle share and its simulation."""
+    """Return the absolute difference between the measured and the simulated idle share; 0 if not simulated."""
     return 0.0 if row["simulated"] is None else abs(row["idle"].median - row["simulated"])
 
 
 def as_json(row: dict) -> dict:
+    """Return a row for the JSON line, with each Figure replaced by its value and its spread."""
     figures = row["of_1f1b"].record("of_1f1b") | row["idle"].record("idle")
     figures |= row["speed"].record("speed") if row["speed"] else {"speed": None}
     return {name: value for name, value in row.items() if name != "time"} | {"step_s": row["time"].median} | figures

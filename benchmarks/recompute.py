@@ -1,12 +1,14 @@
-"""What does recomputation cost, and what does it save?
+"""How much time does recomputation cost, and how much memory does it save?
 
-Runs forward and backward of a step's microbatches with each --recompute-granularity in turn, on the same weights and
-without the update. The gradients must be bit-equal.
+A step is forward and backward of all microbatches, without the optimizer. It runs with each --recompute-granularity in
+turn (none, selective, full), always with the same weights. The gradients must have the same bits each time.
 
-    x none        seconds, relative to no recomputation
-    FLOPs         the matmuls' FLOPs on the busiest stage, relative to no recomputation (analysis/step_time.py)
-    activations   peak bytes of the tapes, beside the formula (analysis/expected_memory.py)
-    a layer, X    the formula for one layer, in units of X, the bytes of one activation [b, s, h]
+    x none        the step's time divided by its time without recomputation
+    FLOPs         the FLOPs of the busiest stage's matmuls, divided by those without recomputation; calculated by
+                  analysis/step_time.py
+    activations   measured peak bytes of everything that forward keeps for backward, on the rank with the most
+    formula       the same, calculated by analysis/expected_memory.py
+    a layer, X    what the formula gives for one layer, in units of X, the bytes of one activation [b, s, h]
 
     python bench.py recompute
     python bench.py recompute --tp 2 --slices 2 --columns 2
@@ -42,36 +44,37 @@ def answer(flags, launch):
     config, mesh, optimizer, stage = comm.build(config_of(flags, launch.world_size), launch)
     dataset = CopiedRandomTokens(config, mesh.device)
 
-    def step(granularity, watched=None):
-        stage.tape_policy = TapePolicy(changed(config, granularity), mesh.device, config.slices, stage.residual_norm)
+    def step(granularity, meter=None):
+        stage.tape_policy = TapePolicy(with_granularity(config, granularity), mesh.device, config.slices,
+                                       stage.residual_norm)
         optimizer.zero_grad()
-        train.run_schedule(config.timetable, 0, watched or stage, dataset, config, mesh)
+        train.run_schedule(config.timetable, 0, meter or stage, dataset, config, mesh)
 
-    held, first = {}, None
+    peaks, first_gradients = {}, None
     for granularity in GRANULARITIES:
-        watched = TapeMeter(stage, state_storages(stage.model, optimizer))
-        step(granularity, watched)
-        held[granularity] = watched.most
+        meter = TapeMeter(stage, state_storages(stage.model, optimizer))
+        step(granularity, meter)
+        peaks[granularity] = meter.most
         gradients = [bucket.main_grad.clone() for bucket in optimizer.buckets]
-        first = first or gradients
-        different = sum(not torch.equal(*pair) for pair in zip(gradients, first))
+        first_gradients = first_gradients or gradients
+        different = sum(not torch.equal(*pair) for pair in zip(gradients, first_gradients))
         require(slowest(different) == 0, f"{granularity} recomputation changes the gradients' bits, so the times "
                 "can't be compared; this is a bug")
     times = compare({name: partial(step, name) for name in GRANULARITIES}, flags.repeats, mesh.device)
-    return report(config, times, gathered(held))
+    return report(config, times, gathered(peaks))
 
 
-def changed(config, granularity: str):
+def with_granularity(config, granularity: str):
     return dataclasses.replace(config, recompute_granularity=granularity)
 
 
-def report(config, times: dict[str, Times], held: list[dict]):
-    """Return (text, record). held: by rank; activations are those of the rank that holds most."""
+def report(config, times: dict[str, Times], peaks: list[dict]):
+    """Return (text, record). peaks: for each rank {granularity: measured peak bytes of the tapes}."""
     rows, record = [], {"question": "recompute"}
     for granularity, time in times.items():
-        here, ratio = changed(config, granularity), ratios(time, times["none"])
+        here, ratio = with_granularity(config, granularity), ratios(time, times["none"])
         expected = [expected_memory.peak_tape_bytes(here, mesh) for mesh in sizes.all_meshes(here)]
-        found = [by_rank[granularity] for by_rank in held]
+        found = [by_rank[granularity] for by_rank in peaks]
         error = max(abs(measured / formula - 1) for measured, formula in zip(found, expected))
         layer = sum(expected_memory.layer_tape_bytes(here).values()) / sizes.hidden_bytes(here)
         rows.append([granularity, time, ratio_text(ratio), f"{relative_flops(here):.2f}", bytes_text(max(found)),
@@ -90,6 +93,6 @@ def report(config, times: dict[str, Times], held: list[dict]):
 
 
 def relative_flops(config) -> float:
-    """Return the busiest stage's FLOPs, relative to those without recomputation."""
-    work, again = max((step_time.stage_flops(config, mesh) for mesh in sizes.all_meshes(config)), key=sum)
-    return 1 + again / work
+    """Return the FLOPs of the busiest stage's matmuls, divided by those without recomputation."""
+    needed, recomputed = max((step_time.stage_flops(config, mesh) for mesh in sizes.all_meshes(config)), key=sum)
+    return 1 + recomputed / needed

@@ -1,28 +1,39 @@
-"""Is ZeRO as fast and as small as torch's sharded optimizers?
+"""Is ZeRO as fast as torch's sharded optimizers, and does it need as little memory?
 
-A step is forward, backward, clipping and AdamW on --dp replicas with --microbatches each. These sides run in turn, from
-the same weights and on the same tokens; the losses of the first steps must agree:
+A step is forward, backward, clipping and AdamW on --dp replicas, with --microbatches on each. These sides run in turn,
+with the same initial weights and tokens. The losses of their first steps must agree:
 
-    zero-1      nanodomino: train.py's step, optimizer state sharded
-    zero-0      nanodomino: nothing sharded
-    zero-2      nanodomino: gradients sharded too, and reduced after each microbatch
-    ddp-zero    torch: DistributedDataParallel around plain.py with ZeroRedundancyOptimizer, which shards by whole
-                parameters; gradients are reduced with the last microbatch
-    ddp         torch: DistributedDataParallel with AdamW, nothing sharded
-    fsdp2       torch: fully_shard of each layer (ZeRO-3): weights are gathered in forward and again in backward;
-                gradients are reduced after each microbatch
-    fsdp2-keep  torch: the same with reshard_after_forward=False, FSDP2's ZeRO-2: gathered weights are kept for backward
+    zero-1      nanodomino: train.py's step; optimizer state is sharded
+    zero-0      nanodomino: nothing is sharded
+    zero-2      nanodomino: gradients are sharded, too, and reduced after each microbatch
+    ddp-zero    torch: DistributedDataParallel around plain.py with ZeroRedundancyOptimizer, which gives each replica
+                the optimizer state of some whole parameters. Gradients are reduced once, in the last microbatch
+    ddp         torch: DistributedDataParallel with AdamW; nothing is sharded
+    fsdp2       torch: fully_shard of each layer, which is ZeRO-3. Each layer's weights are gathered in forward, freed,
+                and gathered again in backward. Gradients are reduced after each microbatch
+    fsdp2-keep  torch: the same with reshard_after_forward=False, which corresponds to ZeRO-2: gathered weights are kept
+                until backward
 
-    step    seconds of the slowest rank
-    peak    peak memory of a rank. On a CPU: the largest growth of the resident memory (ru_maxrss) of a separate
-            process, in which a tiny model has run before, so that libraries are loaded. On CUDA: max_memory_allocated
-    state   bytes per parameter of parameters, gradients and optimizer state after a step, on the rank with the most,
-            counted in the tensors' storages; beside it the formula: ZeRO-1 8 + 8/d, in 16-bit training 6 + 12/d;
-            ZeRO-2 4 + 12/d and 2 + 16/d (1910.02054, sections 5.1 and 5.2, here with fp32 gradients); torch, with fp32
-            weights under autocast: ddp-zero 8 + 8/d, ddp 16, fsdp2 16/d
+The columns of the table:
 
-On CPUs each rank has one core, which also handles its network traffic. For ZeRO-2 choose --bucket-size small compared
-with the model.
+    step              the step's time on the slowest rank
+    peak              peak memory of a rank. On CUDA: max_memory_allocated. On CPUs: by how much two steps raise the
+                      peak resident memory (ru_maxrss) of a separate process. A tiny model runs in that process first,
+                      so that loading libraries does not count
+    state/parameter   bytes of parameters, gradients and optimizer state after a step, divided by the number of
+                      parameters, on the rank with the most. A storage that several tensors share counts once
+    formula           the expected value, with d replicas (1910.02054, sections 5.1 and 5.2, but with fp32 gradients):
+
+                                             fp32        16-bit training
+                                  zero-1     8 +  8/d    6 + 12/d
+                                  zero-0    16          18
+                                  zero-2     4 + 12/d    2 + 16/d
+                                  ddp-zero   8 +  8/d    the same: torch's sides keep fp32 weights, under autocast
+                                  ddp       16           the same
+                                  fsdp2        16/d      the same
+
+On CPUs each rank has one core, which also handles the rank's network traffic. ZeRO-2 saves memory only if --bucket-size
+is small compared with the model.
 
     python bench.py zero
     python bench.py zero --dtype bfloat16 --micro-batch-size 8
@@ -57,7 +68,7 @@ from nanodomino.config.config import Config
 from nanodomino.errors import require
 from nanodomino.mesh import make_mesh
 
-MEASURED_STEPS = 2           # for the peak: AdamW's moments exist after the first step
+MEASURED_STEPS = 2           # AdamW's moments exist only after the first step, so the second has the peak
 TINY = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8)
 FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
          "data_parallel_size", "bucket_size", "dtype", "device")
@@ -69,12 +80,12 @@ def add_flags(parser):
     add_config_flags(parser, FLAGS, data_parallel_size=2, num_layers=4, hidden_size=512, num_attention_heads=8,
                      seq_length=128, vocab_size=256, micro_batch_size=2)
     parser.add_argument("--microbatches", type=int, default=1, metavar="M",
-                        help="microbatches of a replica per step (default 1)")
+                        help="microbatches per replica and step (default 1)")
 
 
 def processes(flags) -> int:
     replicas = flags.data_parallel_size
-    require(replicas >= 2, f"--dp must be at least 2, but is {replicas}: with a single replica nothing is sharded")
+    require(replicas >= 2, f"--dp must be at least 2, but is {replicas} (a single replica shards nothing); try 2")
     require(flags.microbatches >= 1, f"--microbatches must be at least 1, but is {flags.microbatches}; try 4")
     require(config_for(flags).dtype != "float16", "torch's sides have no loss scaling, so --dtype must not be float16; "
             "try bfloat16")
@@ -82,7 +93,7 @@ def processes(flags) -> int:
 
 
 def config_for(flags, **changes) -> Config:
-    """Return the Config of a step with --microbatches per replica."""
+    """Return the Config of a step with --microbatches per replica. changes: values that replace flags, by name."""
     return config_of(Namespace(**vars(flags) | changes), flags.data_parallel_size,
                      global_batch_size=flags.micro_batch_size * flags.microbatches * flags.data_parallel_size, slices=1,
                      tensor_model_parallel_size=1, pipeline_model_parallel_size=1, train_iters=10**6,
@@ -99,7 +110,7 @@ def answer(flags, launch):
     with progress(len(ABOUT)) as bar:
         for name in ABOUT:
             bar.set_description_str(f"memory: {name}")
-            peaks[name] = max(gathered(peak_of_its_own(name, flags, launch, mesh)))
+            peaks[name] = max(gathered(peak_of_side(name, flags, launch, mesh)))
             bar.update()
     sides = {name: make(name, config, mesh) for name in ABOUT}
     times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1), device)
@@ -112,7 +123,7 @@ def answer(flags, launch):
 # ---- the sides
 
 def make(name: str, config: Config, mesh):
-    """Return a side with a new model and optimizer."""
+    """Make a new model and optimizer for a side, and return the side. name: such as "zero-1" or "fsdp2"."""
     if name.startswith("zero"):
         return OurReplica(config, mesh, stage=int(name[-1]))
     return {"ddp-zero": DDP, "ddp": partial(DDP, sharded=False), "fsdp2": FSDP,
@@ -120,21 +131,23 @@ def make(name: str, config: Config, mesh):
 
 
 class OurReplica(OurTraining):
-    """Trains with train.py's step."""
+    """Trains with train.py's step. stage: the ZeRO stage, 0, 1 or 2."""
 
     def __init__(self, config, mesh, stage: int):
         super().__init__(dataclasses.replace(config, zero_stage=stage), mesh, RandomTokens(config, mesh.device))
 
     def tensors(self):
-        """Yield the parameters, gradients and optimizer state."""
+        """Yield this rank's parameters, gradients and optimizer state."""
         yield from self.model.parameters()
         yield from (bucket.own_grad for bucket in self.optimizer.buckets)
         yield from self.optimizer.state_tensors()
 
 
 class TorchReplica:
-    """Trains with nanoGPT's step. Subclasses set `network`, `optimizer` and `no_sync`. no_sync() is the context in
-    which all microbatches but the last run: backward does not reduce gradients in it.
+    """Trains the plain model with nanoGPT's step. Subclasses set `network`, the wrapped model, and `optimizer`.
+
+    They may also set `no_sync`, a function that returns a context manager. All microbatches but the last run inside it.
+    DDP's no_sync() makes backward add to the gradients without an all-reduce.
     """
 
     def __init__(self, config, mesh):
@@ -160,16 +173,18 @@ class TorchReplica:
         self.losses.append(total.item())
 
     def tensors(self):
-        """Yield the parameters, gradients and optimizer state; of DTensors the local shards."""
+        """Yield this rank's parameters, gradients and optimizer state. For a DTensor, yield its local shard."""
         for weight in self.model.parameters():
             yield from (local(weight), local(weight.grad))
         yield from state_tensors(getattr(self.optimizer, "optim", self.optimizer))
 
 
 class DDP(TorchReplica):
-    """All-reduces gradients in buckets during backward. Gradients are views of these buckets; with
-    ZeroRedundancyOptimizer, weights are views of buckets of their own. Both options need less memory and fewer messages
-    than torch's defaults.
+    """Trains with DistributedDataParallel, which all-reduces buckets of gradients during backward.
+
+    sharded: use ZeroRedundancyOptimizer. Two options that are off by default in torch are on here. Gradients are views
+    of the buckets, which saves a second copy. With ZeroRedundancyOptimizer weights are views of buckets, too, so that a
+    whole bucket is broadcast at once.
     """
 
     def __init__(self, config, mesh, sharded=True):
@@ -185,7 +200,10 @@ class DDP(TorchReplica):
 
 
 class FSDP(TorchReplica):
-    """Gathers a layer's weights for forward and, with `reshard`, again for backward; reduce-scatters gradients."""
+    """Trains with FSDP2, which all-gathers each layer's weights for forward and reduce-scatters its gradients.
+
+    reshard: free the gathered weights after forward and gather them again for backward.
+    """
 
     def __init__(self, config, mesh, reshard=True):
         super().__init__(config, mesh)
@@ -202,67 +220,71 @@ class FSDP(TorchReplica):
 # ---- memory
 
 def state_tensors(optimizer):
+    """Yield the tensors of a torch optimizer's state on this rank."""
     for state in optimizer.state.values():
         yield from (local(tensor) for tensor in state.values())
 
 
 def local(tensor):
+    """Return a DTensor's local shard, or the tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def counted_bytes(tensors) -> int:
-    """Return the bytes of these tensors' storages, each counted once."""
+    """Return the bytes of the tensors' storages. A storage that several tensors share counts once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 def formula_bytes(name: str, config: Config) -> float:
-    """Return the expected bytes of state per parameter, without padding."""
-    whole, d = 4 * max(4, config.params_dtype.itemsize), config.dp
-    torchs = {"ddp": whole, "ddp-zero": whole / 2 + whole / 2 / d, "fsdp2": whole / d, "fsdp2-keep": whole / d}
-    return torchs.get(name) or (
+    """Return a side's expected bytes of state per parameter, from the table at the top of this file. Padding is not
+    included.
+    """
+    whole, d = 4 * max(4, config.params_dtype.itemsize), config.dp     # whole: weight, gradient and AdamW's two moments
+    torch_sides = {"ddp": whole, "ddp-zero": whole / 2 + whole / 2 / d, "fsdp2": whole / d, "fsdp2-keep": whole / d}
+    return torch_sides.get(name) or (
         expected_memory.state_bytes_per_parameter(dataclasses.replace(config, zero_stage=int(name[-1]))))
 
 
-def peak_of_its_own(name: str, flags, launch: LaunchInfo, mesh) -> int:
-    """Measure the peak bytes that this rank needs for one side. Collective over all ranks."""
+def peak_of_side(name: str, flags, launch: LaunchInfo, mesh) -> int:
+    """Train a few steps of one side, and return the peak bytes that it needs on this rank. Every rank must call it."""
     if mesh.device.type == "cuda":
         gc.collect()
         before = torch.cuda.memory_allocated(mesh.device)
         torch.cuda.reset_peak_memory_stats(mesh.device)
-        some_steps(name, config_for(flags), mesh)
+        train_few_steps(name, config_for(flags), mesh)
         return torch.cuda.max_memory_allocated(mesh.device) - before
-    # A fork server that has imported this file starts the process: faster than a new interpreter, and safe, unlike a
-    # fork of this process with its threads.
+    # The fork server has already imported this file, so it starts a process faster than a new interpreter would.
+    # Forking this process instead would be unsafe, because it has threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=measure_peak, args=(sending, name, flags, launch), daemon=True)
     process.start()
     sending.close()
-    peak = receiving.recv()                                    # EOFError if the process has failed; it has printed why
+    peak = receiving.recv()                                    # raises EOFError if the process failed; it printed why
     process.join()
     return peak
 
 
 def measure_peak(sending, name: str, flags, launch: LaunchInfo):
-    """Send the largest growth of this process's resident memory. Runs in a separate process."""
+    """Train in a separate process, and send by how many bytes training raises the peak resident memory there."""
     torch.set_num_threads(1)
-    keep_freed_memory()                                        # as in training
+    keep_freed_memory()                                        # start_world() does the same for training
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group("gloo", rank=launch.rank, world_size=launch.world_size,
                             store=dist.PrefixStore(f"memory of {name}", store))
     mesh = make_mesh(1, flags.data_parallel_size, 1, torch.device("cpu"))
-    some_steps(name, config_for(flags, **TINY), mesh)
+    train_few_steps(name, config_for(flags, **TINY), mesh)
     gc.collect()
     before = peak_memory(mesh.device)
-    some_steps(name, config_for(flags), mesh)
+    train_few_steps(name, config_for(flags), mesh)
     sending.send(peak_memory(mesh.device) - before)
-    dist.barrier()                                             # no rank leaves while another still sends
+    dist.barrier()                                             # other ranks may still communicate with this one
     dist.destroy_process_group()
 
 
-def some_steps(name: str, config: Config, mesh):
+def train_few_steps(name: str, config: Config, mesh):
     side = make(name, config, mesh)
     for _ in range(MEASURED_STEPS):
         side.step()
@@ -271,23 +293,25 @@ def some_steps(name: str, config: Config, mesh):
 # ---- the report
 
 def mean_over_replicas(losses: list[float]) -> list[float]:
-    """Average over the replicas. torch's sides have the mean over a replica's tokens, nanodomino's over all tokens."""
+    """Average each step's loss over the replicas. A torch side has its own replica's mean; a nanodomino side already
+    has the mean of all replicas, so averaging does not change it.
+    """
     mean = torch.tensor(losses, dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(mean)
     return mean.tolist()
 
 
 def check_same_work(config: Config, losses: dict[str, list[float]]):
-    """Raise UserError if the sides' losses differ."""
+    """Raise UserError if a side's losses differ from those of ddp. losses: of the first steps, by side."""
     tolerance = SAME[config.dtype]
     require(all(abs(loss - expected) <= tolerance * abs(expected) for name in losses      # false for NaN
                 for loss, expected in zip(losses[name], losses["ddp"])),
-            f"the losses of the first {COMPARED_STEPS} steps differ by more than {tolerance:.0e} relative, {losses}, "
+            f"the losses of the first {COMPARED_STEPS} steps must agree to {tolerance:.0e} relative, but are {losses}, "
             "so the speeds can't be compared; this is a bug")
 
 
 def report(flags, config, device, times: dict[str, Times], peaks, states, losses):
-    """Return (text, record)."""
+    """Return (text, record). peaks, states: bytes on the rank with the most, by side."""
     count = parameter_count(config)
     ratio = {name: ratios(time, times["zero-1"]) for name, time in times.items()}
     speed_of_2 = ratios(times["fsdp2-keep"], times["zero-2"])
@@ -295,15 +319,15 @@ def report(flags, config, device, times: dict[str, Times], peaks, states, losses
     expected = {name: formula_bytes(name, config) for name in ABOUT}
     rows = [[ABOUT[name], times[name], ratio_text(ratio[name]), bytes_text(peaks[name]), f"{per_parameter[name]:.2f}",
              f"{expected[name]:.2f}"] for name in ABOUT]
-    how = ("max_memory_allocated" if device.type == "cuda" else "growth of the resident memory of a separate process")
+    how = ("max_memory_allocated" if device.type == "cuda" else "growth of a separate process's peak resident memory")
     text = "\n".join([
         f"dp {config.dp} on {device.type}, {os.cpu_count()} cores; {count:,} parameters, {config.num_layers} layers of "
-        f"{config.hidden_size}, {config.dtype}, buckets of {config.bucket_size:,}; a step of a replica is "
+        f"{config.hidden_size}, {config.dtype}, buckets of {config.bucket_size:,} elements; a replica's step is "
         f"{config.microbatches} x {config.micro_batch_size} x {config.seq_length} tokens",
         table(["", "step: median [min .. max]", "step / ZeRO-1's", "peak", "state/parameter", "formula"], rows),
         f"peak: {how}, on the rank with the most; state: bytes of parameters, gradients and optimizer state",
-        f"ZeRO-1's speed / ZeroRedundancyOptimizer's: {ratio_text(ratio['ddp-zero'])}; ZeRO-2's / FSDP2's with weights "
-        f"kept: {ratio_text(speed_of_2)}; the losses of the first {COMPARED_STEPS} steps agree"])
+        f"speed of ZeRO-1 / DDP with ZeroRedundancyOptimizer: {ratio_text(ratio['ddp-zero'])}; speed of ZeRO-2 / FSDP2 "
+        f"with weights kept: {ratio_text(speed_of_2)}; the losses of the first {COMPARED_STEPS} steps agree"])
     sides = {name: {"step_s": times[name].median, "step_over_zero_1": ratio[name].value,
                     "spread": ratio[name].spread, "peak_bytes": peaks[name],
                     "state_bytes": states[name], "bytes_per_parameter": per_parameter[name],
