@@ -324,12 +324,12 @@ def gathered(value) -> list:
 # ---- figures and noise
 
 # A figure is too noisy to tell if one of these, relative to its `size`, is exceeded:
-NOISY = 0.5                  # the interquartile range of its rounds
+NOISY = 0.5                  # the interquartile range of its rounds; with up to three rounds their whole range
 BEYOND = 0.05                # how far its median is outside of the possible range
 TOO_NOISY = "too noisy to tell"
-WHAT_IS_TOO_NOISY = (f"the interquartile range of the rounds is more than {NOISY:.0%} of a ratio (more than "
-                     f"{100 * NOISY:.0f} percentage points of a share), or their median is impossible, such as a share "
-                     "above 100%; try a larger model, more --repeats or a quieter machine")
+WHAT_IS_TOO_NOISY = ("the interquartile range of the rounds (with up to three rounds, their whole range) is more than "
+                     f"{NOISY:.0%} of a ratio or {100 * NOISY:.0f} percentage points of a share, or their median is "
+                     "impossible, such as a share above 100%; try a larger model, more --repeats or a quieter machine")
 
 
 @dataclass(frozen=True)
