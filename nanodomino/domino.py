@@ -1,61 +1,63 @@
 """Hide the communication of tensor parallelism behind the compute of another slice (Domino, 2409.15241, section 3).
 
-Tensor parallelism stops at every all-reduce: the row-parallel matmul is done, its sum is in flight, and the processor
-waits. But samples do not depend on each other. Cut the microbatch into slices, and compute slice 1 while the all-reduce
-of slice 0 is in flight:
+Plain tensor parallelism stops at every all-reduce: while the results of the row-parallel matmul are being summed, the
+processor waits. But samples do not depend on each other. So cut the microbatch into slices, and compute slice b while
+the all-reduce of slice a is in flight:
 
     one slice     compute  [ A  ]      [ M  ]      [ A  ]      [ M  ]          A, M: attention, MLP
-                  in flight      ~~~~~~      ~~~~~~      ~~~~~~      ~~~~~~
+                  in flight      ~~~~~~      ~~~~~~      ~~~~~~      ~~~~~~    ~: an all-reduce
 
     two slices    compute  [a][b][a][b][a][b][a][b]                            a, b: the slices
                   in flight   ~a~~b~~a~~b~~a~~b~~a~~b~
 
 **Slices are generators.** A slice yields whenever it has launched a collective, and `interleave` resumes the slices in
 turn: cooperative multitasking, on one thread. Every rank resumes them in the same order, so every rank launches the
-same collectives in the same order. Only this order says which calls belong together: a collective has no name, and the
-n-th call on one rank meets the n-th call on the other ranks of its group. If one rank yielded once too often, its slice
-a would be added to the other ranks' slice b. The sums would be silently wrong or, if the shapes differ, there would be
-an error or a hang.
+same collectives in the same order. This order is all that matches the calls of different ranks: a collective has no
+name, so the n-th call on one rank meets the n-th call on the other ranks of its group. If one rank yielded once too
+often, its slice a would be added to the other ranks' slice b. If the two have the same shape, all sums would be
+silently wrong. If not, there would be an error or a hang.
 
-**Backward walks a tape.** It cannot be left to autograd. Of all nodes that are ready, autograd's engine takes the one
-that forward recorded last. Once b's gradient is in flight, two nodes are ready: the wait for it, and a's compute.
-Forward recorded a's compute first, so the engine takes the wait, and nothing is hidden:
+**Backward walks a tape**, because autograd would hide nothing. Of all nodes that are ready, autograd's engine runs the
+one that forward recorded last. After it has launched the all-reduce of b's gradient, two nodes are ready: the wait for
+this all-reduce, and the compute of slice a. Forward recorded a before b, so the engine runs b's wait first:
 
-    autograd      compute  [Mb]      [Ma]      [Ab]      [Aa]                  A, M of slices a, b: their backward
-                  in flight     ~~b~~~    ~~a~~~    ~~b~~~    ~~a~~~
+    autograd      compute  [Mb]      [Ma]      [Ab]      [Aa]                  Mb: backward of slice b's MLP
+                  in flight    ~~b~~~    ~~a~~~    ~~b~~~    ~~a~~~
 
-    here          compute  [Ma][Mb][Aa][Ab]
-                  in flight    ~a~~~b~~~a~~~b~
+    Domino        compute  [Ma][Mb][Aa][Ab]
+                  in flight    ~a~~~b~~~a~~~b~~
 
-So forward keeps a tape, and backward is a second generator that walks it. (From here on, a is the output of the core,
-not slice a.)
+So forward keeps a tape, and backward is a second generator that walks the tape in reverse. Below, x' is the residual
+stream after the previous sublayer (x, y, bias: see model.py), and a is the output of the core, not slice a:
 
-    forward, each sublayer                              backward, the same sublayer
-      h = norm(x'), x' = x + dropout(y + bias)            grad_a = grad_y W2
-      c = h W1^T + b1                                     grad_c = core_backward(grad_a)
-      a = core(c)                                         grad_h = grad_c W1  -> launch all-reduce
-      y = a W2^T  -> launch all-reduce                    weight gradients grad_y^T a, grad_c^T h: hide it too
+    forward of a sublayer                               backward of the same sublayer
+      x' = x + dropout(y + bias)                          grad_a = grad_y W2
+      h = norm(x')                                        grad_c = core_backward(grad_a)
+      c = h W1^T + b1                                     grad_h = grad_c W1  -> launch all-reduce
+      a = core(c)                                         weight gradients: grad_y^T a, grad_c^T h
+      y = a W2^T  -> launch all-reduce
       yield                  other slices compute         yield                  other slices compute
       wait                                                wait
                                                           grad_x, grad_y = backward of residual + norm
 
-A residual + norm belongs to two sublayers: it adds the output of the previous one and normalizes the input of the next
-(residual_norm.py). Everything between h and y is the sublayer's *inside* (layers/sublayer_inside.py); this file only
-knows norms, collectives and turns. Weight gradients are deferred until the input gradient's all-reduce is in flight,
-because no other rank waits for them.
+No other rank waits for weight gradients. So backward computes them after it has launched the all-reduce of grad_h,
+which they help to hide.
 
-**What stays exposed.** When the last slice launches the all-reduce of a chunk's last sublayer, the other slices have no
-matmuls left. In backward, the slice's own weight gradients hide this all-reduce. In forward, nothing hides it: on every
+A residual + norm belongs to two sublayers: it adds the output of the previous one and normalizes the input of the next
+(overlap/residual_norm.py). Everything between h and y is the sublayer's *inside* (layers/sublayer_inside.py). This file
+only deals with norms, collectives and turns.
+
+**What stays exposed.** When the last slice launches its last all-reduce of a chunk, the other slices have no matmuls
+left. In backward, the slice's own weight gradients hide this all-reduce. In forward, nothing hides it: on every
 stage but the last, each microbatch exposes one slice's all-reduce. On the last stage only the cross entropy's
 all-reduces are exposed, three numbers per token.
 
-Backward has as many collectives as forward but twice the matmuls. So where communication is slow, backward still has
-compute to spare while forward already waits. If one loop resumes the backward of one microbatch and the forward of
-another in turn, each hides the other's collectives, even with a single slice (a Pair: schedules/definitions.py,
-pipeline.py).
+Backward has as many collectives as forward but twice the matmuls. So on a slow network, forward waits while backward
+could hide still more. A Pair (schedules/actions.py) combines the two: pipeline.py resumes the forward of one microbatch
+and the backward of another in turn, so that each hides the other's collectives, even with a single slice.
 
 With one slice this is Megatron's tensor parallelism: forward blocks, and weight gradients hide backward's all-reduces.
-With tp = 1 nothing is in flight and nothing waits.
+With tp = 1 nothing is ever in flight.
 """
 
 from collections import deque
@@ -75,7 +77,8 @@ from nanodomino.overlap.slice_ops import SliceOps
 
 
 def interleave(generators, trace):
-    """Resume each generator in turn until all have ended. Yields after each turn but the last."""
+    """Resume each generator in turn until all have ended. Yields after every turn except the last, so that pipeline.run
+    can interleave two microbatches in the same way."""
     waiting = deque(enumerate(generators))
     while waiting:
         index, generator = waiting.popleft()
@@ -98,8 +101,8 @@ def run_to_end(generator):
 
 
 class SublayerParts:
-    """Holds, as plain attributes, the parts of a sublayer that a slice uses. Looking them up in the Module would take a
-    tenth of the host's time."""
+    """Holds the parts of a sublayer that a slice uses, as plain attributes, because looking them up in the nn.Module
+    would take a tenth of the host's time."""
 
     def __init__(self, sublayer):
         self.sublayer, self.site, self.inside = sublayer, sublayer.site, sublayer.inside()
@@ -108,22 +111,23 @@ class SublayerParts:
 
 @dataclass(eq=False)
 class Slice:
-    """Holds some samples of a microbatch in one chunk of the stage: input, tape, output. If the residual stream is
-    sharded (sequence_parallel.py), hidden states are this rank's rows [b, s/t, h]."""
+    """Holds the state of one slice, which is some samples of a microbatch, in one chunk of the stage. If the residual
+    stream is sharded (sequence_parallel.py), hidden states are this rank's rows [b, s/t, h]."""
     index: int
     chunk: object                                      # model.Chunk
     batch: object                                      # data.Batch
-    hidden: torch.Tensor | None                        # [b, s, h] from the previous chunk; None on the first
+    hidden: torch.Tensor | None                        # [b, s, h] from the previous chunk; None in the first
     masks_and_positions: MasksAndPositions
     training: bool
     tape: list[TapeEntry] = field(default_factory=list)
     head: HeadTape | None = None
-    output: torch.Tensor | None = None                 # hidden states [b, s, h]; at the model's end the loss [b, s]
-    deferred: list | None = None                       # (site, matmuls, modules) that weight_backward will run
+    output: torch.Tensor | None = None                 # hidden states [b, s, h]; the last chunk: losses [b, s]
+    deferred: list | None = None                       # (site, matmuls, modules) for weight_backward()
 
 
 class GradientsReady:
-    """Calls on_gradients_ready(modules), if there is one, once every slice has added its gradients of the modules."""
+    """Each slice calls this object with the modules whose gradients it has finished. The last slice's call passes the
+    modules to on_gradients_ready, unless that is None."""
 
     def __init__(self, slices: int, on_gradients_ready):
         self.slices, self.on_gradients_ready, self.remaining = slices, on_gradients_ready, {}
@@ -135,31 +139,32 @@ class GradientsReady:
 
 
 class Domino:
-    """Runs a pipeline stage of a GPT forward and backward, its slices interleaved. Gradients are added to main_grad.
+    """Runs the forward and backward of a pipeline stage with interleaved slices. Gradients are added to main_grad.
 
-    Nearly every method is a generator. pipeline.run resumes the forward, backward or weight_backward of one microbatch,
-    or of two in turn. run_to_end() runs a single generator to its end.
+    Nearly every method is a generator, which yields while a collective is in flight. pipeline.run resumes the forward,
+    backward or weight_backward of one microbatch, or of two microbatches in turn. run_to_end() runs one by itself.
     """
 
     def __init__(self, model, slices=1, columns=1, compile_backend=None, trace=NO_TRACE):
-        """Cut each microbatch into `slices`, and each communicated matmul into `columns` (slice_ops.py)."""
+        """Cut each microbatch into `slices`, and each matmul with a collective into `columns` (slice_ops.py)."""
         self.model, self.mesh, self.slices, self.trace = model, model.mesh, slices, trace
         compiled = partial(torch.compile, backend=compile_backend) if compile_backend else None
         self.ops = SliceOps(residual_stream(model.config, self.mesh), columns, trace)
         self.residual_norm = ResidualNorm(model.chunks[0].sublayers[0].norm, compiled or (lambda function: function))
         self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled)
         self.tape_policy = TapePolicy(model.config, self.mesh.device, slices, self.residual_norm)
-        self.steps = {chunk: [SublayerParts(sublayer) for sublayer in chunk.sublayers] for chunk in model.chunks}
+        self.sublayers = {chunk: [SublayerParts(sublayer) for sublayer in chunk.sublayers] for chunk in model.chunks}
 
-    # ---- the stage, as the pipeline sees it
+    # ---- called by pipeline.py for each microbatch
 
     def forward(self, batch, hidden=None, training=True, chunk=0):
         """Run one microbatch (data.Batch) through a chunk of this stage.
 
-        hidden: [b, s, h] from the previous chunk, None on the first; with a sharded stream [b, s/t, h], like the
-        hidden states that are returned. training=False: no tape, no dropout.
-        Returns (output, tape). output: hidden states [b, s, h], or at the model's end the loss of each token [b, s].
-        tape: what backward() takes as `slices`.
+        hidden: hidden states [b, s, h] from the previous chunk; None for the first chunk
+        training: if False, nothing is dropped and no tape is kept
+
+        Returns (output, slices). output: hidden states [b, s, h], or from the last chunk the loss of each token [b, s].
+        slices: the tape, for backward(). If the stream is sharded, all hidden states are [b, s/t, h].
         """
         count = min(self.slices, len(batch.sample_ids))
         hiddens = [None] * count if hidden is None else hidden.tensor_split(count)
@@ -171,16 +176,17 @@ class Domino:
     def masks_and_positions(self, batch, training):
         """Return the masks and positions for a slice's samples."""
         return MasksAndPositions(self.model.config, self.mesh, batch.sample_ids if training else None,
-                            self.tape_policy.keeps_masks, self.ops.stream,
-                            None if batch.in_order else batch.positions, batch.documents)
+                                 self.tape_policy.keeps_masks, self.ops.stream,
+                                 None if batch.in_order else batch.positions, batch.documents)
 
     def backward(self, slices, gradient, on_gradients_ready=None, defer_weights=False):
-        """Turn the gradient of forward's output into the gradient of `hidden` (None if the chunk starts the model).
+        """Turn the gradient of forward's output into the gradient of `hidden` (None for the model's first chunk).
 
-        on_gradients_ready(modules) is called when no slice of this microbatch will add to the gradients of `modules`
-        any more, so that their reduce over the replicas can overlap the rest of backward.
-        defer_weights: leave weight gradients to weight_backward(), except the head's: deferring that one would keep the
-        logits in memory.
+        slices: the tape that forward() returned
+        on_gradients_ready: a function that is called with modules as soon as all slices have added their gradients to
+            them, so that the replicas can reduce these gradients during the rest of backward
+        defer_weights: leave the weight gradients to weight_backward(), except the head's, because deferring it would
+            keep the logits in memory
         """
         for slice in slices:
             slice.deferred = [] if defer_weights else None
@@ -189,26 +195,26 @@ class Domino:
         yield from interleave([self.staggered(slice, self.backward_slice(slice, gradients[slice.index], results, ready))
                                for slice in slices], self.trace)
         if defer_weights:
-            for slice in slices:                               # weight_backward needs nothing else
+            for slice in slices:                               # free what weight_backward does not need
                 slice.batch = slice.masks_and_positions = slice.output = None
         if slices[0].chunk.pre_process:
             return None
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def weight_backward(self, slices, on_gradients_ready=None):
-        """Compute the deferred weight gradients. Never yields, but pipeline.run expects a generator."""
+        """Compute the weight gradients that backward() deferred. Never yields, but pipeline.run expects a generator."""
         ready = GradientsReady(len(slices), on_gradients_ready)
         while slices[0].deferred:
             for slice in slices:
-                site, matmuls, modules = slice.deferred.pop(0)         # its tensors are freed with it
+                site, matmuls, modules = slice.deferred.pop(0)         # pop, to free the tensors after use
                 self.ops.weight_gradients(slice, site, matmuls)
                 ready(*modules)
         return
         yield
 
     def staggered(self, slice, generator):
-        """Run the slice's generator. If the stream is sharded, first let `slice.index` turns pass, so that each slice
-        starts one turn after the previous one (sequence_parallel.py says why)."""
+        """Run the slice's generator. If the stream is sharded, let `slice.index` turns pass first, so that each slice
+        starts one turn after the previous slice (sequence_parallel.py says why)."""
         for _ in range(slice.index):
             yield from self.ops.yield_if_sharded()
         yield from generator
@@ -216,14 +222,15 @@ class Domino:
     # ---- forward
 
     def forward_slice(self, slice: Slice):
-        """Run one slice through its chunk."""
+        """Run one slice through its chunk. x is the residual stream; y is the output of the sublayer `previous`, which
+        the next residual + norm adds to x."""
         x, y, previous = slice.hidden, None, None
-        slice.hidden = None                                    # from here on only the tape keeps it
+        slice.hidden = None                                    # so that only the tape keeps this tensor
         if slice.chunk.pre_process:
             x = yield from self.ends.embed(slice)
-        for step in self.steps[slice.chunk]:
-            x, y = yield from self.forward_sublayer(slice, step, x, y, previous)
-            previous = step
+        for parts in self.sublayers[slice.chunk]:
+            x, y = yield from self.forward_sublayer(slice, parts, x, y, previous)
+            previous = parts
         if slice.chunk.post_process:
             slice.output, slice.head = yield from self.ends.head(slice, x, y, previous)
         else:
@@ -231,26 +238,26 @@ class Domino:
         if not slice.training:
             slice.head = None
 
-    def forward_sublayer(self, slice, step, x, y, previous):
-        """Turn x, y of the previous sublayer into x, y of this one: residual + norm, gather, inside, reduce."""
-        h, norm = self.residual_norm.forward(slice, x, y, previous, step.norm_weights)
-        flights = self.ops.gather(slice, step.site, h)
+    def forward_sublayer(self, slice, parts, x, y, previous):
+        """Turn x, y of the previous sublayer into x, y of this sublayer: residual + norm, gather, inside, reduce."""
+        h, norm = self.residual_norm.forward(slice, x, y, previous, parts.norm_weights)
+        flights = self.ops.gather(slice, parts.site, h)
         yield from self.ops.yield_if_in_flight(flights)
-        flights, inside = yield from step.inside.forward(self.ops, slice, flights)
+        flights, inside = yield from parts.inside.forward(self.ops, slice, flights)
         if slice.training:
-            slice.tape.append(self.tape_policy.keep(TapeEntry(step, norm, h, inside)))
-        del h, inside                                          # freed now, unless the tape keeps them
-        return norm.x, (yield from self.ops.yield_then_wait(slice, step.site, flights))
+            slice.tape.append(self.tape_policy.keep(TapeEntry(parts, norm, h, inside)))
+        del h, inside                                          # free both now, unless the tape keeps them
+        return norm.x, (yield from self.ops.yield_then_wait(slice, parts.site, flights))
 
     # ---- backward
 
     def backward_slice(self, slice: Slice, gradient, results, ready):
-        """Walk the tape in reverse. Each entry is freed as soon as it is used."""
+        """Walk the tape in reverse and free each entry after use. Put the gradient of `hidden` into `results`."""
         if slice.chunk.post_process:
             grad_x, grad_y = yield from self.backward_head(slice, gradient, ready)
         else:
             self.start_restore(slice)
-            bias, mask = bias_and_mask(slice, self.steps[slice.chunk][-1], gradient)
+            bias, mask = bias_and_mask(slice, self.sublayers[slice.chunk][-1], gradient)
             grad_x, grad_y, grad_bias = residual_backward(gradient, mask, bias is not None)
             add_gradients([bias], [grad_bias])
             yield from self.ops.yield_if_in_flight(slice.tape[-1].h_flights)
@@ -265,20 +272,20 @@ class Domino:
     def backward_sublayer(self, slice, entry, grad_x, grad_y, ready):
         """Turn the gradients of this sublayer's x' and y into the gradients of the previous sublayer's x and y.
 
-        y is a sum over ranks, and the gradient of a sum is the gradient of each addend: no all-reduce. Every rank used
-        h, so the gradient of h is the sum over the ranks.
+        y is a sum over the ranks, so each rank's addend has the gradient grad_y, without an all-reduce. Every rank used
+        h for its own features, so grad_h is the sum of all ranks' gradients of h.
         """
-        step, norm, flights = entry.step, entry.norm, self.ops.gather(slice, entry.step.site, grad_y)
+        parts, norm, flights = entry.parts, entry.norm, self.ops.gather(slice, entry.parts.site, grad_y)
         yield from self.ops.yield_if_in_flight(flights)
-        flights, matmuls = yield from step.inside.backward(self.ops, slice, entry.inside, flights, entry.h_flights)
-        del entry                                              # frees what the weight gradients do not need
+        flights, matmuls = yield from parts.inside.backward(self.ops, slice, entry.inside, flights, entry.h_flights)
+        del entry                                              # free what the weight gradients do not need
         overlapped, deferred = (matmuls, []) if slice.deferred is None else ([], matmuls)
-        grad_h = yield from self.wait_for_sum(slice, step.site, flights, overlapped)
+        grad_h = yield from self.wait_for_sum(slice, parts.site, flights, overlapped)
         grad_x, grad_y = self.residual_norm.backward(slice, norm, grad_x, grad_h)
         if deferred:
-            slice.deferred.append((step.site, deferred, (step.sublayer,)))
+            slice.deferred.append((parts.site, deferred, (parts.sublayer,)))
         else:
-            ready(step.sublayer)
+            ready(parts.sublayer)
         return grad_x, grad_y
 
     def backward_head(self, slice, gradient, ready):
@@ -288,13 +295,13 @@ class Domino:
         norm, slice.head = slice.head.norm, None
         grad_h = yield from self.wait_for_sum(slice, "head", flights, matmuls)
         grad_x, grad_y = self.residual_norm.backward(slice, norm, None, grad_h)
-        tied_here = model.config.tied and model.pre_process    # then the embedding will add to the same matrix
+        tied_here = model.config.tied and model.pre_process    # embed_backward will add to the same matrix
         ready(model.final_norm, *([] if tied_here else [vocabulary]))
         return grad_x, grad_y
 
     def wait_for_sum(self, slice, site, flights, weight_gradients):
-        """Return the tensor of `flights`. While it is in flight, run what does not need it: weight gradients, the other
-        slices, and the recomputation of the sublayer below."""
+        """Wait for `flights` and return their tensor. In the meantime run what does not need it: weight gradients, the
+        other slices, and the recomputation of the previous sublayer."""
         self.start_restore(slice)
         self.ops.weight_gradients(slice, site, weight_gradients)
         yield
@@ -302,14 +309,14 @@ class Domino:
         return self.ops.wait(slice, site, flights)
 
     def start_restore(self, slice):
-        """Start to restore all rows of h of the last tape entry. Depending on the options this fetches x from the host,
-        recomputes the norm, and gathers the other ranks' rows."""
+        """Start to restore h [b, s, h] of the last tape entry, which is the next that backward needs. Depending on the
+        options, fetch x from the host, recompute the norm, and gather the other ranks' rows."""
         if slice.tape:
             entry, h = slice.tape[-1], self.tape_policy.bring_back_h(slice.tape)
-            entry.h_flights, entry.h = self.ops.gather(slice, entry.step.site, h), None
+            entry.h_flights, entry.h = self.ops.gather(slice, entry.parts.site, h), None
 
     def finish_restore(self, slice):
-        """Recompute the tensors that the inside of the last tape entry has dropped."""
+        """Recompute the tensors that forward dropped from the inside of the last tape entry."""
         if slice.tape and self.tape_policy.recomputes:
             entry = slice.tape[-1]
-            yield from entry.step.inside.restore(self.ops, slice, entry.inside, entry.h_flights)
+            yield from entry.parts.inside.restore(self.ops, slice, entry.inside, entry.h_flights)

@@ -1,21 +1,27 @@
-"""GPT-2/3 and Llama as a chain of sublayers, cut between any two layers into pipeline stages.
+"""GPT-2/3 and Llama as a chain of sublayers. Pipeline stages are consecutive layers of this chain.
 
-A pre-norm transformer is one residual stream x [b, s, h] that every sublayer reads and adds to. Attention and MLP
-alternate, 2L sublayers in all. With tensor parallelism (parallel.py) each sublayer is the same three steps:
+A pre-norm transformer has one residual stream x [b, s, h]. Every sublayer reads x and adds its output y to it.
+Attention and MLP alternate, so L layers are 2L sublayers. With tensor parallelism (parallel.py) each sublayer takes
+three steps:
 
-    residual + norm    the same on every rank, per token   x' = x + dropout(y + bias);   h = norm(x')
-    inside             on this rank's shard, two matmuls   partial y = core(h W1^T) W2^T
-    all-reduce         communication                       y = sum of the partial y over tp ranks
+    residual + norm    the same on every rank          x' = x + dropout(y + bias)    y, bias: of the previous sublayer
+                                                       h = norm(x')
+    inside             two matmuls with local shards   partial = core(h W1^T) W2^T   core: attention, or gelu in an MLP
+    all-reduce         communication                   y = sum of `partial` over the tp ranks
 
-    tokens -> embedding -> g -> | norm -> f -> W1 -> attention -> W2 -> g -> +
-                                | norm -> f -> W1 -> gelu -> W2 -> g -> + | ... | norm -> f -> head
+f and g are the communication operators of parallel.py: in forward only g all-reduces, in backward only f.
 
-This file calls the sublayers one after another, with the blocking f and g of parallel.py and plain autograd. That is
-the *definition* of the model, which every faster schedule is tested against. domino.py runs the same sublayers in
-another order.
+    tokens -> embedding -> g                                       x
+           -> norm -> f -> W1 -> attention -> W2 -> g  -> + x      layer 0, attention
+           -> norm -> f -> W1 -> gelu      -> W2 -> g  -> + x      layer 0, MLP
+           ...                                                     layers 1 to L - 1
+           -> norm -> f -> head -> cross entropy
 
-Model families differ in norm, positions, activation and biases. The files in layers/ implement these choices. The only
-one that this file knows is whether there are learned positions, which Embedding adds.
+This file calls the sublayers one after another, with blocking all-reduces and plain autograd. That is the *definition*
+of the model. domino.py runs the same sublayers in another order, and tests compare it with this definition.
+
+Model families differ in norm, positions, activation, biases, and in whether the head is tied to the word embedding.
+This file handles learned positions and the tied head. The files in layers/ implement the other choices.
 
 Sources: GPT-2; GPT-3 (2005.14165); Megatron-LM (1909.08053, section 3); Llama (2302.13971).
 """
@@ -40,7 +46,7 @@ from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel,
 
 
 class Layer(nn.Module):
-    """A transformer layer: attention, then MLP."""
+    """The two sublayers of a transformer layer: attention, then MLP."""
 
     def __init__(self, config, mesh: Mesh, site: str):
         super().__init__()
@@ -52,7 +58,11 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The word embedding, cut by vocabulary, and learned positions (if any), whole on every rank."""
+    """The word embedding, sharded by vocabulary, and the position embedding, which every tp rank holds whole.
+
+    The position embedding is None if the model has no learned positions. It is also None without pre_process: then this
+    stage uses the word embedding only as the tied head.
+    """
 
     def __init__(self, config, mesh: Mesh, pre_process: bool):
         super().__init__()
@@ -63,15 +73,20 @@ class Embedding(nn.Module):
                 (config.max_position_embeddings, config.hidden_size), config, mesh, std=config.init_method_std)
 
     def add_positions(self, words, positions, mask):
-        """Add the embeddings of positions [b, s] (if any) to words [b, s, h], then drop."""
+        """Add the learned embeddings of positions [b, s] to words [b, s, h], then apply dropout.
+
+        Without learned positions, only apply dropout.
+        """
         if self.position_embeddings is None:
-            return drop(words.clone(), mask)        # clone: a shard may be a view that keeps the whole stream in memory
+            # clone: with sequence parallelism `words` is a view, and keeping it would keep the rows of all ranks
+            return drop(words.clone(), mask)
         return drop(words + F.embedding(positions, self.position_embeddings.weight), mask)
 
     def add_position_gradients(self, gradient, positions):
-        """Add to the position embeddings' main_grad. gradient [b, s, h]: of the sum in add_positions(), before dropout.
+        """Add the gradient of the position embedding, if there is one, to its main_grad.
 
-        index_add_ would not do: on GPUs it adds in any order, but the copies on all tp ranks must get the same bits.
+        gradient [b, s, h]: the gradient of words + position embeddings, the tensor in add_positions() before dropout.
+        Does not use index_add_, which adds in a random order on GPUs: the copies on the tp ranks need the same bits.
         """
         if self.position_embeddings is not None:
             weight = self.position_embeddings.weight
@@ -83,8 +98,9 @@ class Embedding(nn.Module):
 class Chunk:
     """Consecutive layers of a stage.
 
-    pre_process: the chunk starts with the embedding and takes tokens; otherwise it takes hidden states [b, s, h].
-    post_process: it ends with final norm and head and returns losses or logits; otherwise hidden states [b, s, h].
+    pre_process: the chunk starts with the embedding and takes tokens. Other chunks take hidden states [b, s, h].
+    post_process: the chunk ends with final norm and head and returns losses or logits. Other chunks return hidden
+        states [b, s, h].
     """
     layers: list[Layer]
     pre_process: bool
@@ -92,12 +108,15 @@ class Chunk:
 
     @property
     def sublayers(self) -> list[Sublayer]:
-        """Return attention and MLP of each layer, in order."""
+        """Return the attention and MLP of each layer, in order."""
         return [sublayer for layer in self.layers for sublayer in (layer.attention, layer.mlp)]
 
 
 def stage_layers(num_layers: int, stage: int, stages: int) -> range:
-    """Return the layers of a pipeline stage. The first num_layers % stages stages hold one more than the others."""
+    """Return the numbers of a stage's layers. If they cannot be split equally, the first stages hold one layer more.
+
+    For example, a model of 10 layers on 4 stages is split into 3, 3, 2 and 2.
+    """
     each, extra = divmod(num_layers, stages)
     first = stage * each + min(stage, extra)
     return range(first, first + each + (stage < extra))
@@ -106,9 +125,11 @@ def stage_layers(num_layers: int, stage: int, stages: int) -> range:
 class GPT(nn.Module):
     """One pipeline stage of a GPT; the whole model if pp = 1.
 
-    Most schedules give a stage one chunk, some give it several; config.placement says where in the model they lie.
-    pre_process, post_process: this stage holds the embedding, or final norm and head.
-    Parameter names are global (layers.7.attention.qkv.weight), so they don't depend on the layout.
+    Most schedules give a stage one chunk; some give it several. config.placement says which chunks of the model these
+    are. pre_process is True if this stage holds the embedding, post_process if it holds the final norm and the head.
+    Layers are numbered over the whole model (layers.7.attention.qkv.weight), so names don't depend on the layout.
+
+    parallel_output: without labels, return only the logits of this rank's words; see forward().
     """
 
     def __init__(self, config, mesh: Mesh, parallel_output=True):
@@ -128,16 +149,16 @@ class GPT(nn.Module):
             self.final_norm = Norm(config, mesh, config.hidden_size)
             if not tied:
                 self.output_layer = VocabParallelEmbedding(config, mesh)
-            # in a list, or torch would register a tied matrix under a second name
+            # the list hides the module from torch, which would register a tied matrix under a second name
             self.head = [self.embedding.word_embeddings if tied else self.output_layer]
         if mesh.device.type != "meta":
             self.initialize()
 
     @torch.no_grad()
     def initialize(self):
-        """Draw each parameter whole, from a generator seeded by (seed, global name), and keep this rank's shard.
+        """Draw each whole parameter from a generator seeded by (seed, parameter name), and keep this rank's shard.
 
-        So initial weights are the same on every layout: the shards of a matrix differ, and replicas agree.
+        So the initial model is the same on every layout: the shards of a matrix differ, and its replicas are equal.
         """
         for name, weight in self.named_parameters():
             if weight.init_std is None:
@@ -149,7 +170,7 @@ class GPT(nn.Module):
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """This stage's copy of the tied word embedding, if the first and the last stage each hold one; else None."""
+        """This stage's copy of a tied word embedding, if another stage holds a copy too; else None."""
         shared = self.config.tied and self.pre_process != self.post_process
         return self.embedding.word_embeddings.weight if shared else None
 
@@ -157,11 +178,12 @@ class GPT(nn.Module):
         """Run one chunk of the plain model, with blocking communication.
 
         tokens, positions, labels: [b, s]
-        hidden: [b, s, h] from the previous chunk; None for the first
-        sample_ids: b numbers that seed dropout; None to evaluate
-        documents: [b, s], see layers/positions.py
-        Returns hidden states [b, s, h]. The last chunk returns the loss of each token [b, s] or, without labels, the
-        logits: [b, s, num_words] of this rank's words with parallel_output, else [b, s, v] on every rank.
+        hidden: [b, s, h] from the previous chunk; None for the first chunk
+        sample_ids: b numbers that seed the dropout masks; None turns dropout off
+        documents: [b, s], the number of each token's document (layers/positions.py); None: one document per sample
+
+        Returns hidden states [b, s, h]. The last chunk returns the loss of each token [b, s] or, without labels,
+        logits: with parallel_output for this rank's words [b, s, num_words], otherwise for all words [b, s, v].
         """
         masks_and_positions = MasksAndPositions(self.config, self.mesh, sample_ids, positions=positions,
                                                 documents=documents)
@@ -183,14 +205,14 @@ class GPT(nn.Module):
         return logits if self.parallel_output else gather_logits(logits, vocabulary, self.config.vocab_size)
 
 
-# ---- models without memory, on torch's meta device: estimates and checkpoints ask them for names and shapes
+# ---- models on torch's meta device, which allocates no memory: estimates and checkpoints need only names and shapes
 
 @lru_cache(maxsize=64)
 def meta_stage(config, pp_rank=0, tp_rank=0) -> GPT:
-    """Return the stage that the rank at these coordinates would hold."""
+    """Return the stage that the rank with these coordinates holds, with shapes but without values."""
     return GPT(config, meta_mesh(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank))
 
 
 def meta_model(config) -> GPT:
-    """Return the whole model, as one process would hold it."""
+    """Return the whole model as one process holds it, with shapes but without values."""
     return meta_stage(dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))

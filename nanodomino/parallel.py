@@ -1,32 +1,37 @@
 """Tensor parallelism: a matrix cut over t ranks, and the all-reduces that the cut needs (Megatron-LM, 1909.08053,
 section 3).
 
-Cut the first matrix of a pair by its output features and the second by its input features. Then each rank works alone
-on its own features between the two matmuls, and one all-reduce completes the pair. PyTorch stores a weight as
-[out, in], so rank i holds rows of W1 and columns of W2 (the paper writes x A, where these rows are columns):
+Cut the first matrix of a pair by its output features and the second by its input features. Then each rank computes its
+own features from the first matmul to the second without communication, and one all-reduce completes the pair. For an
+MLP on rank i:
 
-                      column-parallel                         core             row-parallel
-      h [b, s, h] --f--> c = h W1[i]^T + b1[i] [b, s, ffn/t] --gelu--> a --> a W2[i]^T [b, s, h], partial sum --g--> y
+               column-parallel         core          row-parallel
+      h --f--> c = h W1[i]^T + b1[i] --gelu--> a --> partial y = a W2[i]^T --g--> y
+
+      h, partial y and y are [b, s, h]; c and a are [b, s, ffn/t]
 
       f   forward: identity (every rank has h)               backward: all-reduce (each rank has a partial dL/dh)
-      g   forward: all-reduce (each rank has a partial y)    backward: identity (dL/dy is the gradient of each term)
+      g   forward: all-reduce (each rank has a partial y)    backward: identity (dL/dy is the gradient of each addend)
 
-f and g are mirror images. If g's backward is written as another all-reduce, the gradients inside the last sublayer are
-t times too large. AdamW hides that, because it divides by the gradient's own size. Every sublayer below gets a wrong
-direction too, because in x + sublayer(x) the skip path counts once and the branch t times. Training does not break:
-with tp 2, nano's 200 steps end at a validation loss of 2.49 instead of 2.28. The gradient of W1 in each MLP at the
-first step, wrong against right:
+The names come from the paper, which writes x A: rank i holds columns of the first A and rows of the second. PyTorch
+stores a weight as [out, in] and computes x W^T, so here rank i holds *rows* of W1 and *columns* of W2.
+
+f and g are mirror images. A typical bug is to write another all-reduce as g's backward. Then the gradients inside the
+last sublayer are t times too large. AdamW hides that, because it divides by the gradient's own size. In all sublayers
+below, the gradients also have a wrong direction, because in x + sublayer(x) the skip path counts once and the branch t
+times. Training does not break: with tp 2, the 200 steps of the nano preset end at a validation loss of 2.49 instead of
+2.28. The table compares the wrong gradient with the right one, for W1 of each MLP at the first step:
 
       layer               7      6      5      4      3      2      1      0
       ratio of norms   2.00   2.40   2.93   3.67   4.83   6.50   9.53  15.38
       cosine           1.00   0.95   0.89   0.84   0.79   0.72   0.66   0.56
 
-Biases: b1 is cut like the output of its matmul. b2 is whole on every rank and must be added *after* the all-reduce, or
-it counts t times. RowParallelLinear leaves that to its caller (Megatron's `skip_bias_add`), who adds it with the
-residual.
+Biases: b1 is cut like the output of its matmul. Every rank holds the whole b2, which must be added *after* the
+all-reduce: otherwise the sum contains it t times. RowParallelLinear does not add b2. Its caller does, together with the
+residual (Megatron's `skip_bias_add`).
 
-The vocabulary is cut the same way. Each rank owns v/t rows of the embedding, and the loss is computed without gathering
-the logits (layers/cross_entropy.py).
+The vocabulary is cut too. Each rank owns v/t rows of the embedding, and the loss is computed without gathering the
+logits (layers/cross_entropy.py).
 """
 
 import torch
@@ -39,11 +44,12 @@ def parameter(shape, config, mesh, *, shard_dim=None, partition_stride=1, std=No
               partial_gradient=False) -> nn.Parameter:
     """Create this rank's shard of a parameter, uninitialized. GPT.initialize() in model.py fills it.
 
-    shape              shape of the whole tensor
-    shard_dim          the dimension cut over tp; None: every tp rank holds a copy
-    partition_stride   number of equal matrices stacked along shard_dim, each cut on its own (Megatron-LM's name)
-    std, value         initialize from a normal distribution with this standard deviation, or with a constant
-    partial_gradient   whether each tp rank computes only a part of the gradient of its copy
+    shape              the shape of the whole parameter
+    shard_dim          the dimension that is cut over the tp ranks; None: every tp rank holds a copy
+    partition_stride   the number of matrices stacked along shard_dim, each of which is cut by itself (Megatron-LM's
+                       name); for example 2 for SwiGLU's [gate; up]
+    std, value         the standard deviation of normal initial values; if std is None, all values are `value`
+    partial_gradient   True if each tp rank holds a copy but computes only an addend of its gradient; zero.py sums them
     """
     local = list(shape)
     if shard_dim is not None:
@@ -56,7 +62,7 @@ def parameter(shape, config, mesh, *, shard_dim=None, partition_stride=1, std=No
 
 
 def local_shard(whole, weight, mesh):
-    """Return this rank's shard of a whole tensor that is cut as `weight` is."""
+    """Return this rank's shard of `whole`, a tensor with the full shape of `weight`."""
     if weight.shard_dim is None:
         return whole
     shards = [matrix.chunk(mesh.tp, dim=weight.shard_dim)[mesh.tp_rank]
@@ -74,7 +80,8 @@ class CopyToTensorParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.clone(memory_format=torch.contiguous_format)   # autograd may share it with another branch
+        # clone: all_reduce works in place, but autograd may use the same tensor in another branch
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
 
@@ -104,7 +111,7 @@ def reduce_from_tensor_parallel(partial, group):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Computes x [.., in] -> x W^T + bias [.., out/t]: this rank's output features."""
+    """Computes this rank's output features: x [.., in] -> x W^T + bias [.., out/t]."""
 
     def __init__(self, features_in, features_out, config, mesh, bias=True, partition_stride=1):
         super().__init__()
@@ -118,12 +125,12 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Computes x [.., in/t] -> x W^T summed over tp ranks [.., out]. The caller adds `bias` [out] to the sum."""
+    """Computes x [.., in/t] -> the sum of x W^T over the tp ranks [.., out]. The caller adds `bias` [out]."""
 
     def __init__(self, features_in, features_out, config, mesh, bias=True):
         super().__init__()
         self.group = mesh.tp_group
-        std = config.init_method_std / (2 * config.num_layers) ** 0.5      # GPT-2: 2L sublayers add to the residual
+        std = config.init_method_std / (2 * config.num_layers) ** 0.5      # as in GPT-2: 2L sublayers add to the stream
         self.weight = parameter((features_out, features_in), config, mesh, shard_dim=1, std=std)
         self.bias = parameter((features_out,), config, mesh) if bias else None
 
@@ -132,10 +139,10 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Holds rows [first_row, first_row + padded_vocab/t) of the word embedding: num_words words, then padding.
+    """Holds padded_vocab/t rows of the word embedding, from first_row on: num_words words, then padding.
 
-    As a head it computes `num_logits` logits: the number of words rounded up to a multiple of 8, because matrix units
-    need aligned sizes and GPT-2's 50257 is odd. The loss ignores the logits of padding rows.
+    A head multiplies by the first num_logits rows: num_words rounded up to a multiple of 8, because matrix units need
+    aligned sizes and GPT-2's vocabulary of 50257 is odd. The loss ignores the logits of padding rows.
     """
 
     def __init__(self, config, mesh):
@@ -149,13 +156,16 @@ class VocabParallelEmbedding(nn.Module):
         self.num_logits = min(-(-self.num_words // 8) * 8, rows)
 
     def local_rows(self, tokens):
-        """tokens [b, s] -> (row in this shard, 0 for words of other ranks; whether this rank has it), both [b, s]."""
+        """Return (row, is_local), both [b, s], for tokens [b, s].
+
+        is_local: whether this rank owns the token's word. row: the word's row in this shard; 0 if it is not local.
+        """
         row = tokens - self.first_row
         is_local = (row >= 0) & (row < self.num_words)
         return row.where(is_local, 0), is_local
 
     def partial_embeddings(self, tokens):
-        """tokens [b, s] -> [b, s, h]: the embeddings of this rank's words, zeros elsewhere."""
+        """Return [b, s, h] for tokens [b, s]: the embeddings of this rank's words, and zeros for all other words."""
         row, is_local = self.local_rows(tokens)
         return F.embedding(row, self.weight) * is_local.unsqueeze(-1)
 
@@ -163,15 +173,15 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_tensor_parallel(self.partial_embeddings(tokens), self.group)
 
     def logits_weight(self):
-        """Return the rows [num_logits, h] that a head multiplies by."""
+        """Return the matrix [num_logits, h] that a head multiplies by."""
         return self.weight[:self.num_logits]
 
 
 class GatherFromTensorParallel(torch.autograd.Function):
-    """Forward joins the ranks' tensors along the last dimension; backward keeps the gradient of this rank's part.
+    """Joins the ranks' tensors along the last dimension. Backward returns the gradient of this rank's part.
 
-    Every rank computes the same from the gathered tensor, so each already has the whole gradient, and backward needs no
-    communication.
+    All ranks compute the same from the gathered tensor. So each has the gradient of the whole tensor, and backward
+    needs no communication.
     """
 
     @staticmethod
@@ -187,7 +197,7 @@ class GatherFromTensorParallel(torch.autograd.Function):
 
 
 def gather_logits(logits, vocabulary: VocabParallelEmbedding, vocab_size: int):
-    """logits [b, s, num_words] of each rank's words -> [b, s, vocab_size] on every rank."""
+    """Gather each rank's logits [b, s, num_words] into [b, s, vocab_size] on every rank."""
     padded = F.pad(logits, (0, vocabulary.weight.size(0) - vocabulary.num_words))
     whole = GatherFromTensorParallel.apply(padded, vocabulary.group) if vocabulary.group.size() > 1 else padded
     return whole[..., :vocab_size]

@@ -151,7 +151,7 @@ def document_tape_bytes(config: Config) -> dict[str, float]:
 def norm_statistics_bytes(config: Config) -> int:
     """Return the bytes per token that a norm keeps besides its input, such as the mean and the inverse deviation."""
     e, w = bytes_per_element(config), bytes_per_main_element(config)
-    return NORMALIZATIONS[config.normalization].statistics(e, w, config.device == "cuda")
+    return NORMALIZATIONS[config.normalization].statistics_bytes(e, w, config.device == "cuda")
 
 
 def offloads_to_host(config: Config) -> bool:

@@ -1,7 +1,8 @@
 """The activation functions of an MLP, each with its backward.
 
-    gelu(x)            = x P(X < x), X normal; the tanh approximation (1606.08415), as in GPT-2
-    swiglu(gate, up)   = silu(gate) * up, silu(x) = x sigmoid(x) (2002.05202), as in Llama
+    gelu(x)            = x Phi(x), Phi the normal distribution function, with the tanh approximation
+                         (1606.08415); as in GPT-2
+    swiglu(gate, up)   = silu(gate) * up, silu(x) = x sigmoid(x) (2002.05202); as in Llama
 
 An activation works element by element, so each rank applies it to its own ffn/t features without communication.
 """
@@ -15,9 +16,11 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Activation:
-    """function(c [.., inputs x ffn]) -> [.., ffn]; backward(gradient [.., ffn], c) -> the gradient of c.
+    """Holds an activation function and its backward.
 
-    inputs: how many numbers of c make one number of the result (2 for SwiGLU: gate, up).
+    function(c [.., inputs x ffn]) -> [.., ffn]
+    backward(gradient [.., ffn], c) -> the gradient of c
+    inputs: how many numbers of c make one number of the result; for example 2 for SwiGLU (gate and up)
     """
     function: Callable
     backward: Callable
@@ -38,7 +41,7 @@ def swiglu(c):
 
 
 def swiglu_backward(gradient, c):
-    """Write both gradients into one tensor, which saves a temporary and a torch.cat."""
+    """Return the gradient of c. Both halves are written into one tensor, which saves a temporary and a torch.cat."""
     (gate, up), grad_c = c.chunk(2, dim=-1), torch.empty_like(c)
     grad_gate, grad_up = grad_c.chunk(2, dim=-1)
     torch.mul(gradient, up, out=grad_gate)

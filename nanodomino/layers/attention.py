@@ -3,20 +3,20 @@
     h [b, s, h] -> Wqkv -> q, k, v of this rank's heads -> softmax(q k^T / sqrt(d) + bias) v -> Wdense -> y [b, s, h]
                 (column-parallel)                                                          (row-parallel)
 
-Heads come in groups that share one key and one value head (GQA, 2305.13245). With as many groups as heads it is the
-usual multi-head attention. The rows of Wqkv are stored group by group, so that cutting them into t contiguous parts
-gives each rank whole groups:
+Query heads come in groups. The heads of a group share one key head and one value head (GQA, 2305.13245). With as many
+groups as heads this is the usual multi-head attention. The rows of Wqkv are stored group by group, so that cutting them
+into t contiguous parts gives each rank whole groups:
 
-    [ q q k v | q q k v | q q k v | q q k v ]      4 groups, 2 query heads each; every letter is d rows
+    [ q q k v | q q k v | q q k v | q q k v ]      4 groups of 2 query heads; every letter is d rows
       rank 0              rank 1                   (all q, then all k, then all v would give rank 0 only queries)
 
-Optionally q and k pass through a norm of their own (qk_layernorm), then the rotary positions (positions.py).
+q and k may then pass through norms of their own (qk_layernorm) and the rotary positions (positions.py).
 
 Without attention dropout, torch's fused kernel never writes the [s, s] probabilities to memory. With dropout they are
 computed explicitly, because the fused kernel would draw its own mask, and that mask would depend on the layout.
 
-Training calls core_forward and core_backward. Autograd differentiates only attend() in them (autograd_segment.py); the
-norms and rotations around it have their backward written out.
+Training calls core_forward and core_backward. In these, autograd differentiates only attend() (autograd_segment.py).
+The backward of the norms and rotations is written by hand.
 """
 
 from functools import partial
@@ -34,7 +34,7 @@ from nanodomino.parallel import ColumnParallelLinear, RowParallelLinear
 
 
 class Attention(Sublayer):
-    """Attention over this rank's heads: `groups` groups of `group_size` query heads with `head_dim` numbers each."""
+    """Attention over this rank's heads: `groups` groups of `group_size` query heads, each of size `head_dim`."""
     attends = True
 
     def __init__(self, config, mesh, site: str):
@@ -45,7 +45,7 @@ class Attention(Sublayer):
         self.dense = RowParallelLinear(width, config.hidden_size, config, mesh, has_bias)
         self.groups, self.head_dim = config.num_query_groups // mesh.tp, config.kv_channels
         self.group_size = config.num_attention_heads // config.num_query_groups
-        # one weight [d] for all heads, of which each rank sees only its own: its gradient is partial
+        # partial_gradient: all heads share one weight [d], and each rank computes the gradient from its own heads only
         self.q_layernorm, self.k_layernorm = (
             Norm(config, mesh, self.head_dim, partial_gradient=True) if config.qk_layernorm else None for _ in range(2))
 
@@ -53,17 +53,17 @@ class Attention(Sublayer):
     row = property(lambda self: self.dense)
 
     def split(self, qkv):
-        """qkv [b, s, ..] -> q [b, s, groups, group_size, d], k and v [b, s, groups, 1, d]."""
+        """Split qkv [b, s, ..] into q [b, s, groups, group_size, d], k and v [b, s, groups, 1, d]."""
         b, s, _ = qkv.shape
         return qkv.view(b, s, self.groups, -1, self.head_dim).split([self.group_size, 1, 1], dim=3)
 
     def attend(self, q, k, v, inputs):
-        """q [b, heads, s, d], k and v [b, groups, s, d] -> [b, heads, s, d]."""
+        """Return the attention output [b, heads, s, d] for q [b, heads, s, d], k and v [b, groups, s, d]."""
         if inputs.dropout_mask is None:
             return fused_attention(q, k, v, inputs.attention_bias)
         s = q.size(2)
         k, v = repeat_kv(q, k, v)
-        scale = self.head_dim ** -0.5          # applied inside the matmul: unscaled scores may overflow in fp16
+        scale = self.head_dim ** -0.5          # applied inside the matmul, because unscaled scores may overflow fp16
         scores = torch.baddbmm(q.new_empty(()), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=scale)
         scores = scores.view(inputs.dropout_mask.shape)
         if inputs.attention_bias is None:
@@ -73,7 +73,7 @@ class Attention(Sublayer):
         return drop(scores.softmax(dim=-1), inputs.dropout_mask) @ v
 
     def core(self, qkv, inputs):
-        """qkv [b, s, ..] -> [b, s, heads d]: the definition."""
+        """Turn qkv [b, s, ..] into [b, s, heads d]. This is the definition, which autograd can differentiate."""
         q, k, v = self.split(qkv)
         q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_layernorm), (k, self.k_layernorm)))
         q, k = (x if inputs.rotary is None else rotate(x, inputs.rotary) for x in (q, k))
@@ -89,9 +89,9 @@ class Attention(Sublayer):
         q, saved_q = norm_and_rotate(q, self.q_layernorm, inputs.rotary)
         k, saved_k = norm_and_rotate(k, self.k_layernorm, inputs.rotary)
         if saved_q is None and inputs.rotary is not None:
-            v = v.clone()                      # q and k are new tensors; v, if still a view, would keep all of qkv
+            v = v.clone()                      # q and k are new tensors, but v is a view, which would keep all of qkv
         heads = [heads_first(x) for x in (q, k, v)]
-        if inputs.dropout_mask is not None:    # the matmuls would save contiguous copies in addition to qkv
+        if inputs.dropout_mask is not None:    # or the matmuls would save contiguous copies in addition to qkv
             heads = [x.contiguous() for x in heads]
         context, segment = run_segment(partial(self.attend, inputs=inputs), *heads)
         return join_heads(context), (segment, inputs.rotary, saved_q, saved_k)
@@ -107,12 +107,12 @@ class Attention(Sublayer):
 
 
 def fused_attention(q, k, v, bias):
-    """softmax(q k^T / sqrt(d) + bias) v for q [b, heads, m, d], k and v [b, groups, s, d] -> [b, heads, m, d].
+    """Return softmax(q k^T / sqrt(d) + bias) v [b, heads, m, d] for q [b, heads, m, d], k and v [b, groups, s, d].
 
-    Without a bias it is causal if m = s. Generation has m = 1: the last token, which sees all s tokens.
+    Without a bias, attention is causal if m = s. Generation has m = 1: only the last token, which sees all s tokens.
 
-    On CUDA only flash attention reads the keys of a group once for all its heads, and it takes 16-bit inputs without a
-    bias. In other cases torch silently falls back to a kernel that stores all scores, so k and v are repeated first.
+    On CUDA, only flash attention handles groups without repeating k and v. It needs 16-bit inputs and no bias. In other
+    cases torch would silently use a kernel that stores all scores, so k and v are repeated here first.
     """
     if q.is_cuda and (bias is not None or q.element_size() > 2):
         k, v = repeat_kv(q, k, v)
@@ -127,17 +127,17 @@ def repeat_kv(q, k, v):
 
 
 def heads_first(x):
-    """[b, s, groups, heads per group, d] -> [b, heads, s, d]."""
+    """Reshape [b, s, groups, heads per group, d] -> [b, heads, s, d]."""
     return x.flatten(2, 3).transpose(1, 2)
 
 
 def join_heads(context):
-    """[b, heads, s, d] -> [b, s, heads d]."""
+    """Reshape [b, heads, s, d] -> [b, s, heads d]."""
     return context.transpose(1, 2).flatten(2)
 
 
 def norm_and_rotate(x, norm, rotary):
-    """Apply the norm and the rotary positions to q or k [b, s, groups, heads per group, d]; each may be None.
+    """Apply norm and rotary positions (each may be None) to q or k [b, s, groups, heads per group, d].
 
     Returns (the result, what norm_and_rotate_backward() needs).
     """
@@ -149,7 +149,7 @@ def norm_and_rotate(x, norm, rotary):
 
 
 def norm_and_rotate_backward(gradient, norm, rotary, saved):
-    """Return the gradient of norm_and_rotate()'s x; the gradients of the norm's weights are added to main_grad."""
+    """Return the gradient of norm_and_rotate()'s x, and add the gradients of the norm's weights to main_grad."""
     if rotary is not None:
         gradient = rotate(gradient, inverse_rotation(rotary))
     if norm is None:

@@ -1,23 +1,25 @@
-"""A segment of the forward with an autograd graph of its own, which runs backward when the caller says so.
+"""A segment of the forward that has its own autograd graph, so that the caller decides when its backward runs.
 
 Plain autograd records one graph of the whole forward and runs it backward in its own order. Domino needs another order,
-with all-reduces between the segments, and writes most backward passes out by hand. Fused attention is the exception:
-each device has its own kernel, and only torch knows its backward. So it gets a graph of its own, cut off at its inputs:
+with all-reduces between the segments, so most backward passes are written by hand. Fused attention is the exception:
+each device has its own kernel, and only torch knows its backward. So attention gets a separate graph, which ends at its
+inputs:
 
     output, segment = run_segment(function, q, k, v)      output = function(q, k, v)
-    segment.backward(gradient)                            -> the gradients of q, k, v
+    segment.backward(gradient)                            returns the gradients of q, k, v
 
-Until backward the segment holds its inputs and what the operations inside it save.
+Until backward, the segment keeps its inputs and whatever autograd saved in its graph.
 
-**A shortcut.** The graph of one fused operation is a single autograd node, and a node can be called like a function:
-gradient of its output in, gradients of its inputs out. That costs the host a quarter of the time of
-torch.autograd.grad(), which prepares for any graph and hands the work to another thread for each GPU. The call is only
-right if nothing of the graph is left beyond that node:
+**A shortcut.** The graph of one fused operation is a single autograd node. A node can be called like a function: it
+takes the gradient of its output and returns the gradients of its inputs. That costs the host a quarter of the time of
+torch.autograd.grad(), which prepares for any graph and uses another thread for each GPU. The call is only correct if
+the node is the whole graph, so that nothing but the inputs comes after it in backward:
 
     node.next_functions      [AccumulateGrad(q), AccumulateGrad(k), AccumulateGrad(v), None ..]
 
-so backward() checks that the first entries are the leaves q, k, v in this order, and that all others are None (an
-attention bias, say, gets no gradient). Otherwise, as in attention with dropout, it uses torch.autograd.grad().
+So backward() checks that the first entries are the leaves q, k, v in this order, and that all others are None (for
+example that of an attention bias, which gets no gradient). Otherwise, as in attention with dropout, backward() uses
+torch.autograd.grad().
 """
 
 from dataclasses import dataclass
@@ -28,11 +30,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 @dataclass
 class Segment:
+    """Holds the inputs and the autograd graph of a segment."""
     inputs: list[torch.Tensor]
     output_edge: GradientEdge
 
     def backward(self, gradient):
-        """Gradient of the output -> gradients of the inputs."""
+        """Turn the gradient of the output into the gradients of the inputs."""
         node, count = self.output_edge.node, len(self.inputs)
         next_nodes = [next_node for next_node, _ in node.next_functions]
         leaves = [getattr(next_node, "variable", None) for next_node in next_nodes[:count]]
@@ -43,7 +46,7 @@ class Segment:
 
 
 def run_segment(function, *inputs):
-    """Return (function(*inputs), detached; the Segment that differentiates it)."""
+    """Return (function(*inputs), detached from autograd, and the Segment for its backward)."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in inputs]
         output = function(*inputs)

@@ -9,20 +9,20 @@ For one token, with all its logits z on one rank:
     grad_z  = exps / sum_exp                              # = softmax(z), minus 1 at the label:
     grad_z[label] -= 1
 
-With v/t logits on each rank, two all-reduces of a few numbers per token replace gathering v of them (Megatron-LM,
-1909.08053, section 3):
+Here each rank has only v/t of a token's logits. Two all-reduces of 3 numbers per token in all replace a gather of v
+logits per token (Megatron-LM, 1909.08053, section 3):
 
-    local_max_and_sum_exp      this rank's largest logit, and its sum of exp(z - that), both [b, s]
+    local_max_and_sum_exp      this rank's largest logit, and its sum of exp(z - largest), both [b, s]
       all-reduce (max)         maximum [b, s]
-    partial_loss_sums          [2, b, s]: this rank's sum_exp, rescaled to the common maximum; z[label] - maximum on the
-      all-reduce (sum)         rank that has the label, 0 elsewhere
+    partial_loss_sums          [2, b, s]: this rank's sum_exp, rescaled to the common maximum, and z[label] - maximum,
+      all-reduce (sum)         which is 0 on ranks that do not own the label
     loss_from_sums             loss [b, s]
-    cross_entropy_gradient     softmax(z) - one_hot(label), on this rank's logits, without communication
+    cross_entropy_gradient     softmax(z) - one_hot(label) for this rank's logits, without communication
 
-**Memory.** Logits are the largest tensor of a step. They stay in their own dtype until the gradient overwrites them. In
-training no other tensor of their size exists, since fp32 temporaries are made for a chunk of rows at a time. (Only
-VocabParallelCrossEntropy, which the plain model uses, copies them.) Sums are fp32 or
-wider; `narrow` (--fp16-lm-cross-entropy) keeps the temporaries in the logits' dtype.
+**Memory.** Logits are the largest tensor of a step. They stay in their own dtype until the gradient overwrites them.
+Training creates no other tensor of their size, because it makes fp32 temporaries for a chunk of rows at a time. (Only
+VocabParallelCrossEntropy, which the plain model uses, copies the logits.) Sums are in fp32 or wider. With `narrow`
+(--fp16-lm-cross-entropy), the temporaries have the logits' dtype.
 """
 
 import torch
@@ -30,11 +30,11 @@ import torch.distributed as dist
 
 from nanodomino.layers.main_grad import wide_dtype
 
-CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # of a temporary: fits a CPU's caches, or keeps a GPU busy
+CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # size of a temporary: fits a CPU's caches, or keeps a GPU busy
 
 
 def in_chunks(function):
-    """Make function(logits [rows, n], *others [rows]) -> results [rows] work on a chunk of the rows at a time."""
+    """Make function(logits [rows, n], *others [rows]) work on some rows at a time, and join its results [rows]."""
     def chunked(logits, *others):
         rows = max(1, CHUNK_BYTES[logits.device.type] // (4 * logits.size(-1)))
         results = [function(*chunk) for chunk in zip(*(tensor.split(rows) for tensor in (logits, *others)))]
@@ -43,7 +43,7 @@ def in_chunks(function):
 
 
 def max_and_sum_exp_of_rows(logits, narrow=False):
-    """logits [rows, n] -> (largest logit, sum of exp(z - largest)), both [rows], in fp32 or wider."""
+    """Return (largest logit, sum of exp(z - largest)) of logits [rows, n], both [rows] in fp32 or wider."""
     narrow_largest = logits.amax(dim=-1)
     largest = narrow_largest.to(wide_dtype(logits))
     exps = (logits - (narrow_largest if narrow else largest).unsqueeze(-1)).exp_()
@@ -58,9 +58,9 @@ def scaled_exp_of_rows(logits, maximum, factor, narrow=False):
 
 
 def local_max_and_sum_exp(logits, vocabulary, of_rows=in_chunks(max_and_sum_exp_of_rows)):
-    """logits [b, s, num_logits] -> (largest, sum_exp), both [b, s]. Overwrites the logits of padding rows with -inf.
+    """Return (largest, sum_exp) of logits [b, s, num_logits], both [b, s]. Overwrites the logits of padding with -inf.
 
-    A rank that owns nothing but padding returns -inf and 0.
+    A rank that owns only padding returns -inf and 0.
     """
     if not vocabulary.num_words:
         zeros = torch.zeros(logits.shape[:-1], dtype=wide_dtype(logits), device=logits.device)
@@ -70,7 +70,7 @@ def local_max_and_sum_exp(logits, vocabulary, of_rows=in_chunks(max_and_sum_exp_
 
 
 def partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary):
-    """Return this rank's terms of the two sums, [2, b, s]. largest, sum_exp: from local_max_and_sum_exp()."""
+    """Return this rank's addends of the two sums, [2, b, s]. largest, sum_exp: from local_max_and_sum_exp()."""
     row, is_local = vocabulary.local_rows(labels)
     sums = torch.stack([sum_exp * (largest - maximum).exp(), torch.zeros_like(maximum)])
     if vocabulary.num_words:
@@ -79,16 +79,16 @@ def partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary):
 
 
 def loss_from_sums(sums):
-    """sums [2, b, s] over all ranks -> loss [b, s]."""
+    """Return the loss [b, s]. sums [2, b, s]: partial_loss_sums() added up over all ranks."""
     return sums[0].log() - sums[1]
 
 
 def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabulary,
                            of_rows=in_chunks(scaled_exp_of_rows)):
-    """Overwrite this rank's logits with (softmax - one_hot(label)) * gradient, gradient [b, s] of the loss.
+    """Overwrite this rank's logits with (softmax - one_hot(label)) * gradient. gradient [b, s]: of the loss.
 
-    At the label, softmax - 1 is computed as expm1(-loss). When the model is sure of a label, its probability rounds to
-    1 in 16 bits, and the difference would be 0.
+    At the label, softmax - 1 is computed as expm1(-loss). If the model is sure of a label, the label's probability
+    rounds to 1 in 16 bits, so the plain difference would be 0.
     """
     if vocabulary.num_words:
         row, is_local = (tensor.unsqueeze(-1) for tensor in vocabulary.local_rows(labels))
@@ -100,7 +100,7 @@ def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabu
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The steps above with blocking all-reduces, for the model's plain forward."""
+    """Runs the steps above with blocking all-reduces, for the plain model."""
 
     @staticmethod
     def forward(ctx, logits, labels, vocabulary):
@@ -124,5 +124,5 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(logits, labels, vocabulary):
-    """This rank's logits [b, s, num_logits], labels [b, s] -> loss [b, s] on every rank, in fp32 or wider."""
+    """Return the loss [b, s], in fp32 or wider, from this rank's logits [b, s, num_logits] and labels [b, s]."""
     return VocabParallelCrossEntropy.apply(logits, labels, vocabulary)

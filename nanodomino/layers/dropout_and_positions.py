@@ -1,13 +1,14 @@
 """What a sublayer needs besides the residual stream: dropout masks, rotary positions, the attention bias.
 
-All three follow from the samples in a slice and from nothing that ran earlier. A dropout mask is a pure function of
-(seed, sample, site in the model) on a given type of device, so results don't depend on the layout, even with dropout:
+All three depend only on the samples in a slice, not on anything that ran earlier. On a given type of device, a dropout
+mask is a pure function of (seed, sample, site), where a site is a name such as "layers.3.mlp". So results don't depend
+on the layout, even with dropout:
 
     residual stream   [b, s, h]          every tp rank draws the same mask for its copy of the stream
     attention         [b, heads, s, s]   every tp rank draws the mask of all heads and keeps the part for its own heads
 
-The sample's number in the data order seeds the generator, so a different slicing, a recomputation or a resumed run
-draws the same bits again.
+A sample is identified by its number in the data order. So a different slicing, a recomputation or a resumed run draws
+the same mask again.
 """
 
 import hashlib
@@ -22,29 +23,32 @@ from nanodomino.layers.positions import attention_bias, rotation
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What attention needs besides q, k and v. Each may be None."""
+    """Holds what attention needs besides q, k and v. Each field may be None."""
     dropout_mask: torch.Tensor | None        # [b, heads/t, s, s], for the attention probabilities
     rotary: torch.Tensor | None              # (cos, sin), see rotation() in positions.py
     attention_bias: torch.Tensor | None      # [b, 1, s, s], added to the scores; None: plain causal attention
-    extend_cache: Callable | None = None     # generation: k, v of new tokens -> k, v of all tokens so far
+    extend_cache: Callable | None = None     # in generation: k, v of new tokens -> k, v of all tokens
 
 
 class MasksAndPositions:
     """Makes the masks, rotary angles and attention bias of one slice.
 
-    sample_ids: the number of each of the b samples in the data order; None (evaluation) means no dropout.
-    keep: cache the residual-stream masks, because backward needs each once more.
-    stream: how tp ranks share the residual stream (overlap/sequence_parallel.py); None: each holds all of it.
-    positions, documents [b, s]: see positions.py; None: each sample is one document, with positions 0 .. s - 1.
+    sample_ids: the numbers of the b samples in the data order; None (in evaluation): no dropout
+    keep: cache the residual-stream masks, because backward needs each of them once more
+    stream: how tp ranks share the residual stream (overlap/sequence_parallel.py); None: every rank holds all rows
+    positions, documents: [b, s], see positions.py; None: each sample is one document, with positions 0 .. s - 1
     """
 
     def __init__(self, config, mesh, sample_ids=None, keep=False, stream=None, positions=None, documents=None):
         self.config, self.mesh, self.sample_ids, self.keep, self.kept = config, mesh, sample_ids, keep, {}
         self.stream, self.positions, self.documents = stream, positions, documents
-        self.rotary_and_bias = None                            # computed once, used by all attentions
+        self.rotary_and_bias = None                            # computed once, used by all layers
 
     def draw_masks(self, site, shape, probability, like):
-        """Draw masks [b, *shape], scaled by 1/(1 - probability). Returns None if nothing is dropped."""
+        """Draw a mask [b, *shape] of 0 and 1/(1 - probability). Return None if nothing is dropped.
+
+        probability: the probability of 0. like: a tensor on the same device; its dtype, but at least fp32, is used.
+        """
         if self.sample_ids is None or probability == 0.0:
             return None
         masks = torch.empty(len(self.sample_ids), *shape, device=like.device, dtype=wide_dtype(like))
@@ -53,7 +57,7 @@ class MasksAndPositions:
         return masks.div_(1.0 - probability)
 
     def hidden_dropout_mask(self, site, x):
-        """Return the dropout mask for the residual stream; x [b, s, h] is the part that this rank holds."""
+        """Return the dropout mask for the residual stream, with the shape of x: this rank's rows [b, s or s/t, h]."""
         if site in self.kept:
             return self.kept.pop(site)
         s = x.size(1) * (self.stream.shards if self.stream else 1)
@@ -65,7 +69,7 @@ class MasksAndPositions:
         return mask
 
     def attention_inputs(self, sublayer, x) -> AttentionInputs | None:
-        """Return the inputs for this rank's heads; None for an MLP. x [b, s, ..] holds all s tokens."""
+        """Return the AttentionInputs for this rank's heads; None for an MLP. x [b, s, ..] has all s tokens."""
         if not sublayer.attends:
             return None
         heads, s = self.config.num_attention_heads, x.size(1)
@@ -79,20 +83,20 @@ class MasksAndPositions:
 
 
 def seeded_generator(device, *key) -> torch.Generator:
-    """Return a generator seeded by `key` alone, so that every rank, layout and run draws the same numbers."""
+    """Return a generator seeded only by `key`, so that every rank, layout and run draws the same numbers."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def drop(x, mask):
-    """Return x * mask, in x's dtype: the mask may be wider, since 1/(1 - p) is not a 16-bit number. mask None: x."""
+    """Return x * mask in x's dtype; x if mask is None. Masks are fp32, because 16 bits would round 1/(1 - p)."""
     return x if mask is None else (x * mask).to(x.dtype)
 
 
 def add_residual(x, y, bias, mask):
-    """Return x + dropout(y + bias), what a sublayer adds to the residual stream once y is summed over the ranks.
+    """Return x + dropout(y + bias), the residual stream after a sublayer.
 
-    x, y, mask: [b, s, h]; bias: [h]; bias and mask may be None.
+    x, y, mask: [b, s, h]; y is already summed over the ranks. bias: [h]. bias and mask may be None.
     """
     branch = drop(y if bias is None else y + bias, mask)
     return x + branch if branch is y else branch.add_(x)

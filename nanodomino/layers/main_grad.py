@@ -1,22 +1,22 @@
 """Gradient accumulation in fp32 or wider: each weight's main_grad (Megatron-LM's name).
 
-Backward adds many small contributions, from microbatches and slices. In 16 bits most of them would be rounded away
-against the running sum. So the sum is kept in fp32, and where torch can, a 16-bit matmul adds to it without being
-rounded first.
+Backward adds up many small contributions, from all microbatches and slices. In 16 bits, a contribution that is much
+smaller than the sum so far would be rounded away. So the sum is kept in fp32. Where torch supports it, a matmul of
+16-bit tensors is added to the sum without being rounded to 16 bits first.
 """
 
 import torch
 
 
 def main_grad_of(weight):
-    """Return the tensor that accumulates this weight's gradient. ZeRO-2 allocates it here, at its first use."""
+    """Return the tensor that accumulates this weight's gradient. With ZeRO-2 it is allocated here, at its first use."""
     if weight.main_grad is None:
         weight.bucket.allocate_gradients()
     return weight.main_grad
 
 
 def add_gradients(weights, gradients):
-    """Add each gradient to its weight's main_grad, in one call. None stands for a parameter that doesn't exist."""
+    """Add each gradient to its weight's main_grad. A weight that does not exist, and its gradient, are None."""
     main_grads = [main_grad_of(weight) for weight in weights if weight is not None]
     if main_grads:
         torch._foreach_add_(main_grads, [gradient for gradient in gradients if gradient is not None])
@@ -27,9 +27,10 @@ ADDS_TO_FP32 = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def add_weight_gradient(main_grad, grad_output, activation):
-    """Add grad_output^T activation, over all b x s rows, to a weight's main_grad [out, in].
+    """Add grad_output^T activation to a weight's main_grad [out, in].
 
-    activation None: add the sum of grad_output's rows to a bias's main_grad [out]. main_grad may be the wider type.
+    grad_output [b, s, out], activation [b, s, in]. If activation is None, add the sum of grad_output over all tokens to
+    a bias's main_grad [out]. The dtype of main_grad may be wider than the others'.
     """
     grad_output = grad_output.flatten(0, 1)
     if activation is None:
@@ -38,7 +39,7 @@ def add_weight_gradient(main_grad, grad_output, activation):
         main_grad.addmm_(grad_output.t(), activation.flatten(0, 1))
     elif main_grad.is_cuda and ADDS_TO_FP32:
         torch.addmm(main_grad, grad_output.t(), activation.flatten(0, 1), out_dtype=main_grad.dtype, out=main_grad)
-    elif grad_output.dtype == torch.float16:               # a sum over tokens may overflow fp16
+    elif grad_output.dtype == torch.float16:               # fp32, because a sum over tokens may overflow fp16
         main_grad.addmm_(grad_output.t().to(main_grad.dtype), activation.flatten(0, 1).to(main_grad.dtype))
     else:
         main_grad.add_(grad_output.t() @ activation.flatten(0, 1))

@@ -1,12 +1,12 @@
-"""LayerNorm and RMSNorm, each as a definition and as a hand-written pair of forward and backward.
+"""LayerNorm and RMSNorm. Each has a definition for autograd, and a hand-written forward and backward.
 
     LayerNorm(x) = (x - mean) / sqrt(variance + epsilon) * weight + bias      (1607.06450)
     RMSNorm(x)   = x / sqrt(mean of x^2 + epsilon) * weight                   (1910.07467)
 
-both over the last dimension. Autograd differentiates the definition. Training runs the pair: it states what it keeps
-for backward, and costs the host a quarter of autograd's time. A test compares the pair with the definition.
+Means and variance are over the last dimension. Training runs the hand-written pair: its code shows what is kept for
+backward, and it costs the host a quarter of autograd's time. A test compares it with the definition.
 
-Norms are not cut over tensor-parallel ranks: each rank holds the whole weight and norms the tokens it has.
+Norms are not cut over tensor-parallel ranks: each rank holds the whole weight and normalizes the tokens that it holds.
 """
 
 from collections.abc import Callable
@@ -22,20 +22,20 @@ from nanodomino.parallel import parameter
 
 @dataclass(frozen=True)
 class Normalization:
-    """A kind of norm; x is [.., h], weight and bias are [h], bias may be None.
+    """Holds the functions of LayerNorm or RMSNorm. x is [.., h]; weight and bias are [h]; bias may be None.
 
-    function(x, weight, bias, epsilon) -> [.., h]: the definition
-    forward(x, weight, bias, epsilon) -> (the same, *statistics)
+    function(x, weight, bias, epsilon) -> the norm of x [.., h]: the definition
+    forward(x, weight, bias, epsilon) -> (the norm of x, *statistics), where the statistics are kept for backward
     backward(gradient, x, statistics, weight, bias) -> gradients of x, weight and bias (None without a bias). The last
-        two are sums over tokens, which may overflow fp16, so they may be wider than x.
-    statistics(element, wide, cuda): bytes of the statistics per token. element: bytes of one element of x; wide: bytes
-        of one element in fp32 or wider; cuda: whether the norm runs on CUDA
+        two are sums over tokens, which may overflow fp16, so their dtype may be wider than x's.
+    statistics_bytes(element, wide, cuda) -> bytes of the statistics per token. element: bytes of one element of x;
+        wide: bytes of one element in fp32 or wider; cuda: whether the norm runs on CUDA
     """
     function: Callable
     forward: Callable
     backward: Callable
     has_bias: bool
-    statistics: Callable
+    statistics_bytes: Callable
 
 
 def layer_norm(x, weight, bias, epsilon):
@@ -43,7 +43,7 @@ def layer_norm(x, weight, bias, epsilon):
 
 
 def layer_norm_forward(x, weight, bias, epsilon):
-    """Return the result, the mean and 1 / deviation."""
+    """Return the norm of x, the mean and 1 / deviation."""
     return torch.native_layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
@@ -61,14 +61,14 @@ def rms_norm(x, weight, bias, epsilon):
 
 
 def rms_norm_forward(x, weight, bias, epsilon):
-    """Return the result and 1 / rms."""
+    """Return the norm of x and 1 / rms, where rms is the root of the mean of x^2 (plus epsilon)."""
     wide_x = x.to(wide_dtype(x))
     inverse = torch.rsqrt(wide_x.square().mean(dim=-1, keepdim=True) + epsilon)
     return (wide_x * inverse).mul_(weight).to(x.dtype), inverse
 
 
 def rms_norm_backward(gradient, x, statistics, weight, bias):
-    """With n = x r, r = 1 / rms, w the weight and g the gradient:  dx = r (w g - n mean(n w g)),  dw = sum(n g)."""
+    """Return dx = r (w g - n mean(n w g)) and dw = sum(n g). r = 1 / rms, n = x r, w is the weight, g the gradient."""
     (inverse,) = statistics
     gradient, weight = gradient.to(inverse.dtype), weight.to(inverse.dtype)
     normed = x * inverse
@@ -80,14 +80,14 @@ def rms_norm_backward(gradient, x, statistics, weight, bias):
 
 NORMALIZATIONS = {
     "LayerNorm": Normalization(layer_norm, layer_norm_forward, layer_norm_backward, has_bias=True,
-                               statistics=lambda element, wide, cuda: 2 * (wide if cuda else element)),
+                               statistics_bytes=lambda element, wide, cuda: 2 * (wide if cuda else element)),
     "RMSNorm": Normalization(rms_norm, rms_norm_forward, rms_norm_backward, has_bias=False,
-                             statistics=lambda element, wide, cuda: wide),
+                             statistics_bytes=lambda element, wide, cuda: wide),
 }
 
 
 class Norm(nn.Module):
-    """A norm of config.normalization's kind over the last dimension, which has `size` numbers.
+    """The norm that config.normalization names, over a last dimension of `size` numbers.
 
     partial_gradient: see parameter() in parallel.py.
     """
@@ -102,7 +102,7 @@ class Norm(nn.Module):
 
     @property
     def weights(self):
-        """Return (weight, bias), each [size]; bias None without one."""
+        """Return (weight, bias), each [size]; the bias is None if the norm has none."""
         return self.weight, self.bias
 
     def forward(self, x):

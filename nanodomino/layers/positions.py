@@ -1,31 +1,33 @@
-"""How attention learns where a token stands, and which tokens it may look at.
+"""Positions of tokens, and which tokens attention may look at.
 
 Attention treats its input as a set: without positions, "dog bites man" equals "man bites dog". There are two ways to
-add them:
+add positions:
 
     learned_absolute   a vector per position, added to the word embedding (GPT-2); limited to the trained positions
-    rope               rotate q and k in each head by angles proportional to their position (RoFormer, 2104.09864)
+    rope               q and k of each head are rotated by angles proportional to the position (RoFormer, 2104.09864)
 
 **Rotary positions.** Split the d numbers of a head into d/2 pairs: number i of the first half with number i of the
 second. Rotate pair i of the token at position m by the angle m w_i, with w_i = base^(-2i/d). The first pair turns by
-one radian per position, the last one hardly at all. Only the difference of two rotations matters to a dot product, so
-the score of q at position m and k at position n depends on m - n alone:
+one radian per position, the last one hardly at all. A dot product does not change if both vectors are rotated equally,
+so the score of q at position m and k at position n depends only on m - n:
 
     (R(m) q) . (R(n) k)  =  q . R(n - m) k         R: block diagonal, [[cos, -sin], [sin, cos]] for each pair
 
 Rope has no parameters, adds nothing to the residual stream, and lets a window start at any position. Its backward
 rotates the gradient by the opposite angle.
 
-Angles are computed in fp32, in the same order of operations as in Llama's own code and in Transformers. They are off by
-up to about 2^-24 of the position (0.01 radian at position 131,072), and models were trained with exactly that error.
+Angles are computed in fp32, with the same order of operations as in Llama's own code and in Transformers. Rounding
+makes an angle wrong by up to about 2^-24 times the position (0.01 radian at position 131,072). Published models were
+trained with exactly these errors, so they must be reproduced.
 
 **Longer contexts than a model was trained with.** Position interpolation (2306.15595) divides all positions by a
-factor. Llama 3.1's scaling divides only the low frequencies, whose wavelength exceeds the original context of 8192
-tokens. It keeps the high frequencies, which tell neighbours apart, and interpolates between the two.
+factor. Llama 3.1's scaling divides only the low frequencies, whose wavelengths exceed the original context of 8192
+tokens. It keeps the high frequencies, which tell neighbouring tokens apart, and interpolates for those in between.
 
-**Documents.** A sample is a window of a long sequence of documents. Two settings make a packed sample equal to its
-documents one by one: attention does not look into the previous document, and positions restart at 0 with each document
-(Megatron-LM's --reset-attention-mask and --reset-position-ids). An end-of-text token belongs to the document it ends:
+**Documents.** A sample is a window of a long sequence of documents, so it may hold parts of several documents. With two
+settings, the model treats each document as if it stood alone. --reset-attention-mask keeps attention inside the token's
+own document. --reset-position-ids lets positions restart at 0 in each document (both are Megatron-LM's names). An
+end-of-text token belongs to the document that it ends:
 
     tokens      a  b  c  #  d  e  #  f         #: end-of-text
     documents   0  0  0  0  1  1  1  2
@@ -37,13 +39,13 @@ from functools import lru_cache
 
 import torch
 
-# Constants of Llama 3.1's scaling; published models differ in the factor alone
+# Constants of Llama 3.1's scaling; published models differ only in the factor
 ORIGINAL_LENGTH, LOW_FREQUENCY, HIGH_FREQUENCY = 8192, 1.0, 4.0
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 
 
 def rotary_frequencies(config) -> torch.Tensor:
-    """Return w [pairs] in fp32: radians per position."""
+    """Return the angles w [pairs] in radians per position, in fp32."""
     size = rotary_size(config)
     frequencies = 1.0 / config.rotary_base ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
     frequencies = frequencies / config.rotary_seq_len_interpolation_factor
@@ -55,20 +57,20 @@ def rotary_frequencies(config) -> torch.Tensor:
 
 
 def rotary_size(config) -> int:
-    """Return how many numbers of each head are rotated: the first ones."""
+    """Return how many of the d numbers of a head are rotated. The others, at the end, stay as they are."""
     return int(config.kv_channels * config.rotary_percent)
 
 
 @lru_cache(maxsize=8)
 def rotary_table(config, device: torch.device) -> torch.Tensor:
-    """Return (cos, sin) of all positions' angles in fp32: [2, positions, 1, 1, pairs], to broadcast over heads."""
+    """Return (cos, sin) of all angles in fp32 as one tensor [2, positions, 1, 1, pairs], to broadcast over heads."""
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
     angles = torch.outer(positions, rotary_frequencies(config))
     return torch.stack([angles.cos(), angles.sin()]).to(device)[:, :, None, None]
 
 
 def rotation(config, positions, s: int, device):
-    """Return (cos, sin) for s tokens at positions [b, s] (None: 0 .. s - 1), or None if the model has no rope."""
+    """Return (cos, sin) for s tokens, or None if the model has no rope. positions: [b, s]; None: 0 .. s - 1."""
     if not config.rope:
         return None
     table = rotary_table(config, device)
@@ -76,7 +78,7 @@ def rotation(config, positions, s: int, device):
 
 
 def rotate(x, rotary):
-    """Rotate x [b, s, groups, heads per group, d] by rotary = (cos, sin), computing in fp32 or wider."""
+    """Rotate x [b, s, groups, heads per group, d] by rotary = (cos, sin). Compute in fp32 or wider; keep x's dtype."""
     cos, sin = rotary
     first, second, rest = x.split([cos.size(-1), cos.size(-1), x.size(-1) - 2 * cos.size(-1)], dim=-1)
     rotated = (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin))
@@ -84,7 +86,7 @@ def rotate(x, rotary):
 
 
 def inverse_rotation(rotary):
-    """Return the opposite rotation: rotate(gradient, inverse_rotation(rotary)) is the backward of rotate()."""
+    """Return the opposite rotation. The backward of rotate() is rotate(gradient, inverse_rotation(rotary))."""
     cos, sin = rotary
     return cos, -sin
 
@@ -92,13 +94,13 @@ def inverse_rotation(rotary):
 # ---- documents
 
 def document_ids(tokens, end_of_text: int):
-    """tokens [b, s] -> the number of each token's document within its sample [b, s]."""
+    """Return the number of each token's document within its sample, [b, s], for tokens [b, s]."""
     ends = (tokens == end_of_text).long()
     return ends.cumsum(dim=1) - ends
 
 
 def positions_within_documents(documents):
-    """documents [b, s] -> each token's position within its own document [b, s]."""
+    """Return each token's position within its own document, [b, s], for the document numbers [b, s]."""
     positions = torch.arange(documents.size(1), device=documents.device).expand_as(documents)
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -106,7 +108,7 @@ def positions_within_documents(documents):
 
 
 def attention_bias(documents, dtype):
-    """Return [b, 1, s, s]: 0 where a token may look, -inf at later tokens and at other documents; added to scores."""
+    """Return what is added to the scores, [b, 1, s, s]: -inf for later tokens and other documents, 0 for the rest."""
     s = documents.size(1)
     causal = torch.ones(s, s, dtype=torch.bool, device=documents.device).tril()
     allowed = (documents[:, :, None] == documents[:, None, :]) & causal

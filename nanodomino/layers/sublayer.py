@@ -2,11 +2,12 @@
 
     x -> norm -> f -> column-parallel matmul -> core -> row-parallel matmul -> g -> + bias, dropout -> + x
 
-The core works on this rank's output of the first matmul: its own heads, or its own ffn features. No rank needs another
-rank's output there, so f and g (parallel.py) are the only communication.
+The core is attention itself, or the activation function of an MLP. It works on this rank's output of the first matmul:
+the rank's own heads, or its own ffn features. A core never needs another rank's output, so f and g (parallel.py) are
+the only communication.
 
-A core comes in two forms: its definition, which autograd differentiates, and a hand-written forward and backward, which
-training runs. Tests compare the two forms.
+A core has two forms. Autograd differentiates its definition. Training runs a hand-written forward and backward. Tests
+compare the two.
 
 Shapes in this folder: b samples, s tokens, h hidden size, d numbers per head, t tensor-parallel ranks.
 """
@@ -19,13 +20,13 @@ from nanodomino.layers.sublayer_inside import LinearPair
 
 
 class Sublayer(nn.Module):
-    """The base of Attention and MLP, which supply `column`, `row` (the two matmuls) and the core:
+    """The base of Attention and MLP. They supply the two matmuls, `column` and `row`, and the core:
 
     core(c, inputs) -> activation                              the definition
-    core_forward(c, inputs, training) -> (activation, saved)   as training runs it; saved: what backward needs
-    core_backward(gradient, saved) -> gradient of c            adds the gradients of the core's own parameters
+    core_forward(c, inputs, training) -> (activation, saved)   what training runs; saved: what backward needs
+    core_backward(gradient, saved) -> gradient of c            adds gradients of the core's own parameters to main_grad
 
-    inputs is what MasksAndPositions.attention_inputs() returns: AttentionInputs, None for an MLP.
+    c: the output of `column`. inputs: an AttentionInputs; None for an MLP.
     """
     attends = False                                            # True for attention
 
@@ -35,10 +36,10 @@ class Sublayer(nn.Module):
         self.site = site                                       # the name that seeds this sublayer's dropout masks
 
     def inside(self) -> LinearPair:
-        """What domino.py runs between the gather of h and the reduce of y."""
+        """Return the object that computes everything between the norm and the all-reduce for domino.py."""
         return LinearPair(self)
 
     def forward(self, x, masks_and_positions):
-        """x [b, s, h] -> [b, s, h], with blocking all-reduces and plain autograd: the definition."""
+        """Turn x [b, s, h] into the next x, with blocking all-reduces and plain autograd. This is the definition."""
         y = self.row(self.core(self.column(self.norm(x)), masks_and_positions.attention_inputs(self, x)))
         return add_residual(x, y, self.row.bias, masks_and_positions.hidden_dropout_mask(self.site + ".hidden", x))

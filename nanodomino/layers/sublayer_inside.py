@@ -1,15 +1,18 @@
 """Runs the inside of attention and MLP: column-parallel matmul, core, row-parallel matmul.
 
-A sublayer is a norm, a gather of the norm's output h, its *inside*, a reduce of the result y, and a residual. domino.py
-runs all of that except the inside, which is an object of the sublayer with three generators:
+A sublayer is a norm, a gather of the norm's output h, its *inside*, a reduce of the result y, and a residual addition.
+domino.py runs all of these except the inside. An inside is an object with three generators:
 
     forward(ops, slice, h)                   -> (flights of y, tape)
     backward(ops, slice, tape, grad_y, h)    -> (flights of the gradient of h, matmuls of the weight gradients)
-    restore(ops, slice, tape, h)             fills in what recomputation dropped from the tape
+    restore(ops, slice, tape, h)             recomputes what forward dropped from the tape
 
-h, grad_y: flights (overlap/flight.py), which the inside waits for. ops: overlap/slice_ops.py, with which it multiplies,
-launches and yields. tape: whatever backward needs; the caller keeps it. The matmuls of weight gradients are returned,
-not run, since the caller hides the reduce of h's gradient with them.
+    h, grad_y    flights (overlap/flight.py) of these tensors; the inside waits for them
+    ops          the SliceOps (overlap/slice_ops.py) with which the inside multiplies, launches and yields
+    tape         what backward needs; domino.py keeps it in between
+
+backward does not run the matmuls of the weight gradients. It returns them, because domino.py uses them to hide the
+reduce of h's gradient:
 
     forward     c = h W1^T + b1      a = core(c)      y = sum over ranks of a W2^T
     backward    grad_a = grad_y W2   grad_c = core_backward(grad_a)   grad_h = sum over ranks of grad_c W1
@@ -23,14 +26,15 @@ import torch
 
 @dataclass
 class LinearPairTape:
-    """Holds what backward needs; a field that recomputation drops is None."""
+    """Holds what backward needs. A field is None after recompute.py has dropped it."""
     column_output: torch.Tensor | None   # c [b, s, .../t]
     core: object                         # what core_backward needs
     activation: torch.Tensor | None      # a [b, s, .../t], the input of the row-parallel matmul
 
 
 class LinearPair:
-    """Holds the sublayer's parameters as plain attributes: a Module's lookups would take a tenth of the host's time."""
+    """Runs two matmuls with a core between them. Holds the sublayer's parameters as plain attributes, because looking
+    them up in the nn.Module would take a tenth of the host's time."""
 
     def __init__(self, sublayer):
         self.sublayer, self.site = sublayer, sublayer.site
@@ -39,7 +43,7 @@ class LinearPair:
 
     @property
     def restored_elements(self) -> int:
-        """The number of elements of the matrices that full recomputation multiplies by again."""
+        """The number of weights in W1, by which full recomputation multiplies a second time."""
         return self.column.numel()
 
     def core(self, slice, c):
@@ -55,7 +59,7 @@ class LinearPair:
         return ops.linear_then_reduce(slice, self.site, activation, self.row), tape
 
     def restore(self, ops, slice, tape: LinearPairTape, h):
-        """Waits for h only if c has to be recomputed; never yields, since nothing is launched."""
+        """Recompute a, and c if it was dropped, which waits for h. Never yields, because nothing is launched."""
         c = tape.column_output
         if c is None:
             c = ops.linear(slice, self.site, h, self.column, self.column_bias)
@@ -66,7 +70,7 @@ class LinearPair:
 
     def backward(self, ops, slice, tape: LinearPairTape, grad_y, h):
         gradient, grad_y = ops.linear(slice, self.site, grad_y, self.row.t()), ops.wait(slice, self.site, grad_y)
-        gradient = self.sublayer.core_backward(gradient, tape.core)                         # of c
+        gradient = self.sublayer.core_backward(gradient, tape.core)                         # of c; frees that of a
         yield from ops.yield_if_sharded()
         weight_gradients = [(self.row, grad_y, tape.activation),
                             (self.column, gradient, ops.wait(slice, self.site, h)),

@@ -1,14 +1,15 @@
 """The two ends of the model, slice by slice: word embedding, and final norm + head + cross entropy.
 
-Both matrices are cut along the vocabulary (parallel.py), so each end has collectives, which are hidden like all others:
+Both matrices are cut along the vocabulary (parallel.py), so both ends need collectives. Other slices hide these, as in
+a sublayer. Collectives in parentheses are only needed if the residual stream is sharded (sequence_parallel.py):
 
-    embedding    forward    reduce of the word vectors              backward    gather of the gradient (sharded stream)
-    head         forward    gather of h (sharded stream)            backward    reduce of the gradient of h
-    loss         forward    all-reduce of the maximum logit, and    backward    nothing
-                            of two sums, one fp32 per token each
+    embedding    forward    reduce of the word embeddings           backward    (gather of the gradient of x)
+    head         forward    (gather of h)                           backward    reduce of the gradient of h
+    loss         forward    all-reduce of the maximum logit,        backward    nothing
+                            then of two sums: 3 fp32 per token
 
 Every method except head_backward is a generator, which yields while a collective is in flight. The logits [b, s, v/t]
-are the largest tensor of a step. Only one tensor of this size exists: their gradient overwrites them.
+are the largest tensor of a step. Their gradient overwrites them, so that a slice needs only one tensor of this size.
 """
 
 from dataclasses import dataclass
@@ -25,11 +26,11 @@ from nanodomino.overlap.flight import result_of
 
 @dataclass
 class HeadTape:
-    """Holds what the head's backward needs of a slice."""
+    """Holds what forward keeps of a slice for the head's backward."""
     norm: object                         # residual_norm.SavedResidualNorm
-    h: torch.Tensor                      # [b, s, h], all rows: small beside the logits
-    logits: torch.Tensor                 # [b, s, width]
-    maximum: torch.Tensor                # [b, s], over all ranks
+    h: torch.Tensor                      # [b, s, h], never sharded, because it is much smaller than the logits
+    logits: torch.Tensor                 # [b, s, num_logits] of this rank
+    maximum: torch.Tensor                # [b, s], the largest logit on any rank
     sums: torch.Tensor                   # [2, b, s], see layers/cross_entropy.py
 
 
@@ -37,15 +38,18 @@ class EmbeddingAndHead:
     """Runs the embedding and the head, forward and backward. All methods except head_backward are generators."""
 
     def __init__(self, model, ops, residual_norm, compiled=None):
-        """Choose how the cross entropy avoids temporaries as large as the logits: a compiler (`compiled`, torch.compile
-        with its backend) fuses it; without one (None) it works on some rows at a time."""
+        """compiled: torch.compile with its backend, or None.
+
+        The cross entropy must not create temporaries as large as the logits. A compiler fuses its operations. Without a
+        compiler, in_chunks() processes some rows at a time.
+        """
         self.model, self.ops, self.residual_norm = model, ops, residual_norm
         narrow = model.config.fp16_lm_cross_entropy
         self.max_and_sum_exp_of_rows, self.scaled_exp_of_rows = map(compiled or in_chunks, (
             lambda *rows: max_and_sum_exp_of_rows(*rows, narrow), lambda *rows: scaled_exp_of_rows(*rows, narrow)))
 
     def embed(self, slice):
-        """Turn the slice's tokens into x [b, s, h]."""
+        """Return x [b, s, h], the start of the residual stream, for the slice's tokens."""
         embedding, stream = self.model.embedding, self.ops.stream
         addend = embedding.word_embeddings.partial_embeddings(slice.batch.tokens)
         words = yield from self.ops.yield_then_wait(
@@ -54,18 +58,19 @@ class EmbeddingAndHead:
                                        slice.masks_and_positions.hidden_dropout_mask("embedding", words))
 
     def embed_backward(self, slice, grad_x):
-        """Add the gradients of the word and position embeddings. grad_x: the gradient of embed()'s result."""
+        """Add the gradients of the word and position embeddings to main_grad. grad_x: the gradient of embed()'s result.
+        """
         gradient = drop(grad_x, slice.masks_and_positions.hidden_dropout_mask("embedding", grad_x))
         words, flights = self.model.embedding.word_embeddings, self.ops.gather(slice, "embedding", gradient)
         self.model.embedding.add_position_gradients(gradient, self.ops.stream.own_rows(slice.batch.positions))
         yield from self.ops.yield_if_in_flight(flights)
         gradient = self.ops.wait(slice, "embedding", flights)
-        row, inside = words.local_rows(slice.batch.tokens)
-        gradient = (gradient.to(wide_dtype(gradient)) * inside.unsqueeze(-1)).flatten(0, 1)
+        row, is_local = words.local_rows(slice.batch.tokens)
+        gradient = (gradient.to(wide_dtype(gradient)) * is_local.unsqueeze(-1)).flatten(0, 1)
         main_grad_of(words.weight).index_add_(0, row.flatten(), gradient)
 
     def head(self, slice, x, y, previous):
-        """Turn x, y of the last sublayer into (the loss of each token [b, s], the HeadTape)."""
+        """Return (the loss of each token [b, s], the HeadTape). x, y: from the last sublayer, `previous`."""
         ops, (vocabulary,) = self.ops, self.model.head
         h, norm = self.residual_norm.forward(slice, x, y, previous, self.model.final_norm.weights)
         flights = ops.gather(slice, "head", h)
@@ -79,7 +84,10 @@ class EmbeddingAndHead:
         return loss_from_sums(sums), HeadTape(norm, result_of(flights), logits, maximum, sums)
 
     def head_backward(self, slice, tape: HeadTape, gradient):
-        """Turn the gradient of the losses [b, s] into (flights of the gradient of h, the weight gradient's matmul)."""
+        """Return (flights of the gradient of h, matmuls of the weight gradient, which are yet to be run).
+
+        gradient: the gradient of the losses [b, s].
+        """
         (vocabulary,) = self.model.head
         grad_logits = cross_entropy_gradient(tape.logits, slice.batch.labels, slice.output, tape.maximum, tape.sums,
                                              gradient, vocabulary, self.scaled_exp_of_rows)

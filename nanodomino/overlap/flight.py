@@ -1,11 +1,11 @@
-"""Follows a collective from its preparation to its result, so that other work can run while it is in flight.
+"""A collective in four steps, so that other work can run while the collective is in flight:
 
     flight = prepare_all_reduce(tensor, group)     prepared: no byte has moved
-    flight.launch()                        in flight: `tensor` must not be read or written
-    flight.work.wait()                     done
-    flight.result()                        the tensor, complete
+    flight.launch()                                in flight: `tensor` must not be read or written
+    flight.work.wait()                             done
+    flight.result()                                returns the complete tensor
 
-Where nothing has to be sent (one rank, or rows that every rank already has), `kind` is "" and only result() is called.
+If nothing has to be sent, for example because the group has only one rank, `kind` is "" and only result() is called.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,13 @@ import torch.distributed as dist
 class Flight:
     """Holds a tensor and the collective that completes it.
 
-    start() launches the collective and returns (work, received). Where `received` [ranks, size] is not None, it holds
-    every rank's addend after work.wait(), and result() sums them (see reduce_scatter in comm/scatter_and_gather.py).
+    start() launches the collective and returns (work, received). `received` is None except for a reduce-scatter on
+    CPUs: then it is [ranks, size], holds each rank's addend after work.wait(), and result() sums these addends (see
+    reduce_scatter in comm/scatter_and_gather.py).
     """
     tensor: torch.Tensor
     kind: str = ""                                  # "all_reduce", "all_gather", "reduce_scatter"; "": nothing to send
-    sent: torch.Tensor | None = None                # the whole tensor whose bytes analysis/expected_traffic.py counts
+    sent: torch.Tensor | None = None                # the whole tensor; a trace records its bytes
     start: Callable | None = None
     work: object = None
     received: torch.Tensor | None = None
@@ -33,7 +34,7 @@ class Flight:
         self.work, self.received = self.start()
 
     def result(self):
-        """Return the tensor. Call it only after work.wait()."""
+        """Return the complete tensor. Call this only after work.wait()."""
         if self.received is not None:
             torch.sum(self.received, dim=0, out=self.tensor.view(-1))
             self.received = None
@@ -41,13 +42,13 @@ class Flight:
 
 
 def prepare_all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
-    """Prepare an in-place all-reduce. A group of one rank has nothing to send."""
+    """Prepare an in-place all-reduce. With only one rank in the group, nothing will be sent."""
     if group.size() == 1:
         return Flight(tensor)
     return Flight(tensor, "all_reduce", tensor, lambda: (dist.all_reduce(tensor, op, group=group, async_op=True), None))
 
 
 def result_of(flights: list[Flight]):
-    """Return one tensor from finished flights, each of which holds a chunk of its last dimension."""
+    """Join the results of finished flights, which are chunks of one tensor's last dimension."""
     chunks = [flight.result() for flight in flights]
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)

@@ -1,13 +1,14 @@
 """Decides what the tape keeps of a sublayer and what backward recomputes (2205.05198, sections 4 and 5).
 
-Forward computes each tensor from the previous one, and backward needs all but the last:
+In forward, a sublayer computes these tensors one after another. Backward needs all of them except y:
 
     x, h = residual + norm      c = h W1^T + b1      a = core(c)      y = sum over tp of a W2^T
 
-Any tensor can be recomputed from one before it. --recompute-granularity says which are kept. For a layer of GPT-2, with
-X the bytes of one activation [b, s, h] (analysis/expected_memory.py counts other families):
+Backward can recompute each tensor from any earlier one. --recompute-granularity says which tensors are kept. The bytes
+are for one layer of GPT-2; X is one activation [b, s, h] (analysis/expected_memory.py counts other families):
 
-    none         x, h, what the core keeps, a     (4 + 12/t) X     nothing is recomputed
+    granularity  kept                             bytes            recomputed
+    none         x, h, what the core keeps, a     (4 + 12/t) X     nothing
     selective    x, h, c                          (4 +  7/t) X     the core: attention, gelu
     full         x                                       2 X       the norm, the column-parallel matmul, the core
 
@@ -16,22 +17,23 @@ and the 2 becomes 2/t. Recomputing c then needs all rows of h, but backward gath
 
 **No reduce is repeated.** The x that is kept already contains the previous all-reduce's result, and a is the last
 tensor that backward needs. So everything that is recomputed lies between two all-reduces. The row-parallel matmul is
-not repeated either: backward does not need its result. Full recomputation repeats attention and 7/12 of a GPT-2
-layer's matmuls (about 2/3 with SwiGLU).
-Dropout masks are drawn again from sample and site, so they are the same. Every operation sees the same operands, so
-gradients have the same bits, with one exception: a compiler that fuses residual + norm computes h from an x' that is
-not yet rounded to 16 bit, and recomputes it from the rounded one.
+not repeated either, because backward does not need its result. So full recomputation repeats attention and 7/12 of a
+GPT-2 layer's matmuls (about 2/3 with SwiGLU).
 
-**When.** Recomputation waits for no reduce, so it hides one. While the gradient of h of sublayer k is in flight, the
-slice restores sublayer k - 1; so at most one sublayer's activations exist beyond what the tape keeps:
+**The gradients have the same bits.** Every operation runs again on the same operands, and dropout masks are drawn again
+from the same seeds. There is one exception, with torch.compile in 16 bits: forward's fused residual + norm computes h
+from x' before rounding x' to 16 bits, but recomputation starts from the rounded x'.
+
+**When.** Recomputation needs no reduce, so it can hide one. While the reduce of sublayer k's gradient of h is in
+flight, the slice restores sublayer k - 1. So at most one sublayer's activations exist beyond what the tape keeps:
 
     backward of k     W2, core, W1  ->  [ all-reduce of the gradient of h .................. ]  wait, residual + norm
                                         fetch x, h of k - 1 | weight gradients of k | c, a of k - 1
 
-Domino (domino.py) owns the tape, and launches and waits. TapePolicy below decides what a tape entry keeps, and brings
-h back; the sublayer's inside (layers/sublayer_inside.py) restores its own part of the entry.
+Three classes share the work. Domino (domino.py) owns the tape, launches and waits. TapePolicy below decides what a tape
+entry keeps, and recomputes h. The sublayer's inside (layers/sublayer_inside.py) recomputes c and a.
 
---checkpoint-in-cpu (DeepSpeed's name) moves the x of full recomputation to the host's memory: host_offload.py.
+With full recomputation, --checkpoint-in-cpu also moves x to the host's memory (host_offload.py).
 """
 
 from dataclasses import dataclass, replace
@@ -41,19 +43,19 @@ import torch
 from nanodomino.overlap.host_offload import HostMemory
 
 # The fields dropped at the end of a sublayer's forward: "h" is a field of TapeEntry, the others of its `inside`.
-GRANULARITIES = {"none": ("column_output",),                   # the core keeps what it needs of it
+GRANULARITIES = {"none": ("column_output",),                   # c is not needed: `core` holds what backward needs of it
                  "selective": ("core", "activation"),
                  "full": ("h", "column_output", "core", "activation")}
 
 
 @dataclass
 class TapeEntry:
-    """Holds what backward needs of one sublayer; dropped tensors are None."""
-    step: object                         # domino.SublayerParts
+    """Holds what forward keeps of one sublayer. Dropped tensors are None."""
+    parts: object                        # domino.SublayerParts
     norm: object                         # residual_norm.SavedResidualNorm
-    h: torch.Tensor | None               # the norm's output [b, s, h]; its rows of this rank if the stream is sharded
-    inside: object                       # the inside's tape
-    h_flights: list | None = None        # in backward: all rows of h
+    h: torch.Tensor | None               # the norm's output [b, s, h]; only this rank's rows if the stream is sharded
+    inside: object                       # what the inside keeps, for example a LinearPairTape
+    h_flights: list | None = None        # set in backward: the flights that gather all rows of h
 
 
 class TapePolicy:
@@ -62,11 +64,11 @@ class TapePolicy:
     def __init__(self, config, device, slices: int, residual_norm):
         self.drops, self.residual_norm = GRANULARITIES[config.recompute_granularity], residual_norm
         self.recomputes = config.recompute_granularity != "none"
-        self.keeps_masks = "h" not in self.drops               # the masks of the residual stream
+        self.keeps_masks = "h" not in self.drops               # the dropout masks of the residual stream
         self.host = HostMemory(device, slices) if config.checkpoint_in_cpu and device.type == "cuda" else None
 
     def keep(self, entry: TapeEntry) -> TapeEntry:
-        """Drop what will be recomputed, and start to move x to the host."""
+        """Drop what backward will recompute, and start to move x to the host if it is to be kept there."""
         for name in self.drops:
             setattr(entry if name == "h" else entry.inside, name, None)
         if self.host:
@@ -74,7 +76,7 @@ class TapePolicy:
         return entry
 
     def bring_back_h(self, tape: list[TapeEntry]):
-        """Return h of the tape's last entry, and start to fetch the x of the entry that backward needs after it."""
+        """Return h of the tape's last entry, recomputed if needed, and start to fetch the x of the entry below it."""
         entry = tape[-1]
         if self.host:
             entry.norm.x = self.host.take(entry.norm.x)
@@ -84,7 +86,7 @@ class TapePolicy:
 
 
 def in_words(config) -> str:
-    """Return e.g. ', full recomputation from the host's memory'; '' if nothing is recomputed."""
+    """Return, for example, ', full recomputation from the host's memory'; '' if nothing is recomputed."""
     if config.recompute_granularity == "none":
         return ""
     return f", {config.recompute_granularity} recomputation" + " from the host's memory" * config.checkpoint_in_cpu

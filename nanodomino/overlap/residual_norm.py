@@ -1,19 +1,19 @@
 """Computes what lies between two all-reduces: the end of one sublayer and the start of the next.
 
     x' = x + dropout(y + bias)        y: the previous sublayer's output, summed over ranks; bias: its row-parallel bias
-    h  = norm(x')                     the norm of the sublayer that follows
+    h  = norm(x')                     the next sublayer's norm
 
                      attention              |  residual + norm  |            MLP
       ... W1 -> core -> W2 -> all-reduce -> | + bias, drop, add |  norm  -> W1 -> gelu -> W2 -> all-reduce -> ...
                                             |  of attention     | of MLP
 
 So a residual + norm belongs to two sublayers: y, bias and dropout mask to the previous one, the norm's weights to the
-next one. A sublayer's row bias gets its gradient when the backward of the residual + norm *above* it runs, which is
-before the backward of the sublayer itself.
+next one. The residual + norm *above* a sublayer computes the gradient of that sublayer's row-parallel bias. In backward
+it runs before the sublayer itself.
 
-Every operation treats each token on its own, so it does not matter whether a rank holds all rows or a shard; [b, s, h]
-below means the rows that the rank holds. There is no matmul, but many bytes are read and written: where a compiler is
-on, each direction is one kernel.
+Every operation treats each token by itself, so it does not matter whether a rank holds all rows or a shard. Below,
+[b, s, h] means the rows that this rank holds. There is no matmul, but many bytes are read and written. So torch.compile
+(--compile) fuses forward into one kernel, and backward into another.
 """
 
 from dataclasses import dataclass
@@ -26,34 +26,43 @@ from nanodomino.layers.main_grad import add_gradients, wide_dtype
 
 @dataclass
 class SavedResidualNorm:
-    """Holds what backward needs of a residual + norm."""
-    weights: tuple                       # of the norm: (weight, bias)
-    previous: object                     # domino.SublayerParts whose output is added; None at a chunk's start
+    """Holds what forward keeps of a residual + norm for backward."""
+    weights: tuple                       # (weight, bias) of the norm
+    previous: object                     # the domino.SublayerParts whose output is added; None at a chunk's start
     x: torch.Tensor                      # x' [b, s, h], the input of the norm
-    statistics: tuple
+    statistics: tuple                    # from the norm's forward: for example mean and 1 / deviation of each token
 
 
 class ResidualNorm:
-    """Runs residual + norm for slices. norm: any norm of the model, since all are of one kind."""
+    """Runs residual + norm for slices.
+
+    norm: any Norm of the model; all of them have the same normalization and epsilon
+    compiled: a function that compiles a function, or returns it as it is
+    """
 
     def __init__(self, norm, compiled):
-        kind, epsilon = norm.normalization, norm.epsilon
-        # lambdas, because torch.compile takes every functools.partial for one function and keeps few versions of it
-        self.forward_kernel = compiled(lambda *inputs: residual_norm(*inputs, epsilon, kind))
-        self.backward_kernel = compiled(lambda *inputs: residual_norm_backward(*inputs, kind))
+        normalization, epsilon = norm.normalization, norm.epsilon
+        # lambdas, because torch.compile treats all functools.partials as one function and keeps few versions of it
+        self.forward_kernel = compiled(lambda *inputs: residual_norm(*inputs, epsilon, normalization))
+        self.backward_kernel = compiled(lambda *inputs: residual_norm_backward(*inputs, normalization))
 
     def forward(self, slice, x, y, previous, weights):
-        """Turn x, y [b, s, h] of the previous sublayer (y None at a chunk's start) into (h, what backward needs)."""
+        """Return (h, SavedResidualNorm). x, y [b, s, h]: from the sublayer `previous`; y None at a chunk's start.
+
+        weights: (weight, bias) of the next sublayer's norm.
+        """
         x, h, *statistics = self.forward_kernel(x, y, *bias_and_mask(slice, previous, y), *weights)
         return h, SavedResidualNorm(weights, previous, x, statistics)
 
     def norm_again(self, saved: SavedResidualNorm):
-        """Recompute h from the saved x'."""
+        """Return h, recomputed from the saved x'."""
         return self.forward_kernel(saved.x, None, None, None, *saved.weights)[1]
 
     def backward(self, slice, saved: SavedResidualNorm, grad_x, grad_h):
-        """Return the gradients of x and y, given those of x' (None if only h is used) and of h. The gradients of bias
-        and norm weights are added to main_grad."""
+        """Return the gradients of x and y. Add the gradients of the bias and the norm's weights to main_grad.
+
+        grad_x, grad_h: the gradients of x' and h; grad_x is None in the head, which uses only h.
+        """
         bias, mask = bias_and_mask(slice, saved.previous, grad_h)
         grad_x, grad_y, *gradients = self.backward_kernel(
             grad_x, grad_h, saved.x, saved.statistics, *saved.weights, mask, saved.previous is not None,
@@ -63,22 +72,26 @@ class ResidualNorm:
 
 
 def bias_and_mask(slice, sublayer, like):
-    """Return the row-parallel bias and the dropout mask of a sublayer's output; (None, None) without a sublayer."""
+    """Return the row-parallel bias and the dropout mask for a sublayer's output; (None, None) if sublayer is None."""
     if sublayer is None:
         return None, None
     return sublayer.output_bias, slice.masks_and_positions.hidden_dropout_mask(sublayer.site + ".hidden", like)
 
 
-def residual_norm(x, y, bias, mask, weight, norm_bias, epsilon, kind):
-    """Return x', h (both [b, s, h]) and the norm's statistics. y None: there is nothing to add."""
+def residual_norm(x, y, bias, mask, weight, norm_bias, epsilon, normalization):
+    """Return (x', h, *statistics of the norm); x' and h are [b, s, h]. If y is None, x' is x."""
     if y is not None:
         x = add_residual(x, y, bias, mask)
-    return x, *kind.forward(x, weight, norm_bias, epsilon)
+    return x, *normalization.forward(x, weight, norm_bias, epsilon)
 
 
-def residual_norm_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, has_residual, has_bias, kind):
-    """Turn the gradients of x' and h into those of x, y, bias, norm weight, norm bias; y's and bias's may be None."""
-    gradient, grad_weight, grad_norm_bias = kind.backward(grad_h, x, statistics, weight, norm_bias)
+def residual_norm_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, has_residual, has_bias,
+                           normalization):
+    """Return the gradients of x, y, bias, norm weight and norm bias; None for each of them that does not exist.
+
+    grad_x, grad_h: the gradients of x' and h. x: x'.
+    """
+    gradient, grad_weight, grad_norm_bias = normalization.backward(grad_h, x, statistics, weight, norm_bias)
     if grad_x is not None:
         gradient = gradient.add_(grad_x)
     if not has_residual:
@@ -87,7 +100,9 @@ def residual_norm_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mas
 
 
 def residual_backward(gradient, mask, has_bias):
-    """Turn the gradient of x + dropout(y + bias) into those of x, y and bias. x's and y's may be the same tensor, so do
-    not write to either."""
+    """Turn the gradient of x + dropout(y + bias) into the gradients of x, y and bias (None without a bias).
+
+    Without dropout, the gradients of x and y are the same tensor, so the caller must not write to either.
+    """
     grad_y = drop(gradient, mask)
     return gradient, grad_y, grad_y.sum(dim=(0, 1), dtype=wide_dtype(grad_y)) if has_bias else None

@@ -1,14 +1,14 @@
-"""Provides the steps of a slice's generator: launch a collective, yield, wait for it, multiply what arrives.
+"""Provides the steps of a slice's generator: launch a collective, yield, wait for it, multiply.
 
-A generator yields to let the other slices compute. Whether it does depends on what is in flight:
+A slice's generator yields to let the other slices compute:
 
     yield_if_in_flight(flights)    yields only if one of these flights sends something
     yield_if_sharded()             yields only if the residual stream is sharded (sequence_parallel.py says why)
     yield_then_wait(flights)       always yields, then waits
 
-The *column split* (Domino, 2409.15241, section 3.3) works within one slice, so it also helps at batch 1: a matrix is
-cut into `columns` chunks of the features that are communicated, and each chunk's collective is in flight while the
-next chunk is computed. A tensor in flight is therefore a list of flights, one for each chunk of its last dimension.
+The *column split* (Domino, 2409.15241, section 3.3) works within one slice, so it also helps at batch size 1. It cuts a
+matrix into `columns` chunks along the features that are communicated. While one chunk's collective is in flight, the
+next chunk is computed. So a tensor in flight is a list of flights, one for each chunk of its last dimension.
 """
 
 import torch.distributed as dist
@@ -19,10 +19,9 @@ from nanodomino.overlap.flight import Flight, prepare_all_reduce, result_of
 
 
 class SliceOps:
-    """Runs the steps of any slice.
+    """Runs the steps of any slice. all_reduce and the methods whose names start with yield are generators.
 
-    slice: the domino.Slice at work; site: the name of the sublayer. Both label the spans of the trace. all_reduce and
-    the methods whose names begin with yield are generators.
+    Arguments slice (a domino.Slice) and site (a name such as "layers.3.mlp") only label what the trace records.
     """
 
     def __init__(self, stream, columns: int, trace):
@@ -31,7 +30,7 @@ class SliceOps:
     # ---- collectives
 
     def launch(self, slice, site, flight: Flight) -> Flight:
-        """Launch a flight, if it sends anything. Its tensor must be left alone until wait()."""
+        """Launch a flight, if it sends anything. Its tensor must not be read or written until wait()."""
         if flight.kind:
             flight.launch()
             self.trace.watch(flight.kind, flight.work, group="tp", slice=slice.index, site=site,
@@ -39,12 +38,12 @@ class SliceOps:
         return flight
 
     def gather(self, slice, site, x) -> list[Flight]:
-        """Launch the gather of all rows of x [b, s/t, h], in chunks of its features."""
+        """Launch the gather of x [b, s/t, h], in chunks of its features. A replicated x has all rows already."""
         chunks = self.column_chunks(x, -1) if self.stream.shards > 1 else [x]
         return [self.launch(slice, site, self.stream.gather(chunk)) for chunk in chunks]
 
     def wait(self, slice, site, flights):
-        """Wait for all flights and return their tensor."""
+        """Wait for all flights of a tensor and return the tensor."""
         if any(flight.kind for flight in flights):
             with self.trace.span("wait", group="tp", slice=slice.index, site=site):
                 for flight in flights:
@@ -64,23 +63,23 @@ class SliceOps:
             yield
 
     def yield_if_sharded(self):
-        """Let other slices compute if the stream is sharded, although nothing of this slice is in flight."""
+        """Let other slices compute if the stream is sharded, although this slice has nothing in flight."""
         if self.stream.shards > 1:
             yield
 
     def yield_then_wait(self, slice, site, flights):
-        """Let other slices compute, then wait."""
+        """Let other slices compute, then wait for the flights and return their tensor."""
         yield
         return self.wait(slice, site, flights)
 
     # ---- matmuls
 
     def column_chunks(self, tensor, dim):
-        """Cut a matrix for the column split, along the dimension that is communicated."""
+        """Cut a tensor for the column split. dim: the dimension whose features are communicated."""
         return [tensor] if self.columns == 1 else tensor.chunk(self.columns, dim)
 
     def linear(self, slice, site, flights, weight, bias=None):
-        """Return x W^T + bias for an x in flight: each chunk of its features is multiplied as it arrives."""
+        """Return x W^T + bias. `flights` carry x, and each chunk of x's features is multiplied when it has arrived."""
         total = None
         for flight, chunk in zip(flights, weight.chunk(len(flights), dim=1)):
             x = self.wait(slice, site, [flight])
@@ -92,7 +91,7 @@ class SliceOps:
         return total
 
     def linear_then_reduce(self, slice, site, x, weight) -> list[Flight]:
-        """Compute this rank's addend of x W^T in chunks of W's rows; launch each chunk's reduce when it is computed."""
+        """Compute this rank's addend of x W^T in chunks of W's rows, launch the reduce of each, return the flights."""
         flights = []
         for chunk in self.column_chunks(weight, 0):
             with self.trace.span("matmul", slice=slice.index, site=site):
@@ -101,9 +100,9 @@ class SliceOps:
         return flights
 
     def weight_gradients(self, slice, site, matmuls: list[tuple]):
-        """Add every (weight, grad_output, input) of `matmuls` to the weight's main_grad, and empty the list."""
+        """Add grad_output^T x to the weight's main_grad for each (weight, grad_output, x); empty the list `matmuls`."""
         with self.trace.span("weight_gradient", slice=slice.index, site=site):
             while matmuls:
                 weight, grad_output, x = matmuls.pop(0)
-                if weight is not None:                       # a head has no gradient for the last padded rows
+                if weight is not None:                       # a head does not multiply by all padding rows
                     add_weight_gradient(main_grad_of(weight)[:grad_output.size(-1)], grad_output, x)

@@ -36,7 +36,7 @@ def graphs(layers, micro_batch_size=4, one_differs=False, dropout=0.0, recompute
         mesh, model, optimizer, _ = build(config)
         stage = Domino(model, config.slices, config.columns, compile_backend="eager")
         if one_differs:
-            step = stage.steps[model.chunks[0]][1]
+            step = stage.sublayers[model.chunks[0]][1]
             weight, bias = step.norm_weights
             step.norm_weights = weight.detach(), bias
             step.norm_weights[0].main_grad = weight.main_grad

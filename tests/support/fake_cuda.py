@@ -204,8 +204,8 @@ def count_step(config: Config, dataset: TokenDataset, mesh) -> dict:
         with counts:
             result = train.train_step(1, stage, optimizer, dataset, config, mesh)
     return {name: getattr(counts, name) for name in Counts.told} | dict(
-        microbatches=config.microbatches, skipped=result.skipped, sublayers=sum(map(len, stage.steps.values())),
-        matrices=sum(map(len, stage.steps.values())) * 2 + model.post_process, buckets=len(optimizer.buckets))
+        microbatches=config.microbatches, skipped=result.skipped, sublayers=sum(map(len, stage.sublayers.values())),
+        matrices=sum(map(len, stage.sublayers.values())) * 2 + model.post_process, buckets=len(optimizer.buckets))
 
 
 def run(rank: int, settings: dict) -> dict:
