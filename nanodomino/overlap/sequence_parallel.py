@@ -27,7 +27,7 @@ t = 2 each rank holds one whole sample. That does no harm: a token's position an
 way (own_rows), each slice is sharded by itself, and pipeline stages pass shards on as they are.
 
 **Two slices, one turn apart.** Every sublayer now has one collective before its first matmul and another after its
-second. If both slices ran in step, both would wait for a gather at the same time, and nothing would hide it. So each
+second. If both slices ran in lockstep, both would wait for a gather at once, and nothing would hide it. So each
 slice also yields between its two matmuls, and slice b starts one turn after slice a. Time runs from left to right, and
 a collective "[" is in flight until its slice's next turn:
 
