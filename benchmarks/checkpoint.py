@@ -5,7 +5,7 @@
                   steps
     resume        verifying every byte of the checkpoint, then loading model and optimizer
 
-Replicas hold the same values and share the work: with --dp N each rank copies and writes 1/N of what it holds. The
+Replicas hold the same values and share the work: with --dp N each rank copies and writes about 1/N of it. The
 benchmark also prints the bytes that the busiest rank copies.
 
     python bench.py checkpoint --processes 2 --dp 2

@@ -56,7 +56,7 @@ def processes(flags) -> int:
 def answer(flags, launch):
     config, mesh, optimizer, stage = build(config_of(flags, launch.world_size), launch)
     dataset = RandomTokens(config, mesh.device)
-    while config.dtype == "float16" and not optimizer.updates:       # fp16 skips steps until its loss scale fits
+    while config.dtype == "float16" and not optimizer.updates:       # skips steps until the loss scale is small enough
         train.train_step(1, stage, optimizer, dataset, config, mesh)
     with CollectiveCounter(mesh) as listener:
         train.train_step(1, stage, optimizer, dataset, config, mesh)

@@ -1,16 +1,15 @@
 """Does the memory of a rank match the formulas? Measured on every rank while it trains.
 
-    parameters, gradients,    the storages of the model, the flat buckets and the optimizer, padding included; they
-    optimizer                 must equal the formulas
-    activations               peak bytes of all storages that can be reached from the tapes of the microbatches in
-                              flight, with autograd's saved tensors
+    parameters, gradients,    bytes of the model, the flat buckets and the optimizer, with padding. They must equal
+    optimizer                 the formulas
+    activations               peak bytes of all tensors that the tapes keep alive, with those that autograd saved
     host                      with --checkpoint-in-cpu on CUDA: the same in the host's memory
-    peak                      peak bytes allocated, temporary tensors included: the allocator's count on CUDA, a
-                              dispatch mode's count of all tensors on the CPU. Its formula is an estimate
+    peak                      peak bytes of all tensors, with temporary ones. On CUDA the allocator counts them, on the
+                              CPU a dispatch mode. The formula for it is an estimate
 
-The formulas are those of nanodomino/analysis/expected_memory.py. A second table lists what a tape keeps of one layer,
-in units of X, the bytes of one activation [b, s, h]. Its columns under "left" are for schedules that split backward:
-what the tape still keeps after the input gradients, for the weight gradients.
+The formulas are those of nanodomino/analysis/expected_memory.py. A second table lists what a tape keeps for one layer,
+in units of X, the bytes of one activation [b, s, h]. Its columns "left / X" and the bytes beside them are for schedules
+that split backward: they show what the tape still keeps after the input gradients, for the weight gradients.
 
     python bench.py memory --tp 2 --pp 2 --slices 2
 """
@@ -50,7 +49,8 @@ def answer(flags, launch):
 
 
 def measure(config: Config, mesh, optimizer, stage, dataset) -> dict[str, int]:
-    """Measure this rank's bytes in two training steps: the first creates the moments, the second is measured."""
+    """Return {name: bytes} of this rank. Runs two training steps: the first creates the optimizer's moments, the
+    second is measured."""
     while not optimizer.updates:                               # fp16 skips steps until its loss scale is small enough
         train.train_step(1, stage, optimizer, dataset, config, mesh)
     state = state_storages(stage.model, optimizer)
@@ -66,7 +66,8 @@ def measure(config: Config, mesh, optimizer, stage, dataset) -> dict[str, int]:
 
 
 def state_storages(model, optimizer) -> dict[str, dict[int, int]]:
-    """Return {storage: bytes} for each of STATE; a storage shared by two counts in the first."""
+    """Return {name: {storage: bytes}} for each name in STATE. A storage that belongs to two names counts in the first.
+    """
     tensors = {"parameters": [*model.parameters(), *(bucket.weights for bucket in optimizer.buckets)],
                "gradients": [bucket.own_grad for bucket in optimizer.buckets],
                "optimizer": optimizer.state_tensors()}
@@ -78,13 +79,13 @@ def state_storages(model, optimizer) -> dict[str, dict[int, int]]:
 
 
 def storage(tensor) -> tuple[int, int]:
-    """Return (identity, bytes) of a tensor's storage."""
+    """Return (a number that identifies the tensor's storage, the storage's bytes)."""
     memory = tensor.untyped_storage()
     return memory._cdata, memory.nbytes()
 
 
 class CopiedRandomTokens(RandomTokens):
-    """Yields batches with their own storage, as TokenDataset does, instead of views of one large array."""
+    """Returns batches with their own memory, as TokenDataset does, instead of views of one large tensor."""
 
     def batch(self, *arguments, **options) -> Batch:
         batch = super().batch(*arguments, **options)
@@ -95,7 +96,10 @@ class CopiedRandomTokens(RandomTokens):
 # ---- activations
 
 class TapeMeter:
-    """Wraps a stage for the pipeline, and measures all tapes alive after each action that adds to one."""
+    """Wraps a stage, so that pipeline.run can call it, and measures all tapes after each action that can add to them.
+
+    state: the result of state_storages(); tapes may refer to these storages, but they are not counted.
+    """
 
     def __init__(self, stage, state: dict[str, dict[int, int]]):
         self.stage, self.trace = stage, stage.trace
@@ -105,13 +109,13 @@ class TapeMeter:
     def forward(self, *arguments):
         output, tape = yield from self.stage.forward(*arguments)
         self.tapes[id(tape)] = tape
-        self.weigh()
+        self.measure()
         return output, tape
 
     def backward(self, tape, gradient, on_gradients_ready=None, defer_weights=False):
         gradient = yield from self.stage.backward(tape, gradient, on_gradients_ready, defer_weights)
         if defer_weights:
-            self.weigh()
+            self.measure()
         else:
             del self.tapes[id(tape)]
         return gradient
@@ -129,11 +133,11 @@ class TapeMeter:
 
 
 def reachable_storages(tape, device=torch.device("cpu")) -> dict[int, int]:
-    """Return {storage: bytes} of the tensors on a device that a tape keeps alive.
+    """Return {storage: bytes} of the tensors on `device` that a tape, or a list of tapes, keeps alive.
 
-    Follows objects, closures and autograd graphs, but not modules, whose parameters are state.
+    Follows objects, closures and autograd graphs, but not modules, because their parameters are not activations.
     """
-    found, seen, todo = {}, {}, [tape]                  # seen holds the objects, so that no id is used twice
+    found, seen, todo = {}, {}, [tape]           # seen keeps the objects alive, so that no other object gets their id
     while todo:
         item = todo.pop()
         if id(item) in seen or isinstance(item, (nn.Module, type)):
@@ -160,7 +164,10 @@ def reachable_storages(tape, device=torch.device("cpu")) -> dict[int, int]:
 
 
 class AllocationPeak(TorchDispatchMode):
-    """Measures the peak bytes of the tensors made while it is active, through weak references."""
+    """Measures the peak bytes of the tensors that are created while it is active.
+
+    It sees every new tensor in torch's dispatcher, and a weak reference tells it when the tensor's storage is freed.
+    """
 
     def __init__(self):
         super().__init__()
@@ -189,7 +196,7 @@ class AllocationPeak(TorchDispatchMode):
 # ---- the report
 
 def predict(config: Config, mesh) -> dict[str, int]:
-    """Return the formulas' values for measure()."""
+    """Return what the formulas say that measure() returns."""
     return {**expected_memory.state_bytes(config, mesh), "activations": expected_memory.peak_tape_bytes(config, mesh),
             **({"host": expected_memory.peak_host_bytes(config, mesh)}
                if expected_memory.offloads_to_host(config) else {}),
@@ -197,12 +204,12 @@ def predict(config: Config, mesh) -> dict[str, int]:
 
 
 def report(config: Config, measured: list[dict]):
-    """Return (text, record). measured: by rank; ranks with the same bytes share a line."""
+    """Return (text, record). measured: the result of measure() of each rank. Ranks with the same bytes share a line."""
     predicted = [predict(config, mesh) for mesh in sizes.all_meshes(config)]
     rows = []
     for ranks in comm.alike(list(zip(measured, predicted))):
         both = predicted[ranks[0]], measured[ranks[0]]
-        rows += [[comm.text_of(ranks), label, *sizes.values()] for label, sizes in zip(("predicted", "measured"), both)]
+        rows += [[comm.text_of(ranks), label, *found.values()] for label, found in zip(("predicted", "measured"), both)]
     exact = all(found[name] == expected[name] for found, expected in zip(measured, predicted) for name in STATE)
     worst = {name: max(abs(found[name] / expected[name] - 1) for found, expected in zip(measured, predicted))
              for name in measured[0] if name not in STATE}
@@ -210,15 +217,15 @@ def report(config: Config, measured: list[dict]):
         describe(config), "bytes, by rank:",
         table(["ranks", "", *measured[0]], rows), "",
         layer_text(config),
-        f"the state {'equals' if exact else 'DOES NOT equal'} its formulas exactly; activations differ by at most "
-        f"{max(worst['activations'], worst.get('host', 0.0)):.2%}, peaks by {worst['peak']:.1%}"])
+        f"parameters, gradients and optimizer {'equal' if exact else 'DO NOT equal'} their formulas; activations "
+        f"differ by at most {max(worst['activations'], worst.get('host', 0.0)):.2%}, peaks by {worst['peak']:.1%}"])
     return text, {"question": "memory", "exact": exact, "activations_error": worst["activations"],
                   "peak_error": worst["peak"], **layout_of(config), "dtype": config.dtype, "device": config.device,
                   "predicted": predicted, "measured": measured}
 
 
 def layer_text(config: Config) -> str:
-    """Return a table of what a tape keeps of a layer, in units of X, and of what is left for weight gradients."""
+    """Return a table of what a tape keeps for a layer, in units of X: after forward, and after the input gradients."""
     x, kept = sizes.hidden_bytes(config), expected_memory.layer_tape_bytes(config)
     left = expected_memory.layer_deferred_bytes(config)
     columns = [{**parts, "total": sum(parts.values())} for parts in (kept, left)]

@@ -4,15 +4,16 @@
     communication    what a GPU sends in a step, by process group (analysis/expected_traffic.py, checked by
                      `bench.py comm`)
     step time        computed from data sheets and assumptions (analysis/step_time.py). The assumptions are printed, and
-                     flags change most of them. "exposed" communication is what no compute hides
+                     flags change most of them. "exposed" is the time that a GPU waits for communication or copies
 
-If the model does not fit, the largest terms are printed, and changes with which it would fit, each with its step time.
-If it fits, a faster schedule is proposed where there is one. A preset gets the vocabulary of its published weights.
+If the model does not fit, the plan shows the largest terms and the changes that would make it fit, each with its step
+time. If the model fits and another schedule is faster, the plan names it. A preset gets the vocabulary of its published
+weights.
 
     python bench.py plan --model gpt3-13b --gpus 64 --tp 8 --pp 4 --gpu A100
 
-`--gpu here` plans for this machine and checks the plan: it measures the rates of matmuls, communication and memory,
-predicts, trains, and prints both:
+`--gpu here` plans for this machine and checks the plan. It measures the rates of matmuls, communication and memory,
+predicts a step, trains, and prints the predicted and the measured time:
 
     python bench.py plan --gpu here --gpus 2 --tp 2 --pp 1 --model nano --hidden-size 256 --dtype float32
 
@@ -45,12 +46,12 @@ from nanodomino.schedules.definitions import SCHEDULES
 
 @dataclass(frozen=True)
 class Gpu:
-    """Figures of a GPU's data sheet."""
+    """Figures from a GPU's data sheet."""
     memory: float                # bytes
     memory_rate: float           # bytes/s
-    link: str                    # to the other GPUs of the host
-    link_rate: float             # bytes/s each way
-    host_rate: float             # bytes/s each way, over PCIe
+    link: str                    # the link to the other GPUs of the host: NVLink or PCIe
+    link_rate: float             # bytes/s over it, each way
+    host_rate: float             # bytes/s to the host over PCIe, each way
 
 
 # GPUs with bfloat16. NVLink each way is half of the data sheet's figure; PCIe x16 is 32 GB/s each way in generation 4,
@@ -73,21 +74,23 @@ def add_flags(parser):
     add_config_flags(parser, model="gpt3-13b", dtype="bfloat16")
     parser.add_argument("--gpus", type=int, default=64, help="number of GPUs, one per process (default 64)")
     parser.add_argument("--gpu", choices=(*GPUS, "here"), default="H100",
-                        help="kind of GPU, or this machine (default H100)")
-    parser.add_argument("--gpus-per-host", type=int, default=8, help="GPUs of a host, joined by their link (default 8)")
+                        help="model of the GPUs, or `here` for this machine (default H100)")
+    parser.add_argument("--gpus-per-host", type=int, default=8,
+                        help="GPUs of a host, joined by NVLink or PCIe (default 8)")
     parser.add_argument("--network", type=float, default=400.0,
-                        help="Gbit/s from a GPU to other hosts, each way (default 400: InfiniBand NDR)")
+                        help="Gbit/s between a GPU and other hosts, each way (default 400: InfiniBand NDR)")
     parser.add_argument("--product-efficiency", type=float, default=0.6,
-                        help="share of the peak FLOP/s that matmuls and element-wise work reach (default 0.6)")
+                        help="share of the peak FLOP/s that matmuls reach, with the time of element-wise work counted "
+                             "in (default 0.6)")
     parser.add_argument("--wire-efficiency", type=float, default=0.8,
-                        help="share of a link's rate that a ring reaches (default 0.8)")
+                        help="share of their data-sheet rates that links and GPU memory reach (default 0.8)")
     parser.add_argument("--latency", type=float, default=15.0,
-                        help="microseconds that a collective takes besides sending its bytes (default 15)")
+                        help="microseconds that each collective takes in addition to sending its bytes (default 15)")
     parser.add_argument("--reserve", type=float, default=0.05,
                         help="share of the memory left free for CUDA and fragmentation (default 0.05)")
     parser.add_argument("--published", action="store_true",
-                        help="predict published runs instead; of the other flags only the two efficiencies and "
-                             "--latency are used")
+                        help="predict published runs instead; uses only --product-efficiency, --wire-efficiency and "
+                             "--latency, and ignores the other flags")
 
 
 def processes(flags) -> int:
@@ -99,8 +102,8 @@ def processes(flags) -> int:
     flags.vocab_size = flags.vocab_size or PUBLISHED_VOCABULARIES.get(flags.model, GPT2_VOCABULARY)
     config = config_of(flags, flags.gpus)
     require(flags.gpu == "here" or config.params_dtype.itemsize == 2,
-            f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, as only its 16-bit FLOP/s are known, but --dtype is "
-            f"{config.dtype}")
+            f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, because only its 16-bit FLOP/s are known, but "
+            f"--dtype is {config.dtype}; try --dtype bfloat16")
     return flags.gpus if flags.gpu == "here" and not flags.published else 1
 
 
@@ -114,10 +117,13 @@ def answer(flags, launch):
     return here_text(config, run_here(config, *parts, flags.repeats))
 
 
-# ---- on paper
+# ---- for GPUs from data sheets
 
 def machine_of(flags, name: str, network: float, per_host: int) -> Machine:
-    """Return a GPU's rates, times the efficiencies of the flags. network: Gbit/s to other hosts."""
+    """Return the rates that a GPU reaches: those of its data sheet times the efficiencies in `flags`.
+
+    network: Gbit/s to other hosts; per_host: GPUs per host.
+    """
     gpu, efficiency = GPUS[name], flags.wire_efficiency
     return Machine(matmul_rate=PEAK_FLOPS[name] * flags.product_efficiency, intra_host_rate=gpu.link_rate * efficiency,
                    inter_host_rate=network / 8 * 1e9 * efficiency, latency=flags.latency * 1e-6,
@@ -126,7 +132,7 @@ def machine_of(flags, name: str, network: float, per_host: int) -> Machine:
 
 
 def plan(config: Config, flags):
-    """Return (text, record) for one of GPUS."""
+    """Return (text, record) of the plan for flags.gpu, one of GPUS."""
     gpu, peak = GPUS[flags.gpu], PEAK_FLOPS[flags.gpu]
     machine = machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host)
     stages, usable = [sizes.mesh_at(config, stage) for stage in range(config.pp)], gpu.memory * (1 - flags.reserve)
@@ -144,9 +150,9 @@ def plan(config: Config, flags):
               [[f"stage {stage}", *map(bytes_text, need.values()), bytes_text(sum(need.values())),
                 "fits" if sum(need.values()) <= usable else "TOO MUCH"] for stage, need in enumerate(needs)]),
         f"usable {bytes_text(usable)}; model state {expected_memory.state_bytes_per_parameter(config):.2f} bytes per "
-        f"parameter; stage 0 has up to {expected_memory.microbatches_in_flight(config, stages[0]):.3g} microbatches in "
-        "flight",
-        *([f"host memory of a GPU of stage 0: {bytes_text(expected_memory.peak_host_bytes(config, stages[0]))}"]
+        f"parameter; stage 0 keeps the activations of up to "
+        f"{expected_memory.microbatches_in_flight(config, stages[0]):.3g} microbatches",
+        *([f"host memory for each GPU of stage 0: {bytes_text(expected_memory.peak_host_bytes(config, stages[0]))}"]
           if expected_memory.offloads_to_host(config) else []),
         *([] if fits else [why_not(config, needs, usable), what_helps(config, machine, flags, usable)]), "",
         table(["communication of a GPU in a step", "collective", "ranks", "calls", "bytes", "sent", "time"],
@@ -154,10 +160,10 @@ def plan(config: Config, flags):
         table(["a step", "", ""], [[PARTS.get(name, name), seconds_text(part), f"{part / seconds:.1%}"]
                                    for name, part in [*parts.items(), ("total", seconds)]]),
         *more_columns(config, machine, seconds), *(faster_schedule(config, machine, seconds, usable) if fits else ()),
-        f"bubble {bubble:.1%} of the ideal time, the sum of the table's lines above the bubble ((p - 1)/m in 1F1B if "
-        "stages are equal); "
-        f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L h s FLOPs per token, of {peak / 1e12:g} "
-        "TFLOP/s per GPU)", "", *assumptions(flags, gpu)])
+        f"the bubble is {bubble:.1%} of the ideal time, which is the sum of the lines above the bubble; it would be "
+        "(p - 1)/m in 1F1B if stages are equal",
+        f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L h s FLOPs per token, relative to "
+        f"{peak / 1e12:g} TFLOP/s per GPU)", "", *assumptions(flags, gpu)])
     return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config), "gpu": flags.gpu,
                   "gpus": config.world_size, **layout_of(config), "microbatches": config.microbatches, "fits": fits,
                   "usable_bytes": usable, "memory": needs,
@@ -169,7 +175,7 @@ def plan(config: Config, flags):
 
 
 def more_columns(config: Config, machine: Machine, seconds: float) -> list[str]:
-    """Return a line if splitting columns would hide communication that a single slice exposes."""
+    """Return a line that proposes --columns if they would hide communication that a single slice exposes, else []."""
     found = {columns: sum(step_time.step_seconds(dataclasses.replace(config, columns=columns), machine).values())
              for columns in (2, 4, 8) if columns > config.columns and min(config.slices, config.micro_batch_size) == 1}
     best = min(found, key=found.get, default=None)
@@ -180,7 +186,7 @@ def more_columns(config: Config, machine: Machine, seconds: float) -> list[str]:
 
 
 def faster_schedule(config: Config, machine: Machine, seconds: float, usable: float) -> list[str]:
-    """Return a line if another schedule that fits would be faster."""
+    """Return a line that proposes the fastest schedule that fits if it is faster than the current one, else []."""
     times = [(sum(step_time.step_seconds(dataclasses.replace(config, **changes), machine).values()), changes)
              for changes in itertools.chain(*other_schedules(config))]
     fitting = (f"{flags_text(changes)} would take {seconds_text(other)} per step"
@@ -190,9 +196,10 @@ def faster_schedule(config: Config, machine: Machine, seconds: float, usable: fl
 
 
 def other_schedules(config: Config) -> list[list[dict]]:
-    """Return for each schedule the changes to use it, with each number of chunks that divides the layers evenly.
+    """Return for each schedule the changes that select it, such as {"schedule": "zb-v", "virtual_stages": 2}.
 
-    If none does, the smallest number of chunks.
+    A schedule has one entry for each number of chunks that divides the layers evenly or, if none does, one with its
+    smallest number of chunks. The current setting is left out.
     """
     found = []
     for name, schedule in SCHEDULES.items():
@@ -208,7 +215,10 @@ def flags_text(changes: dict) -> str:
 
 
 def memory_terms(config: Config, mesh) -> dict[str, int]:
-    """Return a rank's bytes by MEMORY_TERMS. Without communicators their sum is expected_memory.peak_bytes."""
+    """Return {name: bytes} of a rank for each of MEMORY_TERMS.
+
+    On GPUs all terms but the communicators add up to expected_memory.peak_bytes.
+    """
     return {**expected_memory.state_bytes(config, mesh), "activations": expected_memory.peak_tape_bytes(config, mesh),
             "messages": expected_memory.peak_message_bytes(config, mesh),
             "working": expected_memory.working_bytes(config, mesh),
@@ -216,7 +226,7 @@ def memory_terms(config: Config, mesh) -> dict[str, int]:
 
 
 def communication_rows(config: Config, machine: Machine) -> list[list]:
-    """Return a row for each process group and purpose, of the stage that takes longest."""
+    """Return a row for each process group and purpose, from the stage that spends most time on it."""
     longest = {}
     for stage in range(config.pp):
         mesh = sizes.mesh_at(config, stage)
@@ -234,37 +244,44 @@ def assumptions(flags, gpu: Gpu) -> list[str]:
     """Return the lines that state the plan's assumptions."""
     channels, connection = expected_memory.CHANNELS, expected_memory.CONNECTION_BYTES
     return ["assumptions:",
-            f"  {flags.gpu}: {bytes_text(gpu.memory)} of memory at {bytes_text(gpu.memory_rate)}/s, of which "
-            f"{flags.reserve:.0%} is reserved (--reserve)",
+            f"  {flags.gpu}: {bytes_text(gpu.memory)} of memory, of which {flags.reserve:.0%} stays free (--reserve), "
+            f"read and written at {bytes_text(gpu.memory_rate)}/s",
             f"  matmuls reach {flags.product_efficiency:.0%} of the 16-bit peak of {PEAK_FLOPS[flags.gpu] / 1e12:g} "
             "TFLOP/s, whatever their size, with attention and element-wise work included (--product-efficiency)",
             f"  hosts of {flags.gpus_per_host} GPUs (--gpus-per-host) joined by {gpu.link}, "
             f"{bytes_text(gpu.link_rate)}/s each way; {flags.network:g} Gbit/s from a GPU to other hosts (--network)",
-            f"  rings and the optimizer reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency); each "
-            f"collective takes {flags.latency:g} us more (--latency)",
+            f"  links and GPU memory reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency); each "
+            f"collective takes {flags.latency:g} us in addition to sending its bytes (--latency)",
             "  all-reduces overlap other slices and weight gradients without slowing them; gradient reduction overlaps "
             "the last microbatch's backward",
             f"  an NCCL ring allocates {bytes_text(channels * connection)}, {channels} channels of "
-            f"{bytes_text(connection)}; trees and in-network reduction would add to it",
+            f"{bytes_text(connection)}; trees and in-network reduction would need more",
             "  messages, working memory and communicators are estimates; the rest of the memory is exact"]
 
 
 # ---- if it does not fit
 
 def why_not(config: Config, needs: list[dict], usable: float) -> str:
-    """Return by how much the fullest GPU exceeds its memory, and its largest terms."""
+    """Return a line that says by how much the fullest GPU exceeds its memory, and which two terms are largest.
+
+    needs: memory_terms() of each stage; usable: bytes of memory.
+    """
     worst = max(range(config.pp), key=lambda stage: sum(needs[stage].values()))
     need, alive = needs[worst], expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, worst))
     total = sum(need.values())
-    about = {"activations": f" ({alive:.3g} microbatches alive)"}
-    largest = [f"{name} {bytes_text(need[name])}{about.get(name, '')}"
+    details = {"activations": f" (of up to {alive:.3g} microbatches)"}
+    largest = [f"{name} {bytes_text(need[name])}{details.get(name, '')}"
                for name in sorted(need, key=need.get, reverse=True)[:2]]
     return (f"does not fit: stage {worst} needs {bytes_text(total)}, {bytes_text(total - usable)} too much; the "
             f"largest terms are {' and '.join(largest)}")
 
 
 def what_helps(config: Config, machine: Machine, flags, usable: float) -> str:
-    """Return the single changes, else pairs of changes, else more or other GPUs with which the model would fit."""
+    """Return a line that names what would make the model fit.
+
+    It tries single changes, then pairs of changes, then more GPUs, then other GPUs, and stops at the first of these
+    that has an answer.
+    """
     found = []
 
     def costs(most, *how):
@@ -283,12 +300,12 @@ def what_helps(config: Config, machine: Machine, flags, usable: float) -> str:
         most = most_needed(config, {})
         found = [f"--gpu '{name}'" for name, gpu in GPUS.items() if gpu.memory * (1 - flags.reserve) >= most]
     return (f"would fit with {', or '.join(found)}" if found
-            else "no two changes would make it fit, nor up to 16 times as many replicas, nor another GPU; use more "
-                 "GPUs for --tp and --pp")
+            else "it would not fit with any two changes, with up to 16 times as many replicas, or on another GPU; "
+                 "raise --gpus together with --tp and --pp")
 
 
 def remedies(config: Config) -> list[dict]:
-    """Return the single changes that reduce a GPU's memory."""
+    """Return the single changes that reduce a GPU's memory, such as {"zero_stage": 2}."""
     found = [{"zero_stage": stage} for stage in (1, 2) if stage > config.zero_stage and config.dp > 1]
     found += [change for changes in other_schedules(config) for change in changes[:1] if config.pp > 1]
     found += [{"sequence_parallel": True}] * (config.tp > 1 and not config.sequence_parallel)
@@ -301,7 +318,7 @@ def remedies(config: Config) -> list[dict]:
 
 
 def more_recomputation(config: Config) -> list[dict]:
-    """Return the changes with which tapes keep less on the GPU than now, in decreasing order of memory."""
+    """Return the changes with which tapes keep less on the GPU, from the smallest saving to the largest."""
     options = [{"recompute_granularity": granularity, "checkpoint_in_cpu": False} for granularity in GRANULARITIES]
     options.append({"recompute_granularity": "full", "checkpoint_in_cpu": True})
     now = {name: getattr(config, name) for name in options[0]}
@@ -310,7 +327,10 @@ def more_recomputation(config: Config) -> list[dict]:
 
 
 def changed(config: Config, changes: dict, gpus=None) -> Config | None:
-    """Return the Config after the changes, with dp computed anew; None if they are impossible."""
+    """Return the Config after the changes, on `gpus` GPUs (None: as many as now). dp follows from them.
+
+    Returns None if the changes are impossible.
+    """
     slices = min(config.slices, changes.get("micro_batch_size", config.micro_batch_size))
     try:
         other = dataclasses.replace(config, data_parallel_size=None, slices=slices, **changes)
@@ -320,16 +340,19 @@ def changed(config: Config, changes: dict, gpus=None) -> Config | None:
 
 
 def most_needed(config: Config, changes: dict, gpus=None) -> float:
-    """Return the bytes of the fullest GPU after the changes; infinity if they are impossible."""
+    """Return the bytes that the fullest GPU needs after the changes; infinity if changed() finds them impossible."""
     if (other := changed(config, changes, gpus)) is None:
         return float("inf")
     return max(sum(memory_terms(other, sizes.mesh_at(other, stage)).values()) for stage in range(other.pp))
 
 
-# ---- here
+# ---- for this machine
 
 def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
-    """Predict and train in turn, so that both see the same load, and return the record. Collective over all ranks."""
+    """Predict and measure a step, `repeats` times in turn, and return the record. Collective over all ranks.
+
+    Each prediction measures the machine's rates right before the step, so both see the same load.
+    """
     dataset = memory.CopiedRandomTokens(config, mesh.device)
     held = memory.measure(config, mesh, optimizer, stage, dataset)
     with comm.CollectiveCounter(mesh) as listener:

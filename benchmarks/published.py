@@ -1,18 +1,20 @@
-"""Predicts published runs and compares with what was measured: `bench.py plan --published`.
+"""Predicts published runs and compares the predictions with the papers' measurements: `bench.py plan --published`.
 
-    2104.04473, table 1    GPT with 1.7 to 1008 billion parameters on up to 3072 A100: FLOP/s per GPU, recomputation
-                           included: 96 B s l h^2 (1 + s/6h + V/16lh) per step, formula (3)
-    2205.05198, table 5    one replica of four such models: seconds of a step that recomputes whole layers, and of one
-                           that recomputes only attention, with sequence parallelism
-    2409.15241             Domino on H100: its largest speed-up over Megatron-LM, and the share of communication in
-                           Megatron-LM's step
+    2104.04473, table 1    GPT with 1.7 to 1008 billion parameters on up to 3072 A100. Measured: FLOP/s per GPU. A step
+                           has 96 B s l h^2 (1 + s/6h + V/16lh) FLOPs with recomputation, formula (3)
+    2205.05198, table 5    one replica of four such models. Measured: seconds of a step that recomputes whole layers,
+                           and of a step that recomputes only attention and uses sequence parallelism
+    2409.15241             Domino on H100. Measured: its largest speed-up over Megatron-LM, and the share of
+                           communication in Megatron-LM's step
 
-The step time is that of analysis/step_time.py, with the costs of what these runs did: before its backward, a microbatch
-repeats the whole forward of the layers, or that of attention; in 2409.15241 nothing hides Megatron-LM's all-reduces.
+The step time comes from analysis/step_time.py, but with the costs of what these runs did. In the first two papers each
+microbatch repeats a forward before its backward: that of whole layers, or only that of attention. In 2409.15241 nothing
+hides Megatron-LM's all-reduces.
 
-A ratio far from 1 points to a wrong assumption. The weakest is that matmuls reach the same share of the peak at every
-width: 45 % would fit the 1.7B model of table 1 (width 2304), and 71 % the 1T model of table 5 (width 25600). Small
-matmuls are also the likely reason where 32 GPUs share a width of 5120, but little is published about that run.
+A ratio far from 1 points to a wrong assumption. The weakest assumption is that matmuls reach the same share of the peak
+at every width. 45 % would fit the 1.7B model of table 1 (width 2304), 71 % the 1T model of table 5 (width 25600). Small
+matmuls probably also explain the ratio of the run in which 32 GPUs share a width of 5120, but little is published about
+that run.
 """
 
 import dataclasses
@@ -30,7 +32,7 @@ SEQ_LENGTH = 2048
 
 @dataclass(frozen=True)
 class Run:
-    """A published run. again: what it recomputes before backward."""
+    """A published run: its model, its layout, and the figure that was measured."""
     name: str
     num_layers: int
     hidden_size: int
@@ -41,16 +43,16 @@ class Run:
     micro_batch_size: int
     global_batch_size: int
     virtual_stages: int
-    figure: str                  # a key of FIGURES
-    published: float
-    again: str = "layers"        # layers, attention, nothing
+    figure: str                  # what was measured: a key of FIGURES
+    published: float             # its value
+    again: str = "layers"        # what is recomputed before each backward: layers, attention, nothing
     gpu: str = "A100"
     network: float = 200.0       # Gbit/s from a GPU to other hosts
     vocab_size: int = 51200
 
     @property
     def config(self) -> Config:
-        """The run's Config: one slice, and an unsharded optimizer, as in Megatron-LM."""
+        """The run's Config, with one slice and an unsharded optimizer as in Megatron-LM."""
         return Config(num_layers=self.num_layers, hidden_size=self.hidden_size, num_attention_heads=self.heads,
                       seq_length=SEQ_LENGTH, vocab_size=self.vocab_size, dtype="bfloat16", device="cuda", slices=1,
                       zero_stage=0, micro_batch_size=self.micro_batch_size, global_batch_size=self.global_batch_size,
@@ -72,7 +74,7 @@ TABLE_5 = [Run(*sizes, "s", published, again) for *sizes, both in (
     ("1T", 128, 25600, 160, 8, 64, 512, 1, 512, 1, (94.42, 71.49)))
     for again, published in zip(("layers", "attention"), both)]
 
-# In an all-reduce over all GPUs of a host, its eight cards of 400 Gbit/s work together.
+# An all-reduce over all GPUs of several hosts uses the eight 400 Gbit/s network cards of each host at once.
 OF_H100 = dict(again="nothing", gpu="H100", network=8 * 400.0, vocab_size=50257)
 DOMINO = [Run(*sizes, figure, published, **OF_H100) for *sizes, figure, published in (
     ("2.7B", 32, 2560, 32, 8, 1, 8, 8, 8, 1, "x speed", 1.3), ("6.7B", 32, 4096, 32, 8, 1, 8, 8, 8, 1, "x speed", 1.3),
@@ -83,7 +85,10 @@ RUNS = {"2104.04473": TABLE_1, "2205.05198": TABLE_5, "2409.15241": DOMINO}
 # ---- seconds
 
 def seconds(config: Config, machine: Machine, costs=step_time.action_costs) -> float:
-    """Return the seconds of a step, as the sum of step_time.step_seconds(). costs: replaces action_costs()."""
+    """Return the seconds of a step: the sum of step_time.step_seconds(), but with other costs of actions.
+
+    costs: a function with the arguments and the result of step_time.action_costs().
+    """
     stages = [sizes.mesh_at(config, stage) for stage in range(config.pp)]
     of_stages = [costs(config, machine, mesh) for mesh in stages]
     (real,) = step_time.simulate_schedule(config, machine, of_stages, messages=(True,))
@@ -93,7 +98,7 @@ def seconds(config: Config, machine: Machine, costs=step_time.action_costs) -> f
 
 
 def before_backward(config: Config, machine: Machine, mesh, seconds_of) -> dict:
-    """Return action_costs(), after adding seconds_of(chunk) to the compute of each chunk's backward."""
+    """Return action_costs() with seconds_of(chunk) added to the compute of each chunk's backward."""
     found = step_time.action_costs(config, machine, mesh)
     for number, chunk in enumerate(sizes.stage_model(config, mesh).chunks):
         cost = found["backward", number]
@@ -102,7 +107,7 @@ def before_backward(config: Config, machine: Machine, mesh, seconds_of) -> dict:
 
 
 def layers_again(config: Config, machine: Machine, mesh) -> dict:
-    """Return action_costs() with the layers' forward, all-reduces included, before each backward."""
+    """Return action_costs() where each backward first repeats the layers' forward with its all-reduces."""
     def seconds_of(chunk):
         dense, _, attention = (count / machine.matmul_rate for count in step_time.forward_flops(config, mesh, chunk))
         traffic = [collective for collective in expected_traffic.tensor_parallel_traffic(config, mesh, [chunk])
@@ -114,13 +119,13 @@ def layers_again(config: Config, machine: Machine, mesh) -> dict:
 
 
 def attention_again(config: Config, machine: Machine, mesh) -> dict:
-    """Return action_costs() with attention's own matmuls, which need no communication, before each backward."""
+    """Return action_costs() where each backward first repeats attention's own matmuls. They need no communication."""
     return before_backward(config, machine, mesh,
                            lambda chunk: step_time.forward_flops(config, mesh, chunk)[2] / machine.matmul_rate)
 
 
 def blocking(config: Config, machine: Machine, mesh) -> dict:
-    """Return the costs of actions in which nothing overlaps communication."""
+    """Return action_costs() without overlap: everything that could overlap communication is put before or after it."""
     return {what: Cost(cost.compute + cost.independent, cost.communication)
             for what, cost in step_time.action_costs(config, machine, mesh).items()}
 
@@ -131,12 +136,15 @@ AGAIN = {"layers": layers_again, "attention": attention_again, "nothing": step_t
 # ---- figures
 
 def teraflops(run: Run, machine: Machine) -> float:
-    """Predict the TFLOP/s per GPU, recomputation included."""
+    """Predict the TFLOP/s per GPU. Recomputed FLOPs count too, as in the paper."""
     return formula_3(run.config) / step(run, machine) / run.gpus / 1e12
 
 
 def formula_3(config: Config) -> float:
-    """Return the FLOPs of a step: four forwards of the layers, three of the head (2104.04473, section 5.1)."""
+    """Return the FLOPs of a step with recomputation (2104.04473, section 5.1).
+
+    They are those of four forwards of the layers and three of the head, since a backward counts as two forwards.
+    """
     layers, h, words = config.num_layers, config.hidden_size, config.padded_vocab_size
     return 96 * config.global_batch_size * SEQ_LENGTH * layers * h ** 2 * (
         1 + SEQ_LENGTH / (6 * h) + words / (16 * layers * h))
@@ -148,13 +156,13 @@ def step(run: Run, machine: Machine) -> float:
 
 
 def gain(run: Run, machine: Machine) -> float:
-    """Predict the speed-up of two slices over blocking communication."""
+    """Predict the speed-up of Domino with two slices over blocking communication."""
     config = run.config
     return seconds(config, machine, blocking) / seconds(dataclasses.replace(config, slices=2), machine)
 
 
 def wires(run: Run, machine: Machine) -> float:
-    """Predict the percentage of a step with blocking communication that free communication would save."""
+    """Predict the percentage of a step that communication takes if nothing hides it."""
     free = dataclasses.replace(machine, intra_host_rate=math.inf, inter_host_rate=math.inf, latency=0.0)
     return 100 * (1 - seconds(run.config, free, blocking) / seconds(run.config, machine, blocking))
 
@@ -165,7 +173,7 @@ FIGURES = {"TFLOP/s": teraflops, "s": step, "x speed": gain, "% wires": wires}
 # ---- the answer
 
 def answer(machine_of, flags):
-    """Return (text, record). machine_of(name of a GPU, Gbit/s to other hosts) -> Machine"""
+    """Return (text, record). machine_of: a function (name of a GPU, Gbit/s to other hosts) -> Machine."""
     rows, record = [], []
     for paper, runs in RUNS.items():
         for run in runs:
@@ -184,30 +192,31 @@ def answer(machine_of, flags):
 
 
 def assumptions(flags) -> list[str]:
-    """Return the lines that list the assumptions and the sources of the figures."""
+    """Return the lines that explain the columns, the assumptions and the sources of the figures."""
     return f"""\
-recomputed: before each backward; batch: micro of global; x speed: two slices over blocking communication;
-% wires: the share of a step with blocking communication that free communication would save
+columns:
+  batch: micro batch of global batch; recomputed: what is repeated before each backward; ratio: plan / published
+  x speed: two slices compared with blocking communication; % wires: the share of blocking communication in a step
 assumptions:
   {SEQ_LENGTH} tokens per sample, vocabulary {TABLE_1[0].vocab_size:,} (2409.15241: {DOMINO[0].vocab_size:,})
   16-bit matmuls reach {flags.product_efficiency:.0%} of the peak, 312 TFLOP/s of an A100 and 989 of an H100, whatever
   their size, with attention and element-wise work included (--product-efficiency)
   hosts of 8 GPUs, joined by NVLink of 300 (A100) and 450 GB/s (H100) each way; each A100 has a card of 200 Gbit/s to
   other hosts; an all-reduce over whole H100 hosts uses all eight cards of 400 Gbit/s
-  rings, messages and the optimizer reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency), and each
-  collective takes {flags.latency:g} us more (--latency)
+  links and GPU memory reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency), and each collective takes
+  {flags.latency:g} us in addition to sending its bytes (--latency)
   recomputing layers repeats their all-reduces, which block, but not the head, as in formula (3) of 2104.04473;
   recomputing attention needs no communication. Sequence parallelism is counted as the all-reduces that it replaces.
   Weight gradients hide backward's all-reduces, except in 2409.15241. Gradients are reduced in fp32 during the last
   microbatch's backward; each GPU of a stage sends whole messages; the optimizer is not sharded.
   Nothing is added for dropout, data, kernel launches and slower ranks
 sources:
-  2104.04473, table 1: from a copy (github.com/SotaroKaneda/MLCarbon); micro batches and chunks, which the table
-  omits, from Megatron-LM's examples/sc21/run_table_1.sh. It ran float16, as fast as bfloat16
-  2205.05198, table 5: seconds and layouts as in github.com/calculon-ai/calculon, which is validated against it; not
-  looked up: layers, widths, heads, samples, vocabulary, and the network cards of both papers' A100 hosts. Layers and
-  widths give the parameter counts that the paper names
-  2409.15241: up to 1.3 x in its abstract; up to 43 % of 13B's step on 8, 16 and 32 GPUs in DeepSpeed's
-  blogs/deepspeed-domino, compared with 32 GPUs. Neither says which model and batch gave 1.3 x, so that figure is
-  compared with three models on one host, with the batch of the authors' example. 32 GPUs can't share the 40 heads of
+  2104.04473, table 1: the figures come from a copy (github.com/SotaroKaneda/MLCarbon). The table omits micro batches
+  and chunks; they come from Megatron-LM's examples/sc21/run_table_1.sh. It ran float16, as fast as bfloat16
+  2205.05198, table 5: seconds and layouts come from github.com/calculon-ai/calculon, which is validated against it;
+  not looked up: layers, widths, heads, samples, vocabulary, and the network cards of both papers' A100 hosts. Layers
+  and widths give the parameter counts that the paper names
+  2409.15241: its abstract says up to 1.3 x, but not for which model and batch. So 1.3 x is compared with three models
+  on one host, with the batch of the authors' example. DeepSpeed's blogs/deepspeed-domino says that communication takes
+  up to 43 % of 13B's step on 8, 16 and 32 GPUs, which is compared with 32 GPUs. 32 GPUs can't share the 40 heads of
   13B, so the prediction has 32 wider heads with the same FLOPs""".splitlines()

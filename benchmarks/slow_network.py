@@ -51,6 +51,7 @@ def namespaces(pid: int, world_size: int) -> list[str]:
 
 
 def address(rank: int) -> str:
+    """Return the IP address of a rank, such as 10.77.0.1 for rank 0."""
     return f"10.77.{(rank + 1) // 256}.{(rank + 1) % 256}"
 
 

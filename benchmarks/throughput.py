@@ -8,8 +8,8 @@ One process runs full training steps of two implementations in turn, on the same
     transformers with --against transformers it replaces plain: the same loop with the model of Hugging Face
                  Transformers, for every model that nanodomino can export
 
-With --compile (the default on CUDA) both are compiled. The losses of the first steps must agree. MFU counts 6 N + 12 L
-h s FLOPs per token, relative to the device's dense 16-bit peak; it is n/a (null in the JSON) if that is unknown.
+With --compile (the default on CUDA) both are compiled. The losses of the first steps must agree. MFU is relative to the
+device's dense 16-bit peak and counts 6 N + 12 L h s FLOPs per token. It is null if that peak is unknown.
 
     python bench.py throughput                                  the nano preset
     python bench.py throughput --model gpt2 --dtype bfloat16 --global-batch-size 64
@@ -159,7 +159,7 @@ def model_of_transformers(config, ours):
         theirs |= {name: part.clone() for name, part in zip(mapping.hf_shapes, parts)}
     missing = [name for name in model.load_state_dict(theirs, strict=False).missing_keys if name != "lm_head.weight"]
     require(not missing, f"Transformers' model also needs {', '.join(missing[:3])}, which nanodomino does not export; "
-                         "this is a bug, please report it")
+                         "this is a bug")
     return Logits(model)
 
 
@@ -173,7 +173,7 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
     require(difference <= SAME[config.dtype],
             f"the losses of the first {COMPARED_STEPS} steps must agree within {SAME[config.dtype]:.0e} relative, but "
             f"differ by {difference:.1e}, so the speeds can't be compared: nanodomino {ours}, {other_side} {theirs}; "
-            "this is a bug, please report it")
+            "this is a bug")
     tokens, peak = config.global_batch_size * config.seq_length, find_peak_flops(config, mesh.device)
     speeds = {name: tokens / time.median for name, time in times.items()}
     mfu = {name: speed * flops_per_token(config) / peak if peak else None for name, speed in speeds.items()}

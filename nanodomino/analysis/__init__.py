@@ -1,6 +1,8 @@
-"""Predicts what a training step needs from the sizes alone, without running it.
+"""Predicts the memory, communication and time of a training step from the sizes alone, without running it.
 
-Read sizes.py (the quantities the formulas are made of), expected_memory.py (bytes of memory), expected_traffic.py
-(collectives and bytes sent), step_time.py (seconds, from a few measured rates), hardware.py
-(peak FLOP/s of known GPUs).
+    sizes.py              the quantities that the formulas use
+    expected_memory.py    bytes of memory
+    expected_traffic.py   collectives and bytes sent
+    step_time.py          seconds, from a few rates such as FLOP/s
+    hardware.py           peak FLOP/s of known GPUs
 """

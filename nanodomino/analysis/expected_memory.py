@@ -1,22 +1,24 @@
-"""The memory of one rank in bytes: model state, activations, messages, peak. `bench.py memory` checks it on real runs.
+"""Computes the memory of one rank in bytes: model state, activations, messages, peak.
 
-With the symbols of sizes.py; X is the bytes of one activation [b, s, h]:
+`bench.py memory` compares the formulas with real runs. The symbols are those of sizes.py; for example, X is the bytes
+of one activation [b, s, h], and d the data parallel size.
 
     what                                            bytes                            source
     model state, 16-bit training                    6 + 12/d per parameter           1910.02054, sections 3.1 and 5.1,
     model state, fp32 training                      8 + 8/d per parameter            here with fp32 gradients
-      ZeRO-2                                        2 + 16/d; 4 + 12/d; and the      1910.02054, section 5.2
+      ZeRO-2, 16-bit; fp32                          2 + 16/d; 4 + 12/d; plus the     1910.02054, section 5.2
                                                     buckets being filled or reduced
     activations of a layer and microbatch           4 X + (4 + 2 ffn/h) X/t          2205.05198, section 4, for this
       selective recomputation                       4 X + (3 + ffn/h) X/t            model's layers; norm statistics
       full recomputation                            2 X, on the GPU or on its host   and log-sum-exp come on top
-      sequence parallelism                          4 X/t or 2 X/t in place of 4 X   section 4.2.2
-                                                    or 2 X
+      sequence parallelism                          4 X becomes 4 X/t, 2 X becomes   2205.05198, section 4.2.2
+                                                    2 X/t
       between input and weight gradients            4 X + (4 + 2 ffn/h) X/t          2401.10241, section 2
     microbatches in flight on stage r               1F1B: min(m, p - r)              2104.04473, section 2.2; counted in
                                                                                      the schedule's actions
 
-State and activations are exact. Working memory, and with it the peak, is an estimate within a few percent.
+Model state and activations are exact. Working memory (temporary tensors) is an estimate, so the peak is one too, within
+a few percent.
 """
 
 from dataclasses import replace
@@ -43,7 +45,7 @@ from nanodomino.zero import MAX_REDUCES_IN_FLIGHT
 # ---- model state
 
 def state_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
-    """Return the bytes of a rank's parameters, gradients and optimizer state, with padding and step counts; exact."""
+    """Return the exact bytes of a rank's parameters, gradients and optimizer state, with padding and step counts."""
     e, w, buckets = bytes_per_element(config), bytes_per_main_element(config), bucket_sizes(config, mesh)
     elements = sum(size for _, size in buckets)
     step_counts = 4 * len(buckets) if OPTIMIZERS[config.optimizer].counts_steps else 0
@@ -52,18 +54,24 @@ def state_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
 
 
 def optimizer_values_per_weight(config: Config) -> int:
-    """Count the moments of a weight and, in 16-bit training, its fp32 master copy."""
+    """Return how many values the optimizer stores per weight: its moments and, in 16-bit training, the master weight.
+
+    For example 3 for AdamW in bfloat16.
+    """
     return len(OPTIMIZERS[config.optimizer].moments) + (bytes_per_element(config) < bytes_per_main_element(config))
 
 
 def state_bytes_per_parameter(config: Config) -> float:
-    """Return the bytes of model state per parameter, as in the table above but for any optimizer; without padding."""
+    """Return the bytes of model state per parameter, without padding. The table above has them for AdamW."""
     e, w = bytes_per_element(config), bytes_per_main_element(config)
     return e + w / gradient_shards(config) + optimizer_values_per_weight(config) * w / optimizer_shards(config)
 
 
 def average_state_bytes(config: Config) -> int:
-    """Return the model state of the average rank: a lower bound that takes no longer for many layers than for two."""
+    """Return the bytes of model state, averaged over the ranks: a lower bound for the fullest rank.
+
+    It is extrapolated from models of one and two layers, so it is quick even for a model with very many layers.
+    """
     one_layer, two_layers = (parameter_count(replace(config, num_layers=layers)) for layers in (1, 2))
     parameters = one_layer + (config.num_layers - 1) * (two_layers - one_layer)
     return int(parameters * state_bytes_per_parameter(config) / (config.tp * config.pp))
@@ -72,13 +80,13 @@ def average_state_bytes(config: Config) -> int:
 # ---- activations: what the tapes keep for backward
 
 def layer_tape_bytes(config: Config) -> dict[str, float]:
-    """Return by name the bytes that a tape keeps of one layer and one microbatch.
+    """Return {name of tensors: bytes} of what a tape keeps for one layer and one microbatch.
 
-    Backward reads each of them; with recomputation it first recomputes the missing ones (overlap/recompute.py).
+    With recomputation the tape keeps less, and backward recomputes the rest (overlap/recompute.py).
     """
     e, w, t, n = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config)
     residual, (q, k, before, after) = residual_bytes(config), qkv_and_mlp_bytes(config)
-    probabilities = n * config.seq_length * config.num_attention_heads // t                # number of elements
+    probabilities = n * config.seq_length * config.num_attention_heads // t                # elements, not bytes
     kept = {} if offloads_to_host(config) else {"norm inputs": 2 * residual}
     kept["norm statistics"] = 2 * n * norm_statistics_bytes(config) / config.sequence_shards
     dropped = GRANULARITIES[config.recompute_granularity]
@@ -92,25 +100,26 @@ def layer_tape_bytes(config: Config) -> dict[str, float]:
     kept |= {"context": q / t, "mlp after activation": after / t}                          # row-parallel inputs
     if config.qk_layernorm:
         heads = config.num_attention_heads + config.num_query_groups
-        v = k if config.attention_dropout else 0               # a copy of q, k, v is kept, and v lies beside k in it
+        v = k if config.attention_dropout else 0               # then v has a copy of its own, besides the one in qkv
         kept["q, k before norms"] = (q + k + v + n * heads * norm_statistics_bytes(config)) / t
     elif k < q and not config.rope and not config.attention_dropout:
-        kept["q by head"] = q / t                              # a copy: q, k and v are stored group by group
+        kept["q by head"] = q / t                              # a copy, because qkv is stored group by group
     if k < q and config.device == "cuda" and not config.attention_dropout and (config.reset_attention_mask or e > 2):
         kept["keys, values of each head"] = 2 * q / t          # see fused_attention in layers/attention.py
     if config.attention_dropout:                               # unfused: probabilities, dropout mask, their product
-        # The causal mask is kept by each slice, or the mask of its documents in its place.
+        # Each slice keeps a causal mask, unless the documents' attention bias replaces it (document_tape_bytes).
         causal_masks = 0 if config.reset_attention_mask else slice_count(config) * config.seq_length ** 2
         kept["attention dropout"] = (2 * e + w) * probabilities + causal_masks + (2 * q / t if k < q else 0)
-    else:                                                      # fused attention recomputes the probabilities from it
+    else:                                                      # from this, fused attention recomputes probabilities
         kept["logsumexp"] = w * n * config.num_attention_heads // t
     return kept
 
 
 def layer_deferred_bytes(config: Config) -> dict[str, float]:
-    """Return what a tape keeps of a layer between its input gradients and its weight gradients, if they are split.
+    """Return {name: bytes} of what a tape keeps for a layer after its input gradients, until its weight gradients.
 
-    These are the matmuls' inputs and output gradients for all tokens, with recomputation and sequence parallelism too.
+    Schedules that split backward, such as zb-h1, need it: the inputs and the output gradients of all matmuls.
+    Recomputation and sequence parallelism do not make it smaller.
     """
     t, x, (q, k, before, after) = config.tp, hidden_bytes(config), qkv_and_mlp_bytes(config)
     return {"column-parallel inputs": 2 * x, "context": q / t, "mlp after activation": after / t,
@@ -119,11 +128,11 @@ def layer_deferred_bytes(config: Config) -> dict[str, float]:
 
 
 def chunk_ends_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, float]:
-    """Return what a tape keeps of a chunk besides its layers: tokens, embedding, head or output."""
+    """Return {name: bytes} of what a tape keeps for a chunk besides its layers: tokens, embedding, head or output."""
     e, w, n = bytes_per_element(config), bytes_per_main_element(config), tokens_per_microbatch(config)
     kept = {}
-    if chunk.pre_process or chunk.post_process or config.uses_document_boundaries:   # then every chunk
-        kept["tokens"] = 8 * (n + config.micro_batch_size)     # s + 1 tokens of a sample: the last is only a label
+    if chunk.pre_process or chunk.post_process or config.uses_document_boundaries:   # every chunk needs boundaries
+        kept["tokens"] = 8 * (n + config.micro_batch_size)     # s + 1 tokens per sample: the last is only a label
         kept["positions, loss mask"] = 8 * (n if config.reset_position_ids else config.seq_length) + 4 * n
     kept |= document_tape_bytes(config)
     if chunk.pre_process and config.hidden_dropout and "h" not in GRANULARITIES[config.recompute_granularity]:
@@ -139,7 +148,7 @@ def chunk_ends_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str,
 
 
 def document_tape_bytes(config: Config) -> dict[str, float]:
-    """Return what a chunk's attentions share of the positions and masks of documents."""
+    """Return {name: bytes} of the documents' positions and masks, which all attention layers of a chunk share."""
     n, kept = tokens_per_microbatch(config), {}
     if config.reset_position_ids and config.rope:
         kept["cos, sin"] = 4 * n * rotary_size(config)
@@ -149,20 +158,21 @@ def document_tape_bytes(config: Config) -> dict[str, float]:
 
 
 def norm_statistics_bytes(config: Config) -> int:
-    """Return the bytes per token that a norm keeps besides its input, such as the mean and the inverse deviation."""
+    """Return the bytes per token that a norm keeps besides its input, such as mean and inverse standard deviation."""
     e, w = bytes_per_element(config), bytes_per_main_element(config)
     return NORMALIZATIONS[config.normalization].statistics_bytes(e, w, config.device == "cuda")
 
 
 def offloads_to_host(config: Config) -> bool:
-    """Return whether the tapes keep norm inputs in the host's memory. A CPU run ignores --checkpoint-in-cpu."""
+    """Return whether norm inputs are moved to the host's memory. A CPU run ignores --checkpoint-in-cpu."""
     return config.checkpoint_in_cpu and config.device == "cuda"
 
 
 def microbatches_in_flight(config: Config, mesh: Mesh) -> float:
-    """Return the largest number of microbatches between their forward and their last backward on this stage.
+    """Return the largest number of microbatches that are alive on this stage at the same time.
 
-    A microbatch on one of several chunks counts as that chunk's share of the stage's layers.
+    A microbatch is alive from its forward to the end of its backward. If the stage has several chunks, the microbatch
+    counts per chunk, as a fraction: the chunk's share of the stage's layers. So the result may be 2.5.
     """
     chunks = stage_model(config, mesh).chunks
     layers = sum(len(chunk.layers) for chunk in chunks)
@@ -177,22 +187,27 @@ def peak_tape_bytes(config: Config, mesh: Mesh) -> int:
 def tape_bytes_over_time(config: Config, mesh: Mesh) -> list[float]:
     """Return the bytes of all tapes after each of the stage's actions.
 
-    Within a pair one tape grows while the other shrinks, sublayer by sublayer, so the peak is not inside a pair.
+    In a pair (a forward and a backward that take turns) one tape grows while the other shrinks, sublayer by sublayer.
+    So the peak is never in the middle of a pair.
     """
-    chunks, left = stage_model(config, mesh).chunks, sum(layer_deferred_bytes(config).values())
+    chunks, deferred = stage_model(config, mesh).chunks, sum(layer_deferred_bytes(config).values())
     by_layer = sum(layer_tape_bytes(config).values())
     kept = [len(chunk.layers) * by_layer + sum(chunk_ends_tape_bytes(config, mesh, chunk).values())
             - (residual_bytes(config) if shares_input_with_other_tape(config, mesh, number) else 0)
             for number, chunk in enumerate(chunks)]
     table = 4 * config.max_position_embeddings * rotary_size(config) * config.rope * (not config.reset_position_ids)
     return [size + table * (size > 0)                          # cos, sin: every tape holds a view of the same table
-            for size in bytes_over_time(config, mesh, kept, [len(chunk.layers) * left for chunk in chunks])]
+            for size in bytes_over_time(config, mesh, kept, [len(chunk.layers) * deferred for chunk in chunks])]
 
 
-def bytes_over_time(config: Config, mesh: Mesh, kept: list[float], left: list[float]) -> list[float]:
-    """Add up, action by action, the bytes kept of each chunk after forward, and left of it for weight gradients."""
+def bytes_over_time(config: Config, mesh: Mesh, kept: list[float], deferred: list[float]) -> list[float]:
+    """Return the bytes of all tapes after each of the stage's actions.
+
+    kept: the bytes of one tape after its forward, by chunk; deferred: its bytes after the input gradients, if weight
+    gradients are computed in a later action.
+    """
     def change(half):
-        whole, part = kept[half.chunk], left[half.chunk]
+        whole, part = kept[half.chunk], deferred[half.chunk]
         return {"forward": whole, "backward": -whole,
                 "input_backward": part - whole, "weight_backward": -part}[half.kind]
 
@@ -200,9 +215,10 @@ def bytes_over_time(config: Config, mesh: Mesh, kept: list[float], left: list[fl
 
 
 def shares_input_with_other_tape(config: Config, mesh: Mesh, chunk: int) -> bool:
-    """Return whether a chunk's input is the tensor that another chunk of this stage keeps as its output.
+    """Return whether a chunk's input and another chunk's output are one tensor, which is then counted once.
 
-    With several slices the input is a copy, so nothing is shared.
+    That is so if the previous chunk of the model is on the same stage. With several slices the input is a copy, so
+    nothing is shared.
     """
     source = config.placement.source(mesh.pp_rank, Forward(0, chunk))
     return (source is not None and source[0] == mesh.pp_rank and slice_count(config) == 1
@@ -212,7 +228,7 @@ def shares_input_with_other_tape(config: Config, mesh: Mesh, chunk: int) -> bool
 def peak_host_bytes(config: Config, mesh: Mesh) -> int:
     """Return the peak bytes that the tapes keep in the host's memory.
 
-    The memory is pinned. torch rounds each tensor up to a power of two there, so it takes up to twice as much.
+    This is pinned memory, where torch rounds each tensor up to a power of two. A run may take up to twice these bytes.
     """
     kept = [len(chunk.sublayers) * residual_bytes(config) * offloads_to_host(config)
             for chunk in stage_model(config, mesh).chunks]
@@ -222,10 +238,11 @@ def peak_host_bytes(config: Config, mesh: Mesh) -> int:
 # ---- messages, working memory, peak
 
 def peak_message_bytes(config: Config, mesh: Mesh) -> int:
-    """Return the peak bytes of messages between chunks, as pipeline.P2PCommunicator keeps them.
+    """Return the peak bytes of messages between chunks that pipeline.P2PCommunicator holds.
 
-    A receive buffer lives from its post to the action that uses it; a sent tensor, until p later ones have been sent.
-    With one slice the sent tensor is part of the tape, and counts only after the tape is gone.
+    It holds a receive buffer from the moment the receive is posted until an action uses it. It holds a sent tensor
+    until p more have been sent. With one slice the sent tensor is part of a tape, so here it counts only after that
+    tape is freed.
     """
     table, arriving, sent, tapes, peak = config.timetable, {}, [], set(), 0
     receives = receives_to_post(table, ACTIONS_AHEAD["cuda" if config.device == "cuda" else "cpu"])[mesh.pp_rank]
@@ -252,24 +269,29 @@ def peak_message_bytes(config: Config, mesh: Mesh) -> int:
 
 
 def working_bytes(config: Config, mesh: Mesh) -> int:
-    """Estimate the temporary memory besides the tapes: the largest tensors of the worst of three moments."""
+    """Estimate the peak bytes of temporary tensors besides the tapes.
+
+    It is the largest sum of tensors at three moments: an MLP's backward, the head's forward, the head's backward.
+    ZeRO-2's gradient buffers are added.
+    """
     e, w, t, n = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config)
     x, cuda, chunks = hidden_bytes(config), config.device == "cuda", stage_model(config, mesh).chunks
     first, last = chunks[0], chunks[-1]
     h, ffn, before = config.hidden_size, e * n * config.ffn_hidden_size // t, qkv_and_mlp_bytes(config)[2] // t
 
     def weight_gradient_bytes(inputs, outputs):
-        if cuda or e == w:                 # on a CPU, bf16 needs memory for the product, fp16 for both factors in fp32
+        if cuda or e == w:
             return 0
+        # On a CPU, bf16 needs a temporary for the product of the matmul, fp16 needs both factors in fp32.
         factors = w * n // slice_count(config) * (inputs + outputs)
         return factors if config.dtype == "float16" else e * inputs * outputs
 
     head = sum(chunk_ends_tape_bytes(config, mesh, last).values()) if last.post_process else 0
     at_head, in_layers = (pair_working_bytes(config, mesh, resumed - first.pre_process) for resumed in (0, 1))
-    # An MLP's backward, while one slice's activations are recomputed. The head's part of the tape is gone by then.
+    # An MLP's backward, while one slice's activations are recomputed. The head's part of the tape is freed by then.
     dropped = GRANULARITIES[config.recompute_granularity]
     recomputed = (ffn * ("activation" in dropped) + (x + before) * ("h" in dropped)) // slice_count(config)
-    offloaded = 4 * residual_bytes(config) * offloads_to_host(config)     # two sublayers' inputs leave, two come back
+    offloaded = 4 * residual_bytes(config) * offloads_to_host(config)     # norm inputs: 2 on their way out, 2 back
     moments = [2 * x + ffn + before + max(0, weight_gradient_bytes(h, config.ffn_hidden_size // t) - ffn) - head
                + in_layers + recomputed + offloaded]
     if last.post_process:                                      # forward and backward of the head
@@ -281,11 +303,12 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
 
 
 def gradient_buffer_bytes(config: Config, mesh: Mesh) -> int:
-    """Return the peak bytes of ZeRO-2's full-size gradient buckets, being filled or being reduced.
+    """Return the peak bytes of ZeRO-2's full-size gradient buckets; 0 in the other stages.
 
-    Filled at once: a sublayer's two matrices, the word embedding (the head adds to it first), one more per further
-    chunk, and all buckets of vectors. Being reduced: MAX_REDUCES_IN_FLIGHT, twice on CPUs, where a reduce-scatter
-    receives into buffers of its own (comm/scatter_and_gather.py).
+    Backward fills several buckets at a time: a sublayer's two matrices, the word embedding (if tied, the head adds to
+    it first), another matrix for each chunk after the first, and all buckets of vectors. Up to MAX_REDUCES_IN_FLIGHT
+    buckets are being reduced. On CPUs these count twice, because there a reduce-scatter receives into a buffer as large
+    as the bucket (comm/scatter_and_gather.py).
     """
     if gradient_shards(config) == 1:
         return 0
@@ -297,10 +320,11 @@ def gradient_buffer_bytes(config: Config, mesh: Mesh) -> int:
 
 
 def pair_working_bytes(config: Config, mesh: Mesh, sublayers: int) -> float:
-    """Return the bytes that a pair needs besides one tape while its forward is `sublayers` ahead of its backward.
+    """Return what a pair adds to the memory of a backward alone, in bytes; 0 if the schedule has no pairs.
 
-    By so many sublayers the forward's tape has grown more than the backward's has shrunk. About 4 X of temporaries are
-    added. Embedding and head take one turn each.
+    sublayers: how many sublayers the pair's forward is ahead of its backward. The forward's tape has grown by these,
+    but the backward's tape has not shrunk by them yet. The temporary tensors of the forward are about 4 X. Embedding
+    and head each take one turn, like a sublayer.
     """
     if all(len(action.halves) == 1 for action in stage_actions(config, mesh)):
         return 0
@@ -314,8 +338,9 @@ def pair_working_bytes(config: Config, mesh: Mesh, sublayers: int) -> float:
 def tape_and_receive_bytes(config: Config, mesh: Mesh) -> int:
     """Return the peak bytes of tapes plus the buffers that receive gradients; 0 if there are no such buffers.
 
-    On CPUs a reduce-scatter receives into buffers of its own (comm/scatter_and_gather.py), after each chunk's last
-    action.
+    Only ZeRO-1 on CPUs has them: there a reduce-scatter receives into a buffer as large as the bucket
+    (comm/scatter_and_gather.py). A chunk's buckets are reduced when the chunk has done its last action of the step.
+    Tapes of other chunks may still exist then.
     """
     if optimizer_shards(config) == 1 or gradient_shards(config) > 1 or config.device == "cuda":
         return 0
@@ -330,37 +355,38 @@ def tape_and_receive_bytes(config: Config, mesh: Mesh) -> int:
 
 
 def peak_bytes(config: Config, mesh: Mesh) -> int:
-    """Estimate a rank's peak memory within a few percent.
+    """Estimate a rank's peak memory in bytes, within a few percent.
 
-    State and messages, plus the larger of: tapes with working memory; the remaining tapes with received gradients.
+    It is the sum of state, messages, and the larger of two peaks: tapes with working memory during backward, or the
+    remaining tapes with received gradients.
     """
     return (sum(state_bytes(config, mesh).values()) + peak_message_bytes(config, mesh)
             + max(peak_tape_bytes(config, mesh) + working_bytes(config, mesh), tape_and_receive_bytes(config, mesh)))
 
 
 def fullest_rank_bytes(config: Config) -> int:
-    """Return the largest peak of any rank."""
+    """Return the peak bytes of the rank that needs the most memory."""
     return max(peak_bytes(config, mesh_at(config, stage)) for stage in range(config.pp))
 
 
 # ---- NCCL
 
-# Per connection of a channel NCCL allocates 10 MiB to receive into (three protocols' buffers, 4 MiB of it for large
-# messages: NCCL_BUFFSIZE) and 2 MiB to send from, as NCCL_DEBUG_SUBSYS=ALLOC lists it in
-# github.com/NVIDIA/nccl/issues/1685. Faster links get more channels; 24 is for NVLink.
+# For each connection of a channel NCCL allocates 10 MiB to receive into and 2 MiB to send from. The 10 MiB are the
+# buffers of three protocols; 4 MiB of them are for large messages (NCCL_BUFFSIZE). Source: the output of
+# NCCL_DEBUG_SUBSYS=ALLOC in github.com/NVIDIA/nccl/issues/1685. Faster links get more channels; 24 is for NVLink.
 CONNECTION_BYTES, CHANNELS = 12 * 2**20, 24
 
 
 def communicator_bytes(config: Config, mesh: Mesh) -> int:
-    """Estimate NCCL's own buffers on a GPU. They are outside of torch's allocator, so peak_bytes excludes them.
+    """Estimate the bytes of NCCL's own buffers on a GPU. torch does not allocate them, so peak_bytes excludes them.
 
-    A ring has one connection each way, whatever its size. Point-to-point messages connect each pair of neighbours on
-    fewer channels. Trees and in-network reduction would add to it.
+    In a ring, each rank receives from one rank and sends to one, however many ranks there are. Messages between stages
+    use fewer channels, and one connection per neighbour. Trees and in-network reduction would need more memory.
     """
     if config.device != "cuda":
         return 0
     tied = stage_model(config, mesh).tied_copy is not None
     rings = CHANNELS * sum((config.world_size > 1, config.tp > 1, config.dp > 1, tied))
     neighbours = sum(mesh.pp_rank in pair for pair in config.placement.neighbours)
-    messages = PIPELINE_THREAD_BLOCKS * (1 + neighbours) if config.pp > 1 else 0   # 1: the ring in which stages meet
+    messages = PIPELINE_THREAD_BLOCKS * (1 + neighbours) if config.pp > 1 else 0   # 1: pipeline.connect's all-reduce
     return CONNECTION_BYTES * (rings + messages)

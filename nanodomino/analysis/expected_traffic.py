@@ -1,26 +1,30 @@
-"""The collectives and messages of one rank in one step: calls and bytes. `bench.py comm` checks them exactly.
+"""Counts the collectives and messages of one rank in one step: calls and bytes.
 
-With the symbols of sizes.py; X is the bytes of one activation [b, s, h]:
+`bench.py comm` checks that a real step has exactly these counts. The symbols are those of sizes.py; for example, X is
+the bytes of one activation [b, s, h], and w the bytes of one gradient element:
 
     what                                      collectives                              source
     tensor parallel, a layer and microbatch   2 all-reduces of X forward, 2 backward   1909.08053, section 3
       sequence parallelism                    forward 2 all-gathers, 2 reduce-         2205.05198, section 4.2.2
-                                              scatters; backward 4 and 2: each
-                                              sublayer gathers h again for its
+                                              scatters; backward 4 and 2, because
+                                              each sublayer gathers h again for its
                                               column-parallel weight gradient
-      s slices, k columns                     s k times as many calls, same bytes      2409.15241, section 3
-    embedding; head                           1 all-reduce of X forward; 1 backward    1909.08053, section 3
-    cross entropy, a microbatch               all-reduces: a maximum of w b s, a sum   1909.08053, section 3; two sums
-                                              of 2 w b s                               packed into one
+      with slices and columns                 slices x columns times as many calls,    2409.15241, section 3
+                                              the same bytes
+    embedding, a microbatch                   1 all-reduce of X forward                1909.08053, section 3
+    head, a microbatch                        1 all-reduce of X backward               1909.08053, section 3
+    cross entropy, a microbatch               1 all-reduce (maximum) of w b s bytes,   1909.08053, section 3; one call
+                                              1 all-reduce (sum) of 2 w b s            for both of its sums
     a stage boundary and microbatch           X sent forward, X back; with sequence    2104.04473, section 2.2
                                               parallelism X/t
     ZeRO-1, a step                            per parameter w bytes reduce-scattered,  1910.02054, section 7
                                               e bytes all-gathered
-    ZeRO-2, a step                            the reduce-scatter m times
-    tied embedding on two stages, a step      an all-reduce of w V h/t; with ZeRO of this rank's 1/d of it
+    ZeRO-2, a step                            m such reduce-scatters, 1 all-gather
+    tied embedding on two stages, a step      1 all-reduce of w V h/t bytes; with ZeRO only of this rank's 1/d of them
 
-The p v chunks have p v - 1 boundaries; nothing is sent between two chunks of the same stage. In a ring of n ranks
-each rank sends 2 (n-1)/n of the bytes of an all-reduce, and (n-1)/n of those of a reduce-scatter or an all-gather.
+With p stages of v chunks there are p v - 1 boundaries. Nothing is sent where both chunks are on the same stage. In a
+ring of n ranks, each rank sends 2 (n-1)/n of a tensor to all-reduce it, and (n-1)/n of it to reduce-scatter or
+all-gather it.
 """
 
 from collections import Counter
@@ -35,28 +39,32 @@ from nanodomino.mesh import Mesh
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives or messages of one rank.
+    """The calls of one kind that a rank makes for one purpose in a step.
 
-    bytes: of the whole tensor, summed over the calls: the all-reduced tensor, a reduce-scatter's input, an all-gather's
-    output.
+    bytes: the size of the whole tensor, summed over the calls. The whole tensor is what is all-reduced or sent, the
+    input of a reduce-scatter, or the output of an all-gather.
     """
     group: str           # tp, pp, dp, embedding, world
     kind: str            # all_reduce, reduce_scatter, all_gather, send, receive
     calls: int
     bytes: int
-    why: str = ""
+    why: str = ""        # the purpose, such as "layers forward"
     backward: bool = False
 
 
 def bytes_sent(kind: str, payload: float, ranks: int) -> float:
-    """Return the bytes that each of `ranks` in a ring sends; 0 for a kind without a formula."""
+    """Return the bytes that each rank sends in a ring of `ranks` ranks; 0 for other kinds, such as receive.
+
+    payload: the bytes of the whole tensor, as in Traffic.
+    """
     factors = {"all_reduce": 2 * (ranks - 1) / ranks, "reduce_scatter": (ranks - 1) / ranks,
                "all_gather": (ranks - 1) / ranks, "send": 1.0}
     return factors.get(kind, 0.0) * payload
 
 
 def column_count(chunks: int, size: int) -> int:
-    """Return the number of tensors that torch.chunk makes of `size` rows: `chunks` or fewer."""
+    """Return how many tensors torch.chunk(tensor, chunks) makes of a dimension of `size`. It can be fewer than
+    `chunks`."""
     return -(-size // -(-size // chunks))
 
 
@@ -66,10 +74,11 @@ def step_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
 
 
 def tensor_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Traffic]:
-    """Return the tp group's collectives. chunks: some of the stage's chunks; None for all.
+    """Return the tp group's collectives. chunks: count only these chunks of the stage; None counts all.
 
-    Each sublayer all-reduces its output forward and its input's gradient backward. With sequence parallelism both
-    become an all-gather and a reduce-scatter, and backward gathers the input h once more for the weight gradient.
+    Each sublayer all-reduces its output in forward and the gradient of its input in backward. With sequence
+    parallelism each all-reduce becomes an all-gather and a reduce-scatter. Backward then gathers the input h once more,
+    for the weight gradient.
     """
     if config.tp == 1:
         return []
@@ -98,7 +107,7 @@ def tensor_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Tra
 
 
 def pipeline_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
-    """Return the messages between stages, counted in the stage's actions."""
+    """Return this stage's messages to and from other stages, counted from its list of actions."""
     counts, placement = Counter(), config.placement
     for half in (half for action in stage_actions(config, mesh) for half in action.halves):
         for kind, other_end in (("send", placement.target), ("receive", placement.source)):
@@ -112,10 +121,12 @@ def pipeline_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
 def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
     """Return the dp group's collectives and the other all-reduces that finish a step.
 
-    Gradients are summed over the replicas once a step, in ZeRO-2 once a microbatch. The first and the last stage sum
-    the gradient of a tied embedding. The tp ranks sum the gradients of the norms of q and k, as each rank has only some
-    heads, and with sequence parallelism those of norms, row-parallel biases and positions, as each rank has only some
-    tokens. All ranks sum the loss, the token count, the squared norm and the stop flag.
+    - dp: gradients are summed over the replicas once per step, in ZeRO-2 once per microbatch.
+    - embedding: the first and the last stage sum the gradients of a tied embedding.
+    - tp: the ranks sum the gradients of parameters that all of them hold, but of which each computes only a part. Norms
+      of q and k see only a rank's heads. With sequence parallelism norms, row-parallel biases and position embeddings
+      see only a rank's tokens.
+    - world: all ranks sum the loss, the token count, the squared gradient norm and the stop flag.
     """
     e, w, shards = bytes_per_element(config), bytes_per_main_element(config), optimizer_shards(config)
     buckets, times = bucket_sizes(config, mesh), gradient_reductions(config)
@@ -133,7 +144,7 @@ def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
 
 
 def totals_by_group(found: list[Traffic]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return {(group, kind): (calls, bytes)}."""
+    """Return {(group, kind): (calls, bytes)}, summed over all purposes."""
     totals = {}
     for traffic in found:
         calls, size = totals.get((traffic.group, traffic.kind), (0, 0))

@@ -1,4 +1,4 @@
-"""What the devices can do: their peak FLOP/s, the denominator of MFU, and the memory used on them."""
+"""Looks up the peak FLOP/s of GPUs, which MFU is relative to, and reads the peak memory that was used."""
 
 import re
 import resource
@@ -13,8 +13,10 @@ PEAK_FLOPS = {"A10": 125e12, "A30": 165e12, "A40": 150e12, "A100": 312e12, "A800
 
 
 def find_peak_flops(config, device) -> float | None:
-    """Return the peak FLOP/s of all GPUs of the run together; None on a CPU, for an unknown GPU, or if weights are not
-    16-bit."""
+    """Return the peak FLOP/s of the run, summed over its GPUs.
+
+    Returns None if it is unknown: on a CPU, for a GPU that is not in PEAK_FLOPS, and for weights that are not 16-bit.
+    """
     if device.type != "cuda" or config.params_dtype.itemsize != 2:
         return None
     device_name = torch.cuda.get_device_name(device)
@@ -23,7 +25,7 @@ def find_peak_flops(config, device) -> float | None:
 
 
 def peak_memory(device) -> int:
-    """Return the peak memory in bytes: of the CUDA allocator, or of this process if the device is the CPU."""
+    """Return the peak memory in bytes: of torch's CUDA allocator or, on a CPU, of this whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

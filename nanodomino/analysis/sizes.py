@@ -1,14 +1,15 @@
-"""The quantities that the formulas of this package are made of, for one rank of a Config.
+"""Computes the quantities that the formulas of this package use, for one rank of a Config.
 
-    b, s, h       samples of a microbatch, tokens of a sample, hidden size; ffn is the width of the MLP, V the padded
-                  vocabulary
+    b, s, h       samples of a microbatch, tokens of a sample, hidden size
+    ffn, V        width of the MLP, size of the padded vocabulary
     t, p, d       tensor, pipeline and data parallel sizes
-    m, v          microbatches of a step; chunks of layers on a stage
-    e, w          bytes of an element of the weights and activations; of the main gradients and the optimizer state
+    m, v          microbatches of a replica in a step, chunks of layers on a stage
+    e             bytes of one element of the weights and activations: 2 in 16-bit training
+    w             bytes of one element of the main gradients and the optimizer state: 4, or 8 in fp64
     X = e b s h   bytes of one activation [b, s, h], such as the output of a layer
 
-A rank is given by its Mesh, real or without processes (`mesh_at`). Shapes come from the model itself, built on the meta
-device, so nothing is allocated and nothing runs.
+A rank is given by its Mesh; `mesh_at` makes one without starting processes. Shapes come from the model itself, which is
+built on the meta device, so nothing is allocated and nothing runs.
 """
 
 from functools import lru_cache
@@ -23,7 +24,7 @@ from nanodomino.parallel import VocabParallelEmbedding
 # ---- the whole model
 
 def parameter_count(config: Config) -> int:
-    """Return the parameters of the whole model: a tied matrix counts once, the vocabulary's padding not at all."""
+    """Count the parameters of the whole model. A tied matrix counts once; rows that pad the vocabulary do not count."""
     model = meta_model(config)
     padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size
     matrices = sum(isinstance(module, VocabParallelEmbedding) for module in model.modules())
@@ -33,7 +34,8 @@ def parameter_count(config: Config) -> int:
 def flops_per_token(config: Config) -> float:
     """Return the training FLOPs per token: 6 N + 12 L n d s (PaLM, 2204.02311, appendix B; nanoGPT).
 
-    N: parameters without learned positions; n heads of d numbers. Attention is not halved for causality.
+    N: parameters without learned position embeddings; L: layers; n heads of size d. Attention counts all pairs of
+    tokens, although a causal mask needs only half of them.
     """
     learned = config.position_embedding_type == "learned_absolute"
     parameters = parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
@@ -55,7 +57,8 @@ def all_meshes(config: Config) -> list[Mesh]:
 
 
 def group_ranks(mesh: Mesh, group: str) -> list[int]:
-    """Return the world ranks of a process group: tp, dp, pp, embedding (first and last stage) or world."""
+    """Return the world ranks of this rank's process group, by its name: tp, dp, pp, embedding (first and last stage) or
+    world."""
     return {"tp": [mesh.rank_of(mesh.pp_rank, mesh.dp_rank, i) for i in range(mesh.tp)],
             "dp": [mesh.rank_of(mesh.pp_rank, i, mesh.tp_rank) for i in range(mesh.dp)],
             "pp": [mesh.stage_rank(i) for i in range(mesh.pp)],
@@ -69,13 +72,14 @@ def stage_model(config: Config, mesh: Mesh) -> GPT:
 
 
 def stage_actions(config: Config, mesh: Mesh) -> tuple:
-    """Return the forwards and backwards of this rank's stage in one step."""
+    """Return the actions of this rank's stage in one step (forwards, backwards, pairs), in their order."""
     return config.timetable.rows[mesh.pp_rank]
 
 
 # ---- bytes and counts
 
 def slice_count(config: Config) -> int:
+    """Return the number of slices of a microbatch: each has at least one sample."""
     return min(config.slices, config.micro_batch_size)
 
 
@@ -85,7 +89,8 @@ def bytes_per_element(config: Config) -> int:
 
 
 def bytes_per_main_element(config: Config) -> int:
-    """w: bytes of an element of the main gradients and the optimizer state: fp32, or fp64 for fp64 weights."""
+    """Return w, the bytes of one element of the main gradients and the optimizer state: fp32, or fp64 for fp64
+    weights."""
     return max(4, bytes_per_element(config))
 
 
@@ -94,18 +99,18 @@ def tokens_per_microbatch(config: Config) -> int:
 
 
 def hidden_bytes(config: Config) -> int:
-    """X: bytes of one activation [b, s, h]."""
+    """Return X, the bytes of one activation [b, s, h]."""
     return bytes_per_element(config) * tokens_per_microbatch(config) * config.hidden_size
 
 
 def residual_bytes(config: Config) -> float:
-    """Bytes of a rank's part of the residual stream: X, or X/t with sequence parallelism."""
+    """Return the bytes of the residual stream that a rank holds: X, or X/t with sequence parallelism."""
     return hidden_bytes(config) / config.sequence_shards
 
 
 def qkv_and_mlp_bytes(config: Config) -> tuple[int, int, int, int]:
-    """Return the bytes, summed over all tp ranks, of q; of k (v has as many); of the MLP before and after its
-    activation function."""
+    """Return the bytes of four tensors of a layer and microbatch, each summed over all tp ranks: q, k, and the MLP's
+    tensors before and after its activation function. v is as large as k."""
     column = bytes_per_element(config) * tokens_per_microbatch(config)
     after = column * config.ffn_hidden_size
     q, k = (column * heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))
@@ -113,29 +118,29 @@ def qkv_and_mlp_bytes(config: Config) -> tuple[int, int, int, int]:
 
 
 def local_vocab_size(config: Config, mesh: Mesh) -> int:
-    """Return the number of logits of a token on this rank, whose stage must hold the head."""
+    """Return how many logits this rank computes per token. Its stage must hold the head."""
     return stage_model(config, mesh).head[0].num_logits
 
 
 # ---- parameters, gradients, optimizer state
 
 def optimizer_shards(config: Config) -> int:
-    """Return the number of shards of the optimizer state: dp in ZeRO-1 and ZeRO-2."""
+    """Return the number of shards of the optimizer state: dp in ZeRO-1 and ZeRO-2, else 1."""
     return config.dp if config.zero_stage else 1
 
 
 def gradient_shards(config: Config) -> int:
-    """Return the number of shards of the gradients: dp in ZeRO-2."""
+    """Return the number of shards of the gradients: dp in ZeRO-2, else 1."""
     return config.dp if config.zero_stage == 2 else 1
 
 
 def gradient_reductions(config: Config) -> int:
-    """Return how often a step sums each gradient over the replicas."""
+    """Return how often a step sums each gradient over the replicas: in ZeRO-2 once per microbatch, else once."""
     return config.microbatches if gradient_shards(config) > 1 else 1
 
 
 def bucket_sizes(config: Config, mesh: Mesh) -> list[tuple[ParameterKind, int]]:
-    """Return (kind, number of elements with padding) of each flat bucket; equal on all ranks of a stage."""
+    """Return (kind, number of elements with padding) of each bucket. All ranks of a stage have the same."""
     return stage_bucket_sizes(config, mesh.pp_rank)
 
 

@@ -3,23 +3,25 @@
 The prediction is the sum of the parts below, named as in the JSON that `bench.py plan` prints:
 
     products     the matmuls of the busiest stage
-    again        the recomputation in backward; like weight gradients, it can hide communication
-    host copies  copying activations to the host and back: the time by which this outlasts the rest of an action
-    tp wires     tensor parallel communication that nothing hides. With several slices an action takes as long as all
-                 its compute, all its communication, or one slice's compute and communication, whichever is longest
-                 (2409.15241, section 3). A pair has both halves' compute and communication, and twice as many slices.
-                 If input and weight gradients are split, weight gradients hide nothing
-    bubble       idle time of the busiest stage when the schedule is simulated with each stage's own times; (p - 1)/m
-                 of its busy time for 1F1B on equal stages (2104.04473, section 2.2)
+    again        the recomputation in backward. Like weight gradients, it can hide communication
+    host copies  copying activations to the host and back, as far as nothing hides it: the time by which the copies
+                 outlast an action's compute and communication
+    tp wires     tensor parallel communication that nothing hides. With several slices, an action takes the longest of
+                 three times: all its compute, all its communication, or the compute plus communication of one slice
+                 (2409.15241, section 3). A pair does the work of both its halves, and the slices of both take turns.
+                 If a schedule splits input and weight gradients, the weight gradients hide nothing
+    bubble       the idle time of the busiest stage, from a simulation of the schedule with each stage's own times. For
+                 1F1B on equal stages it is (p - 1)/m of the busy time (2104.04473, section 2.2)
     pp wires     the time that messages between stages add to the simulated step. In 1F1B on equal stages nothing
-                 hides them: while a message is in flight, the stage that waits for it has no other action to run
-    dp wires     the part of the gradient reduction after the stage's last action, and the all-gather of the weights,
-                 which nothing hides. In ZeRO-2 a backward takes at least as long as its reductions, because only a
-                 few of them may be in flight
-    optimizer    the memory that the update reads and writes, at the memory's rate
+                 hides them, because a stage that waits for a message has no other action to run
+    dp wires     gradient reduction that is still in flight after the stage's last action, and the all-gather of the
+                 weights. Nothing hides either. In ZeRO-2 a backward takes at least as long as its reductions, because
+                 only a few of them may be in flight
+    optimizer    the bytes that the update reads and writes, divided by the memory's rate
 
-Left out: Python, kernel launches, matmuls made inefficient by slicing, communication that slows compute, and waits for
-slower ranks. The rate of the matmuls includes element-wise work.
+The prediction leaves out Python, kernel launches, the lower efficiency of sliced matmuls, the slowdown of compute by
+communication, and waits for slower ranks. Element-wise work is not counted either; the rate of the matmuls is meant to
+include it.
 """
 
 import dataclasses
@@ -53,7 +55,7 @@ class Machine:
     matmul_rate: float           # FLOP/s
     intra_host_rate: float       # bytes/s sent to processes on the same host
     inter_host_rate: float       # bytes/s sent to other hosts
-    latency: float               # seconds of a collective, besides its bytes
+    latency: float               # seconds that each collective takes in addition to sending its bytes
     ranks_per_host: int
     memory_rate: float           # bytes/s of reads and writes
     host_copy_rate: float = math.inf         # bytes/s between a GPU and its host
@@ -62,7 +64,10 @@ class Machine:
 # ---- the model
 
 def communication_seconds(config: Config, machine: Machine, mesh: Mesh, found: list[Traffic]) -> float:
-    """Return the seconds of collectives and sends, one after the other. A ring is as slow as its slowest link."""
+    """Return the seconds that these collectives and sends take one after another.
+
+    If a group spans several hosts, it communicates at the rate between hosts: a ring is as slow as its slowest link.
+    """
     seconds = 0.0
     for traffic in found:
         ranks = set(sizes.group_ranks(mesh, traffic.group))
@@ -75,9 +80,10 @@ def communication_seconds(config: Config, machine: Machine, mesh: Mesh, found: l
 
 
 def forward_flops(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, float, float]:
-    """Return a microbatch's forward FLOPs: matmuls with the layers' weights, with the head's, and attention's own.
+    """Return the forward FLOPs of a microbatch in a chunk, as a tuple of three.
 
-    Attention is not halved for causality.
+    They are the matmuls with the layers' weights, the matmul of the head, and attention's own two matmuls, q k^T and
+    the product with v. Attention counts all pairs of tokens, although a causal mask needs only half of them.
     """
     n, heads = sizes.tokens_per_microbatch(config), config.num_attention_heads * config.kv_channels
     matrices = sum(weight.numel() for layer in chunk.layers for weight in layer.parameters() if weight.dim() == 2)
@@ -86,7 +92,10 @@ def forward_flops(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, floa
 
 
 def recomputed_flops(config: Config, mesh: Mesh, chunk: Chunk) -> float:
-    """Return what a microbatch's backward recomputes: attention's own FLOPs, and the column-parallel matmuls."""
+    """Return the FLOPs that backward recomputes for a microbatch in a chunk.
+
+    Selective recomputation repeats attention's own matmuls, full recomputation also the column-parallel matmuls.
+    """
     *_, attention = forward_flops(config, mesh, chunk)
     columns = sum(sublayer.inside().restored_elements for sublayer in chunk.sublayers)
     dropped = GRANULARITIES[config.recompute_granularity]
@@ -94,7 +103,7 @@ def recomputed_flops(config: Config, mesh: Mesh, chunk: Chunk) -> float:
 
 
 def stage_flops(config: Config, mesh: Mesh) -> tuple[float, float]:
-    """Return a microbatch's FLOPs on a stage: forward and backward; recomputed."""
+    """Return a microbatch's FLOPs on a stage: (forward plus backward, recomputed)."""
     chunks = sizes.stage_model(config, mesh).chunks
     return (3 * sum(sum(forward_flops(config, mesh, chunk)) for chunk in chunks),
             sum(recomputed_flops(config, mesh, chunk) for chunk in chunks))
@@ -102,20 +111,22 @@ def stage_flops(config: Config, mesh: Mesh) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an action, or of half a pair."""
-    compute: float               # compute that needs a collective's result, or whose result a collective needs
-    communication: float = 0.0   # these collectives
-    independent: float = 0.0     # other compute: weight gradients and recomputation
-    copies: float = 0.0          # between GPU and host
-    reduces: float = 0.0         # gradient reductions over dp that it must keep up with
+    """The seconds of an action, or of half a pair, in parts that may overlap."""
+    compute: float               # compute that produces a collective's input or needs its result
+    communication: float = 0.0   # the tensor parallel collectives
+    independent: float = 0.0     # compute that no collective waits for: weight gradients, recomputation
+    copies: float = 0.0          # copies between GPU and host
+    reduces: float = 0.0         # gradient reductions over dp; the action takes at least as long
 
 
 def action_seconds(config: Config, *halves: Cost) -> float:
-    """Return the seconds of an action, or of a pair's two halves together.
+    """Return the seconds of an action, or of a pair if two halves are given.
 
-    A slice computes, then does independent compute while its collective is in flight; with several slices the others
-    compute meanwhile. No action is faster than all its compute, all its communication, or one slice alone. With several
-    columns, all but the last one's collective overlap the next column's matmul; half of the compute is such matmuls.
+    A slice computes and launches a collective. While the collective is in flight, the slice does independent compute,
+    and other slices compute too. So an action takes as long as all its compute, all its communication, or one slice
+    alone, whichever is longest; and no less than its copies and reductions.
+    With several columns, each column's collective but the last overlaps the next column's matmul. The formula assumes
+    that half of the compute is in such matmuls.
     """
     columns = expected_traffic.column_count(config.columns, config.hidden_size)
 
@@ -128,9 +139,10 @@ def action_seconds(config: Config, *halves: Cost) -> float:
 
 
 def action_costs(config: Config, machine: Machine, mesh: Mesh, keeps_up=False) -> dict[tuple[str, int], Cost]:
-    """Return {(kind of action, chunk): its cost} on a stage. The head's gradients are never split.
+    """Return {(kind of action, chunk): its cost} on a stage.
 
-    keeps_up: include the reduction of each microbatch's gradients, as in ZeRO-2.
+    If backward is split, input_backward also has the head's weight gradient, which is never deferred.
+    keeps_up: count the reduction of each microbatch's gradients, which ZeRO-2 does during the microbatch's backward.
     """
     found, copied = {}, 0.0
     if expected_memory.offloads_to_host(config):
@@ -153,7 +165,10 @@ def action_costs(config: Config, machine: Machine, mesh: Mesh, keeps_up=False) -
 
 
 def data_parallel_seconds(config: Config, machine: Machine, mesh: Mesh) -> tuple[float, float]:
-    """Return the seconds of each gradient reduction, and of the other communication that ends a step."""
+    """Return (seconds of one gradient reduction, seconds of the step's final communication).
+
+    The final communication follows the reductions: the all-gather of the weights and a few small all-reduces.
+    """
     found = expected_traffic.optimizer_traffic(config, mesh)
     reductions, rest = (communication_seconds(config, machine, mesh, [traffic for traffic in found
                                                                       if traffic.backward == backward])
@@ -162,13 +177,13 @@ def data_parallel_seconds(config: Config, machine: Machine, mesh: Mesh) -> tuple
 
 
 def chunk_shares(config: Config, mesh: Mesh) -> list[float]:
-    """Return each chunk's share of the stage's layers, and so about of its gradients."""
+    """Return each chunk's share of the stage's layers, which is about its share of the stage's gradients."""
     layers = [len(chunk.layers) for chunk in sizes.stage_model(config, mesh).chunks]
     return [count / sum(layers) for count in layers]
 
 
 def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
-    """Return the parts of an optimizer step in seconds; see the top of this file."""
+    """Return {part of a step: seconds}. The top of this file explains the parts."""
     stages = [sizes.mesh_at(config, stage) for stage in range(config.pp)]
     free, real = simulate_schedule(config, machine, [action_costs(config, machine, mesh) for mesh in stages])
     final = real
@@ -196,9 +211,10 @@ def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
 
 
 def simulate_schedule(config: Config, machine: Machine, costs_of_stages: list[dict], messages=(False, True)) -> tuple:
-    """Simulate the schedule for each of `messages`: with free messages (False), or with messages that take time (True).
+    """Simulate the schedule once for each entry of `messages`: True if messages take time, False if they are free.
 
-    Returns for each the stages' rows of (action, start, end) in seconds.
+    costs_of_stages: action_costs() of each stage. Returns one result per entry: for each stage a list of (action,
+    start, end), in seconds.
     """
     message = communication_seconds(config, machine, sizes.mesh_at(config),
                                     [Traffic("pp", "send", 1, sizes.residual_bytes(config))])
@@ -214,9 +230,10 @@ def simulate_schedule(config: Config, machine: Machine, costs_of_stages: list[di
 
 
 def exposed_data_parallel_seconds(config: Config, machine: Machine, mesh: Mesh, row) -> float:
-    """Return the seconds by which gradient reduction and the end of the step outlast a stage's actions.
+    """Return the seconds that a stage spends on gradient reduction and final communication after its last action.
 
-    row: (action, start, end) of the stage. The reduction of a chunk's gradients can start with its last backward.
+    row: the stage's list of (action, start, end). The reduction of a chunk's gradients starts together with the chunk's
+    last backward, because each bucket is reduced as soon as its gradients are ready.
     """
     (reduction, after), shares = data_parallel_seconds(config, machine, mesh), chunk_shares(config, mesh)
     last_start = {half.chunk: start for action, start, _ in row for half in action.halves if half.kind != "forward"}
@@ -227,11 +244,12 @@ def exposed_data_parallel_seconds(config: Config, machine: Machine, mesh: Mesh, 
 
 
 def optimizer_memory_traffic(config: Config, mesh: Mesh) -> float:
-    """Return the bytes that the optimizer reads and writes in a step.
+    """Return the bytes that a rank's optimizer reads and writes in a step.
 
-    All gradients are zeroed; of its own shard a rank reads the gradients for the norm, reads and writes them to scale
-    them, and updates: weights and moments read and written, gradients read, 16-bit weights written. ZeRO-2 zeroes and
-    accumulates gradients for each microbatch.
+    The rank zeroes all of its gradients. Of its own shard it reads the gradients for the norm, then reads and writes
+    them to scale them. The update reads the gradients, and reads and writes weights and moments. In 16-bit training the
+    master weights are then read to write the 16-bit weights. ZeRO-2 zeroes and accumulates gradients for every
+    microbatch.
     """
     e, w = sizes.bytes_per_element(config), sizes.bytes_per_main_element(config)
     times = sizes.gradient_reductions(config)
@@ -242,18 +260,19 @@ def optimizer_memory_traffic(config: Config, mesh: Mesh) -> float:
 
 
 def mfu(config: Config, seconds: float, peak: float) -> float:
-    """Return model FLOPs utilisation: 6 N + 12 L h s FLOPs per token, over what all GPUs could do at `peak` FLOP/s."""
+    """Return the model FLOPs utilization: the FLOPs of a step (flops_per_token) divided by those that all GPUs could do
+    in `seconds`. peak: FLOP/s of one GPU."""
     return flops_per_token(config) * config.global_batch_size * config.seq_length / (seconds * peak * config.world_size)
 
 
 # ---- this machine
 
 def measure_machine(config: Config, mesh: Mesh, most_rows=sys.maxsize) -> Machine:
-    """Measure the rates of each process in a moment, while all are busy. Collective over all ranks.
+    """Briefly measure the rates that each process reaches while all of them are busy. Collective over all ranks.
 
-    Matmuls: an MLP forward and backward on this rank's part of the features, for a slice of at most `most_rows` tokens.
-    Communication: all-reduces of a slice's activation. Memory: an in-place multiplication. Host: copies of an
-    activation.
+    The work is that of one slice, of at most `most_rows` tokens. Matmuls: forward and backward of an MLP with this
+    rank's part of the features. Communication: all-reduces of an activation. Memory: an in-place multiplication. Host:
+    copies of an activation from the GPU.
     """
     dtype, device = config.params_dtype, mesh.device
     rows = min(sizes.tokens_per_microbatch(config) // sizes.slice_count(config), most_rows)
@@ -281,14 +300,14 @@ def measure_machine(config: Config, mesh: Mesh, most_rows=sys.maxsize) -> Machin
 
 
 def require_memory(config: Config, device, local_world_size: int):
-    """Raise UserError, before anything is allocated, if the run can't fit into this process's memory."""
+    """Raise UserError if the run can't fit into the memory of a process. Call it before allocating anything."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
     config, remedy = dataclasses.replace(config, device=device.type), "--num-layers or --hidden-size"
     needed = expected_memory.average_state_bytes(config)
-    if needed <= memory:                                       # half the estimate is needed for sure
+    if needed <= memory:                                       # halved: the estimate is not too high by more than that
         needed = expected_memory.fullest_rank_bytes(config) // 2
         remedy = "--micro-batch-size or --num-layers"
     require(needed <= memory,
@@ -297,14 +316,17 @@ def require_memory(config: Config, device, local_world_size: int):
 
 
 def estimate(config: Config, mesh: Mesh) -> tuple[float, int]:
-    """Estimate (seconds of a step, bytes of the fullest rank) within a factor of two. Collective over all ranks."""
+    """Estimate (seconds of a step, peak bytes of the fullest rank), within a factor of 2. Collective over all ranks."""
     config = dataclasses.replace(config, device=mesh.device.type)
     seconds = sum(step_seconds(config, measure_machine(config, mesh, most_rows=128)).values())
     return slowest(seconds), expected_memory.fullest_rank_bytes(config)
 
 
 def measure_rate(amount: float, work, device, times=5) -> float:
-    """Return `amount` per second of work(), which all ranks run at the same time: the median of three measurements."""
+    """Return the rate of work() on the slowest rank while all ranks run it: the median of three measurements.
+
+    amount: what one call of work() does, for example its FLOPs or bytes. times: calls per measurement.
+    """
     seconds = []
     for _ in range(3):
         synchronize_ranks(device)
@@ -326,7 +348,7 @@ def synchronize_ranks(device):
 
 
 def slowest(seconds: float) -> float:
-    """Return the largest of all ranks' values."""
+    """Return the largest value that any rank passes."""
     if not dist.is_initialized():
         return seconds
     value = torch.tensor([seconds], dtype=torch.float64)
