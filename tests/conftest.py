@@ -1,6 +1,6 @@
-"""The fixtures that all tests share: a pool of ranks, and real processes that start in milliseconds.
+"""The fixtures that all tests share: a pool of ranks, and a server that starts real processes in milliseconds.
 
-Under pytest-xdist each of its worker processes has a pool and a fork server of its own, started at first use.
+Under pytest-xdist, each test process has its own pool and its own fork server. Both start at first use.
 """
 
 import pytest
@@ -9,20 +9,20 @@ import torch
 from support.fork_server import ForkServer
 from support.pool import Pool
 
-torch.set_num_threads(1)        # tensors are small, and there are more processes than cores
+torch.set_num_threads(1)        # more threads would only compete: there are more processes than cores
 
 
 def pytest_addoption(parser):
     parser.addoption("--exhaustive", action="store_true",
-                     help="run the long crossings too; the other tests sample them")
+                     help="also run the long tests, which combine options that the other tests cover one by one")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Run the whole suite in three processes if pytest-xdist is installed; paths, -n, -s or --pdb switch that off.
+    """Run the whole suite in three processes if pytest-xdist is installed. Paths, -n, -s or --pdb switch this off.
 
-    Many tests wait for sockets and time-outs, so three processes keep two cores busy. With "worksteal" the tests of a
-    file mostly stay in one process, and a process that has run its share takes tests from the others.
+    Three processes keep two cores busy, because many tests wait for sockets and time-outs. With "worksteal" most tests
+    of a file run in the same process, and a process without tests left takes some from another process.
     """
     options = config.option
     whole_suite = config.args_source is config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def pool():
-    """`pool.run(function, *args, world_size=8, timeout=120)` calls a function on every rank: see support/pool.py."""
+    """The pool: `pool.run(function, *args, world_size=8, timeout=120)` calls a function on every rank (see Pool)."""
     workers = Pool()
     yield workers
     workers.close()
@@ -48,7 +48,7 @@ def pool():
 
 @pytest.fixture(scope="session")
 def fork_server():
-    """`fork_server.launch(command, ranks, folder, limit)` runs real processes: see support/fork_server.py."""
+    """The server: `fork_server.launch(command, ranks, folder, limit)` runs real processes (see ForkServer)."""
     server = ForkServer()
     yield server
     server.close()
