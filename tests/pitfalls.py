@@ -1,17 +1,17 @@
-"""Bugs that make distributed training go silently wrong. Each can be put back here, measured, and found by a check.
+"""Bugs that make distributed training go wrong without an error. Each can be put back here, measured, and found.
 
-Most of them raise no error and end no run. The loss still falls, a little less or just as far, because AdamW divides a
-gradient by its own magnitude and because half a model learns too. So a loss curve is no test. docs/pitfalls.md shows
-what each bug does to the loss, the gradient norm and the gradients.
+With most of these bugs no error is raised and the run goes on. The loss still falls, a little less or just as far:
+AdamW divides a gradient by its own magnitude, and even half a model learns. So a loss curve is no test.
+docs/pitfalls.md shows what each bug does to the loss, the gradient norm and the gradients.
 
     python tests/pitfalls.py 7               train five steps with and without bug 7, and compare
     python tests/pitfalls.py 7 --steps 60    train longer
     python tests/pitfalls.py --list          list all bugs
     python tests/pitfalls.py --write         measure all bugs and write docs/pitfalls.md
 
-A bug is a function: its docstring is the lesson, and it returns patches (object, name, replacement). The pool's workers
+A bug is a function. Its docstring is the lesson, and it returns patches (object, name, replacement). The pool's workers
 apply the patches, train, and undo them (support/pitfall_runner.py). tests/docs/test_pitfalls.py checks that each bug is
-found and that the code without it passes.
+found, and that the code without the bug passes.
 """
 
 import argparse
@@ -57,7 +57,7 @@ DOCUMENT = ROOT / "docs" / "pitfalls.md"
 MACHINE = "2 shared virtual cores, AMD EPYC, torch 2.13.0 CPU, 2026-11-21"
 
 TP, PP = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2)
-EVEN = dict(micro_batch_size=4)                      # as many samples in one slice as in the other
+EVEN = dict(micro_batch_size=4)                      # both slices get the same number of samples
 
 
 # ---- conditions
@@ -82,7 +82,7 @@ def one_bad_number(config):
 
 
 def one_bad_number_and_a_dynamic_scale(config):
-    """The same, with a loss scale that moves as it does in fp16."""
+    """Put in the same infinity, and use a dynamic loss scale, as in fp16."""
     make = loss_scale.LossScale.__init__
     return [*one_bad_number(config),
             (loss_scale.LossScale, "__init__",
@@ -116,8 +116,8 @@ def stopped_and_resumed(config, weights, data, steps):
          "`nanodomino/model.py`, `GPT.initialize`: draws each weight whole, then takes the rank's shard",
          drawn=True, **TP)
 def same_shards(config):
-    """All ranks use one seed, and each draws only its own shard. So the t shards of a matrix are equal, and in the
-    layers their gradients are equal too: they stay equal forever, and only 1/t of each matrix is ever trained."""
+    """All ranks use one seed, and each draws only its own shard. So the t shards of a matrix start equal. In the layers
+    their gradients are equal too, so the shards stay equal forever, and only 1/t of each matrix is really trained."""
     @torch.no_grad()
     def initialize(self):
         for name, weight in self.named_parameters():
@@ -133,9 +133,9 @@ def same_shards(config):
          "`nanodomino/model.py`, `GPT.initialize`: seeds with (seed, global parameter name)",
          world_size=4, drawn=True, **TP)
 def other_replicas(config):
-    """Now the shards differ, but so do the copies that must be equal: position embeddings within a tensor-parallel
-    group, and everything across replicas. ZeRO-1 hides half of the bug. After the first step each partition comes from
-    its owner, so the replicas agree, on weights that mix several models."""
+    """Now the shards differ, but so do copies that must be equal: the position embeddings within a tensor-parallel
+    group, and all weights across replicas. ZeRO-1 hides half of the bug. After the first step all replicas take each
+    partition from its owner. So they agree, but on weights that mix several models."""
     initialize = model.GPT.initialize
 
     def own_seed(self):
@@ -150,10 +150,10 @@ def other_replicas(config):
 @pitfall("Gradients of microbatches are summed but never divided",
          "`nanodomino/zero.py`, `ZeroOptimizer.step`: divides once, by the number of tokens in the global batch", **PP)
 def not_divided(config):
-    """The logged loss is a mean, but the gradient is m times the mean's gradient (with replicas in place of
-    microbatches: dp times). AdamW divides a gradient by its own magnitude, and clipping rescales to one norm, so no
-    digit of the loss curve differs. The logged norm is m times too large, the clipping threshold is effectively m times
-    too low, and changing the batch size changes the training."""
+    """The logged loss is a mean, but with m microbatches the gradient is m times the gradient of the mean. (With dp
+    replicas it is dp times as large.) AdamW divides a gradient by its own magnitude, and clipping scales it to the same
+    norm, so no digit of the loss curve differs. But the logged norm is m times too large, the clipping threshold is in
+    effect m times too low, and the number of microbatches changes the training."""
     backward = domino.Domino.backward
 
     def too_large(self, pieces, gradient, *others):
@@ -171,9 +171,9 @@ def mean_loss(config):
          "`train.py`, `loss_func`: returns a sum and a token count; `nanodomino/zero.py` divides once",
          world_size=1, micro_batch_size=6)
 def mean_of_means(config):
-    """If microbatches count different numbers of tokens, their means must not be averaged: a token in a short document
-    then weighs more than a token in a long one. The loss is slightly off and plausible. A microbatch that counts no
-    token at all pulls it down."""
+    """Microbatches may have different numbers of tokens that count. If their means are averaged, a token in a short
+    document weighs more than a token in a long one. The loss is slightly wrong but plausible. A microbatch in which no
+    token counts pulls the loss down."""
     return mean_loss(config)
 
 
@@ -186,11 +186,11 @@ def mean_of_replicas(config):
     return mean_loss(config)
 
 
-@pitfall("The logged loss is that of one rank",
+@pitfall("The logged loss comes from one rank only",
          "`nanodomino/zero.py`, `ZeroOptimizer.sum_over_world`")
 def own_loss(config):
-    """Training is correct, but the curve shows the samples of one replica. It is noisier by the square root of dp, and
-    two layouts cannot be compared by it."""
+    """Training is correct, but the curve shows the samples of one replica. Its noise is larger by a factor of
+    the square root of dp, and losses of two layouts cannot be compared."""
     step = zero.ZeroOptimizer.step
 
     def own(self, learning_rate, totals, stop=False):
@@ -215,9 +215,9 @@ def bias_before_the_sum(config):
          "`nanodomino/layers/attention.py`, `Attention.split`: rows are ordered by group, [g, (q's, k, v), d]", **TP)
 def mixed_heads(config):
     """If the rows are ordered all q, all k, all v, a contiguous shard gives the first rank the queries and half of the
-    keys. The rank takes them for its own heads' q, k and v. Shapes fit and it trains, but as a different model than on
-    one process. The right numbers here come from a model whose rows have that order too, so on one process the two
-    models would be equal."""
+    keys. The rank uses them as the q, k and v of its own heads. Shapes fit and the model trains, but it is a different
+    model than on one process. The right numbers here come from a model whose rows have that order too, so on one
+    process the two models would be equal."""
     local, sizes = model.local_shard, (config.num_attention_heads, 3, config.kv_channels)
     qkv_rows = config.qkv_size
 
@@ -254,12 +254,12 @@ def summed_twice(config):
     return [(domino.Domino, "backward_sublayer", again)]
 
 
-@pitfall("A replicated input's gradients are not all-reduced",
+@pitfall("The gradient of a replicated input is not all-reduced",
          "`nanodomino/layers/sublayer_inside.py`, `LinearPair.backward`: launches the all-reduce", **TP)
 def not_summed(config):
-    """The conjugate bug: every rank has a copy of h and computes a partial gradient of it. Without the all-reduce each
-    rank continues with its own part. The norms' weights, which are replicated, diverge in the first step, and from then
-    on the ranks train different models."""
+    """The opposite bug: every rank has a copy of h and computes only a part of its gradient. Without the all-reduce
+    each rank continues with its own part. The norms' weights, which are replicated, diverge in the first step, and from
+    then on the ranks train different models."""
     inside, head = sublayer_inside.LinearPair.backward, embedding_and_head.EmbeddingAndHead.head_backward
 
     def inside_alone(self, ops, *arguments):
@@ -273,7 +273,7 @@ def not_summed(config):
             (embedding_and_head.EmbeddingAndHead, "head_backward", head_alone)]
 
 
-@pitfall("Cross entropy: the gradient uses one rank's sum of exponentials",
+@pitfall("Cross entropy: in the gradient each rank uses its own sum of exponentials",
          "`nanodomino/layers/cross_entropy.py`, `cross_entropy_gradient`: takes the sums over all ranks", **TP)
 def own_softmax(config):
     """Each rank divides its exponentials by the sum over its own vocabulary shard. The loss is right. In the gradient
@@ -291,9 +291,9 @@ def own_softmax(config):
 @pitfall("Cross entropy: a label counts on ranks that do not own it",
          "`nanodomino/layers/cross_entropy.py`, `partial_loss_sums`: zero if another rank owns the label", **TP)
 def labels_everywhere(config):
-    """A rank that does not own the label looks up row 0 instead of nothing, so the sum contains another word's logit.
-    The loss is wrong and may become negative. Here the gradient at the label is computed from the loss and is wrong
-    with it. In code that computes it otherwise, training is right and only the curve is wrong."""
+    """A rank that does not own the label should add 0 to the sum, but adds the logit of its row 0. The loss is wrong
+    and may become negative. Here the gradient at the label is computed from the loss, so it is wrong too. In code that
+    computes this gradient in another way, training is right and only the curve is wrong."""
     parts = embedding_and_head.partial_loss_sums
 
     def everywhere(logits, labels, largest, sum_exp, maximum, vocabulary):
@@ -307,7 +307,7 @@ def labels_everywhere(config):
 @pitfall("Cross entropy: each rank subtracts its own maximum",
          "`nanodomino/overlap/embedding_and_head.py`, `EmbeddingAndHead.head`: all-reduces the maximum first", **TP)
 def own_maximum(config):
-    """The all-reduce adds exponentials that were scaled differently. Where the ranks' largest logits are close, as in a
+    """The all-reduce adds exponentials that were scaled differently. If the ranks' largest logits are close, as in a
     fresh model, the result is nearly right."""
     reduce = slice_ops.SliceOps.all_reduce
 
@@ -319,8 +319,8 @@ def own_maximum(config):
 @pitfall("Process groups along the wrong axis of the grid",
          "`nanodomino/mesh.py`, `make_mesh`: one grid [pp, dp, tp]; a test lists every group", world_size=4, **TP)
 def swapped_groups(config):
-    """The group that should share a matrix consists of replicas, so partial results of different samples are added. All
-    sizes fit, because both axes have two ranks, and nothing complains."""
+    """The tensor-parallel group consists of replicas, so partial results of different samples are added. All sizes fit,
+    because both axes have two ranks, and there is no error."""
     make = harness.make_mesh
 
     def swapped(*arguments):
@@ -348,7 +348,7 @@ def own_masks(config):
          "then takes the rank's part", attention_dropout=0.2, **TP)
 def same_masks(config):
     """Inside attention the ranks hold different heads. If all use one seed, head 0 and head n/t drop the same elements.
-    Nothing diverges; the noise is only less independent than it should be, and differs between layouts."""
+    No copies diverge. But the noise in different heads is not independent, and it depends on the layout."""
     core = dropout_and_positions.MasksAndPositions.attention_inputs
 
     def as_the_first(self, *arguments):
@@ -359,11 +359,12 @@ def same_masks(config):
 
 
 @pitfall("Dropout stays on in evaluation",
-         "`nanodomino/pipeline.py`, `run`: a schedule without backward does not train; no mode is stored anywhere",
+         "`nanodomino/pipeline.py`, `run`: a schedule without a backward runs without dropout; no mode is stored",
          world_size=1, hidden_dropout=0.2, attention_dropout=0.2)
 def dropped_in_evaluation(config):
     """A functional dropout does not read the module's mode, so evaluation drops too. Training is right, but the
-    validation loss belongs to a thinned model. Usually that is worse; here, after two steps, it is better."""
+    validation loss is that of a model without some of its activations. Usually that is worse; here, after two steps, it
+    is better."""
     forward = domino.Domino.forward
     return [(domino.Domino, "forward",
              lambda self, batch, hidden, training, chunk: forward(self, batch, hidden, True, chunk))]
@@ -375,8 +376,8 @@ def dropped_in_evaluation(config):
          "`nanodomino/domino.py`, `Domino.forward_sublayer` and `wait_for_sum`: launch and wait stand in one function",
          conditions=delayed("late"), slices=2, **TP, **EVEN)
 def waited_too_late(config):
-    """A buffer is read before its all-reduce has finished. On a fast network it mostly has: a race that looks like
-    noise. Here the collectives move no data until wait(), and each wait comes one launch late."""
+    """A buffer is read before its all-reduce has finished. On a fast network the all-reduce has mostly finished, so
+    this race looks like noise. Here the collectives move no data until wait(), and each wait comes one launch late."""
     wait = slice_ops.SliceOps.wait
 
     def late(self, piece, site, flights):
@@ -396,8 +397,8 @@ def every_window_is_filled(pool):
          shown="Only a clock or a trace shows it: no other slice computes between launch and wait.",
          check=every_window_is_filled, slices=2, **TP, **EVEN)
 def waited_too_early(config):
-    """In autograd's own order, or if a caller wants the result at once, the wait follows the launch. Every number is
-    right, and no communication is hidden."""
+    """In autograd's own order, or if a caller wants the result at once, the wait directly follows the launch. Every
+    number is right, but no communication is hidden."""
     launch, wait = slice_ops.SliceOps.launch, slice_ops.SliceOps.wait
 
     def at_once(self, slice, site, launched):
@@ -440,11 +441,11 @@ def shared_buffer(config):
 
 
 @pitfall("One rank resumes its slices in another order",
-         "`nanodomino/domino.py`, `interleave`: the order depends on the number of slices and on nothing that a rank "
-         "has seen", slices=2, **TP, **EVEN)
+         "`nanodomino/domino.py`, `interleave`: the order depends only on the number of slices, the same on all ranks",
+         slices=2, **TP, **EVEN)
 def other_order(config):
-    """Collectives are matched by order: a rank's n-th meets the n-th of the other ranks. After one extra yield on one
-    rank, slice 0 is added to slice 1. Shapes fit, so nothing hangs and no error is raised."""
+    """Collectives are matched by order: the n-th call on one rank meets the n-th call on the others. After one extra
+    yield on one rank, slice 0 is added to slice 1. Shapes fit, so nothing hangs and no error is raised."""
     sublayer = domino.Domino.forward_sublayer
 
     def hesitates(self, piece, step, *arguments):
@@ -461,7 +462,7 @@ def other_order(config):
          conditions=delayed("early"))
 def reduced_too_soon(config):
     """A bucket is reduced as soon as one microbatch has reported its gradients; what later microbatches add stays on
-    the rank. Training sees a part of its batch: noisier, and just as plausible."""
+    the rank. So training uses only a part of its batch: the curve is noisier, but as plausible."""
     on_gradients_ready, told = zero.ZeroOptimizer.on_gradients_ready, set()
 
     def first_backward(self, modules):
@@ -483,13 +484,13 @@ def lost_layers(config):
     return [(model, "stage_layers", even)]
 
 
-@pitfall("A tied matrix on two stages, whose gradients are not added",
+@pitfall("The gradients of a tied matrix are not added over its two stages",
          "`nanodomino/zero.py`, `ZeroOptimizer.finalize_gradients`: adds them over first and last stage after the "
          "reduction over replicas", **PP)
 def not_tied(config):
-    """The first stage looks words up in its copy, the last stage multiplies by its own, and each accumulates only its
-    own gradient. The copies start equal and differ after the first step. The norm counts both, and a checkpoint keeps
-    one of them."""
+    """The first stage looks words up in its copy, and the last stage multiplies by its own copy. Each accumulates only
+    its own gradient. The copies start equal and differ after the first step. The norm counts both, and a checkpoint
+    keeps one of them."""
     return [(model.GPT, "tied_copy", None)]
 
 
@@ -529,8 +530,8 @@ def shards_dropped(config):
 @pitfall("Each rank clips by its own norm",
          "`nanodomino/zero.py`, `ZeroOptimizer.sum_over_world`: sums the squares over the world, each once", **TP)
 def own_norm(config):
-    """The norm covers what a rank happens to hold, before any sum over ranks. Shards are scaled by different factors,
-    and so are the copies of norms and biases, which are then no longer equal."""
+    """Each rank computes a norm of the gradients that it holds, without any sum over ranks. Shards are scaled by
+    different factors, and so are the copies of norms and biases, which are then no longer equal."""
     sums = zero.ZeroOptimizer.sum_over_world
 
     def own(self, *arguments):
@@ -580,7 +581,7 @@ def bfloat16_accumulates(pool):
          world_size=1, micro_batch_size=1, check=bfloat16_accumulates)
 def added_in_16_bit(config):
     """bfloat16 has 8 significant bits. With many microbatches each later gradient is too small to change the sum, and
-    after 256 equal gradients the sum stops growing. With one microbatch all is well."""
+    after 256 equal gradients the sum stops growing. With one microbatch the result is right."""
     weight_gradient, gradients = slice_ops.add_weight_gradient, residual_norm.add_gradients
 
     def rounded(main_grad):
@@ -604,7 +605,7 @@ def added_in_16_bit(config):
          "buffer, not only the views of parameters", hidden_size=17, num_attention_heads=1)
 def padding_counts(config):
     """A flat buffer is padded to a length that can be partitioned. If the padding keeps whatever the memory held, the
-    norm and the optimizer take it for gradients. On a fresh machine it is zero, and all is well."""
+    norm and the optimizer take it for gradients. If the memory happens to be zero, the result is right."""
     make = buckets.Bucket.__init__
 
     def as_found(self, *arguments):
@@ -625,8 +626,8 @@ def padding_counts(config):
          "`train.py`, `get_batch`; `nanodomino/data.py`, `sample_ids_of`: a pure function of step and position in the "
          "batch")
 def same_samples(config):
-    """Each replica starts its own reader and reads what the first replica reads. With twice the processes the batch is
-    half as large as it should be. All ranks agree, and the curve looks good."""
+    """Each replica starts its own reader, and all read the same samples as the first replica. With two replicas the
+    batch has only half of its samples, each twice. All ranks agree, and the curve looks good."""
     get_batch = train.get_batch
     return [(train, "get_batch", lambda dataset, config, mesh, *others: get_batch(dataset, config,
                                                                                   dataclasses.replace(mesh, dp_rank=0),
@@ -634,7 +635,7 @@ def same_samples(config):
 
 
 @pitfall("The ranks of a tensor-parallel group read different samples",
-         "`train.py`, `get_batch`: asks with the replica's rank, which all ranks of the group share", **TP)
+         "`train.py`, `get_batch`: chooses samples by the replica's rank, the same on all ranks of the group", **TP)
 def other_samples(config):
     """A sampler that gets the global rank deals out samples to all ranks, even to ranks that work on one sample
     together. Partial results of different samples are added: one rank looks up words that the other has never seen."""
@@ -648,8 +649,8 @@ def other_samples(config):
 @pitfall("Evaluation averages the ranks' means",
          "`train.py`, `evaluate`: sums over the world and divides once")
 def evaluation_of_means(config):
-    """Ranks count different numbers of tokens, mostly in the last batch. Training is right, and the validation loss
-    depends on the layout."""
+    """Different numbers of tokens count on different ranks, mostly in the last batch. Training is right, and the
+    validation loss depends on the layout."""
     def mean(stage, dataset, config, mesh, on_action=None):
         steps = range(min(config.eval_iters, math.ceil(dataset.windows / config.global_batch_size)))
         totals = [train.run_schedule(config.timetable.forwards, step, stage, dataset, config, mesh, shuffle=False)
@@ -732,8 +733,9 @@ def dropout_again(config):
 @pitfall("Adam's step count is lost",
          "`nanodomino/zero.py`, `ZeroOptimizer.allocate_own_state`: sets each count from the manifest", **RESUMED)
 def count_lost(config):
-    """The moments are restored, the step count is not. Adam divides by 1 - beta^count and treats full moments as those
-    of a first step. With the betas used here the first update after a restart is up to 2.2 times too large."""
+    """The moments are restored, but the step count is not. Adam divides the moments by 1 - beta^count, which is right
+    only if they have been accumulated for `count` steps. With the betas used here the first update after a restart is
+    up to 2.2 times too large."""
     place = zero.ZeroOptimizer.allocate_own_state
 
     def uncounted(self, bucket, name):
@@ -748,7 +750,7 @@ def count_lost(config):
          "`nanodomino/checkpoint/load.py`, `restore`: the manifest stores `adam_steps` beside `step`",
          conditions=one_bad_number, **RESUMED, **TP)
 def count_from_step(config):
-    """The two are equal until a step is skipped. After that, a resumed run corrects for one update too many. The
+    """The two counts are equal until a step is skipped. After that, a resumed run assumes one update too many. The
     difference is small, but the bits are no longer the same."""
     read = load.read_manifest
 
@@ -835,9 +837,9 @@ def cost_by_name(config):
          "place in the model), also when it is drawn again",
          world_size=1, hidden_dropout=0.2, attention_dropout=0.2, recompute_granularity="full")
 def new_masks(config):
-    """Backward recomputes part of the forward, but the generator has advanced since: it differentiates another function
-    than the one whose loss was computed. The loss of the first step is right and its gradients are wrong; all that
-    shows is more noise."""
+    """Backward recomputes part of the forward, but the random generator has advanced since. So backward differentiates
+    another function than the one whose loss was computed. The loss of the first step is right, but its gradients are
+    wrong. All that shows is more noise."""
     draw = dropout_and_positions.MasksAndPositions.draw_masks
 
     def moved_on(self, site, *others):
@@ -854,8 +856,8 @@ def new_masks(config):
          zero_stage=2, conditions=delayed("early"))
 def kept_and_not_added(config):
     """Each microbatch's gradients are reduced to their owner, which receives them into its own partition and so
-    overwrites the earlier ones. With one microbatch a step it is right; with more, training sees a part of its
-    batch."""
+    overwrites the earlier ones. With one microbatch per step the result is right. With more, training uses only a
+    part of its batch."""
     finish = zero.ZeroOptimizer.finish_reduces
 
     def overwrites(self, left=0):
@@ -922,8 +924,8 @@ def without_sums_over_parts(self, finish=zero.ZeroOptimizer.finalize_gradients):
          "sample, then shards as the residual stream is sharded", hidden_dropout=0.2, sequence_parallel=True, **TP)
 def masks_of_a_part(config):
     """A rank holds s/t of a sample's tokens and draws that many masks from the seed that all ranks share. So the first
-    token of each part drops the same elements: the same noise t times, and a different one on each layout. Nothing
-    diverges."""
+    token of each part drops the same elements. The same noise occurs t times, and it depends on the layout. No copies
+    diverge."""
     hidden = dropout_and_positions.MasksAndPositions.hidden_dropout_mask
 
     def alone(self, *arguments):
@@ -939,8 +941,8 @@ def masks_of_a_part(config):
          "both", swiglu=True, **TP)
 def one_block(config):
     """W1 holds the gate's rows, then up's. A contiguous shard gives the first rank all of gate and the second rank all
-    of up. Each takes what it has for its half of both. Shapes fit and it trains, but as a different model than on one
-    process."""
+    of up. Each rank uses its block as if it held half of gate and half of up. Shapes fit and the model trains, but it
+    is a different model than on one process."""
     def cut(whole, weight, mesh):
         return whole if weight.shard_dim is None else whole.chunk(mesh.tp, dim=weight.shard_dim)[mesh.tp_rank]
     return [(model, "local_shard", cut), (harness, "local_shard", cut)]
@@ -950,9 +952,10 @@ def one_block(config):
          "`nanodomino/layers/attention.py`, `Attention`: marks their weights as `partial_gradient`, so that they are "
          "summed over the ranks", qk_layernorm=True, normalization="RMSNorm", **TP)
 def norms_of_own_heads(config):
-    """One weight [d] normalizes q in every head, but each rank has only some heads, so its gradient is partial,
-    although the residual stream is replicated and no other norm's gradient is. The copies diverge in the first step,
-    and each fits its rank's heads slightly better than a common weight would."""
+    """One weight [d] normalizes q in every head. Each rank has only some of the heads, so it computes only a part of
+    this weight's gradient. The other norms act on the replicated residual stream, and their gradients are complete on
+    every rank. Without a sum over the ranks the copies of q's and k's weights diverge in the first step, and each fits
+    its rank's heads slightly better than a common weight would."""
     return [(zero.ZeroOptimizer, "finalize_gradients", without_sums_over_parts)]
 
 
@@ -961,8 +964,8 @@ def norms_of_own_heads(config):
          "second, as Llama's weights on Hugging Face need", world_size=1, position_embedding_type="rope", kv_channels=4)
 def neighbours(config):
     """RoFormer's paper rotates each even element with the odd element after it, and Meta's own files are made for that.
-    Files on Hugging Face have their rows in another order, for halves. From scratch both learn equally well. Weights
-    made for one and used with the other give a model that still writes, badly."""
+    Files on Hugging Face have their rows in another order, for halves. A new model learns equally well with both.
+    If weights made for one are used with the other, the model still writes text, but bad text."""
     def rotate(x, turn):
         (cos, sin), (first, second) = turn, (x[..., 0::2], x[..., 1::2])
         return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
@@ -972,16 +975,16 @@ def neighbours(config):
 # ---- bugs that are not put back here, and the tests that guard against them
 
 GUARDED = [
-    ("Positions that restart at every cached token",
-     "A key rotated for position 0 is right only for the first token, and keys from before the window slid are wrong "
-     "too.",
+    ("Positions that restart at 0 with every cached token",
+     "A key rotated for position 0 is right only for the first token. Keys that were cached before the window slid are "
+     "wrong too.",
      "generate/test_generate.py",
      "test_every_family_generates_what_the_plain_model_does_within_documents"),
-    ("A square matrix from elsewhere that should have been transposed",
-     "It fits without a transpose. GPT-2's own files store all matrices transposed.",
+    ("An imported square matrix that is not transposed",
+     "GPT-2's own files store all matrices transposed. The shape of a square matrix fits without a transpose.",
      "huggingface/test_conversion.py", "test_gradients_equal_those_of_transformers"),
     ("A token that attends to the previous document",
-     "Nothing breaks; the model learns from unrelated text, and computes something else where each document stands "
+     "No error is raised. The model learns from unrelated text, and computes something else if each document stands "
      "alone.",
      "layers/test_positions.py", "test_a_packed_sample_is_its_documents_one_by_one"),
     ("Messages whose order works only while they are small",
@@ -998,15 +1001,16 @@ GUARDED = [
      "them never ends.",
      "simulated_gpu/test_nccl_rules.py", "test_no_stage_waits_for_ever"),
     ("A receive that is posted only when the message is needed",
-     "Its sender is blocked until then. Where stages send messages both ways, two of them block each other forever; so"
-     " the schedule says when to post a receive.",
+     "Its sender is blocked until then. If two stages send messages to each other, they block each other forever. So "
+     "the schedule says when to post a receive.",
      "simulated_gpu/test_nccl_rules.py", "test_receives_posted_only_when_needed_block_their_senders_for_ever"),
     ("A weight that is reported ready with its input gradient",
-     "With a split backward, what comes later is not reduced: a weight is ready after its last weight gradient, which "
-     "may be microbatches later.",
+     "With a split backward, the weight gradient is added later, possibly microbatches later, and is not reduced. A "
+     "weight is ready only after its last weight gradient.",
      "docs/test_docstring_claims.py", "test_a_sublayers_gradients_are_complete_when_it_is_reported_ready"),
     ("Gradient memory that is reused while it is in flight",
-     "A bucket that hands out its memory before its reduction is done sums another bucket's gradients, or zeros.",
+     "If a bucket's memory is reused before its reduction is done, the reduction sums another bucket's gradients, or "
+     "zeros.",
      "simulated_gpu/test_hazards.py", "test_nothing_is_touched_in_flight"),
     ("More stages than microbatches",
      "The warm-up is longer than the work, and a stage waits for a microbatch that never comes.",
@@ -1020,12 +1024,13 @@ GUARDED = [
     ("Evaluation that shuffles, or wraps around the end",
      "Some windows are counted twice, others never.",
      "data/test_data.py", "test_evaluation_stops_at_the_end_and_counts_no_token_twice"),
-    ("One tensor too many of the size of the logits",
-     "A softmax in fp32 that the tape keeps, or a matmul that is rounded before it is added: it costs memory and "
-     "nothing else.",
+    ("One more tensor of the size of the logits",
+     "For example an fp32 softmax on the tape, or the result of a matmul that is stored before it is added. The only "
+     "cost is memory.",
      "simulated_gpu/test_gpu_budgets.py", "test_memory_of_gpt2"),
     ("An all-reduce that recomputation repeats",
-     "A sublayer that is recomputed to its end launches its all-reduce again, and adding the result counts it twice.",
+     "If a sublayer is recomputed to its end, it launches its all-reduce again, which costs time and may count a sum "
+     "twice.",
      "overlap/test_recompute.py", "test_no_collective_is_repeated"),
     ("Memory that is freed while a copy still reads it",
      "Copies to the host and back run beside training. A tensor is freed and its memory is given to another tensor, "
@@ -1038,8 +1043,8 @@ GUARDED = [
      "An optimizer that takes the sign of a gradient turns the rounding error of a true zero into a full step, and "
      "layouts diverge.",
      "optim/test_optimizers.py", "test_lion_agrees_on_every_layout_but_where_the_true_gradient_is_zero"),
-    ("A saved record that runs a program",
-     "A pickle can run code: whoever can write a checkpoint could run a program on every rank.",
+    ("A checkpoint that runs a program",
+     "A pickle can run code. So anyone who can write a checkpoint could run a program on every rank.",
      "checkpoint/test_damage.py", "test_no_program_in_a_checkpoint_is_run"),
 ]
 
@@ -1135,24 +1140,25 @@ def wrapped(paragraph: str, **options) -> str:
 HEAD = f"""# How training goes silently wrong
 
 Few bugs in distributed training end the run. Most leave a curve that falls: AdamW divides each gradient by its own
-magnitude, so a constant factor does not show, and half of a model learns too. And nothing tells what the loss should
+magnitude, so a constant factor does not show, and even half of a model learns. And nobody knows what the loss should
 have been. Here {{count}} such bugs are put back into this code, one at a time, and compared with the right numbers.
 `tests/docs/test_pitfalls.py` checks on every run of the tests that each bug is found, that the code without it passes,
 and that this page shows what was measured.
 
 **Read the table by columns.** If the two losses are equal to the last digit, no curve will ever show the bug. If the
-norms differ, a log of norms would show it, provided that the right norm is known. To find every bug, compare each
-gradient with that of one plain process in float64; where even the gradients agree, compare the weights after a step,
-the evaluation, or what the entry below names. In {{lower}} of {{count}} rows the wrong loss is the *lower* one. Which
-of two curves of such a small model ends lower is chance, and neither looks like a bug.
+norms differ, a log of norms would show the bug, if the right norm is known. To find every bug, compare each gradient
+with that of one plain process in float64. If even the gradients agree, compare the weights after a step, the
+evaluation, or what the entry below names. In {{lower}} of {{count}} rows the wrong loss is the *lower* one. With such a
+small model it is chance which of two curves ends lower, and neither looks like a bug.
 
 Each row trains a tiny model (3 layers, hidden size 16, 24 samples of 8 tokens a step, most tokens follow from the
 previous token; AdamW; clipping at 0.1) on the smallest layout that shows the bug. The right numbers come from the plain
-model in `tests/support/reference.py`. For a resumed run they come from the uninterrupted run, and where a number is not
-finite, from the run that skips the step. The loss is the mean of steps {LONG - END + 1} to {LONG}. Norm and gradient
-are those of step {CHECKED}, and the error of a gradient is relative to the tensor's largest entry; the tests check
-these two columns. A row is the output of `python tests/pitfalls.py NUMBER --steps {LONG}`, the whole table that of
-`python tests/pitfalls.py --write`, on {MACHINE}.
+model in `tests/support/reference.py`. If the bug needs a resumed run, they come from the same run without an
+interruption. If it needs a number that is not finite, they come from the run that skips the step on all ranks. The loss
+is the mean of steps {LONG - END + 1} to {LONG}. Norm and gradient are those of step {CHECKED}, and the error of a
+gradient is relative to the tensor's largest entry; the tests check norms and gradients. The command
+`python tests/pitfalls.py NUMBER --steps {LONG}` shows the run of a row. `python tests/pitfalls.py --write` measured the
+table, on {MACHINE}.
 """
 
 
