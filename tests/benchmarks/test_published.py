@@ -133,6 +133,7 @@ def test_every_ratio_is_within_its_bounds_and_is_printed():
         assert line.startswith(f"{row['paper']}: {row['name']} ") and line.endswith(f" {row['ratio']:.2f}")
 
 
+@pytest.mark.exhaustive
 def test_predictions_are_too_high_for_small_models_and_too_low_for_large_ones(monkeypatch):
     """Because all widths are assumed to reach the same share of the peak."""
     ends = {"2104.04473": ("1.7B", "1008.0B"), "2205.05198": ("22B", "1T")}

@@ -43,7 +43,7 @@ LAYOUTS = {"one": {}, "tp2-columns": dict(tensor_model_parallel_size=2, columns=
            "pp2": dict(pipeline_model_parallel_size=2),
            "tp2-pp2-cut": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
            "tp4": dict(tensor_model_parallel_size=4, slices=1)}
-CROSSINGS_BY_DEFAULT = (("llama tied", "tp4"), ("qwen3", "tp2-pp2-cut"), ("qwen2", "tp2-columns"), ("gpt2", "pp2"))
+DEFAULT_COMBINATIONS = (("llama tied", "tp4"), ("qwen3", "tp2-pp2-cut"), ("qwen2", "tp2-columns"), ("gpt2", "pp2"))
 
 
 def random_tokens(*shape, seed=1):
@@ -85,7 +85,7 @@ def gradients_rank(folder, options, data):
 
 
 @pytest.mark.parametrize("name, layout", [
-    pytest.param(name, layout, marks=[] if (name, layout) in CROSSINGS_BY_DEFAULT else pytest.mark.exhaustive)
+    pytest.param(name, layout, marks=[] if (name, layout) in DEFAULT_COMBINATIONS else pytest.mark.exhaustive)
     for name in MODELS for layout in LAYOUTS])
 def test_gradients_equal_those_of_transformers(pool, saved, tmp_path, name, layout):
     """With as many groups as heads, with fewer, and with one group per rank; with tied and untied embeddings."""
@@ -234,7 +234,7 @@ def test_tokenizer_files_and_special_tokens_are_copied_both_ways(folder, tmp_pat
 # ---- runs
 
 @pytest.mark.parametrize("name, tp, pp", [("gpt2", 2, 1), ("llama", 2, 2), *[
-    pytest.param(*crossing, marks=pytest.mark.exhaustive) for crossing in (
+    pytest.param(*combination, marks=pytest.mark.exhaustive) for combination in (
         ("gpt2 untied", 4, 1), ("llama with biases", 2, 1), ("qwen2", 2, 2), ("qwen3", 1, 2), ("mistral", 2, 1))]])
 def test_an_imported_model_is_trained_and_exported(pool, transformers, saved, tmp_path, name, tp, pp):
     """train.py takes the sizes from the checkpoint, and its first loss equals that of Transformers on the same text.

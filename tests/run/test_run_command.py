@@ -324,13 +324,13 @@ def test_without_a_terminal_there_is_no_progress_line(tmp_path):
     assert f" in {tmp_path}/bench-" in out and not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 @needs_proc
 @pytest.mark.parametrize("question, flags, moment", [
     ("checkpoint", ["--num-attention-heads", 2], "round 1 of 100001: save"),
-    *[pytest.param(*command, marks=pytest.mark.exhaustive) for command in (
-        ("scaling", ["--max-processes", 2, "--device", "cpu"], "world of 1, round 2 of 100001"),
-        ("throughput", ["--device", "cpu"], "round 2 of 100001: plain"),
-        ("zero", ["--device", "cpu"], "memory: zero-0"))]])
+    ("scaling", ["--max-processes", 2, "--device", "cpu"], "world of 1, round 2 of 100001"),
+    ("throughput", ["--device", "cpu"], "round 2 of 100001: plain"),
+    ("zero", ["--device", "cpu"], "memory: zero-0")])
 def test_ctrl_c_ends_all_processes_silently(watched, question, flags, moment):
     """At any time. Its processes and temporary files are gone."""
     command = watched(question, *SMALL, *flags, "--repeats", 100_000)
