@@ -247,7 +247,7 @@ def loss_sum(logits, labels):
 
 
 def sides_of(config: Config, parts: Parts, tokens) -> dict:
-    """Return {(schedule, side's name): side} for the sides that can run config's schedule."""
+    """Return {(schedule, name): side} for those sides (domino, runner, torch) that can run config's schedule."""
     sides, kinds = {"domino": DominoSide}, {action.kind for row in config.timetable.rows for action in row}
     if kinds <= {"forward", "backward"}:
         sides["runner"] = RunnerSide

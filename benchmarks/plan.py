@@ -380,7 +380,7 @@ def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
 
 
 def here_text(config: Config, found: dict):
-    """Return (text, record). found: the record of run_here()."""
+    """Return the text to print, and the record to print as JSON: `found`, which run_here() returned, unchanged."""
     machine, predicted, measured = (found["machine"], Times(tuple(found["predicted_s"])),
                                     Times(tuple(found["measured_s"])))
     return "\n".join([

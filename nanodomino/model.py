@@ -113,9 +113,10 @@ class Chunk:
 
 
 def stage_layers(num_layers: int, stage: int, stages: int) -> range:
-    """Return the numbers of a stage's layers. If they cannot be split equally, the first stages hold one layer more.
+    """Return the indices of the layers that a stage holds. If the layers cannot be split equally, the first stages hold
+    one more each.
 
-    For example, a model of 10 layers on 4 stages is split into 3, 3, 2 and 2.
+    For example, 10 layers on 4 stages are split into 3, 3, 2 and 2, so stage 1 holds layers 3, 4 and 5.
     """
     each, extra = divmod(num_layers, stages)
     first = stage * each + min(stage, extra)

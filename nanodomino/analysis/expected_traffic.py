@@ -123,9 +123,9 @@ def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
 
     - dp: gradients are summed over the replicas once per step, in ZeRO-2 once per microbatch.
     - embedding: the first and the last stage sum the gradients of a tied embedding.
-    - tp: the ranks sum the gradients of parameters that all of them hold, but of which each computes only a part. Norms
-      of q and k see only a rank's heads. With sequence parallelism norms, row-parallel biases and position embeddings
-      see only a rank's tokens.
+    - tp: all ranks hold some parameters, but each rank computes only a part of their gradients, so the ranks sum these
+      parts. Norms of q and k see only a rank's heads. With sequence parallelism, norms, row-parallel biases and
+      position embeddings see only a rank's tokens.
     - world: all ranks sum the loss, the token count, the squared gradient norm and the stop flag.
     """
     e, w, shards = bytes_per_element(config), bytes_per_main_element(config), optimizer_shards(config)

@@ -104,7 +104,7 @@ def hidden_bytes(config: Config) -> int:
 
 
 def residual_bytes(config: Config) -> float:
-    """Return the bytes of the residual stream that a rank holds: X, or X/t with sequence parallelism."""
+    """Return the bytes of a rank's part of the residual stream: X (see above), or X/t with sequence parallelism."""
     return hidden_bytes(config) / config.sequence_shards
 
 

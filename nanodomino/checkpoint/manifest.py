@@ -25,7 +25,7 @@ NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")           # matches exactly
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step in the name of a checkpoint's folder; None if save.py gives no folder this name."""
+    """Return the step in a checkpoint folder's name, such as 12 for step-00000012; None for any other kind of name."""
     found = NAME.fullmatch(folder.name)
     return int(found[1]) if found else None
 

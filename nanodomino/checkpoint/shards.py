@@ -34,7 +34,7 @@ class Box(NamedTuple):
 
 
 class BucketRange(NamedTuple):
-    """A contiguous range of the weights of a bucket, or of one of their moments."""
+    """A contiguous range of a bucket's weights, or of one of the optimizer's moments for these weights."""
     bucket: Bucket
     state: str                  # "weight" or the name of a moment: one of ZeroOptimizer.state_names
     start: int                  # in elements, counted from the start of the bucket

@@ -48,10 +48,10 @@ def read_launch_environment(environment=os.environ) -> LaunchInfo:
     for name in (*names, "MASTER_PORT"):
         require(environment[name].isdecimal(),
                 f"{name} must be a whole number, but the environment has '{environment[name]}'; "
-                "start with torchrun, which sets it, or unset it for one process")
+                "start with torchrun, which sets it; to run one process, unset all of torchrun's variables")
     require(0 < int(environment["MASTER_PORT"]) < 65536,
             f"MASTER_PORT must be from 1 to 65535, but the environment has {environment['MASTER_PORT']}; "
-            "start with torchrun, which sets it, or unset it for one process")
+            "start with torchrun, which sets it; to run one process, unset all of torchrun's variables")
     launch = LaunchInfo(*(int(environment[name]) for name in names), launched=True,
                         restarted=environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
     require(launch.rank < launch.world_size and launch.local_rank < launch.local_world_size,

@@ -123,7 +123,7 @@ def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceTokenizer
     sample = "x \n" + "".join(map(chr, range(33, 127)))
     ids = tokenizer.encode(sample)
     require(tokenizer.decode(ids) == b"".join(map(tokenizer.token_bytes, ids)).decode().lstrip() == sample,
-            f"{path} does not give plain text back after encode and decode; {ACCEPTED}")
+            f"{path} changes a text that is encoded and then decoded; {ACCEPTED}")
     return tokenizer
 
 

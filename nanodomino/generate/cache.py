@@ -20,7 +20,9 @@ from nanodomino.model import GPT, Chunk
 
 
 class KeyValueCache:
-    """Holds the keys (after rotary positions) and values of this stage's attentions, [1, query groups/t, size, d] each.
+    """Holds the keys and the values of each attention layer of this stage, both [1, query groups/t, size, d].
+
+    Rotary positions are already applied to the keys.
 
     size: the number of positions that the cache can hold; the first `length` of them are filled.
     end_of_text: the token after which a new document starts, used if the model was trained with document boundaries.

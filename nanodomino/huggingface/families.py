@@ -169,8 +169,8 @@ def family_of(config: Config) -> Family:
         differences[name] = [f"{flag_name(setting)[2:]} {value}, not {actual[setting]}"
                              for setting, value in needed.items() if actual[setting] != value]
     nearest = min(differences, key=lambda name: len(differences[name]))
-    require(not differences[nearest], f"no Hugging Face architecture that nanodomino knows fits this model: "
-            f"{FAMILIES[nearest].architecture} needs {', '.join(differences[nearest])}; export another model")
+    require(not differences[nearest], "no Hugging Face architecture known to nanodomino fits this model, not even the "
+            f"nearest: {FAMILIES[nearest].architecture} needs {', '.join(differences[nearest])}; export another model")
     return FAMILIES[nearest]
 
 

@@ -47,8 +47,8 @@ def match_tensors(mappings: list[TensorMapping], stored: dict[str, StoredTensor]
             f"{family.architecture} with this config.json has; download the folder again")
     copy = found.pop("lm_head.weight", None) if config.tied else None
     require(copy is None or torch.equal(copy.load(), found[embedding].load()),
-            f"{folder} has tie_word_embeddings, but its lm_head.weight differs from its {embedding}; set "
-            "tie_word_embeddings to false in its config.json if the head is a matrix of its own")
+            f"{folder} has tie_word_embeddings true, but its lm_head.weight differs from its {embedding}; set "
+            "tie_word_embeddings to false in its config.json if the model has a separate head, else download it again")
     return found
 
 

@@ -49,6 +49,6 @@ def prepare_all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
 
 
 def result_of(flights: list[Flight]):
-    """Join the results of finished flights, which are chunks of one tensor's last dimension."""
+    """Concatenate the results of finished flights along the last dimension. Each flight holds one chunk of a tensor."""
     chunks = [flight.result() for flight in flights]
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)

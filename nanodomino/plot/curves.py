@@ -67,7 +67,8 @@ class Curve:
         return self.offset > start
 
     def add(self, values: dict):
-        """Add the values of one line. Raises ValueError, KeyError, TypeError or another error if they are malformed."""
+        """Add the values of one line of metrics.jsonl. If they are malformed, raises one of the errors that read_on()
+        catches."""
         step = values["step"]
         if not (isinstance(step, int) and 0 <= step <= MAX_INT):
             raise ValueError

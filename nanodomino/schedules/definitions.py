@@ -58,16 +58,17 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, chunks=1) -> list:
 
 
 def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """Run 1F1B, but each backward together with the next forward as a pair, drawn as B B F. The two hide each other's
-    all-reduces.
+    """Run 1F1B, but run each backward together with the next forward, as a pair (drawn as B B F). Forward and backward
+    hide each other's all-reduces.
 
         stage 0 |F0 F1 F2 F3 F4             B0 B0 F5 B1 B1    B2 B2 B3 B3    B4 B4 B5 B5
         stage 1 |   F0 F1 F2       B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3    B4 B4 B5 B5
         stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
 
-    A pair needs the gradient from the next stage's pair, so it starts after that pair ends. The next stage consumes the
-    pair's activation one pair later. So the warm-up has two forwards for each later stage, and one for the pair itself.
-    With fewer, two pairs would wait for each other.
+    A stage can use the activation or the gradient of another stage's pair only after that pair ends. So each later
+    stage delays a microbatch's backward by two pairs: one on the way there, one on the way back. The last stage adds
+    one more, because it runs the backward one pair after the forward. The warm-up has as many forwards as this delay
+    has pairs. With fewer, two pairs would wait for each other.
     """
     warm_up = min(2 * (stages - stage - 1) + 1, microbatches)
     return ([Forward(i) for i in range(warm_up)]

@@ -178,7 +178,7 @@ class Panel:
                 self.bar(begin, end, top, self.lane - 1, colour)
 
     def arrows(self):
-        """Draw an arrow per message, from the sender's compute row to the receiver's, between their facing edges."""
+        """Draw an arrow for each message. It spans the gap between the sender's and the receiver's compute rows."""
         for sender, send, receiver, receive in messages(self.recording):
             down = receiver > sender
             y1 = self.top + sender * self.pitch + (COMPUTE if down else 0)
@@ -279,7 +279,10 @@ def picture(recordings: list[Recording]) -> str:
 # ---- during a run
 
 def gather(trace: Trace, mesh: Mesh) -> Recording | None:
-    """Return the events of all ranks on rank 0, in its clock's time, and None elsewhere. Every rank must call it."""
+    """On rank 0, return the events of all ranks; on other ranks, return None. Every rank must call it.
+
+    The times are on rank 0's clock, counted from the first event.
+    """
     gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), trace.take(clock_offset())), gathered)
     if gathered is None:
