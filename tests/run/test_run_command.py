@@ -92,9 +92,9 @@ def losses(run_dir: Path) -> list[float]:
     ("nanodomino.huggingface", "--help", ["usage: python -m nanodomino.huggingface", "import", "export",
                                           "folder that Transformers loads"]),
     ("nanodomino.checkpoint", "verify --help", ["verify [-h] DIR", "folder of a run"]),
-    ("nanodomino.checkpoint", "export --help", ["export [-h] DIR OUT", "newest intact one", "the file to write"]),
+    ("nanodomino.checkpoint", "export --help", ["export [-h] DIR OUT", "newest intact checkpoint", "the file to write"]),
     ("data/prepare.py", "--help", ["usage: python data/prepare.py", "--input TEXT", "end-of-text", "--overwrite"]),
-    ("nanodomino.timeline", "--help", ["usage: python -m nanodomino.timeline", "the SVG to write"]),
+    ("nanodomino.timeline", "--help", ["usage: python -m nanodomino.timeline", "the SVG file to write"]),
     ("nanodomino.generate", "--help", ["usage: python -m nanodomino.generate", "0 always takes the most likely token"]),
     ("train.py", "--help", ["usage: train.py", "--tensor-model-parallel-size INT, --tp INT"])])
 def test_every_command_has_help(fork_server, tmp_path, command, flags, says):
