@@ -115,13 +115,21 @@ def family_of_json(values: dict, source) -> Family:
     return FAMILIES[model_type]
 
 
-def read_config(values: dict, source) -> Config:
-    """Return the Config that a config.json describes, resolved for one process. Raises UserError."""
+def read_config(values: dict, source, most: dict | None = None) -> Config:
+    """Return the Config that a config.json describes, resolved for one process. Raises UserError.
+
+    most: {setting: the largest value that the weight files allow}. A larger value is refused before any object of this
+    size is made.
+    """
     family = family_of_json(values, source)
     reader, sizes = ConfigReader(values, family.defaults, source), SimpleNamespace()
     for entry, (setting, default) in family.sizes.items():
         missing = reader.get(entry) is None and default
         setattr(sizes, setting, default(sizes) if missing else reader.number(entry, int))
+    for setting, limit in (most or {}).items():
+        require(getattr(sizes, setting) <= limit, f"{source} describes a model with {flag_name(setting)[2:]} "
+                f"{getattr(sizes, setting)}, but the tensors in the weight files allow at most {limit}; import a model "
+                "whose files belong together")
     for entry, supported in family.supported.items():
         reader.require_in(entry, *supported)
     reader.require_in("tie_word_embeddings", True, False)

@@ -1,6 +1,7 @@
 """Imports a Hugging Face folder as a checkpoint, with one tensor in memory at a time."""
 
 import dataclasses
+import math
 import re
 from functools import partial, reduce
 from pathlib import Path
@@ -13,7 +14,7 @@ from nanodomino.checkpoint.shards import LocalBoxes
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
 from nanodomino.errors import require
-from nanodomino.huggingface.families import Family, family_of_json, read_config
+from nanodomino.huggingface.families import Family, family_of, family_of_json, read_config
 from nanodomino.huggingface.safetensors_files import (GENERATION, SPECIAL_TOKENS, STORED_DTYPES, TOKENIZER_FILES,
                                                       WEIGHTS, StoredTensor, copy_files, import_safetensors, new_folder,
                                                       read_json, stored_tensors, tokenizer_summary, write_json)
@@ -68,10 +69,17 @@ class LazyTensor(LocalBoxes):
 
 
 def convert_from_hf(mapping: TensorMapping, found: dict[str, StoredTensor], config: Config,
-                    dtype: torch.dtype) -> torch.Tensor:
-    """Load the Hugging Face tensors of a parameter, and convert them to the parameter's full tensor."""
+                    dtype: torch.dtype, not_finite: list[str]) -> torch.Tensor:
+    """Load the Hugging Face tensors of a parameter, and convert them to the parameter's full tensor. Appends the names
+    of tensors with values that are NaN or infinite to not_finite."""
     parts = [found[name].load() for name in mapping.hf_shapes]
+    not_finite += [name for name, part in zip(mapping.hf_shapes, parts) if not is_finite(part)]
     return mapping.conversion.from_hf(parts, config).to(dtype).contiguous()
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no value is NaN or infinite. Needs no memory, because both would be a minimum or a maximum."""
+    return all(math.isfinite(extreme) for extreme in tensor.aminmax())
 
 
 def import_model(folder: Path, output: Path) -> str:
@@ -87,15 +95,18 @@ def import_model(folder: Path, output: Path) -> str:
     values = read_json(folder / "config.json")
     family = family_of_json(values, folder / "config.json")
     stored = stored_tensors(folder)
-    config = read_config(values, folder / "config.json")
+    most = dict(num_layers=len(stored), hidden_size=max((max(tensor.shape, default=1) for tensor in stored.values()),
+                                                        default=1))
+    config = read_config(values, folder / "config.json", most)
     mappings = map_tensors(config, family.modules)
     found = match_tensors(mappings, stored, family, config, folder)
     dtype = reduce(torch.promote_types, (STORED_DTYPES[tensor.dtype_name] for tensor in found.values()))
     (dtype_name,) = (name for name, candidate in DTYPES.items() if candidate == dtype)
     config = dataclasses.replace(config, dtype=dtype_name)
     wide = torch.promote_types(dtype, torch.float32)           # the dtype of a run's master weights
+    not_finite: list[str] = []
     tensors = {f"weight.{mapping.name}":
-               LazyTensor.of(mapping.shape, wide, partial(convert_from_hf, mapping, found, config, wide))
+               LazyTensor.of(mapping.shape, wide, partial(convert_from_hf, mapping, found, config, wide, not_finite))
                for mapping in mappings}
     with new_folder(output) as temporary:
         write_single_process(tensors, temporary)
@@ -105,5 +116,12 @@ def import_model(folder: Path, output: Path) -> str:
             write_json(temporary / GENERATION, special)
         write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
                                        config=dataclasses.asdict(config)), "import it again")
-    return (f"{output}: {family.architecture}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
-            f"{dtype_name}, {tokenizer_summary(copied)}")
+    exported_as = family_of(config).architecture
+    name = family.architecture
+    if exported_as != name:
+        name += f" (exported as {exported_as}, with equal logits)"
+    warning = (f"\nwarning: {len(not_finite)} tensors have values that are NaN or infinite: {', '.join(not_finite[:3])}"
+               f"{' and others' if len(not_finite) > 3 else ''}; download the folder again, unless you expect this"
+               if not_finite else "")
+    return (f"{output}: {name}, {len(mappings)} tensors, {element_count(mappings):,} elements in "
+            f"{dtype_name}, {tokenizer_summary(copied)}{warning}")

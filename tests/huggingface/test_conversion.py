@@ -170,6 +170,23 @@ def test_the_rows_that_pad_the_vocabulary_are_zeros(saved, tmp_path):
     assert not words[VOCABULARY:].any() and words[:VOCABULARY].any(dim=1).all()
 
 
+def test_import_names_tensors_with_values_that_are_not_finite(folder, tmp_path):
+    def spoil(tensors):
+        tensors["transformer.h.1.mlp.c_fc.weight"].view(-1)[7] = torch.nan
+        tensors["transformer.ln_f.bias"][0] = -torch.inf
+
+    assert "warning" not in import_model(folder("gpt2"), tmp_path / "intact")
+    change_tensors(tmp_path / "folder", spoil)
+    assert ("\nwarning: 2 tensors have values that are NaN or infinite: transformer.h.1.mlp.c_fc.weight, "
+            "transformer.ln_f.bias; download the folder again") in import_model(tmp_path / "folder", tmp_path / "spoilt")
+
+
+def test_import_says_that_a_mistral_will_be_exported_as_a_llama(saved, tmp_path):
+    assert "MistralForCausalLM (exported as LlamaForCausalLM, with equal logits), " in import_model(
+        saved("mistral")[1], tmp_path / "mistral")
+    assert "exported as" not in import_model(saved("llama")[1], tmp_path / "llama")
+
+
 # ---- files of other writers
 
 def assert_imports_alike(changed, original, tmp_path):

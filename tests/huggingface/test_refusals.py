@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,17 @@ TENSORS = [      # (change of the tensors, error)
     (lambda tensors, name: tensors.update({name: tensors[name].to(torch.int8)}),
      "{name} in .* has type I8, but weights must be of type F64, F32, F16, BF16"),
 ]
+
+
+@pytest.mark.parametrize("model, size, message", [
+    ("gpt2", "n_layer", "with num-layers 1000000000, but the tensors in the weight files allow at most 40; import"),
+    ("llama", "num_hidden_layers", "with num-layers 1000000000, but the tensors in the weight files allow at most 30"),
+    ("gpt2", "n_embd", "with hidden-size 1000000000, but the tensors in the weight files allow at most 300")])
+def test_sizes_of_a_billion_are_refused_before_anything_of_this_size_is_made(folder, tmp_path, model, size, message):
+    changed, start = folder(model), time.perf_counter()
+    change_config(changed, **{size: 10**9})
+    assert_import_refused(changed, tmp_path, message)
+    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize("number", range(len(TENSORS)))
