@@ -160,8 +160,9 @@ def plan(config: Config, flags):
         table(["a step", "", ""], [[PARTS.get(name, name), seconds_text(part), f"{part / seconds:.1%}"]
                                    for name, part in [*parts.items(), ("total", seconds)]]),
         *more_columns(config, machine, seconds), *(faster_schedule(config, machine, seconds, usable) if fits else ()),
-        f"the bubble is {bubble:.1%} of the ideal time, which is the sum of the lines above the bubble; it would be "
-        "(p - 1)/m in 1F1B if stages are equal",
+        f"the bubble is {bubble:.1%} of the ideal time, which is the sum of the lines above the bubble, and "
+        f"{parts['bubble'] / seconds:.1%} of the step; it would be (p - 1)/m of the ideal time in 1F1B if stages are "
+        "equal, so more microbatches shrink it",
         f"{tokens / seconds:,.0f} tokens/s; MFU {used:.1%} (6 N + 12 L h s FLOPs per token, relative to "
         f"{peak / 1e12:g} TFLOP/s per GPU)", "", *assumptions(flags, gpu)])
     return text, {"question": "plan", "model": config.model, "parameters": parameter_count(config), "gpu": flags.gpu,

@@ -256,6 +256,16 @@ def test_the_pictures_in_docstrings_are_the_printed_ones(schedule, arguments):
     assert lines == [line.strip() for line in simulation.picture(*arguments).splitlines()[1:]]
 
 
+def test_the_bubble_is_printed_relative_to_the_ideal_time_and_to_the_step():
+    """Of all microbatches, although only eight are drawn."""
+    for stages, microbatches, said in (
+            (4, 4, "bubble 75% of the ideal time = 43% of the step; more microbatches shrink it"),
+            (4, 16, "bubble 19% of the ideal time = 16% of the step; more microbatches shrink it"),
+            (1, 4, "bubble 0% of the ideal time = 0% of the step")):
+        headline = simulation.picture("1f1b", stages, microbatches).splitlines()[0]
+        assert headline.partition(", ")[2] == said
+
+
 @pytest.mark.parametrize("layers, stages", [(8, 2), (9, 4), (5, 3), (4, 4), (7, 1)])
 def test_layers_are_spread_evenly_over_stages_and_none_is_lost(layers, stages):
     """Even if the number of stages does not divide the number of layers."""

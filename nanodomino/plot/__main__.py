@@ -27,8 +27,6 @@ def main(arguments: list[str]) -> int:
     output = flags.output or (curves[0].path.parent / "loss.svg" if len(curves) == 1 else Path("compared.svg"))
     inputs = [curve.path.parent / name for curve in curves for name in (curve.path.name, "config.json")]
     write_output(output, picture(curves, differences(settings)), inputs)
-    if not flags.output:
-        print(f"drawn in {output}")
     return 0
 
 

@@ -93,10 +93,12 @@ def write(path: Path, picture: str):
 
 
 def write_output(path: Path, picture: str, inputs: list[Path]):
-    """Write the picture to --output. Raises UserError if the file can't be written or is one of the inputs."""
+    """Write the picture to --output and say so. Raises UserError if the file can't be written or is an input."""
     require(path.resolve() not in [source.resolve() for source in inputs],
             f"--output {path} would overwrite an input of the picture; choose another file")
     try:
         write(path, picture)
     except OSError as error:
         raise UserError(f"--output {path} can't be written ({error.strerror}); choose another file") from None
+    if path.is_file():                                         # /dev/stdout receives nothing but the picture
+        print(f"drawn in {path}")

@@ -97,7 +97,9 @@ def picture(name: str, stages: int, microbatches: int, chunks=1, shown=8) -> str
     width = 1 + max(-(-len(str(action)) // action.length) for row in rows for action, _, _ in row)
     lines = [f"schedule {name}: {microbatches} microbatches"
              + (f" (the first {drawn} drawn)" if drawn < microbatches else "")
-             + (f" through {chunks} chunks a stage" if chunks > 1 else "") + f", bubble {cost:.0%} of the ideal time"]
+             + (f" through {chunks} chunks a stage" if chunks > 1 else "")
+             + f", bubble {cost:.0%} of the ideal time = {cost / (1 + cost):.0%} of the step"
+             + ("; more microbatches shrink it" if cost else "")]
     for stage, row in enumerate(rows):
         cells = [""] * row[-1][2]
         for action, start, end in row:

@@ -64,6 +64,10 @@ def action_label(spans) -> str:
                    for kind, event in halves.items())
 
 
+def longest(spans, default) -> tuple:
+    return max(spans, key=lambda span: span[1] - span[0], default=default)
+
+
 def purpose(event: Event) -> str:
     """Return what a collective is for, as a key of PURPOSES."""
     gathers_weights = event.kind == "all_gather" and event.args["group"] == "dp"
@@ -127,7 +131,12 @@ class Panel:
                 self.bar(begin, end, y, COMPUTE, f"url(#{name})", stroke=WAITS[name])
         numbers = [(begin, end, words) for _, begin, end, words in turns if self.fits(begin, end, words)]
         if 3 * len(numbers) <= len(turns):                             # too few turns have room: one number per action
-            numbers = [(spans[0].begin, spans[-1].end, action_label(spans)) for spans in actions(events)]
+            numbers = []
+            idle = union((event.begin, event.end) for event in events
+                         if event.kind == "wait" and event.args["group"] == "pp")
+            for spans in actions(events):                              # a number must not stand in a wait for a message
+                whole = spans[0].begin, spans[-1].end
+                numbers.append((*longest(difference([whole], idle), default=whole), action_label(spans)))
         for spans in actions(events):
             if len(spans) > 1:
                 self.bar(spans[0].begin, spans[-1].end, y, COMPUTE, "none", stroke="#1f1f1f")

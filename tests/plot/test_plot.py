@@ -313,6 +313,8 @@ def test_runs_are_compared_by_what_differs(tmp_path, capsys):
     (bare / "config.json").write_text("{")
     output = tmp_path / "all.svg"
     assert main([*map(str, (first, second / "metrics.jsonl", bare)), "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"drawn in {output}\n"
+    assert main([str(first), "--output", "/dev/null"]) == 0 and capsys.readouterr().out == ""
     drawn = output.read_text()
     words = "\n".join(texts(drawn))
     for expected in (r"first, 150 steps, mean loss \S+, validation 2.250, lr 0.004\n",

@@ -348,6 +348,17 @@ def test_the_picture_numbers_every_microbatch_and_shows_the_totals():
     assert {"exposed communication", "loss and norm, all ranks"} <= {*words} and "gradients over dp" not in words
 
 
+def test_a_number_stands_in_the_work_not_in_the_wait_before_it():
+    """A backward contains the wait for its gradient: here 60 of 80 ms."""
+    events = [Event("step", 0, 100 * 10**6, dict(step=1)), Event("backward", 0, 80 * 10**6, dict(microbatch=5)),
+              Event("wait", 10**6, 60 * 10**6, dict(group="pp"))]
+    svg = picture([Recording("by hand", [(0, 0, 0)], [events])])
+    (number,), (work,) = re.findall(r'x="([\d.]+)" y="\S+" class="middle">5<', svg), re.findall(
+        r'x="([\d.]+)" [^>]*><title>backward 5', svg)
+    pixels_per_ms = (1000 - 92 - 16) / 100
+    assert float(number) - float(work) == pytest.approx(70 * pixels_per_ms, abs=0.2)
+
+
 def drawn_by_hand(*spans) -> tuple[list[str], str]:
     """Draw a rank that did these (kind, milliseconds, microbatch, chunk) in a step; return (texts, SVG)."""
     events, now = [Event("step", 0, 100 * 10**6, dict(step=1))], 0
@@ -503,7 +514,7 @@ def draw(folder):
     return said
 
 
-def test_rank_0_writes_both_files_and_a_full_disk_is_only_a_warning(pool, tmp_path):
+def test_rank_0_writes_both_files_and_a_full_disk_is_only_a_warning(pool, tmp_path, capsys):
     (said, warned), others = pool.run(draw, str(tmp_path), world_size=2)
     assert others == ["", ""]
     assert said.startswith("timeline of tp 2, pp 1, dp 1: step 1\n") and "rank 1" in said and "warning" not in said
@@ -512,6 +523,7 @@ def test_rank_0_writes_both_files_and_a_full_disk_is_only_a_warning(pool, tmp_pa
 
     file, output = str(tmp_path / "trace-00000001.json"), tmp_path / "both.svg"
     assert main([file, file, "--caption", "one", "two", "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"drawn in {output}\n"
     assert {"one", "two"} <= {*texts(output.read_text())}
 
 
