@@ -45,7 +45,7 @@ from nanodomino.run.agreement import check_agreement, from_rank_0
 from nanodomino.run.check_copies import drift_warning, make_compiler_deterministic
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.rank_failure import run_rank
-from nanodomino.run.report import Report
+from nanodomino.run.report import Report, expected_quality
 from nanodomino.run.run_folder import Run, check_shared_folder, open_run
 from nanodomino.run.signals import StopSignal
 from nanodomino.run.tensorboard import check_package
@@ -176,10 +176,17 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
 
 def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], mesh: Mesh, run: Run,
              watchdog: Watchdog) -> int:
-    """Build or load the model, train, validate, save, test and print a sample. Returns the exit code."""
+    """Build or load the model, train, validate, save, test and print a sample. Returns the exit code.
+
+    With train_iters 0 it only validates and tests. A run that starts from --load --finetune validates before step 1.
+    """
     def on_action(done: int, count: int):
         watchdog.mark()
         report.action(done, count)
+
+    def report_loss(split: str):
+        if split in datasets and config.eval_iters:
+            report.losses(done, split, evaluate(stage, datasets[split], config, mesh, watchdog.mark))
 
     model = model_builder(config, mesh)
     trace = Trace(mesh.device, recording=False)
@@ -192,13 +199,15 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
         report.say(f"starting from the weights in {run.checkpoint}, without its optimizer state and step")
     if done < config.train_iters:
         report.estimate(*estimate(config, mesh))
-        warm_up(stage, optimizer, config, mesh)
+    warm_up(stage, optimizer, config, mesh)
     step, traced = done, config.traced_steps
     if traced and traced[-1] <= done:
         report.say(f"nothing is left to trace: this run has done {done} steps, and --trace is {config.trace}")
     signals, stop, start_time = StopSignal(report.say), False, time.perf_counter()
 
     try:
+        if run.weights_only or config.train_iters == 0:        # a baseline for fine-tuning, or an evaluation alone
+            report_loss("valid")
         while done < config.train_iters and not stop:
             step, step_start = done + 1, time.perf_counter()
             watchdog.context.update(step=step, signals=signals)
@@ -217,8 +226,8 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
                 raise UserError(f"{optimizer.skipped_in_a_row} steps in a row, up to step {step}, had a loss or "
                                 f"gradient that is not finite; {optimizer.loss_scale.advice()}start from an earlier "
                                 f"checkpoint, or from scratch, with a smaller --lr than {config.lr}")
-            if "valid" in datasets and config.eval_iters and (step % config.eval_interval == 0 or last):
-                report.losses(step, "valid", evaluate(stage, datasets["valid"], config, mesh, watchdog.mark))
+            if step % config.eval_interval == 0 or last:
+                report_loss("valid")
             if step % config.save_interval == 0 or last or stop:
                 if warning := drift_warning(model, optimizer, mesh):
                     report.say(f"warning: {warning}")
@@ -237,8 +246,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
         report.end(done, time.perf_counter() - start_time)
         report.say(f"stopped early after saving the checkpoint of step {done}; --run-dir {run.folder} resumes from it")
         return 128 + (signals.number or signal.SIGTERM) if result.stop else 0
-    if "test" in datasets and config.eval_iters:
-        report.losses(done, "test", evaluate(stage, datasets["test"], config, mesh, watchdog.mark))
+    report_loss("test")
     report.end(done, time.perf_counter() - start_time)
     watchdog.finished.set()                                    # the other replicas may wait long for the sample
     if config.sample_tokens:
@@ -253,8 +261,9 @@ def write_sample(model: GPT, config: Config, corpus: Corpus, dataset: TokenDatas
         tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
                           config.top_k, config.seed, end_of_text=corpus.end_of_text)
         tokenizer = corpus.tokenizer()
-        print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}); the first {len(prompt)} tokens "
-              f"are the prompt\n{tokenizer.decode(prompt)}|{tokenizer.decode(tokens[len(prompt):])}\n----", flush=True)
+        print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}){expected_quality(config)}; the "
+              f"first {len(prompt)} tokens are the prompt\n"
+              f"{tokenizer.decode(prompt)}|{tokenizer.decode(tokens[len(prompt):])}\n----", flush=True)
 
 
 # ---- from the command line to the first collective

@@ -68,15 +68,16 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
             require(Path(path).parent != output,
                     f"the input {path} lies in the output folder, which would be replaced; choose another --output")
         with temporary_sibling(output) as folder:
-            tokens, documents = write_splits(folder, files, text_tokenizer, dtype, weights, skipped, progress)
-            cut_off = fill_empty_splits(folder, tokens, dtype, weights)
+            tokens, documents, sizes = write_splits(folder, files, text_tokenizer, dtype, weights, skipped, progress)
+            cut_off = fill_empty_splits(folder, tokens, sizes, text_tokenizer, dtype, weights)
             unigram, bigram, counted = entropies(folder / "train.bin", dtype, text_tokenizer.vocab_size)
             meta = {
                 "format": FORMAT, "source": source or summary_of(inputs),
                 "tokenizer": text_tokenizer.name, "vocab_file": None, "merge_file": None,
                 "vocab_size": text_tokenizer.vocab_size, "end_of_text": text_tokenizer.end_of_text,
                 "dtype": dtype.name, "split": weights, "tokens": dict(zip(SPLITS, tokens)),
-                "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off, "skipped": dict(+skipped),
+                "bytes": dict(zip(SPLITS, sizes)), "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off,
+                "skipped": dict(+skipped),
                 "unigram_entropy": unigram, "bigram_entropy": bigram, "bigram_tokens": counted,
                 "sha256": {name: file_sha256(folder / f"{name}.bin") for name in SPLITS}}
             if vocab_file is not None:
@@ -132,8 +133,8 @@ def summary_of(inputs: list) -> str:
 # ---- documents -> splits of token ids
 
 def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dtype, weights: list[float],
-                 skipped: Counter, progress: bool) -> tuple[list[int], list[int]]:
-    """Write each document to its split. Returns (tokens in each split, documents in each split).
+                 skipped: Counter, progress: bool) -> tuple[list[int], list[int], list[int]]:
+    """Write each document to its split. Returns the numbers of tokens, of documents and of bytes of text in each split.
 
     files: what find_files() returned. skipped: counts skipped documents by reason; updated here.
     """
@@ -169,7 +170,7 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
         tokens = [output.tell() // dtype.itemsize for output in outputs]
     require(sum(documents),
             f"the input holds no text ({len(files)} files, {skipped_text(skipped) or 'none skipped'}); check the paths")
-    return tokens, documents
+    return tokens, documents, written
 
 
 def raw_bytes(text: str) -> bytes:
@@ -190,8 +191,12 @@ def choose_split(size: int, written: list[int], documents: list[int], weights: l
     return min(with_room or [weights.index(max(weights))], key=lambda i: (written[i] + half) / weights[i])
 
 
-def fill_empty_splits(folder: Path, tokens: list[int], dtype, weights: list[float]) -> list[str]:
-    """Fill each empty split from the end of the largest split. Returns the filled splits; updates `tokens`."""
+def fill_empty_splits(folder: Path, tokens: list[int], sizes: list[int], tokenizer: Tokenizer, dtype,
+                      weights: list[float]) -> list[str]:
+    """Fill each empty split from the end of the largest split. Returns the filled splits.
+
+    Updates `tokens` and `sizes`, the numbers of tokens and of bytes of text in each split.
+    """
     total, largest = sum(tokens), tokens.index(max(tokens))
     empty = [i for i in range(3) if weights[i] > 0 and not tokens[i]]
     for i in reversed(empty):       # test first, so that the text continues from train to valid to test
@@ -202,7 +207,18 @@ def fill_empty_splits(folder: Path, tokens: list[int], dtype, weights: list[floa
             shutil.copyfileobj(source, target)
             source.truncate(start)
         tokens[i], tokens[largest] = count, tokens[largest] - count
+        sizes[i] = text_bytes(folder / f"{SPLITS[i]}.bin", tokenizer, dtype)
+        sizes[largest] -= sizes[i]
     return [SPLITS[i] for i in empty]
+
+
+def text_bytes(path: Path, tokenizer: Tokenizer, dtype) -> int:
+    """Return the bytes of text that the tokens in a file stand for. End-of-text stands for none."""
+    row, counts = np.memmap(path, dtype, mode="r"), np.zeros(tokenizer.vocab_size, np.int64)
+    for start in range(0, len(row), BLOCK):
+        counts += np.bincount(row[start:start + BLOCK], minlength=len(counts))
+    counts[tokenizer.end_of_text] = 0
+    return sum(int(counts[token]) * len(tokenizer.token_bytes(int(token))) for token in np.flatnonzero(counts))
 
 
 # ---- reference losses

@@ -217,6 +217,37 @@ def test_the_same_command_with_an_exit_interval_resumes_each_time(pool, small, t
     assert "this run has already done 6 steps" in ended.output
 
 
+def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, small, tmp_path):
+    """Both report the loss of the weights that they start from. An evaluation leaves no checkpoint."""
+    run = tmp_path / "run"
+    train_in_pool(pool, small, "--run-dir", run, "--train-iters", 3, world_size=2)
+    trained = [*metric_points(run, "valid_loss"), *metric_points(run, "test_loss")]
+    for name, flags, step in (("loaded", (), 3), ("tuned", ["--finetune"], 0)):
+        ended = train_in_pool(pool, small, "--run-dir", tmp_path / name, "--load", run, *flags, "--train-iters", 0)
+        assert ended.code == 0 and "evaluating without training" in ended.output, ended
+        assert "warning" not in ended.output and f"{step} of {step} steps done" in ended.output
+        found = [*metric_points(tmp_path / name, "valid_loss"), *metric_points(tmp_path / name, "test_loss")]
+        assert found == [(step, pytest.approx(loss, rel=1e-5)) for _, loss in trained]
+        assert metric_points(tmp_path / name, "loss") == saved_steps(tmp_path / name) == []
+        assert metric_points(tmp_path / name, "valid_bits_per_byte")[0][1] > 0
+    ended = train_in_pool(pool, small, "--run-dir", tmp_path / "more", "--load", run, "--finetune", "--train-iters", 2)
+    baseline, last = metric_points(tmp_path / "more", "valid_loss")
+    assert baseline == (0, pytest.approx(trained[0][1], rel=1e-5)) and last[0] == 2
+    assert "2 steps = " in ended.output
+    assert ended.output.index("step     0 | valid") < ended.output.index("step     1 |")
+    ended = train_in_pool(pool, small, "--run-dir", run, "--train-iters", 0)
+    assert ended.code == 0 and saved_steps(run) == [3] and len(metric_points(run, "loss")) == 3
+
+
+def test_finetune_has_a_small_batch_by_default():
+    """A preset's batch suits pre-training: 512 x 1024 tokens, several times a typical text for fine-tuning."""
+    config = from_command_line(["--model", "gpt2", "--load", "x", "--finetune"], 2)
+    assert (config.global_batch_size, config.micro_batch_size, config.dp) == (16, 16, 1)
+    assert from_command_line(["--model", "gpt2", "--load", "x"], 1).global_batch_size == 512
+    assert from_command_line(["--model", "gpt2", "--load", "x", "--finetune", "--global-batch-size", "64"],
+                             1).global_batch_size == 64
+
+
 def test_an_old_test_loss_is_removed_when_the_run_is_extended(pool, small, tmp_path):
     """metrics.jsonl must not hold two test losses, since its readers take the first."""
     for steps in (2, 4):

@@ -28,7 +28,8 @@ from operator import attrgetter
 
 import torch
 
-from nanodomino.config.presets import DEFAULT_LAYOUTS, DTYPES, GPT2, LR_DECAY_STYLES, PRESETS, SHORT_DTYPES
+from nanodomino.config.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_SIZE, GPT2, LR_DECAY_STYLES, PRESETS,
+                                       SHORT_DTYPES)
 from nanodomino.config.rules import check_rules, check_trace, default_ffn_hidden_size, default_schedule, largest_divisor
 from nanodomino.config.setting import check_values, setting
 from nanodomino.errors import require
@@ -143,8 +144,11 @@ class Config:
     bucket_size: int = layout_setting(
         10_000_000, "parameters per gradient bucket; a full bucket is reduced while backward continues")
 
-    train_iters: int = training_setting(200, "number of optimizer steps")
-    global_batch_size: int = training_setting(None, "samples per optimizer step", affects="run")
+    train_iters: int = training_setting(
+        200, "number of optimizer steps; with 0 the run only validates, tests and prints a sample", at_least=0)
+    global_batch_size: int = training_setting(
+        None, f"samples per optimizer step (default: the preset's; with --finetune at most {FINETUNE_BATCH_SIZE})",
+        affects="run")
     optimizer: str = training_setting("adamw", "optimizer", choices=OPTIMIZERS, affects="optimizer")
     lr: float = training_setting(None, "peak learning rate (default: the preset's, which suits AdamW)")
     min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True)
@@ -195,7 +199,7 @@ class Config:
         None, "JSON file of settings, like a run's config.json; flags override it", affects="launch")
     load: str = run_setting(None, "checkpoint to start from, or a run's folder to start from its newest checkpoint")
     finetune: bool = run_setting(
-        False, "take only the weights from --load, and start at step 0 with a new optimizer")
+        False, "take only the weights from --load, start at step 0 with a new optimizer, and validate before step 1")
     log_interval: int = run_setting(25, "steps between progress lines")
     eval_interval: int = run_setting(100, "steps between validations")
     eval_iters: int = run_setting(10, "global batches per validation; 0 turns validation off", at_least=0)
@@ -322,6 +326,8 @@ class Config:
         check_values(self)
         check_trace(self)
         filled = {name: value for name, value in PRESETS[self.model].items() if getattr(self, name) is None}
+        if self.finetune and "global_batch_size" in filled:
+            filled["global_batch_size"] = min(filled["global_batch_size"], FINETUNE_BATCH_SIZE)
         filled["world_size"] = world_size
         for flag, dtype in SHORT_DTYPES.items():
             if getattr(self, flag):

@@ -42,6 +42,7 @@ PRESETS = {name: GPT2 | dict(zip(PRESET_FIELDS, values)) for name, *values in (
         kv_channels=128, rotary_base=1_000_000.0, layernorm_epsilon=1e-6, qk_layernorm=True)),
     ("smollm2-135m", 30,  576,  9, 2048, 3e-3,   512,  8, 0.04,  3,  1536, dict(rotary_base=100_000.0)),
 )}
+FINETUNE_BATCH_SIZE = 16     # the largest default of global_batch_size with --finetune; a preset's suits pre-training
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}   # the flags --bf16 and --fp16
 

@@ -1,7 +1,7 @@
 """Reads and checks a corpus: a folder that data/prepare.py has made.
 
     train.bin  valid.bin  test.bin    token ids, uint16 or uint32, each document followed by end-of-text
-    meta.json                         the tokenizer, sizes, checksums, entropies
+    meta.json                         the tokenizer, sizes in tokens and in bytes of text, checksums, entropies
     tokenizer.json ...                copies of the tokenizer's files, if it has any
 """
 
@@ -39,6 +39,25 @@ class Corpus:
     unigram_entropy: float
     bigram_entropy: float
     meta: dict                  # the whole of meta.json
+    documents: dict[str, int] | None = None     # {split: number of documents}
+    bytes: dict[str, int] | None = None         # {split: bytes of text}; None if the folder is old
+
+    @property
+    def tokenizer_id(self) -> str:
+        """The tokenizer's name, such as "byte-257". Two corpora whose tokenizers differ have different names."""
+        path, name = self.path / (self.meta.get("tokenizer_file") or ""), f"{self.tokenizer_name}-{self.vocab_size}"
+        return f"{name}-{file_sha256(path)[:8]}" if path.is_file() else name
+
+    def bits_per_byte(self, split: str, loss: float, eod_mask_loss=False) -> float | None:
+        """Convert a mean loss, in nats per token, to bits per byte of the split's text; None if its bytes are unknown.
+
+        A loss per token depends on how long the tokens are. Bits per byte can be compared between tokenizers.
+        eod_mask_loss: the loss leaves out the end-of-text tokens.
+        """
+        if not (self.bytes and self.bytes[split]):
+            return None
+        counted = self.tokens[split] - (self.documents[split] if eod_mask_loss else 0)
+        return loss / math.log(2) * counted / self.bytes[split]
 
     def tokenizer(self) -> Tokenizer:
         """Build the tokenizer that encoded this corpus. Raises UserError."""
@@ -92,7 +111,9 @@ def load_corpus(folder) -> Corpus:
             end_of_text=int(meta["end_of_text"]), dtype=np.dtype({"uint16": "<u2", "uint32": "<u4"}[meta["dtype"]]),
             tokens={split: int(meta["tokens"][split]) for split in SPLITS},
             sha256={split: str(meta["sha256"][split]) for split in SPLITS},
-            unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta)
+            unigram_entropy=float(meta["unigram_entropy"]), bigram_entropy=float(meta["bigram_entropy"]), meta=meta,
+            documents={split: int(meta.get("documents", {}).get(split, 0)) for split in SPLITS},
+            bytes={split: int(meta["bytes"][split]) for split in SPLITS} if "bytes" in meta else None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the text again") from error
     known = (*TOKENIZERS, "huggingface") if meta.get("tokenizer_file") else TOKENIZERS
@@ -108,6 +129,8 @@ def load_corpus(folder) -> Corpus:
     check(0 <= corpus.end_of_text < corpus.vocab_size <= largest,
           f"{path} must have 0 <= end_of_text < vocab_size <= {largest}, but has end_of_text {corpus.end_of_text} and "
           f"vocab_size {corpus.vocab_size}")
+    check(all(0 <= count < 2**63 for count in (*corpus.documents.values(), *(corpus.bytes or {}).values())),
+          f"{path} gives a number of documents or of bytes of text below 0 or of at least 2**63")
     for split in SPLITS:
         path, expected = folder / f"{split}.bin", corpus.tokens[split] * corpus.dtype.itemsize
         check(os.path.isfile(path) and os.access(path, os.R_OK), f"{path} is missing or not readable")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nanodomino.config.command_exit import run_command
 from nanodomino.errors import require
-from nanodomino.plot.curves import COLOURS, differences, picture, read
+from nanodomino.plot.curves import COLOURS, differences, picture, read, tokenizer_warning
 from nanodomino.plot.svg import write_output
 
 
@@ -26,6 +26,8 @@ def main(arguments: list[str]) -> int:
             curve.name = str(folder)
     output = flags.output or (curves[0].path.parent / "loss.svg" if len(curves) == 1 else Path("compared.svg"))
     inputs = [curve.path.parent / name for curve in curves for name in (curve.path.name, "config.json")]
+    if warning := tokenizer_warning(curves):
+        print(f"warning: {warning}", file=sys.stderr)
     write_output(output, picture(curves, differences(settings)), inputs)
     return 0
 

@@ -20,6 +20,7 @@ infinite is null in metrics.jsonl and leaves a gap.
 
 import json
 import math
+import textwrap
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from nanodomino.errors import UserError, require
 from nanodomino.plot.svg import LINE, WIDTH, frame, line, text, tick_step
 
 SERIES = ("loss", "grad_norm", "lr", "valid_loss", "test_loss")
+QUALITIES = tuple(f"{split}_{name}" for split in ("valid", "test") for name in ("perplexity", "bits_per_byte"))
 ENTROPIES = {"unigram_entropy": "unigram", "bigram_entropy": "bigram"}
 LEFT, RIGHT, GAP, HIGH, LOW = 52, 98, 30, 330, 92        # pixels: margins, gap above a panel, panel heights
 PALE, STRONG = 'opacity="0.35"', 'stroke-width="2"'
@@ -48,7 +50,8 @@ class Curve:
         self.name = path.parent.resolve().name if path.name == "metrics.jsonl" else path.name
         self.offset, self.lines = 0, 0
         self.points = {name: (array("d"), array("d")) for name in SERIES}
-        self.skipped, self.entropies = [], {}
+        self.skipped, self.entropies, self.qualities = [], {}, {}       # qualities: the last values of QUALITIES
+        self.tokenizer, self.vocab_size = None, None                    # None: unknown, since the run is old
 
     def read_on(self) -> bool:
         """Read the lines added since the last call; return whether there were any. Raises UserError or OSError."""
@@ -76,6 +79,9 @@ class Curve:
             self.points[name][0].append(step)
             self.points[name][1].append(math.nan if values[name] is None else values[name])
         self.entropies |= {name: values[name] for name in ENTROPIES.keys() & values.keys() if values[name] is not None}
+        self.qualities |= {name: math.nan if values[name] is None else float(values[name])
+                           for name in QUALITIES if name in values}
+        self.tokenizer = values.get("tokenizer", self.tokenizer)
         if values.get("skipped"):
             self.skipped.append(step)
 
@@ -104,7 +110,19 @@ def read(run: Path) -> tuple[Curve, dict]:
         settings = json.loads((path.parent / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
         settings = None
-    return curve, settings if isinstance(settings, dict) else {}
+    settings = settings if isinstance(settings, dict) else {}
+    curve.vocab_size = settings.get("vocab_size")
+    return curve, settings
+
+
+def tokenizer_warning(curves: list[Curve]) -> str:
+    """Return a warning if the runs have different tokenizers, else "". Compares vocabulary sizes if a run is old."""
+    for name in ("tokenizer", "vocab_size"):
+        first, *others = (getattr(curve, name) for curve in curves)
+        if first is not None and None not in others:
+            return ("the tokenizers of these runs differ: compare bits per byte, not losses per token"
+                    if any(other != first for other in others) else "")
+    return ""
 
 
 def differences(settings: list[dict]) -> list[str]:
@@ -217,10 +235,15 @@ def picture(curves: list[Curve], notes: Sequence[str] = ()) -> str:
     body.append(text(WIDTH - RIGHT + 30, y, "step", "small"))
     y += 15
     for i, (curve, colour) in enumerate(zip(curves, COLOURS)):
-        y += LINE
         loss.svg += markers(curve, colour, across, loss)
         row = ", ".join([curve.name, *last_values(curve, reach), *filter(None, notes[i:i + 1])])
-        body += [line(f"M8 {y - 4:.1f}h20", colour, 'stroke-width="4"'), text(36, y, row[:135])]
+        body.append(line(f"M8 {y + LINE - 4:.1f}h20", colour, 'stroke-width="4"'))
+        for words in textwrap.wrap(row, 135, max_lines=2):
+            y += LINE
+            body.append(text(36, y, words))
+    if warning := tokenizer_warning(curves):
+        y += LINE
+        body.append(text(8, y, warning))
     y += LINE
     body.append(text(8, y, (f"pale: each step; strong: mean over {2 * reach + 1} steps, centred; " if reach else "")
                      + "dashed, circles: validation; filled circle: test; marks on the axis: skipped steps",
@@ -241,11 +264,15 @@ def markers(curve: Curve, colour: str, across, loss: Panel) -> list[str]:
 
 
 def last_values(curve: Curve, reach: int) -> list[str]:
-    """Return a run's last values as texts, such as ["400 steps", "mean loss 2.310", "validation 2.504"]."""
+    """Return a run's last values as texts: "400 steps", "mean loss 2.310", "validation 2.504 (perplexity 12.23)"."""
     words = [f"{curve.last_step:,} steps"]
     for name, label, width in (("loss", "mean loss" if reach else "loss", reach), ("valid_loss", "validation", 0),
                                ("test_loss", "test", 0)):
         _, values = curve.arrays(name)
         if len(values) and math.isfinite(value := mean_around(values, width)[-1]):
-            words.append(f"{label} {value:.3f}")
+            perplexity, bits = (curve.qualities.get(name.replace("loss", quality), math.nan)
+                                for quality in ("perplexity", "bits_per_byte"))
+            more = [f"perplexity {perplexity:.4g}"] * math.isfinite(perplexity)
+            more += [f"{bits:.3f} bits per byte"] * math.isfinite(bits)
+            words.append(f"{label} {value:.3f}" + (f" ({', '.join(more)})" if more else ""))
     return words

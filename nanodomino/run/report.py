@@ -2,7 +2,8 @@
 
     start     the model, the rank grid and the schedule on the terminal; config.json
     step      a tqdm bar, a line every --log-interval steps; one JSON object per step in metrics.jsonl
-    losses    validation and test loss, next to the unigram and bigram entropy of the text, which a model must beat
+    losses    validation and test loss, next to the unigram and bigram entropy of the text, which a model must beat;
+              perplexity = exp(loss) and bits per byte of text
     curve     loss.svg, drawn from metrics.jsonl; TensorBoard's copy of metrics.jsonl (tensorboard.py)
 
 MFU is model FLOPs utilization (PaLM, appendix B): tokens per second x FLOPs per token / peak FLOP/s of all devices. A
@@ -36,6 +37,8 @@ from nanodomino.schedules import simulation
 BAR_INTERVAL = 1.0       # seconds; after a longer pause the bar shows the progress within the step
 SLOW_STEP = 5.0          # seconds; a step that is expected to take longer is announced
 FEW_SAMPLES = 16         # a loss over fewer samples is noisy
+FEW_EPOCHS = 4           # up to 4 epochs, repeated text is almost as good as new text (2305.16264)
+TOKENS_PER_PARAMETER = 20     # a training run with the best loss for its compute has about as many (2203.15556)
 
 
 class Report:
@@ -50,6 +53,7 @@ class Report:
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.entropies = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
         self.metrics, self.unwritten, self.warned, self.tensorboard = None, b"", False, None
+        self.first_step = first_step
         self.bar_moved = time.monotonic()
         if enabled:
             self.changes = changed_settings(run_dir, config) if first_step else []
@@ -64,7 +68,8 @@ class Report:
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
                         disable=None if enabled else True)
         if enabled and not self.metrics.tell():
-            self.record(step=first_step, unigram_entropy=corpus.unigram_entropy, bigram_entropy=corpus.bigram_entropy)
+            self.record(step=first_step, unigram_entropy=corpus.unigram_entropy, bigram_entropy=corpus.bigram_entropy,
+                        tokenizer=corpus.tokenizer_id)
 
     def describe(self, first_step: int):
         """Print the model, the batch, the rank grid and the schedule."""
@@ -83,7 +88,9 @@ class Report:
                       + "; prepare more text, or a larger split with data/prepare.py --split")
         print(mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]))
         print(simulation.picture(config.schedule, mesh.pp, config.microbatches, config.virtual_stages), flush=True)
-        if first_step >= config.train_iters:
+        if config.train_iters == 0:
+            print("evaluating without training, because --train-iters is 0", flush=True)
+        elif first_step >= config.train_iters:
             print(f"this run has already done {first_step} steps, and --train-iters is {config.train_iters}; raise it "
                   "to continue, or start a new run from these weights with --load FOLDER --finetune", flush=True)
         elif first_step:
@@ -91,7 +98,19 @@ class Report:
                   + "".join(f"; {change}" for change in self.changes), flush=True)
 
     def estimate(self, seconds: float, size: int):
-        """Announce slow steps. seconds: time of a step; size: bytes of memory on the fullest rank; both estimated."""
+        """Say how many epochs the run trains and how long that takes, warn of many epochs, and announce slow steps.
+
+        seconds: time of a step; size: bytes of memory on the fullest rank; both estimated.
+        """
+        steps, windows = self.config.train_iters, max(self.corpus.tokens["train"] - 1, 1) // self.config.seq_length
+        epochs = steps * self.config.global_batch_size / max(windows, 1)
+        left = steps - self.first_step
+        self.say(f"{steps} steps = {epochs:{'.0f' if epochs >= 10 else '.2g'}} epochs of this text, "
+                 + (f"{left} steps to go, " if self.first_step else "") + f"about {duration(left * seconds)}")
+        if epochs > FEW_EPOCHS:
+            enough = max(FEW_EPOCHS * windows // self.config.global_batch_size, 1)
+            self.say(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
+                     f"memorize it; try --train-iters {enough}, a smaller --global-batch-size or more text")
         if seconds > SLOW_STEP:
             self.say(f"a step will take about {seconds:.0f} s, and the fullest rank will need about {size / 1e9:.1f} "
                      "GB of memory (estimates, good to a factor of two)")
@@ -145,10 +164,13 @@ class Report:
                      f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}")
 
     def losses(self, step: int, split: str, loss: float):
-        """Report the loss on a split, "valid" or "test"."""
-        self.record(step=step, **{f"{split}_loss": loss})
+        """Report the loss on a split, "valid" or "test", and its perplexity and bits per byte."""
         perplexity = math.exp(min(loss, 700.0))
-        self.say(f"step {step:5d} | {split} loss {loss:.4f} {self.entropies} | perplexity {perplexity:.2f}")
+        bits_per_byte = self.corpus.bits_per_byte(split, loss, self.config.eod_mask_loss)
+        self.record(step=step, **{f"{split}_loss": loss, f"{split}_perplexity": perplexity,
+                                  f"{split}_bits_per_byte": bits_per_byte})
+        self.say(f"step {step:5d} | {split} loss {loss:.4f} {self.entropies} | perplexity {perplexity:.2f}"
+                 + (f" | {bits_per_byte:.4f} bits per byte" if bits_per_byte is not None else ""))
         self.draw_curve()
 
     def draw_curve(self):
@@ -164,6 +186,20 @@ class Report:
         self.bar.close()
         self.say(f"{step} of {max(step, self.config.train_iters)} steps done, {seconds:.1f} s, peak memory of rank 0 "
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
+
+
+def duration(seconds: float) -> str:
+    """Return a time such as "45 seconds", "12 minutes", "3 hours" or "41 days"."""
+    unit, length = next(((unit, length) for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60))
+                         if seconds >= 2 * length), ("seconds", 1))
+    return f"{max(seconds / length, 1):.0f} {unit}"
+
+
+def expected_quality(config: Config) -> str:
+    """Return a warning about the text of a model that was trained for too short; "" if it started from --load."""
+    tokens = config.train_iters * config.global_batch_size * config.seq_length / parameter_count(config)
+    return "" if config.load or tokens >= TOKENS_PER_PARAMETER else (
+        f"; expect gibberish after {tokens:.2g} tokens per parameter, good text needs {TOKENS_PER_PARAMETER} or more")
 
 
 def describe_stage(config: Config, stage: int) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -197,6 +198,7 @@ def test_text_survives_the_round_trip(tmp_path, gpt2_files, tokenizer):
     assert sorted(sum(found, [])) == sorted(texts)
     assert [len(part) for part in found] == list(meta["documents"].values())
     assert all(len(row(tmp_path / "out", split)) == meta["tokens"][split] > 0 for split in SPLITS)
+    assert list(meta["bytes"].values()) == [sum(len(text.encode()) for text in part) for part in found]
     assert meta["vocab_size"] == (257 if tokenizer == "byte" else 317) and meta["dtype"] == "uint16"
     load_corpus(tmp_path / "out").verify()
 
@@ -416,6 +418,23 @@ def test_one_document_is_cut_in_three(tmp_path):
     assert sum(parts, []) == [*text.encode(), BYTE_END], "train, then valid, then test, nothing twice, nothing lost"
     assert meta["cut_off"] == ["valid", "test"] and meta["documents"] == {"train": 1, "valid": 0, "test": 0}
     assert len(parts[0]) / len(sum(parts, [])) == pytest.approx(0.949, abs=0.001)
+    assert list(meta["bytes"].values()) == [len(parts[0]), len(parts[1]), len(parts[2]) - 1]
+
+
+def test_a_folder_without_bytes_is_read_but_one_with_impossible_bytes_is_not(tmp_path, corpus):
+    """Folders prepared by older versions have none."""
+    shutil.copytree(corpus.path, tmp_path / "old")
+    path = tmp_path / "old/meta.json"
+    meta = json.loads(path.read_text())
+    assert load_corpus(tmp_path / "old").bits_per_byte("valid", math.log(2)) == pytest.approx(
+        meta["tokens"]["valid"] / meta["bytes"]["valid"])
+    for sizes in ({}, [], {"train": 1, "valid": -1, "test": 1}, {"train": 1, "valid": 10**400, "test": 1}):
+        path.write_text(json.dumps(meta | {"bytes": sizes}))
+        with pytest.raises(UserError, match="; prepare the text again"):
+            load_corpus(tmp_path / "old")
+    del meta["bytes"]
+    path.write_text(json.dumps(meta))
+    assert load_corpus(tmp_path / "old").bits_per_byte("valid", 2.0) is None
 
 
 def test_a_split_of_weight_zero_stays_empty(tmp_path):

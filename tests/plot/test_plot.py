@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from support.jobs import ROOT, TINY, make_corpus
-from support.harness import tiny
+from support.harness import corpus_without_files, tiny
 
 import nanodomino.run.report
 from nanodomino.errors import UserError
@@ -129,8 +129,7 @@ def test_a_run_that_gives_up_shows_when_it_went_wrong(run, tmp_path):
 def report(tmp_path):
     """report(speaks): one of a run of ours, without a run."""
     place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: "")
-    corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
-                             tokens=dict.fromkeys(("train", "valid", "test"), 999))
+    corpus = corpus_without_files(tmp_path)
     return lambda speaks=True: Report(tiny(1), corpus, place, tmp_path, 0, speaks)
 
 
@@ -147,7 +146,8 @@ def test_a_failure_to_draw_is_a_warning(report, tmp_path, capsys, monkeypatch):
     monkeypatch.undo()
     one.losses(3, "valid", 2.4)
     assert "warning" not in capsys.readouterr().out
-    assert "validation 2.400" in "".join(texts((tmp_path / "loss.svg").read_text()))
+    assert "validation 2.400 (perplexity 11.02, 1.731 bits per byte)" in "".join(
+        texts((tmp_path / "loss.svg").read_text()))
 
 
 def test_rank_0_alone_draws_and_only_if_there_are_new_lines(report, tmp_path):
@@ -165,7 +165,7 @@ def test_a_run_that_starts_again_records_the_entropies_again(report, tmp_path):
     """A run killed before its first checkpoint starts again with an empty file."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps(step_line(1, 5.0)) + "\n")
     report()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == ENTROPIES
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == ENTROPIES | {"tokenizer": "byte-29"}
 
 
 # ---- from values to points
@@ -306,7 +306,7 @@ def test_an_unfinished_line_is_read_once_it_is_complete(tmp_path):
 # ---- several runs
 
 def test_runs_are_compared_by_what_differs(tmp_path, capsys):
-    """Each has its colour, its name and the settings that differ, except the folder's; long ones are cut off."""
+    """Each has its colour, its name and the settings that differ, except the folder's; long ones take two lines."""
     first = leave(tmp_path / "first", *fall(150), dict(step=150, valid_loss=2.25), lr=0.004, seed=1, run_dir="a", tp=2)
     second = leave(tmp_path / "second", *fall(120), lr=0.008, seed=1, run_dir="b", tp=2, data_path="x" * 99, dp=4)
     bare = leave(tmp_path / "bare <&>", *fall(100))
@@ -318,11 +318,27 @@ def test_runs_are_compared_by_what_differs(tmp_path, capsys):
     drawn = output.read_text()
     words = "\n".join(texts(drawn))
     for expected in (r"first, 150 steps, mean loss \S+, validation 2.250, lr 0.004\n",
-                     r"second, 120 steps, .*, lr 0.008, data_path x+\n", r"bare <&>, 100 steps, mean loss \S+\n"):
+                     r"second, 120 steps, .*, lr 0.008,\sdata_path\sx+, dp 4\n",
+                     r"bare <&>, 100 steps, mean loss \S+\n"):
         assert re.search(expected, words), words
     assert all(heights(drawn, colour) for colour in COLOURS[:3]) and COLOURS[3] not in drawn
     assert differences([dict(a=1), {}, dict(a=1)]) == ["", "", ""]
     assert differences([dict(a=1.0, b=2), dict(a=1e-5, c=None)]) == ["a 1.0, b 2", "a 1e-05"]
+
+
+@pytest.mark.parametrize("first, second, differ", [
+    (dict(tokenizer="byte-257"), dict(tokenizer="byte-257"), False),
+    (dict(tokenizer="byte-257"), dict(tokenizer="gpt2-50257"), True),
+    (dict(vocab_size=257), dict(tokenizer="gpt2-50257", vocab_size=50257), True),          # the first run is old
+    (dict(vocab_size=257), dict(tokenizer="byte-257", vocab_size=257), False), ({}, {}, False)])
+def test_runs_with_different_tokenizers_are_compared_with_a_warning(tmp_path, capsys, first, second, differ):
+    """Their losses per token share an axis, but the units differ."""
+    for name, known in (("a", dict(first)), ("b", dict(second))):
+        size = {"vocab_size": known.pop("vocab_size")} if "vocab_size" in known else {}
+        leave(tmp_path / name, ENTROPIES | known, *fall(5)[1:], **size)
+    assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "ab.svg")]) == 0
+    said = "the tokenizers of these runs differ: compare bits per byte, not losses per token"
+    assert (said in texts((tmp_path / "ab.svg").read_text())) == (said in capsys.readouterr().err) == differ
 
 
 def test_runs_of_one_name_are_named_by_their_paths(tmp_path, monkeypatch):

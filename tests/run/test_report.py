@@ -2,6 +2,7 @@
 
 import json
 import dataclasses
+import math
 import re
 import signal
 import time
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.harness import tiny
+from support.harness import corpus_without_files, tiny
 
 import nanodomino.run.report
 from nanodomino.analysis.sizes import flops_per_token
@@ -17,7 +18,7 @@ from nanodomino.analysis.step_time import estimate
 from nanodomino.config.config import Config
 from nanodomino.mesh import make_mesh, meta_mesh
 from nanodomino.model import meta_stage
-from nanodomino.run.report import Report, describe_stage, open_metrics
+from nanodomino.run.report import Report, describe_stage, duration, expected_quality, open_metrics
 from nanodomino.run.signals import StopSignal
 from nanodomino.schedules.simulation import picture
 from nanodomino.zero import StepResult
@@ -28,8 +29,7 @@ def report(tmp_path):
     """report(**tokens by split) -> the Report of a run of a tiny model."""
     def report(enabled=True, **tokens):
         place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: "")
-        corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
-                                 tokens={"train": 999, "valid": 999, "test": 999} | tokens)
+        corpus = corpus_without_files(tmp_path, **tokens)
         return Report(tiny(1), corpus, place, tmp_path, 0, enabled)
     return report
 
@@ -52,8 +52,7 @@ def test_the_layers_shown_for_each_stage_are_the_models(schedule, chunks, layers
 
 def test_the_start_shows_the_chunks_and_the_schedule(tmp_path, capsys):
     place = dataclasses.replace(meta_mesh(2, 1, 1), device=torch.device("cpu"))
-    corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
-                             tokens=dict.fromkeys(("train", "valid", "test"), 999))
+    corpus = corpus_without_files(tmp_path)
     config = tiny(2, pipeline_model_parallel_size=2, schedule="interleaved", num_layers=4)
     Report(config, corpus, place, tmp_path, 0, True)
     said = capsys.readouterr().out
@@ -74,14 +73,45 @@ def test_splits_with_enough_samples_are_not_mentioned(report, capsys):
     assert "split holds" not in capsys.readouterr().out
 
 
-def test_only_slow_steps_are_announced(report, capsys):
+def test_epochs_and_time_are_announced_and_slow_steps(report, capsys):
+    """5 steps of 24 samples; the text has 124 samples, or 3."""
     shown = report()
     capsys.readouterr()
     shown.estimate(0.3, 10**9)
-    assert capsys.readouterr().out == ""
-    shown.estimate(41.2, 12_345_678_901)
-    said = "a step will take about 41 s, and the fullest rank will need about 12.3 GB of memory"
-    assert said in capsys.readouterr().out
+    assert capsys.readouterr().out == "5 steps = 0.97 epochs of this text, about 2 seconds\n"
+    shown.first_step = 3
+    shown.estimate(40_000.2, 12_345_678_901)
+    said = capsys.readouterr().out
+    assert said.startswith("5 steps = 0.97 epochs of this text, 2 steps to go, about 22 hours\n")
+    assert "a step will take about 40000 s, and the fullest rank will need about 12.3 GB of memory" in said
+    report(train=25).estimate(0.3, 10**9)
+    said = capsys.readouterr().out
+    assert "5 steps = 40 epochs of this text, about 2 seconds\nwarning: after about 4 epochs" in said
+    assert "try --train-iters 1, a smaller --global-batch-size or more text" in said
+    assert [duration(seconds) for seconds in (0.1, 119, 121, 3 * 3600, 41 * 86400)] == [
+        "1 seconds", "119 seconds", "2 minutes", "3 hours", "41 days"]
+
+
+def test_perplexity_and_bits_per_byte_are_reported(report, tmp_path, capsys):
+    """A token is 2 bytes here. A folder prepared by an older version does not say how many bytes its text has."""
+    shown = report()
+    shown.losses(3, "valid", 2.0)
+    assert "valid loss 2.0000 (unigram 3.20, bigram 2.40) | perplexity 7.39 | 1.4427 bits per byte" in (
+        capsys.readouterr().out)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == dict(
+        step=3, valid_loss=2.0, valid_perplexity=math.exp(2.0), valid_bits_per_byte=pytest.approx(1 / math.log(2)))
+    shown.config = dataclasses.replace(shown.config, eod_mask_loss=True)       # 9 of 999 tokens do not count
+    shown.losses(4, "test", 2.0)
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["test_bits_per_byte"] == pytest.approx(990 / 999 / math.log(2))
+    shown.corpus.bytes = None
+    shown.losses(5, "valid", 800.0)
+    assert "bits per byte" not in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_gibberish_is_announced_unless_the_model_was_loaded_or_trained_long(tmp_path):
+    assert expected_quality(Config().resolve(1).with_vocabulary(257)).startswith("; expect gibberish after 0.")
+    assert expected_quality(tiny(1, train_iters=10**6)) == expected_quality(tiny(1, load="run", finetune=True)) == ""
 
 
 def test_the_bar_moves_within_a_slow_step(report, monkeypatch):
@@ -105,8 +135,7 @@ def test_mfu_counts_the_gpus_of_all_hosts(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     config = tiny(16, dtype="bfloat16", global_batch_size=48, tensor_model_parallel_size=2)
     place = SimpleNamespace(device=torch.device("cuda"), pp=1, picture=lambda held: "")
-    corpus = SimpleNamespace(unigram_entropy=3.2, bigram_entropy=2.4, path=tmp_path,
-                             tokens=dict(train=999, valid=999, test=999))
+    corpus = corpus_without_files(tmp_path)
     shown = Report(config, corpus, place, tmp_path, 0, enabled=True)
     shown.step(1, StepResult(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0), 0.1, seconds=1e-6)
     mfu = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["mfu"]

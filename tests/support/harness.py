@@ -9,6 +9,7 @@ The ranks run train.py's own train_step; only the data is replaced.
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from support.reference import Sizes, random_weights, train_reference
 
@@ -17,6 +18,7 @@ from nanodomino.comm.scatter_and_gather import all_gather
 from nanodomino.comm.trace import NO_TRACE
 from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
+from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.mesh import make_mesh
@@ -44,6 +46,14 @@ def tiny(world_size=1, **changes) -> Config:
                  lr_warmup_fraction=0.4, train_iters=5, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
                  bucket_size=2000)
     return Config(**{**sizes, **changes}).resolve(world_size).with_vocabulary(VOCABULARY)
+
+
+def corpus_without_files(path, **tokens) -> Corpus:
+    """Return a Corpus for a Report without a run: 999 tokens a split, or as given; a token is 2 bytes of text."""
+    tokens = {"train": 999, "valid": 999, "test": 999} | tokens
+    return Corpus(path=path, tokenizer_name="byte", vocab_size=VOCABULARY, end_of_text=0, dtype=np.dtype("<u2"),
+                  tokens=tokens, sha256={}, unigram_entropy=3.2, bigram_entropy=2.4, meta={},
+                  documents=dict.fromkeys(tokens, 9), bytes={split: 2 * count for split, count in tokens.items()})
 
 
 def sizes_of(config: Config) -> Sizes:
