@@ -38,7 +38,7 @@ from tqdm import tqdm
 from nanodomino.analysis.step_time import slowest, synchronize_ranks
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.config import Config
-from nanodomino.config.flags import add_flags
+from nanodomino.config.flags import Parser, add_flags
 from nanodomino.config.setting import flag_settings
 from nanodomino.data import Batch, EndOfText
 from nanodomino.errors import UserError, require
@@ -84,9 +84,9 @@ def main(questions, text: str, arguments: list[str]) -> int:
 
 def parse(question, arguments: list[str]) -> argparse.Namespace:
     """Parse a question's flags. question: its module; arguments: its name, then the flags. Raises UserError."""
-    parser = argparse.ArgumentParser(usage=f"python bench.py {arguments[0]} [flags]", description=question.__doc__,
-                                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: require(False, f"{message}; python bench.py {arguments[0]} --help lists every flag")
+    parser = Parser(f"python bench.py {arguments[0]}", usage=f"python bench.py {arguments[0]} [flags]",
+                    description=question.__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     if getattr(question, "ROUNDS", True):
         parser.add_argument("--repeats", type=int, default=7, metavar="N",
                             help="timed rounds, after one untimed warm-up round (default 7)")

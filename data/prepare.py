@@ -39,6 +39,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script, Python looks in data/ only
 
 from nanodomino.config.command_exit import run_command
+from nanodomino.config.flags import Parser
 from nanodomino.corpus.atomic_folder import check_output, clear_leftovers, publish, temporary_sibling
 from nanodomino.corpus.documents import find_files, read_documents
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus
@@ -274,14 +275,9 @@ def print_summary(meta: dict, output: Path):
     print(f"written to {output}")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message}; python data/prepare.py --help lists every flag")
-
-
 def build_parser() -> Parser:
-    parser = Parser("prepare.py", usage="python data/prepare.py [flags]", description=__doc__, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python data/prepare.py", usage="python data/prepare.py [flags]", description=__doc__,
+                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", metavar="TEXT",
                         help="text or .jsonl files, folders, globs (default: Python's own standard library)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="the folder to create")

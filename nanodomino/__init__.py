@@ -10,7 +10,8 @@ The story, in reading order; train.py in the parent folder puts it together:
     zero.py       shards gradients and optimizer state over the data-parallel replicas
     data.py       finds the tokens of any step from nothing but the seed and the step number
 
-The chapters, each readable by itself (every file may use errors.py, the exception for a user's mistake):
+The chapters, each readable by itself (every file may use errors.py, the exception for a user's
+mistake, and files.py, which reads only regular files):
 
     comm          process groups, collectives, traces       schedules    1F1B and five more, as lists of actions
     layers        what a sublayer computes on one rank      optim        buckets, optimizers, loss scale

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
 from nanodomino.errors import UserError, require
+from nanodomino.files import read_file
 
 SAVED_MARKER = "saved"
 
@@ -61,7 +62,7 @@ def find_checkpoint(folder: Path) -> Path:
 def recorded_settings(folder: Path) -> dict | None:
     """Return the settings of a run's latest launch, or of a checkpoint; None if there are none that can be read."""
     try:
-        record = json.loads((folder / "config.json").read_text())
+        record = json.loads(read_file(folder / "config.json"))
         if isinstance(record, dict):
             return record
     except (OSError, ValueError, RecursionError):

@@ -18,6 +18,7 @@ import numpy as np
 
 from nanodomino.corpus.safe_cuts import find_safe_cut, split_at_safe_cuts
 from nanodomino.errors import UserError, require
+from nanodomino.files import read_file
 
 # The files of a tokenizer; all but the first are optional.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -158,7 +159,7 @@ def find_eod_token(path: Path, added: set[str], eod_token: str | None) -> str:
                 f"{path} has no added token {eod_token!r}; give --eod-token one of its own: {names}")
         return eod_token
     try:
-        found = json.loads(config.read_text("utf-8")).get("eos_token") if config.is_file() else None
+        found = json.loads(read_file(config)).get("eos_token") if config.is_file() else None
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{config} cannot be read ({type(error).__name__}); replace it, or name the token that ends a "
                         "document with --eod-token") from None

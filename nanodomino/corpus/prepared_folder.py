@@ -16,6 +16,7 @@ import numpy as np
 
 from nanodomino.corpus.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, require
+from nanodomino.files import read_file
 
 SPLITS = ("train", "valid", "test")
 FORMAT = "nanodomino-corpus-1"
@@ -103,7 +104,7 @@ def load_corpus(folder) -> Corpus:
             f"{folder} is not a folder made by data/prepare.py, since it has no meta.json; give another folder, "
             "or make one with data/prepare.py")
     try:
-        meta = json.loads(path.read_text("utf-8"))
+        meta = json.loads(read_file(path))
         check(meta.get("format") == FORMAT,
               f"{path} is of format {meta.get('format')!r}, but this version reads {FORMAT!r}")
         corpus = Corpus(

@@ -24,6 +24,7 @@ import tiktoken
 from nanodomino.corpus.huggingface_tokenizer import bytes_of_characters, read_huggingface
 from nanodomino.corpus.safe_cuts import SAFE_CUT
 from nanodomino.errors import UserError, require
+from nanodomino.files import read_file
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = ("byte", "gpt2")
@@ -126,8 +127,8 @@ def read_gpt2_files(vocab_file, merge_file) -> tuple[dict[bytes, int], int]:
     """
     byte_of = bytes_of_characters()
     try:
-        vocabulary, lines = (json.loads(Path(vocab_file).read_text("utf-8")),
-                             Path(merge_file).read_text("utf-8").split("\n"))
+        vocabulary, lines = (json.loads(read_file(vocab_file)),
+                             read_file(merge_file).decode("utf-8").split("\n"))
         end_of_text = vocabulary.pop(END_OF_TEXT, len(vocabulary))
         all_integers = {type(number) for number in (*vocabulary.values(), end_of_text)} == {int}   # not 1.0 or true
         ranks = {bytes(byte_of[character] for character in token): number for token, number in vocabulary.items()}

@@ -20,11 +20,13 @@ from nanodomino.checkpoint.load import load_weights
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
+from nanodomino.config.flags import Parser
 from nanodomino.config.saved_settings import from_record
 from nanodomino.config.setting import MAX_INT, flag_name, flag_settings
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, require
+from nanodomino.files import read_file
 from nanodomino.generate.printing import broadcast_number, write_texts
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
@@ -33,9 +35,9 @@ from nanodomino.run.rank_failure import run_rank
 
 def command_line(arguments: list[str]) -> argparse.Namespace:
     """Parse and check the flags. In the result, `prompts` is a list of texts. Raises UserError."""
-    parser = argparse.ArgumentParser("python -m nanodomino.generate", allow_abbrev=False,
-                                     usage="python -m nanodomino.generate --load DIR [flags], alone or under torchrun",
-                                     description="Let a trained model continue a text.")
+    parser = Parser("python -m nanodomino.generate", allow_abbrev=False,
+                    usage="python -m nanodomino.generate --load DIR [flags], alone or under torchrun",
+                    description="Let a trained model continue a text.")
     parser.add_argument("--load", required=True, metavar="DIR",
                         help="a checkpoint, or a run's folder, whose newest checkpoint is then used")
     parser.add_argument("--prompt", default="", metavar="TEXT",
@@ -61,7 +63,6 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
                         help="where to compute; auto is cuda if there is a GPU, else cpu (default auto)")
     parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True,
                         help="cache the keys and values of earlier tokens: the same text, faster (default: on)")
-    parser.error = lambda message: require(False, f"{message}; python -m nanodomino.generate --help lists every flag")
     flags = parser.parse_args(arguments)
     require(flags.load, "--load must not be empty; give a checkpoint or the folder of a run")
     require(flags.tp is None or flags.tp >= 1,
@@ -81,7 +82,7 @@ def find_prompts(flags: argparse.Namespace) -> list[str]:
     """Return the text of --prompt, or the non-empty lines of the file of --prompts. Raises UserError."""
     if flags.prompts is None:
         return [find_prompt(flags.prompt)]
-    lines = [line.rstrip("\r") for line in read_text(flags.prompts, "--prompts").split("\n")]
+    lines = read_text(flags.prompts, "--prompts").split("\n")
     require(any(lines), f"--prompts {flags.prompts} holds no prompt; write one prompt per line")
     return [line for line in lines if line]
 
@@ -100,7 +101,7 @@ def find_prompt(text: str) -> str:
 def read_text(path: str, flag: str) -> str:
     """Return the text of a file. flag: the flag that named it, for error messages. Raises UserError."""
     try:
-        return Path(path).read_text("utf-8")
+        return read_file(path).decode("utf-8").replace("\r\n", "\n")
     except OSError as error:
         raise UserError(f"{flag} {path} can't be read ({error.strerror}); give a text file that exists") from None
     except UnicodeError:

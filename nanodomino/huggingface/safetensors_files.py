@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from nanodomino.checkpoint.manifest import flush_folder, write_flushed
 from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.errors import UserError, require
+from nanodomino.files import read_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 *TOKENIZER_FILES, GENERATION = FILES
@@ -35,7 +36,7 @@ def import_safetensors():
 def read_json(path: Path) -> dict:
     """Return the JSON object in a file. Raises UserError."""
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} can't be read ({getattr(error, 'strerror', None) or error}); download the folder "
                         "again") from None

@@ -1,18 +1,18 @@
 """Draws the loss curves of runs: python -m nanodomino.plot RUN [RUN ...] [--output PICTURE.svg]"""
 
-import argparse
 import sys
 from pathlib import Path
 
 from nanodomino.config.command_exit import run_command
+from nanodomino.config.flags import Parser
 from nanodomino.errors import require
 from nanodomino.plot.curves import COLOURS, differences, picture, read, tokenizer_warning
 from nanodomino.plot.svg import write_output
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("python -m nanodomino.plot", allow_abbrev=False,
-                                     description="Draw the loss curves of runs, finished or still training.")
+    parser = Parser("python -m nanodomino.plot", allow_abbrev=False,
+                    description="Draw the loss curves of runs, finished or still training.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or its metrics.jsonl")
     parser.add_argument("--output", type=Path, metavar="PICTURE.svg",
                         help="the SVG file to write (default: loss.svg in the folder of a single run, compared.svg in "

@@ -30,6 +30,7 @@ import numpy as np
 from nanodomino.config.config import Config
 from nanodomino.config.setting import MAX_INT, names_affecting
 from nanodomino.errors import UserError, require
+from nanodomino.files import open_regular_file, read_file
 from nanodomino.plot.svg import LINE, WIDTH, frame, line, text, tick_step
 
 SERIES = ("loss", "grad_norm", "lr", "valid_loss", "test_loss")
@@ -56,7 +57,7 @@ class Curve:
     def read_on(self) -> bool:
         """Read the lines added since the last call; return whether there were any. Raises UserError or OSError."""
         start = self.offset
-        with open(self.path, "rb") as file:
+        with open_regular_file(self.path) as file:
             file.seek(start)
             for row in file:
                 if not row.endswith(b"\n"):                    # the run is still writing this line, or was killed
@@ -107,7 +108,7 @@ def read(run: Path) -> tuple[Curve, dict]:
         raise UserError(f"{path} can't be read ({error.strerror}); give a run's folder, or its metrics.jsonl") from None
     require(any(steps for steps, _ in curve.points.values()), f"{path} holds no step yet; wait for the first step")
     try:
-        settings = json.loads((path.parent / "config.json").read_text())
+        settings = json.loads(read_file(path.parent / "config.json"))
     except (OSError, ValueError, RecursionError):
         settings = None
     settings = settings if isinstance(settings, dict) else {}

@@ -21,6 +21,7 @@ from nanodomino.config.presets import SHORT_DTYPES
 from nanodomino.config.saved_settings import check_record, with_legacy_defaults
 from nanodomino.config.setting import flag_name, flag_settings, names_affecting
 from nanodomino.errors import UserError, require
+from nanodomino.files import read_file
 
 
 def command_line_parser() -> Parser:
@@ -74,10 +75,10 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
 def read_settings(path: Path) -> dict:
     """Return the settings in a JSON file. Raises UserError."""
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"--config {path} can't be read ({error}); give a JSON file such as a run's config.json"
-                        ) from None
+        raise UserError(f"--config {path} can't be read ({getattr(error, 'strerror', None) or error}); give a JSON "
+                        "file such as a run's config.json") from None
     require(isinstance(record, dict), f"--config {path} must hold one JSON object {{setting: value}}; give a file such "
             "as a run's config.json")
     return check_record(record, f"--config {path}")

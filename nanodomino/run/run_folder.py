@@ -56,6 +56,9 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
         require(has_settings or checkpoints_of(run_dir) or not (run_dir / "metrics.jsonl").exists(),
                 f"--run-dir {run_dir} holds a metrics.jsonl but no config.json, so it can't be resumed; choose another "
                 "folder")
+        for name in ("config.json", "metrics.jsonl"):
+            require(not (run_dir / name).exists() or (run_dir / name).is_file(), f"--run-dir {run_dir} holds a {name} "
+                    "that is not a regular file; remove it, or choose another folder")
         # A full disk or a closed terminal must not end a run.
         tolerate_closed_output(OSError, f"training continues, and {run_dir / 'metrics.jsonl'} records it")
         lock_folder(run_dir)

@@ -3,14 +3,15 @@
     python -m nanodomino.timeline A.json [B.json ...] --output PICTURE.svg
 """
 
-import argparse
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from nanodomino.config.command_exit import run_command
+from nanodomino.config.flags import Parser
 from nanodomino.errors import UserError, require
+from nanodomino.files import read_file
 from nanodomino.plot.svg import write_output
 from nanodomino.timeline.draw import picture, select_step, select_time
 from nanodomino.timeline.merged_trace import Recording, from_chrome_trace
@@ -20,7 +21,7 @@ def read(path: Path) -> Recording:
     """Read a trace-STEP.json. Raises UserError if the file can't be read or is not a recording."""
     fix = "give a trace-STEP.json that train.py --trace has written"
     try:
-        return from_chrome_trace(json.loads(path.read_text()))
+        return from_chrome_trace(json.loads(read_file(path)))
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}); {fix}") from None
     except (ValueError, RecursionError, UserError) as error:
@@ -39,8 +40,8 @@ def first_and_last(milliseconds: str) -> tuple[float, float]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("python -m nanodomino.timeline", allow_abbrev=False,
-                                     description="Draw recordings of train.py --trace, one above the other.")
+    parser = Parser("python -m nanodomino.timeline", allow_abbrev=False,
+                    description="Draw recordings of train.py --trace, one above the other.")
     parser.add_argument("recordings", nargs="+", type=Path, help="a trace-STEP.json from a run's folder")
     parser.add_argument("--output", type=Path, required=True, help="the SVG file to write")
     parser.add_argument("--caption", nargs="+", help="a title for each recording (default: its layout)")

@@ -30,6 +30,8 @@ from support.jobs import TINY, make_corpus
 import data.prepare
 import nanodomino.checkpoint.__main__
 import nanodomino.generate.__main__
+import nanodomino.plot.__main__
+import nanodomino.timeline.__main__
 import train
 from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
@@ -46,7 +48,8 @@ LIMIT = 20              # seconds until all processes of a row have ended; more 
 STEP = "run/checkpoints/step-00000002"
 PREPARE_AGAIN, ANOTHER, TORCHRUN = "prepare the text again", "use another", "start with torchrun, which sets"
 COMMANDS = {"train.py": train.main, "nanodomino.generate": nanodomino.generate.__main__.main,
-            "nanodomino.checkpoint": nanodomino.checkpoint.__main__.main, "data/prepare.py": data.prepare.main}
+            "nanodomino.checkpoint": nanodomino.checkpoint.__main__.main, "data/prepare.py": data.prepare.main,
+            "nanodomino.plot": nanodomino.plot.__main__.main, "nanodomino.timeline": nanodomino.timeline.__main__.main}
 
 
 def leave(folder: Path):
@@ -187,6 +190,12 @@ TABLE += [Bad(flags, says, command="data/prepare.py", processes=(1,)) for flags,
     ("--input data/meta.json --output data --overwrite", "the input", "lies in the output", "choose another --output"),
     ("--outputs out", "unrecognized arguments: --outputs out", "--help lists every flag"),
     ("--verify run", "run is not a folder made by data/prepare.py", "give another folder")]]
+
+TABLE += [Bad(flags, [says, "--help lists every flag"], command=f"nanodomino.{name}", processes=(1,))
+          for name, flags, says in [("plot", "run --outputs x.svg", "unrecognized arguments: --outputs x.svg"),
+                                    ("plot", "", "the following arguments are required: RUN"),
+                                    ("timeline", "x.json", "the following arguments are required: --output"),
+                                    ("timeline", "x.json --output x.svg --step one", "invalid int value: 'one'")]]
 
 
 # ---- files
