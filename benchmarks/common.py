@@ -39,6 +39,7 @@ from nanodomino.analysis.step_time import slowest, synchronize_ranks
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
+from nanodomino.config.rules import check_needs
 from nanodomino.config.setting import flag_settings
 from nanodomino.data import Batch, EndOfText
 from nanodomino.errors import UserError, require
@@ -92,6 +93,7 @@ def parse(question, arguments: list[str]) -> argparse.Namespace:
                             help="timed rounds, after one untimed warm-up round (default 7)")
     question.add_flags(parser)
     flags = parser.parse_args(arguments[1:])
+    flags.given = [name for name, value in vars(flags).items() if value != parser.get_default(name)]
     repeats = getattr(flags, "repeats", 1)
     require(repeats >= 1, f"--repeats must be at least 1, but is {repeats}; try 7")
     return flags
@@ -113,6 +115,7 @@ def config_of(flags, world_size: int, **settings) -> Config:
     """
     given = {name: getattr(flags, name) for name in CONFIG_FLAGS if hasattr(flags, name)}
     config = Config(**given, **settings).resolve(world_size)
+    check_needs(config, getattr(flags, "given", ()))
     return config.with_vocabulary(config.vocab_size)
 
 

@@ -297,8 +297,12 @@ def build_parser() -> Parser:
 
 
 def main():
-    flags = build_parser().parse_args()
+    parser = build_parser()
+    flags = parser.parse_args()
     if flags.verify:
+        given = [f"--{name.replace('_', '-')}" for name, value in vars(flags).items()
+                 if name != "verify" and value != parser.get_default(name)]
+        require(not given, f"--verify only checks a folder, so {', '.join(given)} has no effect; leave either out")
         load_corpus(flags.verify).verify()
         return print(f"{flags.verify} is as it was prepared")
     require(flags.output or not flags.input, "--input needs --output, the folder to create; try --output data/mine")

@@ -165,7 +165,7 @@ def norm_statistics_bytes(config: Config) -> int:
 
 def offloads_to_host(config: Config) -> bool:
     """Return whether norm inputs are moved to the host's memory. A CPU run ignores --checkpoint-in-cpu."""
-    return config.checkpoint_in_cpu and config.device == "cuda"
+    return config.offloads_to_host and config.device == "cuda"
 
 
 def microbatches_in_flight(config: Config, mesh: Mesh) -> float:
@@ -297,7 +297,7 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
     if last.post_process:                                      # forward and backward of the head
         width = local_vocab_size(config, mesh)
         chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"] // 4, n * width // slice_count(config))
-        chunk *= e if config.fp16_lm_cross_entropy else w
+        chunk *= e if config.narrow_cross_entropy else w
         moments += [2 * x + chunk + at_head, 2 * x + max(chunk, weight_gradient_bytes(h, width)) + in_layers]
     return int(max(moments)) + gradient_buffer_bytes(config, mesh)
 

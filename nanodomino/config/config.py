@@ -35,7 +35,7 @@ from nanodomino.config.setting import check_values, setting
 from nanodomino.errors import require
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
-from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT
+from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT, SMALLEST_LOSS_SCALE
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.overlap.recompute import GRANULARITIES
 from nanodomino.schedules.definitions import SCHEDULES
@@ -47,6 +47,10 @@ training_setting = partial(setting, "The training", affects="losses")
 data_setting = partial(setting, "The data", affects="run")
 run_setting = partial(setting, "The run", affects="nothing")
 machine_setting = partial(setting, "The machine", affects="nothing")
+
+# what several settings need to have an effect; keys of NEEDS in rules.py
+ROPE, ADAMW, LION = "--position-embedding-type rope", "--optimizer adamw", "--optimizer lion"
+DYNAMIC = ("--fp16", "no --loss-scale")
 
 
 def family_setting(name, help, **options):
@@ -81,14 +85,18 @@ class Config:
         None, "number of token positions that the model supports (default: --seq-length)", derived=True)
     position_embedding_type: str = family_setting(
         "position_embedding_type", "how the model encodes token positions", choices=POSITION_EMBEDDING_TYPES)
-    rotary_percent: float = model_setting(1.0, "fraction of each head's channels that RoPE rotates", above=0.0)
-    rotary_base: float = family_setting("rotary_base", "base of RoPE's frequencies, base^(-2i/d)", above=0.0)
+    rotary_percent: float = model_setting(
+        1.0, "fraction of each head's channels that RoPE rotates", above=0.0,
+        at_most=1.0, needs=ROPE)
+    rotary_base: float = family_setting(
+        "rotary_base", "base of RoPE's frequencies, base^(-2i/d)", at_least=1.0, needs=ROPE)
     use_rope_scaling: bool = family_setting(
-        "use_rope_scaling", "divide RoPE's low frequencies for longer contexts, as Llama 3.1 does")
+        "use_rope_scaling", "divide RoPE's low frequencies for longer contexts, as Llama 3.1 does", needs=ROPE)
     rope_scaling_factor: float = family_setting(
-        "rope_scaling_factor", "number by which --use-rope-scaling divides these frequencies", above=0.0)
+        "rope_scaling_factor", "number by which --use-rope-scaling divides these frequencies", at_least=1.0,
+        needs=(ROPE, "--use-rope-scaling"))
     rotary_seq_len_interpolation_factor: float = model_setting(
-        1.0, "divide all positions by this number before RoPE (position interpolation)", above=0.0)
+        1.0, "divide all positions by this number before RoPE (position interpolation)", at_least=1.0, needs=ROPE)
     vocab_size: int = model_setting(None, "vocabulary size (default: the data's)", derived=True)
     make_vocab_size_divisible_by: int = model_setting(
         128, "pad the vocabulary to a multiple of this number (Megatron-LM: of this number times tp)")
@@ -97,17 +105,19 @@ class Config:
         "give the output head its own weight matrix instead of the word embedding's")
     normalization: str = family_setting("normalization", "norm at the start of each sublayer", choices=NORMALIZATIONS)
     layernorm_epsilon: float = family_setting(
-        "layernorm_epsilon", "epsilon added under the square root of each norm", above=0.0)
+        "layernorm_epsilon", "epsilon added under the square root of each norm", above=0.0, at_most=1.0)
     swiglu: bool = family_setting("swiglu", "use SwiGLU, silu(gate) x up, in the MLP instead of GELU")
     disable_bias_linear: bool = family_setting("disable_bias_linear", "omit the biases of linear layers")
-    add_qkv_bias: bool = family_setting("add_qkv_bias", "give q, k and v a bias even with --disable-bias-linear")
+    add_qkv_bias: bool = family_setting(
+        "add_qkv_bias", "give q, k and v a bias even with --disable-bias-linear", needs="--disable-bias-linear")
     qk_layernorm: bool = family_setting("qk_layernorm", "normalize each head's q and k before RoPE")
     hidden_dropout: float = model_setting(
         0.0, "dropout rate for the embeddings and for each sublayer's output", below=1.0, affects="losses")
     attention_dropout: float = model_setting(
         0.0, "dropout rate for the attention probabilities", below=1.0, affects="losses")
     init_method_std: float = model_setting(
-        None, "standard deviation of the initial weights (default: the preset's)", affects="run")
+        None, "standard deviation of the initial weights (default: the preset's)", affects="nothing",
+        needs="random initial weights")
 
     tensor_model_parallel_size: int = layout_setting(
         None, "number of ranks that split each layer's matrices", alias="--tp", derived=True)
@@ -131,13 +141,14 @@ class Config:
         None, "chunks of layers per pipeline stage (default: as few as the schedule allows)",
         alias="--num-virtual-stages-per-pipeline-rank", derived=True, legacy_default=1)
     sequence_parallel: bool = layout_setting(
-        False, "split the residual stream along the sequence over the tensor-parallel ranks")
+        False, "split the residual stream along the sequence over the tensor-parallel ranks", needs="--tp above 1")
     recompute_granularity: str = layout_setting(
         "none", "what backward recomputes to save memory: with selective, the attention core and the activation "
                 "function; with full, everything that it needs of a sublayer except the sublayer's input",
         choices=GRANULARITIES)
     checkpoint_in_cpu: bool = layout_setting(
-        False, "with full recomputation, move the stored sublayer inputs from the GPU to host memory")
+        False, "with full recomputation, move the stored sublayer inputs from the GPU to host memory",
+        needs="--recompute-granularity full")
     zero_stage: int = layout_setting(
         1, "ZeRO stage: 0 shards nothing over the replicas, 1 shards the optimizer state, 2 also the gradients",
         choices=(0, 1, 2), at_least=0)
@@ -151,19 +162,21 @@ class Config:
         affects="run")
     optimizer: str = training_setting("adamw", "optimizer", choices=OPTIMIZERS, affects="optimizer")
     lr: float = training_setting(None, "peak learning rate (default: the preset's, which suits AdamW)")
-    min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True)
+    min_lr: float = training_setting(None, "final learning rate (default: lr / 10)", derived=True,
+                                     needs="--lr-decay-style cosine or linear")
     lr_decay_style: str = training_setting(
         "cosine", "how the learning rate decays from --lr to --min-lr; constant keeps it at --lr",
         choices=LR_DECAY_STYLES)
     lr_warmup_fraction: float = training_setting(
-        0.05, "fraction of --train-iters during which the learning rate rises linearly to --lr", below=1.0)
+        0.05, "fraction of --train-iters during which the learning rate rises linearly to --lr", at_most=1.0)
     weight_decay: float = training_setting(0.1, "decoupled weight decay, for matrices only")
     clip_grad: float = training_setting(1.0, "maximum global gradient norm; 0 turns clipping off")
-    adam_beta1: float = training_setting(0.9, "decay rate of AdamW's first moment", below=1.0)
-    adam_beta2: float = training_setting(0.95, "decay rate of AdamW's second moment", below=1.0)
-    adam_eps: float = training_setting(1e-8, "epsilon added to the denominator of AdamW's update", above=0.0)
-    lion_beta1: float = training_setting(0.9, "weight of the moment in Lion's update", below=1.0)
-    lion_beta2: float = training_setting(0.99, "decay rate of Lion's moment", below=1.0)
+    adam_beta1: float = training_setting(0.9, "decay rate of AdamW's first moment", below=1.0, needs=ADAMW)
+    adam_beta2: float = training_setting(0.95, "decay rate of AdamW's second moment", below=1.0, needs=ADAMW)
+    adam_eps: float = training_setting(
+        1e-8, "epsilon added to the denominator of AdamW's update", above=0.0, needs=ADAMW)
+    lion_beta1: float = training_setting(0.9, "weight of the moment in Lion's update", below=1.0, needs=LION)
+    lion_beta2: float = training_setting(0.99, "decay rate of Lion's moment", below=1.0, needs=LION)
     dtype: str = training_setting(
         "float32", "type of weights and activations; with bfloat16 and float16, master weights and gradients are fp32",
         choices=DTYPES)
@@ -172,17 +185,20 @@ class Config:
         False, "short for --dtype float16; the loss scale is dynamic unless --loss-scale is set")
     loss_scale: float = training_setting(
         None, "fixed loss scale: the factor that multiplies all gradients during backward; best a power of two "
-              "(default: a dynamic loss scale in fp16, else 1)", above=0.0, below=LOSS_SCALE_LIMIT)
+              "(default: a dynamic loss scale in fp16, else 1)", at_least=SMALLEST_LOSS_SCALE, below=LOSS_SCALE_LIMIT)
     initial_loss_scale: float = training_setting(
-        2.0**15, "dynamic loss scale of the first step", above=0.0, below=LOSS_SCALE_LIMIT)
+        2.0**15, "dynamic loss scale of the first step", at_least=SMALLEST_LOSS_SCALE, below=LOSS_SCALE_LIMIT,
+        needs=DYNAMIC)
     min_loss_scale: float = training_setting(
-        1.0, "smallest value of the dynamic loss scale", above=0.0, below=LOSS_SCALE_LIMIT)
+        1.0, "smallest value of the dynamic loss scale", at_least=SMALLEST_LOSS_SCALE, below=LOSS_SCALE_LIMIT,
+        needs=DYNAMIC)
     loss_scale_window: int = training_setting(
-        1000, "double the dynamic loss scale after this many steps in a row without overflow")
+        1000, "double the dynamic loss scale after this many steps in a row without overflow", needs=DYNAMIC)
     hysteresis: int = training_setting(
-        2, "with n, halve the dynamic loss scale at the n-th overflow since it last doubled, and at each later one")
+        2, "with n, halve the dynamic loss scale at the n-th overflow since it last doubled, and at each later one",
+        needs=DYNAMIC)
     fp16_lm_cross_entropy: bool = training_setting(
-        False, "compute the intermediate tensors of the cross entropy in fp16 instead of fp32")
+        False, "compute the intermediate tensors of the cross entropy in fp16 instead of fp32", needs="--fp16")
     seed: int = training_setting(1234, "seed of initial weights, data order and dropout", affects="run", at_least=0)
 
     data_path: str = data_setting(
@@ -222,7 +238,8 @@ class Config:
     device: str = machine_setting("auto", "auto uses CUDA if torch finds a GPU", choices=("auto", "cpu", "cuda"))
     compile: bool = machine_setting(
         None, "compile the code between collectives with torch.compile (default: only on CUDA)", derived=True)
-    compile_backend: str = machine_setting("inductor", "backend of torch.compile", choices=("inductor", "aot_eager"))
+    compile_backend: str = machine_setting(
+        "inductor", "backend of torch.compile", choices=("inductor", "aot_eager"), needs="--compile")
     deterministic_mode: bool = machine_setting(
         False, "use deterministic CUDA kernels where torch has them (CPU kernels always are deterministic)")
 
@@ -256,6 +273,16 @@ class Config:
     def active_compile_backend(self) -> str | None:
         """The backend for torch.compile, or None if compilation is off."""
         return self.compile_backend if self.compile else None
+
+    @property
+    def offloads_to_host(self) -> bool:
+        """Return whether stored sublayer inputs move to host memory. A CPU run ignores that."""
+        return self.checkpoint_in_cpu and self.recompute_granularity == "full"
+
+    @property
+    def narrow_cross_entropy(self) -> bool:
+        """Return whether the cross entropy computes in fp16."""
+        return self.fp16_lm_cross_entropy and self.dtype == "float16"
 
     @property
     def microbatches(self) -> int:
@@ -332,8 +359,10 @@ class Config:
         for flag, dtype in SHORT_DTYPES.items():
             if getattr(self, flag):
                 previous = filled.get("dtype", self.dtype)
+                other = next((f"--{name}" for name in SHORT_DTYPES if name != flag and getattr(self, name)),
+                             f"--dtype {previous}")
                 require(previous == dtype or previous == "float32" and "dtype" not in self.given,
-                        f"--{flag} and --dtype {previous} contradict each other; give one of them")
+                        f"--{flag} and {other} contradict each other; give one of them")
                 filled |= {"dtype": dtype, flag: False}
         config = dataclasses.replace(self, **filled)
 

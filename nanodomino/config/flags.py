@@ -21,6 +21,8 @@ def add_flags(parser, settings: list[dataclasses.Field], **defaults):
         options, default, help = setting.metadata, setting.default, setting.metadata["help"].replace("%", "%%")
         if setting.name in defaults:
             default, help = defaults[setting.name], help.partition(" (default")[0]
+        if options["needs"]:
+            help += f"; needs {' and '.join(options['needs'])}"
         if default is not None and default is not False:
             help += f" (default {default})"
         if parser.argument_default is not None:                # SUPPRESS: leave out flags that are not given
@@ -48,5 +50,6 @@ def markdown(config) -> str:
         flags = ", ".join(f"`{flag}`" for flag in (options["alias"], flag_name(setting.name)) if flag)
         default = "" if setting.default is None else "off" if setting.default is False else f"`{setting.default}`"
         choices = f": {', '.join(f'`{choice}`' for choice in options['choices'])}" if options["choices"] else ""
-        lines.append(f"| {flags} | {default} | {options['help']}{choices} | {options['affects']} |")
+        needs = f"; needs {' and '.join(options['needs'])}" if options["needs"] else ""
+        lines.append(f"| {flags} | {default} | {options['help']}{choices}{needs} | {options['affects']} |")
     return "\n".join(lines)

@@ -3,9 +3,34 @@
 A rule is one require() call, whose message gives the rule, the numbers and a fix. Config.resolve() checks all rules.
 """
 
+import torch
+
+from nanodomino.config.presets import PRESETS
+from nanodomino.config.setting import flag_name, flag_settings
 from nanodomino.errors import require
 from nanodomino.layers.positions import rotary_size
 from nanodomino.schedules.definitions import SCHEDULES
+
+# What a setting may need to have an effect: {needs= in its declaration: (the setting that decides, whether it holds)}
+NEEDS = {
+    "--position-embedding-type rope": ("position_embedding_type", lambda c: c.rope),
+    "--use-rope-scaling": ("use_rope_scaling", lambda c: c.use_rope_scaling),
+    "--disable-bias-linear": ("disable_bias_linear", lambda c: c.disable_bias_linear),
+    "random initial weights": ("load", lambda c: not c.load),
+    "--tp above 1": ("tensor_model_parallel_size", lambda c: c.tp > 1),
+    "--recompute-granularity full": ("recompute_granularity", lambda c: c.recompute_granularity == "full"),
+    "--optimizer adamw": ("optimizer", lambda c: c.optimizer == "adamw"),
+    "--optimizer lion": ("optimizer", lambda c: c.optimizer == "lion"),
+    "--lr-decay-style cosine or linear": ("lr_decay_style", lambda c: c.lr_decay_style != "constant"),
+    "--fp16": ("dtype", lambda c: c.dtype == "float16"),
+    "no --loss-scale": ("loss_scale", lambda c: c.loss_scale is None),
+    "--compile": ("compile", lambda c: c.compile or c.compile is None and has_gpu(c)),
+}
+
+
+def has_gpu(config) -> bool:
+    """Return whether --device lets the run use a GPU, and torch finds one."""
+    return config.device != "cpu" and torch.cuda.is_available()
 
 
 def default_ffn_hidden_size(config) -> int:
@@ -43,6 +68,24 @@ def flags_for_enough_layers(c) -> str:
     return advice + (f" or --pp {fewer_stages}" if fewer_stages else "")
 
 
+def check_needs(config, names):
+    """Refuse the first of these settings that has no effect, because another setting's value makes it meaningless.
+
+    names: the settings whose flags were given. A setting that a run remembers, a preset or a --config file may be
+    without effect: the user did not ask for it now, and it may have an effect in a later launch on another layout. A
+    value that equals the setting's default does no harm, and neither does --no-SETTING. Raises UserError.
+    """
+    for setting in flag_settings(config):
+        value, default = getattr(config, setting.name), PRESETS[config.model].get(setting.name, setting.default)
+        if setting.name not in names or value is False or value == default:
+            continue
+        for words in setting.metadata["needs"]:
+            decisive, holds = NEEDS[words]
+            flag = flag_name(setting.name) + ("" if value is True else f" {value}")
+            require(holds(config), f"{flag} needs {words} to have an effect, but {flag_name(decisive)} is "
+                    f"{getattr(config, decisive)}; change that, or leave out {flag_name(setting.name)}")
+
+
 def check_trace(config):
     """Check --trace FIRST:LAST. Raises UserError."""
     if config.trace is None:
@@ -78,10 +121,6 @@ def check_rules(c):
             f"RoPE must rotate an even number of channels from 2 to {c.kv_channels}, but rotary-percent "
             f"{c.rotary_percent:g} x kv-channels {c.kv_channels} is {rotary_size(c)}; try "
             + (f"--kv-channels {c.kv_channels + 1}" if c.kv_channels % 2 else "--rotary-percent 1"))
-    require(c.rope or not c.use_rope_scaling and c.rotary_percent == c.rotary_seq_len_interpolation_factor == 1.0,
-            "--use-rope-scaling, --rotary-percent and --rotary-seq-len-interpolation-factor need "
-            f"--position-embedding-type rope, but the type is {c.position_embedding_type}; change the type, or leave "
-            "the other flags out")
     require(c.ffn_hidden_size % tp == 0,
             f"ffn-hidden-size {c.ffn_hidden_size} must be divisible by tensor-model-parallel-size {tp}; "
             f"try --tp {divisors(c.ffn_hidden_size)}")
@@ -107,16 +146,10 @@ def check_rules(c):
     require(c.seq_length % c.sequence_shards == 0,
             f"seq-length {c.seq_length} must be divisible by tensor-model-parallel-size {tp} with --sequence-parallel, "
             f"which splits the sequence; try --seq-length {-(-c.seq_length // tp) * tp}")
-    require(c.recompute_granularity == "full" or not c.checkpoint_in_cpu,
-            "--checkpoint-in-cpu needs --recompute-granularity full, whose stored sublayer inputs it moves to host "
-            f"memory, but recompute-granularity is {c.recompute_granularity}; give both, or neither")
     require(c.seq_length <= c.max_position_embeddings,
             f"seq-length {c.seq_length} must be at most max-position-embeddings {c.max_position_embeddings}; "
             f"try --max-position-embeddings {c.seq_length}")
     require(c.load or not c.finetune, "--finetune needs a checkpoint to take the weights from; add --load FOLDER")
     require(c.min_loss_scale <= c.initial_loss_scale, f"min-loss-scale {c.min_loss_scale:g} must be at most "
             f"initial-loss-scale {c.initial_loss_scale:g}; try --min-loss-scale {c.initial_loss_scale:g}")
-    require(c.dtype == "float16" or not c.fp16_lm_cross_entropy,
-            f"--fp16-lm-cross-entropy needs --fp16, but --dtype is {c.dtype}; add --fp16, or leave out "
-            "--fp16-lm-cross-entropy")
     require(c.min_lr <= c.lr, f"min-lr {c.min_lr} must be at most lr {c.lr}; lower it, or leave it out")

@@ -19,12 +19,13 @@ launch, because its sources (such as lr or the number of processes) may have cha
 """
 
 import dataclasses
-import math
+import struct
 from dataclasses import field
 
 from nanodomino.errors import require
 
 MAX_INT = 2**31 - 1      # a larger integer would overflow a C int later, with an obscure message
+FP32_MAX, FP32_SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126     # the largest and the smallest normal number of fp32
 
 # What happens if a run that resumes, or that loads a checkpoint, gives the setting another value.
 EFFECTS = {"model": "refused, because the checkpoint's weights would not fit or would compute something else",
@@ -37,8 +38,8 @@ EFFECTS = {"model": "refused, because the checkpoint's weights would not fit or 
            "launch": "applies to one launch only; a resumed run does not remember it"}
 
 
-def setting(section, default, help, *, affects, choices=(), alias=None, at_least=None, above=None, below=None,
-            derived=False, legacy_default=...):
+def setting(section, default, help, *, affects, choices=(), alias=None, at_least=None, above=None, at_most=None,
+            below=None, needs=(), derived=False, legacy_default=...):
     """Declare a field of Config that is also a command-line flag. The field's annotation is the flag's type.
 
     section          the heading in --help
@@ -46,14 +47,15 @@ def setting(section, default, help, *, affects, choices=(), alias=None, at_least
     choices          the allowed values
     alias            a second name of the flag, such as --tp
     at_least, above  the lower bound, inclusive or exclusive (default: at least 1 for an int, at least 0 for a float)
-    below            the upper bound, exclusive
+    at_most, below   the upper bound, inclusive or exclusive (default: at most the largest int32 or fp32)
+    needs            what must hold for the setting to have an effect: a key of NEEDS in rules.py, or several
     derived          a missing value is computed, from other settings, the data or the machine
     legacy_default   the value for records that are older than the setting, or a function from such a record to the
                      value (default: today's default)
     """
     return field(default=default, metadata=dict(
         section=section, help=help, affects=affects, choices=tuple(choices), alias=alias, at_least=at_least,
-        above=above, below=below, derived=derived,
+        above=above, at_most=at_most, below=below, needs=(needs,) if isinstance(needs, str) else needs, derived=derived,
         legacy_default=default if legacy_default is ... else legacy_default))
 
 
@@ -82,15 +84,30 @@ def check_values(config):
             continue
         require(not rules["choices"] or value in rules["choices"],
                 f"unknown {flag} '{value}'; try one of {', '.join(map(str, rules['choices']))}")
-        at_least, above, below = rules["at_least"], rules["above"], rules["below"]
-        if setting.type is int:
-            at_least = 1 if at_least is None else at_least
-            require(value >= at_least, f"{flag} must be at least {at_least}, but is {value}")
-            require(value <= MAX_INT, f"{flag} must be at most {MAX_INT}, but is {value}")
-        elif setting.type is float:
-            inside = value >= (at_least or 0.0) if above is None else value > above
-            low = f"at least {at_least or 0.0:g}" if above is None else f"above {above:g}"
-            rule = (f"{low} and below {below:g}" if below is not None
-                    else f"a finite number {'of ' if above is None else ''}{low}")
-            require(inside and value < (math.inf if below is None else below),
-                    f"{flag} must be {rule}, but is {value}")
+        if setting.type in (int, float):
+            bounds = {name: rules[name] for name in ("at_least", "above", "at_most", "below")}
+            check_range(flag, value, **bounds, type=setting.type)
+
+
+def check_range(flag: str, value, at_least=None, above=None, at_most=None, below=None, type=int):
+    """Raise UserError unless `value` lies in its range. setting() says what the bounds mean.
+
+    A float must also lie in the range after it is rounded to fp32, in which most settings are used, and must not become
+    0: with a loss scale of 1e-46, for example, all gradients would be 0.
+    """
+    at_least = (1 if type is int else 0.0) if at_least is None else at_least
+    at_most = (MAX_INT if type is int else FP32_MAX) if at_most is None else at_most
+    used = in_fp32(value) if type is float else value
+    inside = [(number >= at_least if above is None else number > above)
+              and (number <= at_most if below is None else number < below) for number in (value, used)]
+    low = f"at least {at_least:g}" if above is None else f"above {above:g}"
+    high = f"at most {at_most:{'g' if type is float else 'd'}}" if below is None else f"below {below:g}"
+    rounded = f", which is {used:g} in fp32" if inside[0] and used != value else ""
+    require(all(inside) and (used or not value), f"{flag} must be {low} and {high}, but is {value}{rounded}")
+
+
+def in_fp32(value: float) -> float:
+    """Round to fp32. Numbers below the smallest normal number become 0, as on devices that flush such numbers to 0."""
+    if not abs(value) <= FP32_MAX:
+        return value
+    return struct.unpack("f", struct.pack("f", value))[0] if abs(value) >= FP32_SMALLEST else 0.0

@@ -22,7 +22,7 @@ from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser
 from nanodomino.config.saved_settings import from_record
-from nanodomino.config.setting import MAX_INT, flag_name, flag_settings
+from nanodomino.config.setting import check_range, flag_name, flag_settings
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, require
@@ -68,11 +68,9 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
     require(flags.tp is None or flags.tp >= 1,
             f"--tp must be at least 1, but is {flags.tp}; leave it out to use all processes that torchrun has started")
     for name, least in (("num_samples", 1), ("max_tokens", 0), ("top_k", 0), ("seed", 0)):
-        value = getattr(flags, name)
-        require(value is None or value >= least, f"{flag_name(name)} must be at least {least}, but is {value}")
-        require(value is None or value <= MAX_INT, f"{flag_name(name)} must be at most {MAX_INT}, but is {value}")
-    require(0.0 <= flags.temperature < float("inf"),
-            f"--temperature must be a finite number of at least 0, but is {flags.temperature}")
+        if (value := getattr(flags, name)) is not None:
+            check_range(flag_name(name), value, at_least=least)
+    check_range("--temperature", flags.temperature, type=float)
     require(not (flags.prompt and flags.prompts), "--prompt and --prompts contradict each other; give only one")
     flags.prompts = find_prompts(flags)
     return flags

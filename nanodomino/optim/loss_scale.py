@@ -34,6 +34,7 @@ smallest scale does count. So does a step whose loss is not finite, because the 
 import math
 
 LOSS_SCALE_LIMIT = 2.0**128    # a scale must be smaller, because fp32 numbers are multiplied by it
+SMALLEST_LOSS_SCALE = 2.0**-24     # with a smaller scale, fp16 gradients of up to 1 would all become 0
 
 
 class LossScale:

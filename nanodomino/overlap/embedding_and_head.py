@@ -44,7 +44,7 @@ class EmbeddingAndHead:
         compiler, in_chunks() processes some rows at a time.
         """
         self.model, self.ops, self.residual_norm = model, ops, residual_norm
-        narrow = model.config.fp16_lm_cross_entropy
+        narrow = model.config.narrow_cross_entropy
         self.max_and_sum_exp_of_rows, self.scaled_exp_of_rows = map(compiled or in_chunks, (
             lambda *rows: max_and_sum_exp_of_rows(*rows, narrow), lambda *rows: scaled_exp_of_rows(*rows, narrow)))
 

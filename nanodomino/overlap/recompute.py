@@ -65,7 +65,7 @@ class TapePolicy:
         self.drops, self.residual_norm = GRANULARITIES[config.recompute_granularity], residual_norm
         self.recomputes = config.recompute_granularity != "none"
         self.keeps_masks = "h" not in self.drops               # the dropout masks of the residual stream
-        self.host = HostMemory(device, slices) if config.checkpoint_in_cpu and device.type == "cuda" else None
+        self.host = HostMemory(device, slices) if config.offloads_to_host and device.type == "cuda" else None
 
     def keep(self, entry: TapeEntry) -> TapeEntry:
         """Drop what backward will recompute, and start to move x to the host if it is to be kept there."""
@@ -89,4 +89,4 @@ def in_words(config) -> str:
     """Return, for example, ', full recomputation from the host's memory'; '' if nothing is recomputed."""
     if config.recompute_granularity == "none":
         return ""
-    return f", {config.recompute_granularity} recomputation" + " from the host's memory" * config.checkpoint_in_cpu
+    return f", {config.recompute_granularity} recomputation" + " from the host's memory" * config.offloads_to_host

@@ -18,6 +18,7 @@ from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
 from nanodomino.config.presets import SHORT_DTYPES
+from nanodomino.config.rules import check_needs
 from nanodomino.config.saved_settings import check_record, with_legacy_defaults
 from nanodomino.config.setting import flag_name, flag_settings, names_affecting
 from nanodomino.errors import UserError, require
@@ -40,6 +41,7 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
     of these settings is remembered and was not given now, the message says so.
     """
     requested = vars(command_line_parser().parse_args(arguments))
+    typed = tuple(requested)
     if requested.get("tensorboard_dir"):                       # it is remembered; the next launch may start elsewhere
         requested["tensorboard_dir"] = os.path.abspath(requested["tensorboard_dir"])
     if requested.get("config"):
@@ -47,7 +49,10 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
         # null in the file restores a default, even if the run remembers another value.
         unset = {name: None for name, value in record.items()
                  if value is None and name not in names_affecting(Config, "launch")}
-        requested = unset | remembered_settings(record) | requested
+        file = remembered_settings(record)
+        if any(requested.get(flag) for flag in SHORT_DTYPES):      # a flag overrides the file's dtype
+            file.pop("dtype", None)
+        requested = unset | file | requested
     run = recorded_settings(Path(requested["run_dir"])) if requested.get("run_dir") else None
     remembered = remembered_settings(with_legacy_defaults(run, requested["run_dir"])) if run else {}
     given = {*requested, *(run or {}).get("given", ())}
@@ -62,7 +67,9 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
         given |= remembered.keys()
     given -= set(names_affecting(Config, "launch"))
     try:
-        return Config(**remembered | requested, given=tuple(sorted(given))).resolve(world_size)
+        config = Config(**remembered | requested, given=tuple(sorted(given))).resolve(world_size)
+        check_needs(config, typed)
+        return config
     except UserError as error:
         rule = re.findall(r"\w[\w-]*", str(error).partition(";")[0])
         flags = [f"{flag_name(name)}, which {flag_name(name).replace('--', '--no-', 1)} turns off"

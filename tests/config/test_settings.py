@@ -20,6 +20,7 @@ from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.flags import markdown
+from nanodomino.config.rules import NEEDS
 from nanodomino.config.saved_settings import check_record, check_settings, from_record
 from nanodomino.config.setting import EFFECTS, check_values, flag_name, flag_settings, setting
 from nanodomino.errors import UserError
@@ -53,13 +54,17 @@ def test_a_range_may_be_open_or_closed_at_either_end():
         part: float = setting("Some", 0.5, "a part", affects="losses", above=0.0, below=1.0)
         rate: float = setting("Some", 0.5, "a rate", affects="losses", above=0.0)
         count: int = setting("Some", 5, "a count", affects="losses", at_least=2)
+        share: float = setting("Some", 1.0, "a share", affects="losses", at_most=1.0)
 
     check_values(Settings())
     for wrong, words in ((Settings(part=1.0), "--part must be above 0 and below 1, but is 1.0"),
                          (Settings(part=0.0), "above 0 and below 1"),
-                         (Settings(rate=0.0), "--rate must be a finite number above 0"),
+                         (Settings(rate=0.0), "--rate must be above 0 and at most 3.40282e.38, but is 0.0$"),
+                         (Settings(rate=1e-40), "but is 1e-40, which is 0 in fp32"),
+                         (Settings(rate=1e39), "at most 3.40282e.38, but is 1e.39"),
+                         (Settings(share=1.01), "--share must be at least 0 and at most 1, but is 1.01"),
                          (Settings(rate=float("nan")), "above 0"),
-                         (Settings(count=1), "--count must be at least 2, but is 1")):
+                         (Settings(count=1), "--count must be at least 2 and at most 2147483647, but is 1")):
         with pytest.raises(UserError, match=words):
             check_values(wrong)
 
@@ -286,6 +291,22 @@ def test_load_takes_the_model_settings_from_the_checkpoint(tmp_path):
     assert found.weights_only and found.checkpoint == checkpoints_of(OLD_RUN)[0]
 
 
+def test_a_setting_without_effect_is_refused_only_if_its_flag_was_given(begun, tmp_path):
+    """Neither if a run remembers it, nor if a preset or a file sets it."""
+    run, _ = begun("--tp", 2, "--sequence-parallel", "--optimizer", "lion", "--lion-beta1", 0.8, world_size=2)
+    alone = settled("--run-dir", run, "--tp", 1)
+    assert alone.sequence_parallel and alone.sequence_shards == 1
+    assert settled("--config", run / "config.json", "--tp", 1, "--optimizer", "adamw").lion_beta1 == 0.8
+    assert settled("--model", "llama3.2-1b", "--position-embedding-type", "none").use_rope_scaling
+    fp16 = settled("--config", run / "config.json", "--tp", 1, "--fp16", "--fp16-lm-cross-entropy")
+    assert fp16.narrow_cross_entropy and not dataclasses.replace(fp16, dtype="bfloat16").narrow_cross_entropy
+    with pytest.raises(UserError, match=r"--adam-beta1 0.5 needs --optimizer adamw to have an effect, .* \(remembered, "
+                                        r"not given now: --optimizer lion\)$"):
+        settled("--run-dir", run, "--tp", 1, "--adam-beta1", 0.5)
+    needs = [words for setting in flag_settings(Config) for words in setting.metadata["needs"]]
+    assert set(needs) == NEEDS.keys()
+
+
 def test_finetune_without_load_is_refused():
     with pytest.raises(UserError, match="--finetune needs a checkpoint to take the weights from"):
         settled("--finetune")
@@ -361,9 +382,8 @@ def test_a_remembered_setting_can_be_reset(tmp_path):
     (run / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
     again = from_command_line(flags[:2], 1)
     assert (again.loss_scale, again.checkpoint_in_cpu, again.tensorboard_dir) == (256.0, True, str(tmp_path / "board"))
-    with pytest.raises(UserError,
-                       match=r"remembered, not given now: --checkpoint-in-cpu, which --no-checkpoint-in-cpu turns off"):
-        from_command_line([*flags[:2], "--recompute-granularity", "none"], 1)
+    none = from_command_line([*flags[:2], "--recompute-granularity", "none"], 1)
+    assert none.checkpoint_in_cpu and not none.offloads_to_host, "remembered for a later launch, without effect in this"
     (tmp_path / "off.json").write_text(json.dumps({"loss_scale": None, "tensorboard_dir": None}))
     other = from_command_line([*flags[:2], "--recompute-granularity", "none", "--no-checkpoint-in-cpu", "--config",
                                str(tmp_path / "off.json")], 1)

@@ -152,9 +152,6 @@ LLAMA = dict(FAMILIES["llama"])
      "8; try --num-query-groups 8"),
     (dict(position_embedding_type="rope", rotary_percent=0.1),
      "RoPE must rotate an even number of channels from 2 to 2, but rotary-percent 0.1 x kv-channels 2 is 0"),
-    (dict(use_rope_scaling=True),
-     "--use-rope-scaling, --rotary-percent and --rotary-seq-len-interpolation-factor need --position-embedding-type "
-     "rope"),
     (dict(position_embedding_type="alibi"),
      "unknown --position-embedding-type 'alibi'; try one of learned_absolute, rope, none"),
     (dict(hidden_size=18), "hidden-size 18 must be divisible by num-attention-heads 8"),

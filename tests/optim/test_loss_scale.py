@@ -278,12 +278,12 @@ def test_a_run_finds_its_scale_and_steps_skipped_on_the_way_do_not_end_it(pool, 
     assert f"| loss scale {scales[-1][1]:g}\n" in ended.output
 
 
-@pytest.mark.parametrize("flags, fix", [(("--min-loss-scale", 2.0**40), "min-loss-scale"),
-                                        (("--loss-scale", 2.0**40), "loss-scale")])
+@pytest.mark.parametrize("flags, fix", [(("--initial-loss-scale", 2.0**40, "--min-loss-scale", 2.0**40),
+                                         "min-loss-scale"), (("--loss-scale", 2.0**40), "loss-scale")])
 def test_a_run_whose_scale_cannot_shrink_ends_after_too_many_skipped_steps(pool, tmp_path, flags, fix):
     make_corpus(tmp_path)
     ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--fp16", "--train-iters", 40,
-                          "--max-skipped-steps", 3, "--initial-loss-scale", 2.0**40, *flags)
+                          "--max-skipped-steps", 3, *flags)
     assert ended.code is None and ended.error.startswith(
         "3 steps in a row, up to step 3, had a loss or gradient that is not finite; "
         f"try a smaller --{fix} than 1.09951e+12, or start from")

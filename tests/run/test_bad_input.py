@@ -121,21 +121,44 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     (1, "--hidden-size 4000000 --num-attention-heads 4", "would need at least", "more processes (--tp, --pp)"),
     (1, "--micro-batch-size 40000000 --global-batch-size 160000000", "GB of memory, and each has",
      "lower --micro-batch-size"),
-    (1, "--eval-iters -1", "--eval-iters must be at least 0", "but is -1"),
+    (1, "--eval-iters -1", "--eval-iters must be at least 0 and at most 2147483647", "but is -1"),
     # rates
-    (1, "--lr -0.001", "--lr must be a finite number of at least 0", "-0.001"),
+    (1, "--lr -0.001", "--lr must be at least 0 and at most 3.40282e+38", "-0.001"),
+    (1, "--lr inf", "--lr must be at least 0 and at most 3.40282e+38", "but is inf"),
     (1, "--min-lr 1", "min-lr 1.0 must be at most lr 0.004", "lower it, or leave it out"),
-    (1, "--adam-eps 0", "--adam-eps must be a finite number above 0", "0.0"),
+    (1, "--adam-eps 0", "--adam-eps must be above 0 and at most 3.40282e+38", "0.0"),
+    (1, "--adam-eps 1e-50", "--adam-eps must be above 0", "but is 1e-50, which is 0 in fp32"),
+    (1, "--adam-beta1 0.99999999999", "at least 0 and below 1, but is 0.99999999999, which is 1 in fp32"),
+    (1, "--model nano-llama --rotary-base 1e-308", "--rotary-base must be at least 1", "but is 1e-308"),
+    (1, "--layernorm-epsilon 1e300", "--layernorm-epsilon must be above 0 and at most 1, but is 1e+300"),
+    (1, "--weight-decay 1e300", "--weight-decay must be at least 0 and at most 3.40282e+38, but is 1e+300"),
+    (1, "--lr-warmup-fraction 1.5", "--lr-warmup-fraction must be at least 0 and at most 1, but is 1.5"),
+    (1, "--temperature 1e-60", "--temperature must be at least 0", "but is 1e-60, which is 0 in fp32"),
+    (1, "--loss-scale 1e-40", "--loss-scale must be at least 5.96046e-08 and below 3.40282e+38", "1e-40"),
     (1, "--adam-beta2 1", "--adam-beta2 must be at least 0 and below 1", "1.0"),
     (1, "--attention-dropout -0.1", "--attention-dropout must be at least 0 and below 1", "-0.1"),
-    (1, "--loss-scale 0", "--loss-scale must be above 0 and below 3.40282e+38", "0.0"),
+    (1, "--loss-scale 0", "--loss-scale must be at least 5.96046e-08 and below 3.40282e+38", "0.0"),
     (1, "--fp16 --min-loss-scale 65536", "min-loss-scale 65536 must be at most initial-loss-scale 32768",
      "try --min-loss-scale 32768"),
     # flags that contradict each other
     (1, "--bf16 --dtype float32", "--bf16 and --dtype float32 contradict each other", "give one"),
-    (1, "--bf16 --fp16", "--fp16 and --dtype bfloat16 contradict each other", "give one"),
-    (1, "--fp16-lm-cross-entropy", "--fp16-lm-cross-entropy needs --fp16", "--dtype is float32", "add --fp16"),
-    (1, "--checkpoint-in-cpu", "--checkpoint-in-cpu needs --recompute-granularity full", "give both, or neither"),
+    (1, "--bf16 --fp16", "--fp16 and --bf16 contradict each other", "give one"),
+    # flags without effect
+    (1, "--rotary-base 500000", "--rotary-base 500000.0 needs --position-embedding-type rope to have an effect",
+     "but --position-embedding-type is learned_absolute; change that, or leave out --rotary-base"),
+    (1, "--model nano-llama --rope-scaling-factor 2", "--rope-scaling-factor 2.0 needs --use-rope-scaling"),
+    (1, "--use-rope-scaling", "--use-rope-scaling needs --position-embedding-type rope"),
+    (1, "--add-qkv-bias", "--add-qkv-bias needs --disable-bias-linear"),
+    (1, "--sequence-parallel", "--sequence-parallel needs --tp above 1", "--tensor-model-parallel-size is 1"),
+    (1, "--checkpoint-in-cpu", "--checkpoint-in-cpu needs --recompute-granularity full to have an effect"),
+    (1, "--optimizer lion --adam-beta2 0.9", "--adam-beta2 0.9 needs --optimizer adamw", "--optimizer is lion"),
+    (1, "--lion-beta1 0.8", "--lion-beta1 0.8 needs --optimizer lion to have an effect", "--optimizer is adamw"),
+    (1, "--lr-decay-style constant --min-lr 0", "--min-lr 0.0 needs --lr-decay-style cosine or linear"),
+    (1, "--fp16-lm-cross-entropy", "--fp16-lm-cross-entropy needs --fp16", "--dtype is float32", "change that"),
+    (1, "--bf16 --hysteresis 3", "--hysteresis 3 needs --fp16 to have an effect, but --dtype is bfloat16"),
+    (1, "--fp16 --loss-scale 8 --loss-scale-window 9", "needs no --loss-scale to have an effect", "is 8.0"),
+    (1, "--compile-backend aot_eager", "--compile-backend aot_eager needs --compile to have an effect"),
+    (1, f"--load {STEP} --init-method-std 0.1", "--init-method-std 0.1 needs random initial weights", "--load is"),
     (1, "--finetune", "--finetune needs a checkpoint to take the weights from", "add --load FOLDER"),
     (1, "--trace 5", "--trace must be FIRST:LAST", "but is 5;", "try --trace 10:12"),
     (1, "--trace 5:2", "--trace must be FIRST:LAST", "but is 5:2;", "try --trace 10:12"),
@@ -158,9 +181,9 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
 TABLE += [Bad(flags, says, command="nanodomino.generate") for flags, *says in [
     ("--load run --tp 3", "--tp 3 needs 3 processes, but there are {n}", "start torchrun --nproc_per_node 3"),
     ("--load run --tp -1", "--tp must be at least 1, but is -1", "leave it out"),
-    ("--load run --temperature -1", "--temperature must be a finite number of at least 0, but is -1.0"),
-    ("--load run --max-tokens -1", "--max-tokens must be at least 0, but is -1"),
-    ("--load run --num-samples 0", "--num-samples must be at least 1, but is 0"),
+    ("--load run --temperature -1", "--temperature must be at least 0 and at most 3.40282e+38, but is -1.0"),
+    ("--load run --max-tokens -1", "--max-tokens must be at least 0 and at most 2147483647, but is -1"),
+    ("--load run --num-samples 0", "--num-samples must be at least 1 and at most", "but is 0"),
     ("--load run --prompt FILE:nowhere", "--prompt nowhere can't be read (No such file", "give a text file that"),
     ("--load run --prompt \udcff", "--prompt must be UTF-8 text", "convert it"),
     ("--load run --max-token 9", "unrecognized arguments: --max-token 9", "--help lists every flag"),
@@ -189,6 +212,7 @@ TABLE += [Bad(flags, says, command="data/prepare.py", processes=(1,)) for flags,
     ("--input data --output out --tokenizer word", "unknown tokenizer 'word'", "try one of byte, gpt2"),
     ("--input data/meta.json --output data --overwrite", "the input", "lies in the output", "choose another --output"),
     ("--outputs out", "unrecognized arguments: --outputs out", "--help lists every flag"),
+    ("--verify data --input data", "--verify only checks a folder, so --input has no effect", "leave either out"),
     ("--verify run", "run is not a folder made by data/prepare.py", "give another folder")]]
 
 TABLE += [Bad(flags, [says, "--help lists every flag"], command=f"nanodomino.{name}", processes=(1,))
@@ -455,7 +479,9 @@ def refuse(folder, monkeypatch):
     (1, ""), (4, ""), (8, ""), (8, "--tp 8 --slices 4"), (8, "--pp 8"), (8, "--dp 2"), (8, "--tp 1 --pp 1 --dp 8"),
     (1, "--slices 4"), (1, "--columns 96"), (1, "--fp16 --dtype float16 --loss-scale 8"), (1, "--vocab-size 300"),
     (1, "--trace 5:5"), (1, "--seed 2147483647"), (2, "--run-dir run"), (4, f"--load {STEP}"),
-    (1, "--eval-iters 0 --sample-tokens 0 --top-k 0 --seed 0 --clip-grad 0 --temperature 0 --lr 0")])
+    (1, "--eval-iters 0 --sample-tokens 0 --top-k 0 --seed 0 --clip-grad 0 --temperature 0 --lr 0"),
+    (1, "--rotary-base 10000 --no-sequence-parallel --adam-beta1 0.9 --optimizer lion"),    # without effect, but true
+    (1, "--lr-warmup-fraction 1 --layernorm-epsilon 1")])
 def test_good_input_reaches_the_process_group(refuse, n, flags):
     """Otherwise every test below would pass even if everything were refused."""
     with pytest.raises(ReachedTheGroup):
@@ -647,7 +673,8 @@ def in_shell(folder, *flags, processes=0):
 
 def test_one_process_prints_one_sentence_and_makes_no_folder(tmp_path):
     done = in_shell(tmp_path, "--slices", "0")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: --slices must be at least 1, but is 0\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2, "", "error: --slices must be at least 1 and at most 2147483647, but is 0\n")
     assert not list(tmp_path.iterdir())
 
 
