@@ -37,7 +37,7 @@ from nanodomino.config.presets import LR_DECAY_STYLES
 from nanodomino.corpus.prepared_folder import Corpus, load_corpus
 from nanodomino.data import Batch, EndOfText, TokenDataset, sample_ids_of
 from nanodomino.domino import Domino, run_to_end
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, counted, require
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import GPT
@@ -202,7 +202,8 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     warm_up(stage, optimizer, config, mesh)
     step, traced = done, config.traced_steps
     if traced and traced[-1] <= done:
-        report.say(f"nothing is left to trace: this run has done {done} steps, and --trace is {config.trace}")
+        report.say(f"nothing is left to trace: this run has done {counted(done, 'step')}, and --trace is "
+                   f"{config.trace}")
     signals, stop, start_time = StopSignal(report.say), False, time.perf_counter()
 
     try:
@@ -223,8 +224,8 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             if optimizer.skipped_in_a_row >= config.max_skipped_steps:
                 saver.wait()                                   # for a checkpoint still being written
                 report.draw_curve()
-                raise UserError(f"{optimizer.skipped_in_a_row} steps in a row, up to step {step}, had a loss or "
-                                f"gradient that is not finite; {optimizer.loss_scale.advice()}start from an earlier "
+                raise UserError(f"{counted(optimizer.skipped_in_a_row, 'step')} in a row, up to step {step}, had a "
+                                f"loss or gradient that is not finite; {optimizer.loss_scale.advice()}start from an earlier "
                                 f"checkpoint, or from scratch, with a smaller --lr than {config.lr}")
             if step % config.eval_interval == 0 or last:
                 report_loss("valid")

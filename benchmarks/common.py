@@ -42,7 +42,7 @@ from nanodomino.config.flags import Parser, add_flags
 from nanodomino.config.rules import check_needs
 from nanodomino.config.setting import flag_settings
 from nanodomino.data import Batch, EndOfText
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, counted, require
 from nanodomino.overlap import recompute, sequence_parallel
 
 GPT2 = 50304     # GPT-2's vocabulary size, 50257, rounded up as in nanoGPT
@@ -66,8 +66,9 @@ def main(questions, text: str, arguments: list[str]) -> int:
         if world_size > 1 and not launch_info.launched:
             return start_processes(arguments, world_size, wire_for(flags, world_size))
         require(launch_info.world_size == world_size,
-                f"bench.py {arguments[0]} needs {world_size} processes with these flags, but torchrun has started "
-                f"{launch_info.world_size}; run it without torchrun, or with torchrun --nproc_per_node {world_size}")
+                f"bench.py {arguments[0]} needs {counted(world_size, 'process')} with these flags, but torchrun has "
+                f"started {launch_info.world_size}; run it without torchrun, or with torchrun --nproc_per_node "
+                f"{world_size}")
         bind_to_cores(launch_info)
         text, record = question.answer(flags, launch_info)
         if launch_info.rank == 0:
@@ -137,8 +138,8 @@ def describe(config: Config) -> str:
     chunks = f" with {config.virtual_stages} chunks per stage" if config.virtual_stages > 1 else ""
     return (f"tp {config.tp}, pp {config.pp}, dp {config.dp}, slices {config.slices}, columns {config.columns}, "
             f"ZeRO stage {config.zero_stage}, {config.schedule}{chunks}{sequence_parallel.in_words(config)}"
-            f"{recompute.in_words(config)}; {config.microbatches} microbatches of {config.micro_batch_size} x "
-            f"{config.seq_length} tokens per replica; {config.num_layers} layers of {config.hidden_size}, "
+            f"{recompute.in_words(config)}; {counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} "
+            f"x {config.seq_length} tokens per replica; {config.num_layers} layers of {config.hidden_size}, "
             f"{config.dtype}")
 
 
@@ -164,7 +165,7 @@ def start_processes(arguments: list[str], world_size: int, wire=nullcontext(None
     process's standard output.
     """
     if sys.stderr.isatty():
-        print(f"starting {world_size} process{'es' if world_size > 1 else ''}", file=sys.stderr)
+        print(f"starting {counted(world_size, 'process')}", file=sys.stderr)
     with (wire as places, tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder,
           collect_signals() as received):
         processes = []

@@ -52,7 +52,7 @@ from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.domino import Domino
-from nanodomino.errors import require
+from nanodomino.errors import counted, require
 from nanodomino.mesh import Mesh, make_mesh
 from nanodomino.model import stage_layers
 from nanodomino.schedules.definitions import SCHEDULES
@@ -388,9 +388,9 @@ def report(config: Config, device, repeats: int, rows: list[dict]):
         + "; ".join(f"{key.replace('_', ' ')} {speed:.2f}" for key, speed in least.items()),
         *line_on_durations(rows),
         f"measured and simulated idle share differ by at most {100 * distance(farthest):.1f} percentage points "
-        f"({farthest['schedule']} {farthest['side']}, {farthest['microbatches']} microbatches); the busiest stage "
-        f"computes up to {max(row['imbalance'] for row in rows) - 1:.1%} longer than the average stage; losses and "
-        "gradients agree"])
+        f"({farthest['schedule']} {farthest['side']}, {counted(farthest['microbatches'], 'microbatch')}); the busiest "
+        f"stage computes up to {max(row['imbalance'] for row in rows) - 1:.1%} longer than the average stage; losses "
+        "and gradients agree"])
     return text, {"question": "pipeline", "pp": config.pp,
                   **{f"speed_{key}": speed.value for key, speed in least.items()},
                   "rows": [as_json(row) for row in rows], **shape_of(config), "device": device.type, "cores": cores,

@@ -30,7 +30,7 @@ from benchmarks.common import (Figure, RandomTokens, Times, add_config_flags, bi
                                cores_of, ratio_text, start_processes, table)
 from benchmarks.throughput import OurTraining
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
-from nanodomino.errors import require
+from nanodomino.errors import counted, require
 from nanodomino.mesh import make_mesh
 
 FLAGS = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size",
@@ -157,6 +157,7 @@ def start(flags, world_size) -> dict:
             arguments += ["--" + name.replace("_", "-"), str(value)]
     with tempfile.TemporaryFile("w+") as output:
         code = start_processes(arguments, world_size, output=output)
-        require(code == 0, f"a world of {world_size} processes ended with exit code {code}; see its message above")
+        require(code == 0, f"a world of {counted(world_size, 'process')} ended with exit code {code}; see its message "
+                "above")
         output.seek(0)
         return json.loads(output.read().splitlines()[-1])

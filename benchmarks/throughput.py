@@ -32,7 +32,7 @@ from nanodomino.analysis.hardware import find_peak_flops
 from nanodomino.analysis.sizes import flops_per_token, parameter_count
 from nanodomino.comm.world import find_device, start_world
 from nanodomino.domino import Domino
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, counted, require
 from nanodomino.huggingface.families import family_of, write_config
 from nanodomino.huggingface.tensor_mapping import map_tensors
 from nanodomino.mesh import make_mesh
@@ -182,7 +182,7 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.num_layers} layers of {config.hidden_size}, "
         f"{config.dtype} on {mesh.device.type}, {'compiled' if config.compile else 'not compiled'}; a step is "
-        f"{config.microbatches} microbatches of {config.micro_batch_size} x {config.seq_length}",
+        f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} x {config.seq_length}",
         table(["", "step: median [min .. max]", "tokens/s", "MFU"], rows),
         f"nanodomino's speed / {other_side}'s: {ratio_text(ratio)}; the losses of the first {len(ours)} steps agree to "
         f"{difference:.0e}"])

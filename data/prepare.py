@@ -44,7 +44,7 @@ from nanodomino.corpus.atomic_folder import check_output, clear_leftovers, publi
 from nanodomino.corpus.documents import find_files, read_documents
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, counted, require
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
@@ -170,7 +170,8 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
             bar.update(position - bar.n)
         tokens = [output.tell() // dtype.itemsize for output in outputs]
     require(sum(documents),
-            f"the input holds no text ({len(files)} files, {skipped_text(skipped) or 'none skipped'}); check the paths")
+            f"the input holds no text ({counted(len(files), 'file')}, {skipped_text(skipped) or 'none skipped'}); "
+            "check the paths")
     return tokens, documents, written
 
 
@@ -261,11 +262,13 @@ def skipped_text(skipped: dict) -> str:
 def print_summary(meta: dict, output: Path):
     """Print what was written: documents and tokens of each split, and the reference losses."""
     tokens, documents = meta["tokens"], meta["documents"]
-    print(f"{meta['source']}: {sum(documents.values()):,} documents, {sum(tokens.values()):,} tokens "
-          f"of a vocabulary of {meta['vocab_size']:,} ({meta['tokenizer']})")
+    print(f"{meta['source']}: {counted(sum(documents.values()), 'document', ',')}, "
+          f"{counted(sum(tokens.values()), 'token', ',')} of a vocabulary of {meta['vocab_size']:,} "
+          f"({meta['tokenizer']})")
     for split in SPLITS:
         share = tokens[split] / sum(tokens.values())
-        print(f"  {split:<5} {documents[split]:>9,} documents {tokens[split]:>15,} tokens {share:>7.2%}")
+        print(f"  {split:<5} {counted(documents[split], 'document', ','):>19} "
+              f"{counted(tokens[split], 'token', ','):>22} {share:>7.2%}")
     if meta["cut_off"]:
         print(f"  too few documents: cut {' and '.join(meta['cut_off'])} off the end of the largest split")
     if meta["skipped"]:

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from nanodomino.corpus.prepared_folder import Corpus
-from nanodomino.errors import require
+from nanodomino.errors import counted, require
 from nanodomino.layers.positions import document_ids, positions_within_documents
 
 
@@ -103,8 +103,8 @@ class TokenDataset:
         count = corpus.tokens[split]
         self.windows = max(count - 1, 0) // seq_length
         require(self.windows > 0,
-                f"the {split} split of {corpus.path} has {count} tokens, but one sample needs seq-length + 1 = "
-                f"{seq_length + 1}; lower --seq-length, prepare more text, or give {split} more of it with "
+                f"the {split} split of {corpus.path} has {counted(count, 'token')}, but one sample needs seq-length + "
+                f"1 = {seq_length + 1}; lower --seq-length, prepare more text, or give {split} more of it with "
                 "data/prepare.py --split")
         self.stream = np.memmap(corpus.path / f"{split}.bin", corpus.dtype, mode="r")
         self.epoch, self.order = None, None

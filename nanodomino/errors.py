@@ -12,3 +12,8 @@ def require(condition, message: str):
     """Raise UserError(message) unless the condition holds."""
     if not condition:
         raise UserError(message)
+
+
+def counted(number: int, noun: str, form="") -> str:
+    """Return for example "1 replica", "2 processes" or, with the format ",", "1,000 tokens"."""
+    return f"{number:{form}} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s")

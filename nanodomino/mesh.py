@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from nanodomino.comm.world import TIMEOUT, collective_timeout
-from nanodomino.errors import UserError
+from nanodomino.errors import UserError, counted
 
 PIPELINE_THREAD_BLOCKS = 4  # few, because NCCL occupies them from when a receive is posted until the message arrives
 
@@ -85,7 +85,7 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
     world_size = dist.get_world_size()
     if pp * dp * tp != world_size:
         raise UserError(f"world size {world_size} must equal pp x dp x tp = {pp} x {dp} x {tp} = {pp * dp * tp}; "
-                        f"start {pp * dp * tp} processes, or choose other sizes")
+                        f"start {counted(pp * dp * tp, 'process')}, or choose other sizes")
     grid = torch.arange(world_size).view(pp, dp, tp)                           # grid[pp_rank, dp_rank, tp_rank] = rank
 
     def new_group(rows: list[list[int]], **nccl) -> dist.ProcessGroup:

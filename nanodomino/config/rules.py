@@ -7,7 +7,7 @@ import torch
 
 from nanodomino.config.presets import PRESETS
 from nanodomino.config.setting import flag_name, flag_settings
-from nanodomino.errors import require
+from nanodomino.errors import counted, require
 from nanodomino.layers.positions import rotary_size
 from nanodomino.schedules.definitions import SCHEDULES
 
@@ -103,7 +103,7 @@ def check_rules(c):
     tp, pp, dp = c.tp, c.pp, c.dp
     require(tp * pp * dp == c.world_size,
             f"world size {c.world_size} must equal tensor x pipeline x data parallel = "
-            f"{tp} x {pp} x {dp} = {tp * pp * dp}; start {tp * pp * dp} processes with torchrun, "
+            f"{tp} x {pp} x {dp} = {tp * pp * dp}; start {counted(tp * pp * dp, 'process')} with torchrun, "
             "or change --tp, --pp, --dp")
     require(c.hidden_size % c.num_attention_heads == 0 or c.kv_channels != c.hidden_size // c.num_attention_heads,
             f"hidden-size {c.hidden_size} must be divisible by num-attention-heads {c.num_attention_heads}; "

@@ -25,7 +25,7 @@ from nanodomino.config.saved_settings import from_record
 from nanodomino.config.setting import check_range, flag_name, flag_settings
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, counted, require
 from nanodomino.files import read_file
 from nanodomino.generate.printing import broadcast_number, write_texts
 from nanodomino.mesh import make_mesh
@@ -133,7 +133,8 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     flags = command_line(arguments)
     tp = flags.tp or launch.world_size
     require(tp == launch.world_size,
-            f"--tp {tp} needs {tp} processes, but there are {launch.world_size}; start torchrun --nproc_per_node {tp}")
+            f"--tp {tp} needs {counted(tp, 'process')}, but there are {launch.world_size}; start torchrun "
+            f"--nproc_per_node {tp}")
     folder = find_checkpoint(Path(flags.load))
     layout = {setting.name: setting.default for setting in flag_settings(Config, "The layout")}
     layout |= dict(tensor_model_parallel_size=tp, micro_batch_size=1, device=flags.device)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nanodomino.config.command_exit import stdout_is_open
 from nanodomino.corpus.tokenizer import Tokenizer
+from nanodomino.errors import counted
 from nanodomino.generate.generation import generate
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
@@ -66,8 +67,8 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
     for number, (text, sample) in enumerate(product(flags.prompts, range(flags.num_samples))):
         prompt = tokenizer.encode_prompt(text) or [tokenizer.end_of_text]
         if is_rank_0 and len(prompt) > longest and sample == 0:
-            print(f"the prompt has {len(prompt)} tokens, but the model sees only the last {longest} ({context_name})",
-                  file=sys.stderr)
+            print(f"the prompt has {counted(len(prompt), 'token')}, but the model sees only the last {longest} "
+                  f"({context_name})", file=sys.stderr)
         writer.write((SEPARATOR if number else "") + text)
         tokens = generate(model, mesh, prompt, flags.max_tokens, tokenizer.vocab_size, flags.temperature, flags.top_k,
                           seed, flags.cache, number, writer.write_token, tokenizer.end_of_text)
@@ -76,4 +77,4 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
             return
     seconds = time.perf_counter() - start_time
     if is_rank_0:
-        print(f"{written} tokens in {seconds:.2f} s, {written / seconds:.1f} tokens/s", file=sys.stderr)
+        print(f"{counted(written, 'token')} in {seconds:.2f} s, {written / seconds:.1f} tokens/s", file=sys.stderr)

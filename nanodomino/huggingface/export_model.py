@@ -12,7 +12,7 @@ from nanodomino.checkpoint.safe_load import SafeReader
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
 from nanodomino.config.saved_settings import from_record
-from nanodomino.errors import require
+from nanodomino.errors import counted, require
 from nanodomino.huggingface.families import family_of, write_config
 from nanodomino.huggingface.safetensors_files import (GENERATION, INDEX, SPECIAL_TOKENS, TOKENIZER_FILES, WEIGHTS,
                                                       copy_files, import_safetensors, new_folder, read_json,
@@ -73,7 +73,7 @@ def export_model(folder: Path, out: Path, dtype_name: str | None, max_bytes: int
                             for mapping in mappings_of_file for hf_name in mapping.hf_shapes}))
         copied = copy_files((*TOKENIZER_FILES, GENERATION), tokenizer_folder(checkpoint, config), temporary)
         write_json(temporary / "config.json", values | special_tokens(temporary, config))
-    return (f"{out}: {family.architecture}, {len(names)} weight file{'s' * (len(names) > 1)}, "
+    return (f"{out}: {family.architecture}, {counted(len(names), 'weight file')}, "
             f"{element_count(mappings):,} elements in {dtype_name}, {tokenizer_summary(copied)}")
 
 

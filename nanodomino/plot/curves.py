@@ -29,7 +29,7 @@ import numpy as np
 
 from nanodomino.config.config import Config
 from nanodomino.config.setting import MAX_INT, names_affecting
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, counted, require
 from nanodomino.files import open_regular_file, read_file
 from nanodomino.plot.svg import LINE, WIDTH, frame, line, text, tick_step
 
@@ -266,7 +266,7 @@ def markers(curve: Curve, colour: str, across, loss: Panel) -> list[str]:
 
 def last_values(curve: Curve, reach: int) -> list[str]:
     """Return a run's last values as texts: "400 steps", "mean loss 2.310", "validation 2.504 (perplexity 12.23)"."""
-    words = [f"{curve.last_step:,} steps"]
+    words = [f"{counted(curve.last_step, 'step', ',')}"]
     for name, label, width in (("loss", "mean loss" if reach else "loss", reach), ("valid_loss", "validation", 0),
                                ("test_loss", "test", 0)):
         _, values = curve.arrays(name)

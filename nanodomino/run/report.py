@@ -26,6 +26,7 @@ from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
 from nanodomino.corpus.prepared_folder import Corpus
+from nanodomino.errors import counted
 from nanodomino.mesh import Mesh
 from nanodomino.model import stage_layers
 from nanodomino.overlap import recompute, sequence_parallel
@@ -76,14 +77,15 @@ class Report:
         config, mesh = self.config, self.mesh
         print(f"nanodomino: model {config.model}, {parameter_count(config):,} parameters, {config.dtype} on "
               f"{mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from {self.corpus.path}")
-        print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = {config.microbatches} "
-              f"microbatch{'es' * (config.microbatches > 1)} of {config.micro_batch_size} on each of {config.dp} "
-              f"replicas; slices {config.slices}, columns {config.columns}, ZeRO stage {config.zero_stage}"
+        print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = "
+              f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} on "
+              f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, "
+              f"columns {config.columns}, ZeRO stage {config.zero_stage}"
               + sequence_parallel.in_words(config) + recompute.in_words(config))
         for split in ("valid", "test"):
             samples = max(self.corpus.tokens[split] - 1, 0) // config.seq_length
             if config.eval_iters and samples < FEW_SAMPLES:
-                print(f"the {split} split holds {samples} samples of {config.seq_length} tokens: "
+                print(f"the {split} split holds {counted(samples, 'sample')} of {config.seq_length} tokens: "
                       + ("its loss will be noisy" if samples else "it will have no loss")
                       + "; prepare more text, or a larger split with data/prepare.py --split")
         print(mesh.picture([describe_stage(config, stage) for stage in range(mesh.pp)]))
@@ -91,8 +93,9 @@ class Report:
         if config.train_iters == 0:
             print("evaluating without training, because --train-iters is 0", flush=True)
         elif first_step >= config.train_iters:
-            print(f"this run has already done {first_step} steps, and --train-iters is {config.train_iters}; raise it "
-                  "to continue, or start a new run from these weights with --load FOLDER --finetune", flush=True)
+            print(f"this run has already done {counted(first_step, 'step')}, and --train-iters is "
+                  f"{config.train_iters}; raise it to continue, or start a new run from these weights with --load "
+                  "FOLDER --finetune", flush=True)
         elif first_step:
             print(f"resuming after step {first_step} of {config.train_iters}"
                   + "".join(f"; {change}" for change in self.changes), flush=True)

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import deque
 from functools import lru_cache
 
+from nanodomino.errors import counted
 from nanodomino.schedules.placement_and_messages import Message, Timetable, message_sent, timetable
 
 
@@ -95,7 +96,7 @@ def picture(name: str, stages: int, microbatches: int, chunks=1, shown=8) -> str
     rows = simulate(timetable(name, stages, drawn, chunks))
     cost = bubble(simulate(timetable(name, stages, microbatches, chunks)))
     width = 1 + max(-(-len(str(action)) // action.length) for row in rows for action, _, _ in row)
-    lines = [f"schedule {name}: {microbatches} microbatches"
+    lines = [f"schedule {name}: {counted(microbatches, 'microbatch')}"
              + (f" (the first {drawn} drawn)" if drawn < microbatches else "")
              + (f" through {chunks} chunks a stage" if chunks > 1 else "")
              + f", bubble {cost:.0%} of the ideal time = {cost / (1 + cost):.0%} of the step"

@@ -340,7 +340,7 @@ def test_control_c_ends_it_without_a_traceback(endless):
 def test_numbers_beyond_32_bits_are_refused(flag):
     """Otherwise it would be a traceback later, or never end."""
     assert getattr(command_line(["--load", "run", flag, "2147483647"]), flag[2:].replace("-", "_")) == 2**31 - 1
-    with pytest.raises(UserError, match=f"^{flag} must be at most 2147483647, but is 10+$"):
+    with pytest.raises(UserError, match=f"^{flag} must be at least [01] and at most 2147483647, but is 10+$"):
         command_line(["--load", "run", flag, "1" + 30 * "0"])
 
 
