@@ -225,8 +225,8 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
                 saver.wait()                                   # for a checkpoint still being written
                 report.draw_curve()
                 raise UserError(f"{counted(optimizer.skipped_in_a_row, 'step')} in a row, up to step {step}, had a "
-                                f"loss or gradient that is not finite; {optimizer.loss_scale.advice()}start from an earlier "
-                                f"checkpoint, or from scratch, with a smaller --lr than {config.lr}")
+                                f"loss or gradient that is not finite; {optimizer.loss_scale.advice()}start from an "
+                                f"earlier checkpoint, or from scratch, with a smaller --lr than {config.lr}")
             if step % config.eval_interval == 0 or last:
                 report_loss("valid")
             if step % config.save_interval == 0 or last or stop:

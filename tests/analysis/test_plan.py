@@ -737,7 +737,7 @@ def test_a_plan_that_does_not_fit_says_why_and_what_helps(capsys, flags, reason,
     (["plan", "--dtype", "float32"], "--gpu H100 needs --dtype bfloat16 or float16"),
     (["comm", "--tp", 3], "num-attention-heads 8 must be divisible by tensor-model-parallel-size 3"),
     (["plan", "--checkpoint-in-cpu"], "--checkpoint-in-cpu needs --recompute-granularity full"),
-    (["comm", "--dp", 0], "--data-parallel-size must be at least 1, but is 0"),
+    (["comm", "--dp", 0], "--data-parallel-size must be at least 1 and at most 2147483647, but is 0"),
     (["memory", "--slices", 9], "slices 9 must be at most micro-batch-size 4")])
 def test_wrong_flags_are_refused_in_one_sentence(capsys, arguments, words):
     code, text, record, error = bench(capsys, *arguments)

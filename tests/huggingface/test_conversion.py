@@ -178,7 +178,8 @@ def test_import_names_tensors_with_values_that_are_not_finite(folder, tmp_path):
     assert "warning" not in import_model(folder("gpt2"), tmp_path / "intact")
     change_tensors(tmp_path / "folder", spoil)
     assert ("\nwarning: 2 tensors have values that are NaN or infinite: transformer.h.1.mlp.c_fc.weight, "
-            "transformer.ln_f.bias; download the folder again") in import_model(tmp_path / "folder", tmp_path / "spoilt")
+            "transformer.ln_f.bias; download the folder again"
+            ) in import_model(tmp_path / "folder", tmp_path / "spoilt")
 
 
 def test_import_says_that_a_mistral_will_be_exported_as_a_llama(saved, tmp_path):

@@ -92,7 +92,7 @@ def losses(run_dir: Path) -> list[float]:
     ("nanodomino.huggingface", "--help", ["usage: python -m nanodomino.huggingface", "import", "export",
                                           "folder that Transformers loads"]),
     ("nanodomino.checkpoint", "verify --help", ["verify [-h] DIR", "folder of a run"]),
-    ("nanodomino.checkpoint", "export --help", ["export [-h] DIR OUT", "newest intact checkpoint", "the file to write"]),
+    ("nanodomino.checkpoint", "export --help", ["export [-h] DIR OUT", "newest intact checkpoint", "file to write"]),
     ("data/prepare.py", "--help", ["usage: python data/prepare.py", "--input TEXT", "end-of-text", "--overwrite"]),
     ("nanodomino.timeline", "--help", ["usage: python -m nanodomino.timeline", "the SVG file to write"]),
     ("nanodomino.generate", "--help", ["usage: python -m nanodomino.generate", "0 always takes the most likely token"]),
