@@ -2,6 +2,7 @@
 
 The story, in reading order; train.py in the parent folder puts it together:
 
+    minimal.py    the whole idea in one file, which imports none of the others: start here
     mesh.py       gives each process its place in a grid of pipeline x data x tensor parallel ranks
     parallel.py   splits a matrix over ranks and all-reduces the partial results
     model.py      builds a GPT as a chain of sublayers, each of which ends in one all-reduce

@@ -1,0 +1,454 @@
+"""The whole idea in one file: a GPT-2 trained on tp x pp x dp processes that hide their messages.
+
+    torchrun --nproc_per_node 8 -m nanodomino.minimal                    tp 2 x pp 2 x dp 2
+    torchrun --nproc_per_node 4 -m nanodomino.minimal --tp 4 --slices 1  another layout, same losses
+    python -m nanodomino.minimal                                         one process, same losses
+
+*Tensor parallelism* (tp) cuts each matrix of a large model, *pipeline parallelism* (pp) cuts its
+chain of layers, *data parallelism* (dp) cuts the batch. Each of them sends messages, and a rank
+that waits for a message computes nothing. This file builds all three and hides the messages of the
+first, which sends the most. With its default settings, train.py computes the same numbers.
+Shapes: b samples, s tokens, h hidden size, v vocabulary; /t means cut over the t = tp ranks.
+"""
+import argparse
+import hashlib
+import json
+import math
+import time
+from collections import deque, namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+# global_batch: samples per step, over all replicas; micro_batch: those that pass a stage together
+Sizes = namedtuple("Sizes", "layers hidden heads seq_length global_batch micro_batch lr seed",
+                   defaults=(8, 96, 8, 128, 16, 4, 4e-3, 1234))
+
+# ---- 1. The grid of ranks ------------------------------------------------------------------------
+#                dp 0     dp 1      torchrun starts tp x pp x dp processes and numbers them: ranks.
+#     stage 0   [0  1]   [2  3]     The tp ranks in a bracket share each matrix. Ranks 0 and 2 have
+#     stage 1   [4  5]   [6  7]     the same weights and other samples (dp). 4 continues 0 (pp).
+
+def rank_grid(rank, tp, pp, dp):                                                        # exercise 1
+    """Return this rank's (pp_rank, dp_rank, tp_rank) and the ranks of its row along each axis."""
+    grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
+    p, d, t = (grid == rank).nonzero()[0].tolist()
+    return (p, d, t), grid[:, d, t].tolist(), grid[p, :, t].tolist(), grid[p, d].tolist()
+
+def make_grid(tp, pp, dp, device):
+    """Create this rank's process groups. A sum over the wrong group does not crash: it is wrong."""
+    (p, d, t), stages, replicas, shards = rank_grid(dist.get_rank(), tp, pp, dp)
+    ends = {stages[0], stages[-1]}          # both have the word embedding, because the head uses it
+    tp_group, dp_group, *tied = (dist.new_group(sorted(row), use_local_synchronization=True)
+                                 for row in (shards, replicas, ends) if dist.get_rank() in row)
+    return SimpleNamespace(
+        tp=tp, pp=pp, dp=dp, pp_rank=p, dp_rank=d, tp_rank=t, device=device,
+        previous=[None, *stages][p], next=[*stages, None][p + 1], is_first=p == 0,
+        is_last=p == pp - 1, tp_group=tp_group, dp_group=dp_group, tied_group=(*tied, None)[0])
+
+# ---- 2. The parameters ---------------------------------------------------------------------------
+# A rank's weights are views of one flat tensor, and their gradients are views of another. So one
+# collective sums all gradients, and section 7 can cut the optimizer's work anywhere.
+
+WORDS, POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
+MATRICES = {"attention": ("qkv", 3, "dense", 1), "mlp": ("dense_h_to_4h", 4, "dense_4h_to_h", 4)}
+
+def declare(sizes, grid, sites, vocab):
+    """Return {name: (shape of the whole tensor, the dimension cut over tp or None)}."""
+    h, vector, declared = sizes.hidden, ((sizes.hidden,), None), {}
+    if grid.is_first or grid.is_last:
+        declared[WORDS] = (-(-vocab // 128) * 128, h), 0
+    if grid.is_first:
+        declared[POSITIONS] = (sizes.seq_length, h), None
+    for site in sites:
+        w1, n, w2, m = MATRICES[site.split(".")[-1]]
+        declared |= {f"{site}.norm.weight": vector, f"{site}.norm.bias": vector,
+                     f"{site}.{w1}.weight": ((n * h, h), 0), f"{site}.{w1}.bias": ((n * h,), 0),
+                     f"{site}.{w2}.weight": ((h, m * h), 1), f"{site}.{w2}.bias": vector}
+    if grid.is_last:
+        declared |= {"final_norm.weight": vector, "final_norm.bias": vector}
+    return declared
+
+def draw(sizes, name, shape, cut):
+    """Draw a whole tensor. If each rank drew its shard from the same seed, all would be equal."""
+    if len(shape) == 1:
+        return torch.full(shape, float(name.endswith("norm.weight")))              # biases are 0
+    std = 0.06 if cut != 1 else 0.06 / (2 * sizes.layers) ** 0.5      # one stream adds up these W2
+    digest = hashlib.blake2b(f"{sizes.seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+
+def make_stage(sizes, grid, vocab, slices, verbose=False):
+    """Create this rank's part of the model: some layers, and of each matrix a shard."""
+    layers = np.array_split(np.arange(sizes.layers), grid.pp)[grid.pp_rank]      # may be uneven
+    sites = [f"layers.{layer}.{kind}" for layer in layers for kind in MATRICES]
+    declared, shards, weights, start = declare(sizes, grid, sites, vocab), {}, {}, 0
+    for name, (shape, cut) in declared.items():
+        whole = draw(sizes, name, shape, cut)
+        shards[name] = whole if cut is None else whole.chunk(grid.tp, cut)[grid.tp_rank]
+    size = -(-sum(map(torch.numel, shards.values())) // grid.dp) * grid.dp   # padded: dp divides it
+    flat, grad, decays, counts = (torch.zeros(size, device=grid.device) for _ in range(4))
+    for name, shard in shards.items():
+        place, start = slice(start, start + shard.numel()), start + shard.numel()
+        flat[place] = shard.flatten()
+        weights[name] = flat[place].view(shard.shape).requires_grad_()
+        weights[name].grad = grad[place].view(shard.shape)
+        decays[place] = shard.dim() > 1                              # weight decay is for matrices
+        is_replica = declared[name][1] is None and grid.tp_rank > 0
+        counts[place] = not (is_replica or name == WORDS and not grid.is_first)  # see global_sums
+    return SimpleNamespace(
+        sizes=sizes, grid=grid, vocab=vocab, slices=slices, sites=sites, weights=weights, flat=flat,
+        grad=grad, decays=decays, counts=counts, action="", verbose=verbose,
+        moments=torch.zeros(2, size // grid.dp, device=grid.device))
+
+# ---- 3. The model, cut by hand (Megatron-LM, 1909.08053) -----------------------------------------
+# Attention and MLP are alike: a norm, and two matrices with a core between them. Cut W1 by its rows
+# and W2 by its columns. Then each rank computes its own heads, or its own features of the MLP:
+#
+#     h --f--> h W1[i]^T + b1[i] --core--> a W2[i]^T, one addend of y --g--> + b2       [b, s, h]
+#
+#     f   forward: nothing, every rank has h     backward: all-reduce, every rank has one addend
+#     g   forward: all-reduce of the addends     backward: nothing, since d sum / d addend = 1; with
+#         another sum gradients would be t times too large, and AdamW would hide it
+
+class CopyToRanks(torch.autograd.Function):                                             # exercise 2
+    """f: returns h [b, s, h]; backward sums the gradient over the tp ranks."""
+    @staticmethod
+    def forward(ctx, h, group):
+        ctx.group = group
+        return h.view_as(h)
+    @staticmethod
+    def backward(ctx, gradient):
+        dist.all_reduce(gradient := gradient.clone(), group=ctx.group)
+        return gradient, None
+
+class SumOverRanks(torch.autograd.Function):                                            # exercise 2
+    """g: sums addends [b, s, h] over the tp ranks; backward returns the gradient as it is."""
+    @staticmethod
+    def forward(ctx, addend, group):
+        dist.all_reduce(total := addend.clone(), group=group)
+        return total
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+def matrices(stage, site):
+    """Return W1 [n/t, h], b1 [n/t], W2 [h, m/t] and b2 [h] of a sublayer."""
+    w1, _, w2, _ = MATRICES[site.split(".")[-1]]
+    return [stage.weights[f"{site}.{w}.{part}"] for w in (w1, w2) for part in ("weight", "bias")]
+
+def norm(stage, name, x):
+    weight, bias = stage.weights[f"{name}.weight"], stage.weights[f"{name}.bias"]
+    return F.layer_norm(x, x.shape[-1:], weight, bias)
+
+def core(stage, site, c):
+    """c [b, s, n/t] -> [b, s, m/t]: gelu, or the attention of this rank's heads."""
+    if site.endswith("mlp"):
+        return F.gelu(c, approximate="tanh")
+    # W1 holds q, k, v of head 0, then of head 1 ... Were it all q, all k, all v, rank 0 had only q.
+    qkv = c.unflatten(2, (stage.sizes.heads // stage.grid.tp, 3, -1)).permute(3, 0, 2, 1, 4)
+    return F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2)
+
+def plain_sublayer(stage, site, x):                                                     # exercise 4
+    """x [b, s, h] -> x + sublayer(x): the definition. Waits for f and g; run by autograd."""
+    w1, b1, w2, b2 = matrices(stage, site)
+    h = CopyToRanks.apply(norm(stage, f"{site}.norm", x), stage.grid.tp_group)
+    addend = F.linear(core(stage, site, F.linear(h, w1, b1)), w2)
+    return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2    # inside g: t times too much
+
+def own_rows(stage, ids):
+    """ids [b, s] -> (their rows in this rank's v/t rows of the embedding, which ids it has)."""
+    row = ids - stage.grid.tp_rank * len(stage.weights[WORDS])
+    is_own = (0 <= row) & (row < len(stage.weights[WORDS]))
+    return row.where(is_own, 0), is_own
+
+def cross_entropy(stage, logits, labels):                                               # exercise 3
+    """logits [b, s, v/t], labels [b, s] -> (losses [b, s], gradient of the logits). A generator.
+
+    Three numbers per token travel, not v logits: the maximum, the sum of exp, the label's logit.
+    """
+    logits[..., max(stage.vocab - stage.grid.tp_rank * logits.size(-1), 0):] = -1e9     # padding
+    maximum = logits.amax(-1)                                       # without it exp would overflow
+    yield from all_reduce(stage, maximum, dist.ReduceOp.MAX)
+    exps = (logits - maximum.unsqueeze(-1)).exp()
+    row, is_own = (tensor.unsqueeze(-1) for tensor in own_rows(stage, labels))
+    at_label = (logits.gather(-1, row) - maximum.unsqueeze(-1)).where(is_own, 0)
+    sums = torch.stack([exps.sum(-1), at_label.squeeze(-1)])                            # [2, b, s]
+    yield from all_reduce(stage, sums)
+    softmax = exps.div_(sums[0].unsqueeze(-1))
+    return sums[0].log() - sums[1], softmax.scatter_add_(-1, row, -is_own.to(softmax.dtype))
+
+# ---- 4. Slices that take turns (Domino, 2409.15241) ----------------------------------------------
+# g makes each sublayer wait. But samples do not depend on each other. So cut the batch into slices,
+# and compute slice b while the all-reduce of slice a is in flight:
+#
+#     one slice     compute   [  A  ]      [  M  ]      [  A  ]      [  M  ]        A: attention
+#                   in flight        ~~~~~        ~~~~~        ~~~~~                M: MLP
+#     two slices    compute   [a][b][a][b][a][b][a][b]
+#                   in flight    ~a~~b~~a~~b~~a~~b~
+#
+# A slice is a generator: it yields after it has launched a collective, and interleave() resumes the
+# next slice. A collective has no name. The n-th call on one rank meets the n-th call on the others,
+# so all ranks must take the same turns, or slice a here would be added to slice b there.
+
+def interleave(generators):                                                             # exercise 7
+    """Resume each generator in turn until all have ended."""
+    waiting = deque(generators)
+    while waiting:
+        generator = waiting.popleft()
+        if next(generator, "ended") != "ended":
+            waiting.append(generator)
+
+def all_reduce(stage, tensor, op=dist.ReduceOp.SUM, deferred=()):
+    """All-reduce over the tp ranks, in place. A generator, which yields while it is in flight."""
+    note(stage, "<-> all-reduce", tensor)
+    work = dist.all_reduce(tensor, op, group=stage.grid.tp_group, async_op=True)
+    for weight, gradient, x in deferred:               # gradient^T x, summed over all b x s tokens
+        weight.grad.addmm_(gradient.flatten(0, 1).t(), x.detach().flatten(0, 1))
+    yield
+    work.wait()
+
+def record(function, x):
+    """Return (x, function(x)), and let autograd record the function, which sends nothing."""
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        return x, function(x)
+
+def forward_sublayer(stage, slice, site, x):
+    """Compute plain_sublayer(); yield while g is in flight; keep on a tape what backward needs."""
+    w1, b1, w2, b2 = matrices(stage, site)
+    x, h = record(lambda x: norm(stage, f"{site}.norm", x), x)
+    c, a = record(lambda c: core(stage, site, c), F.linear(h, w1, b1))
+    slice.tape.append((x, h, c, a))
+    y = F.linear(a, w2)
+    yield from all_reduce(stage, y)
+    return x + y + b2
+
+def forward_slice(stage, slice):
+    """Turn the slice's tokens, or its x [b, s, h] from the previous stage, into its output."""
+    x, words = slice.x, stage.weights.get(WORDS)
+    if stage.grid.is_first:
+        row, is_own = own_rows(stage, slice.tokens)
+        x = F.embedding(row, words) * is_own.unsqueeze(-1)           # words of other ranks: zeros
+        yield from all_reduce(stage, x)
+        x = x + stage.weights[POSITIONS]
+    for site in stage.sites:
+        if stage.slices:
+            x = yield from forward_sublayer(stage, slice, site, x)
+        else:
+            slice.tape.append(record(lambda x, site=site: plain_sublayer(stage, site, x), x))
+            x = slice.tape[-1][1]
+    slice.output = x
+    if stage.grid.is_last:
+        slice.tape.append(record(lambda x: norm(stage, "final_norm", x), x))
+        logits = F.linear(slice.tape[-1][1], words)                                   # [b, s, v/t]
+        slice.output, slice.gradient = yield from cross_entropy(stage, logits, slice.labels)
+
+# ---- 5. Backward along a tape --------------------------------------------------------------------
+# Autograd would not overlap: it runs first what was recorded last, so it would wait for slice b's
+# gradient at once, though slice a could compute. So backward is a generator, too:
+#     grad_a = grad_y W2, grad_c = the core's backward, grad_h = grad_c W1 -> launch f's all-reduce
+#     in flight: the gradients of W1 and W2, for which no other rank waits; then the other slices
+
+def backward_sublayer(stage, slice, site, gradient):                                    # exercise 8
+    """Turn the gradient of x + y + b2 [b, s, h] into the gradient of x."""
+    w1, b1, w2, b2 = matrices(stage, site)
+    x, h, c, a = slice.tape.pop()
+    a.backward(gradient @ w2)                                # g: each addend has y's gradient
+    b1.grad += c.grad.sum((0, 1))
+    b2.grad += gradient.sum((0, 1))
+    grad_h = c.grad @ w1                                     # f: every rank has used h
+    yield from all_reduce(stage, grad_h, deferred=[(w2, gradient, a), (w1, c.grad, h)])
+    h.backward(grad_h)                                       # of the norm's weights, and of x
+    return gradient + x.grad
+
+def backward_slice(stage, slice):
+    """Turn slice.gradient from the gradient of the output into that of x; add to every .grad."""
+    gradient, words = slice.gradient, stage.weights.get(WORDS)
+    if stage.grid.is_last:
+        x, h = slice.tape.pop()
+        grad_h = gradient @ words
+        yield from all_reduce(stage, grad_h, deferred=[(words, gradient, h)])
+        h.backward(grad_h)
+        gradient = x.grad
+    for site in reversed(stage.sites):
+        if stage.slices:
+            gradient = yield from backward_sublayer(stage, slice, site, gradient)
+        else:
+            x, output = slice.tape.pop()
+            output.backward(gradient)
+            gradient = x.grad
+    if stage.grid.is_first:
+        row, is_own = own_rows(stage, slice.tokens)
+        words.grad.index_add_(0, row.flatten(), (gradient * is_own.unsqueeze(-1)).flatten(0, 1))
+        stage.weights[POSITIONS].grad += gradient.sum(0)
+    slice.gradient = gradient
+
+# ---- 6. The pipeline (1F1B: 2104.04473, section 2.2) ---------------------------------------------
+# So that all stages have work, the batch passes through them in microbatches. 1F1B alternates F and
+# B as early as possible. So a stage keeps at most p tapes; with all forwards first it keeps all.
+#
+#     stage 0 |F0 F1 F2          B0 B0 F3 B1 B1    B2 B2    B3 B3
+#     stage 1 |   F0 F1    B0 B0 F2 B1 B1 F3 B2 B2    B3 B3
+#     stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
+
+def one_f_one_b(stage, stages, microbatches):                                           # exercise 5
+    """Return the actions of a stage in order, such as [("F", 0), ("F", 1), ("B", 0), ("B", 1)]."""
+    warm_up = min(stages - stage - 1, microbatches)
+    actions = [("F", i) for i in range(warm_up)]
+    for i in range(microbatches - warm_up):
+        actions += [("F", warm_up + i), ("B", i)]
+    return actions + [("B", i) for i in range(microbatches - warm_up, microbatches)]
+
+def exchange(stage, action, output, following):                                         # exercise 6
+    """Send an action's output; return what the following action receives, or None.
+
+    Both go in one batch: if two neighbours sent first and received later, each could wait for the
+    other's receive. F receives from the previous stage and sends to the next, B the other way.
+    """
+    grid, size, messages, received = stage.grid, stage.sizes, [], None
+    source = {"F": grid.previous, "B": grid.next}.get(following)
+    target = {"F": grid.next, "B": grid.previous}.get(action)
+    if source is not None:
+        received = torch.empty(size.micro_batch, size.seq_length, size.hidden, device=grid.device)
+        messages.append(dist.P2POp(dist.irecv, received, source))
+    if target is not None:
+        note(stage, f"--> rank {target}", output)
+        messages.append(dist.P2POp(dist.isend, output, target))
+    for work in dist.batch_isend_irecv(messages) if messages else []:
+        work.wait()
+    return received
+
+@torch.no_grad()
+def run_pipeline(stage, text, step):
+    """Add the gradients of a global batch to every .grad; return the sum of this rank's losses."""
+    size, grid, tapes, loss = stage.sizes, stage.grid, {}, stage.flat.new_zeros(())
+    actions = one_f_one_b(grid.pp_rank, grid.pp, size.global_batch // (grid.dp * size.micro_batch))
+    count = min(max(stage.slices, 1), size.micro_batch)
+    received = exchange(stage, None, None, actions[0][0])
+    for (action, i), (following, _) in zip(actions, [*actions[1:], (None, None)]):
+        stage.action = f"{action}{i}"
+        parts = [None] * count if received is None else received.tensor_split(count)
+        if action == "F":
+            tokens, labels = (ids.tensor_split(count) for ids in read_batch(text, stage, step, i))
+            tapes[i] = [SimpleNamespace(x=x, tokens=tokens, labels=labels, tape=[])
+                        for x, tokens, labels in zip(parts, tokens, labels)]
+            interleave([forward_slice(stage, slice) for slice in tapes[i]])
+            output = torch.cat([slice.output for slice in tapes[i]])
+            loss += output.sum() if grid.is_last else 0.0         # there, the output is the losses
+        else:
+            for slice, part in zip(tapes[i], parts):
+                slice.gradient = slice.gradient if grid.is_last else part
+            interleave([backward_slice(stage, slice) for slice in tapes[i]])
+            output = torch.cat([slice.gradient for slice in tapes.pop(i)])
+        received = exchange(stage, action, output, following)
+    return loss
+
+# ---- 7. The sharded optimizer (ZeRO-1: 1910.02054) -----------------------------------------------
+# The dp replicas have the same weights, and AdamW keeps two moments per weight. So that no moment
+# is kept twice, replica j owns part j of the flat tensor. A reduce-scatter sums part j of the
+# gradients on replica j, which updates part j of the weights; then an all-gather gives all parts
+# to all. The two collectives send as much as the all-reduce of the gradients that they replace.
+
+@torch.no_grad()
+def optimizer_step(stage, step, lr, loss, clip=1.0, beta1=0.9, beta2=0.95, decay=0.1):  # exercise 9
+    """Sum the gradients, clip, update, gather the weights; return (mean loss, gradient norm)."""
+    grid, tokens = stage.grid, stage.sizes.global_batch * stage.sizes.seq_length
+    if grid.pp > 1 and grid.tied_group:                        # one matrix, used at both ends
+        dist.all_reduce(stage.weights[WORDS].grad, group=grid.tied_group)
+    weight, moment, square = stage.flat.chunk(grid.dp)[grid.dp_rank], *stage.moments
+    gradient, stage.action = torch.empty_like(weight), "  "
+    note(stage, "<-> reduce-scatter", stage.grad)
+    dist.reduce_scatter(gradient, list(stage.grad.chunk(grid.dp)), group=grid.dp_group)
+    gradient /= tokens                                         # once, by the tokens of all replicas
+    loss, grad_norm = global_sums(stage, loss / tokens, gradient)
+    gradient *= min(1.0, clip / (grad_norm + 1e-6))
+
+    weight *= 1.0 - lr * decay * stage.decays.chunk(grid.dp)[grid.dp_rank]             # AdamW
+    moment.lerp_(gradient, 1.0 - beta1)
+    square.lerp_(gradient.square(), 1.0 - beta2)
+    deviation = (square / (1.0 - beta2 ** step)).sqrt_().add_(1e-8)
+    weight.addcdiv_(moment, deviation, value=-lr / (1.0 - beta1 ** step))
+    note(stage, "<-> all-gather", stage.flat)
+    dist.all_gather(list(stage.flat.chunk(grid.dp)), weight.clone(), group=grid.dp_group)
+    stage.grad.zero_()
+    return loss, grad_norm
+
+def global_sums(stage, loss, gradient):                                                # exercise 10
+    """Return the loss and the norm of all gradients, the same on all ranks, each counted once.
+
+    All tp ranks have the loss and a copy of norms and b2; two stages have the word embedding. So
+    `counts` is 0 for all copies but one. If ranks clipped by different norms, copies would drift.
+    """
+    own = stage.counts.chunk(stage.grid.dp)[stage.grid.dp_rank]
+    sums = torch.stack([loss * (stage.grid.tp_rank == 0), (gradient.square() * own).sum()]).double()
+    dist.all_reduce(sums)
+    return sums[0].item(), sums[1].sqrt().item()
+
+# ---- 8. Training ---------------------------------------------------------------------------------
+
+def read_batch(text, stage, step, microbatch):
+    """Return tokens and labels of a microbatch, both [b, s]: a label is the next token.
+
+    A sample is a window of s tokens. The layout has no say in which: all layouts learn the same.
+    """
+    sizes, grid, s, rows = stage.sizes, stage.grid, stage.sizes.seq_length, []
+    first = step * sizes.global_batch + grid.dp_rank * (sizes.global_batch // grid.dp)
+    for sample in range(sizes.micro_batch):
+        epoch, i = divmod(first + microbatch * sizes.micro_batch + sample, (len(text) - 1) // s)
+        order = np.random.Generator(np.random.PCG64([sizes.seed, epoch]))
+        start = order.permutation((len(text) - 1) // s)[i] * s
+        rows.append(torch.from_numpy(text[start:start + s + 1].astype(np.int64)))
+    rows = torch.stack(rows).to(grid.device)
+    return rows[:, :-1], rows[:, 1:]
+
+def learning_rate(step, steps, peak):
+    """Return the rate of step 1 .. steps: a linear rise for 5 %, then a cosine down to a tenth."""
+    warm_up = int(0.05 * steps)
+    cosine = math.cos(math.pi * (step - warm_up) / max(steps - warm_up, 1))
+    return peak * (step / warm_up if step <= warm_up else 0.55 + 0.45 * cosine)
+
+def note(stage, what, tensor):
+    """With --verbose, print which message or collective this rank launches, in its own column."""
+    if stage.verbose:
+        rank, now = dist.get_rank(), time.perf_counter() % 1000            # a clock all ranks share
+        print(f"{now:9.4f} s {' ' * 28 * rank} rank {rank} {stage.action} {what} "
+              f"{tensor.nbytes / 1e3:.0f} kB\n", end="", flush=True)
+
+def train(sizes, grid, slices, steps, folder, verbose=False, report=print):
+    """Train on a folder of data/prepare.py; return the stage and each step's (loss, norm)."""
+    meta = json.loads((folder / "meta.json").read_text())
+    text = np.memmap(folder / "train.bin", meta["dtype"], mode="r")
+    stage, history = make_stage(sizes, grid, meta["vocab_size"], slices, verbose), []
+    for step in range(1, steps + 1):
+        loss = run_pipeline(stage, text, step - 1)
+        history.append(optimizer_step(stage, step, learning_rate(step, steps, sizes.lr), loss))
+        if dist.get_rank() == 0 and (step % 10 == 0 or step == 1):
+            report("step {:4d}   loss {:.4f}   gradient norm {:.3f}".format(step, *history[-1]))
+    return stage, history
+
+def main():
+    alone = dict(store=dist.HashStore(), rank=0, world_size=1)                # without torchrun
+    dist.init_process_group(**({} if dist.is_torchelastic_launched() else alone))
+    world, parser = dist.get_world_size(), argparse.ArgumentParser(description=__doc__[:97])
+    for flag, default, text in (
+            ("--tp", 2 - world % 2, "tensor-parallel ranks"), ("--dp", None, "replicas"),
+            ("--pp", 2 - (world % 4 > 0), "pipeline stages"), ("--steps", 200, "optimizer steps"),
+            ("--slices", 2, "slices of a microbatch; 0: the definition, run by autograd")):
+        parser.add_argument(flag, type=int, default=default, help=text)
+    parser.add_argument("--data", type=Path, default="data/python-stdlib", help="prepared text")
+    parser.add_argument("--verbose", action="store_true", help="print messages and collectives")
+    flags, device = parser.parse_args(), torch.device("cpu")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device := torch.device("cuda", dist.get_rank()))
+    grid = make_grid(flags.tp, flags.pp, flags.dp or world // (flags.tp * flags.pp), device)
+    sizes = Sizes(micro_batch=min(4, Sizes().global_batch // grid.dp))
+    train(sizes, grid, flags.slices, flags.steps, flags.data, flags.verbose)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""nanodomino/minimal.py computes what train.py computes: losses, gradient norms and weights, in float64."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from support.jobs import ROOT, make_corpus
+from support.train_in_pool import metric_points, train_in_pool
+
+from nanodomino import minimal
+from nanodomino.checkpoint.export import full_weights
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of
+from nanodomino.checkpoint.manifest import read_manifest
+
+# 5 layers do not divide by 2 or 4 stages, and a microbatch of 3 does not divide by 2 slices
+SIZES = minimal.Sizes(layers=5, hidden=16, heads=4, seq_length=12, global_batch=24, micro_batch=3)
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def trained(pool, tmp_path_factory):
+    """The corpus, and what train.py makes of it in one process: (losses, norms, weights)."""
+    folder = tmp_path_factory.mktemp("minimal")
+    make_corpus(folder)
+    ended = train_in_pool(pool, folder, "--run-dir", folder / "run", "--dtype", "float64", "--train-iters", STEPS,
+                          "--num-layers", 5, "--num-attention-heads", 4, "--global-batch-size", 24,
+                          "--micro-batch-size", 3, "--hidden-dropout", 0, "--attention-dropout", 0)
+    assert ended.code == 0, ended.error
+    losses, norms = ([value for _, value in metric_points(folder / "run", name)] for name in ("loss", "grad_norm"))
+    (checkpoint,) = checkpoints_of(folder / "run")
+    return folder / "tokens", losses, norms, full_weights(checkpoint, read_manifest(checkpoint)["config"])
+
+
+def train_minimal(corpus: Path, tp, pp, dp, slices):
+    """Train on this rank; return (history, {name: (shard, dimension that is cut)})."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        grid = minimal.make_grid(tp, pp, dp, torch.device("cpu"))
+        stage, history = minimal.train(SIZES, grid, slices, STEPS, corpus, report=lambda line: None)
+        declared = minimal.declare(SIZES, grid, stage.sites, stage.vocab)
+        return history, {name: (weight.detach(), declared[name][1], grid.tp_rank)
+                         for name, weight in stage.weights.items()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("tp, pp, dp, slices", [
+    (1, 1, 1, 0), (2, 2, 2, 2), (4, 1, 2, 3), (2, 4, 1, 2), (2, 1, 4, 0),
+    *[pytest.param(*layout, marks=pytest.mark.exhaustive) for layout in (
+        (1, 1, 1, 2), (4, 2, 1, 1), (1, 4, 2, 3), (1, 2, 4, 2), (1, 1, 8, 2), (2, 2, 1, 0), (1, 5, 1, 2))]])
+def test_it_equals_train_py_on_every_layout(pool, trained, tp, pp, dp, slices):
+    corpus, losses, norms, weights = trained
+    ranks = pool.run(train_minimal, corpus, tp, pp, dp, slices, world_size=tp * pp * dp)
+    for history, shards in ranks:
+        assert [loss for loss, _ in history] == pytest.approx(losses, rel=1e-12)
+        assert [norm for _, norm in history] == pytest.approx(norms, rel=1e-12)
+        for name, (shard, cut, tp_rank) in shards.items():
+            whole = weights[name] if cut is None else weights[name].chunk(tp, cut)[tp_rank]
+            torch.testing.assert_close(shard, whole, rtol=1e-11, atol=1e-12)
+    assert set().union(*(shards for _, shards in ranks)) == set(weights)
+
+
+def test_it_is_short_and_imports_nothing_of_ours():
+    """At most 400 lines, not counting blank ones."""
+    text = (ROOT / "nanodomino/minimal.py").read_text()
+    lines = [line for line in text.splitlines() if line not in ("", "#")]
+    assert len(lines) <= 400 and max(map(len, lines)) <= 100
+    assert not re.search(r"^\s*(import|from) (nanodomino|data|train)", text, re.MULTILINE)
