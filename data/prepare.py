@@ -30,6 +30,7 @@ import sys
 import sysconfig
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -41,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a script,
 from nanodomino.config.command_exit import run_command
 from nanodomino.config.flags import Parser
 from nanodomino.corpus.atomic_folder import check_output, clear_leftovers, publish, temporary_sibling
-from nanodomino.corpus.documents import find_files, read_documents
+from nanodomino.corpus.documents import find_files, ids_of_line, read_documents, text_of_line
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require
@@ -54,12 +55,17 @@ PAIRS_COUNTED = 1 << 24         # for a larger vocabulary, only pairs in the fir
 
 
 def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=None, merge_file=None, progress=True,
-            source=None, overwrite=False, eod_token=None) -> dict:
-    """Tokenize the documents of `inputs` into the folder `output`; return its meta.json as a dict. Raises UserError."""
+            source=None, overwrite=False, eod_token=None, special_tokens=False, begin_of_text=False, ids=False) -> dict:
+    """Tokenize the documents of `inputs` into the folder `output`; return its meta.json as a dict. Raises UserError.
+
+    ids: the documents are token ids already.
+    """
+    require(not ids or not (special_tokens or begin_of_text), "--special-tokens and --begin-of-text are for text, but "
+            "--ids takes token ids as they are; leave them out")
     inputs = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
     output = Path(os.path.realpath(output))
     weights = check_split(split)
-    text_tokenizer = build_tokenizer(tokenizer, vocab_file, merge_file, eod_token)
+    text_tokenizer = build_tokenizer(tokenizer, vocab_file, merge_file, eod_token, special_tokens, begin_of_text)
     dtype = np.dtype("<u2" if text_tokenizer.vocab_size <= 1 << 16 else "<u4")
     try:
         clear_leftovers(output)
@@ -68,9 +74,15 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
         for path in files:
             require(Path(path).parent != output,
                     f"the input {path} lies in the output folder, which would be replaced; choose another --output")
+            require(not ids or path.endswith(".jsonl"),
+                    f"--ids reads the tokens field of .jsonl files, but the input {path} is another file; leave it out")
         with temporary_sibling(output) as folder:
-            tokens, documents, sizes = write_splits(folder, files, text_tokenizer, dtype, weights, skipped, progress)
+            tokens, documents, sizes = write_splits(folder, files, text_tokenizer, dtype, weights, skipped, progress,
+                                                    ids)
             cut_off = fill_empty_splits(folder, tokens, sizes, text_tokenizer, dtype, weights)
+            if ids:                                             # the text is known only now
+                sizes = [text_bytes(folder / f"{split}.bin", text_tokenizer, dtype) if count else 0
+                         for split, count in zip(SPLITS, tokens)]
             unigram, bigram, counted = entropies(folder / "train.bin", dtype, text_tokenizer.vocab_size)
             meta = {
                 "format": FORMAT, "source": source or summary_of(inputs),
@@ -84,7 +96,8 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
             if vocab_file is not None:
                 meta |= {"vocab_file": "encoder.json", "merge_file": "vocab.bpe"}
             if text_tokenizer.name == "huggingface":
-                meta |= {"tokenizer_file": "tokenizer.json", "eod_token": text_tokenizer.eod_token}
+                meta |= {"tokenizer_file": "tokenizer.json", "eod_token": text_tokenizer.eod_token,
+                         "special_tokens": special_tokens, "begin_of_text": begin_of_text}
             for name, path in text_tokenizer.files.items():     # copies, because the originals may move
                 shutil.copyfile(path, folder / name)
             (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", "utf-8")
@@ -134,11 +147,17 @@ def summary_of(inputs: list) -> str:
 # ---- documents -> splits of token ids
 
 def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dtype, weights: list[float],
-                 skipped: Counter, progress: bool) -> tuple[list[int], list[int], list[int]]:
+                 skipped: Counter, progress: bool, ids: bool) -> tuple[list[int], list[int], list[int]]:
     """Write each document to its split. Returns the numbers of tokens, of documents and of bytes of text in each split.
 
-    files: what find_files() returned. skipped: counts skipped documents by reason; updated here.
+    files: what find_files() returned. skipped: counts skipped documents by reason; updated here. ids: the documents
+    are token ids already, and travel as a text of decimal numbers.
     """
+    encode, read_line = tokenizer.encode, text_of_line
+    if ids:
+        encode, read_line = ids_of_text, partial(ids_of_line, vocab_size=tokenizer.vocab_size,
+                                                 end_of_text=tokenizer.end_of_text)
+    begin = b"" if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], dtype).tobytes()
     total, position = sum(map(os.path.getsize, files)), 0
     documents, written, split_of = [0] * 3, [0] * 3, {}
     end_of_text = np.array([tokenizer.end_of_text], dtype).tobytes()
@@ -146,7 +165,7 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
         outputs = [stack.enter_context(open(folder / f"{split}.bin", "wb")) for split in SPLITS]
         bar = stack.enter_context(tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True,
                                        disable=None if progress else True))     # None: no bar in a log file
-        for document in read_documents(files, tokenizer.safe_cut, any_bytes=tokenizer.name == "byte"):
+        for document in read_documents(files, tokenizer.safe_cut, tokenizer.name == "byte", read_line):
             first = next(document.chunks, "")
             # documents of equal length with equal first chunks count as copies
             fingerprint = hashlib.blake2b(b"%d " % document.size + raw_bytes(first), digest_size=8).digest()
@@ -162,8 +181,9 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
                 split_of[fingerprint] = split
                 documents[split] += 1
                 written[split] += document.size
+                outputs[split].write(begin)
                 for chunk in chain([first], document.chunks):
-                    outputs[split].write(tokenizer.encode(chunk).astype(dtype).tobytes())
+                    outputs[split].write(encode(chunk).astype(dtype).tobytes())
                     bar.update(len(raw_bytes(chunk)))
                 outputs[split].write(end_of_text)
             position += document.size_in_file
@@ -173,6 +193,11 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
             f"the input holds no text ({counted(len(files), 'file')}, {skipped_text(skipped) or 'none skipped'}); "
             "check the paths")
     return tokens, documents, written
+
+
+def ids_of_text(text: str) -> np.ndarray:
+    """Return the ids in a text such as "17 4 256"."""
+    return np.array(text.split(), np.int64)
 
 
 def raw_bytes(text: str) -> bytes:
@@ -215,11 +240,11 @@ def fill_empty_splits(folder: Path, tokens: list[int], sizes: list[int], tokeniz
 
 
 def text_bytes(path: Path, tokenizer: Tokenizer, dtype) -> int:
-    """Return the bytes of text that the tokens in a file stand for. End-of-text stands for none."""
+    """Return the bytes of text that the tokens in a file stand for. Begin-of-text and end-of-text stand for none."""
     row, counts = np.memmap(path, dtype, mode="r"), np.zeros(tokenizer.vocab_size, np.int64)
     for start in range(0, len(row), BLOCK):
         counts += np.bincount(row[start:start + BLOCK], minlength=len(counts))
-    counts[tokenizer.end_of_text] = 0
+    counts[[tokenizer.end_of_text, *([] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text])]] = 0
     return sum(int(counts[token]) * len(tokenizer.token_bytes(int(token))) for token in np.flatnonzero(counts))
 
 
@@ -290,6 +315,14 @@ def build_parser() -> Parser:
     parser.add_argument("--eod-token", metavar="TOKEN",
                         help="for a Hugging Face tokenizer: the special token that ends a document (default: the "
                         "eos_token in its tokenizer_config.json, else <|endoftext|> or the like)")
+    parser.add_argument("--special-tokens", action="store_true",
+                        help="for a Hugging Face tokenizer: the name of a special token in the text, such as "
+                        "<|im_end|>, means the token (default: it is ordinary text)")
+    parser.add_argument("--begin-of-text", action="store_true",
+                        help="for a Hugging Face tokenizer: put its begin-of-text token, such as <s>, in front of each "
+                        "document")
+    parser.add_argument("--ids", action="store_true",
+                        help='the lines of the .jsonl files hold ids of --tokenizer, {"tokens": [17, 4]}, not text')
     parser.add_argument("--split", default="949,50,1", metavar="SHARES",
                         help="shares of train,valid,test (default 949,50,1)")
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's encoder.json, instead of a download")
@@ -312,7 +345,8 @@ def main():
     inputs, output = flags.input or standard_library(), flags.output or DEFAULT_CORPUS
     meta = prepare(inputs, output, flags.tokenizer, flags.split, flags.vocab_file, flags.merge_file,
                    source=None if flags.input else STANDARD_LIBRARY, overwrite=flags.overwrite,
-                   eod_token=flags.eod_token)
+                   eod_token=flags.eod_token, special_tokens=flags.special_tokens, begin_of_text=flags.begin_of_text,
+                   ids=flags.ids)
     print_summary(meta, output)
 
 

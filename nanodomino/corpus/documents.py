@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,8 +95,12 @@ def is_text(path: str) -> bool:
         return False
 
 
-def read_documents(files: dict[str, bool], safe_cut: re.Pattern, any_bytes: bool) -> Iterator[Document]:
-    """Yield the documents of find_files()' files. any_bytes: a file that the user named need not be UTF-8."""
+def read_documents(files: dict[str, bool], safe_cut: re.Pattern, any_bytes: bool,
+                   text_of_line: Callable[[bytes, str], str]) -> Iterator[Document]:
+    """Yield the documents of find_files()' files.
+
+    any_bytes: a file that the user named need not be UTF-8; text_of_line: text_of_line or ids_of_line below.
+    """
     for path, named in files.items():
         if not path.endswith(".jsonl"):
             size = os.path.getsize(path)
@@ -119,6 +123,19 @@ def text_of_line(line: bytes, place: str) -> str:
             f'{place} has no text field; each line of a .jsonl file must look like {{"text": "..."}}')
     # JSON can contain half of a surrogate pair, which UTF-8 can't encode: it becomes a question mark.
     return document["text"].encode("utf-8", "replace").decode("utf-8")
+
+
+def ids_of_line(line: bytes, place: str, vocab_size: int, end_of_text: int) -> str:
+    """Return the tokens field of a line of a .jsonl file as a text such as "17 4 256", without an end-of-text at its
+    end. Raises UserError."""
+    try:
+        tokens = json.loads(line)["tokens"]
+        fits = isinstance(tokens, list) and all(type(token) is int and 0 <= token < vocab_size for token in tokens)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        fits = False
+    require(fits, f'{place} has no tokens field with ids from 0 to {vocab_size - 1}; with --ids, each line of a .jsonl '
+            'file must look like {"tokens": [17, 4]}')
+    return " ".join(map(str, tokens[:-1] if tokens[-1:] == [end_of_text] else tokens))
 
 
 def text_chunks(path: str, safe_cut: re.Pattern, any_bytes: bool) -> Iterator[str]:

@@ -4,8 +4,9 @@
     byte_fallback    Llama 2, Mistral                 the symbols are characters, space is ▁; a character that is not in
                                                       the vocabulary becomes its UTF-8 bytes, such as <0xE6>
 
-For both kinds the bytes of each token are known, so generated text can be printed token by token. In a document the
-name of a special token is ordinary text: a web page about <|endoftext|> does not end where it mentions this token.
+For both kinds the bytes of each token are known, so generated text can be printed token by token. The name of a
+special token is ordinary text in documents and prompts: a web page about <|endoftext|> does not end where it mentions
+this token. With --special-tokens the name means the token, as in the text that a chat template writes.
 """
 
 import json
@@ -24,6 +25,7 @@ from nanodomino.files import read_file
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")
 END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+BEGIN_OF_TEXT_TOKENS = ("<|begin_of_text|>", "<s>")
 ACCEPTED = "only BPE that is byte-level (GPT-2, Llama 3, Qwen, SmolLM2) or has byte_fallback (Llama 2, Mistral) works"
 
 CHUNK = 1 << 16             # characters that one thread encodes at a time
@@ -41,29 +43,29 @@ def bytes_of_characters() -> dict[str, int]:
 class HuggingFaceTokenizer:
     """Wraps a tokenizer of the package as a Tokenizer (tokenizer.py).
 
-    path: its tokenizer.json; eod_token: the token that ends a document, such as "</s>".
+    path: its tokenizer.json; eod_token: the token that ends a document, such as "</s>"; bos_token: the token in front
+    of each document and prompt, or None; special_tokens: whether the name of a special token means the token.
     """
 
     name = "huggingface"
 
-    def __init__(self, package_tokenizer, path: Path, byte_level: bool, safe_cut: re.Pattern, eod_token: str):
+    def __init__(self, package_tokenizer, path: Path, byte_level: bool, safe_cut: re.Pattern, eod_token: str,
+                 bos_token: str | None, special_tokens: bool):
+        package_tokenizer.encode_special_tokens = not special_tokens
         self.package_tokenizer, self.safe_cut, self.eod_token = package_tokenizer, safe_cut, eod_token
         self.files = {"tokenizer.json": path, **{name: path.with_name(name) for name in FILES[1:]
                                                  if path.with_name(name).is_file()}}
         self.vocab_size = 1 + max(package_tokenizer.get_vocab().values())       # there may be gaps between ids
         self.end_of_text = package_tokenizer.token_to_id(eod_token)
+        self.begin_of_text = bos_token and package_tokenizer.token_to_id(bos_token)
         self.byte_of = bytes_of_characters() if byte_level else {}
 
-    def encode(self, text: str, special_tokens_are_text=True) -> np.ndarray:
-        self.package_tokenizer.encode_special_tokens = special_tokens_are_text
+    def encode(self, text: str) -> np.ndarray:
         chunks, ids = split_at_safe_cuts(text, self.safe_cut, CHUNK, LONGEST_CHUNK), [np.zeros(0, np.uint32)]
         while batch := list(islice(chunks, CHUNKS_AT_ONCE)):
             encodings = self.package_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
             ids += [np.array(encoding.ids, np.uint32) for encoding in encodings]
         return np.concatenate(ids)
-
-    def encode_prompt(self, text: str) -> list[int]:
-        return self.encode(text, special_tokens_are_text=False).tolist()
 
     def decode(self, ids) -> str:
         return self.package_tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -86,9 +88,11 @@ def find_tokenizer(path) -> Path:
     return found
 
 
-def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceTokenizer:
-    """Read and check a tokenizer.json, or the one in a folder. eod_token: see find_eod_token.
+def read_huggingface(path, eod_token: str | None = None, special_tokens=False,
+                     begin_of_text=False) -> HuggingFaceTokenizer:
+    """Read and check a tokenizer.json, or the one in a folder.
 
+    eod_token: see find_special_token; special_tokens, begin_of_text: see build_tokenizer in tokenizer.py.
     Raises UserError if it is damaged, is of neither kind above, or does not decode to the text that was encoded.
     """
     path = find_tokenizer(path)
@@ -98,12 +102,23 @@ def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceTokenizer
         raise UserError(f"{path} needs the package tokenizers, which cannot be imported ({error}); pip install -r "
                         "requirements-extra.txt") from None
     try:
-        package_tokenizer = Tokenizer.from_file(str(path))
+        # the package ends the process, without an exception, if a string holds half of a surrogate pair
+        json.dumps(json.loads(read_file(path)), ensure_ascii=False).encode()
+        return check_tokenizer(Tokenizer.from_file(str(path)), path, eod_token, special_tokens, begin_of_text)
+    except (UserError, KeyboardInterrupt):
+        raise
     except BaseException as error:                  # a panic of the package's Rust code is no Exception
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise UserError(f"the tokenizers package cannot read {path} ({error}); give the folder of an intact "
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"the tokenizers package cannot read {path} ({reason}); give the folder of an intact "
                         "tokenizer.json") from None
+
+
+def check_tokenizer(package_tokenizer, path: Path, eod_token: str | None, special_tokens: bool,
+                    begin_of_text: bool) -> HuggingFaceTokenizer:
+    """Check and wrap a tokenizer of the package; the arguments are those of read_huggingface.
+
+    Raises UserError. If the file is damaged, the package may raise anything else in any of the calls.
+    """
     package_tokenizer.no_truncation()
     package_tokenizer.no_padding()
     record = json.loads(package_tokenizer.to_str())
@@ -112,15 +127,18 @@ def read_huggingface(path, eod_token: str | None = None) -> HuggingFaceTokenizer
             f"{path} is a {model['type']} tokenizer without byte-level symbols or byte_fallback; {ACCEPTED}")
     require(not model["dropout"], f"{path} has dropout {model['dropout']}, so its ids are random; set it to null")
     for token in record["added_tokens"]:            # a safe cut must not split a token that a document can contain
-        require(token["special"] or not (token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"])),
+        require(token["special"] and not special_tokens
+                or not (token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"])),
                 f"{path} has the added token {token['content']!r}, which contains or strips whitespace, so long texts "
-                "could not be cut; make it a special token, or choose another tokenizer")
+                "could not be cut; make it a special token without --special-tokens, or choose another tokenizer")
 
     safe_cut = find_safe_cut(word_splitter(package_tokenizer))
     require(safe_cut, f"{path} joins words across whitespace, so long texts could not be cut; {ACCEPTED}")
     special = {token["content"] for token in record["added_tokens"]}
-    eod_token = find_eod_token(path, special, eod_token)
-    tokenizer = HuggingFaceTokenizer(package_tokenizer, path, byte_level, safe_cut, eod_token)
+    eod_token = find_special_token(path, special, "eos_token", END_OF_TEXT_TOKENS, "--eod-token", eod_token)
+    bos_token = find_special_token(path, special, "bos_token", BEGIN_OF_TEXT_TOKENS) if begin_of_text else None
+    tokenizer = HuggingFaceTokenizer(package_tokenizer, path, byte_level, safe_cut, eod_token, bos_token,
+                                     special_tokens)
     sample = "x \n" + "".join(map(chr, range(33, 127)))
     ids = tokenizer.encode(sample)
     require(tokenizer.decode(ids) == b"".join(map(tokenizer.token_bytes, ids)).decode().lstrip() == sample,
@@ -146,26 +164,25 @@ def word_splitter(package_tokenizer) -> Callable[[str], list[str]]:
     return words
 
 
-def find_eod_token(path: Path, added: set[str], eod_token: str | None) -> str:
-    """Return the token that ends a document. Raises UserError if there is none.
+def find_special_token(path: Path, added: set[str], key: str, usual: tuple, flag="", given: str | None = None) -> str:
+    """Return the token that begins or ends a document. Raises UserError if there is none.
 
-    It is --eod-token, else the eos_token in tokenizer_config.json, else the first of END_OF_TEXT_TOKENS that the
-    tokenizer has. added: the added tokens of the tokenizer.
+    It is the `given` value of `flag`, else the value of `key` in tokenizer_config.json, else the first of the usual
+    tokens that the tokenizer has. added: the added tokens of the tokenizer.
     """
     config = path.with_name("tokenizer_config.json")
-    names = ", ".join(sorted(added)[:8]) or "it has none"
-    if eod_token is not None:
-        require(eod_token in added,
-                f"{path} has no added token {eod_token!r}; give --eod-token one of its own: {names}")
-        return eod_token
+    fix = (f"name one with {flag}: {', '.join(sorted(added)[:8]) or 'it has none'}" if flag
+           else f"add its {key} to {config}, or leave out --begin-of-text")
+    if given is not None:
+        require(given in added, f"{path} has no added token {given!r}; {fix}")
+        return given
     try:
-        found = json.loads(read_file(config)).get("eos_token") if config.is_file() else None
+        found = json.loads(read_file(config)).get(key) if config.is_file() else None
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{config} cannot be read ({type(error).__name__}); replace it, or name the token that ends a "
-                        "document with --eod-token") from None
+        raise UserError(f"{config} cannot be read ({type(error).__name__}); replace it, or {fix}") from None
     found = found.get("content") if isinstance(found, dict) else found
-    found = found or next((name for name in END_OF_TEXT_TOKENS if name in added), None)
-    require(found, f"{path} does not say which token ends a document; name it with --eod-token, one of: {names}")
-    require(found in added, f"{config} gives {found!r} as eos_token, which is no added token of {path.name}; name one "
-            f"with --eod-token: {names}")
+    found = found or next((name for name in usual if name in added), None)
+    require(found, f"{path} does not say which token is its {key}; {fix}")
+    require(isinstance(found, str) and found in added,
+            f"{config} gives {str(found)[:80]!r} as {key}, which is no added token of {path.name}; {fix}")
     return found

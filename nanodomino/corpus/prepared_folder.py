@@ -60,11 +60,14 @@ class Corpus:
         counted = self.tokens[split] - (self.documents[split] if eod_mask_loss else 0)
         return loss / math.log(2) * counted / self.bytes[split]
 
-    def tokenizer(self) -> Tokenizer:
-        """Build the tokenizer that encoded this corpus. Raises UserError."""
+    def tokenizer(self, special_tokens=False, begin_of_text=False) -> Tokenizer:
+        """Build the tokenizer that encoded this corpus. Raises UserError. The arguments of build_tokenizer also hold if
+        they are set here."""
         path, *gpt2_files = (self.path / name if name else None for name in map(self.meta.get, TOKENIZER_FILES))
         check(not path or path.is_file(), f"meta.json names {path}, which is missing")
-        tokenizer = build_tokenizer(path or self.tokenizer_name, *gpt2_files, self.meta.get("eod_token"))
+        tokenizer = build_tokenizer(path or self.tokenizer_name, *gpt2_files, self.meta.get("eod_token"),
+                                    special_tokens or self.meta.get("special_tokens") is True,
+                                    begin_of_text or self.meta.get("begin_of_text") is True)
         check(tokenizer.vocab_size == self.vocab_size,
               f"{self.path / 'meta.json'} records a vocabulary of {self.vocab_size} tokens, but its tokenizer "
               f"{self.tokenizer_name} has {tokenizer.vocab_size}")

@@ -38,18 +38,17 @@ GPT2_WORDS = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++""
 
 
 class Tokenizer(Protocol):
-    """The methods and attributes that every tokenizer has."""
+    """The methods and attributes that every tokenizer has. Documents and prompts are encoded alike."""
     name: str               # byte, gpt2 or huggingface, as in meta.json
     vocab_size: int         # 1 + the largest id
     end_of_text: int        # the id that ends a document
+    begin_of_text: int | None       # the id in front of each document and prompt, if there is one
     safe_cut: re.Pattern    # matches where a long text may be cut (safe_cuts.py)
     files: dict[str, Path]  # the tokenizer's own files: {name of the copy in a corpus: original file}
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a document, in which "<|endoftext|>" is ordinary text."""
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt, in which "<|endoftext|>" is the special token of this name."""
+        """Return the ids of a text, without begin_of_text and end_of_text. "<|endoftext|>" is ordinary text, unless
+        the tokenizer was built with special_tokens."""
 
     def decode(self, ids) -> str:
         """Return the text of these ids. Bytes that are not UTF-8 become U+FFFD."""
@@ -60,7 +59,7 @@ class Tokenizer(Protocol):
 
 class TiktokenTokenizer:
     """Wraps a tiktoken.Encoding as a Tokenizer."""
-    safe_cut = SAFE_CUT
+    safe_cut, begin_of_text = SAFE_CUT, None
 
     def __init__(self, encoding: tiktoken.Encoding, files=None):
         self.encoding, self.name, self.files = encoding, encoding.name, files or {}
@@ -68,9 +67,6 @@ class TiktokenTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
-
-    def encode_prompt(self, text: str) -> list[int]:
-        return self.encoding.encode(text, allowed_special="all")
 
     def decode(self, ids) -> str:
         return self.encoding.decode(ids)
@@ -90,11 +86,14 @@ class ByteTokenizer(TiktokenTokenizer):
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)     # faster than tiktoken, same ids
 
 
-def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None) -> Tokenizer:
+def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None, special_tokens=False,
+                    begin_of_text=False) -> Tokenizer:
     """Return the tokenizer `name`: "byte", "gpt2", or the path of a Hugging Face tokenizer. Raises UserError.
 
     vocab_file, merge_file: GPT-2's two files, instead of a download.
-    eod_token: see find_eod_token in huggingface_tokenizer.py.
+    The others are for Hugging Face tokenizers only. eod_token: see find_special_token in huggingface_tokenizer.py.
+    special_tokens: the name of a special token in a text means the token; otherwise the name is ordinary text.
+    begin_of_text: put the tokenizer's begin-of-text token in front of each document and prompt.
     """
     is_path = name not in TOKENIZERS
     require(not is_path or Path(name).exists(), f"unknown tokenizer '{name}'; try one of {', '.join(TOKENIZERS)}, or "
@@ -104,12 +103,14 @@ def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None) -> T
             "give both or neither")
     require(vocab_file is None or not is_path,
             f"--vocab-file and --merge-file are for the tokenizer gpt2, but the tokenizer is {name}; leave them out")
-    require(eod_token is None or is_path,
-            f"--eod-token is for Hugging Face tokenizers, but the tokenizer is {name}; leave it out")
+    for flag, value in {"--eod-token": eod_token, "--special-tokens": special_tokens,
+                        "--begin-of-text": begin_of_text}.items():
+        require(not value or is_path, f"{flag} is for Hugging Face tokenizers, but the tokenizer is {name}; leave it "
+                "out")
     require(vocab_file is None or name != "byte",
             f"the byte tokenizer has no files, but {vocab_file} was given; add --tokenizer gpt2 to use them")
     if is_path:
-        return read_huggingface(name, eod_token)
+        return read_huggingface(name, eod_token, special_tokens, begin_of_text)
     if name == "byte":
         return ByteTokenizer()
     if vocab_file is None:

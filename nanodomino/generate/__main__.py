@@ -59,6 +59,12 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
                         help="number of tensor-parallel processes (default: all that torchrun has started)")
     parser.add_argument("--data-path", default=None, metavar="DIR",
                         help="data folder with the tokenizer (default: the one that the model was trained on)")
+    parser.add_argument("--special-tokens", action="store_true",
+                        help="the name of a special token in a prompt, such as <|im_end|>, means the token (default: "
+                        "as the training data was prepared, else it is ordinary text)")
+    parser.add_argument("--begin-of-text", action="store_true",
+                        help="put the tokenizer's begin-of-text token in front of each prompt (default: as the "
+                        "training data was prepared, else not)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where to compute; auto is cuda if there is a GPU, else cpu (default auto)")
     parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True,
@@ -106,14 +112,15 @@ def read_text(path: str, flag: str) -> str:
         raise UserError(f"{flag} {path} must be UTF-8 text, but contains other bytes; convert it to UTF-8") from None
 
 
-def find_tokenizer(checkpoint: Path, config: Config, data_path: str | None) -> Tokenizer:
+def find_tokenizer(checkpoint: Path, config: Config, flags: argparse.Namespace) -> Tokenizer:
     """Return the tokenizer: from --data-path if given, else from an imported model, else from the training data.
 
     Raises UserError if there is none, or if its vocabulary is larger than the model's.
     """
+    data_path, encoding = flags.data_path, dict(special_tokens=flags.special_tokens, begin_of_text=flags.begin_of_text)
     source = data_path or config.data_path
     if data_path is None and (checkpoint / "tokenizer.json").is_file():
-        tokenizer, source = build_tokenizer(str(checkpoint)), checkpoint
+        tokenizer, source = build_tokenizer(str(checkpoint), **encoding), checkpoint
         vocab_size = tokenizer.vocab_size
     else:
         require(source, f"there is no tokenizer: {checkpoint} was imported, not trained, without a tokenizer.json; "
@@ -124,7 +131,7 @@ def find_tokenizer(checkpoint: Path, config: Config, data_path: str | None) -> T
         tokenizer, vocab_size = None, corpus.vocab_size
     require(vocab_size <= config.vocab_size, f"the tokenizer of {source} has {vocab_size} tokens, but the model has "
             f"only {config.vocab_size}; give the data folder that the model was trained on as --data-path")
-    return tokenizer or corpus.tokenizer()
+    return tokenizer or corpus.tokenizer(**encoding)
 
 
 def main(arguments: list[str], launch: LaunchInfo) -> int:
@@ -140,7 +147,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     layout |= dict(tensor_model_parallel_size=tp, micro_batch_size=1, device=flags.device)
     saved = dataclasses.replace(from_record(read_manifest(folder)["config"], folder), **layout)
     config = saved.resolve(launch.world_size).with_vocabulary(saved.vocab_size)
-    tokenizer = find_tokenizer(folder, config, flags.data_path)     # may fail, so before the process groups start
+    tokenizer = find_tokenizer(folder, config, flags)     # may fail, so before the process groups start
     device = find_device(config, launch)
 
     start_world(launch, device, config.timeout)

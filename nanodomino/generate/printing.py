@@ -65,7 +65,8 @@ def write_texts(flags: argparse.Namespace, model: GPT, mesh: Mesh, tokenizer: To
     is_rank_0, longest = dist.get_rank() == 0, config.context_length
     writer, written, start_time = Writer(tokenizer, mesh), 0, time.perf_counter()
     for number, (text, sample) in enumerate(product(flags.prompts, range(flags.num_samples))):
-        prompt = tokenizer.encode_prompt(text) or [tokenizer.end_of_text]
+        begin = [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text]
+        prompt = [*begin, *tokenizer.encode(text).tolist()] or [tokenizer.end_of_text]
         if is_rank_0 and len(prompt) > longest and sample == 0:
             print(f"the prompt has {counted(len(prompt), 'token')}, but the model sees only the last {longest} "
                   f"({context_name})", file=sys.stderr)

@@ -7,11 +7,14 @@ import torch
 
 from nanodomino.checkpoint.find_checkpoints import find_checkpoint
 from nanodomino.checkpoint.load import read_full_tensor
-from nanodomino.checkpoint.manifest import read_manifest
+from nanodomino.checkpoint.manifest import read_manifest, write_flushed
 from nanodomino.checkpoint.safe_load import SafeReader
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
 from nanodomino.config.saved_settings import from_record
+from nanodomino.corpus.huggingface_tokenizer import bytes_of_characters
+from nanodomino.corpus.prepared_folder import load_corpus
+from nanodomino.corpus.tokenizer import END_OF_TEXT
 from nanodomino.errors import counted, require
 from nanodomino.huggingface.families import family_of, write_config
 from nanodomino.huggingface.safetensors_files import (GENERATION, INDEX, SPECIAL_TOKENS, TOKENIZER_FILES, WEIGHTS,
@@ -71,7 +74,8 @@ def export_model(folder: Path, out: Path, dtype_name: str | None, max_bytes: int
                 metadata=dict(total_size=element_count(mappings) * dtype.itemsize),
                 weight_map={hf_name: name for name, mappings_of_file in zip(names, files)
                             for mapping in mappings_of_file for hf_name in mapping.hf_shapes}))
-        copied = copy_files((*TOKENIZER_FILES, GENERATION), tokenizer_folder(checkpoint, config), temporary)
+        source = tokenizer_folder(checkpoint, config)
+        copied = copy_files((*TOKENIZER_FILES, GENERATION), source, temporary) or write_tokenizer(source, temporary)
         write_json(temporary / "config.json", values | special_tokens(temporary, config))
     return (f"{out}: {family.architecture}, {counted(len(names), 'weight file')}, "
             f"{element_count(mappings):,} elements in {dtype_name}, {tokenizer_summary(copied)}")
@@ -88,6 +92,42 @@ def tokenizer_folder(checkpoint: Path, config: Config) -> Path:
     """Return the folder with the tokenizer's files: an imported checkpoint itself, else the run's data folder."""
     in_checkpoint = any((checkpoint / name).is_file() for name in TOKENIZER_FILES)
     return checkpoint if in_checkpoint or not config.data_path else Path(config.data_path)
+
+
+def byte_level_tokenizer(end_of_text: int) -> dict:
+    """Return the tokenizer.json whose ids are bytes: a byte-level BPE without merges, with an end-of-text token."""
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    special = dict(id=end_of_text, content=END_OF_TEXT, single_word=False, lstrip=False, rstrip=False, normalized=False,
+                   special=True)
+    return dict(version="1.0", added_tokens=[special], normalizer=None, pre_tokenizer=level, post_processor=None,
+                decoder=level, model=dict(type="BPE", vocab=bytes_of_characters(), merges=[]))
+
+
+def write_tokenizer(source: Path, target: Path) -> list[str]:
+    """Write the tokenizer of the data folder `source` as Hugging Face's files, and return their names: none if the
+    folder is gone, or if its gpt2 vocabulary was downloaded. Raises UserError if the folder is damaged.
+
+    The byte tokenizer becomes a byte-level BPE without merges. GPT-2's two files only have other names in Transformers.
+    """
+    if not (source / "meta.json").is_file():
+        return []
+    corpus = load_corpus(source)
+    settings = dict(eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+    if corpus.tokenizer_name == "byte":
+        files = {"tokenizer.json": byte_level_tokenizer(corpus.end_of_text)}
+        settings |= dict(tokenizer_class="PreTrainedTokenizerFast")
+    else:
+        names = {"vocab.json": corpus.meta.get("vocab_file"), "merges.txt": corpus.meta.get("merge_file")}
+        if not all(names.values()):
+            return []
+        files = {}
+        for new, old in names.items():
+            write_flushed(target / new, (source / old).read_bytes())
+        settings |= dict(tokenizer_class="GPT2Tokenizer", bos_token=END_OF_TEXT, unk_token=END_OF_TEXT)
+    files |= {"tokenizer_config.json": settings}
+    for name, values in files.items():
+        write_json(target / name, values)
+    return sorted(path.name for path in target.iterdir() if path.name in TOKENIZER_FILES)
 
 
 def special_tokens(folder: Path, config: Config) -> dict:

@@ -169,13 +169,13 @@ def write(path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ids_and_text_are_those_of_the_package(families, name):
-    tokenizer = build_tokenizer(families[name])
+    tokenizer, special = (build_tokenizer(families[name], special_tokens=special) for special in (False, True))
     assert tokenizer.vocab_size == package(families[name]).get_vocab_size(with_added_tokens=True)
     for text in TEXTS + random_texts(300, seed=1):
         ids = tokenizer.encode(text).tolist()
         assert ids == package_ids(families[name], text), repr(text)
         assert tokenizer.decode(ids) == package(families[name]).decode(ids, skip_special_tokens=False), repr(text)
-        prompt = tokenizer.encode_prompt(text)
+        prompt = special.encode(text).tolist()
         assert prompt == package_ids(families[name], text, special_tokens_are_text=False), repr(text)
         if name in ("gpt2", "llama3", "llama2"):
             assert tokenizer.decode(ids) == tokenizer.decode(prompt) == text
@@ -206,7 +206,8 @@ def test_an_added_token_that_is_not_special_is_one_token_in_a_document(families)
     think, end = map(package(families["qwen2"]).token_to_id, ("<think>", "<|im_end|>"))
     ids = tokenizer.encode("a<think>b<|im_end|>").tolist()
     assert ids.count(think) == 1 and ids.count(end) == 0
-    assert tokenizer.encode_prompt("a<think>b<|im_end|>").count(end) == 1
+    special = build_tokenizer(families["qwen2"], special_tokens=True)
+    assert special.encode("a<think>b<|im_end|>").tolist().count(end) == 1
 
 
 def test_an_id_between_two_tokens_ids_has_no_text(tmp_path, families):
@@ -306,7 +307,6 @@ def test_a_data_folder_reads_its_tokens_after_the_tokenizer_has_moved(tmp_path, 
     assert tokenizer.decode(ids) == text + end and ids.count(package(families[name]).token_to_id(end)) == 1
     assert (meta["tokenizer"], meta["tokenizer_file"], meta["eod_token"]) == ("huggingface", "tokenizer.json", end)
     assert ids[-1] == tokenizer.end_of_text == corpus.end_of_text == meta["end_of_text"]
-    assert tokenizer.encode_prompt(end) == [corpus.end_of_text], "a prompt may use it"
     kept = {file.name for file in (tmp_path / "out").iterdir()} - {f"{split}.bin" for split in SPLITS} - {"meta.json"}
     assert kept == {FILES[0], FILES[2], *(FILES[1:2] if (families[name] / FILES[1]).exists() else ())}
     prepare(tmp_path / "a.txt", tmp_path / "out", tmp_path / "out/tokenizer.json", split=(1, 0, 0), progress=False,
@@ -314,6 +314,60 @@ def test_a_data_folder_reads_its_tokens_after_the_tokenizer_has_moved(tmp_path, 
     assert np.fromfile(tmp_path / "out/train.bin", corpus.dtype).tolist() == ids, "its own copy serves as the tokenizer"
     prepare(tmp_path / "a.txt", tmp_path / "out", "byte", split=(1, 0, 0), progress=False, overwrite=True)
     assert not (tmp_path / "out/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("name, begin", [("llama3", "<|begin_of_text|>"), ("llama2", "<s>"), ("smollm2", None)])
+def test_a_data_folder_remembers_how_special_tokens_are_spelled_and_what_begins_a_document(tmp_path, families, name,
+                                                                                           begin):
+    """generate builds the tokenizer from the data folder, so prompts are encoded as the documents were."""
+    text, id_of = "a <|im_end|></s><|end_of_text|>b", package(families[name]).token_to_id
+    write(tmp_path / "a.txt", text)
+    if begin is None:
+        with pytest.raises(UserError, match="does not say which token is its bos_token; add its bos_token to .*config"):
+            build_tokenizer(families[name], begin_of_text=True)
+    for special, begins in ((False, False), (True, begin is not None)):
+        prepare(tmp_path / "a.txt", tmp_path / "out", families[name], split=(1, 0, 0), progress=False, overwrite=True,
+                special_tokens=special, begin_of_text=begins)
+        corpus = load_corpus(tmp_path / "out")
+        ids, tokenizer = np.fromfile(tmp_path / "out/train.bin", corpus.dtype).tolist(), corpus.tokenizer()
+        assert tokenizer.begin_of_text == (id_of(begin) if begins else None)
+        assert ids == [*([id_of(begin)] if begins else []), *package_ids(families[name], text, not special),
+                       corpus.end_of_text] and tokenizer.encode(text).tolist() == ids[begins:-1]
+
+
+def test_ids_are_taken_as_they_are(tmp_path, families, monkeypatch):
+    """Each list is a document; an end-of-text at its end is not doubled."""
+    size, end = (getattr(build_tokenizer(families["qwen2"]), name) for name in ("vocab_size", "end_of_text"))
+    lists = [[5, 0, size - 1], [7, end], [], [9], [end, 3]]
+    write(tmp_path / "a.jsonl", "".join(json.dumps({"tokens": tokens}) + "\n" for tokens in lists))
+    monkeypatch.setattr(sys, "argv", [
+        "prepare.py", "--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out"), "--split", "1,0,0",
+        "--tokenizer", str(families["qwen2"]), "--ids"])
+    prepare_module.main()
+    corpus = load_corpus(tmp_path / "out")
+    assert np.fromfile(tmp_path / "out/train.bin", corpus.dtype).tolist() == [
+        5, 0, size - 1, end, 7, end, 9, end, end, 3, end]
+    tokenizer = corpus.tokenizer()
+    assert corpus.bytes["train"] == sum(len(tokenizer.token_bytes(token)) for token in (5, 0, size - 1, 7, 9, 3))
+    for line in ('{"text": "x"}', f'{{"tokens": [{size}]}}', '{"tokens": [-1]}', '{"tokens": [1.0]}', "[1]", "{",
+                 '{"tokens": [true]}', '{"tokens": "12"}', '{"tokens": [' + "9" * 5000 + "]}"):
+        write(tmp_path / "b.jsonl", line)
+        with pytest.raises(UserError, match=f"b.jsonl, line 1, has no tokens field with ids from 0 to {size - 1}; wi"):
+            prepare(tmp_path / "b.jsonl", tmp_path / "b", families["qwen2"], progress=False, ids=True)
+    write(tmp_path / "a.txt", "x")
+    with pytest.raises(UserError, match="--ids reads the tokens field of .jsonl files, but the input .*a.txt is anoth"):
+        prepare(tmp_path / "a.txt", tmp_path / "b", families["qwen2"], progress=False, ids=True)
+    with pytest.raises(UserError, match="--special-tokens and --begin-of-text are for text, but --ids takes"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "b", families["qwen2"], ids=True, begin_of_text=True)
+
+
+@pytest.mark.parametrize("key", ["eos_token", "bos_token"])
+def test_a_token_of_a_wrong_type_is_refused_in_one_sentence(tmp_path, families, key):
+    folder = changed(families["gpt2"], tmp_path, lambda record: None)
+    for value in (["<|endoftext|>"], 5, {"content": ["x"]}, {"content": {}}, True, [[]]):
+        (folder / "tokenizer_config.json").write_text(json.dumps({key: value, "x": []}))
+        with pytest.raises(UserError, match=f"as {key}, which is no added token of tokenizer.json|not say which token"):
+            build_tokenizer(folder, begin_of_text=True)
 
 
 def test_eod_token_names_the_end_of_text(tmp_path, families, monkeypatch, capsys):
@@ -367,9 +421,12 @@ REFUSED = {
     "an added token that strips": (added("<x>", lstrip=True), "'<x>', which contains or strips whitespace"),
     "a merge without its tokens": (model(merges=[["Ġ", "@"]]), "the tokenizers package cannot read"),
     "no model": (lambda record: record.pop("model") and None, "the tokenizers package cannot read"),
+    "a regex without text": (whole(normalizer={"type": "Replace", "pattern": {"Regex": "(?=x)"}, "content": "y"}),
+                             "the tokenizers package cannot read"),
+    "half of a surrogate pair": (model(unk_token="\ud800"), "the tokenizers package cannot read"),
     "a list": (lambda record: [1], "the tokenizers package cannot read"),
-    "no end": (whole(added_tokens=[]), "does not say which token ends a document; name it with --eod-token, one of: it "
-                                       "has none")}
+    "no end": (whole(added_tokens=[]), "does not say which token is its eos_token; name one with --eod-token: it has "
+                                       "none")}
 
 
 @pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
@@ -410,7 +467,7 @@ def test_missing_and_broken_files_are_named_in_one_sentence(tmp_path, families):
                        "--eod-token: <|endoftext|>"),
             (("nowhere",), "try one of byte, gpt2, or the path of a Hugging Face tokenizer's folder"),
             (("end", "v", "m"), "--vocab-file and --merge-file are for the tokenizer gpt2"),
-            (("end", None, None, "<x>"), "has no added token '<x>'; give --eod-token one of its own")]:
+            (("end", None, None, "<x>"), "has no added token '<x>'; name one with --eod-token: <|endoftext|>")]:
         with pytest.raises(UserError) as caught:
             build_tokenizer(tmp_path / arguments[0], *arguments[1:])
         assert message in str(caught.value) and "\n" not in str(caught.value)

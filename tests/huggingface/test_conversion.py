@@ -7,10 +7,12 @@ import dataclasses
 import json
 import os
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from data.prepare import prepare
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.load import load_weights, read_full_tensor
 from nanodomino.checkpoint.manifest import verify
@@ -18,13 +20,15 @@ from nanodomino.checkpoint.safe_load import SafeReader
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
+from nanodomino.corpus.huggingface_tokenizer import bytes_of_characters
 from nanodomino.corpus.prepared_folder import load_corpus
+from nanodomino.corpus.tokenizer import build_tokenizer
 from nanodomino.data import TokenDataset
 from nanodomino.errors import UserError
 from nanodomino.generate.__main__ import main as generate_main
 from nanodomino.huggingface import export_model as exporting, import_model as importing
 from nanodomino.huggingface.__main__ import main, size_in_bytes
-from nanodomino.huggingface.export_model import export_model, split_into_files
+from nanodomino.huggingface.export_model import export_model, split_into_files, write_tokenizer
 from nanodomino.huggingface.families import FAMILIES, family_of, read_config, write_config
 from nanodomino.huggingface.import_model import import_model
 from nanodomino.huggingface.safetensors_files import GENERATION
@@ -177,9 +181,9 @@ def test_import_names_tensors_with_values_that_are_not_finite(folder, tmp_path):
 
     assert "warning" not in import_model(folder("gpt2"), tmp_path / "intact")
     change_tensors(tmp_path / "folder", spoil)
+    message = import_model(tmp_path / "folder", tmp_path / "spoilt")
     assert ("\nwarning: 2 tensors have values that are NaN or infinite: transformer.h.1.mlp.c_fc.weight, "
-            "transformer.ln_f.bias; download the folder again"
-            ) in import_model(tmp_path / "folder", tmp_path / "spoilt")
+            "transformer.ln_f.bias; download the folder again") in message
 
 
 def test_import_says_that_a_mistral_will_be_exported_as_a_llama(saved, tmp_path):
@@ -280,6 +284,39 @@ def test_an_imported_model_is_trained_and_exported(pool, transformers, saved, tm
     import_model(out, tmp_path / "again")
     assert same_bits(weights_of(tmp_path / "again"), weights_of(checkpoint))
     assert not same_bits(weights_of(tmp_path / "again"), weights_of(tmp_path / "imported"))
+
+
+def write_gpt2_files(folder):
+    """A small vocabulary in GPT-2's format: encoder.json and vocab.bpe."""
+    merges = [("d", "e"), ("Ġ", "'"), ("de", "f"), ("Ġ", "Ġ")]
+    tokens = [*bytes_of_characters(), *map("".join, merges), "<|endoftext|>"]
+    (folder / "encoder.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), "utf-8")
+    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), "utf-8")
+    return folder / "encoder.json", folder / "vocab.bpe"
+
+
+@pytest.mark.parametrize("model", ["nano", "nano-llama"])
+@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
+def test_transformers_reads_the_tokenizer_of_a_run_on_bytes_or_with_gpt2s_files(transformers, tmp_path, tokenizer,
+                                                                                model):
+    """AutoTokenizer gives the ids with which the data folder was prepared. An export without a tokenizer would load an
+    empty one without an error."""
+    data, out = tmp_path / "data", tmp_path / "out"
+    (tmp_path / "a.txt").write_text(text := "It is  1234, naïve 東京 🙂!\n\n\tdef f(x): return 'it''s'  \n")
+    files = write_gpt2_files(tmp_path) if tokenizer == "gpt2" else ()
+    prepare(tmp_path / "a.txt", data, tokenizer, (1, 0, 0), *files, progress=False)
+    corpus = load_corpus(data)
+    out.mkdir()
+    config = Config(model=model).resolve(1).with_vocabulary(corpus.vocab_size)
+    (out / "config.json").write_text(json.dumps(write_config(config, "float32")))
+    written = write_tokenizer(data, out)
+    loaded = transformers.AutoTokenizer.from_pretrained(out)
+    ids = np.fromfile(data / "train.bin", corpus.dtype).tolist()
+    assert loaded(text, add_special_tokens=False)["input_ids"] == ids[:-1] and loaded.eos_token_id == ids[-1]
+    assert loaded.decode(ids[:-1]) == text and loaded("x<|endoftext|>")["input_ids"][-1] == corpus.end_of_text
+    assert written == (["merges.txt", "tokenizer_config.json", "vocab.json"] if files else
+                       ["tokenizer.json", "tokenizer_config.json"])
+    assert files or build_tokenizer(out).encode(text).tolist() == ids[:-1], "it is read here, too"
 
 
 def test_generate_asks_for_a_tokenizer_if_the_checkpoint_has_none(saved, tmp_path):

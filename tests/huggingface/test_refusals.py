@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from nanodomino.config.config import Config
+from nanodomino.corpus.tokenizer import build_tokenizer
 from nanodomino.errors import UserError
 from nanodomino.huggingface import export_model as exporting, import_model as importing
 from nanodomino.huggingface.__main__ import main
-from nanodomino.huggingface.export_model import export_model
+from nanodomino.huggingface.export_model import byte_level_tokenizer, export_model, special_tokens
 from nanodomino.huggingface.families import write_config
 from nanodomino.huggingface.import_model import import_model
+from nanodomino.huggingface.safetensors_files import GENERATION, stored_tensors
 from support.huggingface import LENGTH, LLAMA3, change_config, change_tensors
 
 
@@ -164,6 +166,82 @@ def test_a_damaged_folder_is_refused(folder, tmp_path, change, message):
     changed = split_weights(folder("gpt2"))
     change(changed)
     assert_import_refused(changed, tmp_path, message)
+
+
+# ---- wrong types
+
+WRONG = [None, True, -1, 10**9, 10**40, 1e308, float("nan"), "", "x", "\ud800", [], [1], [[]], {}, {"content": 1}]
+
+
+def places(value, above=()):
+    """Yield the path to each value in a JSON object, as a tuple of keys and positions; in a list, only the first."""
+    yield above
+    entries = list(enumerate(value))[:1] if isinstance(value, list) else getattr(value, "items", dict)()
+    for key, below in entries:
+        yield from places(below, (*above, key))
+
+
+def with_value(record, place: tuple, value):
+    """Return a copy of a JSON object with another value at this place."""
+    if not place:
+        return value
+    copied = record.copy()
+    copied[place[0]] = with_value(record[place[0]], place[1:], value)
+    return copied
+
+
+def assert_only_sentences(path: Path, record, act):
+    """Write each wrong value at each place of a JSON file. act() must succeed, or raise UserError with a short line."""
+    for place in places(record):
+        for value in WRONG:
+            path.write_text(json.dumps(with_value(record, place, value)))
+            try:
+                act()
+            except UserError as error:
+                assert "\n" not in str(error) and len(str(error)) < 1000
+            except BaseException as error:
+                raise AssertionError(f"{path.name} with {value!r} at {place}") from error
+
+
+@pytest.mark.parametrize("model", ["gpt2", *(
+    pytest.param(model, marks=pytest.mark.exhaustive) for model in ("llama 3.1", "mistral", "qwen3"))])
+def test_a_wrong_type_anywhere_in_config_json_gives_one_sentence(folder, tmp_path, monkeypatch, model):
+    changed = folder(model)
+    for writer in ("write_single_process", "write_manifest"):
+        monkeypatch.setattr(importing, writer, lambda *_: None)
+
+    def act():
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        import_model(changed, tmp_path / "out")
+
+    values = json.loads((changed / "config.json").read_text())
+    assert_only_sentences(changed / "config.json", values | dict(rope_scaling={"type": "linear", "factor": 2.0}), act)
+
+
+def test_a_wrong_type_anywhere_in_an_index_or_in_generation_config_gives_one_sentence(folder, tmp_path):
+    changed = split_weights(folder("gpt2"))
+    record = json.loads((changed / INDEX).read_text())
+    record["weight_map"] = dict(list(record["weight_map"].items())[:3])      # the others are missing: still a sentence
+    assert_only_sentences(changed / INDEX, record, lambda: stored_tensors(changed))
+    config = Config().resolve(1).with_vocabulary(300)
+    assert_only_sentences(changed / GENERATION, {"eos_token_id": 5, "x": 1}, lambda: special_tokens(changed, config))
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json",
+                                  pytest.param("tokenizer.json", marks=pytest.mark.exhaustive)])
+def test_a_wrong_type_anywhere_in_a_tokenizers_files_gives_one_sentence(tmp_path, file):
+    pytest.importorskip("tokenizers", reason="needs tokenizers: pip install -r requirements-extra.txt")
+    settings = dict(eos_token={"content": "<|endoftext|>"}, bos_token="<|endoftext|>")
+    record = byte_level_tokenizer(256)
+    fewer = record["model"] | dict(vocab=dict(list(record["model"]["vocab"].items())[:3]))
+
+    def act():
+        assert len(build_tokenizer(tmp_path, begin_of_text=True).encode("x y"))
+
+    (tmp_path / "tokenizer.json").write_text(json.dumps(record))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    values = settings if file == "tokenizer_config.json" else record | dict(model=fewer)
+    assert_only_sentences(tmp_path / file, values, act)
 
 
 # ---- output
