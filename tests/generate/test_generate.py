@@ -294,7 +294,8 @@ def test_prompts_of_every_kind(written, folder):
     twice = f"ö\nline\n\n{SEPARATOR}ö\nline\n\n"
     assert written("--max-tokens 0 --seed 1 --prompt FILE:prompt.txt --num-samples 2") == (twice, 0)
     nothing, _ = written("--max-tokens 9 --seed 1")
-    assert written("--max-tokens 9 --seed 1 --prompt '<|endoftext|>'") == ("<|endoftext|>" + nothing, 9)
+    named, tokens = written("--max-tokens 9 --seed 1 --prompt '<|endoftext|>'")
+    assert tokens == 9 and named != "<|endoftext|>" + nothing, "as in a document, the name is ordinary text"
     long, tokens = written("--max-tokens 3 --seed 1 --prompt 'line 1 of a text that'", processes=2)
     assert tokens == 3 and long.startswith("the prompt has 21 tokens, but the model sees only the last 16 "
                                            "(seq-length)\nline 1 of a text that")
