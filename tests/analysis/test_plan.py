@@ -470,7 +470,7 @@ def check_memory(held, said, peak=math.inf):
         "tp2-pp2-dp2", "selective", "full", "cut-columns", "cut-full", "cut-selective-zero2",
         "llama", "mixed", "qwen2-selective", "qwen3-selective", "llama-documents", "qwen3-documents-cut"])
 def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_size, changes):
-    config = tiny(world_size, **{"global_batch_size": 12, "num_layers": 2, "device": "cpu", **changes})
+    config = tiny(world_size, **{"global_batch_size": 6, "num_layers": 2, "device": "cpu", **changes})
     for of_memory, (counted, said) in pool.run(held_rank, config, world_size=world_size):
         check_memory(*of_memory)
         assert counted == said
@@ -484,7 +484,7 @@ def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_
 def test_memory_and_traffic_of_each_schedule(pool, schedule, tp, slices, granularity):
     """Five layers on two stages: chunks of different sizes."""
     config = tiny(2 * tp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2, schedule=schedule,
-                  slices=slices, num_layers=5, global_batch_size=18, hidden_size=32, device="cpu",
+                  slices=slices, num_layers=5, global_batch_size=12, hidden_size=32, device="cpu",
                   hidden_dropout=0.1 * (slices == 3), recompute_granularity=granularity)
     for of_memory, (counted, said) in pool.run(held_rank, config, world_size=2 * tp):
         check_memory(*of_memory, PEAK)
@@ -522,7 +522,7 @@ def messages_rank(config):
 def test_peak_memory_of_messages(pool, schedule, slices, tp):
     """With sequence parallelism each tp rank sends its part."""
     config = tiny(2 * tp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2, schedule=schedule,
-                  slices=slices, num_layers=4, global_batch_size=18, device="cpu", sequence_parallel=tp > 1)
+                  slices=slices, num_layers=4, global_batch_size=12, device="cpu", sequence_parallel=tp > 1)
     for measured, said in pool.run(messages_rank, config, world_size=2 * tp):
         assert measured == said > 0
 

@@ -25,37 +25,37 @@ STATES = ("weight", "exp_avg", "exp_avg_sq")
 
 
 def resume_from_each(config, data, folders):
-    return [train_from(config, None, data, 2, 3, load=folder) for folder in folders]
+    return [train_from(config, None, data, 1, 2, load=folder) for folder in folders]
 
 
 @pytest.mark.parametrize("pairs, family", [("ring", {}), ("small ring", LLAMA), *[
     pytest.param("all", family, marks=pytest.mark.exhaustive) for family in ({}, LLAMA)]],
     ids=["ring", "small-ring-llama", "all", "all-llama"])
 def test_any_layout_resumes_from_any_other(pool, tmp_path, pairs, family):
-    """Two steps on one layout and the third on another equal the reference model. The data order, the learning rate and
+    """A step on one layout and the next on another equal the reference model. The data order, the learning rate and
     Adam's count must continue. Six layouts in a ring, or three, or all pairs of twelve."""
     chosen = {"all": LAYOUTS, "ring": LAYOUTS[::2], "small ring": LAYOUTS[2::4]}[pairs]
     configs = [config_for(*layout, **UNEVEN | family) for layout in chosen]
-    weights, data, records, final = reference_for(configs[0], 3)
+    weights, data, records, final = reference_for(configs[0], 2)
     folders = []
     for i, config in enumerate(configs):
-        pool.run(train_from, config, weights, data, 0, 2, None, str(tmp_path / str(i)), world_size=config.world_size)
+        pool.run(train_from, config, weights, data, 0, 1, None, str(tmp_path / str(i)), world_size=config.world_size)
         folders += map(str, checkpoints_of(tmp_path / str(i)))
     for i, config in enumerate(configs):
         chosen = folders if pairs == "all" else [folders[i - 1]]
         results = pool.run(resume_from_each, config, data, chosen, world_size=config.world_size)
         for outcomes in zip(*results, strict=True):
-            assert relative(outcomes[0].losses, [records[2].loss]) < 1e-9
-            assert relative(outcomes[0].norms, [records[2].gradient_norm]) < 1e-9
+            assert relative(outcomes[0].losses, [records[1].loss]) < 1e-9
+            assert relative(outcomes[0].norms, [records[1].gradient_norm]) < 1e-9
             assert difference(full_tensors(outcomes, lambda outcome: outcome.weights, config.tp), final) < 1e-9
 
 
 def assert_same_bits(pool, folder, config, weights, data):
-    """Check that four steps in a row equal two steps, a checkpoint, and two more. Returns the losses of rank 0."""
+    """Check that three steps in a row equal two steps, a checkpoint, and one more. Returns the losses of rank 0."""
     size = config.world_size
-    straight = pool.run(train_from, config, weights, data, 0, 4, world_size=size)
+    straight = pool.run(train_from, config, weights, data, 0, 3, world_size=size)
     pool.run(train_from, config, weights, data, 0, 2, None, str(folder), world_size=size)
-    resumed = pool.run(train_from, config, None, data, 2, 4, str(checkpoints_of(folder)[0]), world_size=size)
+    resumed = pool.run(train_from, config, None, data, 2, 3, str(checkpoints_of(folder)[0]), world_size=size)
     for expected, found in zip(straight, resumed):
         assert expected.losses[2:] == found.losses and expected.norms[2:] == found.norms
         assert all(map(math.isfinite, found.norms))
@@ -81,7 +81,7 @@ def test_a_skipped_step_does_not_count_as_an_adam_step_after_a_resume(pool, tmp_
     data = dataclasses.replace(data, loss_mask=data.loss_mask.clone())
     data.loss_mask[0] = math.nan
     losses = assert_same_bits(pool, tmp_path, config_for(*DP2), weights, data)
-    assert [math.isnan(loss) for loss in losses] == [True, False, False, False], "or no step was skipped"
+    assert [math.isnan(loss) for loss in losses] == [True, False, False], "or no step was skipped"
 
 
 # ---- which boxes a rank saves and reads
@@ -167,15 +167,15 @@ def test_export_writes_full_weights(pool, tmp_path, layout, family):
 def generate_from(config, folder, tokens, use_cache):
     mesh, model, _, _ = build(config)
     load_weights(Path(folder), model, mesh)
-    return generate(model, mesh, tokens, 20, config.vocab_size, 1.0, 0, 5, use_cache)
+    return generate(model, mesh, tokens, 12, config.vocab_size, 1.0, 0, 5, use_cache)
 
 
 def test_generated_text_depends_on_neither_layout_nor_cache(pool, saved):
-    """Twenty tokens with eight positions: the key-value cache fills up, grows, and is rebuilt."""
+    """Twelve tokens with eight positions: the key-value cache fills up, grows, and is rebuilt."""
     folder = str(checkpoints_of(saved[0])[0])
     texts = [pool.run(generate_from, config_for(*layout), folder, [3, 1, 4], cache, world_size=math.prod(layout[:3]))[0]
              for layout, cache in ((LAYOUTS[0], True), (LAYOUTS[0], False), (LAYOUTS[5], False), (LAYOUTS[6], True))]
-    assert texts == [texts[0]] * 4 and len(texts[0]) == 23 and len(set(texts[0])) > 5
+    assert texts == [texts[0]] * 4 and len(texts[0]) == 15 and len(set(texts[0])) > 5
 
 
 def load_in_16_bit(config, folder):

@@ -73,7 +73,8 @@ def dealt(rows: list[dict], layouts, **more) -> list:
 
 # By default 10 rows of the table of pairs, which hold each value of each option and each small layout at least once,
 # then each schedule and corners of their own. Exhaustive: all pairs, with the layout as one more option.
-CASES = dealt(in_all_pairs(OPTIONS)[:10], [layout for layout in SMALL if layout != (1, 1, 1)])
+TEN = in_all_pairs(OPTIONS)[:10]
+CASES = dealt(TEN, [layout for layout in SMALL if layout != (1, 1, 1)])
 CASES += [case(1, 4, 1, schedule=name) for name in SCHEDULES]
 CASES += [
     case(1, 1, 1, slices=3, micro_batch_size=6),
@@ -96,7 +97,7 @@ CASES += [
     # half of the ranks own only padding
     case(4, 2, 1, slices=2, micro_batch_size=12, make_vocab_size_divisible_by=64, exhaustive=True),
 ]
-CASES += dealt(in_all_pairs(OPTIONS)[:10], [layout for layout in LAYOUTS if layout[1] == 1], exhaustive=True)
+CASES += dealt(TEN, [layout for layout in LAYOUTS if layout[1] == 1], exhaustive=True)
 for row in in_all_pairs(OPTIONS | {"layout": tuple(layout for layout in LAYOUTS if layout[1] > 1)}):
     CASES += dealt([{name: value for name, value in row.items() if name != "layout"}], [row["layout"]], exhaustive=True)
 

@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import tiktoken
 import torch
-from support.jobs import LAUNCHER, ROOT, TINY, make_corpus
+from support.jobs import LAUNCHER, ROOT, TINY, make_corpus, needs_proc, wait_until
 from support.fork_server import launcher_environments
 from support.harness import END_OF_TEXT, FAMILIES, build, count_documents, reference_for, sizes_of, tiny
 from support.reference import ReferenceGPT, random_weights
@@ -33,6 +33,7 @@ from nanodomino.generate.__main__ import command_line
 from nanodomino.generate.generation import generate, sample_token, useful_threads
 from nanodomino.generate.printing import SEPARATOR, Writer
 
+ENDLESS = "--load run --prompt line --max-tokens 10000000 --seed 1"
 PATIENCE = 90           # seconds until a process counts as stuck; it takes 6, but the machine may have other work
 
 
@@ -78,7 +79,7 @@ def test_greedy_tokens_equal_the_plain_models_at_any_length(pool, world_size):
     # otherwise it repeats itself
     weights["embedding.position_embeddings.weight"] = 2 * weights["embedding.position_embeddings.weight"]
     plain, draw = ReferenceGPT(sizes_of(tiny(1))).double().load_full(weights), random.Random(0)
-    prompts = [[draw.randrange(20) for _ in range(length)] for length in (1, 5, 7, 8, 9, 12, 30)]
+    prompts = [[draw.randrange(20) for _ in range(length)] for length in (1, 5, 7, 8, 9, 12, 30)][::3]     # 1, 8, 30
     expected = []
     for prompt in prompts:
         text, window = list(prompt), prompt[-8:]
@@ -96,7 +97,7 @@ def test_greedy_tokens_equal_the_plain_models_at_any_length(pool, world_size):
 
 def documents_rank(config, weights, prompts):
     mesh, model, _, _ = build(config, weights)
-    return [[generate(model, mesh, prompt, 14, 20, temperature=0.0, use_cache=cache, end_of_text=END_OF_TEXT)
+    return [[generate(model, mesh, prompt, 10, 20, temperature=0.0, use_cache=cache, end_of_text=END_OF_TEXT)
              for prompt in prompts]
             for cache in (True, False)]
 
@@ -116,11 +117,11 @@ def test_every_family_generates_what_the_plain_model_does_within_documents(pool,
                for name, weight in random_weights(sizes_of(config), seed=5).items()}
     plain = ReferenceGPT(sizes_of(config)).double().load_full(weights)
     prompts = [[draw.choice([*range(20), END_OF_TEXT, END_OF_TEXT]) for _ in range(length)]
-               for length in (1, 4, 7, 8, 11)]
+               for length in (4, 7, 11)]
     expected = []
     for prompt in prompts:
         text, window = list(prompt), prompt[-8:]
-        while len(text) < len(prompt) + 14:
+        while len(text) < len(prompt) + 10:
             window = window if len(window) <= 8 else window[-4:]
             tokens = torch.tensor([window])
             positions, documents = count_documents(tokens)
@@ -245,7 +246,8 @@ def folder(fork_server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("generate") / "folder"
     folder.mkdir()
     corpus = make_corpus(folder)
-    flags = [*TINY, "--dtype", "float64", "--data-path", str(corpus), "--run-dir", "run", "--train-iters", "100"]
+    flags = [*TINY, "--dtype", "float64", "--data-path", str(corpus), "--run-dir", "run", "--train-iters", "50",
+             "--micro-batch-size", "16", "--eval-iters", "0"]
     ended = fork_server.launch("train.py", [(flags, {})], folder, PATIENCE)
     assert ended.code == 0, ended.output
     return folder
@@ -309,7 +311,7 @@ def endless(folder):
     def endless(processes):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         command = [sys.executable, *(launcher if processes else []), "-m", "nanodomino.generate",
-                   *shlex.split("--load run --prompt line --max-tokens 10000000 --seed 1")]
+                   *shlex.split(ENDLESS)]
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
         environment = {"GLOO_SOCKET_IFNAME": "lo", **environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE,
@@ -331,10 +333,19 @@ def test_a_pipe_that_is_closed_ends_it_quietly(endless, processes):
     assert (process.wait(PATIENCE), process.stderr.read()) == (0, b"")
 
 
-def test_control_c_ends_it_without_a_traceback(endless):
-    process = endless(None)
-    process.send_signal(signal.SIGINT)
-    assert (process.wait(PATIENCE), process.stderr.read()) == (-signal.SIGINT, b"")
+@needs_proc
+def test_control_c_ends_it_without_a_traceback(fork_server, folder, tmp_path):
+    log = tmp_path / "output.txt"
+    log.touch()
+    process = fork_server.start("nanodomino.generate", [(shlex.split(ENDLESS), {})], folder, log)
+    wait_until(process.ranks)
+    try:
+        wait_until(lambda: len(log.read_text(errors="replace")) > 20 or process.poll() is not None)
+    finally:
+        os.kill(process.ranks()[0], signal.SIGINT)
+    assert process.wait(PATIENCE) == -signal.SIGINT
+    output = log.read_text(errors="replace")
+    assert output.startswith("line") and "Traceback" not in output and "Interrupt" not in output, output
 
 
 @pytest.mark.parametrize("flag", ["--num-samples", "--max-tokens", "--top-k", "--seed"])

@@ -671,7 +671,16 @@ def in_shell(folder, *flags, processes=0):
                           capture_output=True, text=True, timeout=60)
 
 
-def test_one_process_prints_one_sentence_and_makes_no_folder(tmp_path):
+def test_one_process_prints_one_sentence_and_makes_no_folder(fork_server, tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    ended = fork_server.launch("train.py", [(["--slices", "0"], {})], folder, LIMIT)
+    assert (ended.code, ended.output) == (2, "error: --slices must be at least 1, but is 0\n")
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.exhaustive
+def test_the_sentence_goes_to_standard_error(tmp_path):
     done = in_shell(tmp_path, "--slices", "0")
     assert (done.returncode, done.stdout, done.stderr) == (
         2, "", "error: --slices must be at least 1 and at most 2147483647, but is 0\n")

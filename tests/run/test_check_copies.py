@@ -46,7 +46,7 @@ def nudged_rank(config, data, nudges):
 def test_copies_that_differ_are_named_with_their_ranks(pool, nudges, said):
     """Replicated parameters over tp, all over dp, the tied embedding on the first and last stage: each is compared only
     with its own copies."""
-    config = tiny(8, **BOX, dtype="bfloat16")
+    config = tiny(8, **BOX, dtype="bfloat16", micro_batch_size=12)
     results = pool.run(nudged_rank, config, random_data(config, 1), nudges)
     assert len(set(results)) == 1 and results[0][0] == "", results[0]
     assert all(words in results[0][1] for words in said) and bool(results[0][1]) == bool(said), results[0][1]

@@ -22,9 +22,9 @@ COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 GPT2 = dict(model="gpt2", dtype="bfloat16", micro_batch_size=16, global_batch_size=16, tensor_model_parallel_size=1,
             pipeline_model_parallel_size=1, data_parallel_size=1)          # 16 x 1024 tokens, one microbatch
 EIGHT = dict(model="nano", dtype="bfloat16", tensor_model_parallel_size=2, pipeline_model_parallel_size=2,
-             data_parallel_size=2, micro_batch_size=4, slices=2, num_layers=4)     # 2 microbatches a replica
+             data_parallel_size=2, micro_batch_size=4, slices=2, num_layers=2)     # 2 microbatches a replica
 HOST = dict(model="nano", dtype="bfloat16", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
-            data_parallel_size=1, slices=2, micro_batch_size=4, global_batch_size=8, num_layers=4,
+            data_parallel_size=1, slices=2, micro_batch_size=4, global_batch_size=8, num_layers=2,
             recompute_granularity="full")
 AGAIN = {"kept": (0, HOST), "on the host": (0, HOST | dict(checkpoint_in_cpu=True))}
 CASES = {"gpt2": (0, GPT2), "gpt2, two layers": (0, GPT2 | dict(num_layers=2)),
@@ -124,14 +124,14 @@ def test_copies_of_a_parameter_are_added_to_in_one_order_on_every_rank(counted, 
 
 
 def test_offload_frees_memory_and_the_host_never_waits_for_its_copies(counted):
-    """Each sublayer input x of 8 sublayers, two slices and each microbatch is copied out. All come back except the last
+    """Each sublayer input x of 4 sublayers, two slices and each microbatch is copied out. All come back except the last
     sublayer's, which backward needs before they have left. At the peak only these and the residual stream are on the
     GPU."""
     kept, away = counted("kept"), counted("on the host")
     assert away["waits"] == kept["waits"] == {"tolist": 1} and not away["mixed"]
-    assert away["copies"]["copy to the host"] == 8 * 2 * away["microbatches"]
-    assert away["copies"]["pinned"] - kept["copies"]["pinned"] == 7 * 2 * away["microbatches"]
-    assert kept["peak"] - away["peak"] >= 6 * 4 * 128 * 96 * 2
+    assert away["copies"]["copy to the host"] == 4 * 2 * away["microbatches"]
+    assert away["copies"]["pinned"] - kept["copies"]["pinned"] == 3 * 2 * away["microbatches"]
+    assert kept["peak"] - away["peak"] >= 2 * 4 * 128 * 96 * 2
 
 
 def test_sequence_parallelism_uses_nccls_own_reduce_scatter_and_all_gather(counted):

@@ -1,7 +1,8 @@
 """Start real processes in milliseconds: a server imports torch once, and each new process is a fork of it.
 
 A test of exit codes, printed errors and time-outs needs real processes. Starting Python and importing torch takes
-seconds for each rank. The server pays that once:
+seconds for each rank. The server pays that once. It is a fork itself: of multiprocessing's server, whose other forks
+are the workers of the pool (support/pool.py).
 
     the test                               server, with train.py imported      rank 0 ... rank n - 1
     fork_server.launch(command, ranks) --> forks a process for each rank  -->  sets its environment, folder and output;
@@ -17,6 +18,7 @@ may kill torchrun.
 import gc
 import json
 import math
+import multiprocessing
 import os
 import runpy
 import signal
@@ -47,15 +49,38 @@ class Ended:
     output: str
 
 
+def context_with_imports():
+    """Return multiprocessing's context of forks of one server, which imports once what is slow to import.
+
+    The server has no threads. It also imports the compiler, which the first optimizer step would import, and pytest,
+    which the files of tests import.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.checkpoint", "torch._inductor.config", "pytest", "train"])
+    return context
+
+
 class ForkServer:
     """The client side: call `launch` and `start` any number of times, then `close`."""
 
     def __init__(self):
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                       text=True, env=environment)
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        context = context_with_imports()
+        self.connection, theirs = context.Pipe()
+        self.server = context.Process(target=serve, args=(theirs, environment))
+        self.server.start()
+        theirs.close()                                      # so that the server's death closes the pipe
+
+    def ask(self, **job):
+        """Send a job to the server and return its answer."""
+        self.connection.send(job)
+        try:
+            return self.connection.recv()
+        except EOFError:
+            self.server.join()
+            raise AssertionError(f"the server has ended, with exit code {self.server.exitcode}") from None
 
     def launch(self, command: str, ranks: list[tuple[list[str], dict]], folder: Path, limit: float) -> Ended:
         """Run a process in `folder` for each (flags, environment) of `ranks`, and kill them after `limit` seconds.
@@ -64,25 +89,20 @@ class ForkServer:
         """
         log = folder.with_name(f"{folder.name}.output")
         log.write_text("")
-        job = dict(command=command, ranks=ranks, folder=str(folder), log=str(log), limit=limit)
-        self.server.stdin.write(json.dumps(job) + "\n")
-        self.server.stdin.flush()
-        answer = self.server.stdout.readline()
-        assert answer, f"the server has ended, with exit code {self.server.wait()}: is train.py sound?"
-        return Ended(**json.loads(answer), output=log.read_text(errors="replace"))
+        answer = self.ask(command=command, ranks=ranks, folder=str(folder), log=str(log), limit=limit)
+        return Ended(**answer, output=log.read_text(errors="replace"))
 
     def start(self, command: str, ranks: list[tuple[list[str], dict]], folder: Path, log: Path) -> "Running":
         """Start the ranks under a launcher process and return at once. log: gets their output and exit codes."""
         places = log.with_suffix(".ranks")
         places.write_text("")
-        self.server.stdin.write(json.dumps(dict(command=command, ranks=ranks, folder=str(folder), log=str(log),
-                                                limit=math.inf, places=str(places))) + "\n")
-        self.server.stdin.flush()
-        return Running(json.loads(self.server.stdout.readline()), places)
+        pid = self.ask(command=command, ranks=ranks, folder=str(folder), log=str(log), limit=math.inf,
+                       places=str(places))
+        return Running(pid, places)
 
     def close(self):
-        self.server.stdin.close()
-        self.server.wait()
+        self.connection.close()
+        self.server.join()
 
 
 class Running:
@@ -120,7 +140,7 @@ def is_alive(pid: int) -> bool:
     try:
         folder = Path(f"/proc/{pid}")
         state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
-        return state != "Z" and b"fork_server.py" in (folder / "cmdline").read_bytes()
+        return state != "Z" and b"forkserver" in (folder / "cmdline").read_bytes()
     except OSError:
         return False
 
@@ -135,17 +155,20 @@ def launcher_environments(processes: int) -> list[dict]:
 
 # ---- the server side
 
-def serve():
-    """Import what is slow to import, then serve one launch for each line of stdin."""
-    import torch._inductor.config
-    import torch.distributed.checkpoint  # noqa: F401
+def serve(connection, environment: dict):
+    """Serve one launch for each message until the tests close the pipe."""
+    import torch
 
-    import train  # noqa: F401
-
-    gc.freeze()                                             # garbage collection in a fork skips these objects
-    for line in sys.stdin:
-        job = json.loads(line)
-        print(json.dumps(launch_alone(**job) if "places" in job else launch_and_wait(**job)), flush=True)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    gc.freeze()                                             # garbage collection in a fork skips what is imported
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        connection.send(launch_alone(**job) if "places" in job else launch_and_wait(**job))
 
 
 def launch_alone(places: str, log: str, **job) -> int:
@@ -223,8 +246,3 @@ def become(command: str, flags: list[str], environment: dict, folder: str, log: 
         code = 1
     sys.stdout.flush()
     os._exit(code)                                          # skips a second of tearing down torch
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    serve()

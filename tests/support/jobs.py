@@ -19,8 +19,9 @@ from support import ROOT
 from support.fork_server import LAUNCHER, Running, launcher_environments
 
 PATIENCE = 90           # seconds until a launch counts as stuck
-TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --hidden-dropout 0.1 "
-        "--attention-dropout 0.1 --eval-iters 1 --eval-interval 7 --sample-tokens 0 --device cpu").split()
+TINY = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 8 "
+        "--hidden-dropout 0.1 --attention-dropout 0.1 --eval-iters 1 --eval-interval 7 --sample-tokens 0 "
+        "--device cpu").split()
 
 needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 

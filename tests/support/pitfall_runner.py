@@ -22,6 +22,8 @@ from support.reference import ReferenceGPT, masked_loss, random_weights, train_r
 
 import train
 from nanodomino import model
+from nanodomino.config.config import Config
+from nanodomino.config.setting import names_affecting
 from nanodomino.layers import dropout_and_positions
 
 TOLERANCE = 1e-9         # largest relative error of any number, in float64
@@ -154,13 +156,23 @@ class Side:
     apart: frozenset = frozenset()
 
 
-@lru_cache
+_plain = {}
+
+
 def plain(entry: Pitfall, steps: int):
-    """Return (initial weights, data, the plain model's results)."""
+    """Return (initial weights, data, the plain model's results), computed once for each model and data."""
     config = entry.config
+    key = (sizes_of(config), entry.drawn, steps, *(getattr(config, name) for name in names_affecting(
+        Config, "model", "optimizer", "run", "losses")))
+    if key not in _plain:
+        _plain[key] = train_plain(config, entry.drawn, steps)
+    return _plain[key]
+
+
+def train_plain(config, drawn: bool, steps: int):
     sizes = sizes_of(config)
     data = text(config.vocab_size, config.global_batch_size, config.seq_length, steps)
-    weights = drawn_weights(config) if entry.drawn else random_weights(sizes, seed=3)
+    weights = drawn_weights(config) if drawn else random_weights(sizes, seed=3)
     rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
     batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(steps)]
     records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad,

@@ -34,7 +34,6 @@ import gc
 import importlib
 import io
 import math
-import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
@@ -49,6 +48,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from support.fork_server import context_with_imports
 
 START_TIMEOUT = 300.0  # seconds to start all workers on a busy machine
 GRACE = 3.0  # seconds that the other ranks have to return after one has failed
@@ -229,10 +229,7 @@ class Pool:
         """Start all workers unless they run already. They inherit sys.path, so they find the tests' modules."""
         if self.processes:
             return
-        # A server process without threads imports torch once, and the compiler, which the first optimizer step would
-        # import. The workers are forks of it, which takes a tenth of the time of eight imports.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.checkpoint", "torch._inductor.config"])
+        context = context_with_imports()        # forks take a tenth of the time of eight imports
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.stack_directory = tempfile.TemporaryDirectory(prefix="test-pool-")
         try:
