@@ -58,7 +58,7 @@ MACHINE = "2 shared virtual cores, AMD EPYC, torch 2.13.0 CPU, 2026-11-21"
 
 # Two microbatches a step instead of eight: most of these bugs show as well, in a third of the time.
 TP, PP = (dict({f"{axis}_model_parallel_size": 2}, micro_batch_size=12) for axis in ("tensor", "pipeline"))
-MORE = dict(micro_batch_size=3)                      # eight microbatches
+MORE = dict(micro_batch_size=3)                      # eight microbatches, whose two slices are uneven
 EVEN = dict(micro_batch_size=4)                      # both slices get the same number of samples
 
 
@@ -925,7 +925,8 @@ def without_sums_over_parts(self, finish=zero.ZeroOptimizer.finalize_gradients):
 
 @pitfall("Sequence parallelism: masks are drawn for the rank's own tokens",
          "`nanodomino/layers/dropout_and_positions.py`, `MasksAndPositions.hidden_dropout_mask`: draws for the whole "
-         "sample, then shards as the residual stream is sharded", hidden_dropout=0.2, sequence_parallel=True, **TP | MORE)
+         "sample, then shards as the residual stream is sharded",
+         hidden_dropout=0.2, sequence_parallel=True, **TP | MORE)
 def masks_of_a_part(config):
     """A rank holds s/t of a sample's tokens and draws that many masks from the seed that all ranks share. So the first
     token of each part drops the same elements. The same noise occurs t times, and it depends on the layout. No copies
