@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.common import Times, add_config_flags, bytes_text, config_of, gathered, progress, ratios, table
+from benchmarks.common import Times, add_config_flags, bytes_text, config_here, gathered, progress, ratios, table
 from nanodomino.analysis.sizes import parameter_count
 from nanodomino.analysis.step_time import slowest, synchronize_ranks
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
@@ -52,7 +52,7 @@ def processes(flags) -> int:
 def settle(flags) -> Config:
     """Return the Config, with tp = processes / dp. Raises UserError if that many processes can't share the model."""
     dp = flags.data_parallel_size
-    return config_of(flags, flags.processes, tensor_model_parallel_size=max(flags.processes // max(dp, 1), 1),
+    return config_here(flags, flags.processes, tensor_model_parallel_size=max(flags.processes // max(dp, 1), 1),
                      pipeline_model_parallel_size=1, vocab_size=257)
 
 

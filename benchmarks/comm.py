@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, config_of, describe, gathered,
+from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, config_here, describe, gathered,
                                layout_of, table)
 from nanodomino.analysis import expected_traffic, sizes
 from nanodomino.comm.scatter_and_gather import TAGS
@@ -49,12 +49,12 @@ def processes(flags) -> int:
     """Return tp x pp x dp. Raises UserError for wrong flags, so that they are found before processes start."""
     sizes = [flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size, flags.data_parallel_size]
     world_size = max(sizes[0] * sizes[1] * sizes[2], 1)
-    config_of(flags, world_size)
+    config_here(flags, world_size)
     return world_size
 
 
 def answer(flags, launch):
-    config, mesh, optimizer, stage = build(config_of(flags, launch.world_size), launch)
+    config, mesh, optimizer, stage = build(config_here(flags, launch.world_size), launch)
     dataset = RandomTokens(config, mesh.device)
     while config.dtype == "float16" and not optimizer.updates:       # skips steps until the loss scale is small enough
         train.train_step(1, stage, optimizer, dataset, config, mesh)

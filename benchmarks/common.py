@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from nanodomino.analysis.step_time import slowest, synchronize_ranks
+from nanodomino.analysis.step_time import require_memory, slowest, synchronize_ranks
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
@@ -46,6 +46,8 @@ from nanodomino.errors import UserError, counted, require
 from nanodomino.overlap import recompute, sequence_parallel
 
 GPT2 = 50304     # GPT-2's vocabulary size, 50257, rounded up as in nanoGPT
+MOST_PROCESSES = 64      # that bench.py starts itself
+MOST_ROUNDS = 10_000     # of --repeats
 BENCH = Path(__file__).resolve().parent.parent / "bench.py"
 
 
@@ -96,7 +98,7 @@ def parse(question, arguments: list[str]) -> argparse.Namespace:
     flags = parser.parse_args(arguments[1:])
     flags.given = [name for name, value in vars(flags).items() if value != parser.get_default(name)]
     repeats = getattr(flags, "repeats", 1)
-    require(repeats >= 1, f"--repeats must be at least 1, but is {repeats}; try 7")
+    require(1 <= repeats <= MOST_ROUNDS, f"--repeats must be from 1 to {MOST_ROUNDS}, but is {repeats}; try 7")
     return flags
 
 
@@ -118,6 +120,18 @@ def config_of(flags, world_size: int, **settings) -> Config:
     config = Config(**given, **settings).resolve(world_size)
     check_needs(config, getattr(flags, "given", ()))
     return config.with_vocabulary(config.vocab_size)
+
+
+def config_here(flags, world_size: int, **settings) -> Config:
+    """Return config_of(), for a run on this machine. Raises UserError if the machine has too little memory for it."""
+    launch = read_launch_environment()
+    require(launch.launched or world_size <= MOST_PROCESSES,
+            f"bench.py starts at most {MOST_PROCESSES} processes, but these flags need {world_size}; lower --tp, --pp "
+            "or --dp, or start the processes with torchrun")
+    config = config_of(flags, world_size, **settings)
+    if config.device == "cpu" or not torch.cuda.is_available():
+        require_memory(config, torch.device("cpu"), launch.local_world_size if launch.launched else world_size)
+    return config
 
 
 def shape_of(config: Config) -> dict:

@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import Times, add_config_flags, compare, config_of, ratio_text, ratios, table
+from benchmarks.common import Times, add_config_flags, compare, config_here, ratio_text, ratios, table
 from nanodomino.comm.world import find_device
 from nanodomino.config.config import Config
 from nanodomino.data import Batch
@@ -49,7 +49,7 @@ def processes(flags) -> int:
 def config_for(flags) -> Config:
     """Return the Config of a tiny model, with one sample per slice. Raises UserError."""
     require(1 <= flags.slices <= 64, f"--slices must be from 1 to 64, but is {flags.slices}; try 2")
-    return config_of(flags, flags.tensor_model_parallel_size, pipeline_model_parallel_size=1, hidden_size=16,
+    return config_here(flags, flags.tensor_model_parallel_size, pipeline_model_parallel_size=1, hidden_size=16,
                      num_attention_heads=8, seq_length=8, vocab_size=256, micro_batch_size=flags.slices,
                      global_batch_size=flags.slices)
 

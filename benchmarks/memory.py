@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import train
 from benchmarks import comm
 from benchmarks.comm import processes  # noqa: F401, called by common.main
-from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, config_of, describe, gathered,
+from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, config_here, describe, gathered,
                                layout_of, table)
 from nanodomino.analysis import expected_memory, sizes
 from nanodomino.config.config import Config
@@ -43,7 +43,7 @@ def add_flags(parser):
 
 
 def answer(flags, launch):
-    config, mesh, optimizer, stage = comm.build(config_of(flags, launch.world_size), launch)
+    config, mesh, optimizer, stage = comm.build(config_here(flags, launch.world_size), launch)
     found = measure(config, mesh, optimizer, stage, CopiedRandomTokens(config, mesh.device))
     return report(config, gathered(found))
 

@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import (GPT2, SAME, Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text,
-                               compare, config_of, ratio_text, ratios, shape_of, table)
+                               compare, config_here, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, mean_loss
 from benchmarks.slow_network import INTERFACE
 from nanodomino import pipeline
@@ -101,7 +101,7 @@ def config_for(flags):
             if getattr(flags, name) is None:
                 setattr(flags, name, size)
     flags.vocab_size = flags.vocab_size or (SMALL["vocab_size"] if flags.model == "nano" else GPT2)
-    return config_of(flags, flags.tensor_model_parallel_size,
+    return config_here(flags, flags.tensor_model_parallel_size,
                      global_batch_size=flags.micro_batch_size * flags.microbatches,
                      pipeline_model_parallel_size=1, data_parallel_size=1)
 

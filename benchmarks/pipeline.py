@@ -44,7 +44,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 import train
-from benchmarks.common import (SAME, Figure, RandomTokens, add_config_flags, bind_to_one_core, compare, config_of,
+from benchmarks.common import (SAME, Figure, RandomTokens, add_config_flags, bind_to_one_core, compare, config_here,
                                gathered, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain
 from nanodomino import pipeline
@@ -92,7 +92,7 @@ def processes(flags) -> int:
 
 def configs_for(flags, microbatches: int) -> dict[str, Config]:
     """Return {schedule: its Config}. Each schedule gets the smallest number of chunks per stage that it allows."""
-    return {name: config_of(flags, flags.pipeline_model_parallel_size, tensor_model_parallel_size=1,
+    return {name: config_here(flags, flags.pipeline_model_parallel_size, tensor_model_parallel_size=1,
                             data_parallel_size=1, slices=1, schedule=name,
                             global_batch_size=flags.micro_batch_size * microbatches) for name in SCHEDULES}
 

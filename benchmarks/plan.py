@@ -22,6 +22,7 @@ predicts a step, trains, and prints the predicted and the measured time:
 
 import dataclasses
 import itertools
+import math
 import operator
 import statistics
 import time
@@ -30,8 +31,8 @@ from functools import partial
 
 import train
 from benchmarks import comm, memory, published
-from benchmarks.common import (Times, add_config_flags, bytes_text, config_of, describe, gathered, layout_of,
-                               ratio_text, ratios, seconds_text, table)
+from benchmarks.common import (Times, add_config_flags, bytes_text, config_here, config_of, describe, gathered,
+                               layout_of, ratio_text, ratios, seconds_text, table)
 from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
 from nanodomino.analysis.hardware import PEAK_FLOPS
 from nanodomino.analysis.sizes import parameter_count
@@ -100,7 +101,7 @@ def processes(flags) -> int:
         value = getattr(flags, name)
         require(least <= value <= most, f"{flag_name(name)} must be from {least} to {most}, but is {value}")
     flags.vocab_size = flags.vocab_size or PUBLISHED_VOCABULARIES.get(flags.model, GPT2_VOCABULARY)
-    config = config_of(flags, flags.gpus)
+    config = (config_here if flags.gpu == "here" else config_of)(flags, flags.gpus)
     require(flags.gpu == "here" or config.params_dtype.itemsize == 2,
             f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, because only its 16-bit FLOP/s are known, but "
             f"--dtype is {config.dtype}; try --dtype bfloat16")
@@ -192,7 +193,7 @@ def faster_schedule(config: Config, machine: Machine, seconds: float, usable: fl
              for changes in itertools.chain(*other_schedules(config))]
     fitting = (f"{flags_text(changes)} would take {seconds_text(other)} per step"
                for other, changes in sorted(times, key=lambda timed: timed[0])
-               if other < 0.99 * seconds and most_needed(config, changes) <= usable)
+               if other < 0.99 * seconds and most_needed(config, changes, usable) <= usable)
     return list(itertools.islice(fitting, 1))
 
 
@@ -292,10 +293,10 @@ def what_helps(config: Config, machine: Machine, flags, usable: float) -> str:
     for count in (1, 2):
         for changes in itertools.combinations(remedies(config), count) if not found else ():
             merged = {name: value for change in changes for name, value in change.items()}
-            if len(merged) == sum(map(len, changes)) and (most := most_needed(config, merged)) <= usable:
+            if len(merged) == sum(map(len, changes)) and (most := most_needed(config, merged, usable)) <= usable:
                 found.append(f"{flags_text(merged)} {costs(most, merged)}")
     for gpus in (config.world_size * factor for factor in (2, 4, 8, 16) if not found):
-        if (most := most_needed(config, {}, gpus)) <= usable:
+        if (most := most_needed(config, {}, usable, gpus)) <= usable:
             found.append(f"--gpus {gpus} {costs(most, {}, gpus)}")
     if not found:
         most = most_needed(config, {})
@@ -340,11 +341,19 @@ def changed(config: Config, changes: dict, gpus=None) -> Config | None:
         return None
 
 
-def most_needed(config: Config, changes: dict, gpus=None) -> float:
-    """Return the bytes that the fullest GPU needs after the changes; infinity if changed() finds them impossible."""
+def most_needed(config: Config, changes: dict, usable=math.inf, gpus=None) -> float:
+    """Return the bytes that the fullest GPU needs after the changes.
+
+    The result is infinity if a stage needs more than `usable`, or if changed() finds the changes impossible.
+    """
     if (other := changed(config, changes, gpus)) is None:
-        return float("inf")
-    return max(sum(memory_terms(other, sizes.mesh_at(other, stage)).values()) for stage in range(other.pp))
+        return math.inf
+    most = 0
+    for stage in range(other.pp):
+        most = max(most, sum(memory_terms(other, sizes.mesh_at(other, stage)).values()))
+        if most > usable:                                      # the other stages would not change the answer
+            return math.inf
+    return most
 
 
 # ---- for this machine

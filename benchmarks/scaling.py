@@ -26,7 +26,7 @@ from argparse import Namespace
 
 import torch
 
-from benchmarks.common import (Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, compare, config_of,
+from benchmarks.common import (Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, compare, config_here,
                                cores_of, ratio_text, start_processes, table)
 from benchmarks.throughput import OurTraining
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
@@ -67,7 +67,7 @@ def settle(flags, world_size, layout, scaling):
     dp, tp = (world_size, 1) if layout == "dp" else (1, world_size)
     micro_batch_size = min(flags.micro_batch_size, max(samples // dp, 1))
     changed = vars(flags) | {"global_batch_size": samples, "micro_batch_size": micro_batch_size}
-    return config_of(Namespace(**changed), world_size, data_parallel_size=dp, tensor_model_parallel_size=tp,
+    return config_here(Namespace(**changed), world_size, data_parallel_size=dp, tensor_model_parallel_size=tp,
                      pipeline_model_parallel_size=1, lr_decay_style="constant", lr_warmup_fraction=0.0)
 
 

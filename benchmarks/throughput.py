@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import train
-from benchmarks.common import (GPT2, SAME, RandomTokens, Times, add_config_flags, compare, config_of, ratio_text,
+from benchmarks.common import (GPT2, SAME, RandomTokens, Times, add_config_flags, compare, config_here, ratio_text,
                                ratios, shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
 from nanodomino.analysis.hardware import find_peak_flops
@@ -60,7 +60,7 @@ def processes(flags) -> int:
 
 def answer(flags, launch):
     flags.vocab_size = flags.vocab_size or (BYTES if flags.model in ("nano", "nano-llama") else GPT2)
-    config = config_of(flags, launch.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0)
+    config = config_here(flags, launch.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0)
     device = find_device(config, launch)
     config = dataclasses.replace(config, compile=flags.compile).with_device(device)
     start_world(launch, device)

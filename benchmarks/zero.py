@@ -57,7 +57,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import train
 from benchmarks.common import (SAME, RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text, compare,
-                               config_of, gathered, progress, ratio_text, ratios, shape_of, table)
+                               config_here, gathered, progress, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, adamw, mean_loss
 from benchmarks.throughput import COMPARED_STEPS, OurTraining
 from nanodomino.analysis import expected_memory
@@ -94,7 +94,7 @@ def processes(flags) -> int:
 
 def config_for(flags, **changes) -> Config:
     """Return the Config of a step with --microbatches per replica. changes: values that replace flags, by name."""
-    return config_of(Namespace(**vars(flags) | changes), flags.data_parallel_size,
+    return config_here(Namespace(**vars(flags) | changes), flags.data_parallel_size,
                      global_batch_size=flags.micro_batch_size * flags.microbatches * flags.data_parallel_size, slices=1,
                      tensor_model_parallel_size=1, pipeline_model_parallel_size=1, train_iters=10**6,
                      lr_decay_style="constant", lr_warmup_fraction=0.0)

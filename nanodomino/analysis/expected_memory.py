@@ -25,9 +25,9 @@ from dataclasses import replace
 from itertools import accumulate
 
 from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_element, bytes_per_main_element, gradient_shards,
-                                       hidden_bytes, local_vocab_size, mesh_at, optimizer_shards, parameter_count,
-                                       qkv_and_mlp_bytes, residual_bytes, slice_count, stage_actions, stage_model,
-                                       tokens_per_microbatch)
+                                       hidden_bytes, linear_in_microbatches, local_vocab_size, mesh_at,
+                                       optimizer_shards, parameter_count, qkv_and_mlp_bytes, residual_bytes,
+                                       slice_count, stage_actions, stage_model, tokens_per_microbatch)
 from nanodomino.config.config import Config
 from nanodomino.layers.cross_entropy import CHUNK_BYTES
 from nanodomino.layers.norms import NORMALIZATIONS
@@ -41,6 +41,8 @@ from nanodomino.schedules.actions import Forward
 from nanodomino.schedules.placement_and_messages import message_received, message_sent
 from nanodomino.schedules.simulation import peak_microbatches, receives_to_post
 from nanodomino.zero import MAX_REDUCES_IN_FLIGHT
+
+SETTLED = 4      # rounds of p microbatches after which each further round adds the same to every peak
 
 # ---- model state
 
@@ -168,6 +170,7 @@ def offloads_to_host(config: Config) -> bool:
     return config.offloads_to_host and config.device == "cuda"
 
 
+@linear_in_microbatches(SETTLED)
 def microbatches_in_flight(config: Config, mesh: Mesh) -> float:
     """Return the largest number of microbatches that are alive on this stage at the same time.
 
@@ -179,6 +182,7 @@ def microbatches_in_flight(config: Config, mesh: Mesh) -> float:
     return peak_microbatches(stage_actions(config, mesh), lambda chunk: len(chunks[chunk].layers) / layers)
 
 
+@linear_in_microbatches(SETTLED)
 def peak_tape_bytes(config: Config, mesh: Mesh) -> int:
     """Return the peak bytes of all tapes alive at the same time."""
     return round(max(tape_bytes_over_time(config, mesh)))
@@ -225,6 +229,7 @@ def shares_input_with_other_tape(config: Config, mesh: Mesh, chunk: int) -> bool
             and not offloads_to_host(config))
 
 
+@linear_in_microbatches(SETTLED)
 def peak_host_bytes(config: Config, mesh: Mesh) -> int:
     """Return the peak bytes that the tapes keep in the host's memory.
 
@@ -237,6 +242,7 @@ def peak_host_bytes(config: Config, mesh: Mesh) -> int:
 
 # ---- messages, working memory, peak
 
+@linear_in_microbatches(SETTLED)
 def peak_message_bytes(config: Config, mesh: Mesh) -> int:
     """Return the peak bytes of messages between chunks that pipeline.P2PCommunicator holds.
 
@@ -319,6 +325,7 @@ def gradient_buffer_bytes(config: Config, mesh: Mesh) -> int:
     return bytes_per_main_element(config) * (filled + reduced)
 
 
+@linear_in_microbatches(SETTLED)
 def pair_working_bytes(config: Config, mesh: Mesh, sublayers: int) -> float:
     """Return what a pair adds to the memory of a backward alone, in bytes; 0 if the schedule has no pairs.
 
@@ -335,6 +342,7 @@ def pair_working_bytes(config: Config, mesh: Mesh, sublayers: int) -> float:
     return 4 * hidden_bytes(config) + sum(kept[:max(sublayers, 0)])
 
 
+@linear_in_microbatches(SETTLED)
 def tape_and_receive_bytes(config: Config, mesh: Mesh) -> int:
     """Return the peak bytes of tapes plus the buffers that receive gradients; 0 if there are no such buffers.
 

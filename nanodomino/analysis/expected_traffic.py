@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_element, bytes_per_main_element, gradient_reductions,
                                        hidden_bytes, optimizer_shards, residual_bytes, slice_count, stage_actions,
-                                       stage_model, tokens_per_microbatch)
+                                       stage_model, tokens_per_microbatch, with_microbatches)
 from nanodomino.config.config import Config
 from nanodomino.mesh import Mesh
 
@@ -107,15 +107,16 @@ def tensor_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Tra
 
 
 def pipeline_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
-    """Return this stage's messages to and from other stages, counted from its list of actions."""
+    """Return this stage's messages to and from other stages, counted from its actions for a single microbatch."""
     counts, placement = Counter(), config.placement
-    for half in (half for action in stage_actions(config, mesh) for half in action.halves):
+    for half in (half for action in stage_actions(with_microbatches(config, 1), mesh) for half in action.halves):
         for kind, other_end in (("send", placement.target), ("receive", placement.source)):
             location = other_end(mesh.pp_rank, half)
-            counts[kind, half.direction < 0] += location is not None and location[0] != mesh.pp_rank
+            if location is not None and location[0] != mesh.pp_rank:
+                counts[kind, half.direction < 0] += config.microbatches
     return [Traffic("pp", kind, count, round(count * residual_bytes(config)),
                     "gradients" if backward else "activations", backward)
-            for (kind, backward), count in counts.items() if count]
+            for (kind, backward), count in counts.items()]
 
 
 def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:

@@ -12,7 +12,8 @@ A rank is given by its Mesh; `mesh_at` makes one without starting processes. Sha
 built on the meta device, so nothing is allocated and nothing runs.
 """
 
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, wraps
 
 from nanodomino.config.config import Config
 from nanodomino.layers.activations import ACTIVATIONS
@@ -68,12 +69,44 @@ def group_ranks(mesh: Mesh, group: str) -> list[int]:
 
 def stage_model(config: Config, mesh: Mesh) -> GPT:
     """Return this rank's part of the model on the meta device."""
-    return meta_stage(config, mesh.pp_rank, mesh.tp_rank)
+    return meta_stage(without_batch(config), mesh.pp_rank, mesh.tp_rank)
+
+
+def without_batch(config: Config) -> Config:
+    """Return a copy without the settings on which no shape of the model depends: one cached model serves them all."""
+    return replace(config, global_batch_size=1, micro_batch_size=1, slices=1, columns=1, recompute_granularity="none",
+                   checkpoint_in_cpu=False)
 
 
 def stage_actions(config: Config, mesh: Mesh) -> tuple:
     """Return the actions of this rank's stage in one step (forwards, backwards, pairs), in their order."""
     return config.timetable.rows[mesh.pp_rank]
+
+
+def linear_in_microbatches(rounds: int):
+    """Decorate function(config, ...) so that many microbatches take it no longer than a few.
+
+    A schedule repeats itself every p microbatches. So after some rounds of p microbatches, each further round adds the
+    same to a peak (mostly 0) or to a time. With m microbatches the function is called for n + m % n and 2 n + m % n of
+    them, where n = rounds x p, and its results are extrapolated. A result is a number or {name: number}.
+    """
+    def decorate(function):
+        @wraps(function)
+        def extrapolated(config: Config, *arguments):
+            times, rest = divmod(config.microbatches, n := rounds * config.pp)
+            if times <= 2:
+                return function(config, *arguments)
+            one, two = (function(with_microbatches(config, count * n + rest), *arguments) for count in (1, 2))
+            if isinstance(one, dict):
+                return {name: one[name] + (times - 1) * (two[name] - one[name]) for name in one}
+            return one + (times - 1) * (two - one)
+        return extrapolated
+    return decorate
+
+
+def with_microbatches(config: Config, count: int) -> Config:
+    """Return a copy of the Config with `count` microbatches per replica and step."""
+    return replace(config, global_batch_size=count * config.micro_batch_size * config.dp)
 
 
 # ---- bytes and counts
@@ -141,7 +174,7 @@ def gradient_reductions(config: Config) -> int:
 
 def bucket_sizes(config: Config, mesh: Mesh) -> list[tuple[ParameterKind, int]]:
     """Return (kind, number of elements with padding) of each bucket. All ranks of a stage have the same."""
-    return stage_bucket_sizes(config, mesh.pp_rank)
+    return stage_bucket_sizes(without_batch(config), mesh.pp_rank)
 
 
 @lru_cache(maxsize=1024)

@@ -182,6 +182,7 @@ def chunk_shares(config: Config, mesh: Mesh) -> list[float]:
     return [count / sum(layers) for count in layers]
 
 
+@sizes.linear_in_microbatches(16)
 def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
     """Return {part of a step: seconds}. The top of this file explains the parts."""
     stages = [sizes.mesh_at(config, stage) for stage in range(config.pp)]

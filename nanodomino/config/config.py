@@ -65,12 +65,12 @@ def family_setting(name, help, **options):
 class Config:
     model: str = model_setting(
         "nano", "preset of sizes, learning rate and batch size; other flags override it", choices=PRESETS)
-    num_layers: int = model_setting(None, "number of transformer layers")
-    hidden_size: int = model_setting(None, "width h of the residual stream")
+    num_layers: int = model_setting(None, "number of transformer layers", at_most=4096)
+    hidden_size: int = model_setting(None, "width h of the residual stream", at_most=2**24)
     ffn_hidden_size: int = model_setting(
         None, "width of the MLP (default: the preset's, else 4 h; with --swiglu 8/3 h, rounded down to a multiple of "
-              "64)", derived=True)
-    num_attention_heads: int = model_setting(None, "number of attention heads")
+              "64)", derived=True, at_most=2**24)
+    num_attention_heads: int = model_setting(None, "number of attention heads", at_most=2**16)
     group_query_attention: bool = model_setting(
         False, "let several heads share keys and values; also on if --num-query-groups is below the number of heads")
     num_query_groups: int = model_setting(
@@ -79,7 +79,7 @@ class Config:
         derived=True, legacy_default=lambda record: record["num_attention_heads"])
     kv_channels: int = model_setting(
         None, "size of each attention head (default: the preset's, else h / number of heads)", derived=True,
-        legacy_default=lambda record: record["hidden_size"] // record["num_attention_heads"])
+        legacy_default=lambda record: record["hidden_size"] // record["num_attention_heads"], at_most=2**16)
     seq_length: int = model_setting(None, "tokens per sample", affects="run")
     max_position_embeddings: int = model_setting(
         None, "number of token positions that the model supports (default: --seq-length)", derived=True)
@@ -229,7 +229,8 @@ class Config:
         None, "folder in which to write the metrics for TensorBoard too; each run needs its own")
     trace: str = run_setting(None, "steps FIRST:LAST to record and draw as a timeline", affects="launch")
     timeout: int = run_setting(600, "seconds that a collective may take before the run ends")
-    sample_tokens: int = run_setting(120, "number of tokens to generate at the end; 0 for none", at_least=0)
+    sample_tokens: int = run_setting(
+        120, "number of tokens to generate at the end; 0 for none", at_least=0, at_most=2**16)
     temperature: float = run_setting(
         0.8, "sampling temperature of the text at the end; 0 always takes the most likely token")
     top_k: int = run_setting(

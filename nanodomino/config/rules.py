@@ -3,6 +3,8 @@
 A rule is one require() call, whose message gives the rule, the numbers and a fix. Config.resolve() checks all rules.
 """
 
+import math
+
 import torch
 
 from nanodomino.config.presets import PRESETS
@@ -10,6 +12,10 @@ from nanodomino.config.setting import flag_name, flag_settings
 from nanodomino.errors import counted, require
 from nanodomino.layers.positions import rotary_size
 from nanodomino.schedules.definitions import SCHEDULES
+
+# The most forwards that all stages together may run in a step. Every rank lists them all, with their backwards, before
+# the first step. For this many that takes a few seconds and a few hundred megabytes.
+MAX_FORWARDS = 2**16
 
 # What a setting may need to have an effect: {needs= in its declaration: (the setting that decides, whether it holds)}
 NEEDS = {
@@ -55,7 +61,8 @@ def divisors(number: int, limit: int = 64) -> str:
 
 def largest_divisor(number: int, limit: int) -> int | None:
     """Return the largest divisor of `number` up to `limit`; None if limit < 1."""
-    return next((d for d in range(min(number, limit), 0, -1) if number % d == 0), None)
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return max((d for d in [*small, *(number // d for d in small)] if d <= limit), default=None)
 
 
 def flags_for_enough_layers(c) -> str:
@@ -139,6 +146,12 @@ def check_rules(c):
             f"global-batch-size {c.global_batch_size} must be divisible by micro-batch-size x data parallel = "
             f"{c.micro_batch_size} x {dp} = {c.micro_batch_size * dp}; try --global-batch-size "
             f"{-(-c.global_batch_size // (c.micro_batch_size * dp)) * c.micro_batch_size * dp}")
+    most = MAX_FORWARDS // (pp * c.virtual_stages)
+    require(c.microbatches <= most,
+            f"a step may have at most {MAX_FORWARDS} / (pipeline-model-parallel-size {pp} x virtual-stages "
+            f"{c.virtual_stages}) = {most} microbatches per replica, but global-batch-size {c.global_batch_size} / "
+            f"(micro-batch-size {c.micro_batch_size} x data parallel {dp}) is {c.microbatches}; "
+            f"try --global-batch-size {most * c.micro_batch_size * dp} or a larger --micro-batch-size")
     require(c.slices <= c.micro_batch_size,
             f"slices {c.slices} must be at most micro-batch-size {c.micro_batch_size}, since each slice needs a "
             f"sample; try --slices {c.micro_batch_size}, or --columns 2 to overlap within a slice")

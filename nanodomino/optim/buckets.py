@@ -8,6 +8,7 @@ bucket must agree in three ways: whether weight decay applies, how many ranks ho
 parameter once), and which ranks must sum their gradients.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -27,16 +28,17 @@ class ParameterKind:
 def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
     """Return a (kind, parameters) tuple for each bucket. Parameters are added in the order of backward, and a bucket is
     full when it has config.bucket_size elements or more."""
-    open_buckets, full, tied_copy = {}, [], model.tied_copy
+    open_buckets, sizes, full, tied_copy = {}, Counter(), [], model.tied_copy
     for weight in reversed(list(model.parameters())):
         sharded = weight.shard_dim is not None
         partial_gradient = not sharded and (weight.partial_gradient or model.config.sequence_shards > 1)
         kind = ParameterKind(decay=weight.dim() >= 2, sharded=sharded, partial_gradient=partial_gradient,
                              tied=weight is tied_copy)
-        bucket = open_buckets.setdefault(kind, [])
-        bucket.append(weight)
-        if sum(parameter.numel() for parameter in bucket) >= model.config.bucket_size:
+        open_buckets.setdefault(kind, []).append(weight)
+        sizes[kind] += weight.numel()
+        if sizes[kind] >= model.config.bucket_size:
             full.append((kind, open_buckets.pop(kind)))
+            del sizes[kind]
     return full + list(open_buckets.items())
 
 

@@ -156,7 +156,7 @@ def test_stages_of_the_plain_model_make_the_whole():
     (["overlap", "--wire", "fast"], "--wire must be a rate"),
     (["overlap", "--hidden-size", "some"], "invalid int value: 'some'"),
     (["throughput", "--model", "huge"], "invalid choice: 'huge'"),
-    (["throughput", "--repeats", "0"], "--repeats must be at least 1"),
+    (["throughput", "--repeats", "0"], "--repeats must be from 1 to 10000"),
     (["throughput", "--dtype", "float16"], "the plain side has no loss scaling, so --dtype must not be float16"),
     (["scaling", "--max-processes", "0"], "--max-processes must be at least 1"),
     (["scaling", "--global-batch-size", "6", "--micro-batch-size", "2"], "must be divisible by micro-batch-size x"),
