@@ -65,11 +65,16 @@ def flags_of(question: str) -> list[str]:
     return [action.option_strings[0] for action in parser._actions if action.type is int]
 
 
-def test_train_with_one_huge_number_is_refused_or_starts_within_seconds():
+@pytest.mark.parametrize("sections", [
+    ("The model", "The layout"), pytest.param(("The training", "The run"), marks=pytest.mark.exhaustive)])
+def test_train_with_one_huge_number_is_refused_or_starts_within_seconds(sections):
+    check(start_training, *([flag_name(setting.name), str(number)] for setting in flag_settings(Config, *sections)
+                            if setting.type is int for number in HUGE))
+
+
+def test_train_with_a_huge_batch_is_refused_or_starts_within_seconds():
     most = MAX_FORWARDS * Config(model="nano").resolve(1).micro_batch_size
-    check(start_training, ["--global-batch-size", str(most)],
-          *([flag_name(setting.name), str(number)] for setting in flag_settings(Config) if setting.type is int
-            for number in HUGE))
+    check(start_training, *(["--global-batch-size", str(number)] for number in (most, *HUGE)))
 
 
 @pytest.mark.parametrize("question", sorted({*bench.QUESTIONS} - {"plan"}))
@@ -78,7 +83,7 @@ def test_a_benchmark_with_one_huge_number_is_refused_or_starts_within_seconds(qu
 
 
 @pytest.mark.parametrize("flag", [
-    flag if flag in ("--global-batch-size", "--seq-length") else pytest.param(flag, marks=pytest.mark.exhaustive)
+    flag if flag == "--global-batch-size" else pytest.param(flag, marks=pytest.mark.exhaustive)
     for flag in flags_of("plan")])
 def test_a_plan_with_one_huge_number_is_refused_or_made_within_seconds(flag):
     check(start_benchmark, *(["plan", flag, str(number)] for number in HUGE))
