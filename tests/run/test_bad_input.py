@@ -117,7 +117,7 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     (1, "--seq-length 64 --max-position-embeddings 63", "seq-length 64", "try --max-position-embeddings 64"),
     (4, "--vocab-size 256", "vocabulary of 257 tokens does not fit --vocab-size 256", "give at least 257"),
     (4, "--seq-length 20000", "train split", "has 12009 tokens", "seq-length + 1 = 20001", "lower --seq-length"),
-    (4, "--num-layers 2000000000", "the fullest of 4 processes would need at least", "GB here; lower --num-layers"),
+    (4, "--num-layers 2000000000", "--num-layers must be at least 1 and at most 4096, but is 2000000000"),
     (1, "--hidden-size 4000000 --num-attention-heads 4", "would need at least", "more processes (--tp, --pp)"),
     (1, "--micro-batch-size 40000000 --global-batch-size 160000000", "GB of memory, and each has",
      "lower --micro-batch-size"),
