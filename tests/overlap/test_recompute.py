@@ -56,7 +56,7 @@ def test_gradients_have_the_same_bits(dtype, changes):
 def test_several_steps_on_several_stages_have_the_same_bits_too(pool):
     """With real collectives and messages, uneven slices, and deferred weight gradients."""
     config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule="zb-h1", slices=2,
-                  **DROPOUT)
+                  global_batch_size=12, **DROPOUT)
     weights, data, _, _ = reference_for(dataclasses.replace(config, hidden_dropout=0.0, attention_dropout=0.0), 2)
     plain, *others = (pool.run(train_rank, dataclasses.replace(config, recompute_granularity=one), weights, data, 2,
                                world_size=4)
