@@ -31,6 +31,7 @@ from nanodomino.analysis.step_time import estimate, require_memory
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
+from nanodomino.comm.verbose_trace import VerboseTrace
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.presets import LR_DECAY_STYLES
@@ -189,7 +190,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             report.losses(done, split, evaluate(stage, datasets[split], config, mesh, watchdog.mark))
 
     model = model_builder(config, mesh)
-    trace = Trace(mesh.device, recording=False)
+    trace = (VerboseTrace if config.verbose else Trace)(mesh.device, recording=False)
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     stage = Domino(model, config.slices, config.columns, config.active_compile_backend, trace)
     done = restore(run.checkpoint, model, optimizer, mesh, run.weights_only) if run.checkpoint else 0

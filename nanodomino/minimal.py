@@ -413,10 +413,10 @@ def learning_rate(step, steps, peak):
     return peak * (step / warm_up if step <= warm_up else 0.55 + 0.45 * cosine)
 
 def note(stage, what, tensor):
-    """With --verbose, print which message or collective this rank launches, in its own column."""
+    """With --verbose, print each message and collective of this rank, indented by the rank."""
     if stage.verbose:
         rank, now = dist.get_rank(), time.perf_counter() % 1000            # a clock all ranks share
-        print(f"{now:9.4f} s {' ' * 28 * rank} rank {rank} {stage.action} {what} "
+        print(f"{now:9.4f} s {' ' * 8 * rank} rank {rank} {stage.action} {what} "
               f"{tensor.nbytes / 1e3:.0f} kB\n", end="", flush=True)
 
 def train(sizes, grid, slices, steps, folder, verbose=False, report=print):

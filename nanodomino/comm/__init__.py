@@ -2,5 +2,5 @@
 
 Read world.py (joins the process group, picks the device), network_interface.py (finds the interface through which the
 other hosts reach this one), scatter_and_gather.py (reduce-scatter and all-gather that are fast on gloo too), trace.py
-(records what a rank did, and when).
+(records what a rank did, and when), verbose_trace.py (prints what a rank sends).
 """

@@ -227,6 +227,7 @@ class Config:
             "gradient is not finite, and is not counted if a smaller loss scale might have prevented that")
     tensorboard_dir: str = run_setting(
         None, "folder in which to write the metrics for TensorBoard too; each run needs its own")
+    verbose: bool = run_setting(False, "print each message and collective as a line", affects="launch")
     trace: str = run_setting(None, "steps FIRST:LAST to record and draw as a timeline", affects="launch")
     timeout: int = run_setting(600, "seconds that a collective may take before the run ends")
     sample_tokens: int = run_setting(

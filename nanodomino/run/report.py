@@ -108,8 +108,8 @@ class Report:
         steps, windows = self.config.train_iters, max(self.corpus.tokens["train"] - 1, 1) // self.config.seq_length
         epochs = steps * self.config.global_batch_size / max(windows, 1)
         left = steps - self.first_step
-        self.say(f"{steps} steps = {epochs:{'.0f' if epochs >= 10 else '.2g'}} epochs of this text, "
-                 + (f"{left} steps to go, " if self.first_step else "") + f"about {duration(left * seconds)}")
+        self.say(f"{counted(steps, 'step')} = {epochs:{'.0f' if epochs >= 10 else '.2g'}} epochs of this text, "
+                 + (f"{counted(left, 'step')} to go, " if self.first_step else "") + f"about {duration(left * seconds)}")
         if epochs > FEW_EPOCHS:
             enough = max(FEW_EPOCHS * windows // self.config.global_batch_size, 1)
             self.say(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
