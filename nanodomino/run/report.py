@@ -109,7 +109,8 @@ class Report:
         epochs = steps * self.config.global_batch_size / max(windows, 1)
         left = steps - self.first_step
         self.say(f"{counted(steps, 'step')} = {epochs:{'.0f' if epochs >= 10 else '.2g'}} epochs of this text, "
-                 + (f"{counted(left, 'step')} to go, " if self.first_step else "") + f"about {duration(left * seconds)}")
+                 + (f"{counted(left, 'step')} to go, " if self.first_step else "")
+                 + f"about {duration(left * seconds)}")
         if epochs > FEW_EPOCHS:
             enough = max(FEW_EPOCHS * windows // self.config.global_batch_size, 1)
             self.say(f"warning: after about {FEW_EPOCHS} epochs a model gains little from the same text and begins to "
