@@ -47,7 +47,7 @@ from nanodomino.run.check_copies import drift_warning, make_compiler_determinist
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.rank_failure import run_rank
 from nanodomino.run.report import Report, expected_quality
-from nanodomino.run.run_folder import Run, check_shared_folder, open_run
+from nanodomino.run.run_folder import Run, check_in_place, check_shared_folder, open_run
 from nanodomino.run.signals import StopSignal
 from nanodomino.run.tensorboard import check_package
 from nanodomino.run.watchdog import Watchdog, end_unless_connected
@@ -233,6 +233,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
             if step % config.save_interval == 0 or last or stop:
                 if warning := drift_warning(model, optimizer, mesh):
                     report.say(f"warning: {warning}")
+                check_in_place(run)
                 saver.save(step, model, optimizer, config)
                 report.draw_curve()
             if failure := saver.failure():

@@ -213,7 +213,9 @@ class Config:
               "runs/MODEL-NUMBER)", affects="launch")
     config: str = run_setting(
         None, "JSON file of settings, like a run's config.json; flags override it", affects="launch")
-    load: str = run_setting(None, "checkpoint to start from, or a run's folder to start from its newest checkpoint")
+    load: str = run_setting(
+        None, "checkpoint to start from, or a run's folder to start from its newest checkpoint; refused if the run in "
+              "--run-dir has a checkpoint and was not started from the same --load")
     finetune: bool = run_setting(
         False, "take only the weights from --load, start at step 0 with a new optimizer, and validate before step 1")
     log_interval: int = run_setting(25, "steps between progress lines")

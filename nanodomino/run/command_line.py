@@ -23,6 +23,7 @@ from nanodomino.config.saved_settings import check_record, with_legacy_defaults
 from nanodomino.config.setting import flag_name, flag_settings, names_affecting
 from nanodomino.errors import UserError, require
 from nanodomino.files import read_file
+from nanodomino.run.run_folder import check_not_in_use
 
 
 def command_line_parser() -> Parser:
@@ -76,6 +77,8 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
                  if remembered[name] is True else f"{flag_name(name)} {remembered[name]}"
                  for name in sorted(remembered.keys() - requested) if flag_name(name)[2:] in rule]
         note = f" (remembered, not given now: {', '.join(flags)})" if flags else ""
+        if run:                                                # ending the live run is the first thing to do
+            check_not_in_use(Path(requested["run_dir"]), f"another mistake: {error}{note}")
         raise UserError(f"{error}{note}") from None
 
 

@@ -1,6 +1,6 @@
 """Finds or makes the folder of a run, and finds the checkpoint that the run starts from.
 
-    --run-dir of an earlier run     resume from its newest intact checkpoint; --load and --finetune no longer matter
+    --run-dir of an earlier run     resume from its newest intact checkpoint; another --load than its first is refused
     --run-dir of a new run          start from --load, or from random weights
     no --run-dir                    a new folder runs/MODEL-NUMBER, which a restart by torchrun finds again
 
@@ -25,14 +25,19 @@ from nanodomino.config.command_exit import tolerate_closed_output
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import check_settings
 from nanodomino.errors import UserError, require
+from nanodomino.run.agreement import from_rank_0
 
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run and the checkpoint to start from, if any; weights_only: load only its weights."""
+    """The folder of a run and the checkpoint to start from, if any.
+
+    weights_only: load only the checkpoint's weights. lock: rank 0's descriptor of the file that lock_folder() locked.
+    """
     folder: Path
     checkpoint: Path | None
     weights_only: bool = False
+    lock: int | None = None
 
 
 def open_run(config: Config, launch: LaunchInfo) -> Run:
@@ -52,16 +57,10 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
         if config.run_dir is None:
             run_dir = numbered_folder(run_dir, config.model, launch.restarted,
                                       os.environ.get("TORCHELASTIC_RUN_ID", ""))
-        has_settings = (run_dir / "config.json").exists()
-        require(has_settings or checkpoints_of(run_dir) or not (run_dir / "metrics.jsonl").exists(),
-                f"--run-dir {run_dir} holds a metrics.jsonl but no config.json, so it can't be resumed; choose another "
-                "folder")
-        for name in ("config.json", "metrics.jsonl"):
-            require(not (run_dir / name).exists() or (run_dir / name).is_file(), f"--run-dir {run_dir} holds a {name} "
-                    "that is not a regular file; remove it, or choose another folder")
+        check_is_run(run_dir)
         # A full disk or a closed terminal must not end a run.
         tolerate_closed_output(OSError, f"training continues, and {run_dir / 'metrics.jsonl'} records it")
-        lock_folder(run_dir)
+        lock = lock_folder(run_dir)
         clear_leftovers(run_dir)
         check_writable(run_dir)
         checkpoint = newest_intact_checkpoint(run_dir)
@@ -69,15 +68,33 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} can't be written to ({error.strerror}); choose another folder") from None
     if checkpoint:
-        check_settings(read_manifest(checkpoint)["config"], checkpoint, config, "model", "optimizer", "run")
-        return Run(run_dir, checkpoint)
-    if has_settings and (record := recorded_settings(run_dir)):     # killed before its first checkpoint
+        manifest = read_manifest(checkpoint)
+        record = manifest["config"]
+        # The same flags again are fine: torchrun restarts a launch with them, and a job's script repeats them.
+        require(not config.load or (config.load, config.finetune) == (record.get("load"), record.get("finetune")),
+                f"--run-dir {run_dir} holds a run that has done {manifest['step']} steps and continues only from its "
+                f"own checkpoints, not from --load {config.load}; leave --load and --finetune out to continue it, or "
+                "give another --run-dir to start a new run")
+        check_settings(record, checkpoint, config, "model", "optimizer", "run")
+        return Run(run_dir, checkpoint, lock=lock)
+    if record := recorded_settings(run_dir):                   # killed before its first checkpoint
         check_settings(record, f"--run-dir {run_dir}", config, "model", "optimizer", "run")
     damaged = checkpoints_of(run_dir)
     require(not damaged and not (run_dir / SAVED_MARKER).exists(),
-            f"--run-dir {run_dir} has saved checkpoints, but none of the {len(damaged)} in it is intact, and starting "
-            "over would erase its metrics.jsonl; restore a checkpoint, or move the folder away to start over")
-    return Run(run_dir, find_checkpoint_to_load(config) if exists else loaded, weights_only=config.finetune)
+            f"--run-dir {run_dir} has saved checkpoints, but none of the {len(damaged)} in it is intact, so "
+            "it can't be resumed; restore a checkpoint, or move the folder away to start over")
+    return Run(run_dir, find_checkpoint_to_load(config) if exists else loaded, config.finetune, lock)
+
+
+def check_is_run(run_dir: Path):
+    """Raise UserError unless the folder is empty or holds a run whose files can be read. Hidden files do not count."""
+    for name in ("config.json", "metrics.jsonl"):
+        require(not (run_dir / name).exists() or (run_dir / name).is_file(), f"--run-dir {run_dir} holds a {name} that "
+                "is not a regular file; remove it, or choose another folder")
+    names = sorted(path.name for path in run_dir.iterdir() if not path.name.startswith("."))
+    is_run = {"lock", "launch.txt", SAVED_MARKER}.intersection(names) or recorded_settings(run_dir)
+    require(is_run or checkpoints_of(run_dir) or not names, f"--run-dir {run_dir} holds no run, but other files "
+            f"({', '.join(names[:3])}{' ...' * (len(names) > 3)}); choose a new or an empty folder")
 
 
 def find_checkpoint_to_load(config: Config) -> Path | None:
@@ -117,14 +134,14 @@ def check_shared_folder(run_dir: Path):
             "write to")
 
 
-def lock_folder(run_dir: Path, patience=5.0):
+def lock_folder(run_dir: Path, patience=5.0) -> int:
     """Lock a folder, so that only one run uses it at a time. Raises UserError if that fails for `patience` seconds.
 
-    The system releases the lock when this process ends, even if it is killed. The lock may be held by ranks that live
-    on after torchrun was killed with -9. Patience helps when torchrun restarts a run: the old rank 0 may need a moment
-    to end.
+    Returns the descriptor of the file `lock`. Never close it, since that would release the lock. The system releases
+    the lock when this process ends, even if it is killed. The lock may be held by ranks that live on after torchrun was
+    killed with -9. Patience helps when torchrun restarts a run: the old rank 0 may need a moment to end.
     """
-    # Never closed, since closing would release the lock. O_NOFOLLOW: a symbolic link could point to another file.
+    # O_NOFOLLOW: a symbolic link could point to another file.
     descriptor = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
     end = time.monotonic() + patience
     while True:
@@ -132,14 +149,53 @@ def lock_folder(run_dir: Path, patience=5.0):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.truncate(descriptor, 0)
             os.write(descriptor, str(os.getpid()).encode())
-            return
+            return descriptor
         except BlockingIOError:
-            require(time.monotonic() < end,
-                    f"--run-dir {run_dir} is in use by process {os.pread(descriptor, 20, 0).decode() or '?'}, which "
-                    "is still training in it; end this process first, or choose another folder")
+            require(time.monotonic() < end, in_use(run_dir, descriptor))
             time.sleep(0.2)
         except OSError:
-            return                                             # a file system without locks
+            return descriptor                                  # a file system without locks
+
+
+def in_use(run_dir: Path, descriptor: int) -> str:
+    """Return the error message for a folder that another process has locked. descriptor: of the folder's lock."""
+    return (f"--run-dir {run_dir} is in use by process {os.pread(descriptor, 20, 0).decode() or '?'}, which is still "
+            "training in it; end this process first, or choose another folder")
+
+
+def check_not_in_use(run_dir: Path, note: str):
+    """Raise UserError, whose message ends with the note, if a live run has locked the folder. Changes nothing."""
+    try:
+        descriptor = os.open(run_dir / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{in_use(run_dir, descriptor)} ({note})") from None
+    except OSError:                                            # a file system without locks
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def check_in_place(run: Run):
+    """Raise the same UserError on all ranks if the run's folder has another name now, or another folder its name.
+
+    Otherwise the run would save its next checkpoints in a second folder. The path of the lock no longer leads to the
+    file that rank 0 has locked then. If its disk does not answer, the save will report that.
+    """
+    in_place = True
+    if dist.get_rank() == 0 and run.lock is not None:
+        try:
+            in_place = os.path.samestat(os.fstat(run.lock), os.stat(run.folder / "lock"))
+        except (FileNotFoundError, NotADirectoryError):
+            in_place = False
+        except OSError:
+            pass
+    require(from_rank_0(in_place), f"--run-dir {run.folder} was renamed, deleted or replaced while the run was "
+            "training in it (the file that the run has locked is no longer there); start again with the folder's new "
+            "name to continue after its last checkpoint")
 
 
 def numbered_folder(parent: Path, name: str, restarted: bool, launch_id: str) -> Path:

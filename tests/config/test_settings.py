@@ -167,7 +167,7 @@ def changed(field: dataclasses.Field, value):
 def test_a_changed_setting_is_refused_or_accepted_by_its_effect(origins, monkeypatch, field):
     """For every setting, also future ones, and everything that a launch can start from."""
     # the lock would last as long as this process
-    monkeypatch.setattr("nanodomino.run.run_folder.lock_folder", lambda run_dir: None)
+    monkeypatch.setattr("nanodomino.run.run_folder.lock_folder", lambda run_dir: (run_dir / "lock").touch())
     for folder, roles, asked in origins.values():
         config = dataclasses.replace(from_record(recorded_settings(folder), folder), **asked)
         other = dataclasses.replace(config, **{field.name: changed(field, getattr(config, field.name))})

@@ -3,18 +3,24 @@
 test_bad_input.py has the folders that are refused.
 """
 
+import dataclasses
+import json
+import os
 import resource
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from support.jobs import needs_proc
+from support.jobs import TINY, make_corpus, needs_proc, wait_until
+from support.train_in_pool import main_on_rank, metric_points, saved_steps, train_in_pool
 
+import train
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
-from nanodomino.run.run_folder import check_shared_folder, numbered_folder, open_run
+from nanodomino.run.command_line import from_command_line
+from nanodomino.run.run_folder import check_shared_folder, lock_folder, numbered_folder, open_run
 
 
 @pytest.fixture
@@ -68,6 +74,7 @@ def test_what_a_killed_run_left_behind_is_deleted_at_the_next_start(open_folder,
     for name in ("checkpoints/.step-00000005.unfinished", "checkpoints/.step-00000003.discarded"):
         (run / name).mkdir(parents=True)
         (run / name / "__0_0.distcp").write_text("half")
+    (run / "lock").touch()
     (run / ".shared-abc").touch()
     (run / ".mine").touch()
     open_folder("run")
@@ -93,6 +100,73 @@ def test_a_restart_returns_to_the_folder_of_its_own_launch(tmp_path):
     monday = numbered_folder(tmp_path, "nano", restarted=False, launch_id="monday")
     assert numbered_folder(tmp_path, "nano", restarted=True, launch_id="monday") == monday
     assert numbered_folder(tmp_path, "nano", restarted=True, launch_id="tuesday").name == "nano-002"
+
+
+def test_a_live_run_is_named_before_a_mistake_in_the_flags(tmp_path):
+    """The layout that it remembers does not fit one process, but that is not what the user has to correct first."""
+    record = Config(tensor_model_parallel_size=2, given=("tensor_model_parallel_size",)).resolve(2)
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(record)))
+    flags = ["--run-dir", str(tmp_path)]
+    with pytest.raises(UserError, match="^world size 1 must equal") as free:
+        from_command_line(flags, 1)
+    lock = lock_folder(tmp_path)
+    with pytest.raises(UserError) as used:
+        from_command_line(flags, 1)
+    os.close(lock)
+    assert str(used.value) == (f"--run-dir {tmp_path} is in use by process {os.getpid()}, which is still training in "
+                               f"it; end this process first, or choose another folder (another mistake: {free.value})")
+
+
+def train_and_move(flags, moves):
+    """Runs on each rank. moves: {step: (old name, new name)}; rank 0 renames the folder just before the step, once the
+    last save is complete."""
+    train_step = train.train_step
+
+    def step(number, *args, **kwargs):
+        if number in moves and dist.get_rank() == 0:
+            wait_until(lambda: saved_steps(Path(moves[number][0])))
+            os.rename(*moves[number])
+        return train_step(number, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "train_step", step)
+        return main_on_rank(flags, ())
+
+
+def test_a_run_whose_folder_is_renamed_ends_before_it_saves_in_a_second_folder(pool, tmp_path):
+    """All ranks end alike, and the renamed run continues. A folder that has its name back is no mistake."""
+    make_corpus(tmp_path)
+    old, new = str(tmp_path / "run"), str(tmp_path / "renamed")
+    flags = [*TINY, "--seq-length", "12", "--data-path", str(tmp_path / "tokens"), "--train-iters", "6",
+             "--save-interval", "2", "--run-dir"]
+    sentence = f"--run-dir {old} was renamed, deleted or replaced while the run was training in it"
+    for ended in pool.run(train_and_move, [*flags, old], {3: (old, new)}, world_size=2):
+        assert ended.code is None and ended.error.startswith(sentence), ended
+    assert not os.path.exists(old) and saved_steps(Path(new)) == [2]
+    assert [step for step, _ in metric_points(Path(new), "loss")] == [1, 2, 3, 4]
+    for ended in pool.run(train_and_move, [*flags, new], {3: (new, old), 4: (old, new)}, world_size=2):
+        assert ended.code == 0, ended
+    assert saved_steps(Path(new)) == [6, 4, 2] and len(metric_points(Path(new), "loss")) == 6
+
+
+def test_a_begun_run_refuses_other_weights_to_start_from(pool, tmp_path):
+    """It would ignore them, and would rotate the checkpoints away that the user wanted to start from. Repeating its own
+    first flags is no mistake: a job's script does so."""
+    make_corpus(tmp_path)
+    old, new = tmp_path / "old", tmp_path / "new"
+    train_in_pool(pool, tmp_path, "--run-dir", old, "--train-iters", 2, "--save-interval", 1)
+    for load in (old, old / "checkpoints" / "step-00000001"):
+        ended = train_in_pool(pool, tmp_path, "--run-dir", old, "--load", load, "--finetune", "--train-iters", 3)
+        assert ended.error == (
+            f"--run-dir {old} holds a run that has done 2 steps and continues only from its own checkpoints, not from "
+            f"--load {load}; leave --load and --finetune out to continue it, or give another --run-dir to start a new "
+            "run"), ended
+    assert saved_steps(old) == [2, 1]
+    for steps in (1, 2):
+        ended = train_in_pool(pool, tmp_path, "--run-dir", new, "--load", old, "--finetune", "--train-iters", steps)
+        assert ended.code == 0 and f"{steps} of {steps} steps done" in ended.output, ended
+    ended = train_in_pool(pool, tmp_path, "--run-dir", new, "--no-finetune", "--train-iters", 3)
+    assert "holds a run that has done 2 steps" in ended.error, ended
 
 
 # ---- several hosts
