@@ -238,13 +238,14 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
                 report.draw_curve()
             if failure := saver.failure():
                 report.say(f"warning: {failure}; training continues")
+        saver.wait()
+        if failure := saver.failure():                         # fatal, since no later checkpoint follows
+            raise UserError(f"{failure}; free some disk space and start again to resume from the last checkpoint")
     except Exception as error:
         error.step, error.signals = step, signals              # for the failure report
+        report.flush()
         raise
 
-    saver.wait()
-    if failure := saver.failure():                             # fatal, since no later checkpoint follows
-        raise UserError(f"{failure}; free some disk space and start again to resume from the last checkpoint")
     if stop and done < config.train_iters:
         report.end(done, time.perf_counter() - start_time)
         report.say(f"stopped early after saving the checkpoint of step {done}; --run-dir {run.folder} resumes from it")

@@ -12,8 +12,10 @@ analysis/sizes.py).
 """
 
 import dataclasses
+import itertools
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -131,15 +133,28 @@ class Report:
             values = {name: None if isinstance(value, float) and not math.isfinite(value) else value
                       for name, value in values.items()}
             self.unwritten += json.dumps(values).encode() + b"\n"
-            try:
-                self.unwritten = self.unwritten[self.metrics.write(self.unwritten):]
-                self.warned = False
-            except OSError as error:                           # the disk may be full now, and have room later
-                if not self.warned:
-                    self.say(f"warning: metrics.jsonl can't be written: {error}; training continues")
-                self.warned = True
+            self.write_metrics()
         if self.tensorboard:
             self.tensorboard.update()
+
+    def write_metrics(self):
+        """Append the recorded lines to metrics.jsonl. What a full disk rejects is kept for the next call."""
+        try:
+            while self.unwritten:                              # write() can store a part and return its size
+                self.unwritten = self.unwritten[self.metrics.write(self.unwritten):]
+            self.warned = False
+        except OSError as error:
+            if not self.warned:
+                self.say(f"warning: metrics.jsonl can't be written: {error}; training continues")
+            self.warned = True
+
+    def flush(self):
+        """Call this before the run ends: write the lines that a full disk has rejected, or else print them."""
+        if self.metrics:
+            self.write_metrics()
+        if self.unwritten:
+            self.say("warning: the disk is still full; free some space and append this text to metrics.jsonl:\n"
+                     + self.unwritten.decode().rstrip("\n"))
 
     def action(self, done: int, count: int):
         """Show the progress within a slow step: `done` of its `count` forward and backward passes are finished."""
@@ -180,6 +195,7 @@ class Report:
     def draw_curve(self):
         """Draw loss.svg again. Never raises: a failure must not end training."""
         if self.metrics:
+            self.write_metrics()
             try:
                 if self.curve.read_on():
                     write(self.run_dir / "loss.svg", picture([self.curve]))
@@ -188,6 +204,7 @@ class Report:
 
     def end(self, step: int, seconds: float):
         self.bar.close()
+        self.flush()
         self.say(f"{step} of {max(step, self.config.train_iters)} steps done, {seconds:.1f} s, peak memory of rank 0 "
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
 
@@ -238,8 +255,16 @@ def open_metrics(path: Path, first_step: int, say=print):
     A killed run may have written lines of steps after its last checkpoint, and half a line at the end. The test
     loss of a finished run is outdated if the run is continued. The file is truncated, not rewritten, so that a kill
     cannot lose other lines. A damaged line between valid ones stays, and a warning names it.
+
+    If the run starts over (first_step is 0) and the file holds more than the line of step 0, it gets another name.
     """
-    lines = path.read_bytes().splitlines(keepends=True) if first_step and path.exists() else []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if not first_step and len(lines) > 1:
+        kept_as = next(name for number in itertools.count(1)
+                       if not os.path.lexists(name := path.with_name(f"metrics-{number:03d}.jsonl")))
+        path.rename(kept_as)
+        say(f"this run starts over from step 0; the metrics of its previous start are in {kept_as}")
+    lines = lines if first_step else []
     kept, end, unread, damaged = 0, 0, [], []
     for number, line in enumerate(lines, 1):
         end += len(line)

@@ -62,9 +62,10 @@ def test_the_start_shows_the_chunks_and_the_schedule(tmp_path, capsys):
 
 def test_a_small_split_is_announced(report, capsys):
     """A sample has 8 tokens here."""
-    report(valid=25, test=8)
+    report(valid=9, test=8)
     said = capsys.readouterr().out
-    assert "the valid split holds 3 samples of 8 tokens: its loss will be noisy" in said
+    assert "on 1 replica; slices" in said
+    assert "the valid split holds 1 sample of 8 tokens: its loss will be noisy" in said
     assert "the test split holds 0 samples of 8 tokens: it will have no loss" in said
 
 
@@ -156,17 +157,18 @@ def test_all_ranks_come_to_the_same_estimate_and_more_work_takes_longer(pool):
     assert found[1][0][0] > 2 * found[0][0][0] and found[1][0][1] > 5 * found[0][0][1]
 
 
-def test_a_stop_signal_is_acknowledged_within_the_step():
+@pytest.mark.parametrize("number, again", [(signal.SIGINT, "press Ctrl-C"), (signal.SIGTERM, "send SIGTERM")])
+def test_a_stop_signal_is_acknowledged_within_the_step(number, again):
     """By the thread that listens to signals."""
     said, kept = [], {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         signals = StopSignal(said.append)
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         end = time.monotonic() + 5
         while not said and time.monotonic() < end:
             time.sleep(0.01)
-        assert signals.number == signal.SIGINT
-        assert said == ["stopping after this step with a checkpoint; press Ctrl-C again to stop at once"]
+        assert signals.number == number
+        assert said == [f"stopping after this step with a checkpoint; {again} again to stop at once"]
     finally:
         signal.set_wakeup_fd(-1)
         for number, handler in kept.items():
@@ -211,7 +213,16 @@ def test_a_damaged_line_of_metrics_stays_and_is_reported(tmp_path, bad):
 def test_lines_that_a_resumed_run_will_redo_are_cut_silently(tmp_path, last):
     """An incomplete line of a killed run; the test loss of what was the last step."""
     assert reopened(tmp_path, 5, *lines_of(0, 1, 5), last) == (lines_of(0, 1, 5), "")
-    assert reopened(tmp_path, 0, *lines_of(0, 1, 5), last) == ([], "")
+    assert reopened(tmp_path, 0, *lines_of(0)) == ([], "")
+
+
+def test_a_run_that_starts_over_keeps_the_metrics_of_its_previous_start(tmp_path):
+    """Its checkpoints may only have been moved away."""
+    for number in (1, 2):
+        left, said = reopened(tmp_path, 0, *lines_of(0, number))
+        kept = tmp_path / f"metrics-00{number}.jsonl"
+        assert left == [] and kept.read_bytes() == b"".join(lines_of(0, number))
+        assert said == f"this run starts over from step 0; the metrics of its previous start are in {kept}"
 
 
 def test_a_partly_written_line_is_completed_later(report, tmp_path, capsys):
@@ -230,3 +241,24 @@ def test_a_partly_written_line_is_completed_later(report, tmp_path, capsys):
         shown.record(step=step, loss=1.0)
     assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[1:] == lines_of(*range(1, 7))
     assert capsys.readouterr().out.count("metrics.jsonl can't be written") == 1
+
+
+def test_at_its_end_a_run_writes_or_prints_the_lines_that_a_full_disk_rejected(report, tmp_path, capsys):
+    """Nothing records a later step: so far these lines were lost."""
+    shown = report()
+    write, room = shown.metrics.write, [12, 0, 0]
+
+    def nearly_full(data):
+        fits = room.pop(0) if room else len(data)
+        if not fits:
+            raise OSError(28, "No space left on device")
+        return write(data[:fits])
+
+    shown.metrics = SimpleNamespace(write=nearly_full)
+    shown.record(step=1, loss=1.0)
+    shown.flush()
+    said = capsys.readouterr().out
+    assert "append this text to metrics.jsonl:\n" + lines_of(1)[0][12:].decode() in said
+    shown.end(1, 1.0)
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[1:] == lines_of(1)
+    assert "append this text" not in capsys.readouterr().out
