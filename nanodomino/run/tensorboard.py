@@ -9,12 +9,16 @@ the file's purge_step to 40, which hides all points of older files from step 40 
     metrics.jsonl   | 0 | 1 | ... | 40 | 41'| 42'| ...
     second file           purge_step=40 | 40 | 41'| 42'| ...
 
+Runs that share a folder would hide each other's points in this way. So the name of an event file ends with a checksum
+of its run's path, and a run that finds other files says so.
+
 Points are read from metrics.jsonl, for two reasons: the points of step 40, which were hidden, are written again, and
 points that a full disk has rejected can be written later.
 """
 
 import json
 import os
+import zlib
 from pathlib import Path
 
 from nanodomino.config.config import Config
@@ -40,6 +44,7 @@ class TensorBoardWriter:
         self.folder, self.metrics, self.say = folder, metrics, say
         self.last_step, self.offset = first_step, 0            # the last step and the bytes already copied
         self.writer, self.warned = None, False
+        self.suffix, self.seen_others = f".{zlib.crc32(bytes(metrics.resolve())):08x}", False
 
     def update(self):
         """Copy the lines added since the last call. Never raises: a failure must not end training."""
@@ -58,7 +63,8 @@ class TensorBoardWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         step, offset = self.last_step, self.offset if self.writer else 0
-        writer = self.writer or SummaryWriter(self.folder, purge_step=self.last_step)
+        self.name_other_runs()
+        writer = self.writer or SummaryWriter(self.folder, purge_step=self.last_step, filename_suffix=self.suffix)
         self.writer = None                                     # after an error the next call starts a new file
         with open(self.metrics, "rb") as file:
             file.seek(offset)
@@ -73,6 +79,15 @@ class TensorBoardWriter:
                         writer.add_scalar(name, value, step)
         writer.flush()
         self.writer, self.offset, self.last_step = writer, offset, step
+
+    def name_other_runs(self):
+        """Warn once if another run writes to the same folder, also if it starts later than this run."""
+        others = [] if self.seen_others else [path.name for path in self.folder.glob("*tfevents*")
+                                              if not path.name.endswith(self.suffix)]
+        if others:
+            self.seen_others = True
+            self.say(f"warning: --tensorboard-dir {self.folder} also holds points that {self.metrics.parent} has not "
+                     f"written ({others[0]}), and TensorBoard mixes them; give each run a folder of its own")
 
 
 def numbers_in(line: bytes) -> dict:

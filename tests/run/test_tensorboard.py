@@ -115,6 +115,27 @@ def test_points_that_could_not_be_written_are_written_later(tmp_path, shown, mon
     assert "can't be written (No space left on device); training continues" in said[0]
 
 
+def test_two_runs_that_share_a_folder_say_so_once(tmp_path):
+    """The second at its start; the first at its next step. Starting a run again is no second run."""
+    pytest.importorskip("tensorboard", reason="needs tensorboard: pip install -r requirements-extra.txt")
+    said = {"first": [], "second": []}
+
+    def writer(name):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+        return TensorBoardWriter(tmp_path / "board", tmp_path / name / "metrics.jsonl", 0, said[name].append)
+
+    for _ in range(2):
+        first = writer("first")
+        first.update()
+    assert not said["first"]
+    second = writer("second")
+    for each in (second, first, second, first):
+        each.update()
+    for name, lines in said.items():
+        assert len(lines) == 1 and f"also holds points that {tmp_path / name} has not written (events.out" in lines[0]
+
+
 @pytest.mark.parametrize("folder", ["file", "file/board", "/proc/board"])
 def test_an_unwritable_folder_is_a_warning_and_training_is_unchanged(pool, tmp_path, shown, folder):
     make_corpus(tmp_path)
