@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from nanodomino.checkpoint.export import export
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of, find_checkpoint
+from nanodomino.checkpoint.find_checkpoints import checkpoints_of, with_checkpoint
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.config.command_exit import run_command
 from nanodomino.config.flags import Parser
@@ -36,9 +36,12 @@ def main(arguments: list[str]) -> int:
     is_run = (flags.folder / "checkpoints").is_dir()
     if flags.command == "verify":
         return verify_all(checkpoints_of(flags.folder) if is_run else [flags.folder])
+
+    def export_from(checkpoint):
+        return checkpoint, export(checkpoint, flags.out)
+
     try:
-        folder = find_checkpoint(flags.folder) if is_run else flags.folder
-        tensors = export(folder, flags.out)
+        folder, tensors = with_checkpoint(flags.folder, export_from) if is_run else export_from(flags.folder)
     except OSError as error:
         raise UserError(str(error)) from None
     print(f"{flags.out}: {len(tensors)} tensors with {sum(tensor.numel() for tensor in tensors.values()):,} elements "

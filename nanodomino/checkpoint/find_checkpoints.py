@@ -11,6 +11,7 @@ user's copy of a checkpoint, are ignored and never deleted.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -32,13 +33,18 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
 
 
 def newest_intact_checkpoint(run_dir: Path, report=print) -> Path | None:
-    """Return the newest intact checkpoint of a run, or None. Skips damaged ones and reports each with report(text)."""
+    """Return the newest intact checkpoint of a run, or None. Skips damaged ones and reports each with report(text).
+    Starts again with the newest if the run is alive and deletes a checkpoint meanwhile."""
     for folder in checkpoints_of(run_dir):
         try:
             verify(folder)
             return folder
-        except UserError as error:
-            report(f"warning: {error}; trying the previous checkpoint")
+        except (UserError, OSError) as error:
+            if not os.path.lexists(folder):
+                return newest_intact_checkpoint(run_dir, report)
+            if isinstance(error, OSError):
+                raise
+            report(f"warning: {str(error).removesuffix('; use another checkpoint')}; trying the previous checkpoint")
     return None
 
 
@@ -50,13 +56,29 @@ def find_checkpoint(folder: Path) -> Path:
     except OSError as error:                                   # for example, the name is too long
         raise UserError(f"--load {str(folder)[:80]}... can't be looked up ({error.strerror}); give a checkpoint or the "
                         "folder of a run") from None
-    require(exists, f"there is no folder {folder} to load from; give a checkpoint or the folder of a run")
+    require(exists, (f"{folder} is a file, not a folder" if os.path.lexists(folder) else f"there is no folder {folder}")
+            + " to load from; give a checkpoint or the folder of a run")
     if (folder / "checkpoints").is_dir():
         checkpoint = newest_intact_checkpoint(folder)
         require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint; give another folder")
         return checkpoint
     verify(folder)
     return folder
+
+
+def with_checkpoint(folder: Path, action):
+    """Return action(checkpoint) for the checkpoint that find_checkpoint(folder) returns.
+
+    If `folder` is a live run, which deletes this checkpoint meanwhile, repeat the action with the newest one.
+    """
+    while True:
+        checkpoint = find_checkpoint(folder)
+        try:
+            return action(checkpoint)
+        except (UserError, OSError):
+            if checkpoint == folder or os.path.lexists(checkpoint):
+                raise
+            print(f"the run has meanwhile deleted {checkpoint}; taking its newest checkpoint")
 
 
 def recorded_settings(folder: Path) -> dict | None:

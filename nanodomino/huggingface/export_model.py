@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.find_checkpoints import find_checkpoint
+from nanodomino.checkpoint.find_checkpoints import with_checkpoint
 from nanodomino.checkpoint.load import read_full_tensor
 from nanodomino.checkpoint.manifest import read_manifest, write_flushed
 from nanodomino.checkpoint.safe_load import SafeReader
@@ -53,8 +53,13 @@ def export_model(folder: Path, out: Path, dtype_name: str | None, max_bytes: int
     folder: a checkpoint or a run; dtype_name: a key of DTYPES, or None for the dtype of the run or of the imported
     model; max_bytes: the largest size of a weight file with several parameters.
     """
+    import_safetensors()
+    return with_checkpoint(folder, lambda checkpoint: export_checkpoint(checkpoint, out, dtype_name, max_bytes))
+
+
+def export_checkpoint(checkpoint: Path, out: Path, dtype_name: str | None, max_bytes: int) -> str:
+    """See export_model()."""
     package = import_safetensors()
-    checkpoint = find_checkpoint(folder)
     config = from_record(read_manifest(checkpoint)["config"], checkpoint)
     dtype_name = dtype_name or config.dtype
     dtype, family, values = DTYPES[dtype_name], family_of(config), write_config(config, dtype_name)

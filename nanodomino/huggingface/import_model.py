@@ -88,6 +88,7 @@ def import_model(folder: Path, output: Path) -> str:
     Raises UserError.
     """
     import_safetensors()
+    require(folder.is_dir() or not folder.exists(), f"{folder} is a file, not a folder; give the folder around it")
     require(folder.is_dir(), f"there is no folder {folder}; give one with config.json and {WEIGHTS}")
     require((folder / "config.json").is_file(), f"{folder} has no config.json; give the folder of a model")
     require(step_of(output) in (None, 0), f"--output {output} is a name for step {step_of(output)}, but an imported "

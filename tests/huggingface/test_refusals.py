@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanodomino.checkpoint.find_checkpoints import delete_checkpoint
+from nanodomino.checkpoint.manifest import manifest_text
 from nanodomino.config.config import Config
 from nanodomino.corpus.tokenizer import build_tokenizer
 from nanodomino.errors import UserError
@@ -316,6 +318,27 @@ def test_a_value_above_the_maximum_of_the_dtype_is_named(folder, tmp_path):
     assert not list(tmp_path.glob("*out*"))
 
 
+def test_the_export_of_a_live_run_takes_the_newest_checkpoint_if_its_own_is_deleted(folder, tmp_path, monkeypatch):
+    """Instead of an error that blames the output folder, or says that the checkpoint is damaged."""
+    first = tmp_path / "run" / "checkpoints" / "step-00000000"
+    import_model(folder(), first)
+    real, calls = exporting.read_full_tensor, []
+
+    def read_while_it_is_deleted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            shutil.copytree(first, first.with_name("copy"))
+            delete_checkpoint(first)
+            first.with_name("copy").rename(first.with_name("step-00000001"))
+            manifest = json.loads((first.with_name("step-00000001") / "manifest.json").read_text()) | dict(step=1)
+            (first.with_name("step-00000001") / "manifest.json").write_text(manifest_text(manifest))
+        return real(*args)
+
+    monkeypatch.setattr(exporting, "read_full_tensor", read_while_it_is_deleted)
+    assert "LlamaForCausalLM" in export_model(tmp_path / "run", tmp_path / "out", None, 10**9)
+    assert len(calls) > 6 and (tmp_path / "out" / "model.safetensors").is_file()
+
+
 # ---- command line
 
 @pytest.mark.parametrize("arguments, message", [
@@ -325,6 +348,7 @@ def test_a_value_above_the_maximum_of_the_dtype_is_named(folder, tmp_path):
     ("export DIR OUT --max-shard-size 5TB", "--max-shard-size must be a number of B, KB, MB or GB, but is 5TB"),
     ("export DIR OUT --max-shard-size 0", "--max-shard-size must be"),
     ("export nowhere OUT", "there is no folder nowhere to load from"),
+    (f"import {__file__} --output OUT", "test_refusals.py is a file, not a folder; give the folder around it"),
     ("import nowhere --output OUT", "there is no folder nowhere; give one with config.json")])
 def test_a_mistyped_command_is_refused_in_one_sentence(transformers, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
