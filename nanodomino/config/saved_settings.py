@@ -53,6 +53,7 @@ def check_settings(record: dict, source, config: Config, *effects):
     # derived settings come last, so that the message names the setting that the user changed, not one derived from it
     for name in sorted(names_affecting(Config, *effects), key=lambda name: derived.get(name, False)):
         recorded, requested = getattr(saved, name), getattr(config, name)
-        require(recorded == requested, f"{source} was made with {name.replace('_', '-')} {recorded}, but this run has "
-                f"{requested}; give the same again, or start another run (if the model is the same, --load FOLDER "
-                "--finetune starts it from these weights)")
+        old, new = (f" (--data-path {each.data_path})" * (name == "data_sha256") for each in (saved, config))
+        require(recorded == requested, f"{source} was made with {name.replace('_', '-')} {recorded}{old}, but this run "
+                f"has {requested}{new}; give the same again, or start another run (if the model is the same, --load "
+                "FOLDER --finetune starts it from these weights)")

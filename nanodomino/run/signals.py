@@ -35,4 +35,5 @@ class StopSignal:
             os._exit(128 + number)
         if not self.number:
             self.number, self.received_at = number, time.monotonic()
-            self.say("stopping after this step with a checkpoint; press Ctrl-C again to stop at once")
+            again = "press Ctrl-C" if number == signal.SIGINT else "send SIGTERM"
+            self.say(f"stopping after this step with a checkpoint; {again} again to stop at once")

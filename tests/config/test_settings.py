@@ -192,6 +192,7 @@ def test_other_training_tokens_are_refused(pool, tmp_path):
     assert train_in_pool(pool, tmp_path, "--run-dir", run, "--train-iters", 2, "--data-path", tokens).code == 0
     ended = train_in_pool(pool, tmp_path, "--run-dir", run, "--train-iters", 3, "--data-path", tmp_path / "other")
     assert ended.code is None and "was made with data-sha256 " in ended.error
+    assert all(f" (--data-path {path})" in ended.error for path in (tokens, tmp_path / "other")), ended.error
     assert train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "next", "--load", run, "--finetune", "--train-iters",
                          1,
                  "--data-path", tmp_path / "other").code == 0
