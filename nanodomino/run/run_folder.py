@@ -24,7 +24,7 @@ from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.command_exit import tolerate_closed_output
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import check_settings
-from nanodomino.errors import UserError, require
+from nanodomino.errors import UserError, counted, require
 from nanodomino.run.agreement import from_rank_0
 
 
@@ -72,9 +72,9 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
         record = manifest["config"]
         # The same flags again are fine: torchrun restarts a launch with them, and a job's script repeats them.
         require(not config.load or (config.load, config.finetune) == (record.get("load"), record.get("finetune")),
-                f"--run-dir {run_dir} holds a run that has done {manifest['step']} steps and continues only from its "
-                f"own checkpoints, not from --load {config.load}; leave --load and --finetune out to continue it, or "
-                "give another --run-dir to start a new run")
+                f"--run-dir {run_dir} holds a run that has done {counted(manifest['step'], 'step')} and continues "
+                f"only from its own checkpoints, not from --load {config.load}; leave --load and --finetune out to "
+                "continue it, or give another --run-dir to start a new run")
         check_settings(record, checkpoint, config, "model", "optimizer", "run")
         return Run(run_dir, checkpoint, lock=lock)
     if record := recorded_settings(run_dir):                   # killed before its first checkpoint
