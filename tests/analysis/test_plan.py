@@ -677,7 +677,7 @@ def test_bench_plan_of_gpt3_13b_on_64_gpus(capsys):
     assert record["bubble"] == pytest.approx(3 / 128, rel=0.1) and 0.2 < record["mfu"] < 0.6
     assert sum(record["parts_s"].values()) == pytest.approx(record["step_s"])
     assert all(set(need) == set(plan.MEMORY_TERMS) for need in record["memory"]) and len(record["memory"]) == 4
-    for said in ("stage 3", "tp: layers forward", "dp: weights", "(p - 1)/m in 1F1B if stages are equal",
+    for said in ("stage 3", "tp: layers forward", "dp: weights", "(p - 1)/m of the ideal time in 1F1B",
                  "--columns 2 would", "--product-efficiency", "--schedule paired would take"):
         assert said in text
 
