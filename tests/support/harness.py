@@ -30,7 +30,8 @@ VOCABULARY = 29          # padded to 32, so that the last rank owns fewer words;
 # Settings of published model families. With tp 4, each rank has one of the 4 query groups.
 FAMILIES = dict(
     gpt2={},
-    llama=dict(position_embedding_type="rope", swiglu=True, num_query_groups=4, disable_bias_linear=True),
+    llama=dict(position_embedding_type="rope", swiglu=True, num_query_groups=4, disable_bias_linear=True,
+               layernorm_epsilon=0.05),
     qwen2=dict(position_embedding_type="rope", swiglu=True, num_query_groups=4, disable_bias_linear=True,
                add_qkv_bias=True, kv_channels=4, rotary_percent=0.5, rotary_base=50.0),
     qwen3=dict(position_embedding_type="rope", swiglu=True, disable_bias_linear=True, qk_layernorm=True, kv_channels=6,
@@ -63,6 +64,7 @@ def sizes_of(config: Config) -> Sizes:
                  ffn_hidden_size=config.ffn_hidden_size, vocab_size=config.vocab_size,
                  padded_vocab_size=config.padded_vocab_size,
                  max_positions=config.max_position_embeddings, tied=config.tied, normalization=config.normalization,
+                 norm_epsilon=config.layernorm_epsilon,
                  num_query_groups=config.num_query_groups, head_dim=config.kv_channels, swiglu=config.swiglu,
                  bias=not config.disable_bias_linear, qkv_bias=not config.disable_bias_linear or config.add_qkv_bias,
                  qk_norm=config.qk_layernorm, positions=config.position_embedding_type,

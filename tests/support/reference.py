@@ -30,6 +30,7 @@ tensors, named as in nanodomino:
 b = batch, s = sequence, h = hidden, f = the MLP's inner width, n = heads, d = h / n.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ class Sizes:
     max_positions: int = 8
     tied: bool = True
     normalization: str = "LayerNorm"
+    norm_epsilon: float = 1e-5
     num_query_groups: int = 0  # 0: as many as heads
     head_dim: int = 0  # 0: hidden_size / heads
     swiglu: bool = False
@@ -66,7 +68,7 @@ class Sizes:
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
 
     def norm(self, size=None):
-        return getattr(nn, self.normalization)(size or self.hidden_size, eps=1e-5)
+        return getattr(nn, self.normalization)(size or self.hidden_size, eps=self.norm_epsilon)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,26 @@ def apply_mask(mask, site, x):
     """Multiply x by mask(site, shape), whose numbers are 0 or 1/(1-p). If it returns None, nothing is dropped."""
     scale = mask(site, tuple(x.shape))
     return x if scale is None else x * scale
+
+
+def dropout_masks(seed, samples, hidden, attention):
+    """Return the `mask` of ReferenceGPT.forward, drawn by the rule of nanodomino's masks: a mask is a function of
+    (seed, sample, site) alone.
+
+    samples: the numbers of the batch's samples in the data order. hidden, attention: the dropout rates. The first 8
+    bytes of BLAKE2b("seed/sample/site"), little-endian and halved, seed torch's generator, which keeps an element with
+    probability 1 - rate.
+    """
+    def mask(site, shape):
+        rate = attention if site.endswith(".core") else hidden
+        drawn = torch.empty(shape, dtype=torch.float64)
+        for i, sample in enumerate(samples):
+            digest = hashlib.blake2b(f"{seed}/{sample}/{site}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") // 2)
+            drawn[i].bernoulli_(1 - rate, generator=generator)
+        return drawn / (1 - rate)
+
+    return mask
 
 
 class Attention(nn.Module):
