@@ -221,32 +221,21 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
     "zb-v", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("1f1b", "paired"))])
 def test_dropout_is_the_reference_model_with_the_same_masks_on_every_layout(pool, schedule):
     """Masks agree where ranks replicate the stream; heads and layers keep their own masks where they are split."""
-    from nanodomino.layers.dropout_and_positions import MasksAndPositions
-    from support.reference import random_weights, train_reference
+    from support.reference import dropout_masks, random_weights, train_reference
     from support.harness import sizes_of
     import train
     options = dict(hidden_dropout=0.2, attention_dropout=0.3)
     layout = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, num_layers=5,
                   schedule=schedule)
-    config = tiny(8, **layout, **options)
+    config = tiny(8, **layout, **options, seed=77)
     weights, data = random_weights(sizes_of(config), seed=3), random_data(config, 2)
 
-    class Alone:
-        tp, tp_rank, tp_group = 1, 0, None
-
-    def masks_of(step):
-        ids = [step * config.global_batch_size + row for row in range(config.global_batch_size)]
-        dropout = MasksAndPositions(config, Alone(), ids)
-        probability = {"core": config.attention_dropout}
-        return lambda site, shape: dropout.draw_masks(site, shape[1:],
-                                                      probability.get(site.split(".")[-1], config.hidden_dropout),
-                                                      torch.zeros(1).double())
-
+    masks = [dropout_masks(77, range(step * 24, step * 24 + 24), hidden=0.2, attention=0.3) for step in (0, 1)]
     batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(2)]
     records, final = train_reference(sizes_of(config), weights, batches,
                                      [train.learning_rate(step, config) for step in (1, 2)],
                                      config.weight_decay, config.clip_grad, (config.adam_beta1, config.adam_beta2),
-                                     config.adam_eps, masks=[masks_of(0), masks_of(1)])
+                                     config.adam_eps, masks=masks)
     outcomes = pool.run(train_rank, config, weights, data, 2)
     assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
     for step, record in enumerate(records):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.harness import Outcome, build, full_tensors, reference_for, shard_spec, sizes_of, tiny
-from support.reference import ReferenceGPT
+from support.reference import ReferenceGPT, dropout_masks
 
 from nanodomino.analysis.sizes import flops_per_token, parameter_count
 from nanodomino.config.config import Config
@@ -172,7 +172,7 @@ def masks_of(masks, x):
 
 def test_dropout_masks_agree_where_replicated_and_differ_where_sharded():
     """Every rank holds a copy of the residual stream and must drop the same numbers; heads differ from rank to rank."""
-    config = tiny(2, tensor_model_parallel_size=2, hidden_dropout=0.5, attention_dropout=0.5)
+    config = tiny(2, tensor_model_parallel_size=2, hidden_dropout=0.5, attention_dropout=0.5, seed=5)
     x = torch.zeros(2, config.seq_length, config.hidden_size)
     ranks = [MasksAndPositions(config, FakeMesh(2, rank), [10, 11]) for rank in (0, 1)]
     (core0, hidden0), (core1, hidden1) = (masks_of(masks, x) for masks in ranks)
@@ -183,6 +183,10 @@ def test_dropout_masks_agree_where_replicated_and_differ_where_sharded():
     again = masks_of(MasksAndPositions(config, FakeMesh(2, 0), [11]), x[:1])
     # slicing the batch changes no mask
     assert torch.equal(again[0][0], core0[1]) and torch.equal(again[1][0], hidden0[1])
+    expected = dropout_masks(config.seed, [10, 11], hidden=0.5, attention=0.5)
+    assert torch.equal(hidden0, expected("layers.0.attention.hidden", hidden0.shape).float())
+    heads = expected("layers.0.attention.core", (2, config.num_attention_heads, *core0.shape[2:]))
+    assert torch.equal(torch.cat([core0, core1], dim=1), heads.float())
     assert masks_of(MasksAndPositions(config, FakeMesh(2, 0), None), x) == (None, None)             # evaluation
 
 

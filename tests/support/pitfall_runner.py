@@ -18,13 +18,12 @@ from unittest import mock
 
 import torch
 from support.harness import FixedData, Outcome, join_shards, sizes_of, tiny, train_rank
-from support.reference import ReferenceGPT, masked_loss, random_weights, train_reference
+from support.reference import ReferenceGPT, dropout_masks, masked_loss, random_weights, train_reference
 
 import train
 from nanodomino import model
 from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
-from nanodomino.layers import dropout_and_positions
 
 TOLERANCE = 1e-9         # largest relative error of any number, in float64
 CHECKED = 2              # steps in a test: the second step sees the weights that the first step wrote
@@ -138,11 +137,7 @@ def masks_of(config, step):
     if not config.hidden_dropout and not config.attention_dropout:
         return None
     ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
-    one_rank = SimpleNamespace(tp=1, tp_rank=0, tp_group=None)
-    dropout = dropout_and_positions.MasksAndPositions(config, one_rank, list(ids))
-    core = {"core": config.attention_dropout}
-    return lambda site, shape: dropout.draw_masks(site, shape[1:], core.get(site.split(".")[-1], config.hidden_dropout),
-                                                  torch.zeros(1).double())
+    return dropout_masks(config.seed, ids, config.hidden_dropout, config.attention_dropout)
 
 
 @dataclass
