@@ -13,7 +13,7 @@ CUDA events order the streams. In forward the compute stream waits for the oldes
 x is free. With record_stream() the compute stream would not have to wait. But then the allocator could reuse the memory
 only after the *host* has seen that the copy is done. The host runs ahead of the GPU, so it would see no finished copy
 and allocate new memory for every x. torch's allocator of pinned memory has the same problem. So this module keeps its
-pinned buffers, and reuses each one after an event.
+pinned buffers, and reuses each one after the compute stream has waited for its copy back.
 """
 
 from collections import deque
@@ -37,16 +37,14 @@ class HostMemory:
         self.device, self.max_leaving = device, max_leaving
         self.out_stream, self.back_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.leaving = deque()                     # (Offloaded, event after its copy)
-        self.free = {}                             # (shape, dtype) -> [(unused pinned buffer, event after its use)]
+        self.free = {}                             # (shape, dtype) -> [unused pinned buffer]
 
     def leave(self, x) -> Offloaded:
         """Start to copy x to the host."""
         free = self.free.setdefault((x.shape, x.dtype), [])
-        host, emptied = free.pop(0) if free else (torch.empty(x.shape, dtype=x.dtype, pin_memory=True), None)
-        offloaded = Offloaded(host, x)
-        if emptied:
-            self.out_stream.wait_event(emptied)
-        self.out_stream.wait_stream(torch.cuda.current_stream())             # the GPU may still compute x
+        offloaded = Offloaded(free.pop() if free else torch.empty(x.shape, dtype=x.dtype, pin_memory=True), x)
+        # The GPU may still compute x. And the buffer's last copy back is done, because take() made this stream wait.
+        self.out_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.out_stream):
             offloaded.host.copy_(x, non_blocking=True)
         self.leaving.append((offloaded, self.out_stream.record_event()))
@@ -70,5 +68,5 @@ class HostMemory:
         self.fetch(offloaded)
         if offloaded.fetched:
             torch.cuda.current_stream().wait_event(offloaded.fetched)
-            self.free[offloaded.host.shape, offloaded.host.dtype].append((offloaded.host, offloaded.fetched))
+            self.free[offloaded.host.shape, offloaded.host.dtype].append(offloaded.host)
         return offloaded.x
