@@ -104,6 +104,16 @@ def test_each_stage_posts_its_receives_in_the_order_of_the_sends(name, chunks):
 
 
 @EACH
+def test_no_schedule_splits_the_backward_of_the_models_first_chunk(name, chunks):
+    """No stage waits for its input gradient, so a whole backward hides its all-reduces behind its weight gradients."""
+    for stages, _, table in tables(name, chunks):
+        if stages > 1:
+            stage, chunk = table.placement.location(0)
+            backwards = {half.kind for half in halves_of(table.rows[stage]) if half.chunk == chunk} - {"forward"}
+            assert backwards == {"backward"}
+
+
+@EACH
 def test_on_a_stage_with_both_ends_the_heads_last_gradient_comes_before_the_embeddings(name, chunks):
     """The embedding reports the tied matrix as complete, so the head must not add to it any more."""
     for _, _, table in tables(name, chunks):

@@ -26,6 +26,7 @@ from nanodomino.analysis.sizes import flops_per_token, parameter_count
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.domino import Domino
+from nanodomino.errors import UserError
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.mesh import make_mesh
 from nanodomino.model import meta_stage
@@ -626,6 +627,18 @@ def test_memory_of_nccls_communicators():
         assert expected_memory.communicator_bytes(dataclasses.replace(config, device="cuda"),
                                                   sizes.mesh_at(config)) == rings * ring
         assert expected_memory.communicator_bytes(dataclasses.replace(config, device="cpu"), sizes.mesh_at(config)) == 0
+
+
+def test_the_processes_of_a_host_share_its_memory(monkeypatch):
+    """A model that one process could hold is refused if eight processes of that size must share the host."""
+    config = cluster(8, num_layers=2, hidden_size=64, num_attention_heads=2, pipeline_model_parallel_size=1,
+                     tensor_model_parallel_size=1, global_batch_size=8)
+    host = 4 * (expected_memory.fullest_rank_bytes(dataclasses.replace(config, device="cpu")) // 2)
+    monkeypatch.setattr(step_time.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": host}.get)
+    for processes in (1, 2, 4):
+        step_time.require_memory(config, torch.device("cpu"), processes)
+    with pytest.raises(UserError, match="the fullest of 8 processes would need at least"):
+        step_time.require_memory(config, torch.device("cpu"), 8)
 
 
 # ---- as a person runs them

@@ -385,6 +385,17 @@ def test_copies_never_reach_a_second_split(tmp_path):
     assert meta["documents"]["valid"] == len(found[1]) and meta["skipped"]["copies of held-out documents"] > 0
 
 
+def test_documents_that_only_begin_alike_are_no_copies(tmp_path, monkeypatch):
+    """Such as files under one licence: only the first chunk is compared, but also the length."""
+    monkeypatch.setattr(documents, "CHUNK", 97)
+    texts = ["the same licence\n" * 20 + "end\n" * i for i in range(30)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+    meta = quietly(tmp_path / "*.txt", tmp_path / "out", split=(1, 1, 1))
+    assert meta["skipped"] == {} and min(meta["documents"].values()) > 0
+    assert sorted(sum((documents_in(tmp_path / "out", split) for split in SPLITS), [])) == sorted(texts)
+
+
 @pytest.mark.parametrize("weights", [(949, 50, 1), (80, 10, 10), (1, 1, 1), (90, 10, 0), (1, 0, 0), (0.7, 0.2, 0.1)])
 @pytest.mark.parametrize("sizes", ["equal", "unequal", "one huge"])
 def test_shares_hold_in_tokens(tmp_path, weights, sizes):

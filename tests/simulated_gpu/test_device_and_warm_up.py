@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from support.harness import build, random_data, tiny
 
 import train
@@ -13,6 +14,7 @@ from benchmarks import comm
 from nanodomino.comm.world import LaunchInfo, check_own_gpu, find_device
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
+from nanodomino.layers.attention import fused_attention
 
 
 def place(local_rank, local_world_size):
@@ -89,6 +91,30 @@ def test_what_a_step_does_for_the_first_time_the_warm_up_has_done_before(pool, s
                   sequence_parallel=sequence_parallel)
     for warm, step in pool.run(first_times_rank, config, random_data(config, 1)):
         assert step <= warm and len(step) > 3, step - warm
+
+
+class OnCuda(torch.Tensor):
+    """A tensor on the CPU that claims to be on a GPU."""
+    is_cuda = True
+
+
+@pytest.mark.parametrize("dtype, has_bias, heads_given", [
+    (torch.bfloat16, False, 2), (torch.float16, False, 2), (torch.float32, False, 6), (torch.float64, False, 6),
+    (torch.bfloat16, True, 6), (torch.float32, True, 6)])
+def test_grouped_heads_on_a_gpu_never_make_torch_write_out_all_scores(monkeypatch, dtype, has_bias, heads_given):
+    """Only flash attention reads 2 key heads for 6 query heads, and it takes 16 bits and no bias. Else each query head
+    must come with keys of its own."""
+    def kernel(q, k, v, bias, is_causal, enable_gqa):
+        assert k.size(1) == v.size(1) == heads_given and enable_gqa == (heads_given == 2)
+        return scaled(q, k, v, bias, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    scaled = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 4, 8, generator=generator, dtype=torch.float64) for heads in (6, 2, 2))
+    bias = torch.zeros(1, 1, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf) if has_bias else None
+    given = [None if one is None else one.to(dtype).as_subclass(OnCuda) for one in (q, k, v, bias)]
+    assert torch.allclose(fused_attention(*given).double(), scaled(q, k, v, is_causal=True, enable_gqa=True), atol=0.1)
 
 
 def test_no_backend_of_the_compiler_hands_memory_out_twice():

@@ -262,6 +262,25 @@ def test_clocks_are_aligned_to_5_ms(pool, seconds):
     assert offsets == pytest.approx([-rank * seconds * 1e9 for rank in range(3)], abs=5e6)
 
 
+def gathered_with_wrong_clocks(seconds):
+    """Record a step on each rank, whose clock is rank x seconds ahead, and gather it."""
+    right, trace = time.perf_counter_ns, Trace()
+    try:
+        time.perf_counter_ns = lambda: right() + int(dist.get_rank() * seconds * 1e9)
+        dist.barrier()
+        with trace.span("step", step=1):
+            pass
+        return gather(trace, SimpleNamespace(pp_rank=0, dp_rank=dist.get_rank(), tp_rank=0, pp=1, dp=3, tp=1))
+    finally:
+        time.perf_counter_ns = right
+
+
+def test_gathered_events_are_on_the_clock_of_rank_0(pool):
+    """Clocks of hosts that started at other times are far apart; the steps began within seconds."""
+    recording, *others = pool.run(gathered_with_wrong_clocks, 1000.0, world_size=3)
+    assert others == [None, None] and all(0 <= events[0].begin < 300e9 for events in recording.ranks)
+
+
 # ---- arithmetic, by hand
 
 def test_intervals_are_sets():
