@@ -31,9 +31,13 @@ def pytest_cmdline_main(config):
         options.numprocesses, options.dist = 3, "worksteal"
 
 
+def pytest_configure(config):
+    config.exhaustive = config.getoption("--exhaustive") or "exhaustive" in config.getoption("-m")
+
+
 def pytest_collection_modifyitems(config, items):
     """Leave out the tests marked exhaustive, unless --exhaustive or -m asks for them."""
-    if not config.getoption("--exhaustive") and "exhaustive" not in config.getoption("-m"):
+    if not config.exhaustive:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("exhaustive")])
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 

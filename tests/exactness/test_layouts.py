@@ -50,19 +50,19 @@ def pairs_of(row: dict) -> set:
     return set(itertools.combinations(row.items(), 2))
 
 
-def in_all_pairs(options: dict) -> list[dict]:
-    """Return rows with a value of each option, such that any two values of two options meet in some row.
+def in_all_pairs(options: dict):
+    """Yield rows with a value of each option, such that any two values of two options meet in some row.
 
     A bug that needs two options at once then shows in some row. Greedy: each row is the best of 200 random rows.
     """
-    draw, rows = random.Random("layouts"), []
+    draw = random.Random("layouts")
     left = {((name, value), (other, its_value)) for name, other in itertools.combinations(options, 2)
             for value in options[name] for its_value in options[other]}
     while left:
-        rows.append(max(({name: draw.choice(values) for name, values in options.items()} for _ in range(200)),
-                        key=lambda row: len(left & pairs_of(row))))
-        left -= pairs_of(rows[-1])
-    return rows
+        best = max(({name: draw.choice(values) for name, values in options.items()} for _ in range(200)),
+                   key=lambda row: len(left & pairs_of(row)))
+        left -= pairs_of(best)
+        yield best
 
 
 def dealt(rows: list[dict], layouts, **more) -> list:
@@ -72,9 +72,9 @@ def dealt(rows: list[dict], layouts, **more) -> list:
 
 
 # By default 10 rows of the table of pairs, which hold each value of each option and each small layout at least once,
-# then each schedule and corners of their own. Exhaustive: all pairs, with the layout as one more option.
-TEN = in_all_pairs(OPTIONS)[:10]
-CASES = dealt(TEN, [layout for layout in SMALL if layout != (1, 1, 1)])
+# then each schedule and corners of their own.
+TEN_ROWS = list(itertools.islice(in_all_pairs(OPTIONS), 10))
+CASES = dealt(TEN_ROWS, [layout for layout in SMALL if layout != (1, 1, 1)])
 CASES += [case(1, 4, 1, schedule=name) for name in SCHEDULES]
 CASES += [
     case(1, 1, 1, slices=3, micro_batch_size=6),
@@ -97,12 +97,23 @@ CASES += [
     # half of the ranks own only padding
     case(4, 2, 1, slices=2, micro_batch_size=12, make_vocab_size_divisible_by=64, exhaustive=True),
 ]
-CASES += dealt(TEN, [layout for layout in LAYOUTS if layout[1] == 1], exhaustive=True)
-for row in in_all_pairs(OPTIONS | {"layout": tuple(layout for layout in LAYOUTS if layout[1] > 1)}):
-    CASES += dealt([{name: value for name, value in row.items() if name != "layout"}], [row["layout"]], exhaustive=True)
 
 
-@pytest.mark.parametrize("world_size, options", CASES)
+def all_pairs() -> list:
+    """Return the exhaustive cases: all pairs of options, with the layout as one more option."""
+    cases = dealt(TEN_ROWS, [layout for layout in LAYOUTS if layout[1] == 1], exhaustive=True)
+    for row in in_all_pairs(OPTIONS | {"layout": tuple(layout for layout in LAYOUTS if layout[1] > 1)}):
+        layout = row.pop("layout")
+        cases += dealt([row], [layout], exhaustive=True)
+    return cases
+
+
+def pytest_generate_tests(metafunc):
+    """Compute the exhaustive cases only if they will run, so that collecting the tests stays quick."""
+    if metafunc.function is test_training_equals_one_plain_process:
+        metafunc.parametrize("world_size, options", CASES + (all_pairs() if metafunc.config.exhaustive else []))
+
+
 def test_training_equals_one_plain_process(pool, world_size, options):
     """Compare whole training steps, so that a wrong shard, sum, division or mask anywhere shows."""
     config = tiny(world_size, **options)

@@ -9,8 +9,6 @@ import torch
 from support.fake_world import fake_world
 from support.harness import build, random_data, tiny
 from torch._dynamo.utils import counters
-from torch._inductor import config as inductor
-from torch._inductor.scheduler import Scheduler
 
 import train
 from nanodomino.domino import Domino
@@ -56,6 +54,8 @@ def test_compiled_cross_entropy_reads_the_logits_twice_and_writes_them_once(monk
     """gpt2's, of 16 x 1024 tokens in 16 bit, by the compiler's own count of what its kernels move: 12 GB at most, of 46
     that fp32 softmaxes once moved. Here the kernels are for a CPU; what is in one kernel the compiler decides alike for
     all."""
+    from torch._inductor import config as inductor             # takes a second, which collecting the tests can save
+    from torch._inductor.scheduler import Scheduler
     rows, words = 128, 50264
     logits = torch.zeros(rows, words, dtype=torch.bfloat16)
     moved, codegen = [], Scheduler.codegen

@@ -58,7 +58,9 @@ def counted(request, tmp_path_factory):
         pytest.skip("this build of torch has its own CUDA backend; install a CPU build")
     if not COMPILER:
         pytest.skip("the fake device needs a C++ compiler; install g++ or set CXX")
-    library = request.config.cache.mkdir("fake_cuda") / f"torch-{torch.__version__}.so"
+    cache = getattr(request.config, "cache", None)             # None with -p no:cacheprovider
+    folder = cache.mkdir("fake_cuda") if cache else tmp_path_factory.mktemp("library")
+    library = folder / f"torch-{torch.__version__}.so"
     source, root = SUPPORT / "fake_cuda.cpp", Path(torch.__file__).parent
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         made = library.with_suffix(f".{os.getpid()}")
