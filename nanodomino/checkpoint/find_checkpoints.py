@@ -15,6 +15,8 @@ import os
 import shutil
 from pathlib import Path
 
+from nanodomino.checkpoint.index import Index
+from nanodomino.checkpoint.load import open_weights
 from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
 from nanodomino.errors import UserError, require
 from nanodomino.files import read_file
@@ -61,9 +63,16 @@ def find_checkpoint(folder: Path) -> Path:
     if (folder / "checkpoints").is_dir():
         checkpoint = newest_intact_checkpoint(folder)
         require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint; give another folder")
+    else:
+        checkpoint = folder
+        verify(checkpoint)
+    try:
+        open_weights(checkpoint)                               # raises unless it holds the model of its manifest
         return checkpoint
-    verify(folder)
-    return folder
+    except UserError:
+        if os.path.lexists(checkpoint):
+            raise
+        return find_checkpoint(folder)                         # a live run has deleted it meanwhile
 
 
 def with_checkpoint(folder: Path, action):
@@ -95,7 +104,9 @@ def recorded_settings(folder: Path) -> dict | None:
         return None
     for checkpoint in candidates:
         try:
-            return read_manifest(checkpoint)["config"]
+            manifest = read_manifest(checkpoint)
+            Index(checkpoint, manifest)                        # raises if the settings don't belong to the tensors
+            return manifest["config"]
         except UserError:
             pass
     return None

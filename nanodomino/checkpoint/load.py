@@ -4,18 +4,21 @@ Each rank reads only the values that it owns, directly into its flat buffers. Wi
 that it holds. Then the replicas all-gather the weights, exactly as after each step.
 """
 
-import warnings
+import dataclasses
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 
+from nanodomino.checkpoint.index import Index
 from nanodomino.checkpoint.manifest import read_manifest
-from nanodomino.checkpoint.safe_load import SafeReader
-from nanodomino.checkpoint.shards import BucketRange, LocalBoxes, local_boxes
-from nanodomino.errors import UserError, require
+from nanodomino.checkpoint.shards import Box, BucketRange, LocalBox, full_shapes, local_boxes, shard_of
+from nanodomino.config.config import Config
+from nanodomino.config.saved_settings import from_record
+from nanodomino.config.setting import flag_settings
+from nanodomino.errors import UserError
 from nanodomino.mesh import Mesh
-from nanodomino.model import GPT
+from nanodomino.model import GPT, meta_model
 from nanodomino.zero import ZeroOptimizer
 
 
@@ -29,40 +32,58 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weig
     states = optimizer.state_names if optimizer.updates else ("weight",)
     own = [BucketRange(bucket, state, bucket.own_offset, optimizer.allocate_own_state(bucket, state))
            for bucket in optimizer.buckets for state in states]
-    read_tensors(local_boxes(model, mesh, own), SafeReader(folder))
+    read_together(folder, manifest, local_boxes(model, mesh, own))
     optimizer.gather_weights()
     return 0 if weights_only else manifest["step"]
 
 
 def load_weights(folder: Path, model: GPT, mesh: Mesh):
-    """Fill a model of any layout, without an optimizer. Raises UserError."""
-    tensors = {}
+    """Fill a model of any layout, without an optimizer. All ranks must call this together. Raises UserError."""
+    boxes = []
     for name, weight in model.named_parameters():
-        tensors[f"weight.{name}"] = LocalBoxes.of(weight, mesh)
-        tensors[f"weight.{name}"].add(weight.detach().view(-1))
-    read_tensors(tensors, SafeReader(folder))
+        shape, box = shard_of(weight, mesh)
+        boxes.append(LocalBox(f"weight.{name}", shape, box, weight.detach().view(box.size)))
+    read_together(folder, read_manifest(folder), boxes)
 
 
-def read_tensors(tensors: dict, reader: SafeReader, single_process=False):
-    """Fill the tensors of {name: tensor} from a checkpoint. All ranks must call this together, or a single process that
-    has no process group. Raises UserError: dcp.load's own error would print a traceback per rank."""
-    known = reader.read_metadata().state_dict_metadata
-    for name, tensor in tensors.items():
-        require(name in known and known[name].size == tensor.size(),
-                f"{reader.path} lacks {name} of shape {tuple(tensor.size())}; use another checkpoint")
+def read_together(folder: Path, manifest: dict, boxes: list[LocalBox]):
+    """Fill the boxes of each rank from a checkpoint. If a rank can't read its boxes, all ranks raise its UserError."""
+    error, errors = None, [None] * dist.get_world_size()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")                    # dcp warns that there is no process group
-            dcp.load(tensors, storage_reader=reader, no_dist=single_process)
-    except dcp.CheckpointException as error:                   # on all ranks, if a file has the right checksum but
-        rank, (first, _) = next(iter(error.failures.items()))  # not the tensors that the index lists
-        raise UserError(f"{reader.path} does not hold what its index says (rank {rank}: {type(first).__name__}: "
-                        f"{str(first).splitlines()[0] if str(first) else ''}); use another checkpoint") from None
+        Index(folder, manifest).fill(boxes)
+    except UserError as caught:
+        error = str(caught)
+    dist.all_gather_object(errors, error)
+    for error in filter(None, errors):
+        raise UserError(error)
 
 
-def read_full_tensor(name: str, shape, reader: SafeReader) -> torch.Tensor:
-    """Read one full tensor, in its stored dtype, in a process without a process group. Raises UserError."""
-    entry = reader.read_metadata().state_dict_metadata.get(name)
-    tensor = torch.empty(shape, dtype=entry and entry.properties.dtype)
-    read_tensors({name: tensor}, reader, single_process=True)
-    return tensor
+def config_of(folder: Path, manifest: dict, world_size=1, **layout) -> Config:
+    """Return the settings of a checkpoint with another layout, by default that of one process. Raises UserError."""
+    default = {setting.name: setting.default for setting in flag_settings(Config, "The layout")}
+    saved = dataclasses.replace(from_record(manifest["config"], folder), **default | dict(micro_batch_size=1) | layout)
+    return saved.resolve(world_size).with_vocabulary(saved.vocab_size)
+
+
+def open_weights(folder: Path) -> tuple[Index, GPT]:
+    """Return the index of a checkpoint, and the model that its manifest describes, whole and without values. Raises
+    UserError if the checkpoint does not hold the weights of this model."""
+    manifest = read_manifest(folder)
+    index = Index(folder, manifest)
+    try:
+        model = meta_model(config_of(folder, manifest))
+    except UserError:
+        raise
+    except Exception as error:                                 # for example, a size above 64 bits
+        raise UserError(f"the settings in {folder / 'manifest.json'} describe no model "
+                        f"({type(error).__name__}); use another checkpoint") from None
+    for name, shape in full_shapes(model).items():
+        index.find(f"weight.{name}", shape)
+    return index, model
+
+
+def read_full_tensor(name: str, shape, index: Index) -> torch.Tensor:
+    """Read one full tensor, in its stored dtype. Raises UserError."""
+    values = torch.empty(shape, dtype=index.find(name, shape).dtype)
+    index.fill([LocalBox(name, shape, Box((0,) * len(shape), tuple(shape)), values)])
+    return values

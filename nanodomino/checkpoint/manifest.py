@@ -15,11 +15,11 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nanodomino.checkpoint.safe_load import SafeReader, require_regular_file
+from nanodomino.checkpoint.index import FORMATS, INDEX, Index, Share, index_text
 from nanodomino.errors import UserError, require
+from nanodomino.files import read_file
 from nanodomino.optim.loss_scale import is_valid_state
 
-FORMAT = "nanodomino-checkpoint-1"
 LARGEST_STEP = 10**12
 NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")           # matches exactly the names f"step-{step:08d}"
 
@@ -59,13 +59,18 @@ def manifest_text(content: dict) -> str:
 
 # ---- write
 
-def write_manifest(folder: Path, content: dict, advice: str):
-    """Write the manifest of a checkpoint and flush it to the disk. content: all entries except "files", which is added.
-    Raises UserError, ending with `advice`, if the index refers to a file that is missing."""
-    content["files"] = file_digests(sorted(folder.iterdir()))
-    needed = {info.relative_path for info in SafeReader(folder).read_metadata().storage_data.values()}
-    require(needed <= content["files"].keys(),
-            f"{folder} lacks {', '.join(sorted(needed - content['files'].keys()))}; {advice}")
+def write_manifest(folder: Path, content: dict, shares: list[Share], advice: str):
+    """Write the index and the manifest of a checkpoint and flush them to the disk.
+
+    content: all entries except "files", which is added. Raises UserError if the index breaks a rule or, ending with
+    `advice`, if a file is missing.
+    """
+    write_flushed(folder / INDEX, index_text(shares).encode())
+    files = {share.file: share.digest for share in shares}
+    missing = [name for name in files if not (folder / name).is_file()]
+    require(not missing, f"{folder} lacks {', '.join(missing)}; {advice}")
+    content["files"] = files | file_digests([path for path in sorted(folder.iterdir()) if path.name not in files])
+    Index(folder, content)
     write_flushed(folder / "manifest.json", manifest_text(content).encode())
     flush_folder(folder)
 
@@ -93,16 +98,15 @@ def read_manifest(folder: Path) -> dict:
     """Return the manifest of a checkpoint. Raises UserError if it is missing, damaged or of another format."""
     path = folder / "manifest.json"
     try:
-        require_regular_file(path)
-        text = path.read_text()
+        text = read_file(path).decode()
         content = json.loads(text)
         intact = isinstance(content, dict) and text == manifest_text(content)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder} is not a complete checkpoint: its manifest.json can't be read ({error}); "
                         "use another checkpoint") from None
     require(intact, f"{path} is damaged: its checksum is wrong; use another checkpoint")
-    require(content.get("format") == FORMAT, f"{path} has format {content.get('format')!r}, but this version reads "
-            f"{FORMAT!r}; use the version that wrote it")
+    require(content.get("format") in list(FORMATS), f"{path} has format {str(content.get('format'))[:80]!r}, but this "
+            f"version reads {' and '.join(map(repr, FORMATS))}; use the version that wrote it")
     check_manifest(content, path)
     return content
 
@@ -127,12 +131,13 @@ def check_manifest(content: dict, path: Path):
                 and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str),
                 f"{path} must give size and SHA-256 of files beside it, but has '{name[:80]}': "
                 f"{str(entry)[:80]}; use another checkpoint")
-    require(".metadata" in content["files"],
-            f"{path} does not list .metadata, the index of the tensors; use another checkpoint")
+    index_name = FORMATS[content["format"]].index_name
+    require(index_name in content["files"],
+            f"{path} does not list {index_name}, the index of the tensors; use another checkpoint")
 
 
 def verify(folder: Path) -> dict:
-    """Check every byte of a checkpoint and return its manifest.
+    """Check every byte of a checkpoint and the rules of its index, and return its manifest.
     Raises UserError, which names the damaged file and says what is wrong with it."""
     content = read_manifest(folder)
     require(step_of(folder) in (None, content["step"]), f"{folder} holds the checkpoint of step {content['step']}, but "
@@ -146,4 +151,5 @@ def verify(folder: Path) -> dict:
     for name, digest in file_digests(paths).items():
         require(digest == content["files"][name],
                 f"{folder / name} is damaged: its SHA-256 differs from the manifest's; use another checkpoint")
+    Index(folder, content)
     return content

@@ -18,19 +18,19 @@ folder named step-... is complete.
 
 import dataclasses
 import math
+import shutil
 import threading
-import warnings
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from nanodomino.checkpoint import pinned_memory
-from nanodomino.checkpoint.find_checkpoints import SAVED_MARKER, checkpoints_of, clear_leftovers, delete_checkpoint
-from nanodomino.checkpoint.manifest import FORMAT, flush_folder, step_of, write_manifest
-from nanodomino.checkpoint.shards import BucketRange, local_boxes, range_to_save
+from nanodomino.checkpoint.find_checkpoints import SAVED_MARKER, checkpoints_of, delete_checkpoint
+from nanodomino.checkpoint.index import FORMAT, Share, write_boxes
+from nanodomino.checkpoint.manifest import flush_folder, step_of, write_manifest
+from nanodomino.checkpoint.shards import BucketRange, LocalBox, local_boxes, range_to_save
 from nanodomino.comm.world import TIMEOUT
 from nanodomino.config.config import Config
 from nanodomino.mesh import Mesh
@@ -63,15 +63,6 @@ def copy_to_host(optimizer: ZeroOptimizer, copies: list[BucketRange]):
         torch.cuda.current_stream().synchronize()
 
 
-class NoCopyPlanner(dcp.DefaultSavePlanner):
-    """Makes torch's writer write views without copying them first."""
-
-    def transform_object(self, item, box):
-        """Return a tensor with the same memory, but its own storage, so that the writer does not see a view: it would
-        copy each view, and keep all copies to the end."""
-        return torch.from_numpy(box.numpy())
-
-
 class Saver:
     """Writes the checkpoints of a run, one at a time, on a thread of each rank.
 
@@ -92,11 +83,11 @@ class Saver:
         self.wait()
         self.copies = self.copies or allocate_host_copies(optimizer, self.mesh)
         copy_to_host(optimizer, self.copies)
-        tensors = local_boxes(model, self.mesh, self.copies)
+        boxes = local_boxes(model, self.mesh, self.copies)
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates,
                         skipped_in_a_row=optimizer.skipped_in_a_row, loss_scale=optimizer.loss_scale.state(),
                         config=dataclasses.asdict(config))
-        self.thread = threading.Thread(target=self.write_or_note_error, args=(step, tensors, manifest),
+        self.thread = threading.Thread(target=self.write_or_note_error, args=(step, boxes, manifest),
                                        name=f"checkpoint of step {step}")
         self.thread.start()
 
@@ -113,47 +104,43 @@ class Saver:
 
     # ---- on the thread
 
-    def write_or_note_error(self, step, tensors, manifest):
-        """Call write(); if it raises, keep the error's text for failure(). The exception itself would be lost."""
+    def write_or_note_error(self, step: int, boxes: list[LocalBox], manifest: dict):
+        """Call write(), and keep the text of its error for failure(). The exception itself would be lost."""
         try:
-            self.write(step, tensors, manifest)
-        except BaseException as error:
-            failures = getattr(error, "failures", None) or {dist.get_rank(): error}
-            rank, first = next(iter(failures.items()))
-            first = first[0] if isinstance(first, tuple) else first
-            self.error = (f"the checkpoint of step {step} could not be written: rank {rank}: "
-                          f"{type(first).__name__}: {first}")
+            error = self.write(step, boxes, manifest)
+        except BaseException as failed:                        # for example, another rank has died
+            error = text_of(failed)
+        self.error = error and f"the checkpoint of step {step} could not be written: {error}"
 
-    def write(self, step, tensors, manifest):
-        """Write and flush this rank's tensors; rank 0 completes the checkpoint."""
-        parent = self.run_dir / "checkpoints"
+    def write(self, step: int, boxes: list[LocalBox], manifest: dict) -> str | None:
+        """Write and flush this rank's boxes; rank 0 completes the checkpoint. Return the first error of any rank, the
+        same text on all ranks, or None."""
+        parent, rank, share, error = self.run_dir / "checkpoints", dist.get_rank(), None, None
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
-        if dist.get_rank() == 0:
-            clear_leftovers(self.run_dir)
-        dist.barrier(self.group)
-        # per_thread_copy_ahead > 0 would use a CUDA stream of the thread's device, which is GPU 0 on every rank.
-        writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
-        dcp.save(tensors, storage_writer=writer, planner=NoCopyPlanner(), process_group=self.group)
-        self.run_on_rank_0(lambda: self.complete(temporary, final, manifest))
-
-    def run_on_rank_0(self, action):
-        """Call `action` on rank 0; if it raises there, raise the same error on all ranks."""
-        outcome = [None]
-        if dist.get_rank() == 0:
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            share = write_boxes(temporary / f"rank-{rank:05d}.bin", boxes)
+        except BaseException as failed:
+            error = text_of(failed)
+        results = [None] * dist.get_world_size() if rank == 0 else None
+        dist.gather_object((share, error), results, dst=0, group=self.group)
+        if rank == 0:
+            error = next((error for _, error in results if error), None)
             try:
-                action()
-            except BaseException as error:
-                outcome[0] = error
+                error or self.complete(temporary, final, manifest, [share for share, _ in results])
+            except BaseException as failed:
+                error = text_of(failed)
+            shutil.rmtree(temporary, ignore_errors=True)       # after an error: otherwise a full disk would stay full
+        outcome = [error]
         dist.broadcast_object_list(outcome, src=0, group=self.group)
-        if outcome[0] is not None:
-            raise outcome[0]
+        return outcome[0]
 
-    def complete(self, temporary: Path, final: Path, manifest: dict):
-        """Write the manifest, rename the folder, and only then delete old checkpoints.
+    def complete(self, temporary: Path, final: Path, manifest: dict, shares: list[Share]):
+        """Write the index and the manifest, rename the folder, and only then delete old checkpoints.
 
         If the latest steps were skipped, the run may have diverged and may have to restart from an older checkpoint. So
         no checkpoint is deleted then."""
-        write_manifest(temporary, manifest, "--run-dir must lie on a disk that all hosts share")
+        write_manifest(temporary, manifest, shares, "--run-dir must lie on a disk that all hosts share")
         if final.exists():                                     # the run went back and has reached this step again
             delete_checkpoint(final)
         temporary.rename(final)
@@ -167,10 +154,5 @@ class Saver:
                 delete_checkpoint(folder)
 
 
-def write_single_process(tensors: dict, folder: Path):
-    """Write {name: tensor} in a process without a process group. Each tensor gets its own file, because torch's writer
-    keeps the tensors of a file in memory until the file is complete."""
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, sync_files=True, per_thread_copy_ahead=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")                        # dcp warns that there is no process group
-        dcp.save(tensors, storage_writer=writer, planner=NoCopyPlanner(), no_dist=True)
+def text_of(error: BaseException) -> str:
+    return f"rank {dist.get_rank()}: {type(error).__name__}: {error}"

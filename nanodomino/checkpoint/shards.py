@@ -1,9 +1,9 @@
 """Finds which boxes of a full tensor a rank holds, if the rank owns a range of a flat buffer.
 
-A box is a rectangular part of a tensor, given by its offset and size. torch.distributed.checkpoint (dcp) stores tensors
-as boxes, and can read back any other boxes, whichever rank and layout wrote the stored ones. So a rank only has to name
-its boxes. But the range that a rank owns need not begin or end with a row of a matrix. It may hold the end of one row,
-some whole rows and the start of another row, which makes at most three boxes:
+A box is a rectangular part of a tensor, given by its offset and size. A checkpoint stores boxes, and index.py reads any
+other boxes from them, whichever rank and layout wrote them. So a rank only has to name its boxes. But the range that a
+rank owns need not begin or end with a row of a matrix. It may hold the end of one row, some whole rows and the start of
+another row, which makes at most three boxes:
 
     elements 4 .. 19 of a matrix         .  .  .  .  4  5        boxes (offset, size):
     of four rows and six columns         6  7  8  9 10 11            (0, 4), 1 x 2
@@ -20,8 +20,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
@@ -31,6 +29,14 @@ from nanodomino.optim.buckets import Bucket
 class Box(NamedTuple):
     offset: tuple[int, ...]
     size: tuple[int, ...]
+
+
+class LocalBox(NamedTuple):
+    """A box of a full tensor, and the memory of this rank that holds its values."""
+    name: str                   # "STATE.PARAMETER", such as "exp_avg.layers.7.attention.qkv.weight"
+    shape: tuple[int, ...]      # of the full tensor
+    box: Box
+    values: torch.Tensor        # of shape box.size
 
 
 class BucketRange(NamedTuple):
@@ -58,54 +64,33 @@ def boxes_of_range(start: int, end: int, shape) -> list[Box]:
     return boxes
 
 
-class LocalBoxes(torch.Tensor):
-    """A full tensor of which this rank holds only some boxes: `boxes` is {offset in the full tensor: values}.
-
-    The tensor has the full size, but memory for one element only. dcp gets the boxes from the three methods with
-    underscores. A DTensor has these methods too, but can't hold more than one box."""
-
-    @classmethod
-    def of(cls, weight, mesh: Mesh) -> "LocalBoxes":
-        """Return the full tensor of a parameter, without boxes so far."""
-        shape, sharded = list(weight.shape), [dim == weight.shard_dim for dim in range(weight.dim())]
-        if weight.partition_stride > 1:
-            shape[:1], sharded[:1] = (weight.partition_stride, shape[0] // weight.partition_stride), (False, True)
-        full_size = [length * (mesh.tp if cut else 1) for length, cut in zip(shape, sharded)]
-        full = torch.empty(()).expand(full_size).as_subclass(cls)
-        full.shard_shape, full.boxes = shape, {}
-        full.shard_offset = [length * mesh.tp_rank if cut else 0 for length, cut in zip(shape, sharded)]
-        return full
-
-    def add(self, values, start: int = 0):
-        """Add the boxes of some flat values: elements start, start + 1, ... of this rank's flattened shard."""
-        for offset, size in boxes_of_range(start, start + len(values), self.shard_shape):
-            box, values = values[:math.prod(size)], values[math.prod(size):]
-            self.boxes[torch.Size(map(sum, zip(self.shard_offset, offset)))] = box.view(size)
-
-    def __create_chunk_list__(self):
-        return [ChunkStorageMetadata(offset, box.shape) for offset, box in self.boxes.items()]
-
-    def __create_write_items__(self, name, _):
-        return [WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(offset, box.shape), TensorProperties(box.dtype), self.size()))
-                for offset, box in self.boxes.items()]
-
-    def __get_tensor_shard__(self, index):
-        return self.boxes[index.offset]
+def shard_of(weight, mesh: Mesh) -> tuple[tuple[int, ...], Box]:
+    """Return the shape of the full tensor of a parameter, and the box that this rank's shard fills."""
+    size, sharded = list(weight.shape), [dim == weight.shard_dim for dim in range(weight.dim())]
+    if weight.partition_stride > 1:
+        size[:1], sharded[:1] = (weight.partition_stride, size[0] // weight.partition_stride), (False, True)
+    offset = tuple(length * mesh.tp_rank if cut else 0 for length, cut in zip(size, sharded))
+    return tuple(length * (mesh.tp if cut else 1) for length, cut in zip(size, sharded)), Box(offset, tuple(size))
 
 
-def local_boxes(model: GPT, mesh: Mesh, ranges: list[BucketRange]) -> dict[str, LocalBoxes]:
-    """Return {"STATE.PARAMETER": boxes} of all parameters in these ranges; a key is, for example,
-    "exp_avg.layers.7.attention.qkv.weight". Keys contain no rank and no stage, so they are the same on any layout."""
-    names = {weight: name for name, weight in model.named_parameters()}
-    found = {}
+def full_shapes(model: GPT) -> dict[str, tuple[int, ...]]:
+    """Return {parameter: shape of its full tensor} of the parameters of a model."""
+    return {name: shard_of(weight, model.mesh)[0] for name, weight in model.named_parameters()}
+
+
+def local_boxes(model: GPT, mesh: Mesh, ranges: list[BucketRange]) -> list[LocalBox]:
+    """Return the boxes of all parameters in these ranges. Their names contain no rank and no stage, so they are the
+    same on any layout."""
+    names, found = {weight: name for name, weight in model.named_parameters()}, []
     for bucket, state, start, values in ranges:
         for weight in bucket.parameters:
-            offset = bucket.offsets[weight] - start            # where the parameter starts in `values`
-            part = values[max(offset, 0):max(offset + weight.numel(), 0)]
-            if len(part):
-                boxes = found.setdefault(f"{state}.{names[weight]}", LocalBoxes.of(weight, mesh))
-                boxes.add(part, max(-offset, 0))
+            first = bucket.offsets[weight] - start             # where the parameter starts in `values`
+            part = values[max(first, 0):max(first + weight.numel(), 0)]
+            shape, shard = shard_of(weight, mesh)
+            for offset, size in boxes_of_range(max(-first, 0), max(-first, 0) + len(part), shard.size):
+                elements, part = part[:math.prod(size)], part[math.prod(size):]
+                box = Box(tuple(map(sum, zip(shard.offset, offset))), size)
+                found.append(LocalBox(f"{state}.{names[weight]}", shape, box, elements.view(size)))
     return found
 
 

@@ -7,7 +7,6 @@ The processes that torchrun starts share the model by tensor parallelism:
 """
 
 import argparse
-import dataclasses
 import secrets
 import signal
 import sys
@@ -16,13 +15,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nanodomino.checkpoint.find_checkpoints import find_checkpoint
-from nanodomino.checkpoint.load import load_weights
+from nanodomino.checkpoint.load import config_of, load_weights
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser
-from nanodomino.config.saved_settings import from_record
-from nanodomino.config.setting import check_range, flag_name, flag_settings
+from nanodomino.config.setting import check_range, flag_name
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require
@@ -143,10 +141,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
             f"--tp {tp} needs {counted(tp, 'process')}, but there are {launch.world_size}; start torchrun "
             f"--nproc_per_node {tp}")
     folder = find_checkpoint(Path(flags.load))
-    layout = {setting.name: setting.default for setting in flag_settings(Config, "The layout")}
-    layout |= dict(tensor_model_parallel_size=tp, micro_batch_size=1, device=flags.device)
-    saved = dataclasses.replace(from_record(read_manifest(folder)["config"], folder), **layout)
-    config = saved.resolve(launch.world_size).with_vocabulary(saved.vocab_size)
+    config = config_of(folder, read_manifest(folder), tp, tensor_model_parallel_size=tp, device=flags.device)
     tokenizer = find_tokenizer(folder, config, flags)     # may fail, so before the process groups start
     device = find_device(config, launch)
 

@@ -6,12 +6,11 @@ from pathlib import Path
 import torch
 
 from nanodomino.checkpoint.find_checkpoints import with_checkpoint
-from nanodomino.checkpoint.load import read_full_tensor
-from nanodomino.checkpoint.manifest import read_manifest, write_flushed
-from nanodomino.checkpoint.safe_load import SafeReader
+from nanodomino.checkpoint.index import Index
+from nanodomino.checkpoint.load import open_weights, read_full_tensor
+from nanodomino.checkpoint.manifest import write_flushed
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
-from nanodomino.config.saved_settings import from_record
 from nanodomino.corpus.huggingface_tokenizer import bytes_of_characters
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import END_OF_TEXT
@@ -35,10 +34,10 @@ def split_into_files(mappings: list[TensorMapping], dtype: torch.dtype, max_byte
     return files
 
 
-def convert_to_hf(mapping: TensorMapping, reader: SafeReader, config: Config,
+def convert_to_hf(mapping: TensorMapping, index: Index, config: Config,
                   dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Read one parameter, and return {Hugging Face name: tensor}. Raises UserError if a value overflows `dtype`."""
-    full, tensors = read_full_tensor(f"weight.{mapping.name}", mapping.shape, reader), {}
+    full, tensors = read_full_tensor(f"weight.{mapping.name}", mapping.shape, index), {}
     for name, part in zip(mapping.hf_shapes, mapping.conversion.to_hf(full, config)):
         tensors[name] = part.to(dtype).contiguous()
         largest, limit = float(part.abs().max()), torch.finfo(dtype).max
@@ -60,10 +59,11 @@ def export_model(folder: Path, out: Path, dtype_name: str | None, max_bytes: int
 def export_checkpoint(checkpoint: Path, out: Path, dtype_name: str | None, max_bytes: int) -> str:
     """See export_model()."""
     package = import_safetensors()
-    config = from_record(read_manifest(checkpoint)["config"], checkpoint)
+    index, model = open_weights(checkpoint)
+    config = model.config
     dtype_name = dtype_name or config.dtype
     dtype, family, values = DTYPES[dtype_name], family_of(config), write_config(config, dtype_name)
-    mappings, reader = map_tensors(config, family.modules), SafeReader(checkpoint)
+    mappings = map_tensors(config, family.modules)
     files = split_into_files(mappings, dtype, max_bytes)
     names = [WEIGHTS] if len(files) == 1 else [f"model-{number:05d}-of-{len(files):05d}.safetensors"
                                                for number in range(1, len(files) + 1)]
@@ -71,7 +71,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype_name: str | None, max_b
         for name, mappings_of_file in zip(names, files):
             tensors = {}
             for mapping in mappings_of_file:
-                tensors |= convert_to_hf(mapping, reader, config, dtype)
+                tensors |= convert_to_hf(mapping, index, config, dtype)
             package.torch.save_file(tensors, temporary / name, metadata={"format": "pt"})
             flush_and_share(temporary / name)
         if len(files) > 1:

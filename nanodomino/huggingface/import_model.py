@@ -3,14 +3,15 @@
 import dataclasses
 import math
 import re
-from functools import partial, reduce
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.manifest import FORMAT, step_of, write_manifest
-from nanodomino.checkpoint.save import write_single_process
-from nanodomino.checkpoint.shards import LocalBoxes
+from nanodomino.checkpoint.index import FORMAT, write_boxes
+from nanodomino.checkpoint.manifest import step_of, write_manifest
+from nanodomino.checkpoint.shards import Box, LocalBox
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
 from nanodomino.errors import require
@@ -53,21 +54,6 @@ def match_tensors(mappings: list[TensorMapping], stored: dict[str, StoredTensor]
     return found
 
 
-class LazyTensor(LocalBoxes):
-    """A full tensor as a single box (see LocalBoxes). Its values are computed when torch's checkpoint writer asks for
-    them, and freed when they are written."""
-
-    @classmethod
-    def of(cls, shape, dtype, make) -> "LazyTensor":
-        """Return the lazy tensor. make() must return the real one, with this shape and dtype."""
-        tensor = torch.empty((), dtype=dtype).expand(shape).as_subclass(cls)     # memory for one element
-        tensor.make, tensor.boxes = make, {torch.Size([0] * len(shape)): tensor}
-        return tensor
-
-    def __get_tensor_shard__(self, _):
-        return self.make()
-
-
 def convert_from_hf(mapping: TensorMapping, found: dict[str, StoredTensor], config: Config,
                     dtype: torch.dtype, not_finite: list[str]) -> torch.Tensor:
     """Load the Hugging Face tensors of a parameter, and convert them to the parameter's full tensor. Appends the names
@@ -80,6 +66,15 @@ def convert_from_hf(mapping: TensorMapping, found: dict[str, StoredTensor], conf
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether no value is NaN or infinite. Needs no memory, because both would be a minimum or a maximum."""
     return all(math.isfinite(extreme) for extreme in tensor.aminmax())
+
+
+def full_boxes(mappings: list[TensorMapping], found: dict[str, StoredTensor], config: Config, dtype: torch.dtype,
+               not_finite: list[str]) -> Iterator[LocalBox]:
+    """Yield every parameter as one box, so that only one tensor is in memory at a time. Appends the names of tensors
+    with values that are NaN or infinite to not_finite."""
+    for mapping in mappings:
+        values = convert_from_hf(mapping, found, config, dtype, not_finite)
+        yield LocalBox(f"weight.{mapping.name}", mapping.shape, Box((0,) * values.dim(), mapping.shape), values)
 
 
 def import_model(folder: Path, output: Path) -> str:
@@ -106,17 +101,14 @@ def import_model(folder: Path, output: Path) -> str:
     config = dataclasses.replace(config, dtype=dtype_name)
     wide = torch.promote_types(dtype, torch.float32)           # the dtype of a run's master weights
     not_finite: list[str] = []
-    tensors = {f"weight.{mapping.name}":
-               LazyTensor.of(mapping.shape, wide, partial(convert_from_hf, mapping, found, config, wide, not_finite))
-               for mapping in mappings}
     with new_folder(output) as temporary:
-        write_single_process(tensors, temporary)
+        share = write_boxes(temporary / "rank-00000.bin", full_boxes(mappings, found, config, wide, not_finite))
         copied = copy_files((*TOKENIZER_FILES, GENERATION), folder, temporary)
         special = {name: values[name] for name in SPECIAL_TOKENS if values.get(name) is not None}
         if GENERATION not in copied and special:               # a checkpoint has no other place for them
             write_json(temporary / GENERATION, special)
         write_manifest(temporary, dict(format=FORMAT, step=0, adam_steps=0, skipped_in_a_row=0, loss_scale=None,
-                                       config=dataclasses.asdict(config)), "import it again")
+                                       config=dataclasses.asdict(config)), [share], "import it again")
     exported_as = family_of(config).architecture
     name = family.architecture
     if exported_as != name:

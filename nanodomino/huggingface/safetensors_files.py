@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from nanodomino.checkpoint.manifest import flush_folder, write_flushed
 from nanodomino.corpus.huggingface_tokenizer import FILES
@@ -112,23 +111,11 @@ def new_folder(final: Path):
         flush_folder(temporary)
         temporary.rename(final)
         flush_folder(temporary.parent)
-    except (OSError, RuntimeError, dcp.CheckpointException, import_safetensors().SafetensorError) as error:
-        raise UserError(f"{final} can't be written ({root_cause(error)}); free some space, or choose another "
-                        "folder") from None
+    except (OSError, import_safetensors().SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise UserError(f"{final} can't be written ({reason}); free some space, or choose another folder") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def root_cause(error: BaseException) -> str:
-    """Return the operating system's message, such as "No space left on device".
-
-    torch's checkpoint writer wraps the system's error in its own, or raises a second error while handling it.
-    """
-    while isinstance(error, dcp.CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-        error = error.__context__
-    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
 
 def write_json(path: Path, values: dict):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanodomino.checkpoint.shards import LocalBoxes
+from nanodomino.checkpoint.shards import full_shapes
 from nanodomino.config.config import Config
 from nanodomino.model import meta_model
 
@@ -95,16 +95,15 @@ LLAMA_MODULES = {
 class TensorMapping:
     """A parameter, and the Hugging Face tensors that hold its values."""
     name: str
-    shape: torch.Size                       # of the full tensor, as a checkpoint holds it
+    shape: tuple[int, ...]                  # of the full tensor, as a checkpoint holds it
     conversion: Conversion
     hf_shapes: dict[str, torch.Size]        # {Hugging Face name: shape}, in the order of to_hf
 
 
 def map_tensors(config: Config, modules: dict) -> list[TensorMapping]:
     """Return the mapping of every parameter of the model. modules: GPT2_MODULES or LLAMA_MODULES."""
-    model, mappings = meta_model(config), []
-    for name, weight in model.named_parameters():
-        shape = LocalBoxes.of(weight, model.mesh).size()
+    mappings = []
+    for name, shape in full_shapes(meta_model(config)).items():
         module, _, leaf = name.rpartition(".")                 # leaf: weight or bias
         layer = re.search(r"(?<=layers\.)\d+", module)
         hf_modules, conversion = modules[re.sub(r"(?<=layers\.)\d+", "#", module)]

@@ -1,20 +1,31 @@
-"""Damage is always found and named, an older checkpoint is used instead, and no checkpoint can run a program."""
+"""Damage is always found and named, and an older checkpoint is used instead. No checkpoint can run a program, lead to a
+file outside its folder, or leave a value undefined."""
 
+import copy
 import io
+import json
 import math
 import os
 import pickle
 import random
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from nanodomino.checkpoint.find_checkpoints import checkpoints_of, newest_intact_checkpoint
+from nanodomino.checkpoint.export import export
+from nanodomino.checkpoint.find_checkpoints import (checkpoints_of, find_checkpoint, newest_intact_checkpoint,
+                                                    recorded_settings)
+from nanodomino.checkpoint.index import tile
 from nanodomino.checkpoint.manifest import file_digest, manifest_text, read_manifest, verify
-from nanodomino.checkpoint.safe_load import SafeReader
+from nanodomino.checkpoint.shards import Box
 from nanodomino.errors import UserError
+from nanodomino.huggingface.export_model import export_model
 from support.checkpoints import write_empty_checkpoint
 
 
@@ -41,8 +52,8 @@ def test_a_hundred_flipped_bits_are_found(run_dir):
 
 
 DAMAGES = {
-    "missing": lambda folder: (folder / "__0_0.distcp").unlink(),
-    "truncated": lambda folder: os.truncate(folder / "__0_0.distcp", (folder / "__0_0.distcp").stat().st_size - 1),
+    "missing": lambda folder: (folder / "rank-00000.bin").unlink(),
+    "truncated": lambda folder: os.truncate(folder / "rank-00000.bin", (folder / "rank-00000.bin").stat().st_size - 1),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "empty manifest": lambda folder: (folder / "manifest.json").write_text(""),
     "name of another step": lambda folder: folder.rename(folder.with_name("step-00000009"))}
@@ -58,7 +69,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(run_dir, dam
     assert "use another checkpoint" not in reports[0], "what to do is said once"
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("name", ["rank-00000.bin", "index.json", "manifest.json"])
 @pytest.mark.parametrize("problem, reason", [
     ("folder", "Is a directory"), ("link", "No such file or directory"), ("secret", "Permission denied"),
     ("bad disk", "Input/output error")])
@@ -102,18 +113,162 @@ class Evil:
         return Path.touch, (WITNESS,)
 
 
-@pytest.mark.parametrize("index", [pickle.dumps(Evil()), b"cos\nsystem\n(S'true'\ntR."], ids=["method", "os.system"])
-def test_no_program_in_a_checkpoint_is_run(run_dir, index):
-    """The index calls a function, and its checksum is right."""
-    folder = checkpoints_of(run_dir)[0]
-    (folder / ".metadata").write_bytes(index)
-    manifest = read_manifest(folder)
-    manifest["files"][".metadata"] = file_digest(folder / ".metadata")
+OLD_CHECKPOINT = Path(__file__).parent.parent / "support" / "run-2026-11-20" / "checkpoints" / "step-00000003"
+
+
+def forge(folder, name, data, **changes):
+    """Replace a file of a checkpoint, and entries of its manifest, and correct the checksums."""
+    (folder / name).write_bytes(data)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = file_digest(folder / name)
+    manifest["config"] |= changes
     (folder / "manifest.json").write_text(manifest_text(manifest))
-    verify(folder)
+
+
+@pytest.mark.parametrize("index", [pickle.dumps(Evil()), b"cos\nsystem\n(S'true'\ntR."], ids=["method", "os.system"])
+def test_no_program_in_a_checkpoint_is_run(tmp_path, index):
+    """The index of format 1 is a pickle. It calls a function, and its checksum is right."""
+    folder = Path(shutil.copytree(OLD_CHECKPOINT, tmp_path / "old"))
+    forge(folder, ".metadata", index)
     with pytest.raises(UserError, match="index refers to"):
-        SafeReader(folder).read_metadata()
+        verify(folder)
     assert not WITNESS.exists()
+
+
+def test_no_program_in_a_tensor_is_run_and_torchs_advice_to_run_it_is_not_passed_on(tmp_path):
+    """torch's own message tells the user to load the file with weights_only=False."""
+    folder = Path(shutil.copytree(OLD_CHECKPOINT, tmp_path / "old"))
+    data, record = (folder / "__0_0.distcp").read_bytes(), io.BytesIO()
+    torch.save({"x": Evil()}, record)
+    forge(folder, "__0_0.distcp", record.getvalue().ljust(len(data), b"\0"))
+    verify(folder)
+    for action in (partial(export, folder, tmp_path / "out.pt"),
+                   partial(export_model, folder, tmp_path / "out", None, 1)):
+        with pytest.raises(UserError) as caught:
+            action()
+        assert str(caught.value) == (f"{folder / '__0_0.distcp'} does not hold what its index says; use another "
+                                     "checkpoint")
+    assert not WITNESS.exists() and os.listdir(tmp_path) == ["old"]
+
+
+# ---- what an index may say: each change is one of a JSON index, and of the pickle of format 1
+
+BOX = "weight.layers.0.mlp.dense_4h_to_h.weight"
+
+
+def change_boxes(change):
+    """A function that changes the entry of BOX in an index: its "shape" and its "boxes", [file, start, offset, size]"""
+    def changed(index):
+        change(index[BOX], index[BOX]["boxes"])
+    return changed
+
+
+def without_a_layer(index):
+    for name in [name for name in index if ".layers.0." in name]:
+        del index[name]
+
+
+INDICES = [("an absolute file", change_boxes(lambda entry, boxes: boxes[0].__setitem__(0, "/dev/zero")),
+            "refers to /dev/zero, which the manifest does not list"),
+           ("a file outside", change_boxes(lambda entry, boxes: boxes[0].__setitem__(0, "../other/rank-00000.bin")),
+            "refers to ../other/rank-00000.bin, which the manifest does not list"),
+           ("after the end", change_boxes(lambda entry, boxes: boxes[-1].__setitem__(1, 10**9)), "after the end of"),
+           ("before the start", change_boxes(lambda entry, boxes: boxes[0].__setitem__(1, -4)), "an impossible shape"),
+           ("a gap", change_boxes(lambda entry, boxes: boxes.pop()), "do not cover each element once"),
+           ("two values", change_boxes(lambda entry, boxes: boxes.append(boxes[0])), "do not cover each element once"),
+           ("a larger tensor", change_boxes(lambda entry, boxes: entry.update(shape=[10**12, 64])),
+            "do not cover each element once"),
+           ("another shape", change_boxes(lambda entry, boxes: entry.update(shape=[1, 16, 64])), "an impossible shape"),
+           ("a missing tensor", lambda index: index.pop(BOX), None),
+           ("a missing layer", without_a_layer, "layers, but its manifest says num_layers"),
+           ("no tensor", lambda index: index.clear(), "holds 0 layers")]
+JSON_ONLY = [("a fraction", change_boxes(lambda entry, boxes: boxes[0].__setitem__(1, 0.5)), "an impossible shape"),
+             ("true", change_boxes(lambda entry, boxes: boxes[0].__setitem__(1, True)), "an impossible shape"),
+             ("a list for a file", change_boxes(lambda entry, boxes: boxes[0].__setitem__(0, [])), "not an index of"),
+             ("a type of another kind", change_boxes(lambda entry, boxes: entry.update(dtype="int8")), "not an index"),
+             ("a list for a tensor", lambda index: index.update({BOX: []}), "not an index of tensors"),
+             ("a tensor without a dtype", lambda index: index[BOX].pop("dtype"), "not an index of tensors")]
+
+
+def pickled(index, metadata):
+    """The index, as in JSON, as an index of format 1; metadata: the intact one."""
+    changed, state = copy.deepcopy(metadata), {}
+    changed.storage_data.clear()
+    for name, entry in index.items():
+        tensor = state[name] = changed.state_dict_metadata[name]
+        tensor.size, tensor.chunks = torch.Size(entry["shape"]), []
+        for file, start, offset, size in entry["boxes"]:
+            tensor.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+            changed.storage_data[MetadataIndex(name, torch.Size(offset))] = _StorageInfo(file, start, 1500)
+    changed.state_dict_metadata = state
+    return pickle.dumps(changed)
+
+
+@pytest.mark.parametrize("version, change, message", [
+    pytest.param(version, change, message, id=f"{what} in format {version}")
+    for version, rows in ((1, INDICES), (2, INDICES + JSON_ONLY)) for what, change, message in rows])
+def test_an_index_that_breaks_a_rule_is_refused(run_dir, tmp_path, version, change, message):
+    """By every reader, and before it reads or allocates a tensor: its checksum is right."""
+    if version == 1:
+        folder = Path(shutil.copytree(OLD_CHECKPOINT, tmp_path / "old"))
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        index = {name: dict(shape=list(tensor.size), boxes=[
+            [metadata.storage_data[MetadataIndex(name, chunk.offsets)].relative_path,
+             metadata.storage_data[MetadataIndex(name, chunk.offsets)].offset, list(chunk.offsets), list(chunk.sizes)]
+            for chunk in tensor.chunks]) for name, tensor in metadata.state_dict_metadata.items()}
+        change(index)
+        forge(folder, ".metadata", pickled(index, metadata))
+    else:
+        folder = checkpoints_of(run_dir)[0]
+        index = json.loads((folder / "index.json").read_text())
+        change(index)
+        forge(folder, "index.json", json.dumps(index).encode())
+    for action in (verify, find_checkpoint, lambda folder: export(folder, tmp_path / "out.pt")):
+        if message or action != verify:                        # a missing tensor is found when the model is known
+            with pytest.raises(UserError, match=message or f"lacks {BOX} of shape"):
+                action(folder)
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(num_layers=10**9), "manifest says num_layers 1000000000"), (dict(num_layers="4"), "says num_layers 4;"),
+    (dict(hidden_size=10**6), "lacks weight.* of shape"), (dict(vocab_size=10**9), "lacks weight.* of shape"),
+    (dict(num_attention_heads=0), "num-attention-heads"),
+    (dict(warp_drive=True), "this version does not know")], ids=str)
+def test_settings_that_do_not_belong_to_the_tensors_are_refused(run_dir, tmp_path, settings, message):
+    """A billion layers would take hours and gigabytes before their absence is noticed."""
+    folder = checkpoints_of(run_dir)[0]
+    forge(folder, "index.json", (folder / "index.json").read_bytes(), **settings)
+    for action in (find_checkpoint, lambda folder: export(folder, tmp_path / "out.pt")):
+        with pytest.raises(UserError, match=message):
+            action(folder)
+    assert (recorded_settings(folder) is None) == ("num_layers" in settings)
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 3)], ids=str)
+def test_boxes_tile_a_tensor_if_they_cover_each_element_once(shape):
+    """Random boxes, some of which stick out, and divisions of the tensor, intact or with a box moved or repeated."""
+    generator, outcomes = random.Random(0), []
+    for _ in range(400):
+        boxes = [Box((0,) * len(shape), shape)]
+        for _ in range(generator.randrange(5)):                # cut a random box in two
+            offset, size = boxes.pop(generator.randrange(len(boxes)))
+            dim = generator.randrange(len(shape))
+            cut = generator.randrange(size[dim] + 1)
+            for first, length in ((0, cut), (cut, size[dim] - cut)):
+                boxes.append(Box((*offset[:dim], offset[dim] + first, *offset[dim + 1:]),
+                                 (*size[:dim], length, *size[dim + 1:])))
+        if generator.random() < 0.5:
+            i = generator.randrange(len(boxes))
+            boxes[i] = Box(tuple(generator.randrange(4) for _ in shape), boxes[i].size)
+        times = torch.zeros([9] * len(shape), dtype=torch.int)
+        for offset, size in boxes:
+            times[tuple(slice(first, first + length) for first, length in zip(offset, size))] += 1
+        expected = torch.zeros_like(times)
+        expected[tuple(map(slice, shape))] = 1
+        outcomes.append(torch.equal(times, expected))
+        assert tile(boxes, shape) == outcomes[-1], boxes
+    assert 100 < sum(outcomes) < 350
 
 
 # ---- what a manifest may say

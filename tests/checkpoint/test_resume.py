@@ -11,10 +11,12 @@ import torch
 
 from nanodomino.checkpoint.export import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
+from nanodomino.checkpoint.index import Index, slices
 from nanodomino.checkpoint.load import load_weights
-from nanodomino.checkpoint.safe_load import SafeReader
+from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.checkpoint.save import allocate_host_copies
 from nanodomino.checkpoint.shards import boxes_of_range, local_boxes
+from nanodomino.errors import UserError
 from nanodomino.generate.generation import generate
 from support.checkpoints import (DP2, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for, save_steps,
                                  train_from)
@@ -101,12 +103,11 @@ def test_boxes_hold_each_element_of_a_range_once_and_in_order(shape):
 
 
 def boxes_on_rank(config):
-    """({name: [(offset, shape)]} of the boxes that this rank saves, bytes that it copies, sizes of its blocks of host
+    """([(name, box)] of the boxes that this rank saves, bytes that it copies, sizes of its blocks of host
     memory, bytes of all states that it holds)."""
     mesh, model, optimizer, _ = build(config)
     copies = allocate_host_copies(optimizer, mesh)
-    boxes = {name: [(offset, tuple(box.shape)) for offset, box in tensor.boxes.items()]
-             for name, tensor in local_boxes(model, mesh, copies).items()}
+    boxes = [(name, box) for name, _, box, _ in local_boxes(model, mesh, copies)]
     storages = [copy.values.untyped_storage() for copy in copies]
     blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
     held = sum(len(bucket.weights) for bucket in optimizer.buckets if mesh.is_first_stage or not bucket.kind.tied)
@@ -121,9 +122,8 @@ def test_ranks_divide_the_work_and_save_each_element_once(pool, tp, pp, dp, zero
     times = {f"{state}.{name}": torch.zeros(shape) for state in STATES
              for name, shape in full_shapes(sizes_of(config)).items()}
     for saves, copied, blocks, held in pool.run(boxes_on_rank, config, world_size=config.world_size):
-        for name, boxes in saves.items():
-            for offset, shape in boxes:
-                times[name][tuple(slice(first, first + length) for first, length in zip(offset, shape))] += 1
+        for name, box in saves:
+            times[name][slices(box, (0,) * len(box.size))] += 1
         assert sum(blocks) == copied <= held / dp + 3 * 8 * 50 and copied > 0.5 * held / dp
         assert all(size & (size - 1) == 0 for size in blocks)
     assert all((count == 1).all() for count in times.values())
@@ -136,7 +136,7 @@ def test_each_rank_writes_its_share_of_the_bytes(pool, tmp_path, tp, dp, zero_st
     for name, layout in (("alone", (1, 1, 1, 1, 1)), ("together", (tp, 1, dp, 1, zero_stage))):
         config = config_for(*layout, "1f1b", hidden_size=128)
         pool.run(save_steps, config, str(tmp_path / name), world_size=config.world_size)
-        sizes[name] = [path.stat().st_size for path in checkpoints_of(tmp_path / name)[0].glob("*.distcp")]
+        sizes[name] = [path.stat().st_size for path in checkpoints_of(tmp_path / name)[0].glob("*.bin")]
     assert len(sizes["together"]) == 4 and max(sizes["together"]) < 1.1 / 4 * sizes["alone"][0]
 
 
@@ -145,8 +145,8 @@ def test_each_rank_writes_its_share_of_the_bytes(pool, tmp_path, tp, dp, zero_st
 def test_a_checkpoint_holds_global_names_a_tied_matrix_once_and_the_counters(saved):
     """The first and the last stage both hold the tied matrix, and must not both write it."""
     run_dir, _, config = saved
-    index = SafeReader(checkpoints_of(run_dir)[0]).read_metadata().state_dict_metadata
-    assert {name: tuple(entry.size) for name, entry in index.items()} == {
+    folder = checkpoints_of(run_dir)[0]
+    assert {name: tensor.shape for name, tensor in Index(folder, read_manifest(folder)).tensors.items()} == {
         f"{state}.{name}": tuple(shape) for state in STATES for name, shape in full_shapes(sizes_of(config)).items()}
     manifest = json.loads((checkpoints_of(run_dir)[0] / "manifest.json").read_text())
     assert (manifest["step"], manifest["adam_steps"], manifest["skipped_in_a_row"]) == (3, 3, 0)
@@ -176,6 +176,26 @@ def test_generated_text_depends_on_neither_layout_nor_cache(pool, saved):
     texts = [pool.run(generate_from, config_for(*layout), folder, [3, 1, 4], cache, world_size=math.prod(layout[:3]))[0]
              for layout, cache in ((LAYOUTS[0], True), (LAYOUTS[0], False), (LAYOUTS[5], False), (LAYOUTS[6], True))]
     assert texts == [texts[0]] * 4 and len(texts[0]) == 15 and len(set(texts[0])) > 5
+
+
+def load_with_a_bad_disk(config, folder):
+    """The message of load_weights() if rank 1 can't read any file."""
+    def fail(path):
+        raise OSError(5, "Input/output error")
+
+    mesh, model, _, _ = build(config)
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.tp_rank == 1:
+            patch.setattr("nanodomino.checkpoint.index.open_regular_file", fail)
+        with pytest.raises(UserError) as caught:
+            load_weights(Path(folder), model, mesh)
+    return str(caught.value)
+
+
+def test_if_one_rank_cannot_read_its_part_all_ranks_say_so(pool, saved):
+    """Otherwise the other ranks would wait for it in the next collective."""
+    first, second = pool.run(load_with_a_bad_disk, config_for(*TP2), str(checkpoints_of(saved[0])[0]), world_size=2)
+    assert first == second and "can't be read (Input/output error)" in first
 
 
 def load_in_16_bit(config, folder):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
+from nanodomino.checkpoint import index
 from nanodomino.checkpoint.export import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, newest_intact_checkpoint
 from nanodomino.checkpoint.manifest import read_manifest, verify
@@ -19,22 +19,21 @@ from support.checkpoints import LAYOUTS, ONE_RANK, TP2_DP2, config_for, make_sav
 
 
 def memory_written(config, folder):
-    """Return [(address, bytes)] of the memory that torch writes from, and of the boxes in host memory, both sorted."""
-    (saver, model, save), torch_save, written = make_saver(config, folder), torch.save, []
+    """Return [(address, bytes)] of the memory that is written, and of the boxes in host memory."""
+    (saver, model, save), written = make_saver(config, folder), []
 
-    def record(tensor, *args, **kwargs):
-        written.append((tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()))
-        return torch_save(tensor, *args, **kwargs)
+    class Recorder(io.FileIO):
+        def write(self, data):
+            written.append((data.ctypes.data, data.nbytes))
+            return super().write(data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "save", record)
-        save()
-    boxes = [box for tensor in local_boxes(model, saver.mesh, saver.copies).values() for box in tensor.boxes.values()]
-    return sorted(written), sorted((box.data_ptr(), box.nbytes) for box in boxes)
+        patch.setattr(index, "open", Recorder, raising=False)
+        assert save() is None
+    return written, [(box.values.data_ptr(), box.values.nbytes) for box in local_boxes(model, saver.mesh, saver.copies)]
 
 
-def test_host_copies_are_not_copied_once_more_by_torchs_writer(pool, tmp_path):
-    """torch's writer copies views, and keeps all copies until the last one is written."""
+def test_host_copies_are_written_without_another_copy(pool, tmp_path):
     for written, boxes in pool.run(memory_written, config_for(*TP2_DP2), str(tmp_path), world_size=4):
         assert written == boxes and boxes
 
@@ -56,7 +55,7 @@ def save_with_gpus(config, folder):
                      if callable(getattr(owner, name))]
         for owner, name in [*functions, *((torch.Tensor, name) for name in ("is_pinned", "pin_memory", "cuda"))]:
             patch.setattr(owner, name, checked(f"{owner.__name__}.{name}", getattr(owner, name)))
-        patch.setattr(torch.cuda, "is_available", lambda: True)    # which torch's writer asks
+        patch.setattr(torch.cuda, "is_available", lambda: True)
         return called, save()
 
 
@@ -78,13 +77,13 @@ def save_with_a_full_disk(config, folder, last):
     for step in range(1, last + 1):
         with pytest.MonkeyPatch.context() as patch:
             if step == last and torch.distributed.get_rank() == 1:
-                patch.setattr(dcp.FileSystemWriter, "write_data", full)
+                patch.setattr("nanodomino.checkpoint.save.write_boxes", full)
             failures.append(save(step))
     return failures
 
 
 def test_only_a_complete_checkpoint_replaces_old_ones_and_a_full_disk_is_reported(pool, tmp_path):
-    """Folders with names of the user's own are never deleted."""
+    """What was written is deleted at once, or the disk would stay full; a user's own folders are never deleted."""
     copies = ["step-00000000.bak", "step-00000001-best", "step-best"]
     for name in copies:
         write_empty_checkpoint(tmp_path / "checkpoints" / name, 1)
@@ -92,7 +91,7 @@ def test_only_a_complete_checkpoint_replaces_old_ones_and_a_full_disk_is_reporte
         assert failures[:4] == [None] * 4 and "rank 1" in failures[4] and "No space left on device" in failures[4]
     assert [verify(folder)["step"] for folder in checkpoints_of(tmp_path)] == [4, 3]
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
-        *copies, "step-00000003", "step-00000004", ".step-00000005.unfinished"}
+        *copies, "step-00000003", "step-00000004"}
 
 
 class Disk:
@@ -127,7 +126,7 @@ def save_on_small_disks(config, folder):
     (_, _, save), results = make_saver(config, folder), []
     assert save(1) is None
     data, index, manifest = ((folder / "checkpoints" / "step-00000001" / name).stat().st_size
-                             for name in ("__0_0.distcp", ".metadata", "manifest.json"))
+                             for name in ("rank-00000.bin", "index.json", "manifest.json"))
     both, total = data + index, data + index + manifest
     for free in (0, 1, data // 2, data - 1, data, both - 1, both, total - manifest // 2, total - 1, total):
         with pytest.MonkeyPatch.context() as patch:
@@ -215,23 +214,29 @@ def test_a_checkpoint_after_skipped_steps_deletes_no_older_one(pool, tmp_path):
         assert [int(checkpoint.name[5:]) for checkpoint in checkpoints_of(folder)] == kept
 
 
+# ---- export
+
 @pytest.mark.parametrize("large", [0, 100_000])
-def test_an_export_on_a_full_disk_leaves_the_old_file_or_none(saved, tmp_path, monkeypatch, large):
-    """A limit on file sizes stands in for a full disk. For tensors larger than a buffer, torch raises its own error.
-    With enough space, a link remains a link."""
-    folder, old, limit = checkpoints_of(saved[0])[0], tmp_path / "old.pt", resource.getrlimit(resource.RLIMIT_FSIZE)
-    save = torch.save
+def test_an_export_on_a_full_disk_leaves_no_file(saved, tmp_path, monkeypatch, large):
+    """A limit on file sizes stands in for a full disk. For tensors larger than a buffer, torch raises its own error."""
+    folder, limit, save = checkpoints_of(saved[0])[0], resource.getrlimit(resource.RLIMIT_FSIZE), torch.save
     monkeypatch.setattr(torch, "save", lambda tensors, file: save({"x": torch.ones(large)} if large else tensors, file))
-    old.write_text("last week's")
-    (tmp_path / "link.pt").symlink_to("old.pt")
     try:
-        for name in ("old.pt", "new.pt", "link.pt"):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-            with pytest.raises(UserError, match=rf"{name} can't be written \(File too large\); choose another file"):
-                export(folder, tmp_path / name)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+        with pytest.raises(UserError, match=r"new.pt can't be written \(File too large\); choose another file"):
+            export(folder, tmp_path / "new.pt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert old.read_text() == "last week's" and sorted(os.listdir(tmp_path)) == ["link.pt", "old.pt"]
-    export(folder, tmp_path / "link.pt")
-    assert (tmp_path / "link.pt").is_symlink() and sorted(os.listdir(tmp_path)) == ["link.pt", "old.pt"]
-    assert len(torch.load(old, weights_only=True)) == (1 if large else len(saved[1]))
+    assert not os.listdir(tmp_path)
+
+
+def test_an_export_overwrites_nothing(saved, tmp_path):
+    """Not even the file that a link leads to. But it can write to a device, such as /dev/stdout."""
+    folder = checkpoints_of(saved[0])[0]
+    (tmp_path / "metrics.jsonl").write_text("last week's")
+    (tmp_path / "link.pt").symlink_to("metrics.jsonl")
+    for name in ("metrics.jsonl", "link.pt"):
+        with pytest.raises(UserError, match=f"{name} already exists, and nothing is overwritten; choose another name"):
+            export(folder, tmp_path / name)
+    assert (tmp_path / "metrics.jsonl").read_text() == "last week's" and len(os.listdir(tmp_path)) == 2
+    assert export(folder, Path("/dev/null")).keys() == saved[1].keys()

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 from data.prepare import prepare
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
+from nanodomino.checkpoint.index import Index
 from nanodomino.checkpoint.load import load_weights, read_full_tensor
-from nanodomino.checkpoint.manifest import verify
-from nanodomino.checkpoint.safe_load import SafeReader
+from nanodomino.checkpoint.manifest import read_manifest, verify
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
@@ -170,7 +170,8 @@ def test_tensors_of_several_dtypes_are_imported_in_a_dtype_that_holds_them_all(f
 
 def test_the_rows_that_pad_the_vocabulary_are_zeros(saved, tmp_path):
     import_model(saved("gpt2")[1], tmp_path / "imported")
-    words = read_full_tensor("weight.embedding.word_embeddings.weight", (384, 48), SafeReader(tmp_path / "imported"))
+    index = Index(tmp_path / "imported", read_manifest(tmp_path / "imported"))
+    words = read_full_tensor("weight.embedding.word_embeddings.weight", (384, 48), index)
     assert not words[VOCABULARY:].any() and words[:VOCABULARY].any(dim=1).all()
 
 

@@ -209,7 +209,7 @@ def assert_only_sentences(path: Path, record, act):
     pytest.param(model, marks=pytest.mark.exhaustive) for model in ("llama 3.1", "mistral", "qwen3"))])
 def test_a_wrong_type_anywhere_in_config_json_gives_one_sentence(folder, tmp_path, monkeypatch, model):
     changed = folder(model)
-    for writer in ("write_single_process", "write_manifest"):
+    for writer in ("write_boxes", "write_manifest"):
         monkeypatch.setattr(importing, writer, lambda *_: None)
 
     def act():

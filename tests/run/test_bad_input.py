@@ -336,6 +336,19 @@ def forge(change=leave, **changes):
     return forged
 
 
+def old(index: bytes):
+    """Replace a checkpoint by one of format 1 with this index."""
+    def change(folder):
+        for path in (folder / STEP).iterdir():
+            if path.name != "manifest.json":
+                path.unlink()
+        (folder / STEP / ".metadata").write_bytes(index)
+        path = folder / MANIFEST
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | dict(format="nanodomino-checkpoint-1", files=[".metadata"])))
+    return change
+
+
 class Program:
     """A pickle that makes a folder `it-ran` when it is loaded."""
     def __reduce__(self):
@@ -344,33 +357,35 @@ class Program:
 
 # an index that gives one of torch's record types an attribute
 CHANGED_TYPE = b"ctorch.distributed.checkpoint.metadata\nMetadata\n}S'__init__'\nS'x'\nsb."
-MANIFEST, INDEX, SHARD = f"{STEP}/manifest.json", f"{STEP}/.metadata", f"{STEP}/__0_0.distcp"
+MANIFEST, INDEX, SHARD = f"{STEP}/manifest.json", f"{STEP}/index.json", f"{STEP}/rank-00000.bin"
 
 TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, *says in [
     ("no manifest", remove(MANIFEST), "is not a complete checkpoint", ANOTHER),
     ("an empty manifest", write(MANIFEST, b""), "is not a complete checkpoint", ANOTHER),
     ("a flipped bit in its manifest", flip(MANIFEST, after=b'"num_layers": '), "manifest.json is damaged", ANOTHER),
-    ("a pipe for a manifest", named_pipe(MANIFEST), "is not a regular file", ANOTHER),
+    ("a pipe for a manifest", named_pipe(MANIFEST), "not a regular file", ANOTHER),
     ("no list of files", forge(files=None), "manifest.json lacks files", ANOTHER),
     ("a list for its table of files", forge(files=["a"]), "manifest.json lacks files", ANOTHER),
-    ("no files", forge(files={}), "does not list .metadata", ANOTHER),
+    ("no files", forge(files={}), "does not list index.json", ANOTHER),
     ("a file elsewhere", forge(files={"../../data/meta.json": {"size": 1, "sha256": ""}}), "files beside it", ANOTHER),
     ("an absolute file", forge(files={"/etc/passwd": {"size": 1, "sha256": ""}}), "files beside it", ANOTHER),
-    ("a file without a size", forge(files={".metadata": 7}), "must give size and SHA-256", ANOTHER),
+    ("a file without a size", forge(files={"index.json": 7}), "must give size and SHA-256", ANOTHER),
     ("a step below 0", forge(step=-5), "must be from 0 to", ANOTHER),
     ("an endless step", forge(adam_steps=10**30), "must be from 0 to", ANOTHER),
     ("a later format", forge(format="nanodomino-checkpoint-9"), "has format 'nanodomino-checkpoint-9'",
      "use the version that wrote it"),
-    ("a missing file", remove(SHARD), "__0_0.distcp is missing", ANOTHER),
-    ("a truncated file", cut(f"{STEP}/__1_0.distcp", -1), "__1_0.distcp should have", ANOTHER),
-    ("a flipped bit in a file", flip(SHARD), "__0_0.distcp is damaged", ANOTHER),
-    ("a flipped bit in its index", flip(INDEX), ".metadata is damaged", ANOTHER)]]
+    ("an endless number of layers", forge(config=dict(num_layers=10**9)), "manifest says num_layers 1000000000",
+     ANOTHER),
+    ("a missing file", remove(SHARD), "rank-00000.bin is missing", ANOTHER),
+    ("a truncated file", cut(f"{STEP}/rank-00001.bin", -1), "rank-00001.bin should have", ANOTHER),
+    ("a flipped bit in a file", flip(SHARD), "rank-00000.bin is damaged", ANOTHER),
+    ("a flipped bit in its index", flip(INDEX), "index.json is damaged", ANOTHER)]]
 TABLE += [Bad(f"export {STEP} out.pt", says, forge(damage), f"with {what}", "nanodomino.checkpoint", (1,))
           for what, damage, *says in [
-    ("half an index", cut(INDEX, -40), ".metadata is not an index of tensors", ANOTHER),
-    ("a program for an index", write(INDEX, pickle.dumps(Program())), "index refers to posix.mkdir",
+    ("half an index", cut(INDEX, -40), "index.json is not an index of tensors", ANOTHER),
+    ("a program for an index", old(pickle.dumps(Program())), "index refers to posix.mkdir",
      "do not use this checkpoint"),
-    ("an index that changes a type", write(INDEX, CHANGED_TYPE), "index changes one of torch's own types",
+    ("an index that changes a type", old(CHANGED_TYPE), "index changes one of torch's own types",
      "do not use this checkpoint")]]
 TABLE += [Bad(flags, says, damage, what) for flags, what, damage, *says in [
     ("--load nowhere", "", leave, "there is no folder nowhere to load from",
@@ -406,7 +421,7 @@ TABLE += [Bad(flags, says, damage, what) for flags, what, damage, *says in [
      "run can't be written to (File exists)", "choose another folder")]]
 TABLE += [Bad(flags, says, damage, what, "nanodomino.generate") for flags, what, damage, *says in [
     ("--load nowhere", "", leave, "there is no folder nowhere to load from"),
-    ("--load run", "with a truncated file", cut(f"{STEP}/__1_0.distcp", -1), "holds no intact checkpoint"),
+    ("--load run", "with a truncated file", cut(f"{STEP}/rank-00001.bin", -1), "holds no intact checkpoint"),
     ("--load run --data-path data", "with a larger tokenizer", change_meta(vocab_size=300),
      "tokenizer of data has 300 tokens, but the model has only 257", "give the data folder that the model was trained"),
     ("--load run", "with settings of a later version", forge(config=dict(rotary=True)),
@@ -613,10 +628,10 @@ PROCESS_TABLE = [
     Bad("--run-dir data/meta.json", ["--run-dir data/meta.json is a file", "choose another name"]),     # rank 0 alone
     Bad("--load run --tp 3", ["--tp 3 needs 3 processes, but there are {n}"], command="nanodomino.generate"),
     Bad(f"--load {STEP}", ["index refers to posix.mkdir", "do not use this checkpoint"],
-        forge(write(INDEX, pickle.dumps(Program()))), "with a program for an index"),
-    Bad(f"--load {STEP}", ["does not hold what its index says", ANOTHER],
-        forge(write(SHARD, b"x" * 100_000)), "with other bytes in a file"),
-    Bad(f"--load {STEP} --num-layers 3 --tp {{n}}", ["lacks weight.layers.2", ANOTHER],
+        forge(old(pickle.dumps(Program()))), "with a program for an index"),
+    Bad(f"--load {STEP}", ["after the end of rank-00000.bin", ANOTHER],
+        forge(write(SHARD, b"x" * 100)), "with a shorter file"),
+    Bad(f"--load {STEP} --num-layers 3 --tp {{n}}", ["holds 2 layers, but its manifest says num_layers 3", ANOTHER],
         forge(config=dict(num_layers=3)), "without a layer"),
     Bad("--seq-length 16", ["token id 65535, outside the vocabulary of 257", PREPARE_AGAIN],
         write("data/train.bin", 24018 * b"\xff"), "with tokens outside the vocabulary"),

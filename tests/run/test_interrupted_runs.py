@@ -32,7 +32,7 @@ from nanodomino.run import watchdog
 
 fault, rank, now = sys.argv.pop(1), int(os.environ["RANK"]), 0
 train_step, loss_func, on_gradients_ready = train.train_step, train.loss_func, train.ZeroOptimizer.on_gradients_ready
-write_data = save.dcp.FileSystemWriter.write_data
+write_boxes = save.write_boxes
 
 def step(number, *others, **more):
     global now
@@ -55,11 +55,11 @@ def poisoned_gradients(optimizer, modules):
             weight.main_grad.view(-1)[0] = float("inf")
     return on_gradients_ready(optimizer, modules)
 
-def full_disk(writer, *arguments):      # a save may still be written in a later step, so the folder's name tells
-    saved = int(str(writer.path).split("step-")[1][:8])
+def full_disk(path, boxes):             # a save may still be written in a later step, so the folder's name tells
+    saved = int(str(path).split("step-")[1][:8])
     if fault == "full" and rank == 1 and saved in (6, 9) or fault == "full at the end" and saved == 14:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return write_data(writer, *arguments)
+    return write_boxes(path, boxes)
 
 if "device" in fault:           # as on NCCL: a queue with work in it, and collectives that do not raise in time
     start_world, make_mesh = train.start_world, train.make_mesh
@@ -70,7 +70,7 @@ if "device" in fault:           # as on NCCL: a queue with work in it, and colle
     watchdog.STOP_GRACE = 4.0
 
 train.train_step, train.loss_func, train.ZeroOptimizer.on_gradients_ready = step, poisoned_loss, poisoned_gradients
-save.dcp.FileSystemWriter.write_data = full_disk
+save.write_boxes = full_disk
 train.run_rank(train.main, sys.argv[1:])
 """
 
@@ -393,7 +393,7 @@ def test_damaged_checkpoints_are_named_and_the_previous_one_is_used(job, alone, 
     run_dir = tmp_path / "run"
     shutil.copytree(alone("--keep-last", 4), run_dir)
     newest, second, third, good = checkpoints_of(run_dir)
-    data = [sorted(folder.glob("*.distcp"))[0] for folder in (newest, second, third)]
+    data = [sorted(folder.glob("*.bin"))[0] for folder in (newest, second, third)]
     content = bytearray(data[0].read_bytes())
     content[len(content) // 2] ^= 1
     data[0].write_bytes(content)
@@ -413,7 +413,7 @@ def test_damaged_checkpoints_do_not_displace_good_ones(pool, tmp_path):
     train_in_pool(pool, tmp_path, *command, 4, "--save-interval", 1, "--keep-last", 3)
     assert saved_steps(tmp_path / "run") == [4, 3, 2]
     for step in (4, 3):
-        (tmp_path / "run" / "checkpoints" / f"step-0000000{step}" / "__0_0.distcp").unlink()
+        (tmp_path / "run" / "checkpoints" / f"step-0000000{step}" / "rank-00000.bin").unlink()
     for last, kept in ((5, [5, 4, 3, 2]), (6, [6, 5])):
         ended = train_in_pool(pool, tmp_path, *command, last, "--save-interval", 5)
         assert ended.code == 0 and saved_steps(tmp_path / "run") == kept, ended.output

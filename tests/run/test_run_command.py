@@ -203,7 +203,7 @@ def test_a_warning_that_cannot_be_printed_is_no_error(trained, tmp_path):
 def damaged_run(trained: Path, folder: Path) -> Path:
     """Copy the run and append a byte to its newest checkpoint."""
     run_dir = Path(shutil.copytree(trained / "run", folder / "run"))
-    with open(checkpoints_of(run_dir)[0] / "__0_0.distcp", "ab") as file:
+    with open(checkpoints_of(run_dir)[0] / "rank-00000.bin", "ab") as file:
         file.write(b"x")
     return run_dir
 
@@ -218,7 +218,7 @@ def test_verify_checks_every_checkpoint_of_a_run(trained, tmp_path, fork_server)
     error, *intact = ended.output.splitlines()          # the reports were in a buffer until the end
     assert ended.code == 2 and [line.split(":")[0] for line in intact] == [
         f"run/checkpoints/step-0000000{step} is intact" for step in (4, 2)]
-    assert error.startswith("error: run/checkpoints/step-00000006/__0_0.distcp should have")
+    assert error.startswith("error: run/checkpoints/step-00000006/rank-00000.bin should have")
 
 
 @pytest.mark.exhaustive

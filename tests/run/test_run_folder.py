@@ -73,7 +73,7 @@ def test_what_a_killed_run_left_behind_is_deleted_at_the_next_start(open_folder,
     run = tmp_path / "run"
     for name in ("checkpoints/.step-00000005.unfinished", "checkpoints/.step-00000003.discarded"):
         (run / name).mkdir(parents=True)
-        (run / name / "__0_0.distcp").write_text("half")
+        (run / name / "rank-00000.bin").write_text("half")
     (run / "lock").touch()
     (run / ".shared-abc").touch()
     (run / ".mine").touch()

@@ -4,8 +4,9 @@ import math
 from pathlib import Path
 
 import train
+from nanodomino.checkpoint.index import FORMAT, INDEX
 from nanodomino.checkpoint.load import restore
-from nanodomino.checkpoint.manifest import FORMAT, file_digest, manifest_text
+from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.checkpoint.save import Saver
 from support.harness import Outcome, build, shard_spec, tiny
 
@@ -64,8 +65,8 @@ def save_steps(config, folder, steps=((1, 0),), keep_last=1, resumed_from=math.i
 def write_empty_checkpoint(folder, step):
     """Write an intact checkpoint of this step without any tensor."""
     folder.mkdir(parents=True)
-    (folder / ".metadata").touch()
+    (folder / INDEX).write_text("{}")
     content = dict(format=FORMAT, step=step, adam_steps=step, config={},
-                   files={".metadata": file_digest(folder / ".metadata")})
+                   files={INDEX: file_digest(folder / INDEX)})
     (folder / "manifest.json").write_text(manifest_text(content))
     return folder

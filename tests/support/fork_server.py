@@ -56,7 +56,7 @@ def context_with_imports():
     which the files of tests import.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.checkpoint", "torch._inductor.config", "pytest", "train"])
+    context.set_forkserver_preload(["torch.distributed", "torch._inductor.config", "pytest", "train"])
     return context
 
 

@@ -65,7 +65,7 @@ def config_of(checkpoint: Path) -> Config:
 
 def weights_of(checkpoint: Path) -> dict:
     """{global name: full weight} of a checkpoint, without the vocabulary's padding."""
-    weights, words = full_weights(checkpoint, read_manifest(checkpoint)["config"]), config_of(checkpoint).vocab_size
+    weights, words = full_weights(checkpoint), config_of(checkpoint).vocab_size
     return {name: weight[:words] if "word_embeddings" in name or "output_layer" in name else weight
             for name, weight in weights.items()}
 
