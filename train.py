@@ -259,7 +259,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
 
 
 def write_sample(model: GPT, config: Config, corpus: Corpus, dataset: TokenDataset, mesh: Mesh):
-    """Let the first replica continue the first tokens of a split, and print its text."""
+    """Let the first replica continue the first tokens of a split, and print the text."""
     if mesh.dp_rank == 0:
         prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()
         tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,

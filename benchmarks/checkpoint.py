@@ -5,8 +5,8 @@
                   steps
     resume        verifying every byte of the checkpoint, then loading model and optimizer
 
-Replicas hold the same values and share the work: with --dp N each rank copies and writes about 1/N of it. The
-benchmark also prints the bytes that the busiest rank copies.
+Replicas hold the same values, so they share the work: with --dp N each rank copies and writes about 1/N of the values.
+The benchmark also prints the bytes that the busiest rank copies.
 
     python bench.py checkpoint --processes 2 --dp 2
 """
@@ -50,7 +50,7 @@ def processes(flags) -> int:
 
 
 def settle(flags) -> Config:
-    """Return the Config, with tp = processes / dp. Raises UserError if that many processes can't share the model."""
+    """Return the Config, with tp = processes / dp. Raises UserError if that layout is impossible."""
     dp = flags.data_parallel_size
     return config_here(flags, flags.processes, tensor_model_parallel_size=max(flags.processes // max(dp, 1), 1),
                      pipeline_model_parallel_size=1, vocab_size=257)
@@ -96,8 +96,8 @@ def answer(flags, launch):
 def measure(saver: Saver, model: GPT, optimizer: ZeroOptimizer, rounds: int) -> tuple[dict[str, list[float]], int, int]:
     """Save and resume in each round. Return (seconds, bytes of a checkpoint, bytes of its largest file).
 
-    seconds: {"synchronous", "stall", "resume": the slowest rank's time in each round}. Raises UserError if a checkpoint
-    can't be written.
+    seconds: under "synchronous", "stall" and "resume", the slowest rank's time in each round. Raises UserError if a
+    checkpoint can't be written.
     """
     device, measured = saver.mesh.device, {"synchronous": [], "stall": [], "resume": []}
     with progress(rounds) as bar:

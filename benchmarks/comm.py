@@ -1,7 +1,8 @@
 """Do the collectives and bytes of a real step match the formulas? Counted on every rank, compared exactly.
 
 Runs one optimizer step of train.py on real processes with random tokens. Every collective and every message passes
-through torch's dispatcher. There a `CollectiveCounter` counts for each process group and kind, such as all_reduce:
+through torch's dispatcher, where a `CollectiveCounter` counts them. The table shows for each process group and kind,
+such as all_reduce:
 
     calls     the number of collectives or messages
     bytes     the size of the whole tensor: what is all-reduced, a reduce-scatter's input, an all-gather's output
@@ -66,7 +67,7 @@ def answer(flags, launch):
 def build(config: Config, launch):
     """Join the process groups and return (config with its device, mesh, optimizer, stage) of this process.
 
-    They are made as in train.py, but without torch.compile.
+    Everything is built as in train.py, but without torch.compile.
     """
     device = find_device(config, launch)
     config = dataclasses.replace(config, device=device.type)
@@ -77,7 +78,7 @@ def build(config: Config, launch):
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives and messages that its thread launches: counts[group, kind] = (calls, bytes).
+    """Counts the collectives and messages that this thread launches: counts[group, kind] = (calls, bytes).
 
     On CPUs each rank performs a reduce-scatter or an all-gather over n ranks with n - 1 sends, each of 1/n of the
     tensor (comm/scatter_and_gather.py). So such a send counts as 1/(n-1) of a call, with n/(n-1) times its bytes.
@@ -145,7 +146,7 @@ def report(config: Config, counted: list[dict]):
 
 
 def alike(found: list) -> list[list[int]]:
-    """Return the ranks in groups with equal findings, for example [[0, 1], [2, 3]]. found: each rank's finding."""
+    """Group the ranks whose findings are equal, for example [[0, 1], [2, 3]]. found: one finding per rank."""
     groups = {}
     for rank, finding in enumerate(found):
         groups.setdefault(str(finding), []).append(rank)

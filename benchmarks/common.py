@@ -175,7 +175,7 @@ def start_processes(arguments: list[str], world_size: int, wire=nullcontext(None
     """Start `world_size` processes of bench.py, wait for them, and return the first nonzero exit code, or 0. If one
     fails, the others are ended.
 
-    wire: the context manager of wire_for(). output: the file to which rank 0's standard output goes; None: to this
+    wire: the context manager of wire_for(). output: a file for rank 0's standard output; None: rank 0 uses this
     process's standard output.
     """
     if sys.stderr.isatty():
@@ -305,8 +305,8 @@ def seconds_text(seconds: float) -> str:
 def compare(alternatives: dict, repeats: int, device=torch.device("cpu"), about="") -> dict[str, Times]:
     """Time each function of {name: function} in `repeats` rounds, after one untimed warm-up round.
 
-    Each round calls every function once, in a new random order. With a fixed order, a function would always run with
-    the memory and caches that the same other function left. The time of a call is the slowest rank's, so every rank
+    Each round calls every function once, in a new random order. In a fixed order, a function would always find the
+    memory and caches as the same other function left them. The time of a call is the slowest rank's, so every rank
     must call compare(). about: a prefix for the progress line.
     """
     times, shuffled = {name: [] for name in alternatives}, random.Random(0)    # one seed: all ranks draw the same order
@@ -354,8 +354,8 @@ WHAT_IS_TOO_NOISY = ("the interquartile range of the rounds (with up to three ro
 class Figure:
     """Holds a ratio or a share that was measured in several rounds.
 
-    least, most: the smallest and the largest value that are possible, for example 0 and 1 for a share.
-    size: what noise is compared with; by default the median. Shares use 1, because a share can be close to 0.
+    least, most: the smallest and the largest possible value, for example 0 and 1 for a share.
+    size: the value that noise is compared with; by default the median. A share can be close to 0, so shares use 1.
     """
     rounds: tuple[float, ...]
     least: float = 0.0

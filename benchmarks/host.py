@@ -84,7 +84,7 @@ def repeated(run_microbatch):
 
 
 class AutogradSide:
-    """Runs a microbatch with autograd: forward(), or forward and backward with both()."""
+    """Runs a microbatch with autograd. forward() runs only the forward; both() runs forward and backward."""
 
     def __init__(self, model: GPT, batch: Batch, slices: int):
         self.model, self.slices = model, batch.split(slices)
@@ -99,7 +99,7 @@ class AutogradSide:
 
 
 class DominoSide:
-    """Runs a microbatch with Domino: forward(), which returns the tape, or forward and backward with both()."""
+    """Runs a microbatch with Domino. forward() returns the tape; both() runs forward and backward."""
 
     def __init__(self, stage: Domino, batch: Batch):
         self.stage, self.batch = stage, batch
@@ -112,7 +112,7 @@ class DominoSide:
 
 
 def report(config: Config, device, times: dict[tuple[str, str], Times]):
-    """Return (text, record). times: seconds of MICROBATCHES microbatches, by (side, "forward" or "both")."""
+    """Return (text, record). times[name, "forward" or "both"]: seconds of MICROBATCHES microbatches."""
     microseconds = 1e6 / (MICROBATCHES * config.num_layers * config.slices)
     names = list(dict.fromkeys(name for name, _ in times))
     rows, record = [], {"question": "host", "tp": config.tp, "slices": config.slices, "columns": config.columns,

@@ -3,13 +3,13 @@
     parameters, gradients,    bytes of the model, the flat buckets and the optimizer, with padding. They must equal
     optimizer                 the formulas
     activations               peak bytes of all tensors that the tapes keep alive, with those that autograd saved
-    host                      with --checkpoint-in-cpu on CUDA: the same in the host's memory
+    host                      with --checkpoint-in-cpu on CUDA: peak bytes that the tapes keep in the host's memory
     peak                      peak bytes of all tensors, with temporary ones. On CUDA the allocator counts them, on the
-                              CPU a dispatch mode. The formula for it is an estimate
+                              CPU a dispatch mode. For the peak the formula is only an estimate
 
 The formulas are those of nanodomino/analysis/expected_memory.py. A second table lists what a tape keeps for one layer,
-in units of X, the bytes of one activation [b, s, h]. Its columns "left / X" and the bytes beside them are for schedules
-that split backward: they show what the tape still keeps after the input gradients, for the weight gradients.
+in units of X, the bytes of one activation [b, s, h]. The column "left / X" is for schedules that split backward: it
+shows what the tape still keeps for the weight gradients once the input gradients are computed.
 
     python bench.py memory --tp 2 --pp 2 --slices 2
 """
@@ -96,7 +96,7 @@ class CopiedRandomTokens(RandomTokens):
 # ---- activations
 
 class TapeMeter:
-    """Wraps a stage, so that pipeline.run can call it, and measures all tapes after each action that can add to them.
+    """Wraps a stage for pipeline.run, and measures all tapes after each action that can make them grow.
 
     state: the result of state_storages(); tapes may refer to these storages, but they are not counted.
     """
@@ -196,7 +196,7 @@ class AllocationPeak(TorchDispatchMode):
 # ---- the report
 
 def predict(config: Config, mesh) -> dict[str, int]:
-    """Return what the formulas say that measure() returns."""
+    """Return {name: bytes} like measure(), but from the formulas."""
     return {**expected_memory.state_bytes(config, mesh), "activations": expected_memory.peak_tape_bytes(config, mesh),
             **({"host": expected_memory.peak_host_bytes(config, mesh)}
                if expected_memory.offloads_to_host(config) else {}),

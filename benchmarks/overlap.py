@@ -76,8 +76,8 @@ def add_flags(parser):
     parser.add_argument("--wire", metavar="RATE", help="rate of a slow link between the ranks, such as 500mbit; "
                                                        "needs root and iproute2 (default: the loopback)")
     parser.add_argument("--microbatches", type=int, default=1, metavar="M", help="microbatches per step (default 1)")
-    parser.add_argument("--timeline", metavar="PICTURE.svg", help="also draw one step each of megatron, domino and "
-                                                                  "paired, one above the other")
+    parser.add_argument("--timeline", metavar="PICTURE.svg", help="also draw a step of megatron, domino and paired, "
+                                                                  "one above the other")
 
 
 def processes(flags) -> int:
@@ -92,8 +92,9 @@ def processes(flags) -> int:
 
 
 def config_for(flags):
-    """Return the Config of a step, and fill in the flags that are not given: from the preset of --model or, without
-    --model, from SMALL. Raises UserError.
+    """Return the Config of a step. Raises UserError.
+
+    Missing flags are filled in from the preset of --model or, without --model, from SMALL.
     """
     if flags.model is None:
         flags.model = "nano"
@@ -115,8 +116,7 @@ def answer(flags, launch):
             "--wire needs --device cpu, because GPUs communicate by NCCL, which would bypass the slow link; add "
             "--device cpu, or leave --wire out")
     require(flags.wire is None or os.environ.get("GLOO_SOCKET_IFNAME") == INTERFACE,
-            "--wire needs each process in a network namespace of its own, which torchrun does not make; run bench.py "
-            "without torchrun")
+            "--wire needs a network namespace for each process, but torchrun makes none; run bench.py without torchrun")
     start_world(launch, device)
     mesh = make_mesh(1, 1, config.tp, device)
     tokens = RandomTokens(config, device)
@@ -185,14 +185,14 @@ def split_backward_timetable(microbatches: int) -> Timetable:
 
 
 def domino_step(stage: Domino, batches, table=None) -> float:
-    """Run a step on a single stage as train.py does, and return the mean loss. table: by default 1F1B's."""
+    """Run a step on a single stage as train.py does, and return the mean loss. table: the timetable; None: 1F1B's."""
     totals = pipeline.run(table or timetable("1f1b", 1, len(batches)), stage, stage.mesh, lambda i, chunk: batches[i],
                           forward_step, None, None, trace=stage.trace)
     return (totals.loss_sum / totals.tokens).item()
 
 
 def draw(path: str, config, mesh, batches):
-    """Record one step each of megatron, domino and paired, and draw them with the same time scale, as an SVG file."""
+    """Record a step of megatron, domino and paired, and draw the three on one time scale, as an SVG file."""
     model, recordings = GPT(config, mesh), []
     ZeroOptimizer(model, config, mesh)
     settings = [(1, 1, "1f1b"), (config.slices, config.columns, "1f1b"), (config.slices, config.columns, "paired")]

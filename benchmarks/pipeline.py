@@ -1,15 +1,15 @@
 """Are stages idle for as long as the schedule predicts, and are the schedules as fast as torch's?
 
 A step is forward and backward of m microbatches on p stages, without the optimizer. For every schedule and several m,
-these sides run in turn, with the same weights and tokens. Losses and gradients must agree:
+these implementations, called sides, run in turn with the same weights and tokens. Losses and gradients must agree:
 
     domino    nanodomino as it trains: pipeline.run with Domino's stages
     runner    pipeline.run with stages of plain torch.nn and autograd (plain.py). Their backward cannot be split or take
               turns with a forward, so this side runs only the schedules that need neither
     torch     torch.distributed.pipelining with the same plain stages, for the schedules that torch also has
 
-So runner against torch compares the code that runs a schedule and exchanges messages; domino against runner compares
-the stages. The columns of the table:
+So runner versus torch compares the code that runs a schedule and exchanges messages; domino versus runner compares the
+stages. The columns of the table:
 
     speed       torch's time / this side's time
     of 1f1b's   this schedule's time / 1F1B's time on the same side
@@ -115,8 +115,9 @@ def answer(flags, launch):
 
 @dataclass
 class Parts:
-    """Holds this rank's stage twice, as Domino and as plain modules, with the same layers and weights. All sides and
-    schedules with the same placement of the layers share it.
+    """Holds this rank's stage twice, as Domino and as plain modules, with the same layers and weights.
+
+    Sides and schedules that place the layers alike share one Parts.
     """
     placement: Placement
     mesh: Mesh
@@ -166,7 +167,8 @@ class PlainSide(DominoSide):
 
 
 class RunnerSide(PlainSide):
-    """Runs a schedule with pipeline.run and the plain stage. Its tape is (input, output) of autograd's graph.
+    """Runs a schedule with pipeline.run and the plain stage. Its tape is (input, output), the ends of autograd's
+    graph.
 
     pipeline.run expects generators, so forward_step() and backward() contain a yield that is never reached.
     """
@@ -259,7 +261,7 @@ def sides_of(config: Config, parts: Parts, tokens) -> dict:
 # ---- measurements
 
 def measure(configs: dict[str, Config], parts: dict, trace: Trace, repeats: int) -> list[dict]:
-    """Compare all schedules and sides with one number of microbatches. Return a dict for each schedule and side.
+    """Compare all schedules and sides for one number of microbatches. Return a dict for each schedule and side.
 
     configs: {schedule: Config}; parts: {placement: Parts}.
     """
@@ -287,8 +289,8 @@ def measure(configs: dict[str, Config], parts: dict, trace: Trace, repeats: int)
 def check_same_work(config: Config, sides) -> float:
     """Run a step of each side and return the mean loss per token.
 
-    Raises UserError if a side's loss differs from the first side's. Raises it also if a stage's gradient norm differs
-    between two sides with the same placement. With another placement, the stage has other layers.
+    Raises UserError if the losses of two sides differ, or a stage's gradient norms on two sides with the same
+    placement. (With another placement the stage has other layers.)
     """
     norms, losses, first_of = {}, {}, {}
     for key, side in sides.items():
@@ -300,9 +302,9 @@ def check_same_work(config: Config, sides) -> float:
         pairs = [(losses[key], losses[first := next(iter(sides))]), *zip(norms[key], norms[alike])]
         require(all(abs(mine - expected) <= SAME[config.dtype] * max(abs(expected), 1e-30)     # false for NaN
                     for mine, expected in pairs),
-                f"{' '.join(key)} must have the loss of {' '.join(first)}, which is {losses[first]}, and the gradient "
-                f"norms of {' '.join(alike)}, which are {norms[alike]}, but has {losses[key]} and {norms[key]}, so the "
-                "times can't be compared; this is a bug")
+                f"{' '.join(key)} has the loss {losses[key]} and the gradient norms {norms[key]}, but must have the "
+                f"loss of {' '.join(first)}, {losses[first]}, and the gradient norms of {' '.join(alike)}, "
+                f"{norms[alike]}, so the times can't be compared; this is a bug")
     return losses[first]
 
 
@@ -358,7 +360,10 @@ def idle(timetable: Timetable, steps, works, with_simulation=True) -> dict:
 
 
 def idle_share(rows) -> float:
-    """Return the share of a simulated step in which a stage is idle, averaged over the stages. rows: simulate()'s."""
+    """Return the share of a simulated step in which a stage is idle, averaged over the stages.
+
+    rows: the result of simulate().
+    """
     return 1 - statistics.mean(sum(end - begin for _, begin, end in row) for row in rows) / step_time(rows)
 
 
@@ -399,7 +404,7 @@ def report(config: Config, device, repeats: int, rows: list[dict]):
 
 def line_on_durations(rows: list[dict]) -> list[str]:
     """Return a line with the durations of F, I and W, taken from the last row in which every stage ran all three.
-    Return no line if there is no such row.
+    Return [] if there is no such row.
     """
     for row in reversed(rows):
         parts = [[sum(seconds for name, seconds in stage.items() if name.split()[0] == kind)

@@ -77,14 +77,14 @@ def add_flags(parser):
     parser.add_argument("--gpu", choices=(*GPUS, "here"), default="H100",
                         help="model of the GPUs, or `here` for this machine (default H100)")
     parser.add_argument("--gpus-per-host", type=int, default=8,
-                        help="GPUs of a host, joined by NVLink or PCIe (default 8)")
+                        help="GPUs per host, joined by NVLink or PCIe (default 8)")
     parser.add_argument("--network", type=float, default=400.0,
                         help="Gbit/s between a GPU and other hosts, each way (default 400: InfiniBand NDR)")
     parser.add_argument("--product-efficiency", type=float, default=0.6,
-                        help="share of the peak FLOP/s that matmuls reach, with the time of element-wise work counted "
-                             "in (default 0.6)")
+                        help="share of the peak FLOP/s that matmuls reach; element-wise work counts as part of their "
+                             "time (default 0.6)")
     parser.add_argument("--wire-efficiency", type=float, default=0.8,
-                        help="share of their data-sheet rates that links and GPU memory reach (default 0.8)")
+                        help="share of the data-sheet rates that links and GPU memory reach (default 0.8)")
     parser.add_argument("--latency", type=float, default=15.0,
                         help="microseconds that each collective takes in addition to sending its bytes (default 15)")
     parser.add_argument("--reserve", type=float, default=0.05,
@@ -177,7 +177,7 @@ def plan(config: Config, flags):
 
 
 def more_columns(config: Config, machine: Machine, seconds: float) -> list[str]:
-    """Return a line that proposes --columns if they would hide communication that a single slice exposes, else []."""
+    """Return [a line that proposes --columns], or [] if there are several slices or columns gain less than 1 %."""
     found = {columns: sum(step_time.step_seconds(dataclasses.replace(config, columns=columns), machine).values())
              for columns in (2, 4, 8) if columns > config.columns and min(config.slices, config.micro_batch_size) == 1}
     best = min(found, key=found.get, default=None)
@@ -188,7 +188,7 @@ def more_columns(config: Config, machine: Machine, seconds: float) -> list[str]:
 
 
 def faster_schedule(config: Config, machine: Machine, seconds: float, usable: float) -> list[str]:
-    """Return a line that proposes the fastest schedule that fits if it is faster than the current one, else []."""
+    """Return [a line that proposes the fastest schedule that fits], or [] if none is 1 % faster than the current."""
     times = [(sum(step_time.step_seconds(dataclasses.replace(config, **changes), machine).values()), changes)
              for changes in itertools.chain(*other_schedules(config))]
     fitting = (f"{flags_text(changes)} would take {seconds_text(other)} per step"
@@ -329,7 +329,7 @@ def more_recomputation(config: Config) -> list[dict]:
 
 
 def changed(config: Config, changes: dict, gpus=None) -> Config | None:
-    """Return the Config after the changes, on `gpus` GPUs (None: as many as now). dp follows from them.
+    """Return the Config after the changes, on `gpus` GPUs (None: as many as now). dp follows from `gpus`.
 
     Returns None if the changes are impossible.
     """
@@ -359,7 +359,7 @@ def most_needed(config: Config, changes: dict, usable=math.inf, gpus=None) -> fl
 # ---- for this machine
 
 def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
-    """Predict and measure a step, `repeats` times in turn, and return the record. Collective over all ranks.
+    """Predict and measure a step, `repeats` times in turn, and return the record. Every rank must call it.
 
     Each prediction measures the machine's rates right before the step, so both see the same load.
     """
@@ -390,7 +390,7 @@ def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
 
 
 def here_text(config: Config, found: dict):
-    """Return the text to print, and the record to print as JSON: `found`, which run_here() returned, unchanged."""
+    """Return (text, record). The record is `found`, the result of run_here(), unchanged."""
     machine, predicted, measured = (found["machine"], Times(tuple(found["predicted_s"])),
                                     Times(tuple(found["measured_s"])))
     return "\n".join([

@@ -87,7 +87,7 @@ RUNS = {"2104.04473": TABLE_1, "2205.05198": TABLE_5, "2409.15241": DOMINO}
 def seconds(config: Config, machine: Machine, costs=step_time.action_costs) -> float:
     """Return the seconds of a step: the sum of step_time.step_seconds(), but with other costs of actions.
 
-    costs: a function with the arguments and the result of step_time.action_costs().
+    costs: the function to use in place of step_time.action_costs().
     """
     stages = [sizes.mesh_at(config, stage) for stage in range(config.pp)]
     of_stages = [costs(config, machine, mesh) for mesh in stages]
@@ -125,7 +125,7 @@ def attention_again(config: Config, machine: Machine, mesh) -> dict:
 
 
 def blocking(config: Config, machine: Machine, mesh) -> dict:
-    """Return action_costs() without overlap: everything that could overlap communication is put before or after it."""
+    """Return action_costs() without overlap: the work that could overlap communication runs before or after it."""
     return {what: Cost(cost.compute + cost.independent, cost.communication)
             for what, cost in step_time.action_costs(config, machine, mesh).items()}
 
@@ -143,7 +143,7 @@ def teraflops(run: Run, machine: Machine) -> float:
 def formula_3(config: Config) -> float:
     """Return the FLOPs of a step with recomputation (2104.04473, section 5.1).
 
-    They are those of four forwards of the layers and three of the head, since a backward counts as two forwards.
+    A backward counts as two forwards. So the layers, which are recomputed, count as four forwards, the head as three.
     """
     layers, h, words = config.num_layers, config.hidden_size, config.padded_vocab_size
     return 96 * config.global_batch_size * SEQ_LENGTH * layers * h ** 2 * (

@@ -8,8 +8,8 @@ each rank gets its own network namespace, which acts as a host, and Linux limits
 
 A veth pair is a cable with two ends: `wire` in the rank's namespace and a port in the hub's. The bridge is the switch.
 tbf, a token bucket filter, limits what a rank sends to `rate` bits per second. What a rank receives is limited by the
-senders' filters. Tokens collect while a link is idle, so the first BURST seconds of data after a pause (at least two of
-the largest packets) leave at once.
+senders' filters. Tokens collect while a link is idle, so after a pause BURST seconds of data (at least 128 KiB) leave
+at once.
 
 All devices are in namespaces whose names contain this process's id. The machine's own network stays unchanged. Deleting
 a namespace deletes its devices. The namespaces are deleted at the end, also after an error. If this process is killed,
@@ -84,7 +84,7 @@ def run(command: str) -> str:
 
 
 def remove(is_obsolete):
-    """Delete the namespaces of each process whose id makes is_obsolete(pid) true."""
+    """Delete the namespaces of each process for which is_obsolete(process id) is true."""
     for line in run("ip netns list").splitlines():
         match = re.match(rf"{PREFIX}-(\d+)-\w+", line)
         if match and is_obsolete(int(match[1])):
@@ -106,8 +106,8 @@ def is_dead(pid: int) -> bool:
 def slow_wire(rate: str, world_size: int):
     """Build the network, and delete it when the context ends.
 
-    Yields for each rank (command prefix, environment variables) with which to start its process in its namespace.
-    rate: how fast each rank can send, such as '500mbit'. Raises UserError if the network can't be built.
+    Yields one (command prefix, environment variables) per rank. A process started with both runs in the rank's
+    namespace. rate: how fast each rank can send, such as '500mbit'. Raises UserError if the network can't be built.
     """
     bits = parse_rate(rate)
     require(shutil.which("ip") and shutil.which("tc"),

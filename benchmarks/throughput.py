@@ -5,8 +5,9 @@ One process runs full training steps of two implementations in turn, on the same
     nanodomino   train.py's train_step: Domino with one slice, flat buckets, clipping, AdamW
     plain        plain.py in nanoGPT's loop: zero_grad, forward and backward of the microbatches, clip_grad_norm_, fused
                  AdamW; for bfloat16, autocast with fp32 weights
-    transformers with --against transformers it replaces plain: the same loop with the model of Hugging Face
-                 Transformers, for every model that nanodomino can export
+
+With --against transformers, the same loop trains the model of Hugging Face Transformers instead of plain.py's. This
+works for every model that nanodomino can export.
 
 With --compile (the default on CUDA) both are compiled. The losses of the first steps must agree. MFU is relative to the
 device's dense 16-bit peak and counts 6 N + 12 L h s FLOPs per token. It is null if that peak is unknown.
@@ -54,7 +55,7 @@ def add_flags(parser):
 
 def processes(flags) -> int:
     require(flags.dtype != "float16",
-            "the plain side has no loss scaling, so --dtype must not be float16; try bfloat16")
+            "--dtype must not be float16, because only nanodomino scales the loss here; try --dtype bfloat16")
     return 1
 
 
@@ -120,11 +121,11 @@ class PlainTraining:
 
 
 def plain_model(config, ours):
-    """Return plain.py's model with the weights of `ours`. Raises UserError if plain.py lacks a choice of the config."""
+    """Return plain.py's model with the weights of `ours`. Raises UserError if plain.py can't build such a model."""
     require(config.normalization == "LayerNorm" and config.position_embedding_type == "learned_absolute"
             and not config.swiglu and config.num_query_groups == config.num_attention_heads and config.tied,
-            f"plain.py implements GPT-2's LayerNorm, learned positions, GELU, multi-head attention and tied head, and "
-            f"{config.model} differs from these; add --against transformers")
+            "plain.py needs GPT-2's LayerNorm, learned positions, GELU, multi-head attention and tied head, but "
+            f"--model {config.model} differs; add --against transformers")
     model = Plain(config)
     model.load(ours.state_dict())
     return model

@@ -1,7 +1,7 @@
 """Is ZeRO as fast as torch's sharded optimizers, and does it need as little memory?
 
-A step is forward, backward, clipping and AdamW on --dp replicas, with --microbatches on each. These sides run in turn,
-with the same initial weights and tokens. The losses of their first steps must agree:
+A step is forward, backward, clipping and AdamW on --dp replicas, with --microbatches on each. These implementations,
+called sides, run in turn with the same initial weights and tokens. The losses of their first steps must agree:
 
     zero-1      nanodomino: train.py's step; optimizer state is sharded
     zero-0      nanodomino: nothing is sharded
@@ -87,8 +87,8 @@ def processes(flags) -> int:
     replicas = flags.data_parallel_size
     require(replicas >= 2, f"--dp must be at least 2, but is {replicas} (a single replica shards nothing); try 2")
     require(flags.microbatches >= 1, f"--microbatches must be at least 1, but is {flags.microbatches}; try 4")
-    require(config_for(flags).dtype != "float16", "torch's sides have no loss scaling, so --dtype must not be float16; "
-            "try bfloat16")
+    require(config_for(flags).dtype != "float16", "--dtype must not be float16, because only nanodomino scales the "
+            "loss here; try --dtype bfloat16")
     return replicas
 
 
@@ -268,7 +268,7 @@ def peak_of_side(name: str, flags, launch: LaunchInfo, mesh) -> int:
 
 
 def measure_peak(sending, name: str, flags, launch: LaunchInfo):
-    """Train in a separate process, and send by how many bytes training raises the peak resident memory there."""
+    """Run in a separate process: train, then send the increase of this process's peak resident memory in bytes."""
     torch.set_num_threads(1)
     keep_freed_memory()                                        # start_world() does the same for training
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -302,7 +302,7 @@ def mean_over_replicas(losses: list[float]) -> list[float]:
 
 
 def check_same_work(config: Config, losses: dict[str, list[float]]):
-    """Raise UserError if a side's losses differ from those of ddp. losses: of the first steps, by side."""
+    """Raise UserError if a side's losses differ from ddp's. losses: {side: losses of the first steps}."""
     tolerance = SAME[config.dtype]
     require(all(abs(loss - expected) <= tolerance * abs(expected) for name in losses      # false for NaN
                 for loss, expected in zip(losses[name], losses["ddp"])),
@@ -311,7 +311,7 @@ def check_same_work(config: Config, losses: dict[str, list[float]]):
 
 
 def report(flags, config, device, times: dict[str, Times], peaks, states, losses):
-    """Return (text, record). peaks, states: bytes on the rank with the most, by side."""
+    """Return (text, record). peaks, states: {side: bytes on the rank with the most}."""
     count = parameter_count(config)
     ratio = {name: ratios(time, times["zero-1"]) for name, time in times.items()}
     speed_of_2 = ratios(times["fsdp2-keep"], times["zero-2"])

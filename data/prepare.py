@@ -8,10 +8,10 @@
     files, folders, globs -> documents -> chunks of text -> token ids -> train.bin  valid.bin  test.bin  meta.json
 
 A document is a text file, or a line of a .jsonl file ({"text": ...}, Megatron-LM's convention). Each document is
-followed by one end-of-text token. It goes as a whole to the split that is furthest below its share of the bytes so far.
-This rule needs no random numbers. Each split gets documents from all parts of the input, and the shares are met even if
-there are few documents or their sizes differ. If a split gets no document, for example because the input is one big
-file, its share is cut off the end of the largest split.
+followed by one end-of-text token. The document goes as a whole to the split that is furthest below its share of the
+bytes so far. This rule needs no random numbers. Each split gets documents from all parts of the input, and the shares
+are met even if there are few documents or their sizes differ. If a split gets no document, for example because the
+input is one big file, its share is cut off the end of the largest split.
 
 No document may be in both training and validation data. So a file that several inputs match is read once, and copies
 of a document that went to valid or test are skipped.
@@ -61,7 +61,7 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
     ids: the documents are token ids already.
     """
     require(not ids or not (special_tokens or begin_of_text), "--special-tokens and --begin-of-text are for text, but "
-            "--ids takes token ids as they are; leave them out")
+            "--ids takes token ids as they are; leave these two out, or --ids")
     inputs = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
     output = Path(os.path.realpath(output))
     weights = check_split(split)
@@ -75,7 +75,8 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
             require(Path(path).parent != output,
                     f"the input {path} lies in the output folder, which would be replaced; choose another --output")
             require(not ids or path.endswith(".jsonl"),
-                    f"--ids reads the tokens field of .jsonl files, but the input {path} is another file; leave it out")
+                    f"--ids reads the tokens field of .jsonl files, but the input {path} is not one; leave out this "
+                    "input, or --ids")
         with temporary_sibling(output) as folder:
             tokens, documents, sizes = write_splits(folder, files, text_tokenizer, dtype, weights, skipped, progress,
                                                     ids)
@@ -151,7 +152,7 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
     """Write each document to its split. Returns the numbers of tokens, of documents and of bytes of text in each split.
 
     files: what find_files() returned. skipped: counts skipped documents by reason; updated here. ids: the documents
-    are token ids already, and travel as a text of decimal numbers.
+    are token ids already, passed as text such as "17 4 256".
     """
     encode, read_line = tokenizer.encode, text_of_line
     if ids:
@@ -316,13 +317,13 @@ def build_parser() -> Parser:
                         help="for a Hugging Face tokenizer: the special token that ends a document (default: the "
                         "eos_token in its tokenizer_config.json, else <|endoftext|> or the like)")
     parser.add_argument("--special-tokens", action="store_true",
-                        help="for a Hugging Face tokenizer: the name of a special token in the text, such as "
-                        "<|im_end|>, means the token (default: it is ordinary text)")
+                        help="for a Hugging Face tokenizer: convert the names of special tokens in the text, such "
+                        "as <|im_end|>, to these tokens (default: treat them as ordinary text)")
     parser.add_argument("--begin-of-text", action="store_true",
                         help="for a Hugging Face tokenizer: put its begin-of-text token, such as <s>, in front of each "
                         "document")
     parser.add_argument("--ids", action="store_true",
-                        help='the lines of the .jsonl files hold ids of --tokenizer, {"tokens": [17, 4]}, not text')
+                        help='the .jsonl lines hold ids of --tokenizer, such as {"tokens": [17, 4]}, instead of text')
     parser.add_argument("--split", default="949,50,1", metavar="SHARES",
                         help="shares of train,valid,test (default 949,50,1)")
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's encoder.json, instead of a download")
@@ -338,9 +339,10 @@ def main():
     if flags.verify:
         given = [f"--{name.replace('_', '-')}" for name, value in vars(flags).items()
                  if name != "verify" and value != parser.get_default(name)]
-        require(not given, f"--verify only checks a folder, so {', '.join(given)} has no effect; leave either out")
+        require(not given, f"--verify only checks a folder, so {', '.join(given)} has no effect; "
+                f"leave out --verify or {', '.join(given)}")
         load_corpus(flags.verify).verify()
-        return print(f"{flags.verify} is as it was prepared")
+        return print(f"{flags.verify} is intact")
     require(flags.output or not flags.input, "--input needs --output, the folder to create; try --output data/mine")
     inputs, output = flags.input or standard_library(), flags.output or DEFAULT_CORPUS
     meta = prepare(inputs, output, flags.tokenizer, flags.split, flags.vocab_file, flags.merge_file,

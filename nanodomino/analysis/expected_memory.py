@@ -118,10 +118,10 @@ def layer_tape_bytes(config: Config) -> dict[str, float]:
 
 
 def layer_deferred_bytes(config: Config) -> dict[str, float]:
-    """Return {name: bytes} of what a tape keeps for a layer after its input gradients, until its weight gradients.
+    """Return {name: bytes} of what a tape keeps for a layer's weight gradients once its input gradients are computed.
 
-    Schedules that split backward, such as zb-h1, need it: the inputs and the output gradients of all matmuls.
-    Recomputation and sequence parallelism do not make it smaller.
+    These are the inputs and the output gradients of all matmuls. They matter if a schedule splits backward, such as
+    zb-h1. Recomputation and sequence parallelism do not make them smaller.
     """
     t, x, (q, k, before, after) = config.tp, hidden_bytes(config), qkv_and_mlp_bytes(config)
     return {"column-parallel inputs": 2 * x, "context": q / t, "mlp after activation": after / t,
@@ -277,8 +277,8 @@ def peak_message_bytes(config: Config, mesh: Mesh) -> int:
 def working_bytes(config: Config, mesh: Mesh) -> int:
     """Estimate the peak bytes of temporary tensors besides the tapes.
 
-    It is the largest sum of tensors at three moments: an MLP's backward, the head's forward, the head's backward.
-    ZeRO-2's gradient buffers are added.
+    The temporaries are summed at three moments: in an MLP's backward, in the head's forward and in the head's backward.
+    The result is the largest of these sums plus ZeRO-2's gradient buffers.
     """
     e, w, t, n = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config)
     x, cuda, chunks = hidden_bytes(config), config.device == "cuda", stage_model(config, mesh).chunks

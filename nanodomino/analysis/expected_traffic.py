@@ -63,8 +63,7 @@ def bytes_sent(kind: str, payload: float, ranks: int) -> float:
 
 
 def column_count(chunks: int, size: int) -> int:
-    """Return how many tensors torch.chunk(tensor, chunks) makes of a dimension of `size`. It can be fewer than
-    `chunks`."""
+    """Return how many parts torch.chunk(tensor, chunks) cuts a dimension of length `size` into: at most `chunks`."""
     return -(-size // -(-size // chunks))
 
 
@@ -124,7 +123,7 @@ def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
 
     - dp: gradients are summed over the replicas once per step, in ZeRO-2 once per microbatch.
     - embedding: the first and the last stage sum the gradients of a tied embedding.
-    - tp: all ranks hold some parameters, but each rank computes only a part of their gradients, so the ranks sum these
+    - tp: some parameters are replicated, but each rank computes only a part of their gradients, so the ranks sum the
       parts. Norms of q and k see only a rank's heads. With sequence parallelism, norms, row-parallel biases and
       position embeddings see only a rank's tokens.
     - world: all ranks sum the loss, the token count, the squared gradient norm and the stop flag.

@@ -1,4 +1,4 @@
-"""Looks up the peak FLOP/s of GPUs, which MFU is relative to, and reads the peak memory that was used."""
+"""Looks up the peak FLOP/s of GPUs, for MFU, and reads the peak memory that a process has used."""
 
 import re
 import resource

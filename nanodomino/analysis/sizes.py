@@ -73,7 +73,7 @@ def stage_model(config: Config, mesh: Mesh) -> GPT:
 
 
 def without_batch(config: Config) -> Config:
-    """Return a copy without the settings on which no shape of the model depends: one cached model serves them all."""
+    """Return a copy with fixed values of settings that do not affect shapes, so that one cached model suffices."""
     return replace(config, global_batch_size=1, micro_batch_size=1, slices=1, columns=1, recompute_granularity="none",
                    checkpoint_in_cpu=False)
 
@@ -84,11 +84,11 @@ def stage_actions(config: Config, mesh: Mesh) -> tuple:
 
 
 def linear_in_microbatches(rounds: int):
-    """Decorate function(config, ...) so that many microbatches take it no longer than a few.
+    """Decorate function(config, ...) so that it is as quick for many microbatches as for a few.
 
     A schedule repeats itself every p microbatches. So after some rounds of p microbatches, each further round adds the
-    same to a peak (mostly 0) or to a time. With m microbatches the function is called for n + m % n and 2 n + m % n of
-    them, where n = rounds x p, and its results are extrapolated. A result is a number or {name: number}.
+    same amount to a time or to a peak (mostly 0). Let n = rounds x p. For m microbatches the function is called with
+    n + m % n and with 2 n + m % n, and its results are extrapolated. A result is a number or {name: number}.
     """
     def decorate(function):
         @wraps(function)
@@ -112,7 +112,7 @@ def with_microbatches(config: Config, count: int) -> Config:
 # ---- bytes and counts
 
 def slice_count(config: Config) -> int:
-    """Return the number of slices of a microbatch: each has at least one sample."""
+    """Return the number of slices of a microbatch: at most one per sample."""
     return min(config.slices, config.micro_batch_size)
 
 
@@ -173,7 +173,7 @@ def gradient_reductions(config: Config) -> int:
 
 
 def bucket_sizes(config: Config, mesh: Mesh) -> list[tuple[ParameterKind, int]]:
-    """Return (kind, number of elements with padding) of each bucket. All ranks of a stage have the same."""
+    """Return (kind, number of elements with padding) of each bucket. All ranks of a stage have the same buckets."""
     return stage_bucket_sizes(without_batch(config), mesh.pp_rank)
 
 

@@ -15,7 +15,7 @@ The prediction is the sum of the parts below, named as in the JSON that `bench.p
     pp wires     the time that messages between stages add to the simulated step. In 1F1B on equal stages nothing
                  hides them, because a stage that waits for a message has no other action to run
     dp wires     gradient reduction that is still in flight after the stage's last action, and the all-gather of the
-                 weights. Nothing hides either. In ZeRO-2 a backward takes at least as long as its reductions, because
+                 weights. Both are exposed. In ZeRO-2 a backward takes at least as long as its reductions, because
                  only a few of them may be in flight
     optimizer    the bytes that the update reads and writes, divided by the memory's rate
 
@@ -80,10 +80,10 @@ def communication_seconds(config: Config, machine: Machine, mesh: Mesh, found: l
 
 
 def forward_flops(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, float, float]:
-    """Return the forward FLOPs of a microbatch in a chunk, as a tuple of three.
+    """Return the forward FLOPs of a microbatch in a chunk: (layers' weights, head, attention).
 
-    They are the matmuls with the layers' weights, the matmul of the head, and attention's own two matmuls, q k^T and
-    the product with v. Attention counts all pairs of tokens, although a causal mask needs only half of them.
+    attention: the two matmuls without weights, q k^T and the product with v. All pairs of tokens count,
+    although a causal mask needs only half of them.
     """
     n, heads = sizes.tokens_per_microbatch(config), config.num_attention_heads * config.kv_channels
     matrices = sum(weight.numel() for layer in chunk.layers for weight in layer.parameters() if weight.dim() == 2)
@@ -269,11 +269,11 @@ def mfu(config: Config, seconds: float, peak: float) -> float:
 # ---- this machine
 
 def measure_machine(config: Config, mesh: Mesh, most_rows=sys.maxsize) -> Machine:
-    """Briefly measure the rates that each process reaches while all of them are busy. Collective over all ranks.
+    """Briefly measure the rates that each process reaches while all of them are busy. Every rank must call it.
 
-    The work is that of one slice, of at most `most_rows` tokens. Matmuls: forward and backward of an MLP with this
-    rank's part of the features. Communication: all-reduces of an activation. Memory: an in-place multiplication. Host:
-    copies of an activation from the GPU.
+    Matmuls: forward and backward of an MLP with this rank's part of the features, on one slice (at most `most_rows`
+    tokens). Communication: all-reduces of that slice's activation. Memory: an in-place multiplication. Host: copies of
+    the activation from the GPU.
     """
     dtype, device = config.params_dtype, mesh.device
     rows = min(sizes.tokens_per_microbatch(config) // sizes.slice_count(config), most_rows)
@@ -317,7 +317,7 @@ def require_memory(config: Config, device, local_world_size: int):
 
 
 def estimate(config: Config, mesh: Mesh) -> tuple[float, int]:
-    """Estimate (seconds of a step, peak bytes of the fullest rank), within a factor of 2. Collective over all ranks."""
+    """Estimate (seconds of a step, peak bytes of the fullest rank), within a factor of 2. Every rank must call it."""
     config = dataclasses.replace(config, device=mesh.device.type)
     seconds = sum(step_seconds(config, measure_machine(config, mesh, most_rows=128)).values())
     return slowest(seconds), expected_memory.fullest_rank_bytes(config)

@@ -117,7 +117,9 @@ def read(run: Path) -> tuple[Curve, dict]:
 
 
 def tokenizer_warning(curves: list[Curve]) -> str:
-    """Return a warning if the runs have different tokenizers, else "". Compares vocabulary sizes if a run is old."""
+    """Return a warning if the runs have different tokenizers, else "". If an old run has not recorded its
+    tokenizer, compares the sizes of the vocabularies.
+    """
     for name in ("tokenizer", "vocab_size"):
         first, *others = (getattr(curve, name) for curve in curves)
         if first is not None and None not in others:

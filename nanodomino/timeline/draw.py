@@ -113,7 +113,7 @@ class Panel:
             self.svg.append(text(self.x((begin + end) / 2), y, words, kind))
 
     def compute_row(self, events, y):
-        """Paint from back to front: passes, slices' turns in them, weight gradients, waits, pairs' frames, numbers."""
+        """Draw, from back to front: passes, slices' turns in them, weight gradients, waits, pairs' frames, numbers."""
         outer = [event for event in events if event.kind in (*PASSES, "optimizer")]
         turns = self.turns(events)
         for event in outer:
@@ -146,7 +146,7 @@ class Panel:
 
     @staticmethod
     def turns(events) -> list[tuple]:
-        """Return (pass, begin, end, label) for each turn of a slice; "0b" is the second slice of microbatch 0.
+        """Return (pass, begin, end, label) for each turn of a slice. Label "0b" is the second slice of microbatch 0.
 
         A turn that starts with a wait begins after that wait. With a single slice the list is empty.
         """

@@ -9,7 +9,7 @@ The time of a rank's step is the sum of five parts:
     other         everything else: zeroing gradients, launching collectives, sending messages
 
 So each wait is cut in two, at the moment when the last rank that takes part launches. Until then the waiting rank is
-idle. From then on communication is exposed. Finding that moment takes the traces of all ranks, on one clock.
+idle. From then on communication is exposed. Finding that moment needs the traces of all ranks, on one clock.
 
 A sixth number, `hidden`, is not part of the sum. It is the time in which this rank computed while a collective was in
 flight. Messages between stages are left out of it, because the moment at which a message arrives is not recorded.
@@ -97,7 +97,7 @@ def spans_of(events, *kinds) -> list[tuple]:
 
 
 def actions(events) -> list[list[Event]]:
-    """Return a list of passes for each action of one rank. In a pair two passes take turns; each turn is an event."""
+    """Return one rank's actions, each a list of events: a single forward or backward, or all turns of a pair."""
     step, keys, passes = 0, [], []
     for event in events:
         step += event.kind == "step"                           # microbatches count from 0 in each step
@@ -277,7 +277,7 @@ TYPES = {**dict.fromkeys(("step", "slice", "microbatch", "chunk", "peer", "bytes
 
 
 def is_possible(event: Event) -> bool:
-    """Return whether an event has valid times, and all args that this package reads, of the right types."""
+    """Return whether an event's times are valid and it has all args that this package reads, with the right types."""
     kind, args = event.kind, event.args
     return (type(kind) is str and type(args) is dict and all(name in args for name in NEEDED.get(kind, ()))
             and all(type(value) is TYPES[name] for name, value in args.items() if name in TYPES)
@@ -289,7 +289,7 @@ def is_possible(event: Event) -> bool:
 
 
 def from_chrome_trace(trace: dict) -> Recording:
-    """Convert a trace that chrome_trace() has made back to a recording. Raises UserError if it is not one."""
+    """Convert chrome_trace()'s result back to a recording. Raises UserError if `trace` is anything else."""
     try:
         recording = Recording(trace["otherData"]["caption"], trace["otherData"]["places"], [])
         recording.ranks = [[] for _ in recording.places]

@@ -157,7 +157,7 @@ def test_stages_of_the_plain_model_make_the_whole():
     (["overlap", "--hidden-size", "some"], "invalid int value: 'some'"),
     (["throughput", "--model", "huge"], "invalid choice: 'huge'"),
     (["throughput", "--repeats", "0"], "--repeats must be from 1 to 10000"),
-    (["throughput", "--dtype", "float16"], "the plain side has no loss scaling, so --dtype must not be float16"),
+    (["throughput", "--dtype", "float16"], "--dtype must not be float16, because only nanodomino scales"),
     (["scaling", "--max-processes", "0"], "--max-processes must be at least 1"),
     (["scaling", "--global-batch-size", "6", "--micro-batch-size", "2"], "must be divisible by micro-batch-size x"),
     (["pipeline", "--pp", "1"], "--pp must be at least 2"),
@@ -170,7 +170,7 @@ def test_stages_of_the_plain_model_make_the_whole():
     (["zero", "--dp", "0"], "--dp must be at least 2"),
     (["zero", "--microbatches", "0"], "--microbatches must be at least 1"),
     (["zero", "--num-layers", "0"], "--num-layers must be at least 1"),
-    (["zero", "--dtype", "float16"], "torch's sides have no loss scaling, so --dtype must not be float16")])
+    (["zero", "--dtype", "float16"], "--dtype must not be float16, because only nanodomino scales")])
 def test_bad_input_is_refused_in_one_sentence(capsys, arguments, rule):
     assert main(QUESTIONS, "", arguments) == 2
     out, err = capsys.readouterr()

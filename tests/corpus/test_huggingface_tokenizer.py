@@ -355,7 +355,7 @@ def test_ids_are_taken_as_they_are(tmp_path, families, monkeypatch):
         with pytest.raises(UserError, match=f"b.jsonl, line 1, has no tokens field with ids from 0 to {size - 1}; wi"):
             prepare(tmp_path / "b.jsonl", tmp_path / "b", families["qwen2"], progress=False, ids=True)
     write(tmp_path / "a.txt", "x")
-    with pytest.raises(UserError, match="--ids reads the tokens field of .jsonl files, but the input .*a.txt is anoth"):
+    with pytest.raises(UserError, match="--ids reads the tokens field of .jsonl files, but the input .*a.txt is not"):
         prepare(tmp_path / "a.txt", tmp_path / "b", families["qwen2"], progress=False, ids=True)
     with pytest.raises(UserError, match="--special-tokens and --begin-of-text are for text, but --ids takes"):
         prepare(tmp_path / "a.jsonl", tmp_path / "b", families["qwen2"], ids=True, begin_of_text=True)

@@ -639,7 +639,7 @@ def test_the_command_line_tells_a_person_what_it_made(tmp_path):
     assert done.returncode == 0 and done.stderr == ""
     assert "a.txt: 1 document, 1,701 tokens of a vocabulary of 257 (byte)" in done.stdout
     assert "too few documents" in done.stdout and "loss of" in done.stdout and "written to out" in done.stdout
-    assert command("--verify", "out", cwd=tmp_path).stdout == "out is as it was prepared\n"
+    assert command("--verify", "out", cwd=tmp_path).stdout == "out is intact\n"
     (tmp_path / "out" / "train.bin").write_bytes((tmp_path / "out" / "train.bin").read_bytes()[::-1])
     load_corpus(tmp_path / "out")
     assert "does not have the SHA-256" in command("--verify", "out", cwd=tmp_path).stderr

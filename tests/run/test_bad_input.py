@@ -212,7 +212,7 @@ TABLE += [Bad(flags, says, command="data/prepare.py", processes=(1,)) for flags,
     ("--input data --output out --tokenizer word", "unknown tokenizer 'word'", "try one of byte, gpt2"),
     ("--input data/meta.json --output data --overwrite", "the input", "lies in the output", "choose another --output"),
     ("--outputs out", "unrecognized arguments: --outputs out", "--help lists every flag"),
-    ("--verify data --input data", "--verify only checks a folder, so --input has no effect", "leave either out"),
+    ("--verify data --input data", "--verify only checks a folder, so --input has no effect", "leave out --verify or"),
     ("--verify run", "run is not a folder made by data/prepare.py", "give another folder")]]
 
 TABLE += [Bad(flags, [says, "--help lists every flag"], command=f"nanodomino.{name}", processes=(1,))
@@ -671,7 +671,7 @@ def test_processes_end_soon_with_exit_code_2_and_one_sentence(fork_server, folde
 
 
 @pytest.mark.parametrize("command, flags, n, says", [
-    ("train.py", "--help", 4, "usage: train.py"), ("data/prepare.py", "--verify data", 1, "data is as it was prepared"),
+    ("train.py", "--help", 4, "usage: train.py"), ("data/prepare.py", "--verify data", 1, "data is intact"),
     ("nanodomino.checkpoint", f"verify {STEP}", 1, "is intact: step 2"),
     ("nanodomino.generate", "--load run --max-tokens 3 --prompt def", 1, "def")], ids=lambda value: str(value)[:20])
 def test_good_input_ends_with_exit_code_0_and_one_answer(fork_server, folder_and_limit, command, flags, n, says):
