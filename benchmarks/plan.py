@@ -101,11 +101,12 @@ def processes(flags) -> int:
         value = getattr(flags, name)
         require(least <= value <= most, f"{flag_name(name)} must be from {least} to {most}, but is {value}")
     flags.vocab_size = flags.vocab_size or PUBLISHED_VOCABULARIES.get(flags.model, GPT2_VOCABULARY)
-    config = (config_here if flags.gpu == "here" else config_of)(flags, flags.gpus)
+    measures_here = flags.gpu == "here" and not flags.published
+    config = (config_here if measures_here else config_of)(flags, flags.gpus)
     require(flags.gpu == "here" or config.params_dtype.itemsize == 2,
             f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, because only its 16-bit FLOP/s are known, but "
             f"--dtype is {config.dtype}; try --dtype bfloat16")
-    return flags.gpus if flags.gpu == "here" and not flags.published else 1
+    return flags.gpus if measures_here else 1
 
 
 def answer(flags, launch):

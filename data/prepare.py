@@ -282,7 +282,7 @@ def entropy(counts) -> float:
 # ---- the command line
 
 def skipped_text(skipped: dict) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items() if count)
+    return ", ".join(f"{reason}: {count:,}" for reason, count in skipped.items() if count)
 
 
 def print_summary(meta: dict, output: Path):
@@ -298,7 +298,7 @@ def print_summary(meta: dict, output: Path):
     if meta["cut_off"]:
         print(f"  too few documents: cut {' and '.join(meta['cut_off'])} off the end of the largest split")
     if meta["skipped"]:
-        print(f"  skipped: {skipped_text(meta['skipped'])}")
+        print(f"  skipped {skipped_text(meta['skipped'])}")
     print(f"  a model that knows only token frequencies has a loss of {meta['unigram_entropy']:.3f} nats per token, "
           f"one that also sees the previous token {meta['bigram_entropy']:.3f}")
     print(f"written to {output}")

@@ -658,7 +658,7 @@ def test_command_line_mistakes_are_one_sentence_and_exit_code_two(tmp_path, monk
     good = ["--input", "a.txt", "--output", "out"]
     for arguments, message in [
             (["--input", "none*.txt", "--output", "out"], "no file or folder matches the input none*.txt"),
-            (["--input", "empty.txt", "--output", "out"], "the input holds no text (1 files, 1 empty documents)"),
+            (["--input", "empty.txt", "--output", "out"], "the input holds no text (1 file, empty documents: 1)"),
             (["--input", "nothing", "--output", "out"], "the input holds no text (0 files"),
             (["--input", "pipe", "--output", "out"], "pipe is neither a file nor a folder"),
             (["--input", "bad.jsonl", "--output", "out"], "bad.jsonl, line 2, is not JSON"),

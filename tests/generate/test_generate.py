@@ -295,9 +295,8 @@ def test_prompts_of_every_kind(written, folder):
     assert written("--max-tokens 0 --seed 1") == ("\n", 0)
     twice = f"ö\nline\n\n{SEPARATOR}ö\nline\n\n"
     assert written("--max-tokens 0 --seed 1 --prompt FILE:prompt.txt --num-samples 2") == (twice, 0)
-    nothing, _ = written("--max-tokens 9 --seed 1")
-    named, tokens = written("--max-tokens 9 --seed 1 --prompt '<|endoftext|>'")
-    assert tokens == 9 and named != "<|endoftext|>" + nothing, "as in a document, the name is ordinary text"
+    named, tokens = written("--max-tokens 3 --seed 1 --prompt '<|endoftext|><|endoftext|>'")
+    assert tokens == 3 and named.startswith("the prompt has 26 tokens"), "as in a document, the name is ordinary text"
     long, tokens = written("--max-tokens 3 --seed 1 --prompt 'line 1 of a text that'", processes=2)
     assert tokens == 3 and long.startswith("the prompt has 21 tokens, but the model sees only the last 16 "
                                            "(seq-length)\nline 1 of a text that")
@@ -360,7 +359,7 @@ def test_help_lists_every_flag_and_its_default(capsys):
     with pytest.raises(SystemExit):
         command_line(["--help"])
     flags = re.findall(r"(?ms)^  (--[a-z-]+)(.*?)(?=^  --|\Z)", capsys.readouterr().out)
-    assert len(flags) == 12 and all("(default" in text for name, text in flags if name != "--load")
+    assert len(flags) == 14 and all("(default" in text for name, text in flags if name != "--load")
     defaults = vars(command_line(["--load", "run"]))
     for name, text in flags:
         if isinstance(value := defaults[name[2:].replace("-", "_")], (int, float)) and not isinstance(value, bool):
