@@ -394,6 +394,8 @@ def test_a_remembered_setting_can_be_reset(tmp_path):
 
 
 def test_a_refused_change_is_blamed_on_the_setting_that_was_given():
-    record = dataclasses.asdict(tiny(1))
+    """SwiGLU at this width changes ffn-hidden-size too, which nobody has given."""
+    plain, swiglu = tiny(1, hidden_size=64), tiny(1, hidden_size=64, swiglu=True)
+    assert plain.ffn_hidden_size != swiglu.ffn_hidden_size
     with pytest.raises(UserError, match="^a run was made with swiglu False, but this run has True"):
-        check_settings(record, "a run", tiny(1, swiglu=True), "model")
+        check_settings(dataclasses.asdict(plain), "a run", swiglu, "model")

@@ -16,6 +16,7 @@ import nanodomino.run.report
 from nanodomino.analysis.sizes import flops_per_token
 from nanodomino.analysis.step_time import estimate
 from nanodomino.config.config import Config
+from nanodomino.config.presets import PRESETS
 from nanodomino.mesh import make_mesh, meta_mesh
 from nanodomino.model import meta_stage
 from nanodomino.run.report import Report, describe_stage, duration, expected_quality, open_metrics
@@ -181,6 +182,14 @@ def test_up_to_eight_processes_have_a_default_layout(processes):
     config = Config().resolve(processes).with_vocabulary(257)
     assert config.tp * config.pp * config.dp == processes
     assert all(len(meta_stage(config, stage).layers) >= 1 for stage in range(config.pp))
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_every_preset_starts_without_a_layout_on_up_to_eight_processes(model):
+    """The default tp divides the query groups, such as the 3 of smollm2-135m and the 25 of gpt2-xl."""
+    for processes in range(1, 9):
+        config = Config(model=model).resolve(processes)
+        assert config.num_query_groups % config.tp == 0
 
 
 def lines_of(*steps) -> list[bytes]:
