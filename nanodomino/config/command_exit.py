@@ -1,12 +1,12 @@
-"""Runs a command, turns its outcome into an exit code, and lets it finish if its output cannot be written.
+"""Runs a command and exits with a code. The command continues even if its output can no longer be written.
 
     main returns         its exit code
     UserError            prints "error: SENTENCE" on stderr; exit code 2
     Ctrl-C               prints nothing; exit code 130, the shell's code for a process that SIGINT ended
     stdout is closed     (for example by `| head -1`) the work continues without output; the exit code is as above
 
-Python may raise BrokenPipeError in any print, and again when it flushes its buffers at exit. So the error is caught in
-the raw files below the print buffers, where all bytes leave the process.
+Python may raise BrokenPipeError in any print, and again when it flushes its buffers at exit. TolerantFile catches both:
+it replaces the raw file below the buffers, through which all output passes.
 """
 
 import io
@@ -18,7 +18,7 @@ from nanodomino.errors import UserError
 
 
 def run_command(main, *arguments):
-    """Call main(*arguments), and exit with the code that it returns (None means 0). The table above has the rest."""
+    """Call main(*arguments), and exit with the code that it returns (None means 0), or as in the table above."""
     tolerate_closed_output()
     try:
         code = main(*arguments)

@@ -56,7 +56,7 @@ DYNAMIC = ("--fp16", "no --loss-scale")
 def family_setting(name, help, **options):
     """Declare a setting whose default depends on the preset's family, such as GPT2 or LLAMA in presets.py.
 
-    A checkpoint that is older than the setting holds a model with GPT-2's value.
+    For a checkpoint saved before the setting existed, GPT-2's value is used.
     """
     return model_setting(None, f"{help} (default: the preset's)", legacy_default=GPT2[name], **options)
 
@@ -68,8 +68,8 @@ class Config:
     num_layers: int = model_setting(None, "number of transformer layers", at_most=4096)
     hidden_size: int = model_setting(None, "width h of the residual stream", at_most=2**24)
     ffn_hidden_size: int = model_setting(
-        None, "width of the MLP (default: the preset's, else 4 h; with --swiglu 8/3 h, rounded down to a multiple of "
-              "64)", derived=True, at_most=2**24)
+        None, "width of the MLP (default: the preset's; else 4 h, or with --swiglu 8/3 h rounded down to a multiple "
+              "of 64)", derived=True, at_most=2**24)
     num_attention_heads: int = model_setting(None, "number of attention heads", at_most=2**16)
     group_query_attention: bool = model_setting(
         False, "let several heads share keys and values; also on if --num-query-groups is below the number of heads")
@@ -93,13 +93,13 @@ class Config:
     use_rope_scaling: bool = family_setting(
         "use_rope_scaling", "divide RoPE's low frequencies for longer contexts, as Llama 3.1 does", needs=ROPE)
     rope_scaling_factor: float = family_setting(
-        "rope_scaling_factor", "number by which --use-rope-scaling divides these frequencies", at_least=1.0,
+        "rope_scaling_factor", "number by which --use-rope-scaling divides the low frequencies", at_least=1.0,
         needs=(ROPE, "--use-rope-scaling"))
     rotary_seq_len_interpolation_factor: float = model_setting(
         1.0, "divide all positions by this number before RoPE (position interpolation)", at_least=1.0, needs=ROPE)
     vocab_size: int = model_setting(None, "vocabulary size (default: the data's)", derived=True)
     make_vocab_size_divisible_by: int = model_setting(
-        128, "pad the vocabulary to a multiple of this number (Megatron-LM: of this number times tp)")
+        128, "pad the vocabulary to a multiple of this number (in Megatron-LM, of this number times tp)")
     untie_embeddings_and_output_weights: bool = family_setting(
         "untie_embeddings_and_output_weights",
         "give the output head its own weight matrix instead of the word embedding's")
@@ -144,7 +144,7 @@ class Config:
         False, "split the residual stream along the sequence over the tensor-parallel ranks", needs="--tp above 1")
     recompute_granularity: str = layout_setting(
         "none", "what backward recomputes to save memory: with selective, the attention core and the activation "
-                "function; with full, everything that it needs of a sublayer except the sublayer's input",
+                "function; with full, everything that it needs inside a sublayer, from the sublayer's stored input",
         choices=GRANULARITIES)
     checkpoint_in_cpu: bool = layout_setting(
         False, "with full recomputation, move the stored sublayer inputs from the GPU to host memory",
@@ -195,7 +195,8 @@ class Config:
     loss_scale_window: int = training_setting(
         1000, "double the dynamic loss scale after this many steps in a row without overflow", needs=DYNAMIC)
     hysteresis: int = training_setting(
-        2, "with n, halve the dynamic loss scale at the n-th overflow since it last doubled, and at each later one",
+        2, "with n, n - 1 overflows leave the dynamic loss scale as it is, and each further one halves it; the count "
+           "restarts when the scale doubles",
         needs=DYNAMIC)
     fp16_lm_cross_entropy: bool = training_setting(
         False, "compute the intermediate tensors of the cross entropy in fp16 instead of fp32", needs="--fp16")
@@ -214,8 +215,8 @@ class Config:
     config: str = run_setting(
         None, "JSON file of settings, like a run's config.json; flags override it", affects="launch")
     load: str = run_setting(
-        None, "checkpoint to start from, or a run's folder to start from its newest checkpoint; refused if the run in "
-              "--run-dir has a checkpoint and was not started from the same --load")
+        None, "checkpoint to start from, or a run's folder to start from its newest checkpoint; a run "
+              "that already has a checkpoint refuses any --load but the one that it started from")
     finetune: bool = run_setting(
         False, "take only the weights from --load, start at step 0 with a new optimizer, and validate before step 1")
     log_interval: int = run_setting(25, "steps between progress lines")
@@ -226,9 +227,9 @@ class Config:
     exit_interval: int = run_setting(None, "save and stop after the next step divisible by this", affects="launch")
     max_skipped_steps: int = run_setting(
         10, "end the run after this many skipped steps in a row; a step is skipped if its loss or "
-            "gradient is not finite, and is not counted if a smaller loss scale might have prevented that")
+            "gradient is not finite; gradient overflows do not count while the loss scale can still shrink")
     tensorboard_dir: str = run_setting(
-        None, "folder in which to write the metrics for TensorBoard too; each run needs its own")
+        None, "folder for a copy of the metrics that TensorBoard can read; each run needs its own folder")
     verbose: bool = run_setting(False, "print each message and collective as a line", affects="launch")
     trace: str = run_setting(None, "steps FIRST:LAST to record and draw as a timeline", affects="launch")
     timeout: int = run_setting(600, "seconds that a collective may take before the run ends")
@@ -280,7 +281,7 @@ class Config:
 
     @property
     def offloads_to_host(self) -> bool:
-        """Return whether stored sublayer inputs move to host memory. A CPU run ignores that."""
+        """Return whether stored sublayer inputs move to host memory. On the CPU this has no effect."""
         return self.checkpoint_in_cpu and self.recompute_granularity == "full"
 
     @property
@@ -349,7 +350,7 @@ class Config:
     # ---- from flags to a complete Config
 
     def resolve(self, world_size: int) -> "Config":
-        """Return a copy with the defaults that depend on the preset, on the number of processes or on other settings.
+        """Return a copy with all defaults filled in that depend on the preset, the processes or other settings.
 
         Raises UserError if a value or a combination of values is not valid.
         """
@@ -373,11 +374,11 @@ class Config:
         heads = config.num_attention_heads
         groups = config.num_query_groups or heads
         require(groups == heads or self.group_query_attention or "group_query_attention" not in self.given,
-                f"--no-group-query-attention needs one query group per head, but --num-query-groups {groups} is not "
-                f"num-attention-heads {heads}; try --num-query-groups {heads}")
+                f"--no-group-query-attention needs one query group per head, but --num-query-groups {groups} differs "
+                f"from num-attention-heads {heads}; try --num-query-groups {heads}")
         require(groups < heads or not self.group_query_attention,
-                f"--group-query-attention needs --num-query-groups below num-attention-heads {heads}, but it is "
-                f"{groups}; try --num-query-groups {largest_divisor(heads, heads // 2) or 1}")
+                f"--group-query-attention needs --num-query-groups below num-attention-heads {heads}, but "
+                f"num-query-groups is {groups}; try --num-query-groups {largest_divisor(heads, heads // 2) or 1}")
         default_tp, default_pp = 1, 1
         if self.tp is None and self.pp is None:
             ranks_per_replica = world_size // self.dp if self.dp else 4 if world_size % 4 == 0 else world_size

@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser, settings: list[dataclasses.Field], **defaults):
-    """Add a flag to `parser` for each of these settings. defaults: {name: value} instead of their own defaults."""
+    """Add a flag to `parser` for each setting. defaults: {name: value}, which replace the settings' own defaults."""
     groups = {}
     for setting in settings:
         options, default, help = setting.metadata, setting.default, setting.metadata["help"].replace("%", "%%")

@@ -66,7 +66,7 @@ def largest_divisor(number: int, limit: int) -> int | None:
 
 
 def flags_for_enough_layers(c) -> str:
-    """Return flags with which each chunk has a layer, as text for a message: "--num-layers 8 or --pp 2"."""
+    """Return flags that give each chunk a layer, as text for a message: "--num-layers 8 or --pp 2"."""
     advice = f"--num-layers {c.pp * c.virtual_stages}"
     fewer_chunks = c.num_layers // c.pp
     if fewer_chunks < c.virtual_stages and fewer_chunks in SCHEDULES[c.schedule].chunks:
@@ -76,11 +76,11 @@ def flags_for_enough_layers(c) -> str:
 
 
 def check_needs(config, names):
-    """Refuse the first of these settings that has no effect, because another setting's value makes it meaningless.
+    """Raise UserError for the first of these settings that has no effect because its needs are not met (NEEDS).
 
-    names: the settings whose flags were given. A setting that a run remembers, a preset or a --config file may be
-    without effect: the user did not ask for it now, and it may have an effect in a later launch on another layout. A
-    value that equals the setting's default does no harm, and neither does --no-SETTING. Raises UserError.
+    names: the settings whose flags were given. Settings from a run, a preset or a --config file are not checked: the
+    user did not ask for them now, and they may have an effect in a later launch on another layout. Values that equal
+    the default, and --no-SETTING, are accepted too.
     """
     for setting in flag_settings(config):
         value, default = getattr(config, setting.name), PRESETS[config.model].get(setting.name, setting.default)
@@ -102,7 +102,7 @@ def check_trace(config):
             and 1 <= int(numbers[0]) <= int(numbers[1]),
             f"--trace must be FIRST:LAST, two steps with 1 <= FIRST <= LAST, but is {config.trace}; try --trace 10:12")
     require(int(numbers[1]) <= config.train_iters,
-            f"--trace {config.trace} must end by train-iters {config.train_iters}; lower it, or train longer")
+            f"--trace {config.trace} must end by train-iters {config.train_iters}; lower LAST, or raise --train-iters")
 
 
 def check_rules(c):
@@ -114,7 +114,7 @@ def check_rules(c):
             "or change --tp, --pp, --dp")
     require(c.hidden_size % c.num_attention_heads == 0 or c.kv_channels != c.hidden_size // c.num_attention_heads,
             f"hidden-size {c.hidden_size} must be divisible by num-attention-heads {c.num_attention_heads}; "
-            f"try {c.num_attention_heads * max(c.hidden_size // c.num_attention_heads, 1)} or another number of heads")
+            f"try --hidden-size {c.num_attention_heads * max(c.hidden_size // c.num_attention_heads, 1)}")
     require(c.num_attention_heads % tp == 0,
             f"num-attention-heads {c.num_attention_heads} must be divisible by tensor-model-parallel-size {tp}; "
             f"try --tp {divisors(c.num_attention_heads)}")
@@ -165,4 +165,4 @@ def check_rules(c):
     require(c.load or not c.finetune, "--finetune needs a checkpoint to take the weights from; add --load FOLDER")
     require(c.min_loss_scale <= c.initial_loss_scale, f"min-loss-scale {c.min_loss_scale:g} must be at most "
             f"initial-loss-scale {c.initial_loss_scale:g}; try --min-loss-scale {c.initial_loss_scale:g}")
-    require(c.min_lr <= c.lr, f"min-lr {c.min_lr} must be at most lr {c.lr}; lower it, or leave it out")
+    require(c.min_lr <= c.lr, f"min-lr {c.min_lr} must be at most lr {c.lr}; lower --min-lr, or leave it out")

@@ -55,5 +55,5 @@ def check_settings(record: dict, source, config: Config, *effects):
         recorded, requested = getattr(saved, name), getattr(config, name)
         old, new = (f" (--data-path {each.data_path})" * (name == "data_sha256") for each in (saved, config))
         require(recorded == requested, f"{source} was made with {name.replace('_', '-')} {recorded}{old}, but this run "
-                f"has {requested}{new}; give the same again, or start another run (if the model is the same, --load "
-                "FOLDER --finetune starts it from these weights)")
+                f"has {requested}{new}; go back to the old value, or start another run (with the same model, it can "
+                "start from these weights: --load FOLDER --finetune)")

@@ -2,8 +2,8 @@
 
     min_lr: float = setting("The training", None, "final learning rate", affects="losses", derived=True)
 
-From this line follow the flag, its help, its row in docs/settings.md and its range check. The line also decides what
-happens when a run is resumed or an older checkpoint is loaded. Four settings as examples:
+This line defines the flag, its help, its row in docs/settings.md and its range check. It also decides what happens when
+a run is resumed or an older checkpoint is loaded. Four settings as examples:
 
                                         normalization      min_lr               log_interval    trace
     default                             the preset's       lr / 10              25              None (off)
@@ -92,8 +92,8 @@ def check_values(config):
 def check_range(flag: str, value, at_least=None, above=None, at_most=None, below=None, type=int):
     """Raise UserError unless `value` lies in its range. setting() says what the bounds mean.
 
-    A float must also lie in the range after it is rounded to fp32, in which most settings are used, and must not become
-    0: with a loss scale of 1e-46, for example, all gradients would be 0.
+    Most float settings are used in fp32. So a float must also lie in the range after rounding to fp32, which must not
+    make it 0: with a loss scale of 1e-46, for example, all gradients would be 0.
     """
     at_least = (1 if type is int else 0.0) if at_least is None else at_least
     at_most = (MAX_INT if type is int else FP32_MAX) if at_most is None else at_most

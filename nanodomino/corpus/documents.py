@@ -99,7 +99,8 @@ def read_documents(files: dict[str, bool], safe_cut: re.Pattern, any_bytes: bool
                    text_of_line: Callable[[bytes, str], str]) -> Iterator[Document]:
     """Yield the documents of find_files()' files.
 
-    any_bytes: a file that the user named need not be UTF-8; text_of_line: text_of_line or ids_of_line below.
+    any_bytes: also read files that are not UTF-8, if the user named them. text_of_line: the function that reads
+    a line of a .jsonl file, text_of_line or ids_of_line below.
     """
     for path, named in files.items():
         if not path.endswith(".jsonl"):

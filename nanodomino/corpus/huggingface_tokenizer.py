@@ -93,7 +93,7 @@ def read_huggingface(path, eod_token: str | None = None, special_tokens=False,
     """Read and check a tokenizer.json, or the one in a folder.
 
     eod_token: see find_special_token; special_tokens, begin_of_text: see build_tokenizer in tokenizer.py.
-    Raises UserError if it is damaged, is of neither kind above, or does not decode to the text that was encoded.
+    Raises UserError if the file is damaged, is not one of the two kinds above, or does not decode ids to the same text.
     """
     path = find_tokenizer(path)
     try:
@@ -117,7 +117,7 @@ def check_tokenizer(package_tokenizer, path: Path, eod_token: str | None, specia
                     begin_of_text: bool) -> HuggingFaceTokenizer:
     """Check and wrap a tokenizer of the package; the arguments are those of read_huggingface.
 
-    Raises UserError. If the file is damaged, the package may raise anything else in any of the calls.
+    Raises UserError. The package may raise any other exception if the file is damaged.
     """
     package_tokenizer.no_truncation()
     package_tokenizer.no_padding()
@@ -130,7 +130,8 @@ def check_tokenizer(package_tokenizer, path: Path, eod_token: str | None, specia
         require(token["special"] and not special_tokens
                 or not (token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"])),
                 f"{path} has the added token {token['content']!r}, which contains or strips whitespace, so long texts "
-                "could not be cut; make it a special token without --special-tokens, or choose another tokenizer")
+                "could not be cut; leave out --special-tokens and mark this token as special, or choose another "
+                "tokenizer")
 
     safe_cut = find_safe_cut(word_splitter(package_tokenizer))
     require(safe_cut, f"{path} joins words across whitespace, so long texts could not be cut; {ACCEPTED}")
@@ -184,5 +185,5 @@ def find_special_token(path: Path, added: set[str], key: str, usual: tuple, flag
     found = found or next((name for name in usual if name in added), None)
     require(found, f"{path} does not say which token is its {key}; {fix}")
     require(isinstance(found, str) and found in added,
-            f"{config} gives {str(found)[:80]!r} as {key}, which is no added token of {path.name}; {fix}")
+            f"{config} gives {str(found)[:80]!r} as {key}, which is not an added token of {path.name}; {fix}")
     return found

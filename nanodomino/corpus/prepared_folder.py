@@ -27,8 +27,8 @@ TOKENIZER_FILES = ("tokenizer_file", "vocab_file", "merge_file")       # keys of
 class Corpus:
     """The checked contents of meta.json.
 
-    A model that knows only how frequent each token is has a loss of unigram_entropy, in nats per token of the training
-    text. A model that also sees the previous token has a loss of bigram_entropy.
+    unigram_entropy is the loss of a model that knows only how frequent each token is, in nats per token of the training
+    text. bigram_entropy is the loss of a model that also sees the previous token.
     """
     path: Path
     tokenizer_name: str
@@ -61,8 +61,8 @@ class Corpus:
         return loss / math.log(2) * counted / self.bytes[split]
 
     def tokenizer(self, special_tokens=False, begin_of_text=False) -> Tokenizer:
-        """Build the tokenizer that encoded this corpus. Raises UserError. The arguments of build_tokenizer also hold if
-        they are set here."""
+        """Build the tokenizer that encoded this corpus. Raises UserError. special_tokens and begin_of_text: turn these
+        options on even if the corpus was encoded without them."""
         path, *gpt2_files = (self.path / name if name else None for name in map(self.meta.get, TOKENIZER_FILES))
         check(not path or path.is_file(), f"meta.json names {path}, which is missing")
         tokenizer = build_tokenizer(path or self.tokenizer_name, *gpt2_files, self.meta.get("eod_token"),
@@ -83,7 +83,7 @@ class Corpus:
 
 
 def check(condition, sentence: str):
-    """Raise UserError unless the condition holds. Its message is the sentence and the advice to prepare again."""
+    """Raise UserError with this sentence and advice to prepare the text again, unless the condition holds."""
     require(condition, f"{sentence}; prepare the text again")
 
 

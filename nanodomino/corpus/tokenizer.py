@@ -1,7 +1,7 @@
 """Converts text to token ids and back, with one of three kinds of tokenizer.
 
     byte    one token per byte, and end-of-text; needs no file and can encode every text
-    gpt2    GPT-2's 50,257 tokens; a token is about four bytes of English, so a text has a quarter of the positions
+    gpt2    GPT-2's 50,257 tokens; a token is about four bytes of English, so a text has a quarter as many tokens
     PATH    the folder or the tokenizer.json of a Hugging Face tokenizer, such as Llama 3's (huggingface_tokenizer.py)
 
 Byte-pair encoding (BPE; GPT-2's paper, section 2.2) splits a text into words with a regular expression, and each word
@@ -90,8 +90,9 @@ def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None, spec
                     begin_of_text=False) -> Tokenizer:
     """Return the tokenizer `name`: "byte", "gpt2", or the path of a Hugging Face tokenizer. Raises UserError.
 
-    vocab_file, merge_file: GPT-2's two files, instead of a download.
-    The others are for Hugging Face tokenizers only. eod_token: see find_special_token in huggingface_tokenizer.py.
+    vocab_file, merge_file: GPT-2's two files; without them they are downloaded.
+    The other arguments are for Hugging Face tokenizers only:
+    eod_token: see find_special_token in huggingface_tokenizer.py.
     special_tokens: the name of a special token in a text means the token; otherwise the name is ordinary text.
     begin_of_text: put the tokenizer's begin-of-text token in front of each document and prompt.
     """
@@ -105,8 +106,8 @@ def build_tokenizer(name, vocab_file=None, merge_file=None, eod_token=None, spec
             f"--vocab-file and --merge-file are for the tokenizer gpt2, but the tokenizer is {name}; leave them out")
     for flag, value in {"--eod-token": eod_token, "--special-tokens": special_tokens,
                         "--begin-of-text": begin_of_text}.items():
-        require(not value or is_path, f"{flag} is for Hugging Face tokenizers, but the tokenizer is {name}; leave it "
-                "out")
+        require(not value or is_path, f"{flag} is for Hugging Face tokenizers, but the tokenizer is {name}; leave "
+                f"{flag} out")
     require(vocab_file is None or name != "byte",
             f"the byte tokenizer has no files, but {vocab_file} was given; add --tokenizer gpt2 to use them")
     if is_path:

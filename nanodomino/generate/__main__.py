@@ -43,7 +43,7 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", default=None, metavar="FILE",
                         help="a file with one prompt per line, instead of --prompt (default: none)")
     parser.add_argument("--num-samples", type=int, default=1, metavar="INT",
-                        help="texts per prompt, each from its own random numbers (default 1)")
+                        help="texts per prompt, each sampled with different random numbers (default 1)")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="INT",
                         help="new tokens per text; a text ends earlier at end-of-text (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="FLOAT",
@@ -58,11 +58,11 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--data-path", default=None, metavar="DIR",
                         help="data folder with the tokenizer (default: the one that the model was trained on)")
     parser.add_argument("--special-tokens", action="store_true",
-                        help="the name of a special token in a prompt, such as <|im_end|>, means the token (default: "
-                        "as the training data was prepared, else it is ordinary text)")
+                        help="the name of a special token in a prompt, such as <|im_end|>, means the token; otherwise "
+                        "the name is ordinary text (default: on if the training data was prepared with this flag)")
     parser.add_argument("--begin-of-text", action="store_true",
-                        help="put the tokenizer's begin-of-text token in front of each prompt (default: as the "
-                        "training data was prepared, else not)")
+                        help="put the tokenizer's begin-of-text token in front of each prompt (default: on if "
+                        "the training data was prepared with this flag)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where to compute; auto is cuda if there is a GPU, else cpu (default auto)")
     parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True,
@@ -121,8 +121,8 @@ def find_tokenizer(checkpoint: Path, config: Config, flags: argparse.Namespace) 
         tokenizer, source = build_tokenizer(str(checkpoint), **encoding), checkpoint
         vocab_size = tokenizer.vocab_size
     else:
-        require(source, f"there is no tokenizer: {checkpoint} was imported, not trained, without a tokenizer.json; "
-                "give a data folder as --data-path")
+        require(source, f"{checkpoint} has no tokenizer, because it was imported from a folder without a "
+                "tokenizer.json; give a data folder as --data-path")
         require(data_path or Path(source).exists(), f"the tokenizer is stored with the training data, but the folder "
                 f"{source} no longer exists; give its new path as --data-path")
         corpus = load_corpus(source)

@@ -27,7 +27,7 @@ class KeyValueCache:
     size: the number of positions that the cache can hold; the first `length` of them are filled.
     end_of_text: the token after which a new document starts, used if the model was trained with document boundaries.
 
-    The layers use the cache in place of a MasksAndPositions, so it has the methods that they call.
+    The layers are given this cache instead of a MasksAndPositions, so it defines the methods that layers call.
     """
 
     def __init__(self, model: GPT, size: int, end_of_text: int | None = None):
@@ -65,7 +65,7 @@ class KeyValueCache:
         return None
 
     def attention_inputs(self, sublayer, x) -> AttentionInputs | None:
-        """Return what attention needs for the new tokens, with a function that extends its cache; None for an MLP."""
+        """Return the AttentionInputs of the new tokens, with a function that caches their k and v; None for an MLP."""
         if not sublayer.attends:
             return None
         return AttentionInputs(None, self.rotary, self.bias, partial(self.extend, sublayer.site))

@@ -61,11 +61,11 @@ class ConfigReader:
                 f"{' or '.join(map(shown, supported))}; import another model")
 
     def require_all_read(self):
-        """Raise UserError if there is an entry that was not read, is not off, and does not match HARMLESS."""
+        """Raise UserError unless every entry was read, is off (null, false or empty) or matches HARMLESS."""
         for name, value in self.values.items():
             require(name in self.read or HARMLESS.fullmatch(name) or value in (None, False, "", [], {}),
                     f"{self.source} has {name[:80]} {shown(value)}, which nanodomino does not know and which may "
-                    "change the logits; import another model, or remove the entry if you know that it does not")
+                    "change the logits; import another model, or remove the entry if you know that it has no effect")
 
 
 def shown(value) -> str:
@@ -165,7 +165,7 @@ def read_layer_types(reader: ConfigReader) -> dict:
 
 
 def require_divisible_width(config: Config) -> dict:
-    """Require that hidden_size is divisible by the heads, as Transformers' LlamaConfig does even with a head_dim."""
+    """Require that the heads divide hidden_size. Transformers' LlamaConfig requires that even if head_dim is given."""
     require(config.hidden_size % config.num_attention_heads == 0,
             f"Transformers requires that a Llama's hidden-size {config.hidden_size} is divisible by its "
             f"num-attention-heads {config.num_attention_heads}; export another model")

@@ -57,7 +57,7 @@ def export_model(folder: Path, out: Path, dtype_name: str | None, max_bytes: int
 
 
 def export_checkpoint(checkpoint: Path, out: Path, dtype_name: str | None, max_bytes: int) -> str:
-    """See export_model()."""
+    """Export one checkpoint. export_model() explains the arguments and the result."""
     package = import_safetensors()
     index, model = open_weights(checkpoint)
     config = model.config
@@ -87,7 +87,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype_name: str | None, max_b
 
 
 def flush_and_share(path: Path):
-    """Flush a file to disk, and give it the permissions of its folder. safetensors lets only the owner read it."""
+    """Flush a file to disk, and give it the permissions of its folder: safetensors lets only its owner read it."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     path.chmod(path.parent.stat().st_mode & 0o666)
@@ -109,10 +109,11 @@ def byte_level_tokenizer(end_of_text: int) -> dict:
 
 
 def write_tokenizer(source: Path, target: Path) -> list[str]:
-    """Write the tokenizer of the data folder `source` as Hugging Face's files, and return their names: none if the
-    folder is gone, or if its gpt2 vocabulary was downloaded. Raises UserError if the folder is damaged.
+    """Write the tokenizer of the data folder `source` as Hugging Face's files, and return the names of these files.
 
-    The byte tokenizer becomes a byte-level BPE without merges. GPT-2's two files only have other names in Transformers.
+    The byte tokenizer becomes a byte-level BPE without merges. GPT-2's two files are copied under the names that
+    Transformers uses. Nothing is written if the folder is gone, or if it has no copies of GPT-2's files because the
+    vocabulary was downloaded. Raises UserError if the folder is damaged.
     """
     if not (source / "meta.json").is_file():
         return []
@@ -136,8 +137,8 @@ def write_tokenizer(source: Path, target: Path) -> list[str]:
 
 
 def special_tokens(folder: Path, config: Config) -> dict:
-    """Return the ids of the special tokens, {name: id}. An unknown id is None; without it, Transformers would assume
-    an id that may lie outside this vocabulary."""
+    """Return the ids of the special tokens, {name: id}. An unknown id is None: if it were left out, Transformers
+    would assume an id that this vocabulary may not have."""
     ids = dict.fromkeys(SPECIAL_TOKENS)
     data = Path(config.data_path or "") / "meta.json"
     if (folder / GENERATION).is_file():

@@ -31,7 +31,7 @@ def size_of_head(sizes) -> int:
 class Family:
     """Describes a family's config.json, its settings and its tensors. A key of config.json is called an entry here.
 
-    A size that is null in config.json becomes default(sizes read so far). If there is no default, null is an error.
+    A size that is null in config.json is computed as default(sizes read so far). Without a default, null is an error.
     """
     architecture: str           # class name in Transformers
     prefix: str                 # start of all tensor names except lm_head's; some files leave it out
@@ -150,7 +150,7 @@ def read_config(values: dict, source, most: dict | None = None) -> Config:
 
 
 def settings_of_family(family: Family, sizes) -> dict:
-    """Return Family.settings as {setting: value}: the settings of all models of this family with these sizes."""
+    """Return Family.settings as {setting: value}, computed for a model with these sizes."""
     return {setting: value(sizes) if callable(value) else value for setting, value in family.settings.items()}
 
 
@@ -167,7 +167,7 @@ def nearest_preset(settings: dict) -> str:
 # ---- export
 
 def family_of(config: Config) -> Family:
-    """Return the first family that fits the model. Raises UserError with the settings that the nearest one needs."""
+    """Return the first family that fits the model. If none fits, the UserError says what the nearest family needs."""
     differences = {}
     for name, family in FAMILIES.items():
         needed = settings_of_family(family, config)

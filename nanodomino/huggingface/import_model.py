@@ -64,7 +64,7 @@ def convert_from_hf(mapping: TensorMapping, found: dict[str, StoredTensor], conf
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no value is NaN or infinite. Needs no memory, because both would be a minimum or a maximum."""
+    """Return whether no value is NaN or infinite. Looking only at the minimum and maximum takes no extra memory."""
     return all(math.isfinite(extreme) for extreme in tensor.aminmax())
 
 

@@ -77,7 +77,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                     f"{tensor.name[:80]} is in both {first.path} and {path}; download the folder again")
     for name, file in weight_map.items():
         require(name in found and found[name].path.name == file,
-                f"{folder / INDEX} lists {name[:80]} in {file}, but it is not there; download the folder again")
+                f"{folder / INDEX} lists {name[:80]} in {file}, but that file does not hold it; download the "
+                "folder again")
     return found
 
 

@@ -1,8 +1,8 @@
 """Finds the Hugging Face tensors that hold the values of a parameter, and converts them in both directions.
 
-Both sides hold the same values, with different names and in a different order. In the table, h is the hidden size, f
-the width of the MLP, and v the size of the vocabulary. There are n heads of d channels each, in g groups of r = n/g
-heads:
+nanodomino and Hugging Face store the same values with different names and in a different order. In the table, h is the
+hidden size, f the width of the MLP, and v the size of the vocabulary. There are n heads of d channels each, in g groups
+of r = n/g heads:
 
     nanodomino                              GPT-2                            Llama, Mistral, Qwen
     qkv  [g x (r q heads, k, v) x d, h]     c_attn [h, (q, k, v) x n d]      q_proj [n d, h], k_proj, v_proj [g d, h]
@@ -115,5 +115,5 @@ def map_tensors(config: Config, modules: dict) -> list[TensorMapping]:
 
 
 def element_count(mappings: list[TensorMapping]) -> int:
-    """Return the number of elements of all these Hugging Face tensors, so without the padding of the vocabulary."""
+    """Return the number of elements in all these Hugging Face tensors. They have no vocabulary padding."""
     return sum(shape.numel() for mapping in mappings for shape in mapping.hf_shapes.values())

@@ -41,7 +41,7 @@ def make_compiler_deterministic():
 
 @torch.no_grad()
 def checksum(weight) -> torch.Tensor:
-    """Return a checksum of a tensor's bits and their order, as an int64 scalar on its device. No sum is rounded."""
+    """Return an exact checksum of a tensor's bits and their order, as an int64 scalar on its device."""
     total = torch.zeros((), dtype=torch.int64, device=weight.device)
     for bits in weight.detach().reshape(-1).view(INTEGER_TYPES[weight.element_size()]).split(CHUNK):
         factors = torch.arange(1, 2 * len(bits), 2, device=weight.device)      # odd: then no bit is lost modulo 2^64
@@ -50,7 +50,7 @@ def checksum(weight) -> torch.Tensor:
 
 
 def local_copies(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh):
-    """Yield (name, shard, partition, tensor) for each tensor on this rank of which another rank may have a copy.
+    """Yield (name, shard, partition, tensor) for each tensor of this rank that may have a copy on another rank.
 
     Tensors on two ranks are copies if name, shard and partition are equal. shard: the tp rank, None if the parameter is
     not sharded. partition: this rank's ZeRO partition for master weights, else None. Master weights are included if the
@@ -66,7 +66,7 @@ def local_copies(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh):
 
 
 def drift_warning(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> str:
-    """Return a warning that names parameters with different copies, and their ranks; "" if all copies are equal.
+    """Return a warning that names the parameters whose copies differ, and their ranks; "" if all copies are equal.
 
     All ranks must call this together, and get the same text.
     """

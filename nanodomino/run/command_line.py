@@ -39,7 +39,7 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
     """Return the resolved Config of a command line.
 
     Raises UserError for an unknown flag, for a bad value or file, and for settings that contradict each other. If one
-    of these settings is remembered and was not given now, the message says so.
+    of these settings was not given now but is remembered, the message says so.
     """
     requested = vars(command_line_parser().parse_args(arguments))
     typed = tuple(requested)
@@ -95,7 +95,7 @@ def read_settings(path: Path) -> dict:
 
 
 def remembered_settings(record: dict) -> dict:
-    """Return the settings of a record that later launches use: not those for one launch only, and not computed ones."""
+    """Return the settings of a record that later launches reuse: neither those for one launch nor computed ones."""
     return {setting.name: record[setting.name] for setting in flag_settings(Config)
             if record.get(setting.name) is not None and setting.metadata["affects"] != "launch"
             and (not setting.metadata["derived"] or setting.name in record.get("given", ()))}

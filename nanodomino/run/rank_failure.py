@@ -103,7 +103,11 @@ def write_torchrun_error_file(text: str):
 
 
 def unresponsive_ranks(launch: LaunchInfo) -> str:
-    """Return text such as " (dead or hanging: rank 2)" for the ranks that report no lost peer within two seconds."""
+    """Return text such as " (dead or hanging: rank 2)", or "" if no rank is.
+
+    A living rank that has lost a peer reports this to torchrun's store. The text names the ranks that have not done so
+    after two seconds.
+    """
     try:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
                               timeout=timedelta(seconds=2))

@@ -96,8 +96,8 @@ class Report:
             print("evaluating without training, because --train-iters is 0", flush=True)
         elif first_step >= config.train_iters:
             print(f"this run has already done {counted(first_step, 'step')}, and --train-iters is "
-                  f"{config.train_iters}; raise it to continue, or start a new run from these weights with --load "
-                  "FOLDER --finetune", flush=True)
+                  f"{config.train_iters}; raise --train-iters to continue, or start a new run from these weights with "
+                  "--load FOLDER --finetune", flush=True)
         elif first_step:
             print(f"resuming after step {first_step} of {config.train_iters}"
                   + "".join(f"; {change}" for change in self.changes), flush=True)
@@ -149,7 +149,7 @@ class Report:
             self.warned = True
 
     def flush(self):
-        """Call this before the run ends: write the lines that a full disk has rejected, or else print them."""
+        """Write the lines that a full disk has rejected; if it is still full, print them. Call this at the end."""
         if self.metrics:
             self.write_metrics()
         if self.unwritten:
@@ -217,7 +217,7 @@ def duration(seconds: float) -> str:
 
 
 def expected_quality(config: Config) -> str:
-    """Return a warning about the text of a model that was trained for too short; "" if it started from --load."""
+    """Return a warning if training is too short for good generated text; otherwise, or with --load, return ""."""
     tokens = config.train_iters * config.global_batch_size * config.seq_length / parameter_count(config)
     return "" if config.load or tokens >= TOKENS_PER_PARAMETER else (
         f"; expect gibberish after {tokens:.2g} tokens per parameter, good text needs {TOKENS_PER_PARAMETER} or more")
@@ -243,7 +243,7 @@ def changed_settings(run_dir: Path, config: Config) -> list[str]:
 
 
 def write_config(run_dir: Path, config: Config):
-    """Write config.json, from which later launches take their settings. Renaming it prevents a half-written file."""
+    """Write config.json, which later launches read. The final rename makes sure that it is never half written."""
     temporary = run_dir / ".config.json"
     temporary.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     temporary.rename(run_dir / "config.json")

@@ -1,6 +1,6 @@
 """Finds or makes the folder of a run, and finds the checkpoint that the run starts from.
 
-    --run-dir of an earlier run     resume from its newest intact checkpoint; another --load than its first is refused
+    --run-dir of an earlier run     resume from its newest intact checkpoint; any --load but its first is refused
     --run-dir of a new run          start from --load, or from random weights
     no --run-dir                    a new folder runs/MODEL-NUMBER, which a restart by torchrun finds again
 
@@ -81,8 +81,9 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
         check_settings(record, f"--run-dir {run_dir}", config, "model", "optimizer", "run")
     damaged = checkpoints_of(run_dir)
     require(not damaged and not (run_dir / SAVED_MARKER).exists(),
-            f"--run-dir {run_dir} has saved checkpoints, but none of the {len(damaged)} in it is intact, so "
-            "it can't be resumed; restore a checkpoint, or move the folder away to start over")
+            f"the run in --run-dir {run_dir} has saved checkpoints, but the folder holds no intact one now "
+            f"({len(damaged)} damaged), so it can't be resumed; restore a checkpoint, or move the folder away to start "
+            "over")
     return Run(run_dir, find_checkpoint_to_load(config) if exists else loaded, config.finetune, lock)
 
 
@@ -138,8 +139,8 @@ def lock_folder(run_dir: Path, patience=5.0) -> int:
     """Lock a folder, so that only one run uses it at a time. Raises UserError if that fails for `patience` seconds.
 
     Returns the descriptor of the file `lock`. Never close it, since that would release the lock. The system releases
-    the lock when this process ends, even if it is killed. The lock may be held by ranks that live on after torchrun was
-    killed with -9. Patience helps when torchrun restarts a run: the old rank 0 may need a moment to end.
+    the lock when this process ends, even if it is killed. After kill -9 of torchrun, its ranks may live on and hold the
+    lock. When torchrun restarts a run, the old rank 0 may need a moment to end; hence the patience.
     """
     # O_NOFOLLOW: a symbolic link could point to another file.
     descriptor = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
@@ -158,13 +159,13 @@ def lock_folder(run_dir: Path, patience=5.0) -> int:
 
 
 def in_use(run_dir: Path, descriptor: int) -> str:
-    """Return the error message for a folder that another process has locked. descriptor: of the folder's lock."""
+    """Return the error message for a folder that another process has locked. descriptor: its open lock file."""
     return (f"--run-dir {run_dir} is in use by process {os.pread(descriptor, 20, 0).decode() or '?'}, which is still "
             "training in it; end this process first, or choose another folder")
 
 
 def check_not_in_use(run_dir: Path, note: str):
-    """Raise UserError, whose message ends with the note, if a live run has locked the folder. Changes nothing."""
+    """Raise UserError if a live run has locked the folder. The message ends with the note. Changes nothing on disk."""
     try:
         descriptor = os.open(run_dir / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -180,10 +181,10 @@ def check_not_in_use(run_dir: Path, note: str):
 
 
 def check_in_place(run: Run):
-    """Raise the same UserError on all ranks if the run's folder has another name now, or another folder its name.
+    """Raise the same UserError on all ranks if the run's folder was renamed, deleted or replaced during the run.
 
-    Otherwise the run would save its next checkpoints in a second folder. The path of the lock no longer leads to the
-    file that rank 0 has locked then. If its disk does not answer, the save will report that.
+    Compares the lock file in this folder with the file that rank 0 has locked. Without this check, the next checkpoints
+    would go to a second folder. Other disk errors are ignored here, since the save will report them.
     """
     in_place = True
     if dist.get_rank() == 0 and run.lock is not None:
@@ -201,7 +202,7 @@ def check_in_place(run: Run):
 def numbered_folder(parent: Path, name: str, restarted: bool, launch_id: str) -> Path:
     """Make and return the folder parent/NAME-NUMBER with the first free number. Safe if several runs do so at once.
 
-    restarted: torchrun has restarted this run. Then return the newest folder with this launch_id, if there is one.
+    restarted: whether torchrun has restarted this run; if so, return the newest folder with this launch_id, if any.
     launch_id: torchrun's id of the launch; a restart keeps it.
     """
     for folder in (sorted(parent.glob(f"{name}-[0-9]*"), key=lambda folder: (len(folder.name), folder.name),

@@ -12,8 +12,8 @@ the file's purge_step to 40, which hides all points of older files from step 40 
 Runs that share a folder would hide each other's points in this way. So the name of an event file ends with a checksum
 of its run's path, and a run that finds other files says so.
 
-Points are read from metrics.jsonl, for two reasons: the points of step 40, which were hidden, are written again, and
-points that a full disk has rejected can be written later.
+Points are read back from metrics.jsonl for two reasons. purge_step also hides the points of step 40, so the new file
+must repeat them. And points that a full disk has rejected can be written later.
 """
 
 import json
@@ -33,8 +33,8 @@ def check_package(config: Config):
             import torch.utils.tensorboard  # noqa: F401
     except Exception as error:                                 # a broken dependency can raise anything
         raise UserError(f"--tensorboard-dir needs a package that can't be imported ({error}); pip install -r "
-                        "requirements-extra.txt, or leave the flag out (for a run that remembers it: --config FILE "
-                        'with {"tensorboard_dir": null})') from None
+                        "requirements-extra.txt, or leave the flag out (if the run remembers it, turn it off with "
+                        'a --config file that holds {"tensorboard_dir": null})') from None
 
 
 class TensorBoardWriter:
@@ -81,17 +81,17 @@ class TensorBoardWriter:
         self.writer, self.offset, self.last_step = writer, offset, step
 
     def name_other_runs(self):
-        """Warn once if another run writes to the same folder, also if it starts later than this run."""
+        """Warn once if another run writes to the same folder, even if that run starts later."""
         others = [] if self.seen_others else [path.name for path in self.folder.glob("*tfevents*")
                                               if not path.name.endswith(self.suffix)]
         if others:
             self.seen_others = True
-            self.say(f"warning: --tensorboard-dir {self.folder} also holds points that {self.metrics.parent} has not "
-                     f"written ({others[0]}), and TensorBoard mixes them; give each run a folder of its own")
+            self.say(f"warning: --tensorboard-dir {self.folder} also holds {others[0]}, which {self.metrics.parent} "
+                     "did not write, and TensorBoard mixes the points of both; give each run its own folder")
 
 
 def numbers_in(line: bytes) -> dict:
-    """Return {name: number} of a line of metrics.jsonl; {} if the line is damaged."""
+    """Return the numbers in a line of metrics.jsonl as {name: number}; {} if the line is damaged."""
     try:
         return {name: value for name, value in json.loads(line).items() if isinstance(value, (int, float))}
     except (ValueError, AttributeError, RecursionError):

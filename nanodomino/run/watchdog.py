@@ -1,7 +1,7 @@
 """Ends this process if its device waits forever for another rank. A thread watches the device.
 
 gloo's collectives run on the host and raise if a peer is gone (rank_failure.py). NCCL's run on the device. The host
-only enqueues them, and continues until it needs a number or the queue is full:
+only enqueues them, and continues until it needs a result or the queue is full:
 
     host      enqueue enqueue enqueue   .tolist() .......................      no exception, no signal handler, no end
     device    [ work ][ all-reduce with a dead peer .....................
@@ -20,8 +20,8 @@ last resort: it waits a minute after an error, and its timeout is a minute longe
 
 Progress means that the device has reached a recorded event. Training records an event after each forward and each
 backward of a microbatch, because a whole step of many microbatches can be in the queue. An empty queue counts as
-progress too: once the pipeline stages are connected, such a device waits only for its own host. So a rank that is slow
-to read data does not blame its peers, which wait for it.
+progress too: once the pipeline stages are connected, a device with an empty queue waits only for its own host. So a
+rank that is slow to read data does not blame its peers.
 """
 
 import threading

@@ -174,7 +174,7 @@ def test_a_changed_setting_is_refused_or_accepted_by_its_effect(origins, monkeyp
         open_run(config, LaunchInfo())
         if field.metadata["affects"] in roles:
             with pytest.raises(UserError,
-                               match=f"{field.name.replace('_', '-')} .*, but this run has .*give the same again"):
+                               match=f"{field.name.replace('_', '-')} .*, but this run has .*go back to the old value"):
                 open_run(other, LaunchInfo())
         else:
             open_run(other, LaunchInfo())

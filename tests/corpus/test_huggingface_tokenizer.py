@@ -366,7 +366,7 @@ def test_a_token_of_a_wrong_type_is_refused_in_one_sentence(tmp_path, families, 
     folder = changed(families["gpt2"], tmp_path, lambda record: None)
     for value in (["<|endoftext|>"], 5, {"content": ["x"]}, {"content": {}}, True, [[]]):
         (folder / "tokenizer_config.json").write_text(json.dumps({key: value, "x": []}))
-        with pytest.raises(UserError, match=f"as {key}, which is no added token of tokenizer.json|not say which token"):
+        with pytest.raises(UserError, match=f"as {key}, which is not an added token of tokenizer.json|not say which"):
             build_tokenizer(folder, begin_of_text=True)
 
 
@@ -463,7 +463,7 @@ def test_missing_and_broken_files_are_named_in_one_sentence(tmp_path, families):
             (("sentencepiece/tokenizer.model",), "tokenizer.model has no tokenizer.json (sentencepiece's"),
             (("broken",), "the tokenizers package cannot read"), (("deep",), "the tokenizers package cannot read"),
             (("config",), "tokenizer_config.json cannot be read (JSONDecodeError)"),
-            (("end",), "gives '</s>' as eos_token, which is no added token of tokenizer.json; name one with "
+            (("end",), "gives '</s>' as eos_token, which is not an added token of tokenizer.json; name one with "
                        "--eod-token: <|endoftext|>"),
             (("nowhere",), "try one of byte, gpt2, or the path of a Hugging Face tokenizer's folder"),
             (("end", "v", "m"), "--vocab-file and --merge-file are for the tokenizer gpt2"),

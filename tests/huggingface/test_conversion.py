@@ -322,7 +322,7 @@ def test_transformers_reads_the_tokenizer_of_a_run_on_bytes_or_with_gpt2s_files(
 
 def test_generate_asks_for_a_tokenizer_if_the_checkpoint_has_none(saved, tmp_path):
     import_model(saved("gpt2")[1], tmp_path / "imported")
-    with pytest.raises(UserError, match="was imported, not trained, without a tokenizer.json; give a data"):
+    with pytest.raises(UserError, match="was imported from a folder without a tokenizer.json; give a data"):
         generate_main(["--load", str(tmp_path / "imported"), "--device", "cpu"], LaunchInfo())
 
 

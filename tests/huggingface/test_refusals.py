@@ -152,7 +152,7 @@ FILES = [        # (change of a folder with three files and an index, error)
     (lambda folder: (folder / INDEX).write_text("{}"), "must have a weight_map from each tensor to a file in the same"),
     (lambda folder: add_to_index(folder, x="../part-0.safetensors"), "must have a weight_map"),
     (lambda folder: add_to_index(folder, **{"lm_head.weight": "part-0.safetensors"}),
-     "lists lm_head.weight in part-0.safetensors, but it is not there"),
+     "lists lm_head.weight in part-0.safetensors, but that file does not hold it"),
     (lambda folder: (folder / "part-1.safetensors").unlink(), "part-1.safetensors is missing; download the folder"),
     (lambda folder: os.truncate(folder / "part-1.safetensors", 5000), "part-1.safetensors is damaged or not a safeten"),
     (lambda folder: (folder / "part-1.safetensors").write_bytes(b""), "part-1.safetensors is damaged"),
