@@ -2,8 +2,8 @@
 
 A GPU computes a layer of a 13B model at tp 8 in about a millisecond. If the CPU needs longer than that to launch the
 layer's kernels, the GPU idles. Here the tensors are tiny and torch's "fake" process group does not communicate, so
-nearly all of the measured time is spent in Python and in torch's dispatcher. A microbatch runs forward and backward in
-slices:
+nearly all of the measured time is spent in Python and in torch's dispatcher. Each line below is a way to run a
+microbatch forward and backward in slices:
 
     autograd                the GPT of model.py, with autograd, one slice after the other
     nanodomino              Domino (domino.py): slices are generators, and backward walks a tape without autograd

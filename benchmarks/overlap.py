@@ -19,7 +19,8 @@ with the same weights and tokens:
 With --compile (the default on CUDA) all alternatives but blocking and dtensor are compiled. So compare domino with
 megatron then.
 
-Three figures are printed for domino and for paired. Let d be the seconds of that alternative:
+Three figures are printed for domino and for paired. A name stands for the seconds of that alternative, d for those of
+domino or paired:
 
     hidden      1 - (d - compute) / wires: the share of the communication time that computation hides. If communication
                 takes longer than computation, only compute / wires of it can be hidden

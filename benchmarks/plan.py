@@ -178,7 +178,7 @@ def plan(config: Config, flags):
 
 
 def more_columns(config: Config, machine: Machine, seconds: float) -> list[str]:
-    """Return [a line that proposes --columns], or [] if there are several slices or columns gain less than 1 %."""
+    """Return a list with a line that proposes --columns; empty for several slices, or if columns gain less than 1 %."""
     found = {columns: sum(step_time.step_seconds(dataclasses.replace(config, columns=columns), machine).values())
              for columns in (2, 4, 8) if columns > config.columns and min(config.slices, config.micro_batch_size) == 1}
     best = min(found, key=found.get, default=None)
@@ -189,7 +189,7 @@ def more_columns(config: Config, machine: Machine, seconds: float) -> list[str]:
 
 
 def faster_schedule(config: Config, machine: Machine, seconds: float, usable: float) -> list[str]:
-    """Return [a line that proposes the fastest schedule that fits], or [] if none is 1 % faster than the current."""
+    """Return a list with a line that proposes the fastest schedule that fits; empty if that gains less than 1 %."""
     times = [(sum(step_time.step_seconds(dataclasses.replace(config, **changes), machine).values()), changes)
              for changes in itertools.chain(*other_schedules(config))]
     fitting = (f"{flags_text(changes)} would take {seconds_text(other)} per step"

@@ -62,7 +62,7 @@ def worlds(flags) -> list[int]:
 
 
 def settle(flags, world_size, layout, scaling):
-    """Return the Config of a variant. Raises UserError if the processes can't divide the model or batch."""
+    """Return the Config of a variant. Raises UserError if the model or the batch can't be split over the processes."""
     samples = flags.global_batch_size * (world_size if scaling == "weak" else 1)
     dp, tp = (world_size, 1) if layout == "dp" else (1, world_size)
     micro_batch_size = min(flags.micro_batch_size, max(samples // dp, 1))

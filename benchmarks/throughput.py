@@ -124,8 +124,8 @@ def plain_model(config, ours):
     """Return plain.py's model with the weights of `ours`. Raises UserError if plain.py can't build such a model."""
     require(config.normalization == "LayerNorm" and config.position_embedding_type == "learned_absolute"
             and not config.swiglu and config.num_query_groups == config.num_attention_heads and config.tied,
-            "plain.py needs GPT-2's LayerNorm, learned positions, GELU, multi-head attention and tied head, but "
-            f"--model {config.model} differs; add --against transformers")
+            "plain.py has only GPT-2's LayerNorm, learned positions, GELU, multi-head attention and tied head, but "
+            "this model differs; add --against transformers")
     model = Plain(config)
     model.load(ours.state_dict())
     return model

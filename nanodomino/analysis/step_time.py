@@ -80,10 +80,10 @@ def communication_seconds(config: Config, machine: Machine, mesh: Mesh, found: l
 
 
 def forward_flops(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, float, float]:
-    """Return the forward FLOPs of a microbatch in a chunk: (layers' weights, head, attention).
+    """Return the forward FLOPs of a microbatch in a chunk: (the layers' weights, the head, attention).
 
-    attention: the two matmuls without weights, q k^T and the product with v. All pairs of tokens count,
-    although a causal mask needs only half of them.
+    Attention has two matmuls without weights, q k^T and the product with v. All pairs of tokens count, although a
+    causal mask needs only half of them.
     """
     n, heads = sizes.tokens_per_microbatch(config), config.num_attention_heads * config.kv_channels
     matrices = sum(weight.numel() for layer in chunk.layers for weight in layer.parameters() if weight.dim() == 2)
