@@ -9,7 +9,7 @@ position is the next token:
     window 1                  [t4  t5  t6  t7] t8             tokens t4..t7, labels t5..t8
 
 Training counts samples: k = step x global_batch_size + index in the global batch. Each epoch visits every window once,
-in an order of its own:
+in a different order:
 
     sample k  ->  window  permutation(seed, epoch = k // windows)[k % windows]
 
@@ -21,8 +21,7 @@ gets consecutive samples of a global batch, and so does each of its microbatches
                m0    m1   |  m0    m1
 
 Every rank that needs the tokens of a microbatch reads them from disk; no rank broadcasts them. Evaluation reads the
-windows in stream order. Its last global batch may be incomplete; it is filled up with rows that do not count in the
-loss.
+windows in stream order. If its last global batch is incomplete, rows that do not count in the loss fill it up.
 """
 
 from dataclasses import dataclass
@@ -46,8 +45,8 @@ class EndOfText:
 
 @dataclass
 class Batch:
-    """A microbatch. A chunk without embedding and head usually needs only sample_ids; then the tensors are None
-    (train.get_batch)."""
+    """A microbatch. The tensors are None if the chunk needs only sample_ids, as most chunks without embedding and head
+    do (see get_batch in train.py)."""
     tokens: torch.Tensor        # [b, s] int64
     labels: torch.Tensor        # [b, s] int64, the next tokens
     loss_mask: torch.Tensor     # [b, s] float32, 1 where the loss of a position counts, else 0
@@ -104,7 +103,7 @@ class TokenDataset:
         self.windows = max(count - 1, 0) // seq_length
         require(self.windows > 0,
                 f"the {split} split of {corpus.path} has {counted(count, 'token')}, but one sample needs seq-length + "
-                f"1 = {seq_length + 1}; lower --seq-length, prepare more text, or give {split} more of it with "
+                f"1 = {seq_length + 1}; lower --seq-length, prepare more text, or give {split} a larger share with "
                 "data/prepare.py --split")
         self.stream = np.memmap(corpus.path / f"{split}.bin", corpus.dtype, mode="r")
         self.epoch, self.order = None, None
@@ -128,7 +127,7 @@ class TokenDataset:
         """
         require(global_batch_size % (dp * micro_batch_size) == 0,
                 f"global-batch-size {global_batch_size} must be divisible by micro-batch-size x data parallel = "
-                f"{micro_batch_size} x {dp} = {micro_batch_size * dp}")
+                f"{micro_batch_size} x {dp} = {micro_batch_size * dp}; try another --global-batch-size")
         sample_ids = sample_ids_of(step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size)
         s, counted = self.seq_length, None
         if not shuffle:             # pad: all ranks need batches of the same size, and no window may count twice

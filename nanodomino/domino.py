@@ -12,7 +12,7 @@ the all-reduce of slice a is in flight:
 
 **Slices are generators.** A slice yields whenever it has launched a collective, and `interleave` resumes the slices in
 turn: cooperative multitasking, on one thread. Every rank resumes them in the same order, so every rank launches the
-same collectives in the same order. This order is all that matches the calls of different ranks: a collective has no
+same collectives in the same order. Only this order matches the calls of different ranks: a collective has no
 name, so the n-th call on one rank meets the n-th call on the other ranks of its group. If one rank yielded once too
 often, its slice a would be added to the other ranks' slice b. If the two have the same shape, all sums would be
 silently wrong. If not, there would be an error or a hang.
@@ -111,8 +111,8 @@ class SublayerParts:
 
 @dataclass(eq=False)
 class Slice:
-    """Holds the state of one slice, which is some samples of a microbatch, in one chunk of the stage. If the residual
-    stream is sharded (sequence_parallel.py), hidden states are this rank's rows [b, s/t, h]."""
+    """Holds the state of one slice (some samples of a microbatch) in one chunk of the stage. If the residual stream is
+    sharded (sequence_parallel.py), hidden states are this rank's rows [b, s/t, h]."""
     index: int
     chunk: object                                      # model.Chunk
     batch: object                                      # data.Batch
@@ -185,8 +185,8 @@ class Domino:
         slices: the tape that forward() returned
         on_gradients_ready: a function that is called with modules as soon as all slices have added their gradients to
             them, so that the replicas can reduce these gradients during the rest of backward
-        defer_weights: leave the weight gradients to weight_backward(), except the head's, because deferring it would
-            keep the logits in memory
+        defer_weights: leave the weight gradients to weight_backward(), except the gradient of the head, because
+            deferring it would keep the logits in memory
         """
         for slice in slices:
             slice.deferred = [] if defer_weights else None
@@ -300,8 +300,8 @@ class Domino:
         return grad_x, grad_y
 
     def wait_for_sum(self, slice, site, flights, weight_gradients):
-        """Wait for `flights` and return their tensor. In the meantime run what does not need it: weight gradients, the
-        other slices, and the recomputation of the previous sublayer."""
+        """Wait for `flights` and return their tensor. In the meantime, run what does not need this tensor: weight
+        gradients, the other slices, and the recomputation of the previous sublayer."""
         self.start_restore(slice)
         self.ops.weight_gradients(slice, site, weight_gradients)
         yield
@@ -309,7 +309,7 @@ class Domino:
         return self.ops.wait(slice, site, flights)
 
     def start_restore(self, slice):
-        """Start to restore h [b, s, h] of the last tape entry, which is the next that backward needs. Depending on the
+        """Start to restore h [b, s, h] of the last tape entry, because backward needs this entry next. Depending on the
         options, fetch x from the host, recompute the norm, and gather the other ranks' rows."""
         if slice.tape:
             entry, h = slice.tape[-1], self.tape_policy.bring_back_h(slice.tape)

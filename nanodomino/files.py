@@ -1,4 +1,4 @@
-"""Reads files that may not be what their name promises: a user's --config, or a file in a run's folder.
+"""Reads files that may turn out not to be regular files: a user's --config, or a file in a run's folder.
 
 Opening a named pipe waits until another program writes to it, and reading /dev/zero never ends. So only regular files
 of a limited size are read. Each problem is an OSError, whose `strerror` is a phrase for an error message.
@@ -21,7 +21,7 @@ def open_regular_file(path):
 
 
 def read_file(path, limit=LIMIT) -> bytes:
-    """Return the bytes of a regular file of at most `limit` bytes. Raises OSError."""
+    """Return the bytes of a regular file. Raises OSError if there is none or it has more than `limit` bytes."""
     with open_regular_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > limit:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {limit:,}", str(path))

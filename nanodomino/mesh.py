@@ -89,7 +89,7 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
     grid = torch.arange(world_size).view(pp, dp, tp)                           # grid[pp_rank, dp_rank, tp_rank] = rank
 
     def new_group(rows: list[list[int]], **nccl) -> dist.ProcessGroup:
-        """Create the process group of the row that holds this rank. `rows` covers every rank of the world once.
+        """Create the process group of the row that holds this rank. Each rank of the world is in exactly one of `rows`.
 
         NCCL splits a communicator in one collective call, in which each rank names its row. So an axis costs one
         split, however many rows it has. If every row has a single rank, the group uses gloo: no split, no GPU memory.
@@ -116,7 +116,7 @@ def nccl_options(high_priority=False, thread_blocks=None) -> dict:
     """Return new_group's arguments for an NCCL group.
 
     high_priority: run on a high-priority CUDA stream. Otherwise an all-reduce could wait for matmuls launched after it.
-    thread_blocks: how many thread blocks an operation may use at most. Kernels that run at the same time get the rest.
+    thread_blocks: the most thread blocks that an operation may use. Kernels that run at the same time get the rest.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
     if thread_blocks:
@@ -125,7 +125,7 @@ def nccl_options(high_priority=False, thread_blocks=None) -> dict:
 
 
 def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
-    """Return the mesh of any rank of any grid, without processes or groups.
+    """Return the mesh of the rank with these coordinates, without processes or groups.
 
     Its device is torch's `meta`, where tensors have shapes but no memory. The estimates of memory and traffic build a
     model on it to get the shapes of that rank's parameters.

@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The word embedding, sharded by vocabulary, and the position embedding, which every tp rank holds whole.
+    """The word embedding, sharded by vocabulary, and the position embedding, of which every tp rank holds a copy.
 
     The position embedding is None if the model has no learned positions. It is also None without pre_process: then this
     stage uses the word embedding only as the tied head.
@@ -86,7 +86,7 @@ class Embedding(nn.Module):
         """Add the gradient of the position embedding, if there is one, to its main_grad.
 
         gradient [b, s, h]: the gradient of words + position embeddings, the tensor in add_positions() before dropout.
-        Does not use index_add_, which adds in a random order on GPUs: the copies on the tp ranks need the same bits.
+        The copies on the tp ranks must stay equal bit by bit, so this avoids index_add_, whose order is random on GPUs.
         """
         if self.position_embeddings is not None:
             weight = self.position_embeddings.weight
@@ -113,8 +113,8 @@ class Chunk:
 
 
 def stage_layers(num_layers: int, stage: int, stages: int) -> range:
-    """Return the indices of the layers that a stage holds. If the layers cannot be split equally, the first stages hold
-    one more each.
+    """Return the indices of the layers that a stage holds. If the layers cannot be split equally, each of the
+    first stages holds one layer more.
 
     For example, 10 layers on 4 stages are split into 3, 3, 2 and 2, so stage 1 holds layers 3, 4 and 5.
     """
@@ -183,8 +183,8 @@ class GPT(nn.Module):
         sample_ids: b numbers that seed the dropout masks; None turns dropout off
         documents: [b, s], the number of each token's document (layers/positions.py); None: one document per sample
 
-        Returns hidden states [b, s, h]. The last chunk returns the loss of each token [b, s] or, without labels,
-        logits: with parallel_output for this rank's words [b, s, num_words], otherwise for all words [b, s, v].
+        Returns hidden states [b, s, h]. The last chunk returns the loss of each token [b, s]. Without labels, it
+        returns logits: with parallel_output those of this rank's words [b, s, num_words], otherwise all [b, s, v].
         """
         masks_and_positions = MasksAndPositions(self.config, self.mesh, sample_ids, positions=positions,
                                                 documents=documents)

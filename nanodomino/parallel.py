@@ -17,10 +17,10 @@ The names come from the paper, which writes x A: rank i holds columns of the fir
 stores a weight as [out, in] and computes x W^T, so here rank i holds *rows* of W1 and *columns* of W2.
 
 f and g are mirror images. A typical bug is to write another all-reduce as g's backward. Then the gradients inside the
-last sublayer are t times too large. AdamW hides that, because it divides by the gradient's own size. In all sublayers
-below, the gradients also have a wrong direction, because in x + sublayer(x) the skip path counts once and the branch t
-times. Training does not break: with tp 2, the 200 steps of the nano preset end at a validation loss of 2.49 instead of
-2.28. The table compares the wrong gradient with the right one, for W1 of each MLP at the first step:
+last sublayer are t times too large. AdamW hides that, because it divides by the gradient's own size. In all earlier
+sublayers, the gradients also have a wrong direction, because in x + sublayer(x) the skip path counts once and the
+branch t times. Training does not break: with tp 2, the 200 steps of the nano preset end at a validation loss of 2.49
+instead of 2.28. The table compares the wrong gradient with the right one, for W1 of each MLP at the first step:
 
       layer               7      6      5      4      3      2      1      0
       ratio of norms   2.00   2.40   2.93   3.67   4.83   6.50   9.53  15.38
@@ -125,7 +125,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Computes x [.., in/t] -> the sum of x W^T over the tp ranks [.., out]. The caller adds `bias` [out]."""
+    """Turns x [.., in/t] into the sum of x W^T over the tp ranks, [.., out]. The caller adds `bias` [out]."""
 
     def __init__(self, features_in, features_out, config, mesh, bias=True):
         super().__init__()
@@ -141,8 +141,8 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Holds padded_vocab/t rows of the word embedding, from first_row on: num_words words, then padding.
 
-    A head multiplies by the first num_logits rows: num_words rounded up to a multiple of 8, because matrix units need
-    aligned sizes and GPT-2's vocabulary of 50257 is odd. The loss ignores the logits of padding rows.
+    A head multiplies by the first num_logits rows. This is num_words rounded up to a multiple of 8, because matrix
+    units need aligned sizes and GPT-2's vocabulary of 50257 is odd. The loss ignores the logits of padding rows.
     """
 
     def __init__(self, config, mesh):
@@ -180,8 +180,8 @@ class VocabParallelEmbedding(nn.Module):
 class GatherFromTensorParallel(torch.autograd.Function):
     """Joins the ranks' tensors along the last dimension. Backward returns the gradient of this rank's part.
 
-    All ranks compute the same from the gathered tensor. So each has the gradient of the whole tensor, and backward
-    needs no communication.
+    All ranks compute the same results from the gathered tensor. So each rank has the gradient of the whole tensor, and
+    backward needs no communication.
     """
 
     @staticmethod

@@ -72,8 +72,8 @@ class P2PCommunicator:
 
     def post(self, actions_done: int | None = None):
         """Post one batch: the queued sends, and the receives that are due once this stage has done `actions_done`
-        actions. With None, post only the sends. A send in flight keeps its tensor in memory. So if more than p sends
-        are in flight afterwards, wait for the oldest ones."""
+        actions. If it is None, post only the sends. A send in flight keeps its tensor in memory. So if more than p
+        sends are in flight afterwards, wait for the oldest ones."""
         receives = [] if actions_done is None else [
             (dist.irecv, self.placement.source(self.stage, message)[0], message,
              torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device))
@@ -97,7 +97,7 @@ class P2PCommunicator:
         return 2 * (message.microbatch * self.placement.chunks + message.chunk) + (message.direction < 0)
 
     def receive(self, action: Action):
-        """Wait for an action's input and return it. The forward of the model's first chunk has none: return None."""
+        """Wait for an action's input and return it. Return None for the forward of the first chunk."""
         source = self.placement.source(self.stage, action)
         if source is None:
             return None
@@ -153,7 +153,7 @@ def run(table: Timetable, stage, mesh: Mesh, get_batch, forward_step, residual_s
         chunk, loss_func(output) returns (sum of the losses that count, number of tokens that count).
     residual_shape: the shape of each message: [b, s, h], or [b, s/t, h] with sequence parallelism.
     on_gradients_ready: called by Domino.backward, whose docstring explains it.
-    on_action(done, count): called after each action with the number of actions done so far and of all actions.
+    on_action(done, count): called after each action. done: the actions finished so far; count: all actions.
 
     Adds to each main_grad the gradient of loss_scale times the *sum* of the losses. Once per step, zero.py divides by
     the scale and by the number of tokens in the global batch.

@@ -1,12 +1,12 @@
 """ZeRO: shards the optimizer state, in ZeRO-2 also the gradients, over the replicas (1910.02054, section 5).
 
 Data-parallel replicas hold the same weights and sum their gradients. Without ZeRO, each replica then runs the whole
-optimizer, and all compute the same. With ZeRO, each of the dp replicas owns 1/dp of the weights, its *partition*, and
-updates only that. A step has three phases:
+optimizer, so all repeat the same work. With ZeRO, each of the dp replicas owns 1/dp of the weights, its *partition*,
+and updates only that. A step has three phases:
 
     1  reduce-scatter  Sum each bucket of gradients over the replicas; each replica receives the sum of its partition.
                        Launched as soon as the bucket's gradients are complete, while backward continues
-    2  update          Norm, clipping and optimizer on the own partition, with fp32 master weights and moments
+    2  update          Each replica: norm, clipping and optimizer on its partition, with fp32 master weights and moments
     3  all-gather      Send the new weights of each partition to all replicas
 
     a flat bucket    | qkv.weight | dense.weight | ... |pad|     see optim/buckets.py
@@ -34,13 +34,14 @@ schedule, they launch the same reduces in the same order.
     ZeRO-1     2 + 4 + (4 + 4 + 4)/dp      4 + 4 + (4 + 4)/dp        (4 + 2) (dp-1)/dp
     ZeRO-2     2 + (4 + 4 + 4 + 4)/dp      4 + (4 + 4 + 4)/dp        (4 m + 2) (dp-1)/dp
 
-Memory holds, in this order: weight, gradient, master weight, two moments. In fp32 training the weight is its own
-master. ZeRO-2 also needs the main_grads of the few buckets that are being filled or reduced. Phase 1 sends gradients in
-fp32: an all-reduce twice, a reduce-scatter once. Phase 3 sends 16-bit weights.
+The terms under memory are, in order: weight, gradient, master weight, two moments. In fp32 training the weight is its
+own master. ZeRO-2 also needs the main_grads of the few buckets that are being filled or reduced. Phase 1 sends
+gradients in fp32. An all-reduce sends each gradient twice, a reduce-scatter sends it once. Phase 3 sends 16-bit
+weights.
 
 Each microbatch of ZeRO-2 sends 4 (dp-1)/dp bytes per parameter, while backward computes 4 FLOP per token and parameter.
 At C FLOP/s and R bytes/s, backward hides the reduces if a microbatch has at least C/R (dp-1)/dp tokens. On H100s
-(C = 750e12) with large dp these are about 1,700 tokens over NVLink and 15,000 over 400 Gbit/s. Use ZeRO-2 only if the
+(C = 750e12) with large dp this means about 1,700 tokens over NVLink and 15,000 over 400 Gbit/s. Use ZeRO-2 only if the
 model does not fit otherwise, and with few or large microbatches.
 """
 
@@ -108,8 +109,8 @@ class ZeroOptimizer:
         return ("weight", *self.spec.moments)
 
     def own_state(self, bucket: Bucket, name: str):
-        """Return this rank's partition of a bucket's state, in fp32 or wider. name: one of state_names. Before the
-        first update the optimizer has no moments yet, so the result for their names is None."""
+        """Return this rank's partition of a bucket's state, in fp32 or wider. name: one of state_names. Before
+        the first update the optimizer has no moments, so for their names this returns None."""
         return bucket.master if name == "weight" else self.optimizer.state[bucket.master].get(name)
 
     def allocate_own_state(self, bucket: Bucket, name: str):
@@ -174,8 +175,8 @@ class ZeroOptimizer:
                          bytes=flat.nbytes)
 
     def finish_reduces(self, max_in_flight=0):
-        """Wait for the oldest reduces until at most `max_in_flight` are left. Add up the results in the order of the
-        launches, so that a rerun gives the same bits."""
+        """Wait for the oldest reduces until at most `max_in_flight` are left. Add up the received gradients in the
+        order of the launches, so that a rerun gives the same bits."""
         done = [self.reduces_in_flight.popleft() for _ in range(len(self.reduces_in_flight) - max_in_flight)]
         for _, _, work, _ in done:
             self.wait("dp", work)
@@ -190,8 +191,8 @@ class ZeroOptimizer:
     def finalize_gradients(self):
         """After the last backward, finish all reduces. Then all-reduce two kinds of gradients once more:
 
-        - replicated parameters that each tensor-parallel rank applies only to its own tokens or heads: over these ranks
-        - a tied embedding, of which the first and the last stage each hold a copy: over these two stages
+        - over the tensor-parallel ranks: parameters that all of them hold, but each applies only to its tokens or heads
+        - over the first and the last stage: the tied embedding, if each of them holds a copy
 
         The sum over the replicas is already done. So all replicas add the same numbers here, and their weights stay
         equal.

@@ -1,6 +1,6 @@
 """Find the network interface through which the other hosts can reach this one.
 
-gloo sends the other ranks an address to connect to. By default it takes the address of the host's own name. On many
+gloo sends the other ranks an address to connect to. By default this is the address of the host's own name. On many
 systems that is 127.0.0.1, so each host tells the others to connect to themselves, and healthy ranks look dead.
 
 The kernel knows better: it can tell from which local address it would send to MASTER_ADDR. We look up the interface

@@ -34,7 +34,7 @@ def reduce_scatter(whole, group):
     """Launch a reduce-scatter of the flat tensor `whole`. Returns (work, received).
 
     On GPUs `received` is None, and after work.wait() this rank's part of `whole` is the sum. On CPUs `received` is a
-    tensor [n, size/n]: after work.wait() its row i is rank i's version of this part, and the caller must add up the
+    tensor [n, size/n]: after work.wait() its row i is rank i's addend of this part, and the caller must add up the
     rows. Their order is always the same, so the sum has the same bits in every run. Ignore the other parts of `whole`.
     """
     parts, rank = whole.chunk(group.size()), group.rank()
@@ -65,7 +65,7 @@ def exchange(sends, receives, group, tag):
 
 
 class Messages:
-    """Several messages in flight, combined into one work. Unlike torch's own, its wait() may be called twice."""
+    """Several messages in flight, combined into one work. Unlike a work of torch, wait() may be called twice."""
 
     def __init__(self, works):
         self.works, self.future = works, None

@@ -23,7 +23,7 @@ collectives are `all_reduce`, `reduce_scatter` and `all_gather`.
 
 On the CPU, times are read from the clock. On CUDA, calls return before the work is done. So there a CUDA event is
 recorded in the current stream, and take() turns it into a time later. The ends of a group's collectives are recorded in
-a stream of their own, where nothing can delay them. Clocks of different hosts disagree; clock_offset() measures by how
+a separate stream, where nothing can delay them. Clocks of different hosts disagree; clock_offset() measures by how
 much.
 
 With `recording` off, each call costs one comparison. The timeline package draws what was recorded.
@@ -44,8 +44,8 @@ ROUND_TRIPS = 20
 class Event:
     """A span, a moment or a watched collective.
 
-    begin, end: nanoseconds in the events that take() returns. Until then they are what mark() returned, the end of an
-        unfinished span is 0, and the end of a collective is a list: its mark is appended when the collective is done.
+    begin, end: in nanoseconds after take(). Before it, they are values of mark(), with two exceptions. The end of an
+        unfinished span is 0. The end of a collective is a list, which gets its mark when the collective is done.
     args: slice, site, microbatch, bytes ...
     """
     kind: str
@@ -112,7 +112,7 @@ class Trace:
         """Append a CUDA event that fires when `work` is done, without making the training stream wait.
 
         The group's own stream waits for the future. A callback of the future would not do: it would run in a stream of
-        torch's pool, where a message may be waiting for its sender. Nor would work.wait(), which releases its tensors.
+        torch's pool, where a message may be waiting for its sender. And work.wait() would release its tensors early.
         """
         if group not in self.streams:
             self.streams[group] = torch.cuda.Stream(self.device)

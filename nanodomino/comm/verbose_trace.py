@@ -4,8 +4,8 @@
        1.0 ms          1 F0 <-> all-reduce tp, layers.0.mlp a, 49.2 kB
       31.4 ms  0 F0 --> rank 2, 98.3 kB
 
-A line says: milliseconds since this rank began the step, rank, forward (F) or backward (B) of which microbatch, what is
-sent (for which sublayer and slice), and the size of the whole tensor. Each rank prints for itself, to stderr, so lines
+A line shows: milliseconds since this rank began the step; the rank; F or B (forward or backward) and the microbatch;
+what is sent; the sublayer and slice; the size of the whole tensor. Each rank prints for itself, to stderr, so lines
 that are close in time may change places.
 """
 

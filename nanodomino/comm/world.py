@@ -2,7 +2,7 @@
 
 torchrun starts one process per GPU, or any number of processes on CPUs, and sets these environment variables in each:
 
-    RANK, WORLD_SIZE                its number among all processes, and their count
+    RANK, WORLD_SIZE                this process's number among all processes, and how many there are
     LOCAL_RANK, LOCAL_WORLD_SIZE    the same among the processes of this host
     MASTER_ADDR, MASTER_PORT        where all processes meet to exchange addresses
 
@@ -72,7 +72,7 @@ def find_device(config, launch: LaunchInfo) -> torch.device:
     sees_only_its_own = gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES")   # as SLURM does with one GPU per task
     require(launch.local_world_size <= gpus or sees_only_its_own,
             f"{launch.local_world_size} processes on this host need as many GPUs, and there "
-            f"are {gpus}; start torchrun --nproc_per_node {gpus}, or try --device cpu")
+            f"are {gpus}; start with torchrun --nproc_per_node {gpus}, or try --device cpu")
     return torch.device("cuda", 0 if sees_only_its_own else launch.local_rank)
 
 
@@ -133,5 +133,5 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
     except (dist.DistNetworkError, dist.DistStoreError) as error:     # port in use, host unknown, rank missing
         raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR "
                         f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
-                        f"({str(error).splitlines()[0]}); choose a free port on a host that all can reach, and start "
-                        f"all {launch.world_size} processes") from None
+                        f"({str(error).splitlines()[0]}); choose a free port on a host that every process can "
+                        f"reach, and start all {launch.world_size} processes") from None

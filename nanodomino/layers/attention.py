@@ -3,14 +3,14 @@
     h [b, s, h] -> Wqkv -> q, k, v of this rank's heads -> softmax(q k^T / sqrt(d) + bias) v -> Wdense -> y [b, s, h]
                 (column-parallel)                                                          (row-parallel)
 
-Query heads come in groups. The heads of a group share one key head and one value head (GQA, 2305.13245). With as many
-groups as heads this is the usual multi-head attention. The rows of Wqkv are stored group by group, so that cutting them
+Query heads come in groups. The heads of a group share one key head and one value head (GQA, 2305.13245). If every group
+has one head, this is the usual multi-head attention. The rows of Wqkv are stored group by group, so that cutting them
 into t contiguous parts gives each rank whole groups:
 
     [ q q k v | q q k v | q q k v | q q k v ]      4 groups of 2 query heads; every letter is d rows
       rank 0              rank 1                   (all q, then all k, then all v would give rank 0 only queries)
 
-q and k may then pass through norms of their own (qk_layernorm) and the rotary positions (positions.py).
+Then q and k may each be normalized (qk_layernorm) and rotated by their positions (positions.py).
 
 Without attention dropout, torch's fused kernel never writes the [s, s] probabilities to memory. With dropout they are
 computed explicitly, because the fused kernel would draw its own mask, and that mask would depend on the layout.
@@ -73,7 +73,7 @@ class Attention(Sublayer):
         return drop(scores.softmax(dim=-1), inputs.dropout_mask) @ v
 
     def core(self, qkv, inputs):
-        """Turn qkv [b, s, ..] into [b, s, heads d]. This is the definition, which autograd can differentiate."""
+        """Turn qkv [b, s, ..] into [b, s, heads d]. Autograd can differentiate this definition."""
         q, k, v = self.split(qkv)
         q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_layernorm), (k, self.k_layernorm)))
         q, k = (x if inputs.rotary is None else rotate(x, inputs.rotary) for x in (q, k))
@@ -109,7 +109,8 @@ class Attention(Sublayer):
 def fused_attention(q, k, v, bias):
     """Return softmax(q k^T / sqrt(d) + bias) v [b, heads, m, d] for q [b, heads, m, d], k and v [b, groups, s, d].
 
-    Without a bias, attention is causal if m = s. Generation has m = 1: only the last token, which sees all s tokens.
+    Without a bias, attention is causal if m = s. In generation m is 1: the only query is the last token, which attends
+    to all s tokens.
 
     On CUDA, only flash attention handles groups without repeating k and v. It needs 16-bit inputs and no bias. In other
     cases torch would silently use a kernel that stores all scores, so k and v are repeated here first.

@@ -2,8 +2,8 @@
 
 Plain autograd records one graph of the whole forward and runs it backward in its own order. Domino needs another order,
 with all-reduces between the segments, so most backward passes are written by hand. Fused attention is the exception:
-each device has its own kernel, and only torch knows its backward. So attention gets a separate graph, which ends at its
-inputs:
+each device has its own kernel, and only torch knows the kernel's backward. So attention gets a separate graph, which
+starts at q, k and v:
 
     output, segment = run_segment(function, q, k, v)      output = function(q, k, v)
     segment.backward(gradient)                            returns the gradients of q, k, v
@@ -17,8 +17,8 @@ the node is the whole graph, so that nothing but the inputs comes after it in ba
 
     node.next_functions      [AccumulateGrad(q), AccumulateGrad(k), AccumulateGrad(v), None ..]
 
-So backward() checks that the first entries are the leaves q, k, v in this order, and that all others are None (for
-example that of an attention bias, which gets no gradient). Otherwise, as in attention with dropout, backward() uses
+So backward() checks that the first entries are the leaves q, k, v in this order, and that all others are None (such as
+the entry for an attention bias, which gets no gradient). Otherwise, as in attention with dropout, backward() uses
 torch.autograd.grad().
 """
 

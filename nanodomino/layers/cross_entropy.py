@@ -9,8 +9,8 @@ For one token, with all its logits z on one rank:
     grad_z  = exps / sum_exp                              # = softmax(z), minus 1 at the label:
     grad_z[label] -= 1
 
-Here each rank has only v/t of a token's logits. Two all-reduces of 3 numbers per token in all replace a gather of v
-logits per token (Megatron-LM, 1909.08053, section 3):
+Here each rank has only v/t of a token's logits. Instead of gathering v logits per token, two all-reduces communicate
+three numbers per token (Megatron-LM, 1909.08053, section 3):
 
     local_max_and_sum_exp      this rank's largest logit, and its sum of exp(z - largest), both [b, s]
       all-reduce (max)         maximum [b, s]
@@ -34,7 +34,8 @@ CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}    # size of a temporary: fits a
 
 
 def in_chunks(function):
-    """Make function(logits [rows, n], *others [rows]) work on some rows at a time, and join its results [rows]."""
+    """Return a version of function(logits [rows, n], *others [rows]) that processes a few rows at a time and joins the
+    results [rows]."""
     def chunked(logits, *others):
         rows = max(1, CHUNK_BYTES[logits.device.type] // (4 * logits.size(-1)))
         results = [function(*chunk) for chunk in zip(*(tensor.split(rows) for tensor in (logits, *others)))]
@@ -70,7 +71,10 @@ def local_max_and_sum_exp(logits, vocabulary, of_rows=in_chunks(max_and_sum_exp_
 
 
 def partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary):
-    """Return this rank's addends of the two sums, [2, b, s]. largest, sum_exp: from local_max_and_sum_exp()."""
+    """Return this rank's addends of the two sums of the second all-reduce, [2, b, s].
+
+    largest, sum_exp: the results of local_max_and_sum_exp(). maximum: the largest logit over all ranks.
+    """
     row, is_local = vocabulary.local_rows(labels)
     sums = torch.stack([sum_exp * (largest - maximum).exp(), torch.zeros_like(maximum)])
     if vocabulary.num_words:
@@ -85,7 +89,9 @@ def loss_from_sums(sums):
 
 def cross_entropy_gradient(logits, labels, loss, maximum, sums, gradient, vocabulary,
                            of_rows=in_chunks(scaled_exp_of_rows)):
-    """Overwrite this rank's logits with (softmax - one_hot(label)) * gradient. gradient [b, s]: of the loss.
+    """Overwrite this rank's logits with (softmax - one_hot(label)) * gradient.
+
+    gradient [b, s]: the gradient of the loss.
 
     At the label, softmax - 1 is computed as expm1(-loss). If the model is sure of a label, the label's probability
     rounds to 1 in 16 bits, so the plain difference would be 0.

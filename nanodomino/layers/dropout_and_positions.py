@@ -47,7 +47,7 @@ class MasksAndPositions:
     def draw_masks(self, site, shape, probability, like):
         """Draw a mask [b, *shape] of 0 and 1/(1 - probability). Return None if nothing is dropped.
 
-        probability: the probability of 0. like: a tensor on the same device; its dtype, but at least fp32, is used.
+        probability: the probability of 0. like: the mask gets this tensor's device, and its dtype unless fp32 is wider.
         """
         if self.sample_ids is None or probability == 0.0:
             return None

@@ -16,7 +16,7 @@ def main_grad_of(weight):
 
 
 def add_gradients(weights, gradients):
-    """Add each gradient to its weight's main_grad. A weight that does not exist, and its gradient, are None."""
+    """Add each gradient to its weight's main_grad. For a weight that the model lacks, both are None."""
     main_grads = [main_grad_of(weight) for weight in weights if weight is not None]
     if main_grads:
         torch._foreach_add_(main_grads, [gradient for gradient in gradients if gradient is not None])
@@ -30,7 +30,7 @@ def add_weight_gradient(main_grad, grad_output, activation):
     """Add grad_output^T activation to a weight's main_grad [out, in].
 
     grad_output [b, s, out], activation [b, s, in]. If activation is None, add the sum of grad_output over all tokens to
-    a bias's main_grad [out]. The dtype of main_grad may be wider than the others'.
+    a bias's main_grad [out]. main_grad may have a wider dtype than both.
     """
     grad_output = grad_output.flatten(0, 1)
     if activation is None:

@@ -2,7 +2,7 @@
 
     h [b, s, h] -> W1 (column-parallel) -> c [b, s, ffn/t] -> activation -> [b, s, ffn/t] -> W2 (row-parallel) -> y
 
-With SwiGLU, W1 stacks two matrices, [gate; up], of ffn rows each. Each of the two is cut by itself
+With SwiGLU, W1 stacks two matrices, [gate; up], of ffn rows each. The two are cut separately
 (partition_stride=2), so that every rank has the gate and the up projection of the same ffn/t features.
 """
 

@@ -43,7 +43,7 @@ def layer_norm(x, weight, bias, epsilon):
 
 
 def layer_norm_forward(x, weight, bias, epsilon):
-    """Return the norm of x, the mean and 1 / deviation."""
+    """Return the norm of x, the mean and 1 / standard deviation."""
     return torch.native_layer_norm(x, weight.shape, weight, bias, epsilon)
 
 

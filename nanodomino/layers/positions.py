@@ -22,7 +22,7 @@ trained with exactly these errors, so they must be reproduced.
 
 **Longer contexts than a model was trained with.** Position interpolation (2306.15595) divides all positions by a
 factor. Llama 3.1's scaling divides only the low frequencies, whose wavelengths exceed the original context of 8192
-tokens. It keeps the high frequencies, which tell neighbouring tokens apart, and interpolates for those in between.
+tokens. It keeps the high frequencies, which tell neighbouring tokens apart, and blends both rules in between.
 
 **Documents.** A sample is a window of a long sequence of documents, so it may hold parts of several documents. With two
 settings, the model treats each document as if it stood alone. --reset-attention-mask keeps attention inside the token's

@@ -6,8 +6,8 @@ The core is attention itself, or the activation function of an MLP. It works on 
 the rank's own heads, or its own ffn features. A core never needs another rank's output, so f and g (parallel.py) are
 the only communication.
 
-A core has two forms. Autograd differentiates its definition. Training runs a hand-written forward and backward. Tests
-compare the two.
+A core is written twice: once as a plain definition, which autograd differentiates, and once as a hand-written forward
+and backward, which training runs. Tests compare the two.
 
 Shapes in this folder: b samples, s tokens, h hidden size, d numbers per head, t tensor-parallel ranks.
 """

@@ -9,7 +9,7 @@ domino.py runs all of these except the inside. An inside is an object with three
 
     h, grad_y    flights (overlap/flight.py) of these tensors; the inside waits for them
     ops          the SliceOps (overlap/slice_ops.py) with which the inside multiplies, launches and yields
-    tape         what backward needs; domino.py keeps it in between
+    tape         what backward needs; domino.py keeps it until then
 
 backward does not run the matmuls of the weight gradients. It returns them, because domino.py uses them to hide the
 reduce of h's gradient:
@@ -43,7 +43,7 @@ class LinearPair:
 
     @property
     def restored_elements(self) -> int:
-        """The number of weights in W1, by which full recomputation multiplies a second time."""
+        """The number of weights in W1. Full recomputation repeats the matmul with W1."""
         return self.column.numel()
 
     def core(self, slice, c):
@@ -59,7 +59,7 @@ class LinearPair:
         return ops.linear_then_reduce(slice, self.site, activation, self.row), tape
 
     def restore(self, ops, slice, tape: LinearPairTape, h):
-        """Recompute a, and c if it was dropped, which waits for h. Never yields, because nothing is launched."""
+        """Recompute a. If c was dropped, first wait for h and recompute c. Never yields, as it launches nothing."""
         c = tape.column_output
         if c is None:
             c = ops.linear(slice, self.site, h, self.column, self.column_bias)

@@ -83,7 +83,7 @@ class Bucket:
         self.drop_gradients()
 
     def view(self, weight, flat):
-        """Return the elements of `flat` that belong to a parameter, in its shape. flat: laid out like this bucket."""
+        """Return a parameter's elements of `flat`, a tensor laid out like this bucket's weights, in its own shape."""
         offset = self.offsets[weight]
         return flat[offset:offset + weight.numel()].view(weight.shape)
 
@@ -93,7 +93,7 @@ class Bucket:
             weight.main_grad = self.view(weight, self.main_grad)
 
     def pop_gradients(self):
-        """Return main_grad for the reduce, zeros if no gradient was added. In ZeRO-2 the bucket then lets go of it."""
+        """Return main_grad for the reduce; it is zero if no gradient was added. In ZeRO-2, also drop_gradients()."""
         if self.main_grad is None:
             self.allocate_gradients()
         flat = self.main_grad
@@ -101,7 +101,7 @@ class Bucket:
         return flat
 
     def drop_gradients(self):
-        """In ZeRO-2, let go of main_grad; its memory is freed once the reduce is done."""
+        """In ZeRO-2, drop the references to main_grad, so that its memory is freed once the reduce is done."""
         if self.shards_gradients:
             self.main_grad = None
             for weight in self.parameters:

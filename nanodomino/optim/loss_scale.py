@@ -28,7 +28,7 @@ The best scale changes during training. So it is adapted, as in Megatron-LM's Dy
 zero.py checks the gradients of the whole world, so all ranks decide alike. A skipped step leaves weights and moments as
 they are; the step number, the data and the learning rate advance as usual. Such skips are expected and do not count as
 failures: at most hysteresis - 1 + log2(scale / least) of them can follow each other. A step that is skipped at the
-smallest scale does count. So does a step whose loss is not finite, because the loss itself is never scaled.
+smallest scale is a failure. So is a step whose loss is not finite, because the loss itself is never scaled.
 """
 
 import math
@@ -52,7 +52,7 @@ class LossScale:
 
     def update(self, overflow: bool) -> bool:
         """Adapt the scale after a step. overflow: whether a gradient was not finite. Return whether there was an
-        overflow that a smaller scale, still permitted, might have prevented."""
+        overflow at a scale above the minimum, so that a smaller scale might have prevented it."""
         if not overflow:
             self.good_steps += 1
             if self.good_steps >= self.window and 2.0 * self.value < LOSS_SCALE_LIMIT:

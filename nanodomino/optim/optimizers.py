@@ -11,8 +11,8 @@ one entry of OPTIMIZERS.
 Layouts sum in different orders, so their gradients differ by rounding. AdamW's update is a smooth function of the
 gradient, so its difference stays small. Lion's update is a sign: if the true gradient is 0, rounding decides the sign,
 and the weight takes a full step of lr in a random direction. In a GPT without rotary positions this happens to the bias
-of the keys. It shifts all attention scores of a query by the same amount, and softmax ignores such a shift. So losses
-and all other weights still agree on every layout.
+of the keys: this bias shifts all attention scores of a query by the same amount, and softmax ignores such a shift. So
+losses and all other weights still agree on every layout.
 """
 
 from collections.abc import Callable

@@ -40,8 +40,8 @@ class EmbeddingAndHead:
     def __init__(self, model, ops, residual_norm, compiled=None):
         """compiled: torch.compile with its backend, or None.
 
-        The cross entropy must not create temporaries as large as the logits. A compiler fuses its operations. Without a
-        compiler, in_chunks() processes some rows at a time.
+        The cross entropy must not create temporaries as large as the logits. torch.compile avoids them by fusing the
+        operations. Without it, in_chunks() processes a few rows at a time.
         """
         self.model, self.ops, self.residual_norm = model, ops, residual_norm
         narrow = model.config.narrow_cross_entropy
@@ -58,7 +58,9 @@ class EmbeddingAndHead:
                                        slice.masks_and_positions.hidden_dropout_mask("embedding", words))
 
     def embed_backward(self, slice, grad_x):
-        """Add the gradients of the word and position embeddings to main_grad. grad_x: the gradient of embed()'s result.
+        """Add the gradients of the word and position embeddings to main_grad.
+
+        grad_x [b, s, h]: the gradient of embed()'s result.
         """
         gradient = drop(grad_x, slice.masks_and_positions.hidden_dropout_mask("embedding", grad_x))
         words, flights = self.model.embedding.word_embeddings, self.ops.gather(slice, "embedding", gradient)
@@ -70,7 +72,11 @@ class EmbeddingAndHead:
         main_grad_of(words.weight).index_add_(0, row.flatten(), gradient)
 
     def head(self, slice, x, y, previous):
-        """Return (the loss of each token [b, s], the HeadTape). x, y: from the last sublayer, `previous`."""
+        """Return (the loss of each token [b, s], the HeadTape).
+
+        x, y: the residual stream before the last sublayer's addition, and that sublayer's output.
+        previous: the last sublayer.
+        """
         ops, (vocabulary,) = self.ops, self.model.head
         h, norm = self.residual_norm.forward(slice, x, y, previous, self.model.final_norm.weights)
         flights = ops.gather(slice, "head", h)
@@ -84,7 +90,7 @@ class EmbeddingAndHead:
         return loss_from_sums(sums), HeadTape(norm, result_of(flights), logits, maximum, sums)
 
     def head_backward(self, slice, tape: HeadTape, gradient):
-        """Return (flights of the gradient of h, matmuls of the weight gradient, which are yet to be run).
+        """Return (flights of the gradient of h, the matmuls of the weight gradient, which the caller runs).
 
         gradient: the gradient of the losses [b, s].
         """

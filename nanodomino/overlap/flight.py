@@ -19,9 +19,9 @@ import torch.distributed as dist
 class Flight:
     """Holds a tensor and the collective that completes it.
 
-    start() launches the collective and returns (work, received). `received` is None except for a reduce-scatter on
-    CPUs: then it is [ranks, size], holds each rank's addend after work.wait(), and result() sums these addends (see
-    reduce_scatter in comm/scatter_and_gather.py).
+    start() launches the collective and returns (work, received). `received` is None, except for a reduce-scatter on
+    CPUs. Then it is a tensor [ranks, size], which holds each rank's addend after work.wait(), and result() sums the
+    addends (see reduce_scatter in comm/scatter_and_gather.py).
     """
     tensor: torch.Tensor
     kind: str = ""                                  # "all_reduce", "all_gather", "reduce_scatter"; "": nothing to send

@@ -1,6 +1,6 @@
-"""Keeps activations in the host's memory (--checkpoint-in-cpu, DeepSpeed's name). Each sublayer's x is copied to the
-host while later sublayers compute, and copied back one sublayer before backward needs it. Training on a CPU moves
-nothing.
+"""Keeps activations in the host's memory (--checkpoint-in-cpu, DeepSpeed's name). Each sublayer's input x is copied to
+the host while later sublayers compute, and is copied back one sublayer before backward needs it. Training on a CPU
+copies nothing.
 
 Copies run on two CUDA streams, one for each direction, beside the compute stream:
 
@@ -9,11 +9,11 @@ Copies run on two CUDA streams, one for each direction, beside the compute strea
     backward     compute   | ... | sublayer 2 | sublayer 1 | sublayer 0 |
                  back            | x1         | x0         |
 
-CUDA events order the streams. In forward the compute stream waits for the oldest copy, and then the GPU memory of this
-x is free. With record_stream() the compute stream would not have to wait. But then the allocator could reuse the memory
-only after the *host* has seen that the copy is done. The host runs ahead of the GPU, so it would see no finished copy
-and allocate new memory for every x. torch's allocator of pinned memory has the same problem. So this module keeps its
-pinned buffers, and reuses each one after the compute stream has waited for its copy back.
+CUDA events order the streams. In forward the compute stream waits for the oldest copy, which frees the GPU memory of
+the copied x. With record_stream() the compute stream would not have to wait. But then the allocator could reuse the
+memory only after the *host* has seen that the copy is done. The host runs ahead of the GPU, so it would see no finished
+copy and allocate new memory for every x. torch's allocator of pinned memory has the same problem. So this module keeps
+its pinned buffers, and reuses each one after the compute stream has waited for its copy back.
 """
 
 from collections import deque

@@ -24,7 +24,7 @@ GPT-2 layer's matmuls (about 2/3 with SwiGLU).
 from the same seeds. There is one exception, with torch.compile in 16 bits: forward's fused residual + norm computes h
 from x' before rounding x' to 16 bits, but recomputation starts from the rounded x'.
 
-**When.** Recomputation needs no reduce, so it can hide one. While the reduce of sublayer k's gradient of h is in
+**When.** Recomputation needs no reduce, so it can hide one. While the reduce of the gradient of sublayer k's h is in
 flight, the slice restores sublayer k - 1. So at most one sublayer's activations exist beyond what the tape keeps:
 
     backward of k     W2, core, W1  ->  [ all-reduce of the gradient of h .................. ]  wait, residual + norm
@@ -76,7 +76,7 @@ class TapePolicy:
         return entry
 
     def bring_back_h(self, tape: list[TapeEntry]):
-        """Return h of the tape's last entry, recomputed if needed, and start to fetch the x of the entry below it."""
+        """Return h of the tape's last entry, recomputed if needed. Start to fetch the previous entry's x."""
         entry = tape[-1]
         if self.host:
             entry.norm.x = self.host.take(entry.norm.x)

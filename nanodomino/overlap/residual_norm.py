@@ -8,8 +8,8 @@
                                             |  of attention     | of MLP
 
 So a residual + norm belongs to two sublayers: y, bias and dropout mask to the previous one, the norm's weights to the
-next one. The residual + norm *above* a sublayer computes the gradient of that sublayer's row-parallel bias. In backward
-it runs before the sublayer itself.
+next one. The residual + norm *after* a sublayer applies that sublayer's row-parallel bias and computes its gradient, so
+in backward this gradient is ready before those of the sublayer's other weights.
 
 Every operation treats each token by itself, so it does not matter whether a rank holds all rows or a shard. Below,
 [b, s, h] means the rows that this rank holds. There is no matmul, but many bytes are read and written. So torch.compile
@@ -37,7 +37,7 @@ class ResidualNorm:
     """Runs residual + norm for slices.
 
     norm: any Norm of the model; all of them have the same normalization and epsilon
-    compiled: a function that compiles a function, or returns it as it is
+    compiled: torch.compile with its backend, or a function that returns its argument
     """
 
     def __init__(self, norm, compiled):
@@ -47,8 +47,9 @@ class ResidualNorm:
         self.backward_kernel = compiled(lambda *inputs: residual_norm_backward(*inputs, normalization))
 
     def forward(self, slice, x, y, previous, weights):
-        """Return (h, SavedResidualNorm). x, y [b, s, h]: from the sublayer `previous`; y None at a chunk's start.
+        """Return (h, SavedResidualNorm).
 
+        x, y [b, s, h]: the residual stream, and the output of the sublayer `previous`. y is None at a chunk's start.
         weights: (weight, bias) of the next sublayer's norm.
         """
         x, h, *statistics = self.forward_kernel(x, y, *bias_and_mask(slice, previous, y), *weights)
@@ -87,9 +88,9 @@ def residual_norm(x, y, bias, mask, weight, norm_bias, epsilon, normalization):
 
 def residual_norm_backward(grad_x, grad_h, x, statistics, weight, norm_bias, mask, has_residual, has_bias,
                            normalization):
-    """Return the gradients of x, y, bias, norm weight and norm bias; None for each of them that does not exist.
+    """Return the gradients of x, y, bias, norm weight and norm bias; None for those that do not exist.
 
-    grad_x, grad_h: the gradients of x' and h. x: x'.
+    grad_x, grad_h: the gradients of x' and h. x: x' itself.
     """
     gradient, grad_weight, grad_norm_bias = normalization.backward(grad_h, x, statistics, weight, norm_bias)
     if grad_x is not None:

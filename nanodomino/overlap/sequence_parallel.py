@@ -16,9 +16,9 @@ Each of the two is the backward of the other. So for both streams the operators 
       f, into the matmuls        forward: gather      backward: reduce
       g, out of the matmuls      forward: reduce      backward: gather
 
-An all-reduce is a reduce-scatter followed by an all-gather, so both streams send the same bytes, except for one more
-gather of the sharded stream. Backward needs all rows of h for the weight gradient of the column-parallel matmul, but
-the tape keeps only this rank's rows. So backward gathers them again. That is the price of keeping 1/t of the stream.
+An all-reduce is a reduce-scatter followed by an all-gather, so both streams send the same number of bytes, with one
+exception. Backward needs all rows of h for the weight gradient of the column-parallel matmul, but the tape of a sharded
+stream keeps only this rank's rows. So backward gathers h once more. That is the price of keeping 1/t of the stream.
 
 **Which rows belong to which rank.** A slice has b x s rows of h numbers. The first b s / t rows belong to rank 0, the
 next to rank 1, and so on. So a shard is contiguous, and an all-gather needs no copy afterwards. A shard has the shape

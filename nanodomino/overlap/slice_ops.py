@@ -38,7 +38,7 @@ class SliceOps:
         return flight
 
     def gather(self, slice, site, x) -> list[Flight]:
-        """Launch the gather of x [b, s/t, h], in chunks of its features. A replicated x has all rows already."""
+        """Launch the gather of x [b, s/t, h], in chunks of its features. If x is replicated, nothing is sent."""
         chunks = self.column_chunks(x, -1) if self.stream.shards > 1 else [x]
         return [self.launch(slice, site, self.stream.gather(chunk)) for chunk in chunks]
 
@@ -91,7 +91,7 @@ class SliceOps:
         return total
 
     def linear_then_reduce(self, slice, site, x, weight) -> list[Flight]:
-        """Compute this rank's addend of x W^T in chunks of W's rows, launch the reduce of each, return the flights."""
+        """Compute this rank's addend of x W^T in chunks of W's rows. Launch each chunk's reduce; return the flights."""
         flights = []
         for chunk in self.column_chunks(weight, 0):
             with self.trace.span("matmul", slice=slice.index, site=site):

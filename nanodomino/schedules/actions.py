@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Action:
-    """One pass. It prints as letter and microbatch, with a prime for each chunk before its own: F2, B0' in chunk 1."""
+    """One pass. It is printed as letter, microbatch and one prime per earlier chunk: F2 in chunk 0, B0' in chunk 1."""
     microbatch: int
     chunk: int = 0
     letter, kind = "", ""
@@ -27,7 +27,7 @@ class Action:
 
     @property
     def halves(self) -> tuple["Action", ...]:
-        """The action itself; only a Pair has two halves."""
+        """The passes of which this action consists: itself. A Pair returns two."""
         return (self,)
 
 

@@ -4,9 +4,9 @@ The layers are spread over p stages, numbered r = 0 to p - 1. A replica's batch 
 which a stage runs their forwards and backwards decides how long it idles and how many activations it holds. A schedule
 is data: it can be printed, counted and tested without a process (simulation.py); pipeline.py executes it.
 
-The *bubble* of a schedule is the busiest stage's idle time, divided by the time for which it computes. Below, a stage
-takes F for a forward, I for the input gradients and W for the weight gradients of a microbatch, so I + W for a whole
-backward. v is the number of chunks per stage:
+The *bubble* of a schedule is the busiest stage's idle time, divided by the time for which it computes. Below, F, I and
+W are the times that a stage takes for a microbatch's forward, input gradients and weight gradients. So a whole backward
+takes I + W. v is the number of chunks per stage:
 
                  idle time of a step        microbatches held           source
     gpipe        (p - 1)(F + I + W)         m                           1811.06965
@@ -66,8 +66,8 @@ def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
         stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
 
     A stage can use the activation or the gradient of another stage's pair only after that pair ends. So each later
-    stage delays a microbatch's backward by two pairs: one on the way there, one on the way back. The last stage adds
-    one more, because it runs the backward one pair after the forward. The warm-up has as many forwards as this delay
+    stage delays a microbatch's backward by two pairs: one in forward, one in backward. The last stage adds another one,
+    because it runs the backward one pair after the forward. The warm-up has as many forwards as this delay
     has pairs. With fewer, two pairs would wait for each other.
     """
     warm_up = min(2 * (stages - stage - 1) + 1, microbatches)
@@ -80,8 +80,8 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
     """Run 1F1B over several chunks per stage. A chunk is shorter than a whole stage, so the pipeline fills faster.
 
     A round takes `stages` microbatches through chunk 0 of a stage, then the same microbatches through chunk 1, and so
-    on. When the first of them comes back for the next chunk, the stage has just finished the last of them. If the last
-    round has fewer microbatches, the actions of the missing ones are left out.
+    on. When the round's first microbatch comes back for the next chunk, the stage has just finished the round's last
+    microbatch. If the last round has fewer microbatches, the actions of the missing ones are left out.
     """
     rounds = range(0, microbatches, stages)
     order = [(i, chunk) for first in rounds for chunk in range(chunks) for i in range(first, first + stages)]
@@ -95,7 +95,7 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
 
 
 def zb_h1(stage: int, stages: int, microbatches: int, chunks=1) -> list:
-    """Run 1F1B, but compute the weight gradients `stage` microbatches late, because no stage waits for them. So the
+    """Run 1F1B, but delay the weight gradients by `stage` microbatches, because no stage waits for them. So the
     last stages compute weight gradients at the end of the step, where they would idle in 1F1B. The price is memory:
     every stage holds p microbatches, as only the first stage does in 1F1B."""
     warm_up, actions = min(stages - stage - 1, microbatches), []
@@ -126,7 +126,7 @@ def zb_v(stage: int, stages: int, microbatches: int, chunks=2) -> list:
     actions = []
 
     def do(times, *steps):
-        """Append the steps `times` times. A step is (chunk, action); it takes the chunk's next microbatch."""
+        """Append the steps `times` times. A step is (chunk, action), for the chunk's next microbatch."""
         for _ in range(times):
             actions.extend(chunk[action].popleft() for chunk, action in steps)
 

@@ -48,8 +48,8 @@ class Placement:
         return (self.stages - 1 - index if self.folded and chunk % 2 else index), chunk
 
     def source(self, stage: int, action):
-        """Return the (stage, chunk) that sends the input of an action of `stage`, or None if there is no sender: at the
-        model's ends and for weight gradients. A Message to `stage` may be given instead of an action."""
+        """Return the (stage, chunk) that sends the input of an action of `stage`, or None if there is no sender, which
+        is so at the model's ends and for weight gradients. `action` may also be a Message that `stage` receives."""
         return self.location(self.virtual_stage(stage, action.chunk) - action.direction) if action.direction else None
 
     def target(self, stage: int, action: Action):
@@ -116,14 +116,14 @@ def timetable(name: str, stages: int, microbatches: int, chunks=1) -> Timetable:
 
 
 def prerequisites(placement: Placement, stage: int, half: Action) -> list:
-    """Return the actions of the same stage and the messages that an action waits for."""
+    """Return what an action waits for: earlier actions of its stage, and the message that it receives."""
     earlier = {"forward": (), "weight_backward": (InputBackward,)}.get(half.kind, (Forward,))
     message = [message_received(half)] if placement.source(stage, half) else []
     return [action(half.microbatch, half.chunk) for action in earlier] + message
 
 
 def message_received(half: Action) -> Message:
-    """Return the message that an action receives if it has a source."""
+    """Return the message that an action receives. Call this only if source() is not None."""
     return Message(half.microbatch, half.chunk, half.direction)
 
 

@@ -56,7 +56,7 @@ def bubble(rows) -> float:
 
 
 def peak_microbatches(actions, size=lambda chunk: 1):
-    """Return the largest number of microbatches that a stage holds at the same time; each counts as size(chunk).
+    """Return the largest number of microbatches that a stage holds at the same time, each weighted by size(chunk).
 
     A stage holds a microbatch from its forward to the end of its backward. If the backward is split, that is the end of
     its WeightBackward, which needs the activations too.

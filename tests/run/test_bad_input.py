@@ -641,7 +641,7 @@ PROCESS_TABLE = [
     Bad("--timeout 1", ["has WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE but not RANK"], environment=dict(RANK=None)),
     Bad("--timeout 1", ["MASTER_PORT {port}", "choose a free port"], environment=dict(MASTER_PORT="{port}")),
     Bad("--timeout 1", ["cannot connect at MASTER_ADDR nobody.invalid",
-                        "choose a free port on a host that all can reach"],
+                        "choose a free port on a host that every process can reach"],
         environment=dict(MASTER_ADDR="nobody.invalid")),
     Bad("--timeout 1 --tp 1 --pp {more} --num-layers 5",
         ["the {more} processes cannot connect", "and start all {more}"], environment=dict(WORLD_SIZE="{more}")),
