@@ -1,0 +1,110 @@
+"""The command line: `python -m exercises start N | check N | show N | status`."""
+
+import argparse
+import re
+import sys
+
+from . import workbook
+from .workbook import FOLDER, MINIMAL, WORK, shown
+
+
+def row_of(number):
+    """Return an exercise's row of the table in README.md: [title, minutes, paper, what to read afterwards]."""
+    row = re.search(rf"^\| {number} \| (.*) \|$", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    return row[1].split(" | ")
+
+
+def read_work():
+    """Return the work file's text, or None if there is none."""
+    if not WORK.exists():
+        return None
+    text = WORK.read_text()
+    try:
+        missing = [number for number in workbook.CHECKS if workbook.state_of(text, number) == "missing"]
+    except SyntaxError as error:
+        sys.exit(f"Python cannot read {shown(WORK)}: {error.msg}, line {error.lineno}. Fix that line.")
+    if missing:
+        names = [name for number in missing for name in workbook.exercises_of_reference()[number]]
+        sys.exit(f"{shown(WORK)} must contain {', '.join(names)} at its top level: restore it, or move the file away "
+                 "and start again.")
+    return text
+
+
+def start(number):
+    """Put a blank in the place of exercise `number`, and the reference in the place of answers that do not pass."""
+    old, right = read_work(), MINIMAL.read_text()
+    text, lost = old or right, []
+    if old is not None and workbook.state_of(old, number) == "blank":
+        return print(f"Exercise {number} is blank already in {shown(WORK)}, line {line_of(old, number)}.")
+    for other in workbook.CHECKS:
+        state = workbook.state_of(text, other)
+        if state == "answered" and (other == number or workbook.check(other, text, WORK)):
+            lost.append(other)
+        if other == number:
+            text = workbook.replace_answer(text, other, marked(workbook.blanks(other), other, yours=True))
+        elif state == "blank" or other in lost:
+            text = workbook.replace_answer(text, other, marked(workbook.answer_in(right, other), other, yours=False))
+    WORK.parent.mkdir(exist_ok=True)
+    if lost:
+        copy = next(path for path in (WORK.with_suffix(f".{i}.py") for i in range(1, 10**6)) if not path.exists())
+        copy.write_text(old)
+        print(f"Your earlier file is now {shown(copy)}, because start replaces {' and '.join(why(number, lost))}.")
+    WORK.write_text(text)
+    print(f"Exercise {number}: fill the blank in {shown(WORK)}, line {line_of(text, number)}. "
+          f"Then run: python -m exercises check {number}")
+
+
+def why(number, lost):
+    """Name the answers that start replaces."""
+    others = [str(other) for other in lost if other != number]
+    return [f"your answer to exercise {number} by a blank"] * (number in lost) + [
+        f"your answer to exercise {', '.join(others)}, which does not pass, by the reference"] * bool(others)
+
+
+def marked(sources, number, yours):
+    return [workbook.marked(source, number, yours) for source in sources]
+
+
+def line_of(text, number):
+    return workbook.parts(text)[workbook.exercises_of_reference()[number][0]][0] + 1
+
+
+def check(number):
+    if not WORK.exists() or workbook.state_of(read_work(), number) == "given":
+        sys.exit(f"Exercise {number} has not been started. Run: python -m exercises start {number}")
+    if wrong := workbook.check(number, WORK.read_text(), WORK):
+        sys.exit(f"Exercise {number}: {wrong}")
+    print(f"Exercise {number} is solved. Now read: {row_of(number)[-1]}")
+
+
+def show(number):
+    """Print the reference."""
+    text = MINIMAL.read_text()
+    print(f"# {shown(MINIMAL)}, line {line_of(text, number)}\n")
+    print("\n\n".join(workbook.answer_in(text, number)))
+
+
+def status():
+    text = read_work()
+    for number in workbook.CHECKS:
+        state = "given" if text is None else workbook.state_of(text, number)
+        if state == "answered":
+            state = "your answer does not pass" if workbook.check(number, text, WORK) else "solved"
+        title, minutes = row_of(number)[:2]
+        print(f"{number:2}  {title:<62} {minutes:>3} min   {state.replace('given', '')}".rstrip())
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m exercises", description="Ten blanks in nanodomino/minimal.py.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for function, text in ((start, f"write {shown(WORK)} with a blank"), (check, "say what is wrong with the answer"),
+                           (show, "print the reference"), (status, "list all exercises")):
+        command = commands.add_parser(function.__name__, help=text)
+        if function is not status:
+            command.add_argument("number", type=int, choices=workbook.CHECKS, metavar="N", help="1 to 10")
+    flags = vars(parser.parse_args(arguments))
+    globals()[flags.pop("command")](**flags)
+
+
+if __name__ == "__main__":
+    main()

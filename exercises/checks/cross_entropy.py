@@ -1,0 +1,90 @@
+"""Exercise 3: the cross entropy of logits that are cut over the vocabulary."""
+
+from types import SimpleNamespace
+
+import torch
+
+from ..fake_ranks import World
+from ..judge import expect, judge, run_to_end
+from ..stages import draw
+
+HINT = """
+Launch collectives with `yield from all_reduce(stage, tensor)`, or with dist.ReduceOp.MAX as
+the third argument; afterwards the tensor holds the result. The steps:
+1. Columns from stage.vocab on are padding. This rank's first column is tp_rank *
+   logits.size(-1). Fill padding with -1e9, so that its exp is 0.
+2. The largest logit of each token [b, s], over all ranks: subtract it before exp.
+3. The sum of exp [b, s] over all ranks, and the label's logit, which only one rank has:
+   own_rows() says which, and at which of its columns. Stack them [2, b, s], so that one all-
+   reduce is enough.
+4. loss = log(sum) - logit at the label. gradient [b, s, v/t] = exp / sum, minus 1 at the
+   label.
+"""
+B, S, COLUMNS, VOCAB = 2, 4, 8, 13
+MISTAKES = {
+    "The gradient divides by this rank's own sum of exp: the probabilities of all ranks together must sum to 1, so "
+    "divide by the sum over all ranks.":
+        ("exps.div_(sums[0].unsqueeze(-1))", "exps / exps.sum(-1, keepdim=True)"),
+    "The gradient misses the -1 at the label.":
+        ("softmax.scatter_add_(-1, row, -is_own.to(softmax.dtype))", "softmax"),
+    "The gradient subtracts 1 on every rank: only the rank that owns the label may, elsewhere column 0 would lose 1.":
+        ("-is_own.to(softmax.dtype)", "-torch.ones_like(row, dtype=softmax.dtype)"),
+    "The gradient has the wrong sign: it is exp / sum, minus 1 at the label.":
+        ("softmax.scatter_add_(-1, row, -is_own.to(softmax.dtype))",
+         "-softmax.scatter_add_(-1, row, -is_own.to(softmax.dtype))"),
+    "The gradient is divided by the number of tokens: the gradient of each token's own loss is wanted, because "
+    "optimizer_step divides once, by the tokens of all replicas.":
+        ("softmax.scatter_add_(-1, row, -is_own.to(softmax.dtype))",
+         "softmax.scatter_add_(-1, row, -is_own.to(softmax.dtype)) / labels.numel()"),
+    "The loss counts the label on a rank that does not own it: only the owner may contribute the label's logit, the "
+    "other ranks contribute 0.": (".where(is_own, 0)\n    sums", "\n    sums"),
+    "Each rank subtracts its own maximum, so the exponentials that are summed have different scales: all-reduce the "
+    "maximum with ReduceOp.MAX first.": ("    yield from all_reduce(stage, maximum, dist.ReduceOp.MAX)\n", ""),
+    "The loss counts the padding: columns from stage.vocab on are no words, so set them to -1e9 first.":
+        ("    logits[..., max(stage.vocab - stage.grid.tp_rank * logits.size(-1), 0):] = -1e9", "    pass"),
+    "The loss knows only this rank's part of the vocabulary: all-reduce the sum of exp and the label's logit.":
+        ("    yield from all_reduce(stage, sums)\n", ""),
+    "The loss has the wrong sign: it is log(sum of exp) minus the label's logit.":
+        ("return sums[0].log() - sums[1], soft", "return sums[1] - sums[0].log(), soft"),
+    "The loss misses the label's logit: it is log(sum of exp) minus the label's logit.":
+        ("return sums[0].log() - sums[1], soft", "return sums[0].log(), soft"),
+}
+
+
+def program(minimal, world=None, offset=0.0):
+    """offset: is added to all logits of the first token, which must not change its loss."""
+    def rank_program():
+        rank = minimal.dist.get_rank()
+        group = minimal.dist.new_group([0, 1])
+        stage = SimpleNamespace(
+            grid=SimpleNamespace(tp=2, tp_rank=rank, tp_group=group), vocab=VOCAB, verbose=False, action="F0",
+            weights={minimal.WORDS: torch.zeros(COLUMNS, 4)}, sizes=minimal.Sizes())
+        logits = 3 * draw(None, "logits", (B, S, 2 * COLUMNS)) * COLUMNS ** 0.5
+        logits[0, 0] += offset
+        labels = torch.tensor([[0, 3, 7, 8], [9, 12, 5, 1]])
+        result = run_to_end(minimal.cross_entropy(stage, logits.chunk(2, -1)[rank].clone(), labels), "cross_entropy")
+        expect(isinstance(result, tuple) and len(result) == 2,
+               "cross_entropy must return (losses [b, s], gradient of the logits [b, s, v/t]).")
+        losses, gradient = result
+        return {"The loss": losses, "The gradient of the logits": gradient}
+
+    return (world or World(2)).run(rank_program)
+
+
+def check(answer, reference):
+    world = World(2, wire=1.0)
+    found = program(answer, world)
+    for name, loss in found[0].items():
+        expect(not isinstance(loss, torch.Tensor) or not loss.isnan().any(),
+               f"{name} has NaN: a tensor in flight holds NaN until wait(), so use it only after `yield from "
+               "all_reduce(...)`.")
+    judge(program, answer, MISTAKES)
+    for offset in (800.0, -2000.0):
+        shifted, right = program(answer, offset=offset), program(reference, offset=offset)
+        expect(shifted[0]["The loss"].isfinite().all() and shifted[0]["The gradient of the logits"].isfinite().all(),
+               f"The loss of a token with {'large' if offset > 0 else 'very negative'} logits is not finite, because "
+               "exp overflows or all exps become 0: subtract the token's largest logit over all ranks before exp.")
+        judge(lambda minimal, shifted=shifted: shifted, answer, {}, right)
+    numbers = world.carried[0] / 8 / (B * S)
+    expect(numbers <= 4, f"The numbers are right, but each rank sends {numbers:g} numbers per token where three are "
+                         "enough: the maximum, the sum of exp and the label's logit.")

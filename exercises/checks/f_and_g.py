@@ -1,0 +1,85 @@
+"""Exercise 2: f and g as autograd functions."""
+
+import torch
+
+from ..fake_ranks import World
+from ..judge import expect, judge
+from ..stages import draw
+from ..workbook import Wrong
+
+HINT = """
+Read the picture above. ctx keeps what backward needs, such as the group. Each backward
+returns a gradient for every argument of its forward, and None for the group, which has none.
+all_reduce works in place, but neither forward nor backward may change its argument: autograd
+uses it elsewhere.
+"""
+F_BACKWARD = "dist.all_reduce(gradient := gradient.clone(), group=ctx.group)"
+G_FORWARD = "dist.all_reduce(total := addend.clone(), group=group)"
+G_BACKWARD = '''        return total
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None'''
+MISTAKES = {
+    "The output of f is 2 x too large: every rank has the same h already, so f's forward must not sum.":
+        ("return h.view_as(h)", "dist.all_reduce(h := h.clone(), group=group); return h"),
+    "The gradient behind f is only this rank's own part: every rank computes a part of h's gradient, so f's backward "
+    "must all-reduce it.": (F_BACKWARD, "pass"),
+    "The gradient behind f is the mean of the ranks' parts: each part is an addend of the gradient, so f's backward "
+    "must sum them without dividing.": (F_BACKWARD, F_BACKWARD + "; gradient /= 2"),
+    "The gradient behind f is summed over all ranks of the world: pass the group to all_reduce.":
+        (F_BACKWARD, "dist.all_reduce(gradient := gradient.clone())"),
+    "The output of g is this rank's addend alone: g's forward must all-reduce it.":
+        (G_FORWARD, "total = addend.clone()"),
+    "The output of g is the mean of the addends: g's forward must sum them without dividing.":
+        (G_FORWARD, G_FORWARD + "; total /= 2"),
+    "The output of g is summed over all ranks of the world: pass the group to all_reduce.":
+        (G_FORWARD, "dist.all_reduce(total := addend.clone())"),
+    "The gradient of the row-parallel weight is 2 x too large: g's backward must not sum again, since d sum / d addend "
+    "= 1.": (G_BACKWARD, G_BACKWARD.replace("return gradient,", "return 2 * gradient,")),
+    "The gradient of the row-parallel weight is summed over all ranks of the world: g's backward must not sum at all, "
+    "since d sum / d addend = 1.":
+        (G_BACKWARD, G_BACKWARD.replace("return gradient,", "dist.all_reduce(gradient := gradient.clone())\n"
+                                        "        return gradient,")),
+    "The gradient of the row-parallel weight is half of the right one: g's backward must not divide, since d sum / d "
+    "addend = 1.": (G_BACKWARD, G_BACKWARD.replace("return gradient,", "return gradient / 2,")),
+}
+
+
+def program(minimal):
+    """Run f, then g, on two groups of two ranks. The first product of the row-parallel weight is g's addend."""
+    def rank_program():
+        rank = minimal.dist.get_rank()
+        group = minimal.dist.new_group([0, 1] if rank < 2 else [2, 3])
+        leaf = draw(None, f"h {group}", (2, 3)).requires_grad_()
+        h = leaf * 1.0
+        found = {"The output of f": minimal.CopyToRanks.apply(h, group)}
+        gradient = draw(None, f"gradient {rank}", (2, 3))
+        found["The output of f"].backward(gradient)
+        expect(torch.equal(h, leaf), "f's forward changes h in place: clone it before all_reduce.")
+        expect(torch.equal(gradient, draw(None, f"gradient {rank}", (2, 3))),
+               "f's backward changes the gradient that it gets in place: clone it before all_reduce.")
+        found["The gradient of h, behind f,"] = leaf.grad
+
+        x, weight = draw(None, f"x {rank}", (2, 4)), draw(None, f"weight {rank}", (4, 3)).requires_grad_()
+        addend = x @ weight
+        before = addend.detach().clone()
+        found["The output of g"] = minimal.SumOverRanks.apply(addend, group)
+        expect(torch.equal(addend, before), "g's forward changes its addend in place: clone it before all_reduce.")
+        found["The output of g"].backward(draw(None, f"gradient {group}", (2, 3)))
+        found["The gradient of the row-parallel weight, behind g,"] = weight.grad
+        expect(all(value is not None for value in found.values()),
+               "A backward returns None for its tensor: it must return the tensor's gradient first, then None for the "
+               "group.")
+        return found
+
+    return World(4).run(rank_program)
+
+
+def check(answer, reference):
+    try:
+        judge(program, answer, MISTAKES)
+    except RuntimeError as error:
+        if "incorrect number of gradients" not in str(error) and "gradient different than None" not in str(error):
+            raise
+        raise Wrong("A backward must return one gradient for each argument of forward, in the same order: the gradient "
+                    "of the tensor, then None for the group.") from error

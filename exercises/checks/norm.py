@@ -1,0 +1,68 @@
+"""Exercise 10: the gradient norm that counts every parameter once."""
+
+import torch
+
+from ..fake_ranks import World
+from ..judge import expect, judge
+from ..stages import fill_gradients, make_stage
+
+HINT = """
+loss is this rank's: its replica's loss on each tp rank of the last stage, 0 on other stages.
+gradient [n/dp] is the part that this replica owns. stage.counts [n] is 1 for each number that
+this rank shall count, 0 for copies; cut it like the gradient, tensor.chunk(dp)[dp_rank]. One
+all-reduce over all ranks is enough for both sums. Return two floats (.item()).
+"""
+SUM = "(gradient.square() * own).sum()"
+REDUCE = "    dist.all_reduce(sums)\n    return"
+MISTAKES = {
+    "The norm counts copies: norms and b2 once per tp rank, and the word embedding on both of its stages; multiply by "
+    "stage.counts.": (SUM, "gradient.square().sum()"),
+    "The norm leaves out the shards of all tp ranks but the first: they have no copies elsewhere, so multiply by "
+    "stage.counts, not by tp_rank == 0.": (SUM, "gradient.square().sum() * (stage.grid.tp_rank == 0)"),
+    "The norm leaves out the shards of all tp ranks but the first: they have no copies elsewhere, so use stage.counts "
+    "alone, without tp_rank == 0.": (SUM, "(gradient.square() * own).sum() * (stage.grid.tp_rank == 0)"),
+    "The norm is only this rank's own: if each rank clipped by another norm, copies would drift apart, so sum the "
+    "squares over all ranks.":
+        (REDUCE, "    own_square = sums[1].item(); dist.all_reduce(sums); sums[1] = own_square\n    return"),
+    "The norm is summed over the tp ranks only: sum the squares over all ranks.":
+        (REDUCE, "    alone = sums[1:].clone(); dist.all_reduce(alone, group=stage.grid.tp_group); "
+                 "dist.all_reduce(sums); sums[1:] = alone\n    return"),
+    "The norm is summed over the replicas only: sum the squares over all ranks.":
+        (REDUCE, "    alone = sums[1:].clone(); dist.all_reduce(alone, group=stage.grid.dp_group); "
+                 "dist.all_reduce(sums); sums[1:] = alone\n    return"),
+    "The norm is a sum of the ranks' norms: sum the squares first, then take the square root.":
+        (REDUCE, "    sums[1] = sums[1].sqrt(); dist.all_reduce(sums); sums[1] = sums[1].square()\n    return"),
+    "The norm is not a root: take the square root of the sum of squares.":
+        ("sums[1].sqrt().item()", "sums[1].item()"),
+    "The loss is 2 x too large: every tp rank has the same loss, so only tp rank 0 may count it.":
+        ("loss * (stage.grid.tp_rank == 0)", "loss"),
+    "The loss is only this rank's own, so it differs between replicas and is 0 on the first stage: sum it over all "
+    "ranks.": (REDUCE, "    own_loss = sums[0].item(); dist.all_reduce(sums); sums[0] = own_loss\n    return"),
+    "The loss is summed over the tp ranks only: sum over all ranks.":
+        (REDUCE, "    dist.all_reduce(sums, group=stage.grid.tp_group)\n    return"),
+    "The loss is summed over the replicas only, so the first stage has none: sum over all ranks.":
+        (REDUCE, REDUCE.replace("sums)", "sums, group=stage.grid.dp_group)")),
+    "The loss is averaged over all ranks: each rank's loss is an addend, so sum without dividing.":
+        (REDUCE, "    dist.all_reduce(sums); sums[0] /= stage.grid.tp * stage.grid.pp * stage.grid.dp\n    return"),
+}
+
+
+def program(minimal):
+    """Call global_sums once on eight ranks."""
+    def rank_program():
+        stage = make_stage(minimal, tp=2, pp=2, dp=2)
+        grid = stage.grid
+        fill_gradients(minimal, stage)
+        tied = stage.weights[minimal.WORDS].grad                      # by now, both stages have the sum
+        minimal.dist.all_reduce(tied, group=grid.tied_group)
+        own = torch.empty_like(stage.grad.chunk(2)[0])
+        minimal.dist.reduce_scatter(own, list(stage.grad.chunk(2)), group=grid.dp_group)
+        result = minimal.global_sums(stage, torch.tensor(3.0 + grid.dp_rank) * grid.is_last, own)
+        expect(isinstance(result, tuple) and len(result) == 2, "global_sums must return (loss, norm).")
+        return {"The loss": torch.as_tensor(result[0]).double(), "The norm": torch.as_tensor(result[1]).double()}
+
+    return World(8).run(rank_program)
+
+
+def check(answer, reference):
+    judge(program, answer, MISTAKES)

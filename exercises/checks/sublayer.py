@@ -1,0 +1,71 @@
+"""Exercise 4: a column-parallel and a row-parallel matrix with a core between them, equal to one process."""
+
+import torch
+
+from ..fake_ranks import World
+from ..judge import judge
+from ..stages import draw, make_stage, shard
+
+HINT = """
+matrices() returns W1, b1, W2, b2, and norm(stage, f"{site}.norm", x) normalizes. CopyToRanks
+is f, SumOverRanks is g. core() works on [b, s, n/t]. Which of the six is computed on each
+rank for all ranks alike, and so belongs outside of f and g?
+"""
+F = 'h = CopyToRanks.apply(norm(stage, f"{site}.norm", x), stage.grid.tp_group)'
+G = "return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2"
+MISTAKES = {
+    "The output contains b2 two times, once per tp rank: add b2 after g, whose sum would count it on every rank.":
+        (G, "return x + SumOverRanks.apply(addend + b2, stage.grid.tp_group)"),
+    "The output contains x two times, once per tp rank: add x after g, whose sum would count it on every rank.":
+        (G, "return SumOverRanks.apply(addend + x, stage.grid.tp_group) + b2"),
+    "The output contains x and b2 two times, once per tp rank: add them after g, whose sum counts them on every rank.":
+        (G, "return SumOverRanks.apply(addend + x + b2, stage.grid.tp_group)"),
+    "The output misses x: a sublayer returns x + sublayer(x).":
+        (G, "return SumOverRanks.apply(addend, stage.grid.tp_group) + b2"),
+    "The output misses b2.": (G, "return x + SumOverRanks.apply(addend, stage.grid.tp_group)"),
+    "The output misses b1, the bias of W1.":
+        ("addend = F.linear(core(stage, site, F.linear(h, w1, b1)), w2)",
+         "addend = F.linear(core(stage, site, F.linear(h, w1)), w2)"),
+    "The output contains only this rank's addend: g must sum the addends over the tp ranks.":
+        (G, "return x + addend + b2"),
+    "The output misses the norm: W1 multiplies norm(x), not x.":
+        (F, "h = CopyToRanks.apply(x, stage.grid.tp_group)"),
+    "The output adds the sublayer to norm(x): the residual stream is x itself, which no norm touches.":
+        (G, 'return norm(stage, f"{site}.norm", x) + SumOverRanks.apply(addend, stage.grid.tp_group) + b2'),
+    "The gradient of x has only this rank's part of the sublayer's gradient: pass norm(x) through f, whose backward "
+    "sums the ranks' parts before they reach the norm.": (F, 'h = norm(stage, f"{site}.norm", x)'),
+    "The gradient of x counts the skip path two times: f must surround only the sublayer, not x itself.":
+        (F, 'x = CopyToRanks.apply(x, stage.grid.tp_group); h = norm(stage, f"{site}.norm", x)'),
+}
+
+
+def program(minimal, tp=2):
+    """Run an MLP and an attention sublayer on tp ranks. Return outputs and gradients for two ranks, in shards."""
+    def rank_program():
+        stage, found = make_stage(minimal, tp), {}
+        for kind, site in (("MLP", "layers.0.mlp"), ("attention", "layers.0.attention")):
+            x = draw(None, "x", (2, 3, 8)).requires_grad_()
+            y = found[f"The output of the {kind} sublayer"] = minimal.plain_sublayer(stage, site, x)
+            if isinstance(y, torch.Tensor):
+                y.backward(draw(None, "gradient", (2, 3, 8)))
+            found[f"The gradient of x, behind the {kind} sublayer,"] = x.grad
+            found |= {f"The gradient of {name}": weight.grad for name, weight in stage.weights.items() if site in name}
+        return found
+
+    return World(tp).run(rank_program)
+
+
+def one_process(minimal):
+    """Return what one process computes with the whole matrices, with gradients cut into the two ranks' shards."""
+    def cut():
+        stage = make_stage(minimal, tp=2)
+        prefix = "The gradient of "
+        return {name: shard(minimal, stage, name.removeprefix(prefix), value)
+                if name.removeprefix(prefix) in stage.weights else value for name, value in whole.items()}
+
+    whole, = program(minimal, tp=1)
+    return World(2).run(cut)
+
+
+def check(answer, reference):
+    judge(program, answer, MISTAKES, right=one_process(reference))

@@ -1,0 +1,34 @@
+"""Stages of a tiny model on fake ranks, with weights and gradients that differ in every number."""
+
+import hashlib
+
+import torch
+
+
+def draw(sizes, name, shape, cut=None):
+    """Draw a whole tensor from its name. Unlike minimal.py's draw(), biases are not 0 and norms not 1."""
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn / shape[-1] ** 0.5 + float(name.endswith("norm.weight"))
+
+
+def make_stage(minimal, tp, pp=1, dp=1, vocab=100, **sizes):
+    """Create this fake rank's stage."""
+    minimal.draw = draw
+    sizes = dict(layers=2, hidden=8, heads=4, seq_length=3, global_batch=4 * dp, micro_batch=4) | sizes
+    return minimal.make_stage(minimal.Sizes(**sizes), minimal.make_grid(tp, pp, dp, torch.device("cpu")), vocab, 2)
+
+
+def shard(minimal, stage, name, whole):
+    """Cut this rank's shard of a parameter, or of its gradient, from the whole tensor."""
+    cut = minimal.declare(stage.sizes, stage.grid, stage.sites, stage.vocab)[name][1]
+    return whole if cut is None else whole.chunk(stage.grid.tp, cut)[stage.grid.tp_rank]
+
+
+def fill_gradients(minimal, stage, scale=1.0, seed=""):
+    """Fill every .grad with shards of whole gradients, which differ by replica and, of the tied matrix, by stage."""
+    for name, weight in stage.weights.items():
+        ends = f"{stage.grid.pp_rank}" if name == minimal.WORDS else ""
+        shape = minimal.declare(stage.sizes, stage.grid, stage.sites, stage.vocab)[name][0]
+        whole = draw(stage.sizes, f"{name} {ends} {stage.grid.dp_rank} {seed}", shape)
+        weight.grad.copy_(scale * shard(minimal, stage, name, whole))

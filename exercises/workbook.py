@@ -1,0 +1,176 @@
+"""The workbook: which functions of nanodomino/minimal.py are exercises, and what the student wrote in their place.
+
+A def or class line of minimal.py that ends with `# exercise N` belongs to exercise N. The work file is a copy of
+minimal.py. There, `# exercise N` marks the reference, and `# exercise N, yours` a blank or an answer.
+"""
+
+import ast
+import importlib
+import re
+import traceback
+import types
+from functools import cache
+from pathlib import Path
+
+from .fake_ranks import Endless, FakeDistributed, RankError
+
+FOLDER = Path(__file__).resolve().parent
+MINIMAL = FOLDER.parent / "nanodomino" / "minimal.py"
+WORK = FOLDER / "work" / "minimal.py"
+CHECKS = {1: "rank_grid", 2: "f_and_g", 3: "cross_entropy", 4: "sublayer", 5: "one_f_one_b", 6: "exchange",
+          7: "interleave", 8: "backward", 9: "optimizer", 10: "norm"}
+MARK = re.compile(r"\s*# exercise (\d+)(, yours)?$")
+
+
+class Wrong(Exception):
+    """What is wrong with an answer, in one sentence."""
+
+
+def check_of(number):
+    """Import the file with the exercise's HINT and check()."""
+    return importlib.import_module(f"{__package__}.checks.{CHECKS[number]}")
+
+
+# ---- the source text
+
+parsed = cache(ast.parse)
+
+
+@cache
+def compiled(text):
+    return compile(text, str(MINIMAL), "exec")
+
+
+def parts(text):
+    """Return {name: (first line, last line)} of the functions and classes at the top of a file, counted from 0."""
+    return {node.name: (node.lineno - 1, node.end_lineno - 1) for node in parsed(text).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def exercises_of_reference():
+    """Return {exercise: its functions' names}, from the marks in minimal.py."""
+    text, found = MINIMAL.read_text(), {}
+    for name, (first, _) in parts(text).items():
+        if mark := MARK.search(text.splitlines()[first]):
+            found.setdefault(int(mark[1]), []).append(name)
+    return found
+
+
+def answer_in(text, number):
+    """Return the source of an exercise's functions in a file, without marks, or None if one is missing."""
+    places, lines = parts(text), text.splitlines()
+    names = exercises_of_reference()[number]
+    if not all(name in places for name in names):
+        return None
+    sources = ["\n".join(lines[places[name][0]:places[name][1] + 1]) for name in names]
+    return [re.sub(r"\s*# exercise .*", "", source, count=1) for source in sources]
+
+
+def replace_answer(text, number, sources):
+    """Put sources in the place of an exercise's functions."""
+    for name, source in zip(exercises_of_reference()[number], sources):
+        lines, (first, last) = text.splitlines(), parts(text)[name]
+        text = "\n".join([*lines[:first], source, *lines[last + 1:]]) + "\n"
+    return text
+
+
+def marked(source, number, yours):
+    """Put the mark at the end of the first line of a function, or of each class."""
+    first, *rest = source.split("\n")
+    return "\n".join([f"{first:<87} # exercise {number}" + ", yours" * yours, *rest])
+
+
+def blanks(number):
+    """Return an exercise's functions without their bodies. Signatures and docstrings stay; the first gets the hint."""
+    sources, hint = [], [f"    # {line}".rstrip() for line in check_of(number).HINT.strip().splitlines()]
+    for source in answer_in(MINIMAL.read_text(), number):
+        lines, top = source.split("\n"), ast.parse(source).body[0]
+        methods = [node for node in top.body if isinstance(node, ast.FunctionDef)]
+        for function in reversed(methods or [top]):
+            has_docstring = ast.get_docstring(function) is not None
+            first = function.body[0].end_lineno if has_docstring else function.body[0].lineno - 1
+            indent = " " * (function.col_offset + 4)
+            lines[first:function.end_lineno] = [f'{indent}raise NotImplementedError("exercise {number}")']
+        lines[top.body[0].end_lineno:top.body[0].end_lineno] = hint
+        hint = []
+        sources.append("\n".join(lines))
+    return sources
+
+
+def state_of(text, number):
+    """Return "given", "blank", "missing" or "answered" for an exercise in a work file."""
+    answer, right = answer_in(text, number), answer_in(MINIMAL.read_text(), number)
+    if answer is None:
+        return "missing"
+    if answer == blanks(number):
+        return "blank"
+    return "given" if answer == right and f"# exercise {number}, yours" not in text else "answered"
+
+
+# ---- running an answer
+
+def load(text=None, number=None, path=WORK, reference=None):
+    """Return minimal.py, or the source `reference`, as a module on fake ranks.
+
+    The functions of exercise `number` come from `text`. So do functions, imports and constants that only `text` has.
+    """
+    module = types.ModuleType("minimal")
+    exec(compiled(reference or MINIMAL.read_text()), vars(module))
+    if text is not None:
+        names = exercises_of_reference()[number]
+        theirs = set(vars(module)) - set(names)
+        nodes = [node for node in parsed(text).body if names_of(node) and not names_of(node) & theirs]
+        exec(compile(ast.Module(nodes, []), str(path), "exec"), vars(module))
+    module.dist = FakeDistributed()
+    return module
+
+
+def names_of(node):
+    """The names that a statement at the top of a file defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
+
+
+def check(number, text, path=WORK):
+    """Check an exercise's answer in a work file's text. Return None if it passes, or what is wrong."""
+    names = ", ".join(exercises_of_reference()[number])
+    try:
+        state = state_of(text, number)
+        if state in ("blank", "missing"):
+            return f"{names} is still blank." if state == "blank" else f"{names} is missing from the file."
+        check_of(number).check(load(text, number, path), load())
+    except Wrong as wrong:
+        return str(wrong) + where(wrong.__cause__, path)
+    except SyntaxError as error:
+        return f"Python cannot read the file: {error.msg}\n    {shown(path)}, line {error.lineno}"
+    except Endless as error:
+        return "Your code does not end: it was stopped after two seconds of computation." + where(error, path)
+    except RankError as error:
+        return f"On fake ranks, {error}." + where(error, path)
+    except NotImplementedError as error:
+        return f"{names} is not finished: {error}." + where(error, path)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}" + where(error, path)
+    return None
+
+
+def shown(path):
+    return path.relative_to(FOLDER.parent) if path.is_relative_to(FOLDER.parent) else path
+
+
+def where(error, path):
+    """Return the lines of the student's file that an error passed, outermost first, without frames of ours.
+
+    If it passed none, return the line of minimal.py that used the student's result.
+    """
+    if error is None:
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == str(path)]
+    own = own or [frame for frame in frames if frame.filename == str(MINIMAL)][-1:]
+    rank = getattr(error, "rank", None)
+    return "".join(f"\n    {shown(Path(frame.filename))}, line {frame.lineno}, in {frame.name}"
+                   + f" (rank {rank})" * (rank is not None) + f"\n        {frame.line}" for frame in own)

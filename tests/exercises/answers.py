@@ -1,0 +1,354 @@
+"""Answers to the exercises as a student may write them, and words of the sentence that each gets (None: it passes).
+
+An answer is a patch (old, new) of minimal.py, or the body of the exercise's function.
+"""
+
+F = "dist.all_reduce(gradient := gradient.clone(), group=ctx.group)\n        return gradient, None"
+G_BACKWARD = "        return total\n    @staticmethod\n    def backward(ctx, gradient):\n        return gradient, None"
+
+RANK_GRID = [
+    ("""
+    p, d, t = rank // (tp * dp), rank // tp % dp, rank % tp
+    return ((p, d, t), [d * tp + t + i * tp * dp for i in range(pp)],
+            [p * tp * dp + i * tp + t for i in range(dp)], list(range(rank - t, rank - t + tp)))""", None),
+    ("""
+    grid = torch.arange(tp * pp * dp).view(pp, tp, dp)
+    p, t, d = (grid == rank).nonzero()[0].tolist()
+    return (p, d, t), grid[:, t, d].tolist(), grid[p, t].tolist(), grid[p, :, d].tolist()""",
+     "in the order pp x tp x dp"),
+    ("""
+    grid = torch.arange(tp * pp * dp).view(tp, pp, dp)
+    t, p, d = (grid == rank).nonzero()[0].tolist()
+    return (p, d, t), grid[t, :, d].tolist(), grid[t, p].tolist(), grid[:, p, d].tolist()""", "tp x pp x dp"),
+    (("grid[p, :, t].tolist(), grid[p, d].tolist()", "grid[p, d].tolist(), grid[p, :, t].tolist()"), "another order"),
+    (("grid[p, :, t].tolist(), grid[p, d].tolist()", "grid[p, :, t].tolist(), grid[p, 0].tolist()"),
+     "must contain the rank itself"),
+    (("grid[:, d, t].tolist(), grid[p, :, t].tolist()", "grid[:, d, t], grid[p, :, t].tolist()"), None),
+    (("grid[p, d].tolist()", "grid[p, d]"), "must hold ints"),
+    (("return (p, d, t), grid[:, d, t]", "return p, d, t, grid[:, d, t]"), "must return four things"),
+    (("grid[:, d, t].tolist(),", "grid[::-1, d, t].tolist(),"), "ValueError"),
+    (("grid[:, d, t].tolist(),", "grid[:, d, t].tolist()[::-1],"), "in the order of the grid"),
+]
+
+F_AND_G = [
+    ((F, "gradient = gradient + 0\n        dist.all_reduce(gradient, group=ctx.group)\n        return gradient, None"),
+     None),
+    (("return h.view_as(h)", "return h"), None),
+    ((G_BACKWARD, G_BACKWARD.replace("return gradient,", "dist.all_reduce(gradient := gradient.clone(), "
+      "group=ctx.group)\n        return gradient,").replace("return total", "ctx.group = group\n        return total")),
+     "the row-parallel weight is 2 x too large: g's backward must not sum again"),
+    ((G_BACKWARD, G_BACKWARD.replace("return gradient,", "dist.all_reduce(gradient := gradient.clone())\n"
+                                     "        return gradient,")), "summed over all ranks of the world"),
+    ((F, "return gradient, None"), "f's backward must all-reduce it"),
+    ((F, "dist.all_reduce(gradient := gradient.clone())\n        return gradient, None"), "pass the group"),
+    ((F, "dist.all_reduce(gradient, group=ctx.group)\n        return gradient, None"), "changes the gradient"),
+    ((F, F.replace("return gradient,", "return gradient / dist.get_world_size(ctx.group),")), "without dividing"),
+    ((F, "return None, gradient"), "one gradient for each argument"),
+    ((F, F.replace("gradient, None", "gradient")), "one gradient for each argument"),
+    ((F, F.replace("dist.all_reduce(gradient :=", "work = dist.all_reduce(gradient :=").replace(
+        "ctx.group)", "ctx.group, async_op=True)")), "never calls wait()"),
+    (("dist.all_reduce(total := addend.clone(), group=group)", "dist.all_reduce(addend, group=group); total = addend"),
+     "changes its addend"),
+    (("dist.all_reduce(total := addend.clone(), group=group)", "total = addend * 1"), "g's forward must all-reduce"),
+    (("return h.view_as(h)", "h = h.clone(); dist.all_reduce(h, group=group); return h"), "f's forward must not sum"),
+]
+
+GATHERED = """
+    parts = [torch.empty_like(logits) for _ in range(stage.grid.tp)]
+    yield
+    dist.all_gather(parts, logits, group=stage.grid.tp_group)
+    whole = torch.cat(parts, -1)[..., :stage.vocab]
+    losses = whole.logsumexp(-1) - whole.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    gradient = torch.zeros(*labels.shape, logits.size(-1) * stage.grid.tp)
+    gradient[..., :stage.vocab] = whole.softmax(-1)
+    gradient.scatter_add_(-1, labels.unsqueeze(-1), -torch.ones_like(labels, dtype=gradient.dtype).unsqueeze(-1))
+    return losses, gradient.chunk(stage.grid.tp, -1)[stage.grid.tp_rank]"""
+BY_STEPS = """
+    first = stage.grid.tp_rank * logits.size(-1)
+    columns = first + torch.arange(logits.size(-1))
+    logits = logits.masked_fill(columns >= stage.vocab, -1e9)
+    largest = logits.max(-1).values
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=stage.grid.tp_group)
+    yield
+    e = torch.exp(logits - largest[..., None])
+    total = e.sum(-1)
+    yield from all_reduce(stage, total)
+    here = columns == labels[..., None]
+    mine = ((logits - largest[..., None]) * here).sum(-1)
+    yield from all_reduce(stage, mine)
+    return torch.log(total) - mine, e / total[..., None] - here.to(e.dtype)"""
+CROSS_ENTROPY = [
+    (BY_STEPS, None),
+    (GATHERED, "each rank sends 8 numbers per token"),
+    (BY_STEPS.replace("e / total[..., None]", "e / e.sum(-1, keepdim=True)"), "this rank's own sum of exp"),
+    (BY_STEPS.replace("    dist.all_reduce(largest, dist.ReduceOp.MAX, group=stage.grid.tp_group)\n", ""),
+     "Each rank subtracts its own maximum"),
+    (BY_STEPS.replace("mine = ((logits - largest[..., None]) * here).sum(-1)",
+                      "mine = (logits - largest[..., None]).gather(-1, own_rows(stage, labels)[0][..., None])[..., 0]"),
+     "counts the label on a rank that does not own it"),
+    (BY_STEPS.replace(" - here.to(e.dtype)", ""), "misses the -1 at the label"),
+    (BY_STEPS.replace("masked_fill(columns >= stage.vocab, -1e9)", "clone()"), "counts the padding"),
+    (BY_STEPS.replace("    yield from all_reduce(stage, total)\n    here", "    here").replace(
+        "    yield from all_reduce(stage, mine)\n", ""), "only this rank's part of the vocabulary"),
+    (BY_STEPS.replace("logits.max(-1).values", "logits.max(-1).values * 0"), "not finite"),
+    (BY_STEPS.replace("- here.to(e.dtype)", "- here.to(e.dtype) * 0.5"), "logits is wrong on rank 0"),
+    (BY_STEPS.replace("    yield from all_reduce(stage, total)\n", "    work = dist.all_reduce(total, "
+     "group=stage.grid.tp_group, async_op=True)\n").replace(
+        "    return", "    total = total * 1; work.wait()\n    return"), "has NaN"),
+    ("    return logits[..., 0], logits", "must be a generator"),
+]
+
+SUBLAYER = [
+    (("return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2",
+      "return x + SumOverRanks.apply(addend + b2 / stage.grid.tp, stage.grid.tp_group)"), "The gradient of"),
+    (("h, w1, b1)), w2)\n    return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2",
+      "h, w1, b1)), w2, b2)\n    return x + SumOverRanks.apply(addend, stage.grid.tp_group)"),
+     "add b2 after g"),
+    (("h = CopyToRanks.apply(norm(stage, f\"{site}.norm\", x), stage.grid.tp_group)",
+      "h = norm(stage, f\"{site}.norm\", x)"), "pass norm(x) through f"),
+    (("h = CopyToRanks.apply(norm(stage, f\"{site}.norm\", x), stage.grid.tp_group)",
+      "h = norm(stage, f\"{site}.norm\", CopyToRanks.apply(x, stage.grid.tp_group))"), "The gradient"),
+    (("return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2",
+      "return SumOverRanks.apply(addend, stage.grid.tp_group) + b2"), "misses x"),
+    (("return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2", "return x + addend + b2"),
+     "only this rank's addend"),
+    (("return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2", "dist.all_reduce(addend, group="
+      "stage.grid.tp_group)\n    return x + addend + b2"), None),
+    (("return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2", "return SumOverRanks.apply(x + addend, "
+      "stage.grid.tp_group) + b2"), "contains x two times"),
+    (("F.linear(core(stage, site, F.linear(h, w1, b1)), w2)", "core(stage, site, h @ w1 + b1) @ w2"), "RuntimeError"),
+    (("F.linear(core(stage, site, F.linear(h, w1, b1)), w2)", "core(stage, site, h @ w1.t() + b1) @ w2.t()"), None),
+]
+
+LISTS = """
+    fs, bs, order = list(range(microbatches)), list(range(microbatches)), []
+    for _ in range({AHEAD}):
+        order.append(("F", fs.pop(0)))
+    while bs:
+        if fs:
+            order.append(("F", fs.pop(0)))
+        order.append(("B", bs.pop(0)))
+    return order"""
+ONE_F_ONE_B = [
+    (LISTS.replace("{AHEAD}", "min(stages - stage - 1, microbatches)"), None),
+    (LISTS.replace("{AHEAD}", "microbatches"), "all F before the first B"),
+    (LISTS.replace("{AHEAD}", "min(stages - stage, microbatches)"), "one F too long"),
+    (LISTS.replace("{AHEAD}", "min(stages - 1, microbatches)"), "All stages of your list warm up"),
+    (LISTS.replace("{AHEAD}", "min(stage, microbatches)"), "grows with the stage"),
+    (LISTS.replace("{AHEAD}", "0"), "no warm-up"),
+    (LISTS.replace("{AHEAD}", "min(stages - stage - 1, microbatches)").replace("bs.pop(0)", "bs.pop()"),
+     "comes before"),
+    (("warm_up = min(stages - stage - 1, microbatches)", "warm_up = stages - stage - 1"), "at most the number of"),
+    (("return actions + [(\"B\", i) for i in range(microbatches - warm_up, microbatches)]", "return actions"),
+     "misses B"),
+    (("for i in range(microbatches - warm_up, microbatches)]", "for i in range(microbatches - warm_up)]"), "too often"),
+    (("actions += [(\"F\", warm_up + i), (\"B\", i)]", "actions += [[\"F\", warm_up + i], [\"B\", i]]"),
+     "list of pairs"),
+    ("    while True:\n        stage += 1", "does not end"),
+]
+
+WAIT = "    for work in dist.batch_isend_irecv(messages) if messages else []:\n        work.wait()\n"
+SEPARATE = '''
+    grid, size, received = stage.grid, stage.sizes, None
+    source = {"F": grid.previous, "B": grid.next}.get(following)
+    target = {"F": grid.next, "B": grid.previous}.get(action)
+    def send():
+        if target is not None:
+            dist.SEND(output, target)
+    def receive():
+        if source is None:
+            return None
+        received = torch.empty(size.micro_batch, size.seq_length, size.hidden)
+        dist.recv(received, source)
+        return received
+    ORDER'''
+EXCHANGE = [
+    (SEPARATE.replace("SEND", "send").replace("ORDER", "send()\n    return receive()"),
+     "all stages send first and receive later"),
+    (SEPARATE.replace("SEND", "send").replace("ORDER", "received = receive()\n    send()\n    return received"),
+     "all stages receive first"),
+    (SEPARATE.replace("SEND", "send").replace("ORDER", """if grid.pp_rank % 2:
+        received = receive()
+        send()
+    else:
+        send()
+        received = receive()
+    return received"""), None),
+    (SEPARATE.replace("SEND", "isend").replace("ORDER", "send()\n    return receive()"),
+     "all stages send first and receive later"),
+    ((WAIT, "    if messages: dist.batch_isend_irecv(messages)\n"), "returns too early"),
+    ((WAIT, WAIT.replace("batch_isend_irecv(messages) if", "batch_isend_irecv(messages)[:1] if")), "returns too early"),
+    ((WAIT, WAIT.replace(" if messages else []", "")), "empty list"),
+    (('{"F": grid.next, "B": grid.previous}.get(action)', 'grid.next if action else None'),
+     "B to the previous one"),
+    (('{"F": grid.previous, "B": grid.next}.get(following)', '{"F": grid.previous, "B": grid.next}.get(action)'),
+     "what the following action needs"),
+    (("received = torch.empty(size.micro_batch, size.seq_length,", "received = torch.empty(size.micro_batch, 1,"),
+     "receives into a tensor of [2, 1, 4]"),
+    (("        messages.append(dist.P2POp(dist.isend, output, target))\n", ""), "does not send to stage 1"),
+    (("messages.append(dist.P2POp(dist.isend, output, target))", "messages.append(dist.P2POp(dist.isend, output * 0, "
+      "target))"), "What F0 receives is wrong on rank 2"),
+]
+
+LOOP = '''    waiting = deque(generators)
+    while waiting:
+        generator = waiting.popleft()
+        if next(generator, "ended") != "ended":
+            waiting.append(generator)'''
+INTERLEAVE = [
+    ('''
+    alive = list(generators)
+    while alive:
+        for generator in list(alive):
+            try:
+                next(generator)
+            except StopIteration:
+                alive.remove(generator)''', None),
+    ("    for generator in generators:\n        for _ in generator:\n            pass", "runs to its end before"),
+    ("    for _ in zip(*generators):\n        pass", "as soon as the first one ends"),
+    ('''
+    alive = list(generators)
+    while alive:
+        for generator in alive:
+            try:
+                next(generator)
+            except StopIteration:
+                alive.remove(generator)''', "loses a turn"),
+    ('''
+    stack = list(reversed(generators))
+    while stack:
+        generator = stack.pop()
+        if next(generator, 0) != 0:
+            stack.append(generator)''', "runs to its end before the next"),
+    ('''
+    alive = list(generators)
+    while alive:
+        alive = [generator for generator in alive if next(generator, None) is not None]''', "resumed only once"),
+    ("    while True:\n        for generator in generators:\n            next(generator)", "raises StopIteration"),
+    ("    while generators:\n        for generator in generators:\n            next(generator, None)", "does not end"),
+    ("    for generator in generators:\n        next(generator)\n        yield", "is a generator itself"),
+    ((LOOP, LOOP.replace("deque(generators)", "deque(reversed(generators))")), "start with the first"),
+    ((LOOP, LOOP.replace("waiting.append", "waiting.appendleft").replace("popleft", "pop")), "in reverse order"),
+]
+
+BACKWARD_BODY = '''
+    w1, b1, w2, b2 = matrices(stage, site)
+    x, h, c, a = slice.tape.pop()
+    a.backward(gradient @ w2)
+    b1.grad += c.grad.sum((0, 1))
+    b2.grad += gradient.sum((0, 1))
+    grad_h = c.grad @ w1
+    LAUNCH
+    h.backward(grad_h)
+    return gradient + x.grad'''
+WORK = "work = dist.all_reduce(grad_h, group=stage.grid.tp_group, async_op=True)"
+WEIGHTS = ("w2.grad += torch.einsum('bsh,bsm->hm', gradient, a.detach())\n"
+           "    w1.grad += torch.einsum('bsn,bsh->nh', c.grad, h.detach())")
+
+
+def launch(text):
+    return BACKWARD_BODY.replace("LAUNCH", text)
+
+
+BACKWARD = [
+    (launch(f"{WORK}\n    {WEIGHTS}\n    yield\n    work.wait()"), None),
+    (launch(f"{WORK}\n    yield\n    {WEIGHTS}\n    work.wait()"), None),
+    (launch(f"{WEIGHTS}\n    yield from all_reduce(stage, grad_h)"), "with one slice only 0%"),
+    (launch(f"yield from all_reduce(stage, grad_h)\n    {WEIGHTS}"), "with one slice only 0%"),
+    (launch(f"{WORK}\n    {WEIGHTS}\n    work.wait()\n    yield"), "yield between the launch and wait()"),
+    (launch(f"{WEIGHTS}\n    yield"), "all-reduce it before"),
+    (launch(f"{WORK}\n    {WEIGHTS}\n    yield").replace("return", "work.wait()\n    return"), "NaN"),
+    (launch(f"{WORK}\n    {WEIGHTS}\n    yield\n    work.wait()").replace("return gradient + x.grad", "return x.grad"),
+     "misses the skip path"),
+    (launch(f"yield from all_reduce(stage, grad_h)\n    {WEIGHTS}").replace(
+        "    a.backward", "    dist.all_reduce(gradient := gradient.clone(), group=stage.grid.tp_group)\n"
+                          "    a.backward"),
+     "The gradient that slice 0 of an MLP sublayer returns is wrong"),
+    (launch(f"yield from all_reduce(stage, grad_h)\n    {WEIGHTS}").replace(
+        "a.backward(gradient @ w2)", "dist.all_reduce(total := gradient.clone(), group=stage.grid.tp_group)\n"
+                                     "    a.backward(total @ w2)"),
+     "counts the sublayer two times"),
+    (launch(f"{WORK}\n    {WEIGHTS}\n    yield\n    work.wait()").replace("b2.grad += gradient.sum((0, 1))",
+                                                                      "b2.grad[:] = gradient.sum((0, 1))"),
+     "b2 holds only the last slice"),
+    (launch(f"{WORK}\n    {WEIGHTS}\n    yield\n    work.wait()").replace("b2.grad += gradient.sum((0, 1))",
+                                                                      "b2.grad = gradient.sum((0, 1))"),
+     "change .grad in place"),
+    (launch(f"{WORK}\n    grad_h += 0\n    {WEIGHTS}\n    yield\n    grad_h[0] = 1\n    work.wait()"),
+     "writes to a tensor"),
+    (launch(f"yield from all_reduce(stage, grad_h)\n    {WEIGHTS}").replace("tape.pop()", "tape.pop(0)"),
+     "Mismatch in shape"),
+]
+
+OPTIMIZER_TORCH = '''
+    grid, tokens = stage.grid, stage.sizes.global_batch * stage.sizes.seq_length
+    if stage.grid.pp > 1 and stage.grid.tied_group is not None:
+        dist.all_reduce(stage.weights[WORDS].grad, group=grid.tied_group)
+    dist.all_reduce(stage.grad, group=grid.dp_group)
+    part = stage.flat.numel() // grid.dp
+    own = slice(grid.dp_rank * part, (grid.dp_rank + 1) * part)
+    g = stage.grad[own] / tokens
+    loss, norm = global_sums(stage, loss / tokens, g)
+    g = g * min(1, clip / (norm + 1e-6))
+    m, v = stage.moments
+    m.mul_(beta1).add_((1 - beta1) * g)
+    v.mul_(beta2).add_((1 - beta2) * g * g)
+    w = stage.flat[own].clone()
+    w -= lr * decay * stage.decays[own] * w
+    w -= lr * (m / (1 - beta1 ** step)) / ((v / (1 - beta2 ** step)).sqrt() + 1e-8)
+    dist.all_gather_into_tensor(stage.flat, w, group=grid.dp_group)
+    stage.grad.fill_(0)
+    return loss, norm'''
+
+
+def optimizer(old, new):
+    assert OPTIMIZER_TORCH.count(old) == 1, old
+    return OPTIMIZER_TORCH.replace(old, new)
+
+
+OPTIMIZER = [
+    (OPTIMIZER_TORCH, None),
+    (optimizer("dist.all_reduce(stage.weights[WORDS].grad, group=grid.tied_group)", "pass"),
+     "not added over its two stages"),
+    (optimizer("g = stage.grad[own] / tokens", "g = stage.grad[own] / tokens / grid.dp"), "a second time"),
+    (optimizer("g = stage.grad[own] / tokens", "g = stage.grad[own] / (tokens / grid.dp)"), "this replica's tokens"),
+    (optimizer("dist.all_reduce(stage.grad, group=grid.dp_group)", "pass"), "only this replica's own"),
+    (optimizer("dist.all_gather_into_tensor(stage.flat, w, group=grid.dp_group)", "stage.flat[own] = w"),
+     "all-gather the parts"),
+    (optimizer("min(1, clip / (norm + 1e-6))", "(clip / (norm + 1e-6))"), "scaled up"),
+    (optimizer("lr * decay * stage.decays[own] * w", "lr * decay * w"), "Biases and norms decay"),
+    (optimizer("    m, v = ", "    g = g + decay * stage.decays[own] * stage.flat[own]\n    m, v = ").replace(
+        "w -= lr * decay * stage.decays[own] * w", "pass"), "L2"),
+    (optimizer("(m / (1 - beta1 ** step)) / ((v / (1 - beta2 ** step)).sqrt()", "m / (v.sqrt()"), "start at 0"),
+    (optimizer("    stage.grad.fill_(0)\n", ""), "not zeroed"),
+    (optimizer("own = slice(grid.dp_rank * part, (grid.dp_rank + 1) * part)", "own = slice(0, part)"),
+     "is wrong on rank"),
+    (optimizer("dist.all_gather_into_tensor(stage.flat, w, group=grid.dp_group)",
+               "dist.all_gather_into_tensor(stage.flat, w)"), "one for each rank of the group"),
+]
+
+NORM_BODY = '''
+    own = stage.counts.view(stage.grid.dp, -1)[stage.grid.dp_rank].bool()
+    squares = (gradient[own] ** 2).sum()
+    loss = loss if stage.grid.tp_rank == 0 else loss * 0
+    dist.all_reduce(squares)
+    dist.all_reduce(loss)
+    return float(loss), float(squares) ** 0.5'''
+NORM = [
+    (NORM_BODY, None),
+    (NORM_BODY.replace("gradient[own]", "gradient"), "counts copies"),
+    (NORM_BODY.replace("    dist.all_reduce(squares)\n", ""), "only this rank's own"),
+    (NORM_BODY.replace("dist.all_reduce(squares)", "dist.all_reduce(squares, group=stage.grid.tp_group)"),
+     "The norm is summed over the tp ranks only"),
+    (NORM_BODY.replace("gradient[own] ** 2).sum()", "gradient ** 2).sum() * (stage.grid.tp_rank == 0)"),
+     "leaves out the shards"),
+    (NORM_BODY.replace("loss if stage.grid.tp_rank == 0 else loss * 0", "loss.clone()"), "The loss is 2 x too large"),
+    (NORM_BODY.replace("float(squares) ** 0.5", "float(squares)"), "not a root"),
+    (NORM_BODY.replace(".sum()\n", ".sum().sqrt()\n").replace("float(squares) ** 0.5", "float(squares)"),
+     "sum of the ranks' norms"),
+    (NORM_BODY.replace("    dist.all_reduce(squares)\n", "    if stage.grid.tp_rank == 0:\n"
+                                                         "        dist.all_reduce(squares)\n"), "call"),
+]
+
+ANSWERS = {1: RANK_GRID, 2: F_AND_G, 3: CROSS_ENTROPY, 4: SUBLAYER, 5: ONE_F_ONE_B, 6: EXCHANGE, 7: INTERLEAVE,
+           8: BACKWARD, 9: OPTIMIZER, 10: NORM}
