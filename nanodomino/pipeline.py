@@ -97,7 +97,7 @@ class P2PCommunicator:
         return 2 * (message.microbatch * self.placement.chunks + message.chunk) + (message.direction < 0)
 
     def receive(self, action: Action):
-        """Wait for an action's input and return it. Return None for the forward of the first chunk."""
+        """Wait for an action's input and return it. Return None for the forward of the model's first chunk."""
         source = self.placement.source(self.stage, action)
         if source is None:
             return None

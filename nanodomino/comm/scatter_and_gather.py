@@ -65,7 +65,7 @@ def exchange(sends, receives, group, tag):
 
 
 class Messages:
-    """Several messages in flight, combined into one work. Unlike a work of torch, wait() may be called twice."""
+    """Several messages in flight, combined into one work. wait() may be called twice, which torch's works forbid."""
 
     def __init__(self, works):
         self.works, self.future = works, None

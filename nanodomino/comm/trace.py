@@ -44,7 +44,7 @@ ROUND_TRIPS = 20
 class Event:
     """A span, a moment or a watched collective.
 
-    begin, end: in nanoseconds after take(). Before it, they are values of mark(), with two exceptions. The end of an
+    begin, end: in nanoseconds after take(). Before that, they are values of mark(), with two exceptions. The end of an
         unfinished span is 0. The end of a collective is a list, which gets its mark when the collective is done.
     args: slice, site, microbatch, bytes ...
     """

@@ -1,7 +1,7 @@
 """The activation functions of an MLP, each with its backward.
 
-    gelu(x)            = x Phi(x), where Phi is the normal distribution function; in its tanh approximation
-                         (1606.08415), as in GPT-2
+    gelu(x)            = x Phi(x), where Phi is the normal distribution function; computed with the tanh
+                         approximation (1606.08415), as in GPT-2
     swiglu(gate, up)   = silu(gate) * up, silu(x) = x sigmoid(x) (2002.05202); as in Llama
 
 An activation works element by element, so each rank applies it to its own ffn/t features without communication.

@@ -83,7 +83,7 @@ class Bucket:
         self.drop_gradients()
 
     def view(self, weight, flat):
-        """Return a parameter's elements of `flat`, a tensor laid out like this bucket's weights, in its own shape."""
+        """Return one parameter's part of `flat`, in the parameter's shape. `flat` is laid out like this bucket."""
         offset = self.offsets[weight]
         return flat[offset:offset + weight.numel()].view(weight.shape)
 
@@ -93,7 +93,7 @@ class Bucket:
             weight.main_grad = self.view(weight, self.main_grad)
 
     def pop_gradients(self):
-        """Return main_grad for the reduce; it is zero if no gradient was added. In ZeRO-2, also drop_gradients()."""
+        """Return main_grad for the reduce; it is zero if no gradient was added. In ZeRO-2, drop the bucket's references."""
         if self.main_grad is None:
             self.allocate_gradients()
         flat = self.main_grad

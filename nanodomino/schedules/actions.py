@@ -27,7 +27,7 @@ class Action:
 
     @property
     def halves(self) -> tuple["Action", ...]:
-        """The passes of which this action consists: itself. A Pair returns two."""
+        """This action as a tuple of one. A Pair has two halves: its backward and its forward."""
         return (self,)
 
 

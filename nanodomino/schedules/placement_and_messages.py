@@ -48,8 +48,8 @@ class Placement:
         return (self.stages - 1 - index if self.folded and chunk % 2 else index), chunk
 
     def source(self, stage: int, action):
-        """Return the (stage, chunk) that sends the input of an action of `stage`, or None if there is no sender, which
-        is so at the model's ends and for weight gradients. `action` may also be a Message that `stage` receives."""
+        """Return the (stage, chunk) that sends the input of an action of `stage`, or None if there is no sender, as at
+        the model's ends and for weight gradients. `action` may also be a Message that `stage` receives."""
         return self.location(self.virtual_stage(stage, action.chunk) - action.direction) if action.direction else None
 
     def target(self, stage: int, action: Action):
