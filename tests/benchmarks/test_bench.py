@@ -18,8 +18,8 @@ from support.harness import tiny
 from support.jobs import listen_to_interrupts
 
 from bench import QUESTIONS
-from benchmarks import throughput
-from benchmarks.common import Figure, RandomTokens, Times, compare, main, ratios
+from benchmarks import scaling, throughput
+from benchmarks.common import Figure, RandomTokens, Times, compare, main, parse, ratios
 from benchmarks.overlap import figures_of
 from benchmarks.plain import Plain
 from benchmarks.scaling import speedup, worlds
@@ -130,6 +130,20 @@ def test_speed_up_is_measured_in_tokens_per_second():
     assert speedup([2.0, 2.0], [1.0, 1.0, 1.0], 4, work=4).value == 2
     assert speedup([2.0, 2.0], [1.0, 1.0, 1.0], 4, work=1).value == 0.5
     assert speedup([1.0], [1.4], 2, work=2).value is None, "2.8 times as much as one"
+
+
+def test_perfect_scaling_is_a_speed_up_of_n_in_every_variant(monkeypatch):
+    """A weak step then takes as long as on one process, and a strong step 1/N of that."""
+    def start(flags, size):
+        seconds = {"weak": 1.0, "strong": 1.0 / size}
+        return {"variants": {f"{layout}_{way}": {"step_s": seconds[way], "tokens_per_s": 1.0,
+                                                 "seconds": [seconds[way]] * 3} for layout, way in scaling.VARIANTS}}
+
+    monkeypatch.setattr(scaling, "start", start)
+    flags = parse(scaling, ["scaling", *TINY, "--max-processes", "4", "--device", "cpu"])
+    _, record = scaling.compare_worlds(flags)
+    for layout, way in scaling.VARIANTS:
+        assert record[f"{layout}_{way}"]["speedup"] == [1, 2, 4] and record[f"{layout}_{way}"]["efficiency"] == [1] * 3
 
 
 def test_worlds_double():

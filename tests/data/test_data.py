@@ -353,10 +353,14 @@ def test_a_glob_over_links_in_a_circle_ends_and_finds_each_file_once(tmp_path, m
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_file_name_with_brackets_is_a_name(tmp_path):
-    (tmp_path / "a[1].txt").write_text("brackets")
-    quietly(tmp_path / "a[1].txt", tmp_path / "out", split=(1, 0, 0))
-    assert documents_in(tmp_path / "out", "train") == ["brackets"]
+def test_a_name_with_brackets_is_a_name(tmp_path):
+    (tmp_path / "b[2]").mkdir()
+    for name in ("a[1].txt", "b[2]/c.txt"):
+        (tmp_path / name).write_text(name)
+    quietly(tmp_path / "a[1].txt", tmp_path / "file", split=(1, 0, 0))
+    assert documents_in(tmp_path / "file", "train") == ["a[1].txt"]
+    quietly(tmp_path / "**" / "*.txt", tmp_path / "all", split=(1, 0, 0))
+    assert documents_in(tmp_path / "all", "train") == ["a[1].txt", "b[2]/c.txt"], "also of a folder that ** enters"
 
 
 # Splits
