@@ -86,7 +86,7 @@ class Embedding(nn.Module):
         """Add the gradient of the position embedding, if there is one, to its main_grad.
 
         gradient [b, s, h]: the gradient of words + position embeddings, the tensor in add_positions() before dropout.
-        The copies on the tp ranks must stay equal bit for bit, so this avoids index_add_, whose order is random on GPUs.
+        The copies on the tp ranks must stay equal bit for bit, so this avoids index_add_: its order is random on GPUs.
         """
         if self.position_embeddings is not None:
             weight = self.position_embeddings.weight

@@ -93,7 +93,7 @@ class Bucket:
             weight.main_grad = self.view(weight, self.main_grad)
 
     def pop_gradients(self):
-        """Return main_grad for the reduce; it is zero if no gradient was added. In ZeRO-2, drop the bucket's references."""
+        """Return main_grad for the reduce; it is zero if no gradient was added. In ZeRO-2, also drop_gradients()."""
         if self.main_grad is None:
             self.allocate_gradients()
         flat = self.main_grad
