@@ -190,6 +190,13 @@ def test_tensor_parallel_traffic_of_a_layer(slices, columns, sequence_parallel, 
     assert sum(one.calls for one in found) == calls * config.num_layers * config.microbatches * slices * columns
 
 
+def test_columns_are_counted_as_torch_cuts_them():
+    """For example, 10 features in 8 chunks give only 5."""
+    for size in range(1, 33):
+        assert [expected_traffic.column_count(chunks, size) for chunks in range(1, size + 1)] == [
+            len(torch.empty(size).chunk(chunks)) for chunks in range(1, size + 1)]
+
+
 @pytest.mark.parametrize("model", ["gpt3-13b", "llama3-8b", "qwen3-0.6b"])
 def test_the_matmuls_of_all_ranks_are_the_models_flops(model):
     """Up to the vocabulary's padding, norms and biases; also with grouped queries, other head sizes and SwiGLU."""
