@@ -392,14 +392,12 @@ def global_sums(stage, loss, gradient):                                         
 # ---- 8. Training ---------------------------------------------------------------------------------
 
 def read_batch(text, stage, step, microbatch):
-    """Return tokens and labels of a microbatch, both [b, s]: a label is the next token.
-
-    A sample is a window of s tokens. The layout has no say in which: all layouts learn the same.
-    """
+    """Return tokens and labels of a microbatch, both [b, s]. A label is the next token."""
     sizes, grid, s, rows = stage.sizes, stage.grid, stage.sizes.seq_length, []
-    first = step * sizes.global_batch + grid.dp_rank * (sizes.global_batch // grid.dp)
-    for sample in range(sizes.micro_batch):
-        epoch, i = divmod(first + microbatch * sizes.micro_batch + sample, (len(text) - 1) // s)
+    # The layout says who reads a sample, not which samples a step has: all layouts learn the same.
+    samples = torch.arange(sizes.global_batch).view(grid.dp, -1, sizes.micro_batch)
+    for sample in samples[grid.dp_rank, microbatch].tolist():
+        epoch, i = divmod(step * sizes.global_batch + sample, (len(text) - 1) // s)
         order = np.random.Generator(np.random.PCG64([sizes.seed, epoch]))
         start = order.permutation((len(text) - 1) // s)[i] * s
         rows.append(torch.from_numpy(text[start:start + s + 1].astype(np.int64)))
@@ -437,7 +435,7 @@ def main():
     world, parser = dist.get_world_size(), argparse.ArgumentParser(description=__doc__[:97])
     for flag, default, text in (
             ("--tp", 2 - world % 2, "tensor-parallel ranks"), ("--dp", None, "replicas"),
-            ("--pp", 2 - (world % 4 > 0), "pipeline stages"), ("--steps", 200, "optimizer steps"),
+            ("--pp", None, "pipeline stages"), ("--steps", 200, "optimizer steps"),
             ("--slices", 2, "slices of a microbatch; 0: the definition, run by autograd")):
         parser.add_argument(flag, type=int, default=default, help=text)
     parser.add_argument("--data", type=Path, default="data/python-stdlib", help="prepared text")
@@ -445,7 +443,8 @@ def main():
     flags, device = parser.parse_args(), torch.device("cpu")
     if torch.cuda.is_available():
         torch.cuda.set_device(device := torch.device("cuda", dist.get_rank()))
-    grid = make_grid(flags.tp, flags.pp, flags.dp or world // (flags.tp * flags.pp), device)
+    pp = flags.pp or 2 - world // flags.tp % 2
+    grid = make_grid(flags.tp, pp, flags.dp or world // (flags.tp * pp), device)
     sizes = Sizes(micro_batch=min(4, Sizes().global_batch // grid.dp))
     train(sizes, grid, flags.slices, flags.steps, flags.data, flags.verbose)
     dist.destroy_process_group()

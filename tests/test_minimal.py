@@ -1,7 +1,9 @@
 """nanodomino/minimal.py computes what train.py computes: losses, gradient norms and weights, in float64."""
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from support.train_in_pool import metric_points, train_in_pool
 from nanodomino import minimal
 from nanodomino.checkpoint.export import full_weights
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
-from nanodomino.checkpoint.manifest import read_manifest
+from nanodomino.config.config import Config
 
 # 5 layers do not divide by 2 or 4 stages, and a microbatch of 3 does not divide by 2 slices
 SIZES = minimal.Sizes(layers=5, hidden=16, heads=4, seq_length=12, global_batch=24, micro_batch=3)
@@ -29,7 +31,7 @@ def trained(pool, tmp_path_factory):
     assert ended.code == 0, ended.error
     losses, norms = ([value for _, value in metric_points(folder / "run", name)] for name in ("loss", "grad_norm"))
     (checkpoint,) = checkpoints_of(folder / "run")
-    return folder / "tokens", losses, norms, full_weights(checkpoint, read_manifest(checkpoint)["config"])
+    return folder / "tokens", losses, norms, full_weights(checkpoint)
 
 
 def train_minimal(corpus: Path, tp, pp, dp, slices):
@@ -59,6 +61,35 @@ def test_it_equals_train_py_on_every_layout(pool, trained, tp, pp, dp, slices):
             whole = weights[name] if cut is None else weights[name].chunk(tp, cut)[tp_rank]
             torch.testing.assert_close(shard, whole, rtol=1e-11, atol=1e-12)
     assert set().union(*(shards for _, shards in ranks)) == set(weights)
+
+
+@pytest.mark.parametrize("world, flags, layout", [
+    (1, "", (1, 1, 1)), (2, "", (2, 1, 1)), (4, "", (2, 2, 1)), (8, "", (2, 2, 2)), (8, "--tp 1 --pp 1", (1, 1, 8)),
+    (2, "--pp 1 --tp 1", (1, 1, 2)), (4, "--tp 4 --slices 1", (4, 1, 1))])
+def test_its_defaults_are_those_of_train_py_on_any_number_of_processes(monkeypatch, world, flags, layout):
+    """Except that a microbatch gets smaller where a replica's part of the batch does."""
+    started = []
+    for name, value in dict(init_process_group=lambda **_: None, destroy_process_group=lambda: None,
+                            get_world_size=lambda: world).items():
+        monkeypatch.setattr(minimal.dist, name, value)
+    monkeypatch.setattr(minimal, "make_grid", lambda tp, pp, dp, device: SimpleNamespace(tp=tp, pp=pp, dp=dp))
+    monkeypatch.setattr(minimal, "train", lambda sizes, grid, *others: started.append((sizes, grid)))
+    monkeypatch.setattr(sys, "argv", ["minimal.py", *flags.split()])
+    minimal.main()
+    ((sizes, grid),) = started
+    config = Config().resolve(1)
+    assert (grid.tp, grid.pp, grid.dp) == layout
+    assert sizes.micro_batch == min(config.micro_batch_size, config.global_batch_size // grid.dp)
+    assert sizes._replace(micro_batch=0) == (
+        config.num_layers, config.hidden_size, config.num_attention_heads, config.seq_length,
+        config.global_batch_size, 0, config.lr, config.seed)
+
+
+def test_replicas_that_do_not_divide_the_batch_are_an_error():
+    """With whole microbatches only, 3 replicas would train on 12 of 16 samples and divide by the tokens of 16."""
+    stage = SimpleNamespace(sizes=minimal.Sizes(), grid=SimpleNamespace(dp=3, dp_rank=0))
+    with pytest.raises(RuntimeError, match="invalid for input of size 16"):
+        minimal.read_batch(None, stage, 0, 0)
 
 
 def test_it_is_short_and_imports_nothing_of_ours():

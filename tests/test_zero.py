@@ -10,7 +10,8 @@ import train
 from nanodomino.analysis import expected_memory
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
-from nanodomino.optim.buckets import Bucket
+from nanodomino.model import meta_model
+from nanodomino.optim.buckets import Bucket, sort_into_buckets
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.zero import MAX_REDUCES_IN_FLIGHT
 
@@ -52,6 +53,17 @@ def test_bytes_per_parameter_follow_the_formulas(pool, dp, zero_stage, dtype, we
         assert bytes_per_parameter == pytest.approx(expected)
         assert own == pytest.approx(1 / (dp if zero_stage else 1))
         assert padded > 0 and padding == 0.0
+
+
+# ---- buckets
+
+def test_a_bucket_is_full_when_it_has_bucket_size_elements():
+    """Without its last parameter it would have fewer. Of each kind only the last bucket may have fewer."""
+    model = meta_model(tiny(bucket_size=2000))
+    buckets = [(kind, [weight.numel() for weight in weights]) for kind, weights in sort_into_buckets(model)]
+    full = [sizes for _, sizes in buckets if sum(sizes) >= 2000]
+    assert len(full) >= 3 and all(sum(sizes[:-1]) < 2000 for _, sizes in buckets)
+    assert set(Counter(kind for kind, sizes in buckets if sum(sizes) < 2000).values()) == {1}
 
 
 # ---- stage 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
+from nanodomino.comm.scatter_and_gather import Messages, all_gather, reduce_scatter
 
 
 def numbers(rank, size, dtype):
@@ -41,3 +41,18 @@ def test_each_rank_gets_the_sum_of_its_part_and_all_get_all_parts(pool, ranks, d
         assert torch.equal(part, whole.chunk(ranks)[rank])
         assert torch.equal(gathered, whole)
         assert torch.equal(before, theirs[rank])
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_wait_raises_if_a_message_failed_also_while_a_trace_records(traced):
+    """A trace asks for a future, so a thread waits for the messages. Its error must not end there: the numbers that
+    should have arrived are missing."""
+    class LostMessage:
+        def wait(self):
+            raise RuntimeError("connection closed by peer")
+
+    messages = Messages([LostMessage()])
+    if traced:
+        messages.get_future()
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        messages.wait()

@@ -40,7 +40,8 @@ def test_a_dot_product_of_rotated_vectors_depends_on_their_distance_alone():
 
 
 def test_the_inverse_rotation_undoes_a_rotation_and_rotary_percent_leaves_the_rest_alone():
-    config = rope(rotary_percent=0.5)
+    config = rope(rotary_percent=0.5)                          # 4 of 8 numbers, so 2 pairs: 10000^0 and 10000^(-2/4)
+    assert rotary_frequencies(config).tolist() == pytest.approx([1.0, 0.01])
     x = torch.randn(2, 8, 2, 3, 8, dtype=torch.float64)
     rotary = rotation(config, None, 8, x.device)
     rotated = rotate(x, rotary)

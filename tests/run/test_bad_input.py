@@ -597,7 +597,11 @@ def test_an_incomplete_launch_environment_is_refused(changes, says):
 
 
 def test_a_complete_launch_environment_and_none_at_all_are_accepted():
-    assert read_launch_environment(LAUNCHED) == LaunchInfo(1, 4, 1, 4, launched=True)
+    """torchrun always counts its restarts. If 0 were taken for a restart, a new run could continue in an old folder."""
+    for restarts, restarted in (({}, False), ({"TORCHELASTIC_RESTART_COUNT": "0"}, False),
+                                ({"TORCHELASTIC_RESTART_COUNT": "2"}, True)):
+        assert read_launch_environment(LAUNCHED | restarts) == LaunchInfo(1, 4, 1, 4, launched=True,
+                                                                          restarted=restarted)
     assert read_launch_environment({}) == read_launch_environment(dict(MASTER_ADDR="localhost")) == LaunchInfo()
 
 
