@@ -23,8 +23,8 @@ from support.harness import corpus_without_files, tiny
 import nanodomino.run.report
 from nanodomino.errors import UserError
 from nanodomino.plot.__main__ import main
-from nanodomino.plot.curves import COLOURS, Curve, differences, mean_around, picture, polyline, thinned
-from nanodomino.plot.svg import tick_step, write
+from nanodomino.plot.curves import COLOURS, RIGHT, Curve, differences, mean_around, picture, polyline, thinned
+from nanodomino.plot.svg import WIDTH, tick_step, write
 from nanodomino.run.report import Report
 
 LIMIT = 120              # seconds for a short run; it takes two
@@ -256,6 +256,13 @@ def test_a_long_run_stays_small_and_loses_no_spike():
     assert len(alone) < 150_000 and len(six) < 250_000
     changed = {*heights(alone, COLOURS[0])} - {*heights(calm, COLOURS[0])}
     assert min(changed) < sorted(heights(alone, COLOURS[0]))[200], "the spike is as high as the first losses"
+
+
+def test_at_most_25_validations_are_circles_and_the_last_is_one_of_them():
+    for count in (1, 24, 25, 26, 51, 200):
+        drawn = picture([curve_of(*(dict(step=step, valid_loss=2.0) for step in range(1, count + 1)))])
+        across = [float(x) for x in re.findall(r'<circle cx="([\d.]+)"', drawn)]
+        assert len(across) <= 25 and max(across) == WIDTH - RIGHT
 
 
 def test_skipped_steps_are_gaps_with_a_mark():
