@@ -702,6 +702,14 @@ def test_bench_plan_of_gpt3_13b_on_64_gpus(capsys):
         assert said in text
 
 
+def test_a_gpu_reaches_the_rates_of_its_data_sheet_times_the_efficiencies():
+    """400 Gbit/s are 50 GB/s."""
+    flags = parse(plan, ["plan", "--product-efficiency", "0.5", "--wire-efficiency", "0.75", "--latency", "20"])
+    assert plan.machine_of(flags, "H100", network=400.0, per_host=4) == step_time.Machine(
+        matmul_rate=989e12 * 0.5, intra_host_rate=450e9 * 0.75, inter_host_rate=50e9 * 0.75, latency=20 * 1e-6,
+        ranks_per_host=4, memory_rate=3.35e12 * 0.75, host_copy_rate=64e9 * 0.75)
+
+
 def test_a_plan_proposes_the_fastest_schedule_that_fits(capsys):
     """With fast links, few microbatches and many stages it is a zero-bubble schedule, and then none is better."""
     flags = ["--gpus", 8, "--tp", 1, "--pp", 8, "--num-layers", 32, "--global-batch-size", 16, "--vocab-size", 128]
