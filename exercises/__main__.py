@@ -43,6 +43,8 @@ def start(number):
         if other == number:
             text = workbook.replace_answer(text, other, marked(workbook.blanks(other), other, yours=True))
         elif state == "blank" or other in lost:
+            if state == "blank":
+                print(f"Exercise {other} was still blank; the reference stands there again.")
             text = workbook.replace_answer(text, other, marked(workbook.answer_in(right, other), other, yours=False))
     WORK.parent.mkdir(exist_ok=True)
     if lost:

@@ -6,9 +6,9 @@ from ..fake_ranks import World
 from ..judge import expect
 
 HINT = """
-Read the picture above. Three phases: warm-up (only F), then pairs (F, B), then the remaining
-B. How many F does a stage run before its first pair? Stage 2 of 3 runs none, stage 0 runs
-two. There may be fewer microbatches than that.
+Read the picture above, in which a B takes twice as long as an F. Three phases: warm-up (only
+F), then pairs (F, B), then the remaining B. How many F does a stage run before its first
+pair? Stage 2 of 3 runs none, stage 0 runs two. There may be fewer microbatches than that.
 """
 CASES = [(4, 6), (3, 4), (2, 5), (1, 3), (4, 4), (4, 2), (5, 1)]             # stages, microbatches
 

@@ -71,7 +71,7 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
     answer(7, ANSWERS[7][0][0])
     assert run("check", "7").startswith("Exercise 7 is solved. Now read: `domino.py`")
 
-    run("start", "5")
+    assert "line" in run("start", "5")
     answer(5, "    return undefined")
     place = rf"{re.escape(str(work))}, line \d+, in one_f_one_b \(rank 0\)"
     assert re.fullmatch(r"Exercise 5: NameError: name 'undefined' is not defined\n"
@@ -85,3 +85,10 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
     states = {number: workbook.state_of(work.read_text(), number) for number in (5, 6, 7)}
     assert states == {5: "given", 6: "blank", 7: "answered"}
     assert workbook.answer_in(TEXT, 9)[0] in run("show", "9")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", ANSWERS)
+def test_each_mistake_that_a_check_knows_gets_its_own_sentence(number, tmp_path):
+    for sentence, (old, new) in getattr(workbook.check_of(number), "MISTAKES", {}).items():
+        assert check(number, with_answer(number, (old, new)), tmp_path) == sentence
