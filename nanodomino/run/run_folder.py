@@ -10,6 +10,7 @@ Problems with a folder are found here, before the first step, and not hours late
 import fcntl
 import itertools
 import os
+import socket
 import tempfile
 import time
 from dataclasses import dataclass
@@ -55,8 +56,7 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
             check_writable(next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir()))
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.run_dir is None:
-            run_dir = numbered_folder(run_dir, config.model, launch.restarted,
-                                      os.environ.get("TORCHELASTIC_RUN_ID", ""))
+            run_dir = numbered_folder(run_dir, config.model, launch.restarted, launch_id())
         check_is_run(run_dir)
         # A full disk or a closed terminal must not end a run.
         tolerate_closed_output(OSError, f"training continues, and {run_dir / 'metrics.jsonl'} records it")
@@ -199,11 +199,18 @@ def check_in_place(run: Run):
             "name to continue after its last checkpoint")
 
 
+def launch_id() -> str:
+    """Return what a launch and its restarts have in common: torchrun's --rdzv-id or, because every launch without one
+    has the id "none", the host and the process id of torchrun, which started rank 0."""
+    given = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return f"{socket.gethostname()} {os.getppid()}" if given == "none" else given
+
+
 def numbered_folder(parent: Path, name: str, restarted: bool, launch_id: str) -> Path:
     """Make and return the folder parent/NAME-NUMBER with the first free number. Safe if several runs do so at once.
 
     restarted: whether torchrun has restarted this run; if so, return the newest folder with this launch_id, if any.
-    launch_id: torchrun's id of the launch; a restart keeps it.
+    launch_id: the id of the launch; a restart keeps it.
     """
     for folder in (sorted(parent.glob(f"{name}-[0-9]*"), key=lambda folder: (len(folder.name), folder.name),
                           reverse=True) if restarted else ()):

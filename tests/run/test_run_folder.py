@@ -102,6 +102,21 @@ def test_a_restart_returns_to_the_folder_of_its_own_launch(tmp_path):
     assert numbered_folder(tmp_path, "nano", restarted=True, launch_id="tuesday").name == "nano-002"
 
 
+@pytest.mark.parametrize("given", ["none", "my-job"])
+def test_two_launches_without_an_id_of_their_own_are_told_apart(monkeypatch, tmp_path, given):
+    """torchrun names every launch "none" unless --rdzv-id names it, and one torchrun starts a launch and its restarts.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", given)
+    folders = []
+    for torchrun, restarted in ((100, False), (200, False), (100, True), (200, True), (300, True)):
+        monkeypatch.setattr(os, "getppid", lambda: torchrun)
+        run = open_run(Config().resolve(1), LaunchInfo(restarted=restarted))
+        folders.append(run.folder.name[-1])
+        os.close(run.lock)
+    assert "".join(folders) == ("12123" if given == "none" else "12222")
+
+
 def test_a_live_run_is_named_before_a_mistake_in_the_flags(tmp_path):
     """The layout that it remembers does not fit one process, but that is not what the user has to correct first."""
     record = Config(tensor_model_parallel_size=2, given=("tensor_model_parallel_size",)).resolve(2)
