@@ -7,10 +7,12 @@ import signal
 import time
 
 import pytest
+import torch.distributed as dist
 from support.jobs import Job, ROOT, TINY, make_corpus, needs_proc
 from support.fork_server import launcher_environments
 
-from nanodomino.run.rank_failure import caused_by_peer
+from nanodomino.comm.world import LaunchInfo
+from nanodomino.run.rank_failure import caused_by_peer, unresponsive_ranks
 
 END_TOGETHER = 60        # seconds from the start until all have ended; it takes 4, if the machine has no other work
 
@@ -132,6 +134,19 @@ def test_errors_caused_by_a_peer_are_told_from_own_errors(text, lonely):
     """In the words of gloo, TCPStore, NCCL and CUDA. A rank's own error must be printed with its traceback."""
     assert caused_by_peer(RuntimeError(text)) == lonely
     assert not caused_by_peer(ValueError(text)), "only what torch raises"
+
+
+def test_a_rank_is_called_dead_if_it_reports_nothing_since_the_last_restart(monkeypatch):
+    """torchrun's store outlives a restart, and so does what the ranks reported before it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setattr("nanodomino.run.rank_failure.time.sleep", lambda seconds: None)
+    said = []
+    for restarts, rank in ((0, 0), (0, 1), (1, 0)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        said.append(unresponsive_ranks(LaunchInfo(rank=rank, world_size=2)))
+    assert said == [" (dead or hanging: rank 1)", "", " (dead or hanging: rank 1)"]
 
 
 @pytest.mark.exhaustive
