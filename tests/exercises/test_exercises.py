@@ -92,3 +92,9 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
 def test_each_mistake_that_a_check_knows_gets_its_own_sentence(number, tmp_path):
     for sentence, (old, new) in getattr(workbook.check_of(number), "MISTAKES", {}).items():
         assert check(number, with_answer(number, (old, new)), tmp_path) == sentence
+
+
+def test_the_text_that_a_mistake_changes_occurs_once_in_minimal_py():
+    wrong = [(number, old) for number in ANSWERS
+             for old, _ in getattr(workbook.check_of(number), "MISTAKES", {}).values() if TEXT.count(old) != 1]
+    assert not wrong
