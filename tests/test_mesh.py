@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _process_group_color, _world
 
 from nanodomino import mesh
 from nanodomino.comm.world import LaunchInfo, start_world
-from nanodomino.mesh import make_mesh
+from nanodomino.mesh import make_mesh, meta_mesh
 
 FAULTS = """
 import ctypes, resource, sys, torch
@@ -101,6 +101,13 @@ def test_no_two_rows_of_a_split_have_the_same_colour():
                     assert len({_process_group_color(row) for row in rows}) == len(rows), (world, pp, tp)
                     count += 1
     assert count > 500
+
+
+def test_the_picture_has_every_rank_in_its_column():
+    """Twelve ranks: numbers of one and of two digits have the same width."""
+    _, *lines = meta_mesh(3, 2, 2).picture(["first", "middle", "last"]).splitlines()
+    assert lines == ["  stage 0   [ 0  1]  [ 2  3]   first", "  stage 1   [ 4  5]  [ 6  7]   middle",
+                     "  stage 2   [ 8  9]  [10 11]   last"]
 
 
 def group_rank(pp, dp, tp):
