@@ -1,13 +1,13 @@
 """The whole idea in one file: a GPT-2 trained on tp x pp x dp processes that hide their messages.
 
     torchrun --nproc_per_node 8 -m nanodomino.minimal                    tp 2 x pp 2 x dp 2
-    torchrun --nproc_per_node 4 -m nanodomino.minimal --tp 4 --slices 1  another layout, same losses
+    torchrun --nproc_per_node 4 -m nanodomino.minimal --tp 4 --pp 1      another layout, same losses
     python -m nanodomino.minimal                                         one process, same losses
 
 *Tensor parallelism* (tp) cuts each matrix of a large model, *pipeline parallelism* (pp) cuts its
 chain of layers, *data parallelism* (dp) cuts the batch. Each of them sends messages, and a rank
 that waits for a message computes nothing. This file builds all three and hides the messages of the
-first, which sends the most. With its default settings, train.py computes the same numbers.
+first, which sends the most. Given the same sizes, train.py computes the same numbers.
 Shapes: b samples, s tokens, h hidden size, v vocabulary; /t means cut over the t = tp ranks.
 """
 import argparse
@@ -65,10 +65,10 @@ def declare(sizes, grid, sites, vocab):
     if grid.is_first:
         declared[POSITIONS] = (sizes.seq_length, h), None
     for site in sites:
-        w1, n, w2, m = MATRICES[site.split(".")[-1]]
+        w1, out, w2, inner = MATRICES[site.split(".")[-1]]                     # in units of h
         declared |= {f"{site}.norm.weight": vector, f"{site}.norm.bias": vector,
-                     f"{site}.{w1}.weight": ((n * h, h), 0), f"{site}.{w1}.bias": ((n * h,), 0),
-                     f"{site}.{w2}.weight": ((h, m * h), 1), f"{site}.{w2}.bias": vector}
+                     f"{site}.{w1}.weight": ((out * h, h), 0), f"{site}.{w1}.bias": ((out * h,), 0),
+                     f"{site}.{w2}.weight": ((h, inner * h), 1), f"{site}.{w2}.bias": vector}
     if grid.is_last:
         declared |= {"final_norm.weight": vector, "final_norm.bias": vector}
     return declared
@@ -98,8 +98,8 @@ def make_stage(sizes, grid, vocab, slices, verbose=False):
         weights[name] = flat[place].view(shard.shape).requires_grad_()
         weights[name].grad = grad[place].view(shard.shape)
         decays[place] = shard.dim() > 1                              # weight decay is for matrices
-        is_replica = declared[name][1] is None and grid.tp_rank > 0
-        counts[place] = not (is_replica or name == WORDS and not grid.is_first)  # see global_sums
+        is_copy = declared[name][1] is None and grid.tp_rank > 0
+        counts[place] = not (is_copy or name == WORDS and not grid.is_first)     # see global_sums
     return SimpleNamespace(
         sizes=sizes, grid=grid, vocab=vocab, slices=slices, sites=sites, weights=weights, flat=flat,
         grad=grad, decays=decays, counts=counts, action="", verbose=verbose,
@@ -112,8 +112,8 @@ def make_stage(sizes, grid, vocab, slices, verbose=False):
 #     h --f--> h W1[i]^T + b1[i] --core--> a W2[i]^T, one addend of y --g--> + b2       [b, s, h]
 #
 #     f   forward: nothing, every rank has h     backward: all-reduce, every rank has one addend
-#     g   forward: all-reduce of the addends     backward: nothing, since d sum / d addend = 1; with
-#         another sum gradients would be t times too large, and AdamW would hide it
+#     g   forward: all-reduce of the addends     backward: nothing, since d sum / d addend = 1; one
+#         more sum would multiply by t in every sublayer: training would go on, but worse
 
 class CopyToRanks(torch.autograd.Function):                                             # exercise 2
     """f: returns h [b, s, h]; backward sums the gradient over the tp ranks."""
@@ -149,7 +149,7 @@ def core(stage, site, c):
     """c [b, s, n/t] -> [b, s, m/t]: gelu, or the attention of this rank's heads."""
     if site.endswith("mlp"):
         return F.gelu(c, approximate="tanh")
-    # W1 holds q, k, v of head 0, then of head 1 ... Were it all q, all k, all v, rank 0 had only q.
+    # W1 holds q, k, v of head 0, then of head 1 ... With all q first, rank 0 would lack its v.
     qkv = c.unflatten(2, (stage.sizes.heads // stage.grid.tp, 3, -1)).permute(3, 0, 2, 1, 4)
     return F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2)
 
@@ -191,9 +191,9 @@ def cross_entropy(stage, logits, labels):                                       
 #     two slices    compute   [a][b][a][b][a][b][a][b]
 #                   in flight    ~a~~b~~a~~b~~a~~b~
 #
-# A slice is a generator: it yields after it has launched a collective, and interleave() resumes the
-# next slice. A collective has no name. The n-th call on one rank meets the n-th call on the others,
-# so all ranks must take the same turns, or slice a here would be added to slice b there.
+# A slice runs in a generator, which yields after it has launched a collective; then interleave()
+# resumes the next slice. A collective has no name: the n-th call on one rank meets the n-th call on
+# the others. So all ranks must take the same turns, or one rank's a would be added to another's b.
 
 def interleave(generators):                                                             # exercise 7
     """Resume each generator in turn until all have ended."""
@@ -213,7 +213,7 @@ def all_reduce(stage, tensor, op=dist.ReduceOp.SUM, deferred=()):
     work.wait()
 
 def record(function, x):
-    """Return (x, function(x)), and let autograd record the function, which sends nothing."""
+    """Return (x, function(x)); autograd records this, and nothing else (see run_pipeline)."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         return x, function(x)
