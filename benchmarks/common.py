@@ -305,9 +305,9 @@ def seconds_text(seconds: float) -> str:
 def compare(alternatives: dict, repeats: int, device=torch.device("cpu"), about="") -> dict[str, Times]:
     """Time each function of {name: function} in `repeats` rounds, after one untimed warm-up round.
 
-    Each round calls every function once, in a new random order. In a fixed order, a function would always find the
-    memory and caches as the same other function left them. The time of a call is the slowest rank's, so every rank
-    must call compare(). about: a prefix for the progress line.
+    Each round calls every function once, in a new random order. In a fixed order, a function would always run after the
+    same other function, whose leftovers in memory and caches could make it faster or slower. The time of a call is the
+    slowest rank's, so every rank must call compare(). about: a prefix for the progress line.
     """
     times, shuffled = {name: [] for name in alternatives}, random.Random(0)    # one seed: all ranks draw the same order
     with progress((repeats + 1) * len(alternatives)) as bar:

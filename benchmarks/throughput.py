@@ -172,9 +172,9 @@ def report(config, mesh, times: dict[str, Times], losses: dict[str, list]):
     ours, theirs = (losses[name][:COMPARED_STEPS] for name in losses)
     difference = max(abs(loss - expected) / abs(expected) for loss, expected in zip(ours, theirs))
     require(difference <= SAME[config.dtype],
-            f"the losses of the first {COMPARED_STEPS} steps must agree within {SAME[config.dtype]:.0e} relative, but "
-            f"differ by {difference:.1e}, so the speeds can't be compared: nanodomino {ours}, {other_side} {theirs}; "
-            "this is a bug")
+            f"the losses of the first {COMPARED_STEPS} steps are {ours} in nanodomino and {theirs} in {other_side}; "
+            f"their relative difference must be at most {SAME[config.dtype]:.0e}, but is {difference:.1e}, so the "
+            "speeds can't be compared; this is a bug")
     tokens, peak = config.global_batch_size * config.seq_length, find_peak_flops(config, mesh.device)
     speeds = {name: tokens / time.median for name, time in times.items()}
     mfu = {name: speed * flops_per_token(config) / peak if peak else None for name, speed in speeds.items()}

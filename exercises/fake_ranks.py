@@ -268,13 +268,13 @@ class World:
         return []
 
     def match(self):
-        """Let posted messages meet until no more can."""
+        """Match posted messages until no pair is left."""
         pairs = [(a, b) for a in range(self.size) for b in range(self.size)]
         while any(self.match_one(a, b) for a, b in pairs):
             pass
 
     def match_one(self, a, b):
-        """Let the first message from a to b meet its receive; return whether there were both."""
+        """Match the first pending send from a to b with b's first pending receive; return False if one is missing."""
         sends = [message for message in self.active(a, b) if message.kind == "isend"]
         receives = [message for message in self.active(b, a) if message.kind == "irecv"]
         if not (sends and receives):

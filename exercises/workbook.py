@@ -67,7 +67,7 @@ def answer_in(text, number):
 
 
 def replace_answer(text, number, sources):
-    """Put sources in the place of an exercise's functions."""
+    """Return the text with an exercise's functions replaced by `sources`, one for each function."""
     for name, source in zip(exercises_of_reference()[number], sources):
         lines, (first, last) = text.splitlines(), parts(text)[name]
         text = "\n".join([*lines[:first], source, *lines[last + 1:]]) + "\n"

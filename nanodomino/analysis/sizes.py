@@ -73,7 +73,10 @@ def stage_model(config: Config, mesh: Mesh) -> GPT:
 
 
 def without_batch(config: Config) -> Config:
-    """Return a copy with fixed values of settings that do not affect shapes, so that one cached model suffices."""
+    """Return a copy of the Config in which some settings that do not affect shapes have fixed values.
+
+    So Configs that differ only in these settings share one cached model.
+    """
     return replace(config, global_batch_size=1, micro_batch_size=1, slices=1, columns=1, recompute_granularity="none",
                    checkpoint_in_cpu=False)
 

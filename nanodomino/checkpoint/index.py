@@ -1,7 +1,7 @@
-"""Writes the boxes of a checkpoint to files of raw bytes, and reads any other boxes with the help of an index.
+"""Stores a checkpoint as boxes, which are rectangular parts of its tensors, in files of raw bytes with an index.
 
-Each rank writes its boxes one after another to one file, as little-endian numbers and nothing else. The index says
-where each box lies:
+Each rank writes its boxes one after another to one file, as little-endian numbers and nothing else. A reader may ask
+for boxes of other sizes (shards.py). They are put together from the stored boxes, which the index locates:
 
     index.json      {"weight.final_norm.weight": {"dtype": "float32", "shape": [8], "boxes": [
                         ["rank-00000.bin", 0, [0], [5]],        file, first byte, offset in the tensor, size

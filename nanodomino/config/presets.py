@@ -1,4 +1,4 @@
-"""The sizes of published models, the defaults of their families, and the tables that settings choose from."""
+"""The presets (sizes and other settings of models), and tables of dtypes, decay styles, layouts and vocabularies."""
 
 import math
 

@@ -90,7 +90,7 @@ def find_prompts(flags: argparse.Namespace) -> list[str]:
 
 
 def find_prompt(text: str) -> str:
-    """Return `text`, or the contents of file NAME if it is FILE:NAME, as in nanoGPT. Raises UserError."""
+    """Return `text`; if it is FILE:NAME, return the contents of the file NAME, as in nanoGPT. Raises UserError."""
     if text.startswith("FILE:"):
         return read_text(text.removeprefix("FILE:"), "--prompt")
     try:

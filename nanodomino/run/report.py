@@ -256,7 +256,8 @@ def open_metrics(path: Path, first_step: int, say=print):
     loss of a finished run is outdated if the run is continued. The file is truncated, not rewritten, so that a kill
     cannot lose other lines. A damaged line between valid ones stays, and a warning names it.
 
-    If the run starts over (first_step is 0) and the file holds more than the line of step 0, it gets another name.
+    If the run starts over (first_step is 0), an old file is kept as metrics-NNN.jsonl, unless it holds only the line of
+    step 0.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     if not first_step and len(lines) > 1:
