@@ -42,7 +42,7 @@ def rank_grid(rank, tp, pp, dp):                                                
 def make_grid(tp, pp, dp, device):
     """Create this rank's process groups. A sum over the wrong group does not crash: it is wrong."""
     (p, d, t), stages, replicas, shards = rank_grid(dist.get_rank(), tp, pp, dp)
-    ends = {stages[0], stages[-1]}          # both have the word embedding, because the head uses it
+    ends = {stages[0], stages[-1]}          # both have the word embedding: as input, and as output
     tp_group, dp_group, *tied = (dist.new_group(sorted(row), use_local_synchronization=True)
                                  for row in (shards, replicas, ends) if dist.get_rank() in row)
     return SimpleNamespace(
@@ -61,7 +61,7 @@ def declare(sizes, grid, sites, vocab):
     """Return {name: (shape of the whole tensor, the dimension cut over tp or None)}."""
     h, vector, declared = sizes.hidden, ((sizes.hidden,), None), {}
     if grid.is_first or grid.is_last:
-        declared[WORDS] = (-(-vocab // 128) * 128, h), 0
+        declared[WORDS] = (-(-vocab // 128) * 128, h), 0          # rounded up: tp divides it
     if grid.is_first:
         declared[POSITIONS] = (sizes.seq_length, h), None
     for site in sites:
@@ -77,7 +77,7 @@ def draw(sizes, name, shape, cut):
     """Draw a whole tensor. If each rank drew its shard from the same seed, all would be equal."""
     if len(shape) == 1:
         return torch.full(shape, float(name.endswith("norm.weight")))              # biases are 0
-    std = 0.06 if cut != 1 else 0.06 / (2 * sizes.layers) ** 0.5      # one stream adds up these W2
+    std = 0.06 if cut != 1 else 0.06 / (2 * sizes.layers) ** 0.5      # all W2 outputs add up in x
     digest = hashlib.blake2b(f"{sizes.seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
@@ -90,7 +90,7 @@ def make_stage(sizes, grid, vocab, slices, verbose=False):
     for name, (shape, cut) in declared.items():
         whole = draw(sizes, name, shape, cut)
         shards[name] = whole if cut is None else whole.chunk(grid.tp, cut)[grid.tp_rank]
-    size = -(-sum(map(torch.numel, shards.values())) // grid.dp) * grid.dp   # padded: dp divides it
+    size = -(-sum(map(torch.numel, shards.values())) // grid.dp) * grid.dp   # up: dp divides it
     flat, grad, decays, counts = (torch.zeros(size, device=grid.device) for _ in range(4))
     for name, shard in shards.items():
         place, start = slice(start, start + shard.numel()), start + shard.numel()
@@ -106,8 +106,8 @@ def make_stage(sizes, grid, vocab, slices, verbose=False):
         moments=torch.zeros(2, size // grid.dp, device=grid.device))
 
 # ---- 3. The model, cut by hand (Megatron-LM, 1909.08053) -----------------------------------------
-# Attention and MLP are alike: a norm, and two matrices with a core between them. Cut W1 by its rows
-# and W2 by its columns. Then each rank computes its own heads, or its own features of the MLP:
+# Attention and MLP are alike: a norm (its output is h), then two matrices with a core between. Cut
+# W1 by rows and W2 by columns. Then each rank computes its own heads, or its own MLP features:
 #
 #     h --f--> h W1[i]^T + b1[i] --core--> a W2[i]^T, one addend of y --g--> + b2       [b, s, h]
 #
@@ -137,7 +137,7 @@ class SumOverRanks(torch.autograd.Function):                                    
         return gradient, None
 
 def matrices(stage, site):
-    """Return W1 [n/t, h], b1 [n/t], W2 [h, m/t] and b2 [h] of a sublayer."""
+    """Return W1 [n/t, h], b1 [n/t], W2 [h, m/t], b2 [h]. Attention: n, m = 3h, h; MLP: 4h, 4h."""
     w1, _, w2, _ = MATRICES[site.split(".")[-1]]
     return [stage.weights[f"{site}.{w}.{part}"] for w in (w1, w2) for part in ("weight", "bias")]
 
@@ -158,7 +158,7 @@ def plain_sublayer(stage, site, x):                                             
     w1, b1, w2, b2 = matrices(stage, site)
     h = CopyToRanks.apply(norm(stage, f"{site}.norm", x), stage.grid.tp_group)
     addend = F.linear(core(stage, site, F.linear(h, w1, b1)), w2)
-    return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2    # inside g: t times too much
+    return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2    # in g it would count t times
 
 def own_rows(stage, ids):
     """ids [b, s] -> (their rows in this rank's v/t rows of the embedding, which ids it has)."""
@@ -183,8 +183,8 @@ def cross_entropy(stage, logits, labels):                                       
     return sums[0].log() - sums[1], softmax.scatter_add_(-1, row, -is_own.to(softmax.dtype))
 
 # ---- 4. Slices that take turns (Domino, 2409.15241) ----------------------------------------------
-# g makes each sublayer wait. But samples do not depend on each other. So cut the batch into slices,
-# and compute slice b while the all-reduce of slice a is in flight:
+# g makes each sublayer wait. But samples do not depend on each other. So cut a microbatch into
+# slices, and compute slice b while the all-reduce of slice a is in flight:
 #
 #     one slice     compute   [  A  ]      [  M  ]      [  A  ]      [  M  ]        A: attention
 #                   in flight        ~~~~~        ~~~~~        ~~~~~                M: MLP
@@ -204,7 +204,7 @@ def interleave(generators):                                                     
             waiting.append(generator)
 
 def all_reduce(stage, tensor, op=dist.ReduceOp.SUM, deferred=()):
-    """All-reduce over the tp ranks, in place. A generator, which yields while it is in flight."""
+    """All-reduce over the tp ranks, in place. In flight: `deferred`, then (yield) other slices."""
     note(stage, "<-> all-reduce", tensor)
     work = dist.all_reduce(tensor, op, group=stage.grid.tp_group, async_op=True)
     for weight, gradient, x in deferred:               # gradient^T x, summed over all b x s tokens
@@ -223,7 +223,7 @@ def forward_sublayer(stage, slice, site, x):
     w1, b1, w2, b2 = matrices(stage, site)
     x, h = record(lambda x: norm(stage, f"{site}.norm", x), x)
     c, a = record(lambda c: core(stage, site, c), F.linear(h, w1, b1))
-    slice.tape.append((x, h, c, a))
+    slice.tape.append((x, h, c, a))                  # two small graphs: x -norm-> h, c -core-> a
     y = F.linear(a, w2)
     yield from all_reduce(stage, y)
     return x + y + b2
@@ -237,7 +237,7 @@ def forward_slice(stage, slice):
         yield from all_reduce(stage, x)
         x = x + stage.weights[POSITIONS]
     for site in stage.sites:
-        if stage.slices:
+        if stage.slices:                                     # --slices 0: the definition instead
             x = yield from forward_sublayer(stage, slice, site, x)
         else:
             slice.tape.append(record(lambda x, site=site: plain_sublayer(stage, site, x), x))
@@ -263,7 +263,7 @@ def backward_sublayer(stage, slice, site, gradient):                            
     b2.grad += gradient.sum((0, 1))
     grad_h = c.grad @ w1                                     # f: every rank has used h
     yield from all_reduce(stage, grad_h, deferred=[(w2, gradient, a), (w1, c.grad, h)])
-    h.backward(grad_h)                                       # of the norm's weights, and of x
+    h.backward(grad_h)                                       # -> the norm's .grad, and x.grad
     return gradient + x.grad
 
 def backward_slice(stage, slice):
@@ -289,8 +289,8 @@ def backward_slice(stage, slice):
     slice.gradient = gradient
 
 # ---- 6. The pipeline (1F1B: 2104.04473, section 2.2) ---------------------------------------------
-# So that all stages have work, the batch passes through them in microbatches. 1F1B alternates F and
-# B as early as possible. So a stage keeps at most p tapes; with all forwards first it keeps all.
+# So that all stages have work, the batch passes in microbatches. 1F1B alternates F (forward) and B
+# (backward, twice as long) early: stage p keeps tapes of at most pp - p microbatches, not of all.
 #
 #     stage 0 |F0 F1 F2          B0 B0 F3 B1 B1    B2 B2    B3 B3
 #     stage 1 |   F0 F1    B0 B0 F2 B1 B1 F3 B2 B2    B3 B3
@@ -305,10 +305,10 @@ def one_f_one_b(stage, stages, microbatches):                                   
     return actions + [("B", i) for i in range(microbatches - warm_up, microbatches)]
 
 def exchange(stage, action, output, following):                                         # exercise 6
-    """Send an action's output; return what the following action receives, or None.
+    """Send an action's output; return what the next one receives, or None. Wait for both.
 
-    Both go in one batch: if two neighbours sent first and received later, each could wait for the
-    other's receive. F receives from the previous stage and sends to the next, B the other way.
+    Both go in one batch: a send waits for its receive, so two neighbours that both sent first
+    could wait for ever. F receives from the previous stage and sends to the next, B the other way.
     """
     grid, size, messages, received = stage.grid, stage.sizes, [], None
     source = {"F": grid.previous, "B": grid.next}.get(following)
@@ -351,8 +351,8 @@ def run_pipeline(stage, text, step):
 # ---- 7. The sharded optimizer (ZeRO-1: 1910.02054) -----------------------------------------------
 # The dp replicas have the same weights, and AdamW keeps two moments per weight. So that no moment
 # is kept twice, replica j owns part j of the flat tensor. A reduce-scatter sums part j of the
-# gradients on replica j, which updates part j of the weights; then an all-gather gives all parts
-# to all. The two collectives send as much as the all-reduce of the gradients that they replace.
+# gradients on replica j (else part j would learn from its samples only), which updates part j of
+# the weights; an all-gather gives all parts to all. Both send as much as one all-reduce would.
 
 @torch.no_grad()
 def optimizer_step(stage, step, lr, loss, clip=1.0, beta1=0.9, beta2=0.95, decay=0.1):  # exercise 9
@@ -381,7 +381,7 @@ def optimizer_step(stage, step, lr, loss, clip=1.0, beta1=0.9, beta2=0.95, decay
 def global_sums(stage, loss, gradient):                                                # exercise 10
     """Return the loss and the norm of all gradients, the same on all ranks, each counted once.
 
-    All tp ranks have the loss and a copy of norms and b2; two stages have the word embedding. So
+    All tp ranks have the loss and whole norms, b2, positions; two stages have the words. So
     `counts` is 0 for all copies but one. If ranks clipped by different norms, copies would drift.
     """
     own = stage.counts.chunk(stage.grid.dp)[stage.grid.dp_rank]
@@ -399,7 +399,7 @@ def read_batch(text, stage, step, microbatch):
     for sample in samples[grid.dp_rank, microbatch].tolist():
         epoch, i = divmod(step * sizes.global_batch + sample, (len(text) - 1) // s)
         order = np.random.Generator(np.random.PCG64([sizes.seed, epoch]))
-        start = order.permutation((len(text) - 1) // s)[i] * s
+        start = order.permutation((len(text) - 1) // s)[i] * s               # sample i of the epoch
         rows.append(torch.from_numpy(text[start:start + s + 1].astype(np.int64)))
     rows = torch.stack(rows).to(grid.device)
     return rows[:, :-1], rows[:, 1:]
@@ -413,7 +413,7 @@ def learning_rate(step, steps, peak):
 def note(stage, what, tensor):
     """With --verbose, print each message and collective of this rank, indented by the rank."""
     if stage.verbose:
-        rank, now = dist.get_rank(), time.perf_counter() % 1000            # a clock all ranks share
+        rank, now = dist.get_rank(), time.perf_counter() % 1000            # one clock per machine
         print(f"{now:9.4f} s {' ' * 8 * rank} rank {rank} {stage.action} {what} "
               f"{tensor.nbytes / 1e3:.0f} kB\n", end="", flush=True)
 
