@@ -328,13 +328,13 @@ def test_without_a_terminal_there_is_no_progress_line(tmp_path):
 @pytest.mark.exhaustive
 @needs_proc
 @pytest.mark.parametrize("question, flags, moment", [
-    ("checkpoint", ["--num-attention-heads", 2], "round 1 of 100001: save"),
-    ("scaling", ["--max-processes", 2, "--device", "cpu"], "world of 1, round 2 of 100001"),
-    ("throughput", ["--device", "cpu"], "round 2 of 100001: plain"),
+    ("checkpoint", ["--num-attention-heads", 2], "round 1 of 10001: save"),
+    ("scaling", ["--max-processes", 2, "--device", "cpu"], "world of 1, round 2 of 10001"),
+    ("throughput", ["--device", "cpu"], "round 2 of 10001: plain"),
     ("zero", ["--device", "cpu"], "memory: zero-0")])
 def test_ctrl_c_ends_all_processes_silently(watched, question, flags, moment):
     """At any time. Its processes and temporary files are gone."""
-    command = watched(question, *SMALL, *flags, "--repeats", 100_000)
+    command = watched(question, *SMALL, *flags, "--repeats", 10_000)
     command.read_until(moment)
     command.process.send_signal(signal.SIGINT)
     assert command.process.wait(PATIENCE) == 128 + signal.SIGINT, command.seen
@@ -352,8 +352,8 @@ def test_ctrl_c_ends_all_processes_silently(watched, question, flags, moment):
 def test_a_bench_that_is_terminated_ends_its_processes(watched, name):
     if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
         pytest.skip(f"these tests were started with {name} ignored, as by nohup, and so would be the bench")
-    command = watched("checkpoint", *SMALL, "--num-attention-heads", 2, "--repeats", 100_000)
-    command.read_until("round 2 of 100001")
+    command = watched("checkpoint", *SMALL, "--num-attention-heads", 2, "--repeats", 10_000)
+    command.read_until("round 2 of 10001")
     command.process.send_signal(getattr(signal, name))
     assert command.process.wait(PATIENCE) == 128 + getattr(signal, name), command.seen
     wait_until(lambda: not command.alive(), PATIENCE)
