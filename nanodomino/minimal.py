@@ -1,8 +1,7 @@
 """The whole idea in one file: a GPT-2 trained on tp x pp x dp processes that hide their messages.
 
-    torchrun --nproc_per_node 8 -m nanodomino.minimal                    tp 2 x pp 2 x dp 2
-    torchrun --nproc_per_node 4 -m nanodomino.minimal --tp 4 --pp 1      another layout, same losses
-    python -m nanodomino.minimal                                         one process, same losses
+    torchrun --nproc_per_node 8 -m nanodomino.minimal       tp 2 x pp 2 x dp 2; try --tp 4, --pp 8
+    python -m nanodomino.minimal                            one process, the same losses
 
 *Tensor parallelism* (tp) cuts each matrix of a large model, *pipeline parallelism* (pp) cuts its
 chain of layers, *data parallelism* (dp) cuts the batch. Each of them sends messages, and a rank
@@ -100,10 +99,9 @@ def make_stage(sizes, grid, vocab, slices, verbose=False):
         decays[place] = shard.dim() > 1                              # weight decay is for matrices
         is_copy = declared[name][1] is None and grid.tp_rank > 0
         counts[place] = not (is_copy or name == WORDS and not grid.is_first)     # see global_sums
-    return SimpleNamespace(
-        sizes=sizes, grid=grid, vocab=vocab, slices=slices, sites=sites, weights=weights, flat=flat,
-        grad=grad, decays=decays, counts=counts, action="", verbose=verbose,
-        moments=torch.zeros(2, size // grid.dp, device=grid.device))
+    return SimpleNamespace(sizes=sizes, grid=grid, vocab=vocab, slices=slices, sites=sites,
+                           weights=weights, flat=flat, grad=grad, decays=decays, counts=counts,
+                           orders={}, verbose=verbose, moments=flat.new_zeros(2, size // grid.dp))
 
 # ---- 3. The model, cut by hand (Megatron-LM, 1909.08053) -----------------------------------------
 # Attention and MLP are alike: a norm (its output is h), then two matrices with a core between. Cut
@@ -398,8 +396,10 @@ def read_batch(text, stage, step, microbatch):
     samples = torch.arange(sizes.global_batch).view(grid.dp, -1, sizes.micro_batch)
     for sample in samples[grid.dp_rank, microbatch].tolist():
         epoch, i = divmod(step * sizes.global_batch + sample, (len(text) - 1) // s)
-        order = np.random.Generator(np.random.PCG64([sizes.seed, epoch]))
-        start = order.permutation((len(text) - 1) // s)[i] * s               # sample i of the epoch
+        if epoch not in stage.orders:                        # shuffle once, not for each sample
+            random = np.random.Generator(np.random.PCG64([sizes.seed, epoch]))
+            stage.orders = {epoch: random.permutation((len(text) - 1) // s)}
+        start = stage.orders[epoch][i] * s                                   # sample i of the epoch
         rows.append(torch.from_numpy(text[start:start + s + 1].astype(np.int64)))
     rows = torch.stack(rows).to(grid.device)
     return rows[:, :-1], rows[:, 1:]
