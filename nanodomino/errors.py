@@ -1,4 +1,7 @@
-"""The exception for a user's mistake, such as a wrong flag. The command then prints one sentence and no traceback."""
+"""The exception for a user's mistake, such as a wrong flag, and a helper to write its message.
+
+The command prints the message, which is one sentence, and no traceback.
+"""
 
 
 class UserError(Exception):

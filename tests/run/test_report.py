@@ -234,10 +234,9 @@ def test_a_run_that_starts_over_keeps_the_metrics_of_its_previous_start(tmp_path
         assert said == f"this run starts over from step 0; the metrics of its previous start are in {kept}"
 
 
-def test_a_partly_written_line_is_completed_later(report, tmp_path, capsys):
-    """write() to a nearly full disk stores what fits and returns its size; only the next write fails."""
-    shown = report()
-    write, room = shown.metrics.write, [12, 0, 0, 5]
+def fill_disk(shown, room):
+    """Let the next writes to metrics.jsonl store only so many bytes each, and fail where that is 0."""
+    write = shown.metrics.write
 
     def nearly_full(data):
         fits = room.pop(0) if room else len(data)
@@ -246,6 +245,12 @@ def test_a_partly_written_line_is_completed_later(report, tmp_path, capsys):
         return write(data[:fits])
 
     shown.metrics = SimpleNamespace(write=nearly_full)
+
+
+def test_a_partly_written_line_is_completed_later(report, tmp_path, capsys):
+    """write() to a nearly full disk stores what fits and returns its size; only the next write fails."""
+    shown = report()
+    fill_disk(shown, [12, 0, 0, 5])
     for step in range(1, 7):
         shown.record(step=step, loss=1.0)
     assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[1:] == lines_of(*range(1, 7))
@@ -255,15 +260,7 @@ def test_a_partly_written_line_is_completed_later(report, tmp_path, capsys):
 def test_at_its_end_a_run_writes_or_prints_the_lines_that_a_full_disk_rejected(report, tmp_path, capsys):
     """Nothing records a later step: so far these lines were lost."""
     shown = report()
-    write, room = shown.metrics.write, [12, 0, 0]
-
-    def nearly_full(data):
-        fits = room.pop(0) if room else len(data)
-        if not fits:
-            raise OSError(28, "No space left on device")
-        return write(data[:fits])
-
-    shown.metrics = SimpleNamespace(write=nearly_full)
+    fill_disk(shown, [12, 0, 0])
     shown.record(step=1, loss=1.0)
     shown.flush()
     said = capsys.readouterr().out
