@@ -44,7 +44,7 @@ def add_flags(parser):
 def processes(flags) -> int:
     require(flags.folder is None or Path(flags.folder).is_dir(),
             f"--folder {flags.folder} is not a folder; give a folder on the disk to be measured")
-    require(flags.processes >= 1, f"--processes must be at least 1, but is {flags.processes}")
+    require(flags.processes >= 1, f"--processes must be at least 1, but is {flags.processes}; try 2")
     settle(flags)
     return flags.processes
 

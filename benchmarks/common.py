@@ -123,7 +123,7 @@ def config_of(flags, world_size: int, **settings) -> Config:
 
 
 def config_here(flags, world_size: int, **settings) -> Config:
-    """Return config_of(). Raises UserError also if this machine can't run so many processes or lacks memory."""
+    """Return config_of(). Also raises UserError if this machine lacks memory or can't run that many processes."""
     launch = read_launch_environment()
     require(launch.launched or world_size <= MOST_PROCESSES,
             f"bench.py starts at most {MOST_PROCESSES} processes, but these flags need {world_size}; lower --tp, --pp "

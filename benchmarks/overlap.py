@@ -16,8 +16,8 @@ with the same weights and tokens:
     dtensor     plain.py, whose layers torch splits with ColwiseParallel and RowwiseParallel; each rank holds the whole
                 embedding and head
 
-With --compile (the default on CUDA) all alternatives but blocking and dtensor are compiled. So compare domino with
-megatron then.
+With --compile (the default on CUDA) all alternatives but blocking and dtensor are compiled. So then compare domino
+with megatron.
 
 Three figures are printed for domino and for paired. A name stands for the seconds of that alternative, d for those of
 domino or paired:

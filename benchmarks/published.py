@@ -8,7 +8,7 @@
                            communication in Megatron-LM's step
 
 The step time comes from analysis/step_time.py, but with the costs of what these runs did. In the first two papers each
-microbatch repeats a forward before its backward: that of whole layers, or only that of attention. In 2409.15241 nothing
+microbatch repeats the forward of whole layers, or only of attention, before its backward. In 2409.15241 nothing
 hides Megatron-LM's all-reduces.
 
 A ratio far from 1 points to a wrong assumption. The weakest assumption is that matmuls reach the same share of the peak

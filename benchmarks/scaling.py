@@ -49,7 +49,7 @@ def add_flags(parser):
 def processes(flags) -> int:
     for name in ("processes", "max_processes"):
         count = getattr(flags, name)
-        require(count is None or count >= 1, f"--{name.replace('_', '-')} must be at least 1, but is {count}")
+        require(count is None or count >= 1, f"--{name.replace('_', '-')} must be at least 1, but is {count}; try 2")
     for world_size in [flags.processes] if flags.processes else worlds(flags):
         for variant in VARIANTS:
             settle(flags, world_size, *variant)

@@ -323,7 +323,7 @@ def build_parser() -> Parser:
                         help="for a Hugging Face tokenizer: put its begin-of-text token, such as <s>, in front of each "
                         "document")
     parser.add_argument("--ids", action="store_true",
-                        help='the .jsonl lines hold ids of --tokenizer, such as {"tokens": [17, 4]}, instead of text')
+                        help='the .jsonl lines hold token ids instead of text, such as {"tokens": [17, 4]}')
     parser.add_argument("--split", default="949,50,1", metavar="SHARES",
                         help="shares of train,valid,test (default 949,50,1)")
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's encoder.json, instead of a download")

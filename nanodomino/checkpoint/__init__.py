@@ -15,6 +15,6 @@
     find_checkpoints.py    finds the newest intact checkpoint of a run
     export.py              writes one plain torch file with the full weights
 
-The data order, the dropout masks and the learning rate depend only on the settings and the step, so no state of them is
+The data order, the dropout masks and the learning rate depend only on the settings and the step, so they need not be
 saved. Weights, optimizer state and a few counters are enough to resume with the same bits.
 """

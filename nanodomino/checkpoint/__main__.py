@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
 
 
 def verify_all(folders: list[Path]) -> int:
-    """Print a line for each checkpoint. Return exit code 2 if any is damaged, else 0. Raises UserError without any."""
+    """Print a line per checkpoint. Return exit code 2 if one is damaged, else 0. Raises UserError if none exist."""
     require(folders, "this run has no checkpoint yet; give the folder of another run")
     code = 0
     for folder in folders:

@@ -91,7 +91,7 @@ def with_checkpoint(folder: Path, action):
 
 
 def recorded_settings(folder: Path) -> dict | None:
-    """Return the settings of a run's latest launch, or of a checkpoint; None if there are none that can be read."""
+    """Return the settings of a run's latest launch, or of a checkpoint; None if none can be read."""
     try:
         record = json.loads(read_file(folder / "config.json"))
         if isinstance(record, dict):

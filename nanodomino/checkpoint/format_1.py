@@ -14,7 +14,7 @@ from nanodomino.errors import require
 
 
 def parse(data: bytes) -> dict[str, tuple]:
-    """Return the tensors of an index. index.py says in which form."""
+    """Return the tensors of an index, in the form that Format.parse in index.py prescribes."""
     index = RestrictedUnpickler(io.BytesIO(data)).load()
     places = {(key.fqn, key.offset): (place.relative_path, place.offset, place.length)
               for key, place in index.storage_data.items()}
@@ -51,7 +51,7 @@ class RestrictedUnpickler(pickle._Unpickler):                  # pickle.Unpickle
         return super().find_class(module, name)
 
     def load_build(self):
-        """Set attributes of a record. Refuse to set those of a class or function, which the whole process uses."""
+        """Set a record's attributes, but never those of a class or function, because the whole process uses it."""
         require(not isinstance(self.stack[-2], type) and not callable(self.stack[-2]),
                 "the checkpoint's index changes one of torch's own types; do not use this checkpoint")
         super().load_build()

@@ -47,7 +47,7 @@ class StoredTensor(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one rank has written."""
+    """The file that one rank has written, and the boxes in it."""
     file: str
     digest: dict                # {"size", "sha256"} of the file
     entries: list               # (tensor, dtype, shape, box as in index.json) for each box
@@ -62,8 +62,8 @@ class Format(NamedTuple):
 # ---- write
 
 def write_boxes(path: Path, boxes: Iterable[LocalBox]) -> Share:
-    """Write the values of the boxes to a file and flush it to the disk. The checksum is computed here, so that the
-    ranks share this work. boxes: can be a generator, because only one box is needed at a time."""
+    """Write the values of the boxes to a file and flush it to the disk. Each rank computes the checksum of its own
+    file, so the ranks share this work. boxes: can be a generator, because only one box is needed at a time."""
     digest, start, entries = hashlib.sha256(), 0, []
     with open(path, "wb") as file:
         for name, shape, (offset, size), values in boxes:
@@ -158,7 +158,7 @@ def check_tensor(name: str, tensor: StoredTensor, files: dict, path: Path):
         require(end <= files[file]["size"], f"{path} places a part of {name[:80]} after the end of {file}; "
                 "use another checkpoint")
     require(tile([stored.box for stored in tensor.boxes], tensor.shape),
-            f"{path} lists parts of {name[:80]} that do not cover each element once; use another checkpoint")
+            f"{path} lists parts of {name[:80]} that do not cover each element exactly once; use another checkpoint")
 
 
 def tile(boxes: list[Box], shape: tuple[int, ...]) -> bool:
@@ -166,7 +166,7 @@ def tile(boxes: list[Box], shape: tuple[int, ...]) -> bool:
 
     A box is determined by its corners with alternating signs: in one dimension, [a, b) is +1 at a and -1 at b, and the
     running sum gives back a row of ones. Signed corners of several boxes add up to the signed corners of the whole
-    tensor exactly if the boxes tile it. This takes time proportional to the number of boxes, not of pairs of boxes.
+    tensor if and only if the boxes tile it. The time is proportional to the number of boxes, not to that of pairs.
     """
     corners = Counter()
     for (offset, size), factor in [*((box, 1) for box in boxes), (Box((0,) * len(shape), shape), -1)]:

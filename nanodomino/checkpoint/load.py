@@ -59,14 +59,14 @@ def read_together(folder: Path, manifest: dict, boxes: list[LocalBox]):
 
 
 def config_of(folder: Path, manifest: dict, world_size=1, **layout) -> Config:
-    """Return the settings of a checkpoint with another layout, by default that of one process. Raises UserError."""
+    """Return the settings of a checkpoint, but with another layout (default: one process). Raises UserError."""
     default = {setting.name: setting.default for setting in flag_settings(Config, "The layout")}
     saved = dataclasses.replace(from_record(manifest["config"], folder), **default | dict(micro_batch_size=1) | layout)
     return saved.resolve(world_size).with_vocabulary(saved.vocab_size)
 
 
 def open_weights(folder: Path) -> tuple[Index, GPT]:
-    """Return the index of a checkpoint, and the model that its manifest describes, whole and without values. Raises
+    """Return the index of a checkpoint, and the unsharded model that its manifest describes, without values. Raises
     UserError if the checkpoint does not hold the weights of this model."""
     manifest = read_manifest(folder)
     index = Index(folder, manifest)

@@ -62,8 +62,8 @@ def manifest_text(content: dict) -> str:
 def write_manifest(folder: Path, content: dict, shares: list[Share], advice: str):
     """Write the index and the manifest of a checkpoint and flush them to the disk.
 
-    content: all entries except "files", which is added. Raises UserError if the index breaks a rule or, ending with
-    `advice`, if a file is missing.
+    content: all entries except "files", which is added. Raises UserError if the index breaks a rule or a file is
+    missing. advice: the fix to suggest for a missing file.
     """
     write_flushed(folder / INDEX, index_text(shares).encode())
     files = {share.file: share.digest for share in shares}
@@ -124,12 +124,12 @@ def check_manifest(content: dict, path: Path):
             f"{path} has step {steps[0]}, adam_steps {steps[1]} and skipped_in_a_row {steps[2]}, but each must be from "
             f"0 to {LARGEST_STEP}; use another checkpoint")
     scale = content.setdefault("loss_scale", None)             # older versions had none
-    require(is_valid_state(scale), f"{path} must give value, good_steps and patience of a loss scale, but has "
+    require(is_valid_state(scale), f"{path} must give value, good_steps and patience of the loss scale, but has "
             f"{str(scale)[:80]}; use another checkpoint")
     for name, entry in content["files"].items():               # a name with / could lead to any file
         require(name == Path(name).name and name not in ("", ".", "..", path.name) and isinstance(entry, dict)
                 and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str),
-                f"{path} must give size and SHA-256 of files beside it, but has '{name[:80]}': "
+                f"{path} must list files beside it with their size and SHA-256, but has '{name[:80]}': "
                 f"{str(entry)[:80]}; use another checkpoint")
     index_name = FORMATS[content["format"]].index_name
     require(index_name in content["files"],
@@ -141,7 +141,7 @@ def verify(folder: Path) -> dict:
     Raises UserError, which names the damaged file and says what is wrong with it."""
     content = read_manifest(folder)
     require(step_of(folder) in (None, content["step"]), f"{folder} holds the checkpoint of step {content['step']}, but "
-            "its name says another step; rename it")
+            "its name says another step; rename the folder")
     paths = [folder / name for name in content["files"]]
     for path in paths:
         problem = "a folder, a device or a broken link, not a file" if os.path.lexists(path) else "missing"

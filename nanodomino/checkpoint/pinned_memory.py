@@ -8,7 +8,7 @@ import torch
 
 
 def allocate(lengths: list[int], dtype: torch.dtype, pin_memory: bool) -> list[list[torch.Tensor]]:
-    """Return a list of flat tensors for each length. Together they have that many elements; each lies in one block."""
+    """Return for each length a list of flat tensors, each within one block, with that many elements in total."""
     total = sum(lengths)
     blocks = [torch.empty(1 << bit, dtype=dtype, pin_memory=pin_memory)
               for bit in range(total.bit_length()) if total >> bit & 1]

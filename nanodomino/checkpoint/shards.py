@@ -2,8 +2,8 @@
 
 A box is a rectangular part of a tensor, given by its offset and size. A checkpoint stores boxes, and index.py reads any
 other boxes from them, whichever rank and layout wrote them. So a rank only has to name its boxes. But the range that a
-rank owns need not begin or end with a row of a matrix. It may hold the end of one row, some whole rows and the start of
-another row, which makes at most three boxes:
+rank owns need not begin or end where a row of a matrix does. It may hold the end of one row, some whole rows and the
+start of another row, which makes at most three boxes:
 
     elements 4 .. 19 of a matrix         .  .  .  .  4  5        boxes (offset, size):
     of four rows and six columns         6  7  8  9 10 11            (0, 4), 1 x 2
@@ -48,7 +48,7 @@ class BucketRange(NamedTuple):
 
 
 def boxes_of_range(start: int, end: int, shape) -> list[Box]:
-    """Return the boxes that elements start .. end - 1 of a flattened tensor of this shape fill, in order."""
+    """Return, in order, the boxes that hold elements start .. end - 1 of a flattened tensor of this shape."""
     if len(shape) == 1:
         return [Box((start,), (end - start,))] * (start < end)
     row_size, boxes = math.prod(shape[1:]), []
@@ -79,8 +79,8 @@ def full_shapes(model: GPT) -> dict[str, tuple[int, ...]]:
 
 
 def local_boxes(model: GPT, mesh: Mesh, ranges: list[BucketRange]) -> list[LocalBox]:
-    """Return the boxes of all parameters in these ranges. Their names contain no rank and no stage, so they are the
-    same on any layout."""
+    """Return the boxes of all parameters in these ranges. A box is named without a rank or a stage, so its name is
+    the same on any layout."""
     names, found = {weight: name for name, weight in model.named_parameters()}, []
     for bucket, state, start, values in ranges:
         for weight in bucket.parameters:
@@ -97,8 +97,8 @@ def local_boxes(model: GPT, mesh: Mesh, ranges: list[BucketRange]) -> list[Local
 def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
     """Return the range (start, end) of a bucket that this rank saves.
 
-    All ranks that hold the same bucket share the work. These are its replicas and, if the bucket is not sharded, its tp
-    ranks. Each replica saves the part that it owns with ZeRO. Only the first stage saves a tied embedding."""
+    All ranks that hold the same bucket share the work. These are the replicas and, if the bucket is not sharded, also
+    the tp ranks. Each replica saves the part that it owns with ZeRO. Only the first stage saves a tied embedding."""
     holders, index = mesh.dp, mesh.dp_rank
     if not bucket.kind.sharded:
         holders, index = holders * mesh.tp, index * mesh.tp + mesh.tp_rank

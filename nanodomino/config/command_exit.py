@@ -5,8 +5,8 @@
     Ctrl-C               prints nothing; exit code 130, the shell's code for a process that SIGINT ended
     stdout is closed     (for example by `| head -1`) the work continues without output; the exit code is as above
 
-Python may raise BrokenPipeError in any print, and again when it flushes its buffers at exit. TolerantFile catches both:
-it replaces the raw file below the buffers, through which all output passes.
+Python may raise BrokenPipeError in any print, and again when it flushes its buffers at exit. TolerantFile catches both,
+because it replaces the raw file, to which the buffers write all output.
 """
 
 import io
@@ -18,7 +18,7 @@ from nanodomino.errors import UserError
 
 
 def run_command(main, *arguments):
-    """Call main(*arguments), and exit with the code that it returns (None means 0), or as in the table above."""
+    """Call main(*arguments), and exit with the code that it returns (None: 0) or that the table above gives."""
     tolerate_closed_output()
     try:
         code = main(*arguments)

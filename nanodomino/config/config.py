@@ -72,7 +72,7 @@ class Config:
               "of 64)", derived=True, at_most=2**24)
     num_attention_heads: int = model_setting(None, "number of attention heads", at_most=2**16)
     group_query_attention: bool = model_setting(
-        False, "let several heads share keys and values; also on if --num-query-groups is below the number of heads")
+        False, "let several heads share keys and values; automatic if --num-query-groups is below the number of heads")
     num_query_groups: int = model_setting(
         None, "number of query groups; the heads of a group share keys and values (default: the preset's, else one "
               "group per head)",
@@ -143,8 +143,8 @@ class Config:
     sequence_parallel: bool = layout_setting(
         False, "split the residual stream along the sequence over the tensor-parallel ranks", needs="--tp above 1")
     recompute_granularity: str = layout_setting(
-        "none", "what backward recomputes to save memory: with selective, the attention core and the activation "
-                "function; with full, everything that it needs inside a sublayer, from the sublayer's stored input",
+        "none", "what backward recomputes to save memory; selective: the attention core and the activation function; "
+                "full: all that it needs inside a sublayer, from the sublayer's stored input",
         choices=GRANULARITIES)
     checkpoint_in_cpu: bool = layout_setting(
         False, "with full recomputation, move the stored sublayer inputs from the GPU to host memory",
@@ -184,7 +184,7 @@ class Config:
     fp16: bool = training_setting(
         False, "short for --dtype float16; the loss scale is dynamic unless --loss-scale is set")
     loss_scale: float = training_setting(
-        None, "fixed loss scale: the factor that multiplies all gradients during backward; best a power of two "
+        None, "fixed loss scale: the factor that multiplies all gradients during backward; preferably a power of two "
               "(default: a dynamic loss scale in fp16, else 1)", at_least=SMALLEST_LOSS_SCALE, below=LOSS_SCALE_LIMIT)
     initial_loss_scale: float = training_setting(
         2.0**15, "dynamic loss scale of the first step", at_least=SMALLEST_LOSS_SCALE, below=LOSS_SCALE_LIMIT,
@@ -195,8 +195,8 @@ class Config:
     loss_scale_window: int = training_setting(
         1000, "double the dynamic loss scale after this many steps in a row without overflow", needs=DYNAMIC)
     hysteresis: int = training_setting(
-        2, "with n, n - 1 overflows leave the dynamic loss scale as it is, and each further one halves it; the count "
-           "restarts when the scale doubles",
+        2, "number of overflows until the dynamic loss scale is halved; each further overflow halves it again, and the "
+           "count restarts when the scale doubles",
         needs=DYNAMIC)
     fp16_lm_cross_entropy: bool = training_setting(
         False, "compute the intermediate tensors of the cross entropy in fp16 instead of fp32", needs="--fp16")
@@ -216,7 +216,7 @@ class Config:
         None, "JSON file of settings, like a run's config.json; flags override it", affects="launch")
     load: str = run_setting(
         None, "checkpoint to start from, or a run's folder to start from its newest checkpoint; a run "
-              "that already has a checkpoint refuses any --load but the one that it started from")
+              "that already has a checkpoint accepts only the --load that it started from")
     finetune: bool = run_setting(
         False, "take only the weights from --load, start at step 0 with a new optimizer, and validate before step 1")
     log_interval: int = run_setting(25, "steps between progress lines")
@@ -224,13 +224,13 @@ class Config:
     eval_iters: int = run_setting(10, "global batches per validation; 0 turns validation off", at_least=0)
     save_interval: int = run_setting(100, "steps between checkpoints; the last step is always saved")
     keep_last: int = run_setting(3, "number of newest checkpoints to keep")
-    exit_interval: int = run_setting(None, "save and stop after the next step divisible by this", affects="launch")
+    exit_interval: int = run_setting(None, "save and stop after the next multiple of this many steps", affects="launch")
     max_skipped_steps: int = run_setting(
         10, "end the run after this many skipped steps in a row; a step is skipped if its loss or "
             "gradient is not finite; gradient overflows do not count while the loss scale can still shrink")
     tensorboard_dir: str = run_setting(
         None, "folder for a copy of the metrics that TensorBoard can read; each run needs its own folder")
-    verbose: bool = run_setting(False, "print each message and collective as a line", affects="launch")
+    verbose: bool = run_setting(False, "print a line for each message and collective", affects="launch")
     trace: str = run_setting(None, "steps FIRST:LAST to record and draw as a timeline", affects="launch")
     timeout: int = run_setting(600, "seconds that a collective may take before the run ends")
     sample_tokens: int = run_setting(
@@ -246,7 +246,7 @@ class Config:
     compile_backend: str = machine_setting(
         "inductor", "backend of torch.compile", choices=("inductor", "aot_eager"), needs="--compile")
     deterministic_mode: bool = machine_setting(
-        False, "use deterministic CUDA kernels where torch has them (CPU kernels always are deterministic)")
+        False, "use deterministic CUDA kernels where torch has them (CPU kernels are always deterministic)")
 
     # These fields are not flags. The program fills them in and stores them in config.json.
     given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # see setting.py
@@ -271,7 +271,7 @@ class Config:
 
     @property
     def params_dtype(self) -> torch.dtype:
-        """The torch.dtype of weights and activations; Megatron-LM's name."""
+        """The torch.dtype of weights and activations, named as in Megatron-LM."""
         return DTYPES[self.dtype]
 
     @property

@@ -35,7 +35,7 @@ NEEDS = {
 
 
 def has_gpu(config) -> bool:
-    """Return whether --device lets the run use a GPU, and torch finds one."""
+    """Return whether --device allows a GPU and torch finds one."""
     return config.device != "cpu" and torch.cuda.is_available()
 
 
@@ -49,7 +49,7 @@ def default_ffn_hidden_size(config) -> int:
 
 
 def default_schedule(virtual_stages: int) -> str:
-    """Return the first schedule that supports this many chunks per stage; if none does, the one that supports most."""
+    """Return the first schedule that supports this many chunks per stage; if none does, the one with the most."""
     return next((name for name, schedule in SCHEDULES.items() if virtual_stages in schedule.chunks),
                 max(SCHEDULES, key=lambda name: SCHEDULES[name].chunks[-1]))
 
@@ -76,7 +76,7 @@ def flags_for_enough_layers(c) -> str:
 
 
 def check_needs(config, names):
-    """Raise UserError for the first of these settings that has no effect because its needs are not met (NEEDS).
+    """Raise UserError if one of these settings has no effect, because something that it needs does not hold (NEEDS).
 
     names: the settings whose flags were given. Settings from a run, a preset or a --config file are not checked: the
     user did not ask for them now, and they may have an effect in a later launch on another layout. Values that equal
@@ -102,7 +102,8 @@ def check_trace(config):
             and 1 <= int(numbers[0]) <= int(numbers[1]),
             f"--trace must be FIRST:LAST, two steps with 1 <= FIRST <= LAST, but is {config.trace}; try --trace 10:12")
     require(int(numbers[1]) <= config.train_iters,
-            f"--trace {config.trace} must end by train-iters {config.train_iters}; lower LAST, or raise --train-iters")
+            f"--trace {config.trace} must not go beyond --train-iters {config.train_iters}; lower LAST, or raise "
+            "--train-iters")
 
 
 def check_rules(c):

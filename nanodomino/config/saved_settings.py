@@ -1,7 +1,7 @@
 """Reads the settings that are stored with a run or a checkpoint, even if an older version of this code stored them.
 
 A record is the dictionary dataclasses.asdict(config), as stored in config.json and in a checkpoint's manifest. A record
-that is older than a setting lacks this setting. The older code behaved as if it had the setting's legacy_default.
+that is older than a setting lacks it. Today's code behaves as the older code did if the setting has its legacy_default.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ def check_record(record: dict, source) -> dict:
     known = {setting.name: setting for setting in dataclasses.fields(Config)}
     unknown = sorted(record.keys() - known.keys())
     require(not unknown, f"{source} has settings that this version does not know ({', '.join(unknown)}); correct "
-            "the name, or use the version that wrote it")
+            "the name, or use the version that wrote the file")
     for name, value in record.items():
         if value is None:
             continue
         if name == "given":
             require(isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value),
-                    f"{source} has {value!r} as given, which must be a list of names; correct it")
+                    f"{source} gives {value!r} as given, but must give a list of names; correct it")
             continue
         type = known[name].type
         fits = isinstance(value, (int, float) if type is float else type) and (type is bool) == isinstance(value, bool)
-        require(fits, f"{source} has {value!r} as {name}, which must be of type {type.__name__}; correct it")
+        require(fits, f"{source} gives {value!r} as {name}, but must give a value of type {type.__name__}; correct it")
     return record
 
 
@@ -55,5 +55,5 @@ def check_settings(record: dict, source, config: Config, *effects):
         recorded, requested = getattr(saved, name), getattr(config, name)
         old, new = (f" (--data-path {each.data_path})" * (name == "data_sha256") for each in (saved, config))
         require(recorded == requested, f"{source} was made with {name.replace('_', '-')} {recorded}{old}, but this run "
-                f"has {requested}{new}; go back to the old value, or start another run (with the same model, it can "
-                "start from these weights: --load FOLDER --finetune)")
+                f"has {requested}{new}; go back to the old value, or start another run (if the model is the same, "
+                "from these weights: --load FOLDER --finetune)")

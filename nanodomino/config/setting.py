@@ -48,8 +48,8 @@ def setting(section, default, help, *, affects, choices=(), alias=None, at_least
     alias            a second name of the flag, such as --tp
     at_least, above  the lower bound, inclusive or exclusive (default: at least 1 for an int, at least 0 for a float)
     at_most, below   the upper bound, inclusive or exclusive (default: at most the largest int32 or fp32)
-    needs            what must hold for the setting to have an effect: a key of NEEDS in rules.py, or several
-    derived          a missing value is computed, from other settings, the data or the machine
+    needs            what must hold for the setting to have an effect: one or more keys of NEEDS in rules.py
+    derived          a missing value is computed from other settings, the data or the machine
     legacy_default   the value for records that are older than the setting, or a function from such a record to the
                      value (default: today's default)
     """
@@ -92,8 +92,8 @@ def check_values(config):
 def check_range(flag: str, value, at_least=None, above=None, at_most=None, below=None, type=int):
     """Raise UserError unless `value` lies in its range. setting() says what the bounds mean.
 
-    Most float settings are used in fp32. So a float must also lie in the range after rounding to fp32, which must not
-    make it 0: with a loss scale of 1e-46, for example, all gradients would be 0.
+    Most float settings are used in fp32. So a float must also lie in the range after rounding to fp32, and must not
+    become 0 unless it was 0. A loss scale of 1e-46, for example, would make all gradients 0.
     """
     at_least = (1 if type is int else 0.0) if at_least is None else at_least
     at_most = (MAX_INT if type is int else FP32_MAX) if at_most is None else at_most

@@ -1,8 +1,8 @@
 """Loads a corpus, which is a folder of token ids, and holds the parts of data/prepare.py that make one.
 
     documents.py               finds text files and the documents in them
-    tokenizer.py               converts text to token ids and back; the tokens are bytes, GPT-2's or those of
-    huggingface_tokenizer.py   a Hugging Face tokenizer.json, read with the optional package tokenizers
+    tokenizer.py               converts text to token ids and back
+    huggingface_tokenizer.py   does the same with a Hugging Face tokenizer.json and the optional package tokenizers
     safe_cuts.py               finds where a long text can be cut without changing its token ids
     atomic_folder.py           makes a corpus appear complete or not at all
     prepared_folder.py         checks and loads a corpus

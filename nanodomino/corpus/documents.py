@@ -44,7 +44,7 @@ def find_files(inputs: list, output: Path) -> tuple[dict[str, bool], Counter]:
 
 
 def expand_glob(pattern: str) -> list[str]:
-    """Return the paths that match. ** matches any number of folders. Python's ** may never end if links are cyclic."""
+    """Return the paths that match; ** matches any number of folders. Python's ** may never end if links are cyclic."""
     top, *rest = re.split(r"(?:^|(?<=/))\*\*(?:/+|$)", pattern, maxsplit=1)
     if not rest:
         return glob.glob(pattern)
@@ -97,7 +97,7 @@ def is_text(path: str) -> bool:
 
 def read_documents(files: dict[str, bool], safe_cut: re.Pattern, any_bytes: bool,
                    text_of_line: Callable[[bytes, str], str]) -> Iterator[Document]:
-    """Yield the documents of find_files()' files.
+    """Yield the documents in the files that find_files() returned.
 
     any_bytes: also read files that are not UTF-8, if the user named them. text_of_line: the function that reads
     a line of a .jsonl file, text_of_line or ids_of_line below.
@@ -127,8 +127,8 @@ def text_of_line(line: bytes, place: str) -> str:
 
 
 def ids_of_line(line: bytes, place: str, vocab_size: int, end_of_text: int) -> str:
-    """Return the tokens field of a line of a .jsonl file as a text such as "17 4 256", without an end-of-text at its
-    end. Raises UserError."""
+    """Return the tokens field of a line of a .jsonl file as a text such as "17 4 256", without a final end-of-text.
+    Raises UserError."""
     try:
         tokens = json.loads(line)["tokens"]
         fits = isinstance(tokens, list) and all(type(token) is int and 0 <= token < vocab_size for token in tokens)

@@ -93,7 +93,7 @@ def read_huggingface(path, eod_token: str | None = None, special_tokens=False,
     """Read and check a tokenizer.json, or the one in a folder.
 
     eod_token: see find_special_token; special_tokens, begin_of_text: see build_tokenizer in tokenizer.py.
-    Raises UserError if the file is damaged, is not one of the two kinds above, or does not decode ids to the same text.
+    Raises UserError if the file is damaged, is of neither kind above, or does not decode a text's ids to that text.
     """
     path = find_tokenizer(path)
     try:

@@ -50,7 +50,7 @@ class Corpus:
         return f"{name}-{file_sha256(path)[:8]}" if path.is_file() else name
 
     def bits_per_byte(self, split: str, loss: float, eod_mask_loss=False) -> float | None:
-        """Convert a mean loss, in nats per token, to bits per byte of the split's text; None if its bytes are unknown.
+        """Convert a mean loss, in nats per token, to bits per byte of the split's text; None if its size is unknown.
 
         A loss per token depends on how long the tokens are. Bits per byte can be compared between tokenizers.
         eod_mask_loss: the loss leaves out the end-of-text tokens.
@@ -83,7 +83,7 @@ class Corpus:
 
 
 def check(condition, sentence: str):
-    """Raise UserError with this sentence and advice to prepare the text again, unless the condition holds."""
+    """Unless the condition holds, raise UserError with this sentence and the advice to prepare the text again."""
     require(condition, f"{sentence}; prepare the text again")
 
 

@@ -2,7 +2,7 @@
 
 Encoding takes some 60 bytes of memory per byte of text, and a document may have gigabytes. So it is encoded in chunks.
 A tokenizer splits a text into words, and byte-pair encoding (BPE) merges only within a word. So a cut between two words
-is safe. The regular expressions below match at safe cuts. If one of them matches a character, the cut drops it.
+is safe. The regular expressions below match at safe cuts. One of them matches a space, which the cut removes.
 """
 
 import re

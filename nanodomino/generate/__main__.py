@@ -47,8 +47,8 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=200, metavar="INT",
                         help="new tokens per text; a text ends earlier at end-of-text (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="FLOAT",
-                        help="logits are divided by it: below 1 favours likely tokens, above 1 unlikely ones; 0 always "
-                        "takes the most likely token (default 0.8)")
+                        help="number that divides the logits: below 1 favours likely tokens, above 1 unlikely ones; 0 "
+                        "always takes the most likely token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=0, metavar="INT",
                         help="sample only from this many of the most likely tokens; 0: from all tokens (default 0)")
     parser.add_argument("--seed", type=int, default=None, metavar="INT",

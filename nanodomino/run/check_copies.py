@@ -8,7 +8,7 @@ copies stay equal because
                    without, each replica applies the same gradients               equal if kernels are deterministic
     two stages     both add the same two gradients                                equal if addition is deterministic
     over tp        each rank computes the same gradient from the same numbers     equal if kernels are deterministic
-                   (with sequence parallelism, all all-reduce the same parts)     (equal if addition is deterministic)
+                   (with sequence parallelism, the ranks sum the same parts)      (equal if addition is deterministic)
 
 torch.compile can break the equality over tp: it may benchmark kernels on each rank separately, and two ranks may choose
 kernels whose sums differ in the last bit. From then on the ranks train slightly different models, which no loss shows.

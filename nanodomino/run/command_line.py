@@ -95,7 +95,7 @@ def read_settings(path: Path) -> dict:
 
 
 def remembered_settings(record: dict) -> dict:
-    """Return the settings of a record that later launches reuse: neither those for one launch nor computed ones."""
+    """Return the settings of a record that later launches reuse: all except launch-only and computed settings."""
     return {setting.name: record[setting.name] for setting in flag_settings(Config)
             if record.get(setting.name) is not None and setting.metadata["affects"] != "launch"
             and (not setting.metadata["derived"] or setting.name in record.get("given", ()))}

@@ -277,7 +277,7 @@ def open_metrics(path: Path, first_step: int, say=print):
         except (ValueError, KeyError, TypeError, RecursionError):
             unread.append(str(number))
     if damaged:
-        say(f"warning: {path} can't be read in line {', '.join(damaged)}; leaving it as it is")
+        say(f"warning: {path} has damaged lines ({', '.join(damaged)}), which are left as they are")
     metrics = open(path, "ab", buffering=0)
     metrics.truncate(kept)
     metrics.seek(kept)

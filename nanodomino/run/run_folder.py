@@ -1,6 +1,6 @@
 """Finds or makes the folder of a run, and finds the checkpoint that the run starts from.
 
-    --run-dir of an earlier run     resume from its newest intact checkpoint; any --load but its first is refused
+    --run-dir of an earlier run     resume from its newest intact checkpoint; a --load other than its first is refused
     --run-dir of a new run          start from --load, or from random weights
     no --run-dir                    a new folder runs/MODEL-NUMBER, which a restart by torchrun finds again
 
@@ -200,8 +200,8 @@ def check_in_place(run: Run):
 
 
 def launch_id() -> str:
-    """Return what a launch and its restarts have in common: torchrun's --rdzv-id or, because every launch without one
-    has the id "none", the host and the process id of torchrun, which started rank 0."""
+    """Return an id that a launch and its restarts share: torchrun's --rdzv-id; without one (it is "none" then), the
+    host and the process id of the torchrun that started rank 0."""
     given = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return f"{socket.gethostname()} {os.getppid()}" if given == "none" else given
 

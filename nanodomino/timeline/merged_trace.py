@@ -159,7 +159,7 @@ def set_ready_times(recording: Recording):
 
 
 def waits(events: list[Event]) -> tuple[list, list]:
-    """Return the spans in which one rank waited: (exposed ones, idle ones). Call set_ready_times() first."""
+    """Return the spans in which one rank waited, as (exposed, idle). Call set_ready_times() first."""
     in_flight, waited, exposed = defaultdict(list), defaultdict(list), []
     for event in events:
         if event.kind in COLLECTIVES or (event.kind == "wait" and "ready" in event.args):

@@ -174,10 +174,11 @@ INDICES = [("an absolute file", change_boxes(lambda entry, boxes: boxes[0].__set
             "refers to ../other/rank-00000.bin, which the manifest does not list"),
            ("after the end", change_boxes(lambda entry, boxes: boxes[-1].__setitem__(1, 10**9)), "after the end of"),
            ("before the start", change_boxes(lambda entry, boxes: boxes[0].__setitem__(1, -4)), "an impossible shape"),
-           ("a gap", change_boxes(lambda entry, boxes: boxes.pop()), "do not cover each element once"),
-           ("two values", change_boxes(lambda entry, boxes: boxes.append(boxes[0])), "do not cover each element once"),
+           ("a gap", change_boxes(lambda entry, boxes: boxes.pop()), "do not cover each element exactly once"),
+           ("two values", change_boxes(lambda entry, boxes: boxes.append(boxes[0])),
+            "do not cover each element exactly once"),
            ("a larger tensor", change_boxes(lambda entry, boxes: entry.update(shape=[10**12, 64])),
-            "do not cover each element once"),
+            "do not cover each element exactly once"),
            ("another shape", change_boxes(lambda entry, boxes: entry.update(shape=[1, 16, 64])), "an impossible shape"),
            ("a missing tensor", lambda index: index.pop(BOX), None),
            ("a missing layer", without_a_layer, "layers, but its manifest says num_layers"),
@@ -284,7 +285,7 @@ def test_an_impossible_loss_scale_is_refused(tmp_path, changes):
     (folder / "manifest.json").write_text(manifest_text(content | dict(loss_scale=valid)))
     assert verify(folder)["loss_scale"] == valid
     (folder / "manifest.json").write_text(manifest_text(content | dict(loss_scale=valid | changes)))
-    with pytest.raises(UserError, match="must give value, good_steps and patience of a loss scale, but has .*; use"):
+    with pytest.raises(UserError, match="must give value, good_steps and patience of the loss scale, but has .*; use"):
         verify(folder)
 
 

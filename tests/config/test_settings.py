@@ -212,11 +212,12 @@ def test_the_config_json_of_a_run_is_a_config_file(begun):
 
 
 @pytest.mark.parametrize("text, words", [
-    ('{"lr": "fast"}', "has 'fast' as lr, which must be of type float"), ('{"lr": true}', "has True as lr"),
-    ('{"num_layers": 2.5}', "has 2.5 as num_layers, which must be of type int"), ("[1]", "must hold one JSON object"),
+    ('{"lr": "fast"}', "gives 'fast' as lr, but must give a value of type float"), ('{"lr": true}', "gives True as lr"),
+    ('{"num_layers": 2.5}', "gives 2.5 as num_layers, but must give a value of type int"),
+    ("[1]", "must hold one JSON object"),
     ('{"layers": 3}', "settings that this version does not know (layers)"), ("{", "can't be read"),
-    ("[" * 99999, "can't be read"), ('{"given": 5, "min_lr": 0.1}', "has 5 as given, which must be a list of names"),
-    ('{"world_size": "x"}', "has 'x' as world_size, which must be of type int")])
+    ("[" * 99999, "can't be read"), ('{"given": 5, "min_lr": 0.1}', "gives 5 as given, but must give a list of names"),
+    ('{"world_size": "x"}', "gives 'x' as world_size, but must give a value of type int")])
 def test_a_bad_config_file_is_refused_in_one_sentence(tmp_path, text, words):
     path = tmp_path / "mine.json"
     path.write_text(text)

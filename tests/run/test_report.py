@@ -214,7 +214,7 @@ def test_a_damaged_line_of_metrics_stays_and_is_reported(tmp_path, bad):
     before, after = lines_of(0, 1, 2), lines_of(4, 5)
     left, said = reopened(tmp_path, 5, *before, bad, bad, *after, *lines_of(6, 7))
     assert left == [*before, bad, bad, *after]
-    assert "metrics.jsonl can't be read in line 4, 5; leaving it as it is" in said
+    assert "metrics.jsonl has damaged lines (4, 5), which are left as they are" in said
 
 
 @pytest.mark.parametrize("last", [b'{"step": 5, "lo', b'{"step": 5, "loss": 1.0}', b"\0\0",
