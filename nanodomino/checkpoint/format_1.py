@@ -51,7 +51,7 @@ class RestrictedUnpickler(pickle._Unpickler):                  # pickle.Unpickle
         return super().find_class(module, name)
 
     def load_build(self):
-        """Set a record's attributes, but never those of a class or function, because the whole process uses it."""
+        """Set a record's attributes, but refuse to change a class or function, which the whole process shares."""
         require(not isinstance(self.stack[-2], type) and not callable(self.stack[-2]),
                 "the checkpoint's index changes one of torch's own types; do not use this checkpoint")
         super().load_build()

@@ -166,7 +166,7 @@ def tile(boxes: list[Box], shape: tuple[int, ...]) -> bool:
 
     A box is determined by its corners with alternating signs: in one dimension, [a, b) is +1 at a and -1 at b, and the
     running sum gives back a row of ones. Signed corners of several boxes add up to the signed corners of the whole
-    tensor if and only if the boxes tile it. The time is proportional to the number of boxes, not to that of pairs.
+    tensor if and only if the boxes tile it. The time grows linearly with the number of boxes.
     """
     corners = Counter()
     for (offset, size), factor in [*((box, 1) for box in boxes), (Box((0,) * len(shape), shape), -1)]:

@@ -215,8 +215,8 @@ class Config:
     config: str = run_setting(
         None, "JSON file of settings, like a run's config.json; flags override it", affects="launch")
     load: str = run_setting(
-        None, "checkpoint to start from, or a run's folder to start from its newest checkpoint; a run "
-              "that already has a checkpoint accepts only the --load that it started from")
+        None, "checkpoint to start from, or a run's folder to start from its newest checkpoint; once the "
+              "new run has a checkpoint, any other --load is refused")
     finetune: bool = run_setting(
         False, "take only the weights from --load, start at step 0 with a new optimizer, and validate before step 1")
     log_interval: int = run_setting(25, "steps between progress lines")

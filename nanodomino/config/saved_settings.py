@@ -1,7 +1,7 @@
 """Reads the settings that are stored with a run or a checkpoint, even if an older version of this code stored them.
 
 A record is the dictionary dataclasses.asdict(config), as stored in config.json and in a checkpoint's manifest. A record
-that is older than a setting lacks it. Today's code behaves as the older code did if the setting has its legacy_default.
+that is older than a setting lacks it. With the setting's legacy_default, today's code behaves as that older code did.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def check_record(record: dict, source) -> dict:
             continue
         if name == "given":
             require(isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value),
-                    f"{source} gives {value!r} as given, but must give a list of names; correct it")
+                    f"{source} gives {value!r} as 'given', but must give a list of names; correct it")
             continue
         type = known[name].type
         fits = isinstance(value, (int, float) if type is float else type) and (type is bool) == isinstance(value, bool)

@@ -31,8 +31,8 @@ TOKENIZERS = ("byte", "gpt2")
 DOWNLOAD_SECONDS = 60
 
 # GPT-2's regular expression for words. Possessive quantifiers (++) and limited runs ({1,500000}) are added, because
-# tiktoken gives up when it has to backtrack a million characters. A run of whitespace before a word is a word of its
-# own, except its last character.
+# tiktoken gives up when it has to backtrack a million characters. In a run of whitespace before a word, all but the
+# last character form a separate word.
 GPT2_WORDS = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
               r"""|\s++$|\s{1,500000}(?!\S)|\s""")
 

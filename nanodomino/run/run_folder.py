@@ -200,8 +200,8 @@ def check_in_place(run: Run):
 
 
 def launch_id() -> str:
-    """Return an id that a launch and its restarts share: torchrun's --rdzv-id; without one (it is "none" then), the
-    host and the process id of the torchrun that started rank 0."""
+    """Return an id that a launch and its restarts share: torchrun's --rdzv-id or, if it was not given, the host
+    and the process id of the torchrun that started rank 0."""
     given = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return f"{socket.gethostname()} {os.getppid()}" if given == "none" else given
 

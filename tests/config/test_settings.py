@@ -216,7 +216,8 @@ def test_the_config_json_of_a_run_is_a_config_file(begun):
     ('{"num_layers": 2.5}', "gives 2.5 as num_layers, but must give a value of type int"),
     ("[1]", "must hold one JSON object"),
     ('{"layers": 3}', "settings that this version does not know (layers)"), ("{", "can't be read"),
-    ("[" * 99999, "can't be read"), ('{"given": 5, "min_lr": 0.1}', "gives 5 as given, but must give a list of names"),
+    ("[" * 99999, "can't be read"),
+    ('{"given": 5, "min_lr": 0.1}', "gives 5 as 'given', but must give a list of names"),
     ('{"world_size": "x"}', "gives 'x' as world_size, but must give a value of type int")])
 def test_a_bad_config_file_is_refused_in_one_sentence(tmp_path, text, words):
     path = tmp_path / "mine.json"
