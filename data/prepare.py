@@ -84,15 +84,15 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
             if ids:                                             # the text is known only now
                 sizes = [text_bytes(folder / f"{split}.bin", text_tokenizer, dtype) if count else 0
                          for split, count in zip(SPLITS, tokens)]
-            unigram, bigram, counted = entropies(folder / "train.bin", dtype, text_tokenizer.vocab_size)
+            unigram, bigram, counted_tokens = entropies(folder / "train.bin", dtype, text_tokenizer.vocab_size)
             meta = {
                 "format": FORMAT, "source": source or summary_of(inputs),
                 "tokenizer": text_tokenizer.name, "vocab_file": None, "merge_file": None,
                 "vocab_size": text_tokenizer.vocab_size, "end_of_text": text_tokenizer.end_of_text,
                 "dtype": dtype.name, "split": weights, "tokens": dict(zip(SPLITS, tokens)),
-                "bytes": dict(zip(SPLITS, sizes)), "documents": dict(zip(SPLITS, documents)), "cut_off": cut_off,
-                "skipped": dict(+skipped),
-                "unigram_entropy": unigram, "bigram_entropy": bigram, "bigram_tokens": counted,
+                "bytes": dict(zip(SPLITS, sizes)), "documents": dict(zip(SPLITS, documents)),
+                "cut_off": cut_off, "skipped": dict(+skipped),
+                "unigram_entropy": unigram, "bigram_entropy": bigram, "bigram_tokens": counted_tokens,
                 "sha256": {name: file_sha256(folder / f"{name}.bin") for name in SPLITS}}
             if vocab_file is not None:
                 meta |= {"vocab_file": "encoder.json", "merge_file": "vocab.bpe"}
@@ -151,13 +151,12 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
                  skipped: Counter, progress: bool, ids: bool) -> tuple[list[int], list[int], list[int]]:
     """Write each document to its split. Returns the numbers of tokens, of documents and of bytes of text in each split.
 
-    files: what find_files() returned. skipped: counts skipped documents by reason; updated here. ids: the documents
-    are token ids already, passed as text such as "17 4 256".
+    files: what find_files() returned. skipped: counts skipped documents by reason; updated here. ids: see prepare().
     """
     encode, read_line = tokenizer.encode, text_of_line
     if ids:
-        encode, read_line = ids_of_text, partial(ids_of_line, vocab_size=tokenizer.vocab_size,
-                                                 end_of_text=tokenizer.end_of_text)
+        read_line = partial(ids_of_line, vocab_size=tokenizer.vocab_size, end_of_text=tokenizer.end_of_text)
+        encode = partial(np.fromstring, dtype=np.int64, sep=" ")       # of a text such as "17 4 256"
     begin = b"" if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], dtype).tobytes()
     total, position = sum(map(os.path.getsize, files)), 0
     documents, written, split_of = [0] * 3, [0] * 3, {}
@@ -194,11 +193,6 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
             f"the input holds no text ({counted(len(files), 'file')}, {skipped_text(skipped) or 'none skipped'}); "
             "check the paths")
     return tokens, documents, written
-
-
-def ids_of_text(text: str) -> np.ndarray:
-    """Return the ids in a text such as "17 4 256"."""
-    return np.array(text.split(), np.int64)
 
 
 def raw_bytes(text: str) -> bytes:

@@ -27,10 +27,11 @@ from pathlib import Path
 
 import numpy as np
 
+from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.setting import MAX_INT, names_affecting
 from nanodomino.errors import UserError, counted, require
-from nanodomino.files import open_regular_file, read_file
+from nanodomino.files import open_regular_file
 from nanodomino.plot.svg import LINE, WIDTH, frame, line, text, tick_step
 
 SERIES = ("loss", "grad_norm", "lr", "valid_loss", "test_loss")
@@ -51,7 +52,7 @@ class Curve:
         self.name = path.parent.resolve().name if path.name == "metrics.jsonl" else path.name
         self.offset, self.lines = 0, 0
         self.points = {name: (array("d"), array("d")) for name in SERIES}
-        self.skipped, self.entropies, self.qualities = [], {}, {}       # qualities: the last values of QUALITIES
+        self.skipped, self.last = [], {}                                # last: {name: the last value}
         self.tokenizer, self.vocab_size = None, None                    # None: unknown, since the run is old
 
     def read_on(self) -> bool:
@@ -76,12 +77,12 @@ class Curve:
         step = values["step"]
         if not (isinstance(step, int) and 0 <= step <= MAX_INT):
             raise ValueError
-        for name in self.points.keys() & values.keys():
+        numbers = {name: math.nan if values[name] is None else float(values[name])
+                   for name in (*SERIES, *ENTROPIES, *QUALITIES) if name in values}
+        self.last |= numbers
+        for name in self.points.keys() & numbers.keys():
             self.points[name][0].append(step)
-            self.points[name][1].append(math.nan if values[name] is None else values[name])
-        self.entropies |= {name: values[name] for name in ENTROPIES.keys() & values.keys() if values[name] is not None}
-        self.qualities |= {name: math.nan if values[name] is None else float(values[name])
-                           for name in QUALITIES if name in values}
+            self.points[name][1].append(numbers[name])
         self.tokenizer = values.get("tokenizer", self.tokenizer)
         if values.get("skipped"):
             self.skipped.append(step)
@@ -98,7 +99,7 @@ class Curve:
 def read(run: Path) -> tuple[Curve, dict]:
     """Return the curve and the settings of a run. `run` is its folder or its metrics.jsonl.
 
-    The settings are empty if there is no config.json. Raises UserError if metrics.jsonl can't be read or holds no step.
+    The settings are empty if none can be read. Raises UserError if metrics.jsonl can't be read or holds no step.
     """
     path = run / "metrics.jsonl" if run.is_dir() else run
     curve = Curve(path)
@@ -107,11 +108,7 @@ def read(run: Path) -> tuple[Curve, dict]:
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}); give a run's folder, or its metrics.jsonl") from None
     require(any(steps for steps, _ in curve.points.values()), f"{path} holds no step yet; wait for the first step")
-    try:
-        settings = json.loads(read_file(path.parent / "config.json"))
-    except (OSError, ValueError, RecursionError):
-        settings = None
-    settings = settings if isinstance(settings, dict) else {}
+    settings = recorded_settings(path.parent) or {}
     curve.vocab_size = settings.get("vocab_size")
     return curve, settings
 
@@ -121,10 +118,10 @@ def tokenizer_warning(curves: list[Curve]) -> str:
     tokenizer, compares the sizes of the vocabularies.
     """
     for name in ("tokenizer", "vocab_size"):
-        first, *others = (getattr(curve, name) for curve in curves)
-        if first is not None and None not in others:
+        known = [getattr(curve, name) for curve in curves]
+        if None not in known:
             return ("the tokenizers of these runs differ: compare bits per byte, not losses per token"
-                    if any(other != first for other in others) else "")
+                    if any(each != known[0] for each in known) else "")
     return ""
 
 
@@ -181,7 +178,9 @@ class Panel:
         margin = max(0.04 * (high - low), 0.01 * abs(high), 1e-9)
         self.low, high = low - margin, high + margin
         self.scale = height / (high - self.low)
-        self.svg = [text(LEFT, top - 9, title), line(f"M{LEFT} {self.bottom}H{WIDTH - RIGHT}", "#bbb")]
+        self.svg = [f'<clipPath id="{name}"><rect x="{LEFT - 4}" y="{top}" width="{WIDTH - LEFT - RIGHT + 8}" '
+                    f'height="{height}"/></clipPath>',
+                    text(LEFT, top - 9, title), line(f"M{LEFT} {self.bottom}H{WIDTH - RIGHT}", "#bbb")]
         step = tick_step(self.scale, max(height / 9, 20))
         for i in range(math.ceil(self.low / step), math.floor(high / step) + 1):
             y = self.y(i * step)
@@ -196,22 +195,18 @@ class Panel:
         self.svg.append(line(polyline(x, self.y(values)), colour, f'{look} fill="none" stroke-linejoin="round" '
                              f'stroke-linecap="round" clip-path="url(#{self.name})"'))
 
-    @property
-    def clip(self) -> str:
-        return (f'<clipPath id="{self.name}"><rect x="{LEFT - 4}" y="{self.top}" width="{WIDTH - LEFT - RIGHT + 8}" '
-                f'height="{self.bottom - self.top}"/></clipPath>')
-
 
 def picture(curves: list[Curve], notes: Sequence[str] = ()) -> str:
     """Return an SVG of all runs on one axis of steps. notes: texts to add to the runs' rows below the plots."""
     together = {name: np.concatenate([curve.arrays(name) for curve in curves], axis=1) for name in SERIES}
-    steps, values = ({name: arrays[i] for name, arrays in together.items()} for i in (0, 1))
-    first = max(min(each.min() for each in steps.values() if len(each)) - 1, 0)
-    last = max(first + 1, *(curve.last_step for curve in curves))
+    values = {name: arrays[1] for name, arrays in together.items()}
+    steps = np.concatenate([arrays[0] for arrays in together.values()])
+    first = max(steps.min() - 1, 0)
+    last = max(first + 1, steps.max())
     scale = (WIDTH - LEFT - RIGHT) / (last - first)
     reach = min(max(len(curve.points["loss"][0]) for curve in curves) // 100, 250)       # of the strong curve's mean
-    entropies = sorted({(value, name) for curve in curves for name, value in curve.entropies.items()
-                        if math.isfinite(value)})
+    entropies = sorted({(curve.last[name], name) for curve in curves for name in ENTROPIES
+                        if math.isfinite(curve.last.get(name, math.nan))})
 
     marks = [*values["valid_loss"], *values["test_loss"], *(value for value, _ in entropies)]
     loss = Panel("loss", "loss, nats per token", GAP, HIGH, values["loss"], marks, left_out=0.02)
@@ -252,7 +247,7 @@ def picture(curves: list[Curve], notes: Sequence[str] = ()) -> str:
                      + "dashed, circles: validation; filled circle: test; marks on the axis: skipped steps",
                      "small pale"))
     body += loss.svg + norm.svg + rate.svg
-    return frame(WIDTH, y + 10, body, "".join(panel.clip for panel in (loss, norm, rate)))
+    return frame(WIDTH, y + 10, body)
 
 
 def markers(curve: Curve, colour: str, across, loss: Panel) -> list[str]:
@@ -273,7 +268,7 @@ def last_values(curve: Curve, reach: int) -> list[str]:
                                ("test_loss", "test", 0)):
         _, values = curve.arrays(name)
         if len(values) and math.isfinite(value := mean_around(values, width)[-1]):
-            perplexity, bits = (curve.qualities.get(name.replace("loss", quality), math.nan)
+            perplexity, bits = (curve.last.get(name.replace("loss", quality), math.nan)
                                 for quality in ("perplexity", "bits_per_byte"))
             more = [f"perplexity {perplexity:.4g}"] * math.isfinite(perplexity)
             more += [f"{bits:.3f} bits per byte"] * math.isfinite(bits)
