@@ -1,12 +1,12 @@
 """The whole idea in one file: a GPT-2 trained on tp x pp x dp processes that hide their messages.
 
     torchrun --nproc_per_node 8 -m nanodomino.minimal       tp 2 x pp 2 x dp 2; try --tp 4, --pp 8
-    python -m nanodomino.minimal                            one process, the same losses
+    python -m nanodomino.minimal         same losses, in one process (python data/prepare.py first)
 
 *Tensor parallelism* (tp) cuts each matrix of a large model, *pipeline parallelism* (pp) cuts its
 chain of layers, *data parallelism* (dp) cuts the batch. Each of them sends messages, and a rank
-that waits for a message computes nothing. This file builds all three and hides the messages of the
-first, which sends the most. Given the same sizes, train.py computes the same numbers.
+that waits for a message computes nothing. This file builds all three and hides the messages of tp,
+which sends the most. Given the same sizes, train.py computes the same numbers.
 Shapes: b samples, s tokens, h hidden size, v vocabulary; /t means cut over the t = tp ranks.
 """
 import argparse
@@ -23,35 +23,35 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-# global_batch: samples per step, over all replicas; micro_batch: those that pass a stage together
+# global_batch: samples per step, over all replicas; micro_batch: samples per pass through a stage
 Sizes = namedtuple("Sizes", "layers hidden heads seq_length global_batch micro_batch lr seed",
-                   defaults=(8, 96, 8, 128, 16, 4, 4e-3, 1234))
+                   defaults=(8, 96, 8, 128, 16, 4, 4e-3, 1234))              # heads: of attention
 
 # ---- 1. The grid of ranks ------------------------------------------------------------------------
-#                dp 0     dp 1      torchrun starts tp x pp x dp processes and numbers them: ranks.
-#     stage 0   [0  1]   [2  3]     The tp ranks in a bracket share each matrix. Ranks 0 and 2 have
-#     stage 1   [4  5]   [6  7]     the same weights and other samples (dp). 4 continues 0 (pp).
+#                dp 0     dp 1      torchrun numbers its tp x pp x dp processes; a number is a rank.
+#     stage 0   [0  1]   [2  3]     0 and 1 share each matrix (tp). 0 and 2 have the same weights
+#     stage 1   [4  5]   [6  7]     but different samples (dp). 4 has the layers after 0's (pp).
 
 def rank_grid(rank, tp, pp, dp):                                                        # exercise 1
     """Return this rank's (pp_rank, dp_rank, tp_rank) and the ranks of its row along each axis."""
     grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
-    p, d, t = (grid == rank).nonzero()[0].tolist()
-    return (p, d, t), grid[:, d, t].tolist(), grid[p, :, t].tolist(), grid[p, d].tolist()
+    i, j, k = (grid == rank).nonzero()[0].tolist()
+    return (i, j, k), grid[:, j, k].tolist(), grid[i, :, k].tolist(), grid[i, j].tolist()
 
 def make_grid(tp, pp, dp, device):
     """Create this rank's process groups. A sum over the wrong group does not crash: it is wrong."""
-    (p, d, t), stages, replicas, shards = rank_grid(dist.get_rank(), tp, pp, dp)
+    (i, j, k), stages, replicas, shards = rank_grid(dist.get_rank(), tp, pp, dp)
     ends = {stages[0], stages[-1]}          # both have the word embedding: as input, and as output
     tp_group, dp_group, *tied = (dist.new_group(sorted(row), use_local_synchronization=True)
                                  for row in (shards, replicas, ends) if dist.get_rank() in row)
     return SimpleNamespace(
-        tp=tp, pp=pp, dp=dp, pp_rank=p, dp_rank=d, tp_rank=t, device=device,
-        previous=[None, *stages][p], next=[*stages, None][p + 1], is_first=p == 0,
-        is_last=p == pp - 1, tp_group=tp_group, dp_group=dp_group, tied_group=(*tied, None)[0])
+        tp=tp, pp=pp, dp=dp, pp_rank=i, dp_rank=j, tp_rank=k, device=device,
+        previous=[None, *stages][i], next=[*stages, None][i + 1], is_first=i == 0,
+        is_last=i == pp - 1, tp_group=tp_group, dp_group=dp_group, tied_group=(*tied, None)[0])
 
 # ---- 2. The parameters ---------------------------------------------------------------------------
-# A rank's weights are views of one flat tensor, and their gradients are views of another. So one
-# collective sums all gradients, and section 7 can cut the optimizer's work anywhere.
+# A rank's weights are views of one flat tensor, its gradients of another. So one collective sums
+# all gradients, and section 7 can cut them anywhere. A site is a sublayer's name: layers.0.mlp.
 
 WORDS, POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 MATRICES = {"attention": ("qkv", 3, "dense", 1), "mlp": ("dense_h_to_4h", 4, "dense_4h_to_h", 4)}
@@ -73,7 +73,7 @@ def declare(sizes, grid, sites, vocab):
     return declared
 
 def draw(sizes, name, shape, cut):
-    """Draw a whole tensor. If each rank drew its shard from the same seed, all would be equal."""
+    """Draw a whole tensor. If each rank drew only its shard, all shards would be equal."""
     if len(shape) == 1:
         return torch.full(shape, float(name.endswith("norm.weight")))              # biases are 0
     std = 0.06 if cut != 1 else 0.06 / (2 * sizes.layers) ** 0.5      # all W2 outputs add up in x
@@ -82,7 +82,7 @@ def draw(sizes, name, shape, cut):
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
 def make_stage(sizes, grid, vocab, slices, verbose=False):
-    """Create this rank's part of the model: some layers, and of each matrix a shard."""
+    """Create this rank's part of the model: some of the layers, and a shard of each matrix."""
     layers = np.array_split(np.arange(sizes.layers), grid.pp)[grid.pp_rank]      # may be uneven
     sites = [f"layers.{layer}.{kind}" for layer in layers for kind in MATRICES]
     declared, shards, weights, start = declare(sizes, grid, sites, vocab), {}, {}, 0
@@ -105,7 +105,7 @@ def make_stage(sizes, grid, vocab, slices, verbose=False):
 
 # ---- 3. The model, cut by hand (Megatron-LM, 1909.08053) -----------------------------------------
 # Attention and MLP are alike: a norm (its output is h), then two matrices with a core between. Cut
-# W1 by rows and W2 by columns. Then each rank computes its own heads, or its own MLP features:
+# W1 by rows, W2 by columns. Then each rank computes its own attention heads or MLP features:
 #
 #     h --f--> h W1[i]^T + b1[i] --core--> a W2[i]^T, one addend of y --g--> + b2       [b, s, h]
 #
@@ -152,23 +152,22 @@ def core(stage, site, c):
     return F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2)
 
 def plain_sublayer(stage, site, x):                                                     # exercise 4
-    """x [b, s, h] -> x + sublayer(x): the definition. Waits for f and g; run by autograd."""
+    """x [b, s, h] -> x + sublayer(x), the definition. Waits for g; autograd runs the backward."""
     w1, b1, w2, b2 = matrices(stage, site)
     h = CopyToRanks.apply(norm(stage, f"{site}.norm", x), stage.grid.tp_group)
     addend = F.linear(core(stage, site, F.linear(h, w1, b1)), w2)
     return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2    # in g it would count t times
 
 def own_rows(stage, ids):
-    """ids [b, s] -> (their rows in this rank's v/t rows of the embedding, which ids it has)."""
+    """ids [b, s] -> (each id's row in this rank's v/t rows of WORDS, whether this rank has it)."""
     row = ids - stage.grid.tp_rank * len(stage.weights[WORDS])
     is_own = (0 <= row) & (row < len(stage.weights[WORDS]))
     return row.where(is_own, 0), is_own
 
+# Three numbers per token travel, not v logits: the maximum, the sum of exp, the label's logit. Read
+# `yield from all_reduce(...)` as a blocking all-reduce until section 4 explains generators.
 def cross_entropy(stage, logits, labels):                                               # exercise 3
-    """logits [b, s, v/t], labels [b, s] -> (losses [b, s], gradient of the logits). A generator.
-
-    Three numbers per token travel, not v logits: the maximum, the sum of exp, the label's logit.
-    """
+    """logits [b, s, v/t], labels [b, s] -> (losses [b, s], gradient of the logits). A generator."""
     logits[..., max(stage.vocab - stage.grid.tp_rank * logits.size(-1), 0):] = -1e9     # padding
     maximum = logits.amax(-1)                                       # without it exp would overflow
     yield from all_reduce(stage, maximum, dist.ReduceOp.MAX)
@@ -191,7 +190,7 @@ def cross_entropy(stage, logits, labels):                                       
 #
 # A slice runs in a generator, which yields after it has launched a collective; then interleave()
 # resumes the next slice. A collective has no name: the n-th call on one rank meets the n-th call on
-# the others. So all ranks must take the same turns, or one rank's a would be added to another's b.
+# the others. So all ranks must take the same turns. Otherwise slices a and b would be added up.
 
 def interleave(generators):                                                             # exercise 7
     """Resume each generator in turn until all have ended."""
@@ -202,7 +201,7 @@ def interleave(generators):                                                     
             waiting.append(generator)
 
 def all_reduce(stage, tensor, op=dist.ReduceOp.SUM, deferred=()):
-    """All-reduce over the tp ranks, in place. In flight: `deferred`, then (yield) other slices."""
+    """All-reduce in place over the tp ranks; meanwhile add the `deferred` gradients and yield."""
     note(stage, "<-> all-reduce", tensor)
     work = dist.all_reduce(tensor, op, group=stage.grid.tp_group, async_op=True)
     for weight, gradient, x in deferred:               # gradient^T x, summed over all b x s tokens
@@ -211,7 +210,7 @@ def all_reduce(stage, tensor, op=dist.ReduceOp.SUM, deferred=()):
     work.wait()
 
 def record(function, x):
-    """Return (x, function(x)); autograd records this, and nothing else (see run_pipeline)."""
+    """Return (x, function(x)); autograd records only this call (see run_pipeline)."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         return x, function(x)
@@ -265,7 +264,7 @@ def backward_sublayer(stage, slice, site, gradient):                            
     return gradient + x.grad
 
 def backward_slice(stage, slice):
-    """Turn slice.gradient from the gradient of the output into that of x; add to every .grad."""
+    """Turn slice.gradient, the output's gradient, into the gradient of x; add to every .grad."""
     gradient, words = slice.gradient, stage.weights.get(WORDS)
     if stage.grid.is_last:
         x, h = slice.tape.pop()
@@ -287,8 +286,8 @@ def backward_slice(stage, slice):
     slice.gradient = gradient
 
 # ---- 6. The pipeline (1F1B: 2104.04473, section 2.2) ---------------------------------------------
-# So that all stages have work, the batch passes in microbatches. 1F1B alternates F (forward) and B
-# (backward, twice as long) early: stage p keeps tapes of at most pp - p microbatches, not of all.
+# The batch passes in microbatches, so that all stages have work. 1F1B alternates F (forward) and B
+# (backward, twice as long) early, so stage r keeps at most pp - r microbatches' tapes, not all.
 #
 #     stage 0 |F0 F1 F2          B0 B0 F3 B1 B1    B2 B2    B3 B3
 #     stage 1 |   F0 F1    B0 B0 F2 B1 B1 F3 B2 B2    B3 B3
@@ -302,12 +301,10 @@ def one_f_one_b(stage, stages, microbatches):                                   
         actions += [("F", warm_up + i), ("B", i)]
     return actions + [("B", i) for i in range(microbatches - warm_up, microbatches)]
 
+# F receives from the previous stage and sends to the next one, B the other way. Send and receive go
+# in one batch: a send waits for its receive, so two neighbours that both sent first would hang.
 def exchange(stage, action, output, following):                                         # exercise 6
-    """Send an action's output; return what the next one receives, or None. Wait for both.
-
-    Both go in one batch: a send waits for its receive, so two neighbours that both sent first
-    could wait for ever. F receives from the previous stage and sends to the next, B the other way.
-    """
+    """Send an action's output; return what the following action receives, or None."""
     grid, size, messages, received = stage.grid, stage.sizes, [], None
     source = {"F": grid.previous, "B": grid.next}.get(following)
     target = {"F": grid.next, "B": grid.previous}.get(action)
@@ -347,10 +344,9 @@ def run_pipeline(stage, text, step):
     return loss
 
 # ---- 7. The sharded optimizer (ZeRO-1: 1910.02054) -----------------------------------------------
-# The dp replicas have the same weights, and AdamW keeps two moments per weight. So that no moment
-# is kept twice, replica j owns part j of the flat tensor. A reduce-scatter sums part j of the
-# gradients on replica j (else part j would learn from its samples only), which updates part j of
-# the weights; an all-gather gives all parts to all. Both send as much as one all-reduce would.
+# The dp replicas have the same weights. To keep AdamW's two moments per weight only once, replica j
+# owns part j of the flat tensor: it receives part j of the summed gradients (reduce-scatter),
+# updates these weights and sends them to all (all-gather). Both send the bytes of one all-reduce.
 
 @torch.no_grad()
 def optimizer_step(stage, step, lr, loss, clip=1.0, beta1=0.9, beta2=0.95, decay=0.1):  # exercise 9
@@ -376,12 +372,10 @@ def optimizer_step(stage, step, lr, loss, clip=1.0, beta1=0.9, beta2=0.95, decay
     stage.grad.zero_()
     return loss, grad_norm
 
+# All tp ranks have the loss, norms, b2 and positions, and two stages have the words. `counts` is 1
+# for only one of the copies. If ranks clipped by different norms, their copies would drift apart.
 def global_sums(stage, loss, gradient):                                                # exercise 10
-    """Return the loss and the norm of all gradients, the same on all ranks, each counted once.
-
-    All tp ranks have the loss and whole norms, b2, positions; two stages have the words. So
-    `counts` is 0 for all copies but one. If ranks clipped by different norms, copies would drift.
-    """
+    """Return the global loss and gradient norm, the same on all ranks. Copies count once."""
     own = stage.counts.chunk(stage.grid.dp)[stage.grid.dp_rank]
     sums = torch.stack([loss * (stage.grid.tp_rank == 0), (gradient.square() * own).sum()]).double()
     dist.all_reduce(sums)
@@ -392,7 +386,7 @@ def global_sums(stage, loss, gradient):                                         
 def read_batch(text, stage, step, microbatch):
     """Return tokens and labels of a microbatch, both [b, s]. A label is the next token."""
     sizes, grid, s, rows = stage.sizes, stage.grid, stage.sizes.seq_length, []
-    # The layout says who reads a sample, not which samples a step has: all layouts learn the same.
+    # The layout decides which rank reads a sample, but not which samples a step has.
     samples = torch.arange(sizes.global_batch).view(grid.dp, -1, sizes.micro_batch)
     for sample in samples[grid.dp_rank, microbatch].tolist():
         epoch, i = divmod(step * sizes.global_batch + sample, (len(text) - 1) // s)
@@ -405,7 +399,7 @@ def read_batch(text, stage, step, microbatch):
     return rows[:, :-1], rows[:, 1:]
 
 def learning_rate(step, steps, peak):
-    """Return the rate of step 1 .. steps: a linear rise for 5 %, then a cosine down to a tenth."""
+    """Rise linearly for the first 5 % of steps, then fall along a cosine to a tenth of the peak."""
     warm_up = int(0.05 * steps)
     cosine = math.cos(math.pi * (step - warm_up) / max(steps - warm_up, 1))
     return peak * (step / warm_up if step <= warm_up else 0.55 + 0.45 * cosine)
@@ -418,7 +412,7 @@ def note(stage, what, tensor):
               f"{tensor.nbytes / 1e3:.0f} kB\n", end="", flush=True)
 
 def train(sizes, grid, slices, steps, folder, verbose=False, report=print):
-    """Train on a folder of data/prepare.py; return the stage and each step's (loss, norm)."""
+    """Train on a folder from data/prepare.py; return the stage and each step's (loss, norm)."""
     meta = json.loads((folder / "meta.json").read_text())
     text = np.memmap(folder / "train.bin", meta["dtype"], mode="r")
     stage, history = make_stage(sizes, grid, meta["vocab_size"], slices, verbose), []
@@ -433,20 +427,23 @@ def main():
     alone = dict(store=dist.HashStore(), rank=0, world_size=1)                # without torchrun
     dist.init_process_group(**({} if dist.is_torchelastic_launched() else alone))
     world, parser = dist.get_world_size(), argparse.ArgumentParser(description=__doc__[:97])
-    for flag, default, text in (
-            ("--tp", 2 - world % 2, "tensor-parallel ranks"), ("--dp", None, "replicas"),
-            ("--pp", None, "pipeline stages"), ("--steps", 200, "optimizer steps"),
+    for flag, default, text in (("--tp", 2 - world % 2, "tensor-parallel ranks"),
+            ("--pp", None, "stages"), ("--dp", None, "replicas"), ("--steps", 200, "updates"),
             ("--slices", 2, "slices of a microbatch; 0: the definition, run by autograd")):
         parser.add_argument(flag, type=int, default=default, help=text)
     parser.add_argument("--data", type=Path, default="data/python-stdlib", help="prepared text")
     parser.add_argument("--verbose", action="store_true", help="print messages and collectives")
-    flags, device = parser.parse_args(), torch.device("cpu")
+    args, device = parser.parse_args(), torch.device("cpu")
     if torch.cuda.is_available():
         torch.cuda.set_device(device := torch.device("cuda", dist.get_rank()))
-    pp = flags.pp or 2 - world // flags.tp % 2
-    grid = make_grid(flags.tp, pp, flags.dp or world // (flags.tp * pp), device)
-    sizes = Sizes(micro_batch=min(4, Sizes().global_batch // grid.dp))
-    train(sizes, grid, flags.slices, flags.steps, flags.data, flags.verbose)
+    tp, pp = args.tp, args.pp or 2 - world // (args.tp or 1) % 2
+    dp = args.dp or max(world // (tp * pp or 1), 1)
+    sizes = Sizes(micro_batch=min(4, Sizes().global_batch // dp))
+    if min(tp, pp, dp) < 1 or tp * pp * dp != world or sizes.heads % tp or sizes.global_batch % dp:
+        error = (f"tp {tp} x pp {pp} x dp {dp} must equal the number of processes, {world}; tp "
+                 f"must divide {sizes.heads} heads and dp must divide {sizes.global_batch} samples")
+        raise SystemExit(error if dist.get_rank() == 0 else 0)                    # print it once
+    train(sizes, make_grid(tp, pp, dp, device), args.slices, args.steps, args.data, args.verbose)
     dist.destroy_process_group()
 
 if __name__ == "__main__":

@@ -85,6 +85,18 @@ def test_its_defaults_are_those_of_train_py_on_any_number_of_processes(monkeypat
         config.global_batch_size, 0, config.lr, config.seed)
 
 
+@pytest.mark.parametrize("world, flags", [(2, "--tp 16"), (2, "--tp 0"), (16, "--tp 16"), (3, "")])
+def test_a_wrong_layout_is_refused_in_one_sentence(monkeypatch, world, flags):
+    for rank in (0, 1):
+        for name, value in dict(init_process_group=None, get_world_size=world, get_rank=rank).items():
+            monkeypatch.setattr(minimal.dist, name, lambda value=value, **_: value)
+        monkeypatch.setattr(sys, "argv", ["minimal.py", *flags.split()])
+        with pytest.raises(SystemExit) as refused:
+            minimal.main()
+        expected = rf"tp .* must equal the number of processes, {world}; .* dp must divide 16 samples"
+        assert re.fullmatch(expected, refused.value.code) if rank == 0 else refused.value.code == 0
+
+
 def test_replicas_that_do_not_divide_the_batch_are_an_error():
     """With whole microbatches only, 3 replicas would train on 12 of 16 samples and divide by the tokens of 16."""
     stage = SimpleNamespace(sizes=minimal.Sizes(), grid=SimpleNamespace(dp=3, dp_rank=0))

@@ -20,14 +20,14 @@ RANK_GRID = [
     grid = torch.arange(tp * pp * dp).view(tp, pp, dp)
     t, p, d = (grid == rank).nonzero()[0].tolist()
     return (p, d, t), grid[t, :, d].tolist(), grid[t, p].tolist(), grid[:, p, d].tolist()""", "tp x pp x dp"),
-    (("grid[p, :, t].tolist(), grid[p, d].tolist()", "grid[p, d].tolist(), grid[p, :, t].tolist()"), "another order"),
-    (("grid[p, :, t].tolist(), grid[p, d].tolist()", "grid[p, :, t].tolist(), grid[p, 0].tolist()"),
+    (("grid[i, :, k].tolist(), grid[i, j].tolist()", "grid[i, j].tolist(), grid[i, :, k].tolist()"), "another order"),
+    (("grid[i, :, k].tolist(), grid[i, j].tolist()", "grid[i, :, k].tolist(), grid[i, 0].tolist()"),
      "must contain the rank itself"),
-    (("grid[:, d, t].tolist(), grid[p, :, t].tolist()", "grid[:, d, t], grid[p, :, t].tolist()"), None),
-    (("grid[p, d].tolist()", "grid[p, d]"), "must hold ints"),
-    (("return (p, d, t), grid[:, d, t]", "return p, d, t, grid[:, d, t]"), "must return four things"),
-    (("grid[:, d, t].tolist(),", "grid[::-1, d, t].tolist(),"), "ValueError"),
-    (("grid[:, d, t].tolist(),", "grid[:, d, t].tolist()[::-1],"), "in the order of the grid"),
+    (("grid[:, j, k].tolist(), grid[i, :, k].tolist()", "grid[:, j, k], grid[i, :, k].tolist()"), None),
+    (("grid[i, j].tolist()", "grid[i, j]"), "must hold ints"),
+    (("return (i, j, k), grid[:, j, k]", "return i, j, k, grid[:, j, k]"), "must return four things"),
+    (("grid[:, j, k].tolist(),", "grid[::-1, j, k].tolist(),"), "ValueError"),
+    (("grid[:, j, k].tolist(),", "grid[:, j, k].tolist()[::-1],"), "in the order of the grid"),
 ]
 
 F_AND_G = [
