@@ -146,7 +146,8 @@ def read_config(values: dict, source, most: dict | None = None) -> Config:
         config = Config(**settings, given=tuple(sorted(settings))).resolve(1)
         return config.with_vocabulary(sizes.vocab_size)
     except UserError as error:
-        raise UserError(f"{source} describes an impossible model: {error}") from None
+        rule = str(error).split("; ")[0].removeprefix("--")         # without the advice, which names flags of train.py
+        raise UserError(f"{source} describes an impossible model: {rule}; correct it") from None
 
 
 def settings_of_family(family: Family, sizes) -> dict:

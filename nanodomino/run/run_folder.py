@@ -161,7 +161,7 @@ def lock_folder(run_dir: Path, patience=5.0) -> int:
 def in_use(run_dir: Path, descriptor: int) -> str:
     """Return the error message for a folder that another process has locked. descriptor: its open lock file."""
     return (f"--run-dir {run_dir} is in use by process {os.pread(descriptor, 20, 0).decode() or '?'}, which is still "
-            "training in it; end this process first, or choose another folder")
+            "training in it; end that process first, or choose another folder")
 
 
 def check_not_in_use(run_dir: Path, note: str):

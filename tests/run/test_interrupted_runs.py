@@ -221,7 +221,7 @@ def test_a_folder_in_use_is_refused_until_its_run_has_ended(job, alone):
     first.end()
     second = job("run", *LENGTH)
     assert second.end() != 0
-    assert (f"is in use by process {left_behind[0]}, which is still training in it; end this process first"
+    assert (f"is in use by process {left_behind[0]}, which is still training in it; end that process first"
             in second.output()), second.output()
     for pid in left_behind.values():
         os.kill(pid, signal.SIGKILL)

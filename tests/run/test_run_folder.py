@@ -129,7 +129,7 @@ def test_a_live_run_is_named_before_a_mistake_in_the_flags(tmp_path):
         from_command_line(flags, 1)
     os.close(lock)
     assert str(used.value) == (f"--run-dir {tmp_path} is in use by process {os.getpid()}, which is still training in "
-                               f"it; end this process first, or choose another folder (another mistake: {free.value})")
+                               f"it; end that process first, or choose another folder (another mistake: {free.value})")
 
 
 def train_and_move(flags, moves):
