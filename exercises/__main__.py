@@ -31,11 +31,11 @@ def read_work():
 
 
 def start(number):
-    """Put a blank in the place of exercise `number`, and the reference in the place of answers that do not pass."""
+    """Replace exercise `number` with a blank, and answers that do not pass with the reference."""
     old, right = read_work(), MINIMAL.read_text()
     text, lost = old or right, []
     if old is not None and workbook.state_of(old, number) == "blank":
-        return print(f"Exercise {number} is blank already in {shown(WORK)}, line {line_of(old, number)}.")
+        return print(f"Exercise {number} is already blank in {shown(WORK)}, line {line_of(old, number)}.")
     for other in workbook.CHECKS:
         state = workbook.state_of(text, other)
         if state == "answered" and (other == number or workbook.check(other, text, WORK)):
@@ -44,7 +44,7 @@ def start(number):
             text = workbook.replace_answer(text, other, marked(workbook.blanks(other), other, yours=True))
         elif state == "blank" or other in lost:
             if state == "blank":
-                print(f"Exercise {other} was still blank; the reference stands there again.")
+                print(f"Exercise {other} was still blank; the reference is back in its place.")
             text = workbook.replace_answer(text, other, marked(workbook.answer_in(right, other), other, yours=False))
     WORK.parent.mkdir(exist_ok=True)
     if lost:
@@ -59,8 +59,8 @@ def start(number):
 def why(number, lost):
     """Name the answers that start replaces."""
     others = [str(other) for other in lost if other != number]
-    return [f"your answer to exercise {number} by a blank"] * (number in lost) + [
-        f"your answer to exercise {', '.join(others)}, which does not pass, by the reference"] * bool(others)
+    return [f"your answer to exercise {number} with a blank"] * (number in lost) + [
+        f"your answer to exercise {', '.join(others)}, which does not pass, with the reference"] * bool(others)
 
 
 def marked(sources, number, yours):

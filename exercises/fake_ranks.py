@@ -11,7 +11,7 @@ its turn. So every run is the same, and if no rank can continue, that is known a
                    carried out in the order in which they were posted, and those of one batch together, as with NCCL.
     the end        Each launch needs a wait(), and each call its partners; otherwise an error names the rank and call.
     the clock      With a wire, a virtual clock per rank advances by the FLOPs of each matmul. Each group has one wire,
-                   which carries one collective at a time. wait() sets the clock to the time when it has been carried.
+                   which carries one collective at a time. wait() advances the clock to the end of that transfer.
 """
 
 import ctypes
@@ -260,7 +260,7 @@ class World:
                 for message in messages]
 
     def active(self, rank, peer):
-        """The messages between a rank and its peer that are not done, if all earlier batches between them are."""
+        """Return the messages that a rank has not finished with its peer, from the oldest batch that has any."""
         for batch in self.posted[rank]:
             pending = [message for message in batch if message.peer == peer and not message.done]
             if pending:

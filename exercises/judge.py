@@ -20,8 +20,8 @@ def judge(program, answer, mistakes, right=None):
     """Raise Wrong unless program(answer) equals `right`, by default what minimal.py computes.
 
     program: runs a module on fake ranks and returns {name: value} for each rank, in the order in which the values are
-    computed. So the first value that differs is compared with that of each mistake, {sentence: (old, new)}. A mistake
-    that changes only later values stands before those that change earlier values, too.
+    computed. The first value that differs is compared with the value that each mistake computes. mistakes: {sentence:
+    (old, new)}; put a mistake that changes only later values before mistakes that also change earlier ones.
     """
     right, found = right or effect(program), program(answer)
     for name in dict.fromkeys(name for one in right for name in one):
@@ -40,7 +40,7 @@ def judge(program, answer, mistakes, right=None):
 
 @cache
 def effect(program, old="", new=""):
-    """Return what a program computes with minimal.py, or with a mistake: with another text in one place."""
+    """Return what a program computes with minimal.py or, given a mistake, with `old` replaced by `new` in its text."""
     text = MINIMAL.read_text()
     if not old:
         return program(load())

@@ -6,7 +6,7 @@ import torch
 
 
 def draw(sizes, name, shape, cut=None):
-    """Draw a whole tensor from its name. Unlike minimal.py's draw(), biases are not 0 and norms not 1."""
+    """Draw a whole tensor, seeded by its name. Unlike minimal.py's draw(), biases are not 0 and norms not 1."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return drawn / shape[-1] ** 0.5 + float(name.endswith("norm.weight"))
@@ -26,7 +26,7 @@ def shard(minimal, stage, name, whole):
 
 
 def fill_gradients(minimal, stage, scale=1.0, seed=""):
-    """Fill every .grad with shards of whole gradients, which differ by replica and, of the tied matrix, by stage."""
+    """Fill every .grad. Whole gradients differ between replicas, and the tied matrix's also between stages."""
     for name, weight in stage.weights.items():
         ends = f"{stage.grid.pp_rank}" if name == minimal.WORDS else ""
         shape = minimal.declare(stage.sizes, stage.grid, stage.sites, stage.vocab)[name][0]

@@ -162,9 +162,9 @@ def shown(path):
 
 
 def where(error, path):
-    """Return the lines of the student's file that an error passed, outermost first, without frames of ours.
+    """Return the lines of the student's file in an error's traceback, outermost first.
 
-    If it passed none, return the line of minimal.py that used the student's result.
+    If there are none, return the line of minimal.py that used the student's result.
     """
     if error is None:
         return ""

@@ -14,14 +14,14 @@ in a different order:
     sample k  ->  window  permutation(seed, epoch = k // windows)[k % windows]
 
 So a checkpoint need not store a position in the data, and every layout trains on the same global batches. Each replica
-gets consecutive samples of a global batch, and so does each of its microbatches:
+gets a contiguous part of a global batch, and cuts it in order into microbatches:
 
     index      0  1  2  3 | 4  5  6  7        global batch 8, dp 2, micro batch 2
                replica 0  |  replica 1
                m0    m1   |  m0    m1
 
 Every rank that needs the tokens of a microbatch reads them from disk; no rank broadcasts them. Evaluation reads the
-windows in stream order. If its last global batch is incomplete, rows that do not count in the loss fill it up.
+windows in stream order. If its last global batch is incomplete, padding rows that do not count in the loss fill it up.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from nanodomino.layers.positions import document_ids, positions_within_documents
 
 @dataclass(frozen=True)
 class EndOfText:
-    """The token that ends a document, and its effects."""
+    """The token that ends a document, and which of its effects are switched on."""
     token: int
     mask_loss: bool = False            # the loss does not count where this token is the label
     reset_positions: bool = False      # positions restart at 0 after it
@@ -45,8 +45,8 @@ class EndOfText:
 
 @dataclass
 class Batch:
-    """A microbatch. The tensors are None if the chunk needs only sample_ids, as most chunks without embedding and head
-    do (see get_batch in train.py)."""
+    """A microbatch. A chunk with neither the embedding nor the head usually needs only sample_ids. Then the tensors are
+    None (see get_batch in train.py)."""
     tokens: torch.Tensor        # [b, s] int64
     labels: torch.Tensor        # [b, s] int64, the next tokens
     loss_mask: torch.Tensor     # [b, s] float32, 1 where the loss of a position counts, else 0
@@ -59,7 +59,7 @@ class Batch:
     def from_rows(rows, sample_ids, counted=None, end_of_text: EndOfText | None = None) -> "Batch":
         """Make a batch from rows [b, s + 1] of token ids, on the rows' device. A row's last token is only a label.
 
-        counted: how many rows, from the first on, count in the loss; None: all.
+        counted: only the first `counted` rows count in the loss; None: all rows count.
         end_of_text: None if the end-of-text token has no effects.
         """
         b, s = len(rows), rows.size(1) - 1

@@ -14,8 +14,8 @@ the all-reduce of slice a is in flight:
 turn: cooperative multitasking, on one thread. Every rank resumes them in the same order, so every rank launches the
 same collectives in the same order. Only this order matches the calls of different ranks: a collective has no
 name, so the n-th call on one rank meets the n-th call on the other ranks of its group. If one rank yielded once too
-often, its slice a would be added to the other ranks' slice b. If the two have the same shape, all sums would be
-silently wrong. If not, there would be an error or a hang.
+often, its slice a would be added to the other ranks' slice b. With equal shapes all sums would be silently wrong; with
+different shapes there would be an error or a hang.
 
 **Backward walks a tape**, because autograd would hide nothing. Of all nodes that are ready, autograd's engine runs the
 one that forward recorded last. After it has launched the all-reduce of b's gradient, two nodes are ready: the wait for
@@ -146,7 +146,7 @@ class Domino:
     """
 
     def __init__(self, model, slices=1, columns=1, compile_backend=None, trace=NO_TRACE):
-        """Cut each microbatch into `slices`, and each matmul with a collective into `columns` (slice_ops.py)."""
+        """Cut each microbatch into `slices` slices, and each matmul with a collective into `columns` (slice_ops.py)."""
         self.model, self.mesh, self.slices, self.trace = model, model.mesh, slices, trace
         compiled = partial(torch.compile, backend=compile_backend) if compile_backend else None
         self.ops = SliceOps(residual_stream(model.config, self.mesh), columns, trace)
@@ -174,7 +174,7 @@ class Domino:
         return slices[0].output if count == 1 else torch.cat([slice.output for slice in slices]), slices
 
     def masks_and_positions(self, batch, training):
-        """Return the masks and positions for a slice's samples."""
+        """Return the object that makes dropout masks, rotary positions and attention bias for a slice."""
         return MasksAndPositions(self.model.config, self.mesh, batch.sample_ids if training else None,
                                  self.tape_policy.keeps_masks, self.ops.stream,
                                  None if batch.in_order else batch.positions, batch.documents)
@@ -183,8 +183,8 @@ class Domino:
         """Turn the gradient of forward's output into the gradient of `hidden` (None for the model's first chunk).
 
         slices: the tape that forward() returned
-        on_gradients_ready: a function that is called with modules as soon as all slices have added their gradients to
-            them, so that the replicas can reduce these gradients during the rest of backward
+        on_gradients_ready: a function that is called with modules as soon as their gradients contain all slices, so
+            that the replicas can reduce these gradients during the rest of backward
         defer_weights: leave the weight gradients to weight_backward(), except the gradient of the head, because
             deferring it would keep the logits in memory
         """

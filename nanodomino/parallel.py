@@ -141,8 +141,8 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Holds padded_vocab/t rows of the word embedding, from first_row on: num_words words, then padding.
 
-    A head multiplies by the first num_logits rows. This is num_words rounded up to a multiple of 8, because matrix
-    units need aligned sizes and GPT-2's vocabulary of 50257 is odd. The loss ignores the logits of padding rows.
+    A head multiplies by the first num_logits rows: num_words, rounded up to a multiple of 8, because matrix units need
+    aligned sizes and GPT-2's vocabulary of 50257 is odd. The loss ignores the logits of padding rows.
     """
 
     def __init__(self, config, mesh):

@@ -71,9 +71,9 @@ class P2PCommunicator:
                 self.outbox.append((dist.isend, receiver, message, output.contiguous()))
 
     def post(self, actions_done: int | None = None):
-        """Post one batch: the queued sends, and the receives that are due once this stage has done `actions_done`
-        actions. If it is None, post only the sends. A send in flight keeps its tensor in memory. So if more than p
-        sends are in flight afterwards, wait for the oldest ones."""
+        """Post one batch: the queued sends, and the receives that are due after `actions_done` actions of this stage.
+        If actions_done is None, post only the sends. A send in flight keeps its tensor in memory. So if more than p
+        sends are then in flight, wait for the oldest ones."""
         receives = [] if actions_done is None else [
             (dist.irecv, self.placement.source(self.stage, message)[0], message,
              torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device))

@@ -51,7 +51,7 @@ def slices_of(stage, minimal, count, batch):
 
 
 def through(stage, minimal, slice, sites, gradient=None):
-    """A slice's forward, or its backward from `gradient`, as one generator."""
+    """Run a slice forward or, if a gradient is given, backward. A generator."""
     value = slice.x if gradient is None else gradient
     for site in sites if gradient is None else reversed(sites):
         if gradient is None:
@@ -63,7 +63,7 @@ def through(stage, minimal, slice, sites, gradient=None):
 
 @torch.no_grad()
 def backward(minimal, sites, slices):
-    """Run forward and backward; return (stage, [slice])."""
+    """Run forward; return (stage, slices, generators that run the slices' backward)."""
     stage = make_stage(minimal, tp=2)
     parts = slices_of(stage, minimal, slices, 2)
     for part in parts:

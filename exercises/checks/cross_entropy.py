@@ -52,7 +52,7 @@ MISTAKES = {
 
 
 def program(minimal, world=None, offset=0.0):
-    """offset: is added to all logits of the first token, which must not change its loss."""
+    """Run cross_entropy on two ranks. offset: added to all logits of the first token; its loss must not change."""
     def rank_program():
         rank = minimal.dist.get_rank()
         group = minimal.dist.new_group([0, 1])

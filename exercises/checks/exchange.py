@@ -22,7 +22,7 @@ RULES = {"isend": "F sends to the next stage and B to the previous one",
 def program(minimal, world=None, log=None):
     """Run 1F1B, where each output holds a number that names its stage, action and microbatch.
 
-    log: {rank: [(action, following, posted messages as (kind, peer), how many batches)]}, filled on the way.
+    log: {rank: [(action, following, posted messages as (kind, peer), how many batches)]}, filled during the run.
     """
     world = world or World(STAGES)
 

@@ -22,11 +22,11 @@ G_BACKWARD = '''        return total
 MISTAKES = {
     "The output of f is 2 x too large: every rank has the same h already, so f's forward must not sum.":
         ("return h.view_as(h)", "dist.all_reduce(h := h.clone(), group=group); return h"),
-    "The gradient behind f is only this rank's own part: every rank computes a part of h's gradient, so f's backward "
+    "The gradient of h is only this rank's own part: every rank computes a part of h's gradient, so f's backward "
     "must all-reduce it.": (F_BACKWARD, "pass"),
-    "The gradient behind f is the mean of the ranks' parts: each part is an addend of the gradient, so f's backward "
+    "The gradient of h is the mean of the ranks' parts: each part is an addend of the gradient, so f's backward "
     "must sum them without dividing.": (F_BACKWARD, F_BACKWARD + "; gradient /= 2"),
-    "The gradient behind f is summed over all ranks of the world: pass the group to all_reduce.":
+    "The gradient of h is summed over all ranks of the world: pass the group to all_reduce.":
         (F_BACKWARD, "dist.all_reduce(gradient := gradient.clone())"),
     "The output of g is this rank's addend alone: g's forward must all-reduce it.":
         (G_FORWARD, "total = addend.clone()"),
@@ -46,7 +46,7 @@ MISTAKES = {
 
 
 def program(minimal):
-    """Run f, then g, on two groups of two ranks. The first product of the row-parallel weight is g's addend."""
+    """Run f and g on two groups of two ranks. g sums the products of x and a row-parallel weight."""
     def rank_program():
         rank = minimal.dist.get_rank()
         group = minimal.dist.new_group([0, 1] if rank < 2 else [2, 3])
@@ -58,7 +58,7 @@ def program(minimal):
         expect(torch.equal(h, leaf), "f's forward changes h in place: clone it before all_reduce.")
         expect(torch.equal(gradient, draw(None, f"gradient {rank}", (2, 3))),
                "f's backward changes the gradient that it gets in place: clone it before all_reduce.")
-        found["The gradient of h, behind f,"] = leaf.grad
+        found["The gradient of h, the input of f,"] = leaf.grad
 
         x, weight = draw(None, f"x {rank}", (2, 4)), draw(None, f"weight {rank}", (4, 3)).requires_grad_()
         addend = x @ weight
@@ -66,7 +66,7 @@ def program(minimal):
         found["The output of g"] = minimal.SumOverRanks.apply(addend, group)
         expect(torch.equal(addend, before), "g's forward changes its addend in place: clone it before all_reduce.")
         found["The output of g"].backward(draw(None, f"gradient {group}", (2, 3)))
-        found["The gradient of the row-parallel weight, behind g,"] = weight.grad
+        found["The gradient of the row-parallel weight, used before g,"] = weight.grad
         expect(all(value is not None for value in found.values()),
                "A backward returns None for its tensor: it must return the tensor's gradient first, then None for the "
                "group.")

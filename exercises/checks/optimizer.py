@@ -57,7 +57,7 @@ MISTAKES = {
 
 
 def program(minimal):
-    """Take three steps on two stages of two replicas. The gradients of the first and last exceed `clip`."""
+    """Take three steps on two stages of two replicas. In steps 1 and 3 the gradient norm exceeds `clip`."""
     def rank_program():
         stage, found = make_stage(minimal, tp=1, pp=2, dp=2, heads=2), {}
         for step, scale in ((1, 30.0), (2, 0.01), (3, 300.0)):

@@ -58,7 +58,7 @@ def state_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
 def optimizer_values_per_weight(config: Config) -> int:
     """Return how many values the optimizer stores per weight: its moments and, in 16-bit training, the master weight.
 
-    For example 3 for AdamW in bfloat16.
+    For example, AdamW in bfloat16 stores 3.
     """
     return len(OPTIMIZERS[config.optimizer].moments) + (bytes_per_element(config) < bytes_per_main_element(config))
 
@@ -72,7 +72,7 @@ def state_bytes_per_parameter(config: Config) -> float:
 def average_state_bytes(config: Config) -> int:
     """Return the bytes of model state, averaged over the ranks: a lower bound for the fullest rank.
 
-    It is extrapolated from models of one and two layers, so it is quick even for a model with very many layers.
+    The average is extrapolated from models of one and two layers, so this is quick for a model of any depth.
     """
     one_layer, two_layers = (parameter_count(replace(config, num_layers=layers)) for layers in (1, 2))
     parameters = one_layer + (config.num_layers - 1) * (two_layers - one_layer)
@@ -120,8 +120,8 @@ def layer_tape_bytes(config: Config) -> dict[str, float]:
 def layer_deferred_bytes(config: Config) -> dict[str, float]:
     """Return {name: bytes} of what a tape keeps for a layer's weight gradients once its input gradients are computed.
 
-    These are the inputs and the output gradients of all matmuls. They matter if a schedule splits backward, such as
-    zb-h1. Recomputation and sequence parallelism do not make them smaller.
+    These are the inputs and the output gradients of all matmuls. They matter for schedules that split backward, such
+    as zb-h1. Recomputation and sequence parallelism do not make them smaller.
     """
     t, x, (q, k, before, after) = config.tp, hidden_bytes(config), qkv_and_mlp_bytes(config)
     return {"column-parallel inputs": 2 * x, "context": q / t, "mlp after activation": after / t,

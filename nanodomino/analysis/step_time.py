@@ -3,9 +3,9 @@
 The prediction is the sum of the parts below, named as in the JSON that `bench.py plan` prints:
 
     products     the matmuls of the busiest stage
-    again        the recomputation in backward. Like weight gradients, it can hide communication
-    host copies  copying activations to the host and back, as far as nothing hides it: the time by which the copies
-                 outlast an action's compute and communication
+    again        the recomputation in backward. Like weight gradients, this can hide communication
+    host copies  copying activations to the host and back. Only the time by which the copies outlast an action's
+                 compute and communication counts
     tp wires     tensor parallel communication that nothing hides. With several slices, an action takes the longest of
                  three times: all its compute, all its communication, or the compute plus communication of one slice
                  (2409.15241, section 3). A pair does the work of both its halves, and the slices of both take turns.

@@ -44,8 +44,8 @@ ROUND_TRIPS = 20
 class Event:
     """A span, a moment or a watched collective.
 
-    begin, end: in nanoseconds after take(). Before that, they are values of mark(), with two exceptions. The end of an
-        unfinished span is 0. The end of a collective is a list, which gets its mark when the collective is done.
+    begin, end: times in nanoseconds, set by take(). Before that, they are values of mark(), with two exceptions. The
+        end of an unfinished span is 0. The end of a collective is a list, which gets its mark when the collective ends.
     args: slice, site, microbatch, bytes ...
     """
     kind: str
@@ -123,9 +123,9 @@ class Trace:
     def append_time_to(self, end: list):
         """Return a callback that appends the current time to `end`.
 
-        It is made of C functions only: next() makes map() read the clock once and pass the time to append(). gloo calls
-        it in a thread of its own, where a Python function would cost some 60 microseconds, because memory for its stack
-        must be mapped first.
+        The callback consists of C functions only: next() makes map() read the clock once and pass the time to append().
+        gloo calls it in another thread. There a Python function would take about 60 microseconds, because memory for
+        its stack must be mapped first.
         """
         return partial(next, map(end.append, iter(time.perf_counter_ns, None)))
 

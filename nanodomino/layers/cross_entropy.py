@@ -71,7 +71,7 @@ def local_max_and_sum_exp(logits, vocabulary, of_rows=in_chunks(max_and_sum_exp_
 
 
 def partial_loss_sums(logits, labels, largest, sum_exp, maximum, vocabulary):
-    """Return this rank's addends of the two sums of the second all-reduce, [2, b, s].
+    """Return what this rank adds to the second all-reduce: sum_exp and z[label] - maximum, as one tensor [2, b, s].
 
     largest, sum_exp: the results of local_max_and_sum_exp(). maximum: the largest logit over all ranks.
     """

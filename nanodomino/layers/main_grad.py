@@ -16,7 +16,7 @@ def main_grad_of(weight):
 
 
 def add_gradients(weights, gradients):
-    """Add each gradient to its weight's main_grad. For a weight that the model lacks, both are None."""
+    """Add each gradient to its weight's main_grad. If the model has no such weight, both are None."""
     main_grads = [main_grad_of(weight) for weight in weights if weight is not None]
     if main_grads:
         torch._foreach_add_(main_grads, [gradient for gradient in gradients if gradient is not None])

@@ -76,7 +76,7 @@ class LossScale:
         return dict(value=self.value, good_steps=self.good_steps, patience=self.patience) if self.moves else None
 
     def restore(self, state: dict | None):
-        """Restore what state() returned. If settings have changed since, they win: for example, a fixed scale stays."""
+        """Restore what state() returned. The current settings take precedence: for example, a fixed scale stays."""
         if self.moves and state:
             self.value = max(state["value"], self.least)
             self.good_steps, self.patience = state["good_steps"], min(state["patience"], self.hysteresis)

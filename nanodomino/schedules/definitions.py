@@ -4,8 +4,8 @@ The layers are spread over p stages, numbered r = 0 to p - 1. A replica's batch 
 which a stage runs their forwards and backwards decides how long it idles and how many activations it holds. A schedule
 is data: it can be printed, counted and tested without a process (simulation.py); pipeline.py executes it.
 
-The *bubble* of a schedule is the busiest stage's idle time, divided by the time for which it computes. Below, F, I and
-W are the times that a stage takes for a microbatch's forward, input gradients and weight gradients. So a whole backward
+The *bubble* of a schedule is the busiest stage's idle time, divided by its computing time. Below, F, I and W
+are the times that a stage takes for a microbatch's forward, input gradients and weight gradients. So a whole backward
 takes I + W. v is the number of chunks per stage:
 
                  idle time of a step        microbatches held           source
@@ -16,8 +16,8 @@ takes I + W. v is the number of chunks per stage:
     zb-h1        (p - 1)(F + I - W)         p                           2401.10241, section 2.1
     zb-v         (p - 1) F/2                p                           2401.10241, section 6; 2405.15362
 
-Microbatches held are the most that stage r holds at once if m is large enough; a microbatch in one of v chunks counts
-1/v. Three formulas for the idle time hold only under conditions:
+"Microbatches held" is the largest number that stage r holds at once, if m is large enough. A microbatch in one of v
+chunks counts 1/v. Three formulas for the idle time hold only under conditions:
 
     interleaved  m is a multiple of p
     zb-h1        m is at least p, and W <= I; if W > I, the idle time is (p - 1) F
@@ -66,9 +66,9 @@ def paired(stage: int, stages: int, microbatches: int, chunks=1) -> list:
         stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5
 
     A stage can use the activation or the gradient of another stage's pair only after that pair ends. So each later
-    stage delays a microbatch's backward by two pairs: one in forward, one in backward. The last stage adds another one,
-    because it runs the backward one pair after the forward. The warm-up has as many forwards as this delay
-    has pairs. With fewer, two pairs would wait for each other.
+    stage delays a microbatch's backward by two pairs: one in forward, one in backward. The last stage adds one more
+    pair, because it runs the backward one pair after the forward. The warm-up has as many forwards as this delay has
+    pairs. With fewer, two pairs would wait for each other.
     """
     warm_up = min(2 * (stages - stage - 1) + 1, microbatches)
     return ([Forward(i) for i in range(warm_up)]
@@ -97,7 +97,7 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
 def zb_h1(stage: int, stages: int, microbatches: int, chunks=1) -> list:
     """Run 1F1B, but delay the weight gradients by `stage` microbatches, because no stage waits for them. So the
     last stages compute weight gradients at the end of the step, where they would idle in 1F1B. The price is memory:
-    every stage holds p microbatches, as only the first stage does in 1F1B."""
+    every stage holds p microbatches. In 1F1B only the first stage holds that many."""
     warm_up, actions = min(stages - stage - 1, microbatches), []
     for i in range(microbatches + stages):
         actions += [Forward(i)] if i < microbatches else []

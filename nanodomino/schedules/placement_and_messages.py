@@ -87,10 +87,10 @@ class Timetable:
 
     @cached_property
     def dependencies(self) -> list[list[tuple]]:
-        """For each stage a list of (action, needed, caused), the input of simulate().
+        """The input of simulate(): a list of (action, needed, caused) for each stage.
 
         needed: the events for which the action waits.
-        caused: (event, elsewhere) for each event that the action causes; elsewhere: whether it is on another stage.
+        caused: (event, elsewhere) for each event that the action causes; elsewhere: True if on another stage.
         An event is the end of a pass or the arrival of a message. It is represented by an integer, which keeps the
         simulation of thousands of actions fast.
         """

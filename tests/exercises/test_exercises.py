@@ -80,7 +80,7 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
     assert re.search("(?m)^ 5 .* your answer does not pass$", status) and re.search("(?m)^ 7 .* solved$", status)
 
     text = run("start", "6")
-    assert "minimal.1.py, because start replaces your answer to exercise 5, which does not pass, by the refer" in text
+    assert "minimal.1.py, because start replaces your answer to exercise 5, which does not pass, with the ref" in text
     assert "return undefined" in work.with_suffix(".1.py").read_text()
     states = {number: workbook.state_of(work.read_text(), number) for number in (5, 6, 7)}
     assert states == {5: "given", 6: "blank", 7: "answered"}
