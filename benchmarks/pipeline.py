@@ -40,8 +40,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 import train
 from benchmarks.common import (SAME, Figure, RandomTokens, add_config_flags, bind_to_one_core, compare, config_here,
@@ -200,9 +198,15 @@ class TorchSide(PlainSide):
     """
 
     def __init__(self, config: Config, parts: Parts, tokens):
+        # Imports torch's compiler, which takes seconds: not needed for --help or a refusal.
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
         super().__init__(config, parts, tokens)
         schedule_class = getattr(pipelining, TORCH_CLASSES[config.schedule])
-        stages = [RecordedStage(parts, chunk) for chunk in range(parts.placement.chunks)]
+        stages = [recorded(pipelining.PipelineStage(part, parts.placement.virtual_stage(parts.mesh.pp_rank, chunk),
+                                                    parts.placement.last + 1, parts.mesh.device), parts.trace)
+                  for chunk, part in enumerate(parts.plain)]
         several_chunks = issubclass(schedule_class, PipelineScheduleMulti)
         self.schedule = schedule_class(stages if several_chunks else stages[0], config.microbatches, self.loss,
                                        scale_grads=False)
@@ -222,25 +226,20 @@ class TorchSide(PlainSide):
         return sum(losses).item() if losses else 0.0
 
 
-class RecordedStage(pipelining.PipelineStage):
-    """Extends torch's PipelineStage to record the same kinds of spans as pipeline.run."""
+def recorded(stage, trace: Trace):
+    """Make torch's PipelineStage record the same kinds of spans as pipeline.run, and return it."""
+    def in_span(kind_of, method):
+        def recording(*arguments, **options):
+            with trace.span(kind_of(options)):
+                return method(*arguments, **options)
+        return recording
 
-    def __init__(self, parts: Parts, chunk: int):
-        super().__init__(parts.plain[chunk], parts.placement.virtual_stage(parts.mesh.pp_rank, chunk),
-                         parts.placement.last + 1, parts.mesh.device)
-        self.trace = parts.trace
-
-    def forward_one_chunk(self, *arguments, **options):
-        with self.trace.span("forward"):
-            return super().forward_one_chunk(*arguments, **options)
-
-    def backward_one_chunk(self, *arguments, **options):
-        with self.trace.span("backward" if options.get("full_backward", True) else "input_backward"):
-            return super().backward_one_chunk(*arguments, **options)
-
-    def backward_weight_one_chunk(self, *arguments, **options):
-        with self.trace.span("weight_backward"):
-            return super().backward_weight_one_chunk(*arguments, **options)
+    stage.forward_one_chunk = in_span(lambda options: "forward", stage.forward_one_chunk)
+    stage.backward_one_chunk = in_span(
+        lambda options: "backward" if options.get("full_backward", True) else "input_backward",
+        stage.backward_one_chunk)
+    stage.backward_weight_one_chunk = in_span(lambda options: "weight_backward", stage.backward_weight_one_chunk)
+    return stage
 
 
 def loss_sum(logits, labels):

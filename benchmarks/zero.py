@@ -51,9 +51,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import train
 from benchmarks.common import (SAME, RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text, compare,
@@ -193,6 +190,8 @@ class DDP(TorchReplica):
             self.autocast = partial(torch.autocast, mesh.device.type, torch.bfloat16)
         self.optimizer = adamw(self.model, config)
         if sharded:
+            from torch.distributed.optim import ZeroRedundancyOptimizer      # takes seconds to import
+
             self.optimizer = ZeroRedundancyOptimizer(self.optimizer.param_groups, torch.optim.AdamW,
                                                      parameters_as_bucket_view=True, fused=True)
         self.network = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
@@ -206,6 +205,9 @@ class FSDP(TorchReplica):
     """
 
     def __init__(self, config, mesh, reshard=True):
+        from torch.distributed.device_mesh import init_device_mesh           # takes seconds to import
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         super().__init__(config, mesh)
         replicas, inner, outer = init_device_mesh(mesh.device.type, (config.dp,)), {}, {}
         if config.dtype == "bfloat16":

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from nanodomino.checkpoint.export import export
 from nanodomino.checkpoint.find_checkpoints import (checkpoints_of, find_checkpoint, newest_intact_checkpoint,
@@ -193,6 +191,9 @@ JSON_ONLY = [("a fraction", change_boxes(lambda entry, boxes: boxes[0].__setitem
 
 def pickled(index, metadata):
     """The index, as in JSON, as an index of format 1; metadata: the intact one."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo           # takes seconds to import
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
     changed, state = copy.deepcopy(metadata), {}
     changed.storage_data.clear()
     for name, entry in index.items():
@@ -213,10 +214,10 @@ def test_an_index_that_breaks_a_rule_is_refused(run_dir, tmp_path, version, chan
     if version == 1:
         folder = Path(shutil.copytree(OLD_CHECKPOINT, tmp_path / "old"))
         metadata = pickle.loads((folder / ".metadata").read_bytes())
+        places = {(key.fqn, key.offset): place for key, place in metadata.storage_data.items()}
         index = {name: dict(shape=list(tensor.size), boxes=[
-            [metadata.storage_data[MetadataIndex(name, chunk.offsets)].relative_path,
-             metadata.storage_data[MetadataIndex(name, chunk.offsets)].offset, list(chunk.offsets), list(chunk.sizes)]
-            for chunk in tensor.chunks]) for name, tensor in metadata.state_dict_metadata.items()}
+            [places[name, chunk.offsets].relative_path, places[name, chunk.offsets].offset, list(chunk.offsets),
+             list(chunk.sizes)] for chunk in tensor.chunks]) for name, tensor in metadata.state_dict_metadata.items()}
         change(index)
         forge(folder, ".metadata", pickled(index, metadata))
     else:

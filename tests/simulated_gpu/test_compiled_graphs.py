@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.fake_world import fake_world
 from support.harness import build, random_data, tiny
-from torch._dynamo.utils import counters
 
 import train
 from nanodomino.domino import Domino
@@ -24,6 +23,8 @@ def graphs(layers, micro_batch_size=4, one_differs=False, dropout=0.0, recompute
 
     one_differs: give one norm a weight of another type than the other norms.
     """
+    from torch._dynamo.utils import counters                   # takes seconds to import
+
     torch._dynamo.reset()
     counters.clear()
     config = tiny(2, tensor_model_parallel_size=2, num_layers=layers, slices=2, micro_batch_size=micro_batch_size,
