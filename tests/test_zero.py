@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support.harness import build, random_data, reference_for, relative, tiny, train_rank
+from support.harness import build, random_data, relative, tiny, train_rank, weights_and_data
 
 import train
 from nanodomino.analysis import expected_memory
@@ -45,7 +45,8 @@ def state_rank(config, data):
 def test_bytes_per_parameter_follow_the_formulas(pool, dp, zero_stage, dtype, weights, gradients, optimizer):
     """ZeRO-1: 6 + 12/dp in 16 bit, 8 + 8/dp in fp32; ZeRO-2: 2 + 16/dp and 4 + 12/dp. The padding of flat buffers stays
     zero, since it would count in the norm."""
-    config = tiny(dp, dtype=dtype, zero_stage=zero_stage, num_attention_heads=1, hidden_size=17, loss_scale=256.0)
+    config = tiny(dp, dtype=dtype, zero_stage=zero_stage, num_attention_heads=1, hidden_size=17, loss_scale=256.0,
+                  micro_batch_size=6)
     expected = weights + gradients / (dp if zero_stage == 2 else 1) + optimizer / (dp if zero_stage else 1)
     assert expected == expected_memory.state_bytes_per_parameter(config)
     for bytes_per_parameter, padding, own, padded in pool.run(state_rank, config, random_data(config, 2),
@@ -73,7 +74,7 @@ def test_with_one_microbatch_stages_1_and_2_have_the_same_bits(pool):
     outcomes = {}
     for zero_stage in (1, 2):
         config = tiny(4, zero_stage=zero_stage, micro_batch_size=6, slices=2, dtype="float32")
-        weights, data, _, _ = reference_for(tiny(4), 3)
+        weights, data = weights_and_data(config, 3)
         outcomes[zero_stage] = pool.run(train_rank, config, weights, data, 3, world_size=4)
     for stage_1, stage_2 in zip(*outcomes.values()):
         assert stage_1.losses == stage_2.losses and stage_1.norms == stage_2.norms
@@ -121,7 +122,8 @@ def in_flight_rank(config, data):
 def test_stage_2_holds_the_main_grads_being_filled_and_two_in_flight(pool, schedule, bucket_size):
     """No more bytes than predicted. Each microbatch reduces each bucket once."""
     config = tiny(4, pipeline_model_parallel_size=2, num_layers=8, slices=2, zero_stage=2, schedule=schedule,
-                  bucket_size=bucket_size, device="cpu", untie_embeddings_and_output_weights=schedule == "zb-h1")
+                  bucket_size=bucket_size, global_batch_size=12, device="cpu",
+                  untie_embeddings_and_output_weights=schedule == "zb-h1")
     outcomes = pool.run(in_flight_rank, config, random_data(config, 1), world_size=4)
     for peak, left, in_flight, reduced, predicted in outcomes:
         assert predicted / 3 < peak <= predicted and left == 0
@@ -184,7 +186,7 @@ def test_bfloat16_training_follows_float32(pool):
     runs = {}
     for dtype in ("float32", "bfloat16"):
         config = tiny(4, dtype=dtype, **layout)
-        weights, data, _, _ = reference_for(tiny(4, **layout), 8)
+        weights, data = weights_and_data(config, 8)
         runs[dtype] = pool.run(train_rank, config, weights, data, 8, world_size=4)
     assert relative(runs["bfloat16"][0].losses, runs["float32"][0].losses) < 0.02
     assert relative(runs["bfloat16"][0].norms, runs["float32"][0].norms) < 0.1
@@ -237,7 +239,7 @@ def test_a_bucket_is_reduced_while_backward_goes_on_and_only_when_it_is_complete
 def test_a_rerun_has_the_same_bits(pool, dtype, zero_stage):
     config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, columns=2, dtype=dtype,
                   hidden_dropout=0.1, attention_dropout=0.1, zero_stage=zero_stage, micro_batch_size=6)
-    weights, data, _, _ = reference_for(tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 2)
+    weights, data = weights_and_data(config, 2)
     first, second = (pool.run(train_rank, config, weights, data, 2) for _ in range(2))
     for run, rerun in zip(first, second):
         assert run.losses == rerun.losses and run.norms == rerun.norms

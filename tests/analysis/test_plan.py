@@ -485,8 +485,8 @@ def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_
 
 
 @pytest.mark.parametrize("schedule, tp, slices, granularity", [
-    *((schedule, 1, 2, "full") for schedule in SCHEDULES), ("paired", 2, 2, "none"), ("zb-v", 2, 2, "none"),
-    pytest.param("1f1b", 2, 2, "none", marks=pytest.mark.exhaustive),
+    *((schedule, 1, 2, "full") for schedule in SCHEDULES), ("paired", 1, 2, "none"), ("zb-v", 2, 2, "none"),
+    *(pytest.param(schedule, 2, 2, "none", marks=pytest.mark.exhaustive) for schedule in ("1f1b", "paired")),
     *(pytest.param(schedule, 1, slices, granularity, marks=pytest.mark.exhaustive)
       for schedule in SCHEDULES for slices, granularity in ((1, "none"), (3, "selective")))])
 def test_memory_and_traffic_of_each_schedule(pool, schedule, tp, slices, granularity):
@@ -598,8 +598,9 @@ def test_gpt3_13b_on_64_ranks_has_the_parameters_of_the_formulas(rank):
     *(pytest.param(rank, name, 2048, marks=pytest.mark.exhaustive)
       for rank, name in ((63, "1f1b"), (16, "interleaved"), (32, "paired"), (48, "zb-h1")))])
 def test_memory_and_traffic_of_gpt3_13b_on_64_ranks(rank, schedule, tokens):
-    """With few tokens the peak comes when one chunk's gradients are received and the other's tapes still exist."""
-    config = cluster(64, **GPT3_13B, schedule=schedule, seq_length=tokens)
+    """With few tokens the peak comes when one chunk's gradients are received and the other's tapes still exist.
+    16 of the 40 layers take less time."""
+    config = cluster(64, **GPT3_13B, schedule=schedule, seq_length=tokens, num_layers=16)
     with rank_of_a_cluster(rank, config) as (mesh, model, optimizer):
         stage = memory.TapeMeter(Domino(model, config.slices, config.columns), memory.state_storages(model, optimizer))
         with comm.CollectiveCounter(mesh) as listener, memory.AllocationPeak() as allocations:

@@ -20,7 +20,8 @@ from nanodomino.errors import UserError
 from nanodomino.generate.generation import generate
 from support.checkpoints import (DP2, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for, save_steps,
                                  train_from)
-from support.harness import Outcome, build, difference, full_tensors, reference_for, relative, shard_spec, sizes_of
+from support.harness import (Outcome, build, difference, full_tensors, reference_for, relative, shard_spec, sizes_of,
+                             weights_and_data)
 from support.reference import full_shapes
 
 STATES = ("weight", "exp_avg", "exp_avg_sq")
@@ -72,14 +73,14 @@ def test_the_same_layout_resumes_with_the_same_bits(pool, tmp_path, dtype, optim
     """Moments, master weights, AdamW's count and dropout are as if the run had never stopped."""
     config = config_for(*TP2_PP2_DP2, dtype=dtype, optimizer=optimizer, initial_loss_scale=256.0, hidden_dropout=0.1,
                         attention_dropout=0.1)
-    weights, data, _, _ = reference_for(config_for(*ONE_RANK), 4)
+    weights, data = weights_and_data(config_for(*ONE_RANK), 4)
     assert_same_bits(pool, tmp_path, config, weights, data)
 
 
 def test_a_skipped_step_does_not_count_as_an_adam_step_after_a_resume(pool, tmp_path):
     """Adam's bias correction depends on the number of updates. Counting steps instead would change the run a little and
     break nothing."""
-    weights, data, _, _ = reference_for(config_for(*ONE_RANK), 4)
+    weights, data = weights_and_data(config_for(*ONE_RANK), 4)
     data = dataclasses.replace(data, loss_mask=data.loss_mask.clone())
     data.loss_mask[0] = math.nan
     losses = assert_same_bits(pool, tmp_path, config_for(*DP2), weights, data)
@@ -157,7 +158,7 @@ def test_a_checkpoint_holds_global_names_a_tied_matrix_once_and_the_counters(sav
 def test_export_writes_full_weights(pool, tmp_path, layout, family):
     """The two runs of rows of a SwiGLU, which a checkpoint holds in three dimensions, become one matrix again."""
     config = config_for(*layout, **family)
-    weights, data, _, _ = reference_for(config, 1)
+    weights, data = weights_and_data(config, 1)
     pool.run(train_from, config, weights, data, 0, 0, None, str(tmp_path), world_size=config.world_size)
     export(checkpoints_of(tmp_path)[0], tmp_path / "out.pt")
     exported = torch.load(tmp_path / "out.pt", weights_only=True)

@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from support.harness import Outcome, build, full_tensors, random_data, reference_for, shard_spec, tiny
+from support.harness import Outcome, build, full_tensors, random_data, shard_spec, tiny, weights_and_data
 
 from nanodomino import parallel
 from nanodomino.comm.trace import Trace
@@ -63,7 +63,7 @@ def wrong_against_right(pool, config, weights, data):
 def test_an_all_reduce_in_gs_backward_scales_the_last_sublayer_by_t_and_turns_the_gradients_below(pool, tp):
     """Gradients above the last g are right, and so is the row bias of its sublayer, which is added after g."""
     config = tiny(tp, tensor_model_parallel_size=tp, micro_batch_size=4, global_batch_size=4)
-    weights, data, _, _ = reference_for(config, 1)
+    weights, data = weights_and_data(config, 1)
     found = wrong_against_right(pool, config, weights, data)
     last = f"layers.{config.num_layers - 1}.mlp."
     for name, (ratio, cosine) in found.items():
@@ -156,7 +156,7 @@ def losses_rank(config, weights, data, engine):
 
 def test_an_extra_yield_on_one_rank_adds_different_slices_to_each_other_without_an_error(pool):
     config = tiny(2, tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, slices=2)
-    weights, data, _, _ = reference_for(config, 1)
+    weights, data = weights_and_data(config, 1)
     right = pool.run(losses_rank, config, weights, data, Domino, world_size=2)
     wrong = pool.run(losses_rank, config, weights, data, ExtraYield, world_size=2)
     assert torch.equal(right[0], right[1])
@@ -213,7 +213,7 @@ def final_rank(config, weights, data, defer_weights):
 def test_a_sublayers_gradients_are_complete_when_it_is_reported_ready(pool, defer_weights):
     """That includes the row bias, whose gradient comes from the residual + norm of the next sublayer."""
     config = tiny(2, tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, slices=2)
-    weights, data, _, _ = reference_for(config, 1)
+    weights, data = weights_and_data(config, 1)
     for changed, final in pool.run(final_rank, config, weights, data, defer_weights, world_size=2):
         assert not changed
         assert "layers.0.attention.dense.bias" in final and final == sorted(weights)

@@ -10,14 +10,14 @@ from support.pitfall_runner import CHECKED, PoolWithBug, TABLE, check, judge, me
 from support.pool import WorkerError
 
 TESTS = ROOT / "tests"
-EVERY = 8                # without --exhaustive, only one entry in eight runs without its bug
+EVERY = 8                # without --exhaustive, only one entry in eight runs without its bug: entries 7, 15, ..
 
 
 def cases(entries, also_by_default=lambda entry: False):
     """Parametrize over entries. By default only one in eight runs, and those that also_by_default selects."""
     return pytest.mark.parametrize("entry", [
         pytest.param(entry, id=f"{entry.number}-{entry.bug.__name__}",
-                     marks=[] if entry.number % EVERY == 0 or also_by_default(entry) else pytest.mark.exhaustive)
+                     marks=[] if entry.number % EVERY == 7 or also_by_default(entry) else pytest.mark.exhaustive)
                      for entry in entries])
 
 

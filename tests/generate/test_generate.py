@@ -23,7 +23,7 @@ import tiktoken
 import torch
 from support.jobs import LAUNCHER, ROOT, TINY, make_corpus, needs_proc, wait_until
 from support.fork_server import launcher_environments
-from support.harness import END_OF_TEXT, FAMILIES, build, count_documents, reference_for, sizes_of, tiny
+from support.harness import END_OF_TEXT, FAMILIES, build, count_documents, sizes_of, tiny, weights_and_data
 from support.reference import ReferenceGPT, random_weights
 
 from nanodomino.config.config import Config
@@ -59,7 +59,7 @@ def generate_rank(config, weights):
 def test_generated_text_does_not_depend_on_the_layout(pool, schedule):
     """Over stages, their chunks and shards, and beyond the context length of 8 tokens. Each sample is another text."""
     config = tiny(1, num_layers=5)
-    weights, _, _, _ = reference_for(config, 1)
+    weights, _ = weights_and_data(config, 1)
     (alone,) = pool.run(generate_rank, config, weights, world_size=1)
     assert len(alone[0]) == 14 and len(set(map(tuple, alone))) == 3
     assert max(map(max, alone)) < 20, "a model with more words than the tokenizer writes only the tokenizer's"
@@ -75,7 +75,7 @@ def greedy_rank(config, weights, prompts):
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_greedy_tokens_equal_the_plain_models_at_any_length(pool, world_size):
     """Of a long prompt the model sees the last 8 tokens; when these 8 are full, the last 4 are recomputed."""
-    weights = dict(reference_for(tiny(1), 1)[0])
+    weights = weights_and_data(tiny(1), 1)[0]
     # otherwise it repeats itself
     weights["embedding.position_embeddings.weight"] = 2 * weights["embedding.position_embeddings.weight"]
     plain, draw = ReferenceGPT(sizes_of(tiny(1))).double().load_full(weights), random.Random(0)
@@ -152,7 +152,7 @@ def show_rank(config, weights):
 
 
 def test_each_token_is_shown_on_every_rank_until_show_says_stop(pool):
-    weights, _, _, _ = reference_for(tiny(1), 1)
+    weights, _ = weights_and_data(tiny(1), 1)
     config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     for shown, whole, stopped in pool.run(show_rank, config, weights, world_size=4):
         assert whole[:7] == stopped == [1, 2, *shown] and len(whole) == 14

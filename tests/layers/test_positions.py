@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 from support.fake_world import fake_world
-from support.harness import END_OF_TEXT, FAMILIES, build, count_documents, difference, random_data, sizes_of, tiny
-from support.reference import random_weights
+from support.harness import END_OF_TEXT, FAMILIES, build, count_documents, difference, tiny, weights_and_data
 
 from nanodomino.analysis.sizes import parameter_count
 from nanodomino.config.config import Config
@@ -112,7 +111,7 @@ def losses_and_gradients(stage, optimizer, model, batches):
 def test_a_packed_sample_is_its_documents_one_by_one(family):
     """With both flags every loss and every gradient is equal, for learned positions and for rope."""
     config = tiny(1, **FAMILIES[family], reset_position_ids=True, reset_attention_mask=True, slices=2)
-    weights, data = random_weights(sizes_of(config), seed=3), random_data(config, 1)
+    weights, data = weights_and_data(config, 1)
     rows = torch.cat([data.tokens[0], data.labels[0, :, -1:]], dim=1)[:6]
     with fake_world(0, 1):
         _, model, optimizer, stage = build(config, weights)

@@ -7,7 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 from support.jobs import make_corpus
-from support.harness import build, difference, full_tensors, random_data, reference_for, relative, tiny, train_rank
+from support.harness import (build, difference, full_tensors, random_data, relative, sizes_of, tiny, train_rank,
+                             weights_and_data)
+from support.reference import random_weights
 from support.train_in_pool import metric_points, train_in_pool
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +20,7 @@ from nanodomino.layers.cross_entropy import max_and_sum_exp_of_rows, scaled_exp_
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.optim.loss_scale import LossScale, is_valid_state
 
-BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, micro_batch_size=6)
+BOX = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=2, micro_batch_size=12)
 
 
 def scales_of(pattern: str, **settings) -> list[float]:
@@ -112,8 +114,9 @@ def scales_rank(config, weights, data, bad):
 
 def test_in_training_it_adapts_as_torchs(pool):
     pattern = "..x...x.."
-    config = tiny(1, dtype="float16", hysteresis=1, loss_scale_window=2, initial_loss_scale=2.0**12, train_iters=20)
-    weights, _, _, _ = reference_for(tiny(1), 1)
+    config = tiny(1, dtype="float16", hysteresis=1, loss_scale_window=2, initial_loss_scale=2.0**12, train_iters=20,
+                  micro_batch_size=12)
+    weights = random_weights(sizes_of(config), seed=3)
     bad = [(step, 0) for step, letter in enumerate(pattern, start=1) if letter == "x"]
     ((found, _),) = pool.run(scales_rank, config, weights, random_data(config, len(pattern)), bad, world_size=1)
     assert [skipped for _, skipped in found] == [letter == "x" for letter in pattern]
@@ -129,19 +132,20 @@ def test_in_training_it_adapts_as_torchs(pool):
 def test_if_one_rank_overflows_all_ranks_skip_the_step_and_halve_the_scale(pool, layout, rank):
     """No weight or master weight of any rank changes in that step."""
     config = tiny(4, dtype="float16", hysteresis=1, initial_loss_scale=2.0**10, num_layers=4, **layout)
-    weights, _, _, _ = reference_for(tiny(1, num_layers=4), 1)
+    weights = random_weights(sizes_of(config), seed=3)
     outcomes = pool.run(scales_rank, config, weights, random_data(config, 4), [(2, rank)], world_size=4)
     for found, changed in outcomes:
         assert found == [(1024.0, False), (1024.0, True), (512.0, False), (512.0, False)]
         assert changed == [False, True, True]
 
 
-@pytest.mark.parametrize("dtype, world_size, layout", [("bfloat16", 1, {}), ("float32", 4, BOX), *[
+@pytest.mark.parametrize("dtype, world_size, layout", [
+    ("bfloat16", 1, dict(micro_batch_size=12)), ("float32", 4, BOX), *[
     pytest.param(*one, marks=pytest.mark.exhaustive)
     for one in (("float32", 1, {}), ("bfloat16", 4, BOX), ("float64", 4, BOX))]])
 def test_a_power_of_two_changes_no_bit(pool, dtype, world_size, layout):
     """As long as nothing over- or underflows. A scale of 3 rounds differently; otherwise this would show nothing."""
-    weights, data, _, _ = reference_for(tiny(1), 2)
+    weights, data = weights_and_data(tiny(1), 2)
     runs = {scale: pool.run(train_rank, tiny(world_size, dtype=dtype, loss_scale=scale, **layout), weights, data, 2,
                             world_size=world_size)
             for scale in (None, 2.0**12, 3.0)}
@@ -152,21 +156,21 @@ def test_a_power_of_two_changes_no_bit(pool, dtype, world_size, layout):
             assert all(torch.equal(ours.weights[name][0], theirs.weights[name][0]) for name in ours.weights) is same
 
 
-EIGHT, DROPPING = BOX | dict(data_parallel_size=2), dict(hidden_dropout=0.1, attention_dropout=0.1)
+EIGHT, DROPPING = BOX | dict(data_parallel_size=2, micro_batch_size=6), dict(hidden_dropout=0.1, attention_dropout=0.1)
 NARROW = dict(normalization="RMSNorm", fp16_lm_cross_entropy=True)
 CUT = dict(tensor_model_parallel_size=2, slices=2, sequence_parallel=True, micro_batch_size=12)
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}        # of one operation, of its result
 
 
 @pytest.mark.parametrize("world_size, layout, options", [
-    (1, {}, NARROW), (2, CUT, DROPPING),
+    (1, dict(micro_batch_size=12), NARROW), (2, CUT, DROPPING),
     *[pytest.param(*one, marks=pytest.mark.exhaustive)
       for one in ((1, {}, DROPPING), (8, EIGHT, DROPPING), (8, EIGHT, NARROW))]])
 def test_16_bit_training_deviates_from_float64_in_proportion_to_its_rounding(pool, world_size, layout, options):
     """Small errors add up linearly. fp16 rounds 2^13 times as coarsely as fp32 (bfloat16: 2^16), so it deviates from
     float64 2^13 times as far as the measured fp32. Errors are random, so three times that is allowed; sums in 16 bit
     would be far beyond."""
-    weights, data, _, _ = reference_for(tiny(1), 4)
+    weights, data = weights_and_data(tiny(1), 4)
     names = [name for name in weights if "RMSNorm" not in options.values() or not name.endswith("norm.bias")]
     sides = {}
     for dtype in ("float64", *ROUNDING):
@@ -205,7 +209,7 @@ def test_sums_over_tokens_may_exceed_the_range_of_fp16(pool, normalization):
     """In the gradients of words, positions, norms, biases and matrices. One token's gradient fits; here all tokens are
     the same, so that their gradients add up."""
     config = tiny(1, dtype="float16", micro_batch_size=24, loss_scale=2.0**13, normalization=normalization)
-    weights, data, _, _ = reference_for(tiny(1), 1)
+    weights, data = weights_and_data(tiny(1), 1)
     data = dataclasses.replace(data, tokens=data.tokens[:, :1].expand_as(data.tokens),
                                labels=data.labels[:, :1].expand_as(data.labels),
                                loss_mask=torch.ones_like(data.loss_mask))

@@ -42,7 +42,7 @@ def without_key_bias(weights: dict, heads: int) -> tuple[dict, torch.Tensor]:
 def test_lion_agrees_on_every_layout_but_where_the_true_gradient_is_zero(pool, layout):
     """The bias of the keys shifts all scores of a query alike, which softmax ignores: its gradient is rounding, and the
     sign is a full step. Nothing else depends on it: losses, norms and all other weights equal the reference's."""
-    config = tiny(world(layout), optimizer="lion", lr=1e-3, **layout)
+    config = tiny(world(layout), optimizer="lion", lr=1e-3, global_batch_size=12, **layout)
     weights, data, records, final = reference_for(config, STEPS)
     outcomes = pool.run(train_rank, config, weights, data, STEPS, world_size=config.world_size)
     assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
@@ -87,7 +87,8 @@ def test_the_state_has_the_predicted_size_and_names_all_that_must_be_saved(pool,
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_optimizer_learns(pool, name):
     """Every step has the same tokens."""
-    config = tiny(1, optimizer=name, lr=3e-3, clip_grad=1.0, train_iters=30, lr_decay_style="constant")
+    config = tiny(1, optimizer=name, lr=3e-3, clip_grad=1.0, train_iters=30, lr_decay_style="constant",
+                  micro_batch_size=24)
     data = random_data(config, 1)
     data.tokens, data.labels, data.loss_mask = (rows.expand(30, -1, -1)
                                                 for rows in (data.tokens, data.labels, data.loss_mask))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.fake_world import fake_world, only_views, operands, tensors, writes
-from support.harness import build, random_data, reference_for, tiny, train_rank
+from support.harness import build, random_data, tiny, train_rank, weights_and_data
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
@@ -57,7 +57,7 @@ def test_several_steps_on_several_stages_have_the_same_bits_too(pool):
     """With real collectives and messages, uneven slices, and deferred weight gradients."""
     config = tiny(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, schedule="zb-h1", slices=2,
                   global_batch_size=12, **DROPOUT)
-    weights, data, _, _ = reference_for(dataclasses.replace(config, hidden_dropout=0.0, attention_dropout=0.0), 2)
+    weights, data = weights_and_data(config, 2)
     plain, *others = (pool.run(train_rank, dataclasses.replace(config, recompute_granularity=one), weights, data, 2,
                                world_size=4)
                       for one in GRANULARITIES)

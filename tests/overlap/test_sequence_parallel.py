@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.fake_world import fake_world
 from support.harness import (build, difference, full_tensors, random_data, relative, sizes_of, tiny, train_rank,
-                             train_steps)
+                             train_steps, weights_and_data)
 from support.reference import random_weights, train_reference
 from support.pitfall_runner import masks_of
 
@@ -95,7 +95,7 @@ def test_gather_and_reduce_are_each_others_backward(pool, kind):
 
 def with_masks(config, steps):
     """(weights to start from, data, records of the plain model with the same masks, final weights)."""
-    weights, data = random_weights(sizes_of(config), seed=3), random_data(config, steps)
+    weights, data = weights_and_data(config, steps)
     batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(steps)]
     return weights, data, *train_reference(
         sizes_of(config), weights, batches, [train.learning_rate(step + 1, config) for step in range(steps)],

@@ -68,7 +68,7 @@ def test_a_warm_up_changes_no_number(pool, dtype, zero_stage):
     """Also with dropout, whose masks are a function of the sample, and in 16 bits, where the weights are restored from
     the fp32 master weights."""
     config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2,
-                  dtype=dtype, hidden_dropout=0.1, attention_dropout=0.1, zero_stage=zero_stage)
+                  dtype=dtype, hidden_dropout=0.1, attention_dropout=0.1, zero_stage=zero_stage, global_batch_size=12)
     data = random_data(config, 1)
     warm = pool.run(warm_rank, config, data)
     assert all(same for _, same in warm) and [loss for loss, _ in warm] == pool.run(cold_rank, config, data)
@@ -88,7 +88,7 @@ def first_times_rank(config, data):
 def test_what_a_step_does_for_the_first_time_the_warm_up_has_done_before(pool, sequence_parallel):
     """A communicator's first collective and a kernel's first load wait for the whole device."""
     config = tiny(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2, slices=2,
-                  sequence_parallel=sequence_parallel)
+                  sequence_parallel=sequence_parallel, global_batch_size=12)
     for warm, step in pool.run(first_times_rank, config, random_data(config, 1)):
         assert step <= warm and len(step) > 3, step - warm
 

@@ -101,7 +101,7 @@ def two_steps(rank, config):
 
 
 TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, num_layers=2, dtype="bfloat16")
-EIGHT = dict(TP2, num_layers=4, pipeline_model_parallel_size=2, data_parallel_size=2, global_batch_size=24)
+EIGHT = dict(TP2, num_layers=4, pipeline_model_parallel_size=2, data_parallel_size=2, global_batch_size=16)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

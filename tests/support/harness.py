@@ -41,11 +41,12 @@ FAMILIES = dict(
 
 
 def tiny(world_size=1, **changes) -> Config:
-    """Return a resolved Config: 3 layers, hidden size 16, a global batch of 24 x 8 tokens, and clipping that acts."""
+    """Return a resolved Config: 3 layers, hidden size 16, a global batch of 24 x 8 tokens, clipping that acts, and an
+    evaluation of one global batch."""
     sizes = dict(num_layers=3, hidden_size=16, num_attention_heads=8, seq_length=8, make_vocab_size_divisible_by=32,
                  global_batch_size=24, micro_batch_size=3, dtype="float64", clip_grad=0.1, lr=1e-2,
-                 lr_warmup_fraction=0.4, train_iters=5, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
-                 bucket_size=2000)
+                 lr_warmup_fraction=0.4, train_iters=5, eval_iters=1, tensor_model_parallel_size=1,
+                 pipeline_model_parallel_size=1, bucket_size=2000)
     return Config(**{**sizes, **changes}).resolve(world_size).with_vocabulary(VOCABULARY)
 
 
@@ -238,6 +239,11 @@ def relative(ours: list, theirs: list) -> float:
     return max(abs(our - their) / abs(their) for our, their in zip(ours, theirs))
 
 
+def weights_and_data(config: Config, steps: int):
+    """Return what a training starts from: (full weights by name, FixedData of `steps` global batches)."""
+    return random_weights(sizes_of(config), seed=3), random_data(config, steps)
+
+
 _references = {}
 
 
@@ -252,7 +258,7 @@ def reference_for(config: Config, steps: int):
     betas = {"adamw": (config.adam_beta1, config.adam_beta2),
              "lion": (config.lion_beta1, config.lion_beta2)}[config.optimizer]
     if key not in _references:
-        weights, data = random_weights(sizes, seed=3), random_data(config, steps)
+        weights, data = weights_and_data(config, steps)
         rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
         batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(),
                     None if data.positions is None else data.positions[i],
