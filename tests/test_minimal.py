@@ -17,7 +17,7 @@ from nanodomino.config.config import Config
 
 # 5 layers do not divide by 2 or 4 stages, and a microbatch of 3 does not divide by 2 slices
 SIZES = minimal.Sizes(layers=5, hidden=16, heads=4, seq_length=12, global_batch=24, micro_batch=3)
-STEPS = 5
+STEPS = 3
 
 
 @pytest.fixture(scope="module")

@@ -443,7 +443,7 @@ def test_the_legend_names_each_purpose(recording):
 def test_gathers_over_tp_are_activations_and_gathers_over_dp_are_weights(pool, zero_stage):
     """A reduce-scatter and an all-gather are an all-reduce in two steps; only ZeRO's gathers bring weights."""
     recording = record(pool, 4, tensor_model_parallel_size=2, data_parallel_size=2, zero_stage=zero_stage, slices=2,
-                       sequence_parallel=True)
+                       sequence_parallel=True, num_layers=2, global_batch_size=12)
     gathers = {event.args["group"] for events in recording.ranks for event in of(events, "all_gather")}
     assert gathers == ({"tp", "dp"} if zero_stage else {"tp"})
     words = texts(picture([recording]))
