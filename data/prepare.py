@@ -82,8 +82,7 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
                                                     ids)
             cut_off = fill_empty_splits(folder, tokens, sizes, text_tokenizer, dtype, weights)
             if ids:                                             # the text is known only now
-                sizes = [text_bytes(folder / f"{split}.bin", text_tokenizer, dtype) if count else 0
-                         for split, count in zip(SPLITS, tokens)]
+                sizes = [text_bytes(folder / f"{split}.bin", text_tokenizer, dtype) for split in SPLITS]
             unigram, bigram, counted_tokens = entropies(folder / "train.bin", dtype, text_tokenizer.vocab_size)
             meta = {
                 "format": FORMAT, "source": source or summary_of(inputs),
@@ -231,11 +230,13 @@ def fill_empty_splits(folder: Path, tokens: list[int], sizes: list[int], tokeniz
         tokens[i], tokens[largest] = count, tokens[largest] - count
         sizes[i] = text_bytes(folder / f"{SPLITS[i]}.bin", tokenizer, dtype)
         sizes[largest] -= sizes[i]
-    return [SPLITS[i] for i in empty]
+    return [SPLITS[i] for i in empty if tokens[i]]
 
 
 def text_bytes(path: Path, tokenizer: Tokenizer, dtype) -> int:
     """Return the bytes of text that the tokens in a file stand for. Begin-of-text and end-of-text stand for none."""
+    if not path.stat().st_size:                                 # memmap refuses empty files
+        return 0
     row, counts = np.memmap(path, dtype, mode="r"), np.zeros(tokenizer.vocab_size, np.int64)
     for start in range(0, len(row), BLOCK):
         counts += np.bincount(row[start:start + BLOCK], minlength=len(counts))

@@ -452,6 +452,18 @@ def test_a_folder_without_bytes_is_read_but_one_with_impossible_bytes_is_not(tmp
     assert load_corpus(tmp_path / "old").bits_per_byte("valid", 2.0) is None
 
 
+def test_two_tokenizers_of_the_same_size_have_different_names(tmp_path, corpus):
+    """Wherever the corpus lies. plot uses the name to tell whether losses per token can be compared."""
+    names = []
+    for folder, content in (("a", "{}"), ("b", "{}"), ("c", "[]")):
+        path = Path(shutil.copytree(corpus.path, tmp_path / folder)) / "meta.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": "huggingface",
+                                                                   "tokenizer_file": "tokenizer.json"}))
+        path.with_name("tokenizer.json").write_text(content)
+        names.append(load_corpus(tmp_path / folder).tokenizer_id)
+    assert corpus.tokenizer_id == "byte-257" and names[0] == names[1] != names[2]
+
+
 def test_a_split_of_weight_zero_stays_empty(tmp_path):
     (tmp_path / "a.txt").write_text("some text to cut")
     assert quietly(tmp_path / "a.txt", tmp_path / "out",
@@ -459,6 +471,16 @@ def test_a_split_of_weight_zero_stays_empty(tmp_path):
     corpus = load_corpus(tmp_path / "out")
     with pytest.raises(UserError, match="the test split .* has 0 tokens, but one sample needs seq-length . 1 = 5"):
         TokenDataset(corpus, "test", 4, 0)
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_a_text_of_one_token_leaves_a_split_empty(tmp_path, ids):
+    """Together with end-of-text it has two tokens, which are too few for three splits."""
+    (tmp_path / "a.jsonl").write_text('{"tokens": [97]}' if ids else '{"text": "a"}')
+    meta = quietly(tmp_path / "a.jsonl", tmp_path / "out", ids=ids)
+    assert meta["tokens"] == {"train": 1, "valid": 0, "test": 1} and meta["cut_off"] == ["test"]
+    assert meta["bytes"] == {"train": 1, "valid": 0, "test": 0}
+    load_corpus(tmp_path / "out").verify()
 
 
 def test_the_same_input_gives_the_same_files(tmp_path, corpus):
