@@ -8,7 +8,7 @@ from support.reference import ReferenceGPT, dropout_masks
 
 from nanodomino.analysis.sizes import flops_per_token, parameter_count
 from nanodomino.config.config import Config
-from nanodomino.config.presets import PRESETS
+from nanodomino.config.presets import PRESETS, PUBLISHED_VOCABULARIES
 from nanodomino.layers.dropout_and_positions import MasksAndPositions
 
 
@@ -192,11 +192,27 @@ def test_dropout_masks_agree_where_replicated_and_differ_where_sharded():
 
 @pytest.mark.parametrize("name, millions", [("nano", 0.93), ("gpt2", 124), ("gpt2-medium", 355), ("gpt2-large", 774),
                                             ("gpt2-xl", 1558),
-                                            ("gpt3-2.7b", 2650), ("gpt3-6.7b", 6660), ("gpt3-13b", 12850)])
+                                            ("gpt3-2.7b", 2650), ("gpt3-6.7b", 6660), ("gpt3-13b", 12850),
+                                            ("llama2-7b", 6738), ("llama2-13b", 13016), ("llama3-8b", 8030),
+                                            ("llama3.2-1b", 1236), ("qwen2.5-0.5b", 494), ("qwen3-0.6b", 596),
+                                            ("smollm2-135m", 134.5)])
 def test_presets_have_the_published_sizes(name, millions):
-    config = Config(model=name).resolve(1).with_vocabulary(257 if name == "nano" else 50257)
+    config = Config(model=name).resolve(1).with_vocabulary(PUBLISHED_VOCABULARIES.get(name, 257))
     assert parameter_count(config) / 1e6 == pytest.approx(millions, rel=0.01)
     assert set(PRESETS[name]) >= {"num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr"}
+
+
+@pytest.mark.parametrize("name, epsilon, base, scaling, heads", [
+    ("llama2-7b", 1e-5, 1e4, None, (32, 32, 128)), ("llama2-13b", 1e-5, 1e4, None, (40, 40, 128)),
+    ("llama3-8b", 1e-5, 5e5, None, (32, 8, 128)), ("llama3.2-1b", 1e-5, 5e5, 32.0, (32, 8, 64)),
+    ("qwen2.5-0.5b", 1e-6, 1e6, None, (14, 2, 64)), ("qwen3-0.6b", 1e-6, 1e6, None, (16, 8, 128)),
+    ("smollm2-135m", 1e-5, 1e5, None, (9, 3, 64))])
+def test_presets_have_the_published_norms_positions_and_heads(name, epsilon, base, scaling, heads):
+    """The numbers of the published config.json files that no parameter count reveals."""
+    config = Config(model=name).resolve(1)
+    assert (config.layernorm_epsilon, config.rotary_base) == (epsilon, base)
+    assert (config.rope_scaling_factor if config.use_rope_scaling else None) == scaling
+    assert (config.num_attention_heads, config.num_query_groups, config.kv_channels) == heads
 
 
 def test_parameters_are_counted_as_they_are_made(pool):

@@ -737,6 +737,13 @@ def test_a_plan_considers_a_newly_added_schedule(capsys, monkeypatch):
     assert step_time.step_seconds(config, machine(matmul_rate=1e12))["bubble"] > 0
 
 
+def test_a_smaller_micro_batch_with_fewer_slices_is_among_the_remedies():
+    """With two slices, a micro batch of one sample alone would be impossible."""
+    config = cluster(8, **TP8, micro_batch_size=4, slices=2)
+    assert {"micro_batch_size": 1} in plan.remedies(config)
+    assert [plan.changed(config, {"micro_batch_size": size}).slices for size in (2, 1)] == [2, 1]
+
+
 @pytest.mark.parametrize("flags, reason, remedy", [
     (["--tp", 4, "--pp", 1, "--micro-batch-size", 16, "--gpu", "A100"], "activations", "--recompute-granularity full"),
     (["--tp", 8, "--pp", 1, "--zero-stage", 0, "--gpu", "A10"], "optimizer", "--zero-stage 1"),

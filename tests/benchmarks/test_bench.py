@@ -18,12 +18,13 @@ from support.harness import tiny
 from support.jobs import listen_to_interrupts
 
 from bench import QUESTIONS
-from benchmarks import scaling, throughput
+from benchmarks import checkpoint, scaling, throughput
 from benchmarks.common import Figure, RandomTokens, Times, compare, main, parse, ratios
 from benchmarks.overlap import figures_of
 from benchmarks.plain import Plain
 from benchmarks.scaling import speedup, worlds
 from benchmarks.slow_network import LARGEST_PACKET, build, parse_rate, slow_wire
+from nanodomino.comm.world import LaunchInfo
 
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "16"]
 
@@ -55,6 +56,26 @@ def slow_if_possible() -> list[str]:
 
 
 # ---- the questions
+
+def states_read_by_resume(arguments):
+    """Run bench.py checkpoint on this rank, and return which states its resume reads."""
+    states = set()
+
+    def read(folder, manifest, boxes):
+        states.update(box.name.split(".")[0] for box in boxes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "start_world", lambda *_: None)              # the pool has joined the ranks
+        patch.setattr("benchmarks.common.read_launch_environment", LaunchInfo)
+        patch.setattr("nanodomino.checkpoint.load.read_together", read)
+        checkpoint.answer(parse(checkpoint, arguments), LaunchInfo())
+    return states
+
+
+def test_checkpoint_also_times_how_the_optimizers_moments_are_read(pool):
+    arguments = ["checkpoint", *TINY[:4], "--num-attention-heads", "2", "--processes", "1", "--repeats", "1"]
+    assert pool.run(states_read_by_resume, arguments, world_size=1) == [{"weight", "exp_avg", "exp_avg_sq"}]
+
 
 @pytest.mark.exhaustive
 def test_overlap(slow_if_possible):

@@ -12,14 +12,14 @@ import torch
 from nanodomino.checkpoint.export import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.checkpoint.index import Index, slices
-from nanodomino.checkpoint.load import load_weights
+from nanodomino.checkpoint.load import load_weights, restore
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.checkpoint.save import allocate_host_copies
 from nanodomino.checkpoint.shards import boxes_of_range, local_boxes
 from nanodomino.errors import UserError
 from nanodomino.generate.generation import generate
-from support.checkpoints import (DP2, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for, save_steps,
-                                 train_from)
+from support.checkpoints import (DP2, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for, make_saver,
+                                 save_steps, train_from)
 from support.harness import (Outcome, build, difference, full_tensors, reference_for, relative, shard_spec, sizes_of,
                              weights_and_data)
 from support.reference import full_shapes
@@ -152,6 +152,19 @@ def test_a_checkpoint_holds_global_names_a_tied_matrix_once_and_the_counters(sav
     manifest = json.loads((checkpoints_of(run_dir)[0] / "manifest.json").read_text())
     assert (manifest["step"], manifest["adam_steps"], manifest["skipped_in_a_row"]) == (3, 3, 0)
     assert manifest["config"]["hidden_size"] == 16
+
+
+def skipped_after_restore(config, folder):
+    """Save with three skipped steps in a row, and return the number that another optimizer reads back."""
+    assert make_saver(config, folder)[2](5, skipped_in_a_row=3) is None
+    mesh, model, optimizer, _ = build(config)
+    restore(checkpoints_of(Path(folder))[0], model, optimizer, mesh)
+    return optimizer.skipped_in_a_row
+
+
+def test_a_resumed_run_continues_to_count_skipped_steps(pool, tmp_path):
+    """Otherwise a diverged run that is restarted again and again would never end."""
+    assert pool.run(skipped_after_restore, config_for(*ONE_RANK), str(tmp_path), world_size=1) == [3]
 
 
 @pytest.mark.parametrize("layout, family", [(TP2_PP2_DP2, {}), (TP2, LLAMA)], ids=["gpt", "llama"])

@@ -255,6 +255,16 @@ def test_a_run_of_an_older_version_can_be_resumed(tmp_path):
     assert config.num_layers == 1 and config.train_iters == 3
 
 
+@pytest.mark.parametrize("content", [None, "", '{"num_layers": 1, "hid', "[]"])
+def test_a_run_that_has_lost_its_config_json_takes_the_settings_of_its_checkpoint(tmp_path, content):
+    run = Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
+    saved = json.loads((run / "config.json").read_text())
+    (run / "config.json").unlink() if content is None else (run / "config.json").write_text(content)
+    for flags in (("--run-dir", run), ("--load", run)):
+        config = from_command_line([str(flag) for flag in flags], 1)
+        assert (config.num_layers, config.hidden_size) == (saved["num_layers"], saved["hidden_size"])
+
+
 def restore_rank(config, folder):
     mesh, model, optimizer, stage = build(config)
     step = restore(Path(folder), model, optimizer, mesh)

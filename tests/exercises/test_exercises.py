@@ -84,6 +84,10 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
     assert "return undefined" in work.with_suffix(".1.py").read_text()
     states = {number: workbook.state_of(work.read_text(), number) for number in (5, 6, 7)}
     assert states == {5: "given", 6: "blank", 7: "answered"}
+    answer(6, "    return unknown")
+    assert "minimal.2.py, because start replaces your answer to exercise 6" in run("start", "5")
+    assert "return undefined" in work.with_suffix(".1.py").read_text(), "an earlier copy stays"
+    assert "return unknown" in work.with_suffix(".2.py").read_text()
     assert workbook.answer_in(TEXT, 9)[0] in run("show", "9")
 
 

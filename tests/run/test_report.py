@@ -3,6 +3,7 @@
 import json
 import dataclasses
 import math
+import os
 import re
 import signal
 import time
@@ -159,8 +160,9 @@ def test_all_ranks_come_to_the_same_estimate_and_more_work_takes_longer(pool):
 
 
 @pytest.mark.parametrize("number, again", [(signal.SIGINT, "press Ctrl-C"), (signal.SIGTERM, "send SIGTERM")])
-def test_a_stop_signal_is_acknowledged_within_the_step(number, again):
-    """By the thread that listens to signals."""
+def test_a_stop_signal_is_acknowledged_within_the_step(number, again, monkeypatch):
+    """By the thread that listens to signals. A second signal ends the process, but torchrun's copy of the first does
+    not: it arrives at once."""
     said, kept = [], {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         signals = StopSignal(said.append)
@@ -170,6 +172,14 @@ def test_a_stop_signal_is_acknowledged_within_the_step(number, again):
             time.sleep(0.01)
         assert signals.number == number
         assert said == [f"stopping after this step with a checkpoint; {again} again to stop at once"]
+        codes = []
+        monkeypatch.setattr(os, "_exit", codes.append)
+        signals.received_at = time.monotonic()
+        signals.handle(number)
+        assert not codes and len(said) == 1
+        signals.received_at -= 2.1
+        signals.handle(number)
+        assert codes == [128 + number]
     finally:
         signal.set_wakeup_fd(-1)
         for number, handler in kept.items():

@@ -124,6 +124,7 @@ def test_a_live_run_is_named_before_a_mistake_in_the_flags(tmp_path):
     flags = ["--run-dir", str(tmp_path)]
     with pytest.raises(UserError, match="^world size 1 must equal") as free:
         from_command_line(flags, 1)
+    (tmp_path / "lock").write_text("1234567890123456")         # the longer process id of an earlier launch
     lock = lock_folder(tmp_path)
     with pytest.raises(UserError) as used:
         from_command_line(flags, 1)
