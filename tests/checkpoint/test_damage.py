@@ -20,8 +20,9 @@ from nanodomino.checkpoint.export import export
 from nanodomino.checkpoint.find_checkpoints import (checkpoints_of, find_checkpoint, newest_intact_checkpoint,
                                                     recorded_settings)
 from nanodomino.checkpoint.index import tile
+from nanodomino.checkpoint.load import open_weights, read_full_tensor
 from nanodomino.checkpoint.manifest import file_digest, manifest_text, read_manifest, verify
-from nanodomino.checkpoint.shards import Box
+from nanodomino.checkpoint.shards import Box, full_shapes
 from nanodomino.errors import UserError
 from nanodomino.huggingface.export_model import export_model
 from support.checkpoints import write_empty_checkpoint
@@ -103,6 +104,17 @@ def test_a_file_that_cannot_be_read_is_reported_and_the_previous_checkpoint_used
         assert f"{path} is a folder, a device or a broken link, not a file" in report
 
 
+@pytest.mark.parametrize("size", [0, 8, 10])
+def test_a_file_cut_off_after_the_check_is_noticed(run_dir, size):
+    """Otherwise the missing values would be those that the memory happens to hold."""
+    folder = checkpoints_of(run_dir)[0]
+    index, model = open_weights(folder)
+    os.truncate(folder / "rank-00000.bin", size)
+    with pytest.raises(UserError, match="rank-00000.bin does not hold what its index says"):
+        for name, shape in full_shapes(model).items():
+            read_full_tensor(f"weight.{name}", shape, index)
+
+
 WITNESS = Path(tempfile.gettempdir()) / f"nanodomino-{os.getpid()}-was-here"
 
 
@@ -161,9 +173,23 @@ def change_boxes(change):
     return changed
 
 
+def with_four_dimensions(entry, boxes):
+    """The boxes still tile the tensor. But checking takes 2^dimensions steps, so 40 dimensions would take forever."""
+    entry["shape"] = [1, 1, *entry["shape"]]
+    for box in boxes:
+        box[2:] = [0, 0, *box[2]], [1, 1, *box[3]]
+
+
 def without_a_layer(index):
     for name in [name for name in index if ".layers.0." in name]:
         del index[name]
+
+
+def last_byte(index):
+    """Let the first part of BOX start at the last byte of its file."""
+    first = index[BOX]["boxes"][0]
+    first[1] = max(start + math.prod(size) * getattr(torch, entry["dtype"]).itemsize for entry in index.values()
+                   for file, start, _, size in entry["boxes"] if file == first[0]) - 1
 
 
 INDICES = [("an absolute file", change_boxes(lambda entry, boxes: boxes[0].__setitem__(0, "/dev/zero")),
@@ -178,10 +204,12 @@ INDICES = [("an absolute file", change_boxes(lambda entry, boxes: boxes[0].__set
            ("a larger tensor", change_boxes(lambda entry, boxes: entry.update(shape=[10**12, 64])),
             "do not cover each element exactly once"),
            ("another shape", change_boxes(lambda entry, boxes: entry.update(shape=[1, 16, 64])), "an impossible shape"),
+           ("four dimensions", change_boxes(with_four_dimensions), "an impossible shape"),
            ("a missing tensor", lambda index: index.pop(BOX), None),
            ("a missing layer", without_a_layer, "layers, but its manifest says num_layers"),
            ("no tensor", lambda index: index.clear(), "holds 0 layers")]
-JSON_ONLY = [("a fraction", change_boxes(lambda entry, boxes: boxes[0].__setitem__(1, 0.5)), "an impossible shape"),
+JSON_ONLY = [("the last byte", last_byte, "after the end of"),
+             ("a fraction", change_boxes(lambda entry, boxes: boxes[0].__setitem__(1, 0.5)), "an impossible shape"),
              ("true", change_boxes(lambda entry, boxes: boxes[0].__setitem__(1, True)), "an impossible shape"),
              ("a list for a file", change_boxes(lambda entry, boxes: boxes[0].__setitem__(0, [])), "not an index of"),
              ("a type of another kind", change_boxes(lambda entry, boxes: entry.update(dtype="int8")), "not an index"),

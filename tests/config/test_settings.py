@@ -411,3 +411,10 @@ def test_a_refused_change_is_blamed_on_the_setting_that_was_given():
     assert plain.ffn_hidden_size != swiglu.ffn_hidden_size
     with pytest.raises(UserError, match="^a run was made with swiglu False, but this run has True"):
         check_settings(dataclasses.asdict(plain), "a run", swiglu, "model")
+
+
+def test_a_refused_corpus_is_named_with_its_folder():
+    old, new = (dataclasses.replace(tiny(1), data_sha256=name, data_path=f"data/{name}") for name in ("old", "new"))
+    with pytest.raises(UserError, match=r"^a run was made with data-sha256 old \(--data-path data/old\), but this run "
+                                        r"has new \(--data-path data/new\); go back"):
+        check_settings(dataclasses.asdict(old), "a run", new, "run")
