@@ -234,6 +234,12 @@ def test_every_rank_gets_a_limit_of_its_own():
     assert len({line.split()[5] for line in commands if "address add" in line}) == 3
 
 
+@pytest.mark.parametrize("rate, burst", [(500_000_000, 2 * LARGEST_PACKET), (8_000_000_000, 1_000_000)])
+def test_a_burst_takes_a_millisecond_but_holds_two_packets_and_a_queue_takes_a_tenth_of_a_second(rate, burst):
+    (limit,) = (line for line in build("hub", ["a"], rate) if line.startswith("tc "))
+    assert limit.endswith(f"burst {burst} limit {burst + rate // 80}")
+
+
 RECEIVE = """
 import socket, time
 connection, _ = socket.create_server(("10.77.0.2", 5000)).accept()

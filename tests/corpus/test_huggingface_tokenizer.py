@@ -335,6 +335,13 @@ def test_a_data_folder_remembers_how_special_tokens_are_spelled_and_what_begins_
                        corpus.end_of_text] and tokenizer.encode(text).tolist() == ids[begins:-1]
 
 
+def test_neither_begin_of_text_nor_end_of_text_counts_as_bytes_of_text(tmp_path, families):
+    tokenizer = build_tokenizer(families["llama3"], begin_of_text=True)
+    document = [tokenizer.begin_of_text, *tokenizer.encode("some text").tolist(), tokenizer.end_of_text]
+    np.array(2 * document, np.uint32).tofile(tmp_path / "train.bin")
+    assert prepare_module.text_bytes(tmp_path / "train.bin", tokenizer, np.uint32) == 2 * len("some text")
+
+
 def test_ids_are_taken_as_they_are(tmp_path, families, monkeypatch):
     """Each list is a document; an end-of-text at its end is not doubled."""
     size, end = (getattr(build_tokenizer(families["qwen2"]), name) for name in ("vocab_size", "end_of_text"))
