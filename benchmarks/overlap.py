@@ -31,25 +31,27 @@ domino or paired:
     python bench.py overlap                         over the loopback, or between GPUs
     sudo python bench.py overlap --wire 500mbit     over a slow network between the ranks (slow_network.py)
     sudo python bench.py overlap --wire 700mbit --microbatches 8
+    python bench.py overlap --ideal-wire            one rank on a wire that costs no processor time (ideal_overlap.py)
     python bench.py overlap --tp 8 --model gpt3-13b --num-layers 4 --dtype bfloat16 --micro-batch-size 4   on eight GPUs
 
 On CPUs each rank has one core. The core also handles the rank's network traffic, so computation slows down while a
 collective is in flight.
 """
 
-import dataclasses
 import os
 from argparse import BooleanOptionalAction
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import ideal_overlap
 from benchmarks.common import (GPT2, SAME, Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text,
                                compare, config_here, ratio_text, ratios, shape_of, table)
 from benchmarks.plain import Plain, mean_loss
+from benchmarks.single_stage import domino_step, split_backward_timetable
 from benchmarks.slow_network import INTERFACE
-from nanodomino import pipeline
 from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import find_device, start_world
@@ -59,14 +61,13 @@ from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
 from nanodomino.overlap.flight import result_of
 from nanodomino.overlap.sequence_parallel import ReplicatedResidual
-from nanodomino.schedules.actions import Forward, InputBackward, WeightBackward
-from nanodomino.schedules.placement_and_messages import Placement, Timetable, timetable
+from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.timeline.draw import gather, picture
 from nanodomino.zero import ZeroOptimizer
-from train import forward_step
 
 FLAGS = ("tensor_model_parallel_size", "slices", "columns", "sequence_parallel", "model", "num_layers", "hidden_size",
          "ffn_hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device")
+IDEAL_LENGTH = 64     # tokens per sample on the ideal wire, where one process runs all alternatives
 SMALL = dict(num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=256, micro_batch_size=8, vocab_size=257)
 
 
@@ -76,20 +77,33 @@ def add_flags(parser):
     parser.add_argument("--compile", action=BooleanOptionalAction, help="use torch.compile (default: on CUDA only)")
     parser.add_argument("--wire", metavar="RATE", help="rate of a slow link between the ranks, such as 500mbit; "
                                                        "needs root and iproute2 (default: the loopback)")
-    parser.add_argument("--microbatches", type=int, default=1, metavar="M", help="microbatches per step (default 1)")
-    parser.add_argument("--timeline", metavar="PICTURE.svg", help="also draw a step of megatron, domino and paired, "
-                                                                  "one above the other")
+    parser.add_argument("--ideal-wire", action="store_true",
+                        help="run one rank on an ideal wire, whose collectives cost no processor time "
+                             "(ideal_overlap.py); needs no root and no second core")
+    parser.add_argument("--latency", type=float, default=0.0, metavar="US",
+                        help="latency of each message on the ideal wire, in microseconds (default 0)")
+    parser.add_argument("--microbatches", type=int, metavar="M",
+                        help="microbatches per step (default 1; on the ideal wire 8)")
+    parser.add_argument("--timeline", type=Path, metavar="PICTURE.svg",
+                        help="also draw a step of megatron, domino and paired, one above the other")
 
 
 def processes(flags) -> int:
     tp = flags.tensor_model_parallel_size
     require(tp >= 2, f"--tp must be at least 2, but is {tp} (a single rank does not communicate); try 2")
+    require(not flags.ideal_wire or flags.wire is None, "--ideal-wire and --wire exclude each other; leave one out")
+    require(not flags.ideal_wire or flags.device != "cuda", "--ideal-wire needs --device cpu, because its clock counts "
+            "processor time; add --device cpu, or leave --ideal-wire out")
+    require(flags.ideal_wire or not flags.latency, "--latency needs --ideal-wire; add it, or leave --latency out")
+    require(0 <= flags.latency <= 1e6, f"--latency must be from 0 to 1000000 us, but is {flags.latency}; try 10")
+    if flags.microbatches is None:
+        flags.microbatches = 8 if flags.ideal_wire else 1
     require(flags.microbatches >= 1, f"--microbatches must be at least 1, but is {flags.microbatches}; try 8")
     config_for(flags)
-    require(not flags.timeline or (Path(flags.timeline).parent.is_dir() and not Path(flags.timeline).is_dir()),
+    require(not flags.timeline or (flags.timeline.parent.is_dir() and not flags.timeline.is_dir()),
             f"--timeline {flags.timeline} must be a file in an existing folder; make the folder, or choose another "
             "name")
-    return tp
+    return 1 if flags.ideal_wire else tp
 
 
 def config_for(flags):
@@ -99,6 +113,8 @@ def config_for(flags):
     """
     if flags.model is None:
         flags.model = "nano"
+        if flags.ideal_wire:
+            flags.seq_length = flags.seq_length or IDEAL_LENGTH
         for name, size in SMALL.items():
             if getattr(flags, name) is None:
                 setattr(flags, name, size)
@@ -110,8 +126,11 @@ def config_for(flags):
 
 def answer(flags, launch):
     config = config_for(flags)
+    if flags.ideal_wire:
+        config = replace(config, compile=bool(flags.compile)).with_device(torch.device("cpu"))
+        return ideal_overlap.report(flags, config)
     device = find_device(config, launch)
-    config = dataclasses.replace(config, compile=flags.compile).with_device(device)
+    config = replace(config, compile=flags.compile).with_device(device)
     bind_to_one_core(device)
     require(flags.wire is None or device.type == "cpu",
             "--wire needs --device cpu, because GPUs communicate by NCCL, which would bypass the slow link; add "
@@ -177,22 +196,7 @@ def blocking_step(model: GPT, batches) -> float:
     return torch.stack(means).mean().item()
 
 
-def split_backward_timetable(microbatches: int) -> Timetable:
-    """Return the timetable F0 I0 W0 F1 I1 W1 ... of a single stage: each backward is split into input gradients (I) and
-    weight gradients (W).
-    """
-    return Timetable(Placement(stages=1), (tuple(action(i) for i in range(microbatches)
-                                                 for action in (Forward, InputBackward, WeightBackward)),))
-
-
-def domino_step(stage: Domino, batches, table=None) -> float:
-    """Run a step on a single stage as train.py does, and return the mean loss. table: the timetable; None: 1F1B's."""
-    totals = pipeline.run(table or timetable("1f1b", 1, len(batches)), stage, stage.mesh, lambda i, chunk: batches[i],
-                          forward_step, None, None, trace=stage.trace)
-    return (totals.loss_sum / totals.tokens).item()
-
-
-def draw(path: str, config, mesh, batches):
+def draw(path: Path, config, mesh, batches):
     """Record a step of megatron, domino and paired, and draw the three on one time scale, as an SVG file."""
     model, recordings = GPT(config, mesh), []
     ZeroOptimizer(model, config, mesh)
@@ -206,10 +210,10 @@ def draw(path: str, config, mesh, batches):
             with trace.span("step", step=step):
                 domino_step(stage, batches, timetable(schedule, 1, len(batches)))
         if recording := gather(trace, mesh):
-            recordings.append(dataclasses.replace(recording, caption=f"slices {slices}, columns {columns}"
+            recordings.append(replace(recording, caption=f"slices {slices}, columns {columns}"
                                                   + (", paired" if schedule == "paired" else "")))
     if recordings:
-        Path(path).write_text(picture(recordings))
+        path.write_text(picture(recordings))
 
 
 def dtensor_model(config, mesh) -> Plain:
@@ -218,7 +222,7 @@ def dtensor_model(config, mesh) -> Plain:
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    unsplit = GPT(config, dataclasses.replace(mesh, tp=1, tp_rank=0))          # all weights, on every rank
+    unsplit = GPT(config, replace(mesh, tp=1, tp_rank=0))          # all weights, on every rank
     model = Plain(config).to(mesh.device, config.params_dtype).load(unsplit.state_dict())
     ranks = init_device_mesh(mesh.device.type, (config.tp,))
     for layer in model.layers.values():

@@ -1,0 +1,190 @@
+"""An ideal wire: one process plays one rank, its matmuls are real, and its collectives cost no processor time.
+
+Over the loopback the network's own work shares the cores with the matmuls, so no measurement shows how good the
+*schedule* is. On the ideal wire a collective sends nothing. It is done when a wire of a given bandwidth would have
+carried its bytes. The other ranks do not exist, so a sum lacks their addends and the losses mean nothing.
+
+A rank has a wire in each direction, and a wire carries one message after another:
+
+    carried = max(launched, when the wire is free) + bytes / bandwidth
+    done    = carried + latency
+
+The clock counts the processor time of this thread, plus the time for which it had to wait for the wire. wait() does not
+sleep: it moves the clock forward. So a measurement takes no longer than its matmuls, and other processes on the machine
+hardly disturb it.
+
+The slices take strict turns, so the order of launches and waits does not depend on the bandwidth. Hence the log of one
+step is enough: replay() computes from it how long the step takes on any wire.
+"""
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from nanodomino.comm.trace import Event, Trace
+
+
+class Wire:
+    """The wire of this process, which all its process groups share, and the clock.
+
+    bandwidth: bytes per second in each direction. latency: seconds
+    clock: returns the seconds that this process has worked. By default its processor time; torch must run with one
+        thread then.
+    """
+
+    def __init__(self, bandwidth=float("inf"), latency=0.0, clock=time.thread_time):
+        self.bandwidth, self.latency, self.clock = bandwidth, latency, clock
+        self.free = {"out": 0.0, "in": 0.0}                 # when each direction will have carried all messages
+        self.waited, self.not_counted = 0.0, 0.0            # seconds
+        self.last_done = 0.0                                # when the last message will have arrived
+        self.log = []                                       # of Launch and Wait
+
+    def worked(self) -> float:
+        return self.clock() - self.not_counted
+
+    def now(self) -> float:
+        return self.worked() + self.waited
+
+    def carry(self, size: float, *directions) -> "Arrival":
+        """Carry `size` bytes in each direction. Return a work that is done when they have arrived."""
+        begin = max(self.now(), *(self.free[direction] for direction in directions))
+        for direction in directions:
+            self.free[direction] = begin + size / self.bandwidth
+        self.last_done = begin + size / self.bandwidth + self.latency
+        arrival = Arrival(self, self.last_done)
+        self.log.append(Launch(self.worked(), arrival, size, directions))
+        return arrival
+
+    def wait_until(self, moment: float):
+        self.waited += max(0.0, moment - self.now())
+
+    @contextmanager
+    def stop_the_clock(self):
+        """Do not count the processor time of the block."""
+        begin = self.clock()
+        yield
+        self.not_counted += self.clock() - begin
+
+
+class Arrival(dist._Work):
+    """A work that is done at a moment of the wire's clock."""
+
+    def __init__(self, wire: Wire, done: float):
+        super().__init__()
+        self.wire, self.done = wire, done
+
+    def wait(self, timeout=None):
+        self.wire.log.append(Wait(self.wire.worked(), self))
+        self.wire.wait_until(self.done)
+        return True
+
+
+@dataclass
+class Launch:
+    worked: float               # seconds that the process had worked by then
+    arrival: Arrival
+    size: float                 # bytes
+    directions: tuple
+
+
+@dataclass
+class Wait:
+    worked: float
+    arrival: Arrival
+
+
+@dataclass
+class Log:
+    """What a step did on the wire: `events` in their order, and the seconds that the process worked in total."""
+    events: list
+    begin: float
+    end: float
+
+    @property
+    def work(self) -> float:
+        return self.end - self.begin
+
+    @property
+    def sent(self) -> float:
+        """The bytes that this rank has sent."""
+        return sum(event.size for event in self.events if isinstance(event, Launch) and "out" in event.directions)
+
+    def bound(self, ratio: float, latency=0.0) -> float:
+        """Return step / max(work, wires) on a wire with wires / work = ratio. latency: in seconds."""
+        return (self.work + self.replay(self.sent / (ratio * self.work), latency)) / (self.work * max(1, ratio))
+
+    def replay(self, bandwidth: float, latency: float) -> float:
+        """Return for how many seconds the process would wait for this wire."""
+        worked, arrivals = self.begin, {}
+        wire = Wire(bandwidth, latency, clock=lambda: worked)
+        for event in self.events:
+            worked = event.worked
+            if isinstance(event, Launch):
+                arrivals[event.arrival] = wire.carry(event.size, *event.directions)
+            else:
+                arrivals[event.arrival].wait()
+        return wire.waited
+
+
+class IdealGroup(dist.ProcessGroup):
+    """A process group on the ideal wire. Its ranks other than this one do not exist."""
+    wire: Wire                                # start_ideal_world() sets the wire of this process
+
+    def __init__(self, rank: int, ranks: int):
+        super().__init__(rank, ranks)
+        self.ranks = ranks
+
+    def getBackendName(self):
+        return "ideal"
+
+    def allreduce(self, tensors, opts=None):
+        """Take the time of a ring all-reduce, in which each rank sends 2 (n-1)/n of the tensor. Leave the tensor as it
+        is."""
+        return self.wire.carry(2 * (self.ranks - 1) / self.ranks * tensors[0].nbytes, "out", "in")
+
+    def barrier(self, opts=None):
+        return self.wire.carry(0, "out", "in")
+
+    def send(self, tensors, rank, tag):
+        return self.wire.carry(tensors[0].nbytes, "out")
+
+    def recv(self, tensors, rank, tag):
+        with self.wire.stop_the_clock():
+            tensors[0].zero_()
+        return self.wire.carry(tensors[0].nbytes, "in")
+
+
+class IdealTrace(Trace):
+    """Records events on the wire's clock. Watched collectives are recorded at their launch, with the wire's end."""
+
+    def __init__(self, wire: Wire, recording=True):
+        super().__init__(recording=recording)
+        self.wire = wire
+
+    def mark(self):
+        return int(1e9 * self.wire.now())
+
+    def watch(self, kind, work, **args):
+        if self.recording:
+            self.events.append(Event(kind, self.mark(), [int(1e9 * self.wire.last_done)], args))
+
+
+def start_ideal_world(ranks: int, clock=time.thread_time) -> Wire:
+    """Make this process rank 0 of `ranks` on an ideal wire, and return the wire."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    IdealGroup.wire = Wire(clock=clock)
+    if not hasattr(dist.Backend, "IDEAL"):
+        dist.Backend.register_backend("ideal", lambda store, rank, ranks, timeout: IdealGroup(rank, ranks),
+                                      devices=["cpu"])
+    dist.init_process_group("ideal", rank=0, world_size=ranks, store=FakeStore())
+    return IdealGroup.wire
+
+
+def log_of(wire: Wire, step) -> Log:
+    """Run step() and return its log."""
+    wire.log, wire.free, begin = [], dict.fromkeys(wire.free, 0.0), wire.worked()
+    step()
+    log, wire.log = wire.log, []
+    return Log(log, begin, wire.worked())
