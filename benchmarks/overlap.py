@@ -35,10 +35,12 @@ domino or paired:
     python bench.py overlap --tp 8 --model gpt3-13b --num-layers 4 --dtype bfloat16 --micro-batch-size 4   on eight GPUs
 
 On CPUs each rank has one core. The core also handles the rank's network traffic, so computation slows down while a
-collective is in flight.
+collective is in flight. Therefore a fourth figure is printed: the processor time of compute plus that of wires.
 """
 
 import os
+import statistics
+import time
 from argparse import BooleanOptionalAction
 from dataclasses import replace
 from pathlib import Path
@@ -48,10 +50,11 @@ import torch.distributed as dist
 
 from benchmarks import ideal_overlap
 from benchmarks.common import (GPT2, SAME, Figure, RandomTokens, Times, add_config_flags, bind_to_one_core, bytes_text,
-                               compare, config_here, ratio_text, ratios, shape_of, table)
+                               compare, config_here, ratio_text, ratios, seconds_text, shape_of, table)
 from benchmarks.plain import Plain, mean_loss
 from benchmarks.single_stage import domino_step, split_backward_timetable
 from benchmarks.slow_network import INTERFACE
+from nanodomino.analysis.step_time import slowest
 from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
 from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import find_device, start_world
@@ -147,7 +150,16 @@ def answer(flags, launch):
     times = compare(alternatives, flags.repeats, device)
     if flags.timeline:
         draw(flags.timeline, config, mesh, batches)
-    return report(flags, config, times, collectives, device)
+    cores = None if device.type == "cuda" else statistics.median(
+        slowest(sum(processor_seconds(alternatives[name]) for name in ("compute", "wires"))) for _ in range(3))
+    return report(flags, config, times, collectives, device, cores)
+
+
+def processor_seconds(step) -> float:
+    """Run step() and return the processor time of all threads, gloo's included."""
+    begin = time.process_time()
+    step()
+    return time.process_time() - begin
 
 
 # ---- the alternatives
@@ -302,8 +314,8 @@ def figures_of(times: dict[str, Times]) -> tuple[float, dict[str, Figure]]:
     return hideable, figures
 
 
-def report(flags, config, times, collectives, device):
-    """Return (text, record)."""
+def report(flags, config, times, collectives, device, cores: float | None):
+    """Return (text, record). cores: the processor time that a rank needs for computation and network, in seconds."""
     hideable, figures = figures_of(times)
     about = {"blocking": "autograd", "megatron": "one slice", "dtensor": "torch's DTensor",
              "domino": f"slices {config.slices}, columns {config.columns}", "compute": "domino without collectives",
@@ -325,11 +337,14 @@ def report(flags, config, times, collectives, device):
           f"at most {hideable:.0%} could be hidden; bound {figures[prefix + 'bound_ratio']:.2f} x max(compute, wires); "
           f"speed-up {figures[prefix + 'speedup']:.2f} over blocking, {figures[prefix + 'megatron_ratio']:.2f} over "
           "megatron" for name, prefix in (("domino", ""), ("paired", "paired_")) if name in times),
+        *([f"a core needs {seconds_text(cores)} for its rank's computation and network traffic, which share it: "
+           f"{cores / max(times['compute'].median, times['wires'].median):.2f} x max(compute, wires); no schedule is "
+           "faster"] if cores else []),
         *(["sequence parallelism: domino's time / whole's: " + ratio_text(figures["whole_ratio"])]
           if "whole" in times else [])])
     names = {"blocking": "blocking_s", "megatron": "megatron_s", "domino": "domino_s", "paired": "paired_s",
              "apart": "apart_s", "dtensor": "dtensor_s", "whole": "whole_s", "compute": "no_comm_s", "wires": "comm_s"}
-    record = {"question": "overlap", **{names[name]: time.median for name, time in times.items()},
+    record = {"question": "overlap", "core_s": cores, **{names[name]: time.median for name, time in times.items()},
               **{name: figure.value for name, figure in figures.items()},
               "spread": {name: figure.spread for name, figure in figures.items()}, "hideable": hideable,
               "wire": flags.wire, "device": device.type, "cores": os.cpu_count(), "tp": config.tp,

@@ -84,7 +84,7 @@ def test_overlap(slow_if_possible):
     times = ("blocking_s", "megatron_s", "domino_s", "no_comm_s", "comm_s", "dtensor_s")
     assert all(0 < record[name] < 60 for name in times)
     assert all(within(record[name], spread) for name, spread in record["spread"].items())
-    assert 0 < record["hideable"] <= 1
+    assert 0 < record["hideable"] <= 1 and 0 < record["core_s"] < 60
     assert (record["hidden_size"], record["num_layers"], record["repeats"]) == (32, 2, 2)
     tokens, layers = 6 * 16, 2
     assert record["collectives"] == 3 * (4 * layers + 2 + 2)
@@ -189,6 +189,10 @@ def test_stages_of_the_plain_model_make_the_whole():
     (["overlap", "--tp", "1"], "--tp must be at least 2"),
     (["overlap", "--slices", "9"], "slices 9 must be at most micro-batch-size 8"),
     (["overlap", "--wire", "fast"], "--wire must be a rate"),
+    (["overlap", "--ideal-wire", "--wire", "1gbit"], "--ideal-wire and --wire exclude each other"),
+    (["overlap", "--ideal-wire", "--device", "cuda"], "--ideal-wire needs --device cpu"),
+    (["overlap", "--latency", "3"], "--latency needs --ideal-wire"),
+    (["overlap", "--ideal-wire", "--latency", "-3"], "--latency must be from 0 to 1000000 us, but is -3"),
     (["overlap", "--hidden-size", "some"], "invalid int value: 'some'"),
     (["throughput", "--model", "huge"], "invalid choice: 'huge'"),
     (["throughput", "--repeats", "0"], "--repeats must be from 1 to 10000"),
