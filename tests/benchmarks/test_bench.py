@@ -115,14 +115,71 @@ def test_host_times_per_layer_and_slice():
 
 
 @pytest.mark.exhaustive
-def test_throughput():
-    record = ask("throughput", *TINY, "--global-batch-size", "8", "--repeats", "3")
-    assert record["loss_difference"] < 1e-4 and len(record["losses"]) == throughput.COMPARED_STEPS
-    assert record["losses"][-1] < record["losses"][0] < 7, "the steps must train"
-    for side in ("nanodomino", "plain"):
+def test_throughput(tmp_path):
+    (tmp_path / "model.py").write_text(NANOGPT)
+    record = ask("throughput", *TINY, "--global-batch-size", "8", "--repeats", "3", "--against", "plain", "nanogpt",
+                 "transformers", "--nanogpt", str(tmp_path))
+    assert list(record["ratio"]) == ["plain", "nanogpt", "transformers"]
+    losses = record["nanodomino_losses"]
+    assert len(losses) == throughput.COMPARED_STEPS and losses[-1] < losses[0] < 7, "the steps must train"
+    for side in ("nanodomino", *record["ratio"]):
         assert record[f"{side}_tokens_per_s"] == pytest.approx(8 * 16 / record[f"{side}_s"])
-    assert within(record["ratio"], record["ratio_spread"])
-    assert record["mfu"] is None or 0 < record["mfu"] < 1
+        assert record[f"{side}_losses"] == pytest.approx(losses, rel=1e-4)
+    assert all(within(ratio, record["spread"][name]) for name, ratio in record["ratio"].items())
+
+
+# A stand-in for nanoGPT's model.py, with the same names and the same forward.
+NANOGPT = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+def pair(**modules):
+    return nn.ModuleDict(modules)
+
+class Block(nn.Module):
+    def __init__(self, heads, h):
+        super().__init__()
+        self.heads, self.ln_1, self.ln_2 = heads, nn.LayerNorm(h), nn.LayerNorm(h)
+        self.attn = pair(c_attn=nn.Linear(h, 3 * h), c_proj=nn.Linear(h, h))
+        self.mlp = nn.Module()
+        self.mlp.c_fc, self.mlp.gelu, self.mlp.c_proj = nn.Linear(h, 4 * h), nn.GELU(), nn.Linear(4 * h, h)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2)
+                   for part in self.attn["c_attn"](self.ln_1(x)).chunk(3, dim=2))
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.attn["c_proj"](context)
+        return x + self.mlp.c_proj(self.mlp.gelu(self.mlp.c_fc(self.ln_2(x))))
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        h = config.n_embd
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(config.vocab_size, h), wpe=nn.Embedding(config.block_size, h),
+            h=nn.ModuleList(Block(config.n_head, h) for _ in range(config.n_layer)), ln_f=nn.LayerNorm(h)))
+        self.lm_head = nn.Linear(h, config.vocab_size, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, idx, targets):
+        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1)))
+        for block in self.transformer.h:
+            x = block(x)
+        logits = self.lm_head(self.transformer.ln_f(x))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.view(-1))
+"""
 
 
 def test_throughput_refuses_to_compare_different_work():
@@ -196,6 +253,8 @@ def test_stages_of_the_plain_model_make_the_whole():
     (["overlap", "--hidden-size", "some"], "invalid int value: 'some'"),
     (["throughput", "--model", "huge"], "invalid choice: 'huge'"),
     (["throughput", "--repeats", "0"], "--repeats must be from 1 to 10000"),
+    (["throughput", "--against", "nanogpt"], "--against nanogpt and --nanogpt FOLDER belong together"),
+    (["throughput", "--against", "nanogpt", "--nanogpt", "tests"], "but tests has no model.py"),
     (["throughput", "--dtype", "float16"], "--dtype must not be float16, because only nanodomino scales"),
     (["scaling", "--max-processes", "0"], "--max-processes must be at least 1"),
     (["scaling", "--global-batch-size", "6", "--micro-batch-size", "2"], "must be divisible by micro-batch-size x"),
