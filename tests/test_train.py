@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -20,8 +21,10 @@ from support.train_in_pool import metric_points, saved_steps, train_in_pool
 import train
 from data.prepare import prepare
 from nanodomino.analysis.hardware import find_peak_flops
+from nanodomino.comm.world import LaunchInfo
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.domino import run_to_end
+from nanodomino.errors import UserError
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.report import changed_settings
 
@@ -132,6 +135,21 @@ def test_the_learning_rate_climbs_then_falls_to_min_lr():
         assert rates[59] == pytest.approx(middle) and rates[-1] == pytest.approx(1.0 if style == "constant" else 0.1)
         assert all(one >= other for one, other in zip(rates[9:], rates[10:]))
     assert train.learning_rate(1, tiny(1, lr_warmup_fraction=0.0, lr_decay_style="constant")) == pytest.approx(1e-2)
+
+
+def test_the_first_process_of_every_host_prepares_the_default_corpus(tmp_path, corpus, monkeypatch):
+    """Hosts may not share a disk: on the second of two hosts with 8 processes each, rank 8 prepares, rank 9 waits."""
+    prepared = []
+    monkeypatch.setattr(train, "DEFAULT_CORPUS", tmp_path / "data")
+    monkeypatch.setattr(train, "prepare_default_corpus",
+                        lambda folder: prepared.append(shutil.copytree(corpus, folder)))
+    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
+    with pytest.raises(UserError, match="was not prepared within 10 minutes"):
+        train.find_corpus(tiny(1), LaunchInfo(9, 16, 1, 8))
+    assert not prepared
+    for rank, local_rank in ((8, 0), (9, 1)):
+        assert train.find_corpus(tiny(1), LaunchInfo(rank, 16, local_rank, 8)).path == tmp_path / "data"
+    assert prepared == [tmp_path / "data"]
 
 
 def drawn_with(seed, folder):

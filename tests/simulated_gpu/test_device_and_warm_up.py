@@ -18,7 +18,8 @@ from nanodomino.layers.attention import fused_attention
 
 
 def place(local_rank, local_world_size):
-    return LaunchInfo(local_rank, local_world_size, local_rank, local_world_size, launched=True)
+    """Return the place of a process on the second of two equal hosts, where its rank is not its GPU's number."""
+    return LaunchInfo(local_world_size + local_rank, 2 * local_world_size, local_rank, local_world_size, launched=True)
 
 
 @pytest.mark.parametrize("gpus, shown, processes, local_rank, index", [
