@@ -1,5 +1,7 @@
 """Domino hides its collectives: what runs between a launch and its wait, how many bytes are sent, and the gradients."""
 
+import gc
+import weakref
 from collections import Counter
 from contextlib import ExitStack
 from unittest import mock
@@ -216,6 +218,25 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
         assert counts[("all_reduce", "world"), "elements"] == 4
         assert not counts.get((("all_reduce", "dp"), "calls"))
         assert ("all_reduce", "tp") not in blocking, "a tensor-parallel all-reduce blocks"
+
+
+def deferred_rank(config, data):
+    """Return how many tokens, outputs, masks and attention biases of a microbatch exist before and after a backward
+    that leaves the weight gradients for later."""
+    _, _, _, stage = build(config)
+    batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+    losses, tape = run_to_end(stage.forward(batch))
+    held = [weakref.ref(part) for slice in tape for part in (
+        slice.batch, slice.output, slice.masks_and_positions, slice.masks_and_positions.rotary_and_bias[1])]
+    before = sum(part() is not None for part in held)
+    run_to_end(stage.backward(tape, torch.ones_like(losses), defer_weights=True))
+    gc.collect()
+    return before, sum(part() is not None for part in held)
+
+
+def test_deferred_weight_gradients_keep_no_masks_and_attention_biases(pool):
+    config = tiny(1, micro_batch_size=4, global_batch_size=4, slices=2, reset_attention_mask=True)
+    assert pool.run(deferred_rank, config, random_data(config, 1), world_size=1) == [(8, 0)]
 
 
 @pytest.mark.parametrize("schedule", [

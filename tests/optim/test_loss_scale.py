@@ -232,6 +232,8 @@ def test_each_exponential_of_a_narrow_cross_entropy_is_rounded_and_no_sum_is():
     for narrow in (False, True):
         largest, sums = max_and_sum_exp_of_rows(logits, narrow)
         assert largest.dtype == sums.dtype == torch.float32 and torch.equal(largest.double(), exact.amax(dim=-1))
+        rounded = (logits - largest.to(logits.dtype if narrow else largest.dtype).unsqueeze(-1)).exp().double()
+        torch.testing.assert_close(sums.double(), rounded.sum(dim=-1), rtol=1e-6, atol=0)      # fp32's rounding alone
         off[narrow] = (sums.double() - terms.sum(dim=-1)).abs()
         factor, gradient = torch.full_like(sums, 1000.0) / sums, logits.clone()
         scaled_exp_of_rows(gradient, largest, factor, narrow)
