@@ -262,18 +262,28 @@ def test_recording_changes_no_number(pool):
 # ---- one clock
 
 def offset_with_wrong_clocks(seconds):
-    """Measure the offset in a worker whose clock is rank x seconds ahead."""
-    right = time.perf_counter_ns
+    """Measure the offset in a worker whose clock is rank x seconds ahead. Rank 0's first and last answer to each rank
+    take 50 ms."""
+    right, send, sent = time.perf_counter_ns, dist.send, Counter()
+
+    def sometimes_slow(tensor, peer):
+        sent[peer] += 1
+        if dist.get_rank() == 0 and sent[peer] in (1, nanodomino.comm.trace.ROUND_TRIPS):
+            time.sleep(0.05)
+        send(tensor, peer)
+
     dist.barrier()
     try:
         time.perf_counter_ns = lambda: right() + int(dist.get_rank() * seconds * 1e9)
+        dist.send = sometimes_slow
         return clock_offset()
     finally:
-        time.perf_counter_ns = right
+        time.perf_counter_ns, dist.send = right, send
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0, -3.0])
 def test_clocks_are_aligned_to_5_ms(pool, seconds):
+    """From the quickest round trip: one that is slow in one direction is off by half of its delay."""
     offsets = pool.run(offset_with_wrong_clocks, seconds, world_size=3)
     assert offsets == pytest.approx([-rank * seconds * 1e9 for rank in range(3)], abs=5e6)
 
