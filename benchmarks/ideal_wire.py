@@ -62,7 +62,7 @@ class Wire:
 
     @contextmanager
     def stop_the_clock(self):
-        """Do not count the processor time of the block."""
+        """Exclude the time inside the `with` block from the wire's clock."""
         begin = self.clock()
         yield
         self.not_counted += self.clock() - begin

@@ -165,8 +165,7 @@ class PlainSide(DominoSide):
 
 
 class RunnerSide(PlainSide):
-    """Runs a schedule with pipeline.run and the plain stage. Its tape is (input, output), the ends of autograd's
-    graph.
+    """Runs the plain stage with pipeline.run. The tape of a forward is (input, output), the ends of autograd's graph.
 
     pipeline.run expects generators, so forward_step() and backward() contain a yield that is never reached.
     """

@@ -321,7 +321,7 @@ def remedies(config: Config) -> list[dict]:
 
 
 def more_recomputation(config: Config) -> list[dict]:
-    """Return the changes with which tapes keep less on the GPU, from the smallest saving to the largest."""
+    """Return the recomputation settings that shrink the tapes on the GPU, the smallest saving first."""
     options = [{"recompute_granularity": granularity, "checkpoint_in_cpu": False} for granularity in GRANULARITIES]
     options.append({"recompute_granularity": "full", "checkpoint_in_cpu": True})
     now = {name: getattr(config, name) for name in options[0]}

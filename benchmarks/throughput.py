@@ -59,7 +59,8 @@ def add_flags(parser):
 
 def processes(flags) -> int:
     require(flags.dtype != "float16",
-            "--dtype must not be float16, because only nanodomino scales the loss here; try --dtype bfloat16")
+            "--dtype must not be float16, because the other implementations do not scale the loss; "
+            "try --dtype bfloat16")
     require(("nanogpt" in flags.against) == (flags.nanogpt is not None),
             "--against nanogpt and --nanogpt FOLDER belong together; give both, or neither")
     return 1

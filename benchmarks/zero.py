@@ -84,8 +84,8 @@ def processes(flags) -> int:
     replicas = flags.data_parallel_size
     require(replicas >= 2, f"--dp must be at least 2, but is {replicas} (a single replica shards nothing); try 2")
     require(flags.microbatches >= 1, f"--microbatches must be at least 1, but is {flags.microbatches}; try 4")
-    require(config_for(flags).dtype != "float16", "--dtype must not be float16, because only nanodomino scales the "
-            "loss here; try --dtype bfloat16")
+    require(config_for(flags).dtype != "float16", "--dtype must not be float16, because the other implementations "
+            "do not scale the loss; try --dtype bfloat16")
     return replicas
 
 

@@ -45,8 +45,8 @@ class EndOfText:
 
 @dataclass
 class Batch:
-    """A microbatch. A chunk with neither the embedding nor the head usually needs only sample_ids. Then the tensors are
-    None (see get_batch in train.py)."""
+    """Holds a microbatch. A chunk with neither the embedding nor the head usually needs only sample_ids; the tensors in
+    its Batch are then None (see get_batch in train.py)."""
     tokens: torch.Tensor        # [b, s] int64
     labels: torch.Tensor        # [b, s] int64, the next tokens
     loss_mask: torch.Tensor     # [b, s] float32, 1 where the loss of a position counts, else 0

@@ -76,7 +76,7 @@ def flags_for_enough_layers(c) -> str:
 
 
 def check_needs(config, names):
-    """Raise UserError if one of these settings has no effect, because something that it needs does not hold (NEEDS).
+    """Raise UserError if a flag has no effect because another setting does not have the value that it needs (NEEDS).
 
     names: the settings whose flags were given. Settings from a run, a preset or a --config file are not checked: the
     user did not ask for them now, and they may have an effect in a later launch on another layout. Values that equal

@@ -83,7 +83,7 @@ class Corpus:
 
 
 def check(condition, sentence: str):
-    """Unless the condition holds, raise UserError with this sentence and the advice to prepare the text again."""
+    """Raise UserError with `sentence` and the advice to prepare the text again, unless the condition holds."""
     require(condition, f"{sentence}; prepare the text again")
 
 

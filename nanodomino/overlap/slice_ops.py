@@ -75,7 +75,7 @@ class SliceOps:
     # ---- matmuls
 
     def column_chunks(self, tensor, dim):
-        """Cut a tensor for the column split. dim: the dimension whose features are communicated."""
+        """Cut a tensor into `columns` chunks of features. dim: -1 for an activation, 0 for a weight [out, in]."""
         return [tensor] if self.columns == 1 else tensor.chunk(self.columns, dim)
 
     def linear(self, slice, site, flights, weight, bias=None):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Action:
-    """One pass. It is printed as letter, microbatch and one prime per earlier chunk: F2 in chunk 0, B0' in chunk 1."""
+    """The pass of a microbatch through a chunk. Microbatch 2's forward prints as F2 in chunk 0 and F2' in chunk 1."""
     microbatch: int
     chunk: int = 0
     letter, kind = "", ""

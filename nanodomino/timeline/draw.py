@@ -58,7 +58,7 @@ def arrow(x1, y1, x2, y2) -> str:
 
 
 def action_label(spans) -> str:
-    """Return an action's label, such as "3". A pair has two colours, so its label names both halves: "B0F3"."""
+    """Return "3" for a pass of microbatch 3, whose colour shows its kind; "B0F3" for a pair, which has two colours."""
     halves = {event.kind: event for event in spans}
     return "".join((LETTERS[kind] if len(halves) > 1 else "") + microbatch_label(event)
                    for kind, event in halves.items())

@@ -255,7 +255,7 @@ def test_stages_of_the_plain_model_make_the_whole():
     (["throughput", "--repeats", "0"], "--repeats must be from 1 to 10000"),
     (["throughput", "--against", "nanogpt"], "--against nanogpt and --nanogpt FOLDER belong together"),
     (["throughput", "--against", "nanogpt", "--nanogpt", "tests"], "but tests has no model.py"),
-    (["throughput", "--dtype", "float16"], "--dtype must not be float16, because only nanodomino scales"),
+    (["throughput", "--dtype", "float16"], "--dtype must not be float16, because the other implementations"),
     (["scaling", "--max-processes", "0"], "--max-processes must be at least 1"),
     (["scaling", "--global-batch-size", "6", "--micro-batch-size", "2"], "must be divisible by micro-batch-size x"),
     (["pipeline", "--pp", "1"], "--pp must be at least 2"),
@@ -268,7 +268,7 @@ def test_stages_of_the_plain_model_make_the_whole():
     (["zero", "--dp", "0"], "--dp must be at least 2"),
     (["zero", "--microbatches", "0"], "--microbatches must be at least 1"),
     (["zero", "--num-layers", "0"], "--num-layers must be at least 1"),
-    (["zero", "--dtype", "float16"], "--dtype must not be float16, because only nanodomino scales")])
+    (["zero", "--dtype", "float16"], "--dtype must not be float16, because the other implementations")])
 def test_bad_input_is_refused_in_one_sentence(capsys, arguments, rule):
     assert main(QUESTIONS, "", arguments) == 2
     out, err = capsys.readouterr()
