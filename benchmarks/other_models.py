@@ -7,6 +7,7 @@ labels [b, s]) to the mean loss.
 import contextlib
 import importlib.util
 import io
+import sys
 from pathlib import Path
 
 import torch
@@ -90,7 +91,8 @@ def nanogpt(config, ours, folder: Path) -> nn.Module:
     require((folder / "model.py").is_file(), f"--nanogpt must be a clone of github.com/karpathy/nanoGPT, but {folder} "
             "has no model.py; clone it, and name its folder")
     spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)       # torch.compile looks it up there
+    spec.loader.exec_module(module)
     with contextlib.redirect_stdout(io.StringIO()):                     # it prints its number of parameters
         model = module.GPT(module.GPTConfig(
             block_size=config.max_position_embeddings, vocab_size=config.vocab_size, n_layer=config.num_layers,

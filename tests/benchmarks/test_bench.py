@@ -117,8 +117,8 @@ def test_host_times_per_layer_and_slice():
 @pytest.mark.exhaustive
 def test_throughput(tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT)
-    record = ask("throughput", *TINY, "--global-batch-size", "8", "--repeats", "3", "--against", "plain", "nanogpt",
-                 "transformers", "--nanogpt", str(tmp_path))
+    record = ask("throughput", *TINY, "--global-batch-size", "8", "--repeats", "3", "--compile", "--against", "plain",
+                 "nanogpt", "transformers", "--nanogpt", str(tmp_path))
     assert list(record["ratio"]) == ["plain", "nanogpt", "transformers"]
     losses = record["nanodomino_losses"]
     assert len(losses) == throughput.COMPARED_STEPS and losses[-1] < losses[0] < 7, "the steps must train"
