@@ -246,7 +246,7 @@ class Config:
     compile_backend: str = machine_setting(
         "inductor", "backend of torch.compile", choices=("inductor", "aot_eager"), needs="--compile")
     deterministic_mode: bool = machine_setting(
-        False, "use deterministic CUDA kernels where torch has them (CPU kernels are always deterministic)")
+        False, "use only deterministic CUDA kernels (CPU kernels are always deterministic)")
 
     # These fields are not flags. The program fills them in and stores them in config.json.
     given: tuple[str, ...] = field(default=(), metadata=dict(affects="launch"))     # see setting.py

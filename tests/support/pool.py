@@ -146,6 +146,8 @@ def restore_defaults(rank):
     torch.set_grad_enabled(True)
     if torch.are_deterministic_algorithms_enabled():  # the setter imports torch's compiler, so ask first
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.backends.cuda.enable_cudnn_sdp(True)
     torch.manual_seed(1000 + rank)
 
 
