@@ -302,6 +302,8 @@ class Domino:
     def wait_for_sum(self, slice, site, flights, weight_gradients):
         """Wait for `flights` and return their tensor. In the meantime, run what does not need this tensor: weight
         gradients, the other slices, and the recomputation of the previous sublayer."""
+        if len(weight_gradients) > 1:   # with one hardware queue, the gather below blocks matmuls until the reduce ends
+            self.ops.weight_gradients(slice, site, [weight_gradients.pop(0)])
         self.start_restore(slice)
         self.ops.weight_gradients(slice, site, weight_gradients)
         yield

@@ -104,21 +104,25 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
     pipelines = grid.reshape(pp, -1).t()                                       # a row: the ranks of one pipeline
     pp_rank, dp_rank, tp_rank = (grid == dist.get_rank()).nonzero()[0].tolist()
     return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device,
-                tp_group=new_group(grid.reshape(-1, tp).tolist(), high_priority=True),
-                dp_group=new_group(grid.transpose(1, 2).reshape(-1, dp).tolist(), high_priority=True),
+                tp_group=new_group(grid.reshape(-1, tp).tolist()),
+                dp_group=new_group(grid.transpose(1, 2).reshape(-1, dp).tolist()),
                 pp_group=new_group(pipelines.tolist(), thread_blocks=PIPELINE_THREAD_BLOCKS),
                 # the middle stages take part because NCCL's split needs every rank
                 embedding_group=new_group([*pipelines[:, [0, -1]].tolist(), *pipelines[:, 1:-1].tolist()])
                 if pp > 1 else None)
 
 
-def nccl_options(high_priority=False, thread_blocks=None) -> dict:
+def nccl_options(thread_blocks=None) -> dict:
     """Return new_group's arguments for an NCCL group.
 
-    high_priority: run on a high-priority CUDA stream. Otherwise an all-reduce could wait for matmuls launched after it.
+    The group gets a high-priority CUDA stream. Otherwise its operations could wait for matmuls launched after them.
+    Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 instead: with one hardware queue, kernels start in the order of their
+    launches. But then a matmul waits for all collectives launched before it to start, and of two collectives in a row,
+    the second starts only when the first has ended.
+
     thread_blocks: the most thread blocks that an operation may use. Kernels that run at the same time get the rest.
     """
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if thread_blocks:
         options.config.max_ctas = thread_blocks
     return dict(backend="nccl", pg_options=options)

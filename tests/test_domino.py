@@ -69,7 +69,7 @@ def test_in_every_window_between_launch_and_wait_another_slice_computes(pool, sl
     # At the last slice's last all-reduce only its own weight gradients are left, and they run there.
     bare = [(site, piece, own) for site, piece, others, own in windows(backward) if not others["matmul"]]
     assert [(site, piece) for site, piece, _ in bare] == [("layers.0.attention", slices - 1)]
-    assert bare[0][2]["weight_gradient"] == 1
+    assert bare[0][2]["weight_gradient"] == 2
     assert len(windows(forward)) == slices * (1 + 2 * config.num_layers + 2)
     assert len(windows(backward)) == slices * (2 * config.num_layers + 1)
 
@@ -77,8 +77,21 @@ def test_in_every_window_between_launch_and_wait_another_slice_computes(pool, sl
 def test_weight_gradients_run_after_the_launch_and_before_the_wait(pool):
     config = tiny(2, **TP2, slices=2)
     _, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
-    assert all(own["weight_gradient"] == 1 for _, _, _, own in windows(backward))
-    assert sum(kind == "weight_gradient" for kind, _ in backward) == len(windows(backward))
+    found = [(site == "head", own["weight_gradient"]) for site, _, _, own in windows(backward)]
+    assert set(found) == {(True, 1), (False, 2)}
+    assert sum(kind == "weight_gradient" for kind, _ in backward) == sum(count for _, count in found)
+
+
+def test_a_matmul_is_launched_between_a_reduce_scatter_and_the_next_all_gather(pool):
+    """With one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), what follows the all-gather cannot start before the
+    reduce-scatter has ended. So one of the weight gradients that hide the reduce-scatter is launched before."""
+    config = tiny(2, **TP2, slices=1, sequence_parallel=True)
+    _, backward = pool.run(trace_rank, config, random_data(config, 1), world_size=2)[0]
+    kinds = [kind for kind, _ in backward if kind in ("reduce_scatter", "all_gather", "weight_gradient")]
+    head, *between, last = [i for i, kind in enumerate(kinds) if kind == "reduce_scatter"]
+    assert len(between) == 2 * config.num_layers - 1
+    assert kinds[head + 1:head + 3] == ["all_gather", "weight_gradient"]       # the only one, which hides both
+    assert all(kinds[i + 1:i + 4] == ["weight_gradient", "all_gather", "weight_gradient"] for i in between)
 
 
 def test_with_one_slice_every_launch_is_followed_by_its_wait(pool):
@@ -97,7 +110,7 @@ def test_with_columns_each_chunk_is_in_flight_while_the_next_is_computed(pool):
     # the column-parallel matmul, then four chunks
     assert steps == ["matmul"] + ["matmul", "all_reduce"] * 4 + ["wait"]
     steps = [kind for kind, about in backward if about.get("site") == site]
-    assert steps == ["matmul"] + ["matmul", "all_reduce"] * 4 + ["weight_gradient", "wait"]
+    assert steps == ["matmul"] + ["matmul", "all_reduce"] * 4 + ["weight_gradient", "weight_gradient", "wait"]
 
 
 # ---- correct, whenever a collective completes

@@ -78,7 +78,16 @@ def test_an_axis_costs_one_split_in_which_every_rank_takes_part(monkeypatch, pp,
         assert sorted(rank for row in rows for rank in row) == list(range(pp * dp * tp)), "each rank is in one row"
         assert all(rank in ranks for rank, (ranks, _) in enumerate(axis)), "each rank creates the group it belongs to"
         assert {options["backend"] for _, options in axis} == {"gloo" if size == 1 else "nccl"}
-    assert all(options.get("high_priority") for axis in axes[:2] for ranks, options in axis if len(ranks) > 1)
+
+
+def test_no_collective_or_message_waits_for_a_matmul_that_was_launched_after_it(monkeypatch):
+    options = lambda is_high_priority_stream: SimpleNamespace(  # noqa: E731
+        urgent=is_high_priority_stream, config=SimpleNamespace(max_ctas=None))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    for given in ({}, dict(thread_blocks=4)):
+        made = mesh.nccl_options(**given)
+        assert made["backend"] == "nccl" and made["pg_options"].urgent
+        assert made["pg_options"].config.max_ctas == given.get("thread_blocks")
 
 
 def test_on_cpus_groups_use_the_default_backend(monkeypatch):

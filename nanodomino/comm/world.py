@@ -62,9 +62,6 @@ def read_launch_environment(environment=os.environ) -> LaunchInfo:
 
 def find_device(config, launch: LaunchInfo) -> torch.device:
     """Return this process's own GPU, or the CPU. Raises UserError if there are fewer GPUs than processes."""
-    # With one hardware queue kernels start in the order of their launches, so an all-reduce does not wait for a matmul
-    # that was launched after it. CUDA reads this variable only once, when it starts.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     gpus = torch.cuda.device_count()
     if config.device == "cpu" or (config.device == "auto" and gpus == 0):
         return torch.device("cpu")

@@ -2,6 +2,7 @@
 used."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ def test_each_process_takes_its_own_gpu_also_where_it_sees_no_other(monkeypatch,
     if shown:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     assert find_device(Config(), place(local_rank, processes)) == torch.device("cuda", index)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ, "with one queue, matmuls wait for collectives"
 
 
 def test_too_few_gpus_are_refused_before_and_a_shared_one_when_the_ranks_meet(monkeypatch):
