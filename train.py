@@ -45,7 +45,7 @@ from nanodomino.model import GPT
 from nanodomino.run.agreement import check_agreement, from_rank_0
 from nanodomino.run.check_copies import drift_warning, make_compiler_deterministic
 from nanodomino.run.command_line import from_command_line
-from nanodomino.run.kernels import use_deterministic_kernels
+from nanodomino.run.kernels import choose_kernels
 from nanodomino.run.rank_failure import run_rank
 from nanodomino.run.report import Report, expected_quality
 from nanodomino.run.run_folder import Run, check_in_place, check_shared_folder, open_run
@@ -305,8 +305,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     check_package(config)
     run = open_run(config, launch) if launch.rank == 0 else None
 
-    if config.deterministic_mode:
-        use_deterministic_kernels()
+    choose_kernels(config)
     if config.compile and config.tp > 1:                       # each rank compiles by itself; all must compute alike
         make_compiler_deterministic()
     with end_unless_connected(launch, config.timeout):

@@ -8,12 +8,16 @@ the same seed, so all ranks choose the same token without communicating again.
 **Threads.** A token of a small model takes a hundred small matmuls. Sharing a matmul with another thread costs 10 us if
 that thread's core is idle, and milliseconds if another program is using the core. So the number of threads depends on
 the work of a step: one thread for a token of gpt2, all threads for a long prompt or for gpt3-13b.
+
+**Kernels.** cuDNN's attention makes a new plan for each number of keys, which takes longer than a token (23 to 37 ms on
+an H100). So generate() allows only torch's other attention kernels.
 """
 
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanodomino.config.config import Config
 from nanodomino.generate.cache import KeyValueCache
@@ -25,6 +29,7 @@ from nanodomino.parallel import gather_logits
 WORK_PER_THREAD = 2**21      # multiplications; on one core 0.05 ms for many positions at once, 0.8 ms for a single one
 
 
+@sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 @torch.no_grad()
 def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0,
              seed=0, use_cache=True, sample=0, show=lambda token: True, end_of_text=None) -> list[int]:

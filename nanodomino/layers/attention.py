@@ -111,14 +111,21 @@ def fused_attention(q, k, v, bias):
 
     Without a bias, attention is causal if m = s. In generation m is 1: the only query is the last token, which attends
     to all s tokens.
+    """
+    return F.scaled_dot_product_attention(**fused_arguments(q, k, v, bias))
 
-    On CUDA, only flash attention handles groups without repeating k and v. It needs 16-bit inputs and no bias. In other
-    cases torch would silently use a kernel that stores all scores, so k and v are repeated here first.
+
+def fused_arguments(q, k, v, bias) -> dict:
+    """Return the arguments of torch's scaled_dot_product_attention for fused_attention()'s arguments.
+
+    On CUDA, only flash attention and cuDNN's attention handle groups without repeating k and v. They need 16-bit
+    inputs, and flash attention takes no bias. In other cases torch would silently use a kernel that stores all scores,
+    so k and v are repeated here first.
     """
     if q.is_cuda and (bias is not None or q.element_size() > 2):
         k, v = repeat_kv(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None and q.size(2) == k.size(2),
-                                          enable_gqa=k.size(1) < q.size(1))
+    return dict(query=q, key=k, value=v, attn_mask=bias, is_causal=bias is None and q.size(2) == k.size(2),
+                enable_gqa=k.size(1) < q.size(1))
 
 
 def repeat_kv(q, k, v):

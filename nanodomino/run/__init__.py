@@ -8,6 +8,6 @@
     signals.py         stops a run at Ctrl-C or SIGTERM
     rank_failure.py    starts a rank, and ends all ranks if one of them fails
     watchdog.py        ends a rank whose GPU hangs
-    kernels.py         chooses deterministic kernels
+    kernels.py         chooses kernels, and names the one of attention
     check_copies.py    finds parameters whose copies have drifted apart
 """

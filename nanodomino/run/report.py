@@ -34,6 +34,7 @@ from nanodomino.model import stage_layers
 from nanodomino.overlap import recompute, sequence_parallel
 from nanodomino.plot.curves import Curve, picture
 from nanodomino.plot.svg import write
+from nanodomino.run import kernels
 from nanodomino.run.tensorboard import TensorBoardWriter
 from nanodomino.schedules import simulation
 
@@ -83,7 +84,7 @@ class Report:
               f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} on "
               f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, "
               f"columns {config.columns}, ZeRO stage {config.zero_stage}"
-              + sequence_parallel.in_words(config) + recompute.in_words(config))
+              + sequence_parallel.in_words(config) + recompute.in_words(config) + kernels.in_words(config, mesh.device))
         for split in ("valid", "test"):
             samples = max(self.corpus.tokens[split] - 1, 0) // config.seq_length
             if config.eval_iters and samples < FEW_SAMPLES:

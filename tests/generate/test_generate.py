@@ -55,6 +55,20 @@ def generate_rank(config, weights):
             for temperature, sample in ((0.0, 0), (1.0, 0), (1.0, 1))]
 
 
+def test_generation_never_uses_cudnns_attention(pool):
+    """cuDNN would plan its work anew for each token, because each token has another number of keys."""
+    assert pool.run(cudnn_during_generation, world_size=1) == [(True, {False}, True)]
+
+
+def cudnn_during_generation():
+    """Return whether cuDNN's attention is allowed (before, while each token is generated, afterwards)."""
+    config, allowed = tiny(1), torch.backends.cuda.cudnn_sdp_enabled
+    mesh, model, _, _ = build(config)
+    before, during = allowed(), []
+    generate(model, mesh, [1, 2], 3, 20, show=lambda token: during.append(allowed()) or True)
+    return before, set(during), allowed()
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
 def test_generated_text_does_not_depend_on_the_layout(pool, schedule):
     """Over stages, their chunks and shards, and beyond the context length of 8 tokens. Each sample is another text."""

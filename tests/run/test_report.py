@@ -20,6 +20,7 @@ from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.mesh import make_mesh, meta_mesh
 from nanodomino.model import meta_stage
+from nanodomino.run import kernels
 from nanodomino.run.report import Report, describe_stage, duration, expected_quality, open_metrics
 from nanodomino.run.signals import StopSignal
 from nanodomino.schedules.simulation import picture
@@ -132,8 +133,9 @@ def test_the_bar_moves_within_a_slow_step(report, monkeypatch):
     assert len(said) == 1, "only rank 0 has a screen"
 
 
-def test_mfu_counts_the_gpus_of_all_hosts(tmp_path, monkeypatch):
+def test_on_gpus_the_start_names_attentions_kernel_and_mfu_counts_the_gpus_of_all_hosts(tmp_path, monkeypatch, capsys):
     """Here two hosts with eight GPUs each."""
+    monkeypatch.setattr(kernels, "attention_kernel", lambda config, device: "cudnn attention")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     config = tiny(16, dtype="bfloat16", global_batch_size=48, tensor_model_parallel_size=2)
@@ -142,6 +144,7 @@ def test_mfu_counts_the_gpus_of_all_hosts(tmp_path, monkeypatch):
     shown = Report(config, corpus, place, tmp_path, 0, enabled=True)
     shown.step(1, StepResult(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0), 0.1, seconds=1e-6)
     mfu = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["mfu"]
+    assert "ZeRO stage 1, cudnn attention\n" in capsys.readouterr().out
     assert mfu == pytest.approx(48 * 8 * flops_per_token(config) / 1e-6 / (16 * 989e12), rel=1e-12)
 
 

@@ -107,9 +107,9 @@ class OnCuda(torch.Tensor):
 def test_grouped_heads_on_a_gpu_never_make_torch_write_out_all_scores(monkeypatch, dtype, has_bias, heads_given):
     """Only flash attention reads 2 key heads for 6 query heads, and it takes 16 bits and no bias. Else each query head
     must come with keys of its own."""
-    def kernel(q, k, v, bias, is_causal, enable_gqa):
-        assert k.size(1) == v.size(1) == heads_given and enable_gqa == (heads_given == 2)
-        return scaled(q, k, v, bias, is_causal=is_causal, enable_gqa=enable_gqa)
+    def kernel(key, value, enable_gqa, **others):
+        assert key.size(1) == value.size(1) == heads_given and enable_gqa == (heads_given == 2)
+        return scaled(key=key, value=value, enable_gqa=enable_gqa, **others)
 
     scaled = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)

@@ -169,10 +169,10 @@ class Stream:
 STREAMS = dict(Stream=Stream, stream=lambda stream: nullcontext(), current_stream=Stream)
 
 
-def attention_of_a_gpu(q, k, v, attn_mask, is_causal, enable_gqa):
+def attention_of_a_gpu(query, key, value, attn_mask, is_causal, enable_gqa):
     """Stands in for the kernel that scaled_dot_product_attention chooses on CUDA; a CPU build would decompose it."""
     assert attn_mask is None
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)[0]
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, is_causal=is_causal)[0]
 
 
 def zeros_as_corpus(folder: Path, config: Config) -> Corpus:
