@@ -111,7 +111,8 @@ class Trace:
     def record_end(self, group: str, work, end: list):
         """Append a CUDA event that fires when `work` is done, without making the training stream wait.
 
-        The group's own stream waits for the future. A callback of the future would not do: it would run in a stream of
+        The group's own stream waits for the future. With a single hardware queue every stream would wait with it, so
+        world.find_device refuses to trace then. A callback of the future would not do: it would run in a stream of
         torch's pool, where a message may be waiting for its sender. And work.wait() would release its tensors early.
         """
         if group not in self.streams:

@@ -50,6 +50,19 @@ def test_too_few_gpus_are_refused_before_and_a_shared_one_when_the_ranks_meet(mo
     check_own_gpu("c", LaunchInfo(2, 3), store)
 
 
+def test_no_trace_with_one_hardware_queue(monkeypatch):
+    """There the stream that waits for a collective's end holds up all other streams. Runs without --trace are free to
+    use one queue, and so are CPUs."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1: with one hardware queue.*; unset"):
+        find_device(Config(trace="1:2"), LaunchInfo())
+    assert find_device(Config(), LaunchInfo()).type == "cuda"
+    assert find_device(Config(trace="1:2", device="cpu"), LaunchInfo()).type == "cpu"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert find_device(Config(trace="1:2"), LaunchInfo()).type == "cuda"
+
+
 def warm_rank(config, data):
     """Return (the first step's loss after a warm-up, whether the warm-up left every number unchanged)."""
     mesh, model, optimizer, stage = build(config)
