@@ -1,19 +1,20 @@
-"""The whole idea in one file: a GPT-2 trained on tp x pp x dp processes that hide their messages.
+"""The whole idea in one file: train a GPT-2 on tp x pp x dp processes and hide most messages.
 
-    torchrun --nproc_per_node 8 -m nanodomino.minimal       tp 2 x pp 2 x dp 2; try --tp 4, --pp 8
-    python -m nanodomino.minimal         same losses, in one process (python data/prepare.py first)
+    python data/prepare.py                               once: makes the text that all runs read
+    torchrun --nproc_per_node 8 -m nanodomino.minimal    tp 2 x pp 2 x dp 2; or add --tp 1 --pp 8
+    python -m nanodomino.minimal                         one process; same losses but for rounding
 
-*Tensor parallelism* (tp) cuts each matrix of a large model, *pipeline parallelism* (pp) cuts its
-chain of layers, *data parallelism* (dp) cuts the batch. Each of them sends messages, and a rank
-that waits for a message computes nothing. This file builds all three and hides the messages of tp,
-which sends the most. Given the same sizes, train.py computes the same numbers.
+*Tensor parallelism* (tp) cuts the large matrices, *pipeline parallelism* (pp) the chain of layers,
+*data parallelism* (dp) the batch. All three send messages, and a process that waits computes
+nothing. Tp sends the most. This file hides tp's messages: it computes while they are in flight.
+train.py, given the same sizes, computes the same losses. `# exercise N`: see exercises/README.md.
 Shapes: b samples, s tokens, h hidden size, v vocabulary; /t means cut over the t = tp ranks.
 """
-import argparse
 import hashlib
 import json
 import math
 import time
+from argparse import ArgumentParser
 from collections import deque, namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +29,8 @@ Sizes = namedtuple("Sizes", "layers hidden heads seq_length global_batch micro_b
                    defaults=(8, 96, 8, 128, 16, 4, 4e-3, 1234))              # heads: of attention
 
 # ---- 1. The grid of ranks ------------------------------------------------------------------------
-#                dp 0     dp 1      torchrun numbers its tp x pp x dp processes; a number is a rank.
-#     stage 0   [0  1]   [2  3]     0 and 1 share each matrix (tp). 0 and 2 have the same weights
+#                dp 0     dp 1      torchrun numbers the tp x pp x dp processes, called ranks.
+#     stage 0   [0  1]   [2  3]     0 and 1 have halves of a matrix (tp), 0 and 2 the same weights
 #     stage 1   [4  5]   [6  7]     but different samples (dp). 4 has the layers after 0's (pp).
 
 def rank_grid(rank, tp, pp, dp):                                                        # exercise 1
@@ -39,9 +40,10 @@ def rank_grid(rank, tp, pp, dp):                                                
     return (i, j, k), grid[:, j, k].tolist(), grid[i, :, k].tolist(), grid[i, j].tolist()
 
 def make_grid(tp, pp, dp, device):
-    """Create this rank's process groups. A sum over the wrong group does not crash: it is wrong."""
+    """Create this rank's groups. In a collective, all ranks of a group make the same call: after an
+    all-reduce, each has the sum of their tensors. A sum over the wrong group raises no error."""
     (i, j, k), stages, replicas, shards = rank_grid(dist.get_rank(), tp, pp, dp)
-    ends = {stages[0], stages[-1]}          # both have the word embedding: as input, and as output
+    ends = {stages[0], stages[-1]}  # both have the word embedding; section 7 adds its two gradients
     tp_group, dp_group, *tied = (dist.new_group(sorted(row), use_local_synchronization=True)
                                  for row in (shards, replicas, ends) if dist.get_rank() in row)
     return SimpleNamespace(
@@ -60,11 +62,11 @@ def declare(sizes, grid, sites, vocab):
     """Return {name: (shape of the whole tensor, the dimension cut over tp or None)}."""
     h, vector, declared = sizes.hidden, ((sizes.hidden,), None), {}
     if grid.is_first or grid.is_last:
-        declared[WORDS] = (-(-vocab // 128) * 128, h), 0          # rounded up: tp divides it
+        declared[WORDS] = (-(-vocab // 128) * 128, h), 0          # rounded up so that tp divides it
     if grid.is_first:
         declared[POSITIONS] = (sizes.seq_length, h), None
     for site in sites:
-        w1, out, w2, inner = MATRICES[site.split(".")[-1]]                     # in units of h
+        w1, out, w2, inner = MATRICES[site.split(".")[-1]]  # W1's rows, W2's columns, / h
         declared |= {f"{site}.norm.weight": vector, f"{site}.norm.bias": vector,
                      f"{site}.{w1}.weight": ((out * h, h), 0), f"{site}.{w1}.bias": ((out * h,), 0),
                      f"{site}.{w2}.weight": ((h, inner * h), 1), f"{site}.{w2}.bias": vector}
@@ -73,10 +75,10 @@ def declare(sizes, grid, sites, vocab):
     return declared
 
 def draw(sizes, name, shape, cut):
-    """Draw a whole tensor. If each rank drew only its shard, all shards would be equal."""
+    """Draw a whole tensor from a hash of its name, so that all layouts draw the same numbers."""
     if len(shape) == 1:
         return torch.full(shape, float(name.endswith("norm.weight")))              # biases are 0
-    std = 0.06 if cut != 1 else 0.06 / (2 * sizes.layers) ** 0.5      # all W2 outputs add up in x
+    std = 0.06 if cut != 1 else 0.06 / (2 * sizes.layers) ** 0.5     # all W2 outputs are added to x
     digest = hashlib.blake2b(f"{sizes.seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
@@ -87,7 +89,7 @@ def make_stage(sizes, grid, vocab, slices, verbose=False):
     sites = [f"layers.{layer}.{kind}" for layer in layers for kind in MATRICES]
     declared, shards, weights, start = declare(sizes, grid, sites, vocab), {}, {}, 0
     for name, (shape, cut) in declared.items():
-        whole = draw(sizes, name, shape, cut)
+        whole = draw(sizes, name, shape, cut)          # shards drawn from one seed would be equal
         shards[name] = whole if cut is None else whole.chunk(grid.tp, cut)[grid.tp_rank]
     size = -(-sum(map(torch.numel, shards.values())) // grid.dp) * grid.dp   # up: dp divides it
     flat, grad, decays, counts = (torch.zeros(size, device=grid.device) for _ in range(4))
@@ -95,23 +97,23 @@ def make_stage(sizes, grid, vocab, slices, verbose=False):
         place, start = slice(start, start + shard.numel()), start + shard.numel()
         flat[place] = shard.flatten()
         weights[name] = flat[place].view(shard.shape).requires_grad_()
-        weights[name].grad = grad[place].view(shard.shape)
+        weights[name].grad = grad[place].view(shard.shape)     # autograd adds to .grad in place
         decays[place] = shard.dim() > 1                              # weight decay is for matrices
         is_copy = declared[name][1] is None and grid.tp_rank > 0
-        counts[place] = not (is_copy or name == WORDS and not grid.is_first)     # see global_sums
+        counts[place] = not (is_copy or (name == WORDS and not grid.is_first))   # see global_sums
     return SimpleNamespace(sizes=sizes, grid=grid, vocab=vocab, slices=slices, sites=sites,
                            weights=weights, flat=flat, grad=grad, decays=decays, counts=counts,
                            orders={}, verbose=verbose, moments=flat.new_zeros(2, size // grid.dp))
 
-# ---- 3. The model, cut by hand (Megatron-LM, 1909.08053) -----------------------------------------
+# ---- 3. The model, cut by hand (Megatron-LM, arXiv 1909.08053) -----------------------------------
 # Attention and MLP are alike: a norm (its output is h), then two matrices with a core between. Cut
-# W1 by rows, W2 by columns. Then each rank computes its own attention heads or MLP features:
+# W1 by rows, W2 by columns. Then rank i computes its own attention heads or MLP features:
 #
-#     h --f--> h W1[i]^T + b1[i] --core--> a W2[i]^T, one addend of y --g--> + b2       [b, s, h]
+#     h --f--> c = h W1[i]^T + b1[i] --core--> a --> a W2[i]^T, one addend of y --g--> y + b2
 #
 #     f   forward: nothing, every rank has h     backward: all-reduce, every rank has one addend
 #     g   forward: all-reduce of the addends     backward: nothing, since d sum / d addend = 1; one
-#         more sum would multiply by t in every sublayer: training would go on, but worse
+#         more sum would multiply the gradient in each sublayer's branch by t: worse, but no error
 
 class CopyToRanks(torch.autograd.Function):                                             # exercise 2
     """f: returns h [b, s, h]; backward sums the gradient over the tp ranks."""
@@ -144,7 +146,7 @@ def norm(stage, name, x):
     return F.layer_norm(x, x.shape[-1:], weight, bias)
 
 def core(stage, site, c):
-    """c [b, s, n/t] -> [b, s, m/t]: gelu, or the attention of this rank's heads."""
+    """Turn c [b, s, n/t] into a [b, s, m/t]: gelu, or the attention of this rank's heads."""
     if site.endswith("mlp"):
         return F.gelu(c, approximate="tanh")
     # W1 holds q, k, v of head 0, then of head 1 ... With all q first, rank 0 would lack its v.
@@ -152,24 +154,24 @@ def core(stage, site, c):
     return F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2)
 
 def plain_sublayer(stage, site, x):                                                     # exercise 4
-    """x [b, s, h] -> x + sublayer(x), the definition. Waits for g; autograd runs the backward."""
+    """Return x + sublayer(x) [b, s, h], the definition. It waits for g; autograd runs backward."""
     w1, b1, w2, b2 = matrices(stage, site)
     h = CopyToRanks.apply(norm(stage, f"{site}.norm", x), stage.grid.tp_group)
     addend = F.linear(core(stage, site, F.linear(h, w1, b1)), w2)
-    return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2    # in g it would count t times
+    return x + SumOverRanks.apply(addend, stage.grid.tp_group) + b2   # in g, b2 would count t times
 
 def own_rows(stage, ids):
-    """ids [b, s] -> (each id's row in this rank's v/t rows of WORDS, whether this rank has it)."""
+    """Return each id's row in this rank's part of WORDS, and whether it is there; both [b, s]."""
     row = ids - stage.grid.tp_rank * len(stage.weights[WORDS])
     is_own = (0 <= row) & (row < len(stage.weights[WORDS]))
     return row.where(is_own, 0), is_own
 
-# Three numbers per token travel, not v logits: the maximum, the sum of exp, the label's logit. Read
-# `yield from all_reduce(...)` as a blocking all-reduce until section 4 explains generators.
+# Three numbers per token travel, not v logits: maximum, sum of exp, and the label's logit. Until
+# section 4 explains generators, read `x = yield from f()` as x = f(): x is what f returns.
 def cross_entropy(stage, logits, labels):                                               # exercise 3
-    """logits [b, s, v/t], labels [b, s] -> (losses [b, s], gradient of the logits). A generator."""
+    """Turn logits [b, s, v/t] and labels [b, s] into losses [b, s] and the logits' gradient."""
     logits[..., max(stage.vocab - stage.grid.tp_rank * logits.size(-1), 0):] = -1e9     # padding
-    maximum = logits.amax(-1)                                       # without it exp would overflow
+    maximum = logits.amax(-1)      # subtract it, so exp stays finite; all ranks subtract the same
     yield from all_reduce(stage, maximum, dist.ReduceOp.MAX)
     exps = (logits - maximum.unsqueeze(-1)).exp()
     row, is_own = (tensor.unsqueeze(-1) for tensor in own_rows(stage, labels))
@@ -188,9 +190,9 @@ def cross_entropy(stage, logits, labels):                                       
 #     two slices    compute   [a][b][a][b][a][b][a][b]
 #                   in flight    ~a~~b~~a~~b~~a~~b~
 #
-# A slice runs in a generator, which yields after it has launched a collective; then interleave()
-# resumes the next slice. A collective has no name: the n-th call on one rank meets the n-th call on
-# the others. So all ranks must take the same turns. Otherwise slices a and b would be added up.
+# A slice runs in a generator: all_reduce() launches and yields, `yield from` passes the yield on,
+# and interleave() resumes the next slice. A collective has no name: the n-th call on one rank meets
+# the n-th on the others. If two ranks took other turns, slice a would be added to slice b.
 
 def interleave(generators):                                                             # exercise 7
     """Resume each generator in turn until all have ended."""
@@ -201,7 +203,7 @@ def interleave(generators):                                                     
             waiting.append(generator)
 
 def all_reduce(stage, tensor, op=dist.ReduceOp.SUM, deferred=()):
-    """All-reduce in place over the tp ranks; meanwhile add the `deferred` gradients and yield."""
+    """All-reduce in place over the tp ranks; meanwhile add the deferred gradients and yield."""
     note(stage, "<-> all-reduce", tensor)
     work = dist.all_reduce(tensor, op, group=stage.grid.tp_group, async_op=True)
     for weight, gradient, x in deferred:               # gradient^T x, summed over all b x s tokens
@@ -210,7 +212,7 @@ def all_reduce(stage, tensor, op=dist.ReduceOp.SUM, deferred=()):
     work.wait()
 
 def record(function, x):
-    """Return (x, function(x)); autograd records only this call (see run_pipeline)."""
+    """Return (x, function(x)). Autograd, which run_pipeline turns off, records this call."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         return x, function(x)
@@ -246,30 +248,30 @@ def forward_slice(stage, slice):
         slice.output, slice.gradient = yield from cross_entropy(stage, logits, slice.labels)
 
 # ---- 5. Backward along a tape --------------------------------------------------------------------
-# Autograd would not overlap: it runs first what was recorded last, so it would wait for slice b's
-# gradient at once, though slice a could compute. So backward is a generator, too:
+# Autograd's backward cannot pause: in f's backward, slice b would wait for its all-reduce while
+# slice a could compute. So backward is a generator, too:
 #     grad_a = grad_y W2, grad_c = the core's backward, grad_h = grad_c W1 -> launch f's all-reduce
-#     in flight: the gradients of W1 and W2, for which no other rank waits; then the other slices
+#     meanwhile: the gradients of W1 and W2, for which no other rank waits; then the other slices
 
 def backward_sublayer(stage, slice, site, gradient):                                    # exercise 8
     """Turn the gradient of x + y + b2 [b, s, h] into the gradient of x."""
     w1, b1, w2, b2 = matrices(stage, site)
     x, h, c, a = slice.tape.pop()
-    a.backward(gradient @ w2)                                # g: each addend has y's gradient
+    a.backward(gradient @ w2)             # g: each addend has y's gradient; -> c.grad
     b1.grad += c.grad.sum((0, 1))
     b2.grad += gradient.sum((0, 1))
-    grad_h = c.grad @ w1                                     # f: every rank has used h
+    grad_h = c.grad @ w1                                     # this rank's addend of it, see f
     yield from all_reduce(stage, grad_h, deferred=[(w2, gradient, a), (w1, c.grad, h)])
     h.backward(grad_h)                                       # -> the norm's .grad, and x.grad
     return gradient + x.grad
 
-def backward_slice(stage, slice):
-    """Turn slice.gradient, the output's gradient, into the gradient of x; add to every .grad."""
-    gradient, words = slice.gradient, stage.weights.get(WORDS)
+def backward_slice(stage, slice, gradient):
+    """Turn its output's gradient into slice.gradient, the gradient of its x; add to every .grad."""
+    words = stage.weights.get(WORDS)
     if stage.grid.is_last:
         x, h = slice.tape.pop()
-        grad_h = gradient @ words
-        yield from all_reduce(stage, grad_h, deferred=[(words, gradient, h)])
+        grad_h = slice.gradient @ words                                    # from cross_entropy()
+        yield from all_reduce(stage, grad_h, deferred=[(words, slice.gradient, h)])
         h.backward(grad_h)
         gradient = x.grad
     for site in reversed(stage.sites):
@@ -286,15 +288,15 @@ def backward_slice(stage, slice):
     slice.gradient = gradient
 
 # ---- 6. The pipeline (1F1B: 2104.04473, section 2.2) ---------------------------------------------
-# The batch passes in microbatches, so that all stages have work. 1F1B alternates F (forward) and B
-# (backward, twice as long) early, so stage r keeps at most pp - r microbatches' tapes, not all.
+# The batch passes in microbatches, so that all stages have work. 1F1B runs one F (forward), one B
+# (backward, twice as long) and so on: a stage keeps at most stages - stage microbatches' tapes.
 #
-#     stage 0 |F0 F1 F2          B0 B0 F3 B1 B1    B2 B2    B3 B3
-#     stage 1 |   F0 F1    B0 B0 F2 B1 B1 F3 B2 B2    B3 B3
+#     stage 0 |F0 F1 F2             B0 B0 F3 B1 B1    B2 B2    B3 B3
+#     stage 1 |   F0 F1       B0 B0 F2 B1 B1 F3 B2 B2    B3 B3
 #     stage 2 |      F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
 
 def one_f_one_b(stage, stages, microbatches):                                           # exercise 5
-    """Return the actions of a stage in order, such as [("F", 0), ("F", 1), ("B", 0), ("B", 1)]."""
+    """Return a stage's actions; (0, 2, 2) gives [("F", 0), ("F", 1), ("B", 0), ("B", 1)]."""
     warm_up = min(stages - stage - 1, microbatches)
     actions = [("F", i) for i in range(warm_up)]
     for i in range(microbatches - warm_up):
@@ -334,19 +336,17 @@ def run_pipeline(stage, text, step):
                         for x, tokens, labels in zip(parts, tokens, labels)]
             interleave([forward_slice(stage, slice) for slice in tapes[i]])
             output = torch.cat([slice.output for slice in tapes[i]])
-            loss += output.sum() if grid.is_last else 0.0         # there, the output is the losses
+            loss += output.sum() if grid.is_last else 0.0         # the last stage outputs losses
         else:
-            for slice, part in zip(tapes[i], parts):
-                slice.gradient = slice.gradient if grid.is_last else part
-            interleave([backward_slice(stage, slice) for slice in tapes[i]])
+            interleave([backward_slice(stage, slice, part) for slice, part in zip(tapes[i], parts)])
             output = torch.cat([slice.gradient for slice in tapes.pop(i)])
         received = exchange(stage, action, output, following)
     return loss
 
 # ---- 7. The sharded optimizer (ZeRO-1: 1910.02054) -----------------------------------------------
 # The dp replicas have the same weights. To keep AdamW's two moments per weight only once, replica j
-# owns part j of the flat tensor: it receives part j of the summed gradients (reduce-scatter),
-# updates these weights and sends them to all (all-gather). Both send the bytes of one all-reduce.
+# updates part j of the flat tensor: it receives part j of the summed gradients (reduce-scatter) and
+# sends the new weights to all (all-gather). Together they send as many bytes as one all-reduce.
 
 @torch.no_grad()
 def optimizer_step(stage, step, lr, loss, clip=1.0, beta1=0.9, beta2=0.95, decay=0.1):  # exercise 9
@@ -372,8 +372,8 @@ def optimizer_step(stage, step, lr, loss, clip=1.0, beta1=0.9, beta2=0.95, decay
     stage.grad.zero_()
     return loss, grad_norm
 
-# All tp ranks have the loss, norms, b2 and positions, and two stages have the words. `counts` is 1
-# for only one of the copies. If ranks clipped by different norms, their copies would drift apart.
+# All tp ranks have the loss, b2, positions and layer norms; two stages have the words. `counts` is
+# 1 on only one of them. If ranks clipped by different gradient norms, copies would drift apart.
 def global_sums(stage, loss, gradient):                                                # exercise 10
     """Return the global loss and gradient norm, the same on all ranks. Copies count once."""
     own = stage.counts.chunk(stage.grid.dp)[stage.grid.dp_rank]
@@ -386,9 +386,8 @@ def global_sums(stage, loss, gradient):                                         
 def read_batch(text, stage, step, microbatch):
     """Return tokens and labels of a microbatch, both [b, s]. A label is the next token."""
     sizes, grid, s, rows = stage.sizes, stage.grid, stage.sizes.seq_length, []
-    # The layout decides which rank reads a sample, but not which samples a step has.
     samples = torch.arange(sizes.global_batch).view(grid.dp, -1, sizes.micro_batch)
-    for sample in samples[grid.dp_rank, microbatch].tolist():
+    for sample in samples[grid.dp_rank, microbatch].tolist():  # all layouts read the same samples
         epoch, i = divmod(step * sizes.global_batch + sample, (len(text) - 1) // s)
         if epoch not in stage.orders:                        # shuffle once, not for each sample
             random = np.random.Generator(np.random.PCG64([sizes.seed, epoch]))
@@ -405,34 +404,36 @@ def learning_rate(step, steps, peak):
     return peak * (step / warm_up if step <= warm_up else 0.55 + 0.45 * cosine)
 
 def note(stage, what, tensor):
-    """With --verbose, print each message and collective of this rank, indented by the rank."""
+    """Print each send, all_reduce() call, reduce-scatter and all-gather, if --verbose is given."""
     if stage.verbose:
-        rank, now = dist.get_rank(), time.perf_counter() % 1000            # one clock per machine
+        rank, now = dist.get_rank(), time.perf_counter() % 1000   # one clock for a machine's ranks
         print(f"{now:9.4f} s {' ' * 8 * rank} rank {rank} {stage.action} {what} "
               f"{tensor.nbytes / 1e3:.0f} kB\n", end="", flush=True)
 
 def train(sizes, grid, slices, steps, folder, verbose=False, report=print):
     """Train on a folder from data/prepare.py; return the stage and each step's (loss, norm)."""
-    meta = json.loads((folder / "meta.json").read_text())
+    if not (path := folder / "meta.json").exists():                 # rank 0 says so; the others end
+        raise SystemExit(0 if dist.get_rank() else f"No {path}: first run python data/prepare.py")
+    meta = json.loads(path.read_text())
     text = np.memmap(folder / "train.bin", meta["dtype"], mode="r")
     stage, history = make_stage(sizes, grid, meta["vocab_size"], slices, verbose), []
     for step in range(1, steps + 1):
         loss = run_pipeline(stage, text, step - 1)
         history.append(optimizer_step(stage, step, learning_rate(step, steps, sizes.lr), loss))
-        if dist.get_rank() == 0 and (step % 10 == 0 or step == 1):
+        if dist.get_rank() == 0 and (step % 10 == 0 or step in (1, steps)):
             report("step {:4d}   loss {:.4f}   gradient norm {:.3f}".format(step, *history[-1]))
     return stage, history
 
 def main():
     alone = dict(store=dist.HashStore(), rank=0, world_size=1)                # without torchrun
     dist.init_process_group(**({} if dist.is_torchelastic_launched() else alone))
-    world, parser = dist.get_world_size(), argparse.ArgumentParser(description=__doc__[:97])
+    world, parser = dist.get_world_size(), ArgumentParser(description=__doc__.splitlines()[0])
     for flag, default, text in (("--tp", 2 - world % 2, "tensor-parallel ranks"),
             ("--pp", None, "stages"), ("--dp", None, "replicas"), ("--steps", 200, "updates"),
             ("--slices", 2, "slices of a microbatch; 0: the definition, run by autograd")):
         parser.add_argument(flag, type=int, default=default, help=text)
     parser.add_argument("--data", type=Path, default="data/python-stdlib", help="prepared text")
-    parser.add_argument("--verbose", action="store_true", help="print messages and collectives")
+    parser.add_argument("--verbose", action="store_true", help=note.__doc__)
     args, device = parser.parse_args(), torch.device("cpu")
     if torch.cuda.is_available():
         torch.cuda.set_device(device := torch.device("cuda", dist.get_rank()))
@@ -440,9 +441,8 @@ def main():
     dp = args.dp or max(world // (tp * pp or 1), 1)
     sizes = Sizes(micro_batch=min(4, Sizes().global_batch // dp))
     if min(tp, pp, dp) < 1 or tp * pp * dp != world or sizes.heads % tp or sizes.global_batch % dp:
-        error = (f"tp {tp} x pp {pp} x dp {dp} must equal the number of processes, {world}; tp "
-                 f"must divide {sizes.heads} heads and dp must divide {sizes.global_batch} samples")
-        raise SystemExit(error if dist.get_rank() == 0 else 0)                    # print it once
+        raise SystemExit(0 if dist.get_rank() else f"tp {tp} x pp {pp} x dp {dp} must be {world} "
+            f"processes; tp must divide {sizes.heads} heads, and dp {sizes.global_batch} samples")
     train(sizes, make_grid(tp, pp, dp, device), args.slices, args.steps, args.data, args.verbose)
     dist.destroy_process_group()
 

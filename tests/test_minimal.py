@@ -14,6 +14,7 @@ from nanodomino import minimal
 from nanodomino.checkpoint.export import full_weights
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of
 from nanodomino.config.config import Config
+from nanodomino.schedules.simulation import picture
 
 # 5 layers do not divide by 2 or 4 stages, and a microbatch of 3 does not divide by 2 slices
 SIZES = minimal.Sizes(layers=5, hidden=16, heads=4, seq_length=12, global_batch=24, micro_batch=3)
@@ -93,8 +94,33 @@ def test_a_wrong_layout_is_refused_in_one_sentence(monkeypatch, world, flags):
         monkeypatch.setattr(sys, "argv", ["minimal.py", *flags.split()])
         with pytest.raises(SystemExit) as refused:
             minimal.main()
-        expected = rf"tp .* must equal the number of processes, {world}; .* dp must divide 16 samples"
+        expected = rf"tp .* must be {world} processes; tp must divide 8 heads, and dp 16 samples"
         assert re.fullmatch(expected, refused.value.code) if rank == 0 else refused.value.code == 0
+
+
+def test_a_folder_without_text_is_refused_in_one_sentence(monkeypatch, tmp_path):
+    for rank in (0, 1):
+        monkeypatch.setattr(minimal.dist, "get_rank", lambda rank=rank: rank)
+        with pytest.raises(SystemExit) as refused:
+            minimal.train(SIZES, None, 0, 1, tmp_path)
+        assert refused.value.code == (0 if rank else f"No {tmp_path}/meta.json: first run python data/prepare.py")
+
+
+def test_the_first_each_tenth_and_the_last_step_are_reported(monkeypatch, tmp_path):
+    (tmp_path / "meta.json").write_text('{"dtype": "uint8", "vocab_size": 257}')
+    (tmp_path / "train.bin").write_bytes(b"text")
+    monkeypatch.setattr(minimal.dist, "get_rank", lambda: 0)
+    for name in ("make_stage", "run_pipeline"):
+        monkeypatch.setattr(minimal, name, lambda *_: None)
+    monkeypatch.setattr(minimal, "optimizer_step", lambda *_: (1.5, 2.0))
+    lines = []
+    minimal.train(SIZES, None, 0, 23, tmp_path, report=lines.append)
+    assert lines == [f"step {step:4}   loss 1.5000   gradient norm 2.000" for step in (1, 10, 20, 23)]
+
+
+def test_the_picture_of_1f1b_is_the_simulated_one():
+    drawn = re.findall(r"^# ( {4}stage \d \|.*)$", Path(minimal.__file__).read_text(), re.MULTILINE)
+    assert [line.strip() for line in drawn] == [line.strip() for line in picture("1f1b", 3, 4).splitlines()[1:]]
 
 
 def test_replicas_that_do_not_divide_the_batch_are_an_error():
