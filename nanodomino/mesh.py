@@ -32,7 +32,9 @@ import torch.distributed as dist
 from nanodomino.comm.world import TIMEOUT, collective_timeout
 from nanodomino.errors import UserError, counted
 
-PIPELINE_THREAD_BLOCKS = 4  # few, because NCCL occupies them from when a receive is posted until the message arrives
+# The channels of NCCL for messages between stages, a thread block each; NVLink has up to 32. NCCL occupies the thread
+# blocks from when a receive is posted until the message arrives, so more channels would take more from the matmuls.
+PIPELINE_THREAD_BLOCKS = 16
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ def test_an_axis_costs_one_split_in_which_every_rank_takes_part(monkeypatch, pp,
         assert sorted(rank for row in rows for rank in row) == list(range(pp * dp * tp)), "each rank is in one row"
         assert all(rank in ranks for rank, (ranks, _) in enumerate(axis)), "each rank creates the group it belongs to"
         assert {options["backend"] for _, options in axis} == {"gloo" if size == 1 else "nccl"}
+        assert {options.get("thread_blocks") for _, options in axis if size > 1} <= {
+            mesh.PIPELINE_THREAD_BLOCKS if axis is axes[2] else None}, "only messages leave thread blocks to matmuls"
 
 
 def test_no_collective_or_message_waits_for_a_matmul_that_was_launched_after_it(monkeypatch):

@@ -618,7 +618,7 @@ def test_memory_and_traffic_of_gpt3_13b_on_64_ranks(rank, schedule, tokens):
 
 
 def test_memory_of_nccls_communicators():
-    """Rings of 24 channels for world, tp, dp and a tied embedding; messages have 4 channels per neighbour and in the
+    """Rings of 24 channels for world, tp, dp and a tied embedding; messages have 16 channels per neighbour and in the
     ring where the stages meet. An axis of one rank has no communicator.
     """
     ring, connection = 24 * 12 * 2**20, 12 * 2**20
@@ -627,8 +627,8 @@ def test_memory_of_nccls_communicators():
     assert box.tied and box.dp == 2
     found = [expected_memory.communicator_bytes(dataclasses.replace(box, device="cuda"), sizes.mesh_at(box, stage))
              for stage in range(4)]
-    assert found == [4 * ring + 8 * connection, 3 * ring + 12 * connection, 3 * ring + 12 * connection,
-                     4 * ring + 8 * connection]
+    assert found == [4 * ring + 32 * connection, 3 * ring + 48 * connection, 3 * ring + 48 * connection,
+                     4 * ring + 32 * connection]
     for size, axis, rings in ((1, "tensor", 0), (8, "tensor", 2), (8, "data", 2)):
         config = cluster(size, **small, pipeline_model_parallel_size=1, global_batch_size=8,
                          tensor_model_parallel_size=size if axis == "tensor" else 1)
