@@ -61,9 +61,9 @@ PROMPT_TOKENS = 32       # length of the prompt, taken from the validation text,
 
 # ---- what users of Megatron-LM write themselves: the model, the data, a forward step, the loss
 
-def model_builder(config: Config, mesh: Mesh) -> GPT:
+def model_builder(config: Config, mesh: Mesh, initialize=True) -> GPT:
     """Build the part of the model that this rank holds: its stage's layers, and of each matrix only its shard."""
-    return GPT(config, mesh)
+    return GPT(config, mesh, initialize=initialize)
 
 
 def dataset_builder(config: Config, corpus: Corpus, device) -> dict[str, TokenDataset]:
@@ -190,7 +190,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
         if split in datasets and config.eval_iters:
             report.losses(done, split, evaluate(stage, datasets[split], config, mesh, watchdog.mark))
 
-    model = model_builder(config, mesh)
+    model = model_builder(config, mesh, initialize=not run.checkpoint)
     trace = (VerboseTrace if config.verbose else Trace)(mesh.device, recording=False)
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     stage = Domino(model, config.slices, config.columns, config.active_compile_backend, trace)

@@ -8,15 +8,16 @@ import os
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 from support import ROOT
-from support.jobs import make_corpus
+from support.jobs import TINY, make_corpus
 from support.fork_server import launcher_environments
 from support.harness import build, sizes_of, tiny
 from support.reference import random_weights
-from support.train_in_pool import metric_points, saved_steps, train_in_pool
+from support.train_in_pool import main_on_rank, metric_points, saved_steps, train_in_pool
 
 import train
 from data.prepare import prepare
@@ -25,6 +26,7 @@ from nanodomino.comm.world import LaunchInfo
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.domino import run_to_end
 from nanodomino.errors import UserError
+from nanodomino.model import GPT
 from nanodomino.run.command_line import from_command_line
 from nanodomino.run.report import changed_settings
 
@@ -233,6 +235,25 @@ def test_the_same_command_with_an_exit_interval_resumes_each_time(pool, small, t
         assert ("stopped early" in ended.output) == (steps < 6) and f"{steps} of 6 steps done" in ended.output
         assert [step for step, _ in metric_points(tmp_path / "run", "test_loss")] == [6] * (steps == 6)
     assert "this run has already done 6 steps" in ended.output
+
+
+def main_without_initial_weights(flags):
+    """Run train.py on this rank. Each parameter starts as NaN, and drawing it is an error."""
+    unwritten = lambda data: torch.nn.parameter.Parameter(data.fill_(torch.nan))  # noqa: E731
+    with mock.patch.object(GPT, "initialize", side_effect=AssertionError("drawn")), \
+            mock.patch.object(torch.nn, "Parameter", unwritten):
+        return main_on_rank(flags, ())
+
+
+def test_no_weight_is_drawn_that_a_checkpoint_replaces(pool, small, tmp_path):
+    flags = [*TINY, "--seq-length", "12", "--data-path", str(small / "tokens"), "--dtype", "bfloat16", "--tp", "2",
+             "--eval-iters", "0", "--run-dir", str(tmp_path / "run"), "--train-iters", "4"]
+    pool.run(main_on_rank, [*flags, "--exit-interval", "2"], (), world_size=2)
+    ended = pool.run(main_without_initial_weights, flags, world_size=2)
+    assert [rank.code for rank in ended] == [0, 0]
+    continued = metric_points(tmp_path / "run", "loss")
+    pool.run(main_on_rank, [*flags, "--run-dir", str(tmp_path / "straight")], (), world_size=2)
+    assert continued == metric_points(tmp_path / "straight", "loss") and len(continued) == 4
 
 
 def test_train_iters_0_evaluates_and_finetune_begins_with_a_validation(pool, small, tmp_path):
