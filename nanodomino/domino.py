@@ -295,8 +295,7 @@ class Domino:
         norm, slice.head = slice.head.norm, None
         grad_h = yield from self.wait_for_sum(slice, "head", flights, matmuls)
         grad_x, grad_y = self.residual_norm.backward(slice, norm, None, grad_h)
-        tied_here = model.config.tied and model.pre_process    # embed_backward will add to the same matrix
-        ready(model.final_norm, *([] if tied_here else [vocabulary]))
+        ready(model.final_norm, vocabulary)
         return grad_x, grad_y
 
     def wait_for_sum(self, slice, site, flights, weight_gradients):

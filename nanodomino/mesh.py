@@ -6,6 +6,7 @@ its own way:
     tp    tensor parallel      each matrix is cut over tp ranks
     dp    data parallel        each of dp replicas holds the whole model and trains on its own samples
     pp    pipeline parallel    each of pp stages holds some of the layers
+    ep    expert parallel      ep neighbouring replicas share the experts of a layer (layers/experts.py)
 
 Ranks are numbered with tp fastest, then dp, then pp (Megatron-LM's pipeline paper, 2104.04473, section 3):
 
@@ -52,6 +53,19 @@ class Mesh:
     pp_group: dist.ProcessGroup                   # the stages of one replica, first to last
     embedding_group: dist.ProcessGroup | None     # first and last stage, which each hold a copy of a tied
                                                   # embedding; never used on middle stages; None if pp = 1
+    ep: int = 1
+    ep_group: dist.ProcessGroup | None = None     # ep replicas, each with other experts; None if ep = 1
+    expert_dp_group: dist.ProcessGroup = None     # dp/ep replicas that hold the same experts
+
+    def axis(self, name: str) -> tuple[int, int]:
+        """Return (number of ranks, this rank's index) in the group `name`: tp, dp, pp, ep, expert_dp or embedding."""
+        return {"tp": (self.tp, self.tp_rank), "dp": (self.dp, self.dp_rank), "pp": (self.pp, self.pp_rank),
+                "ep": (self.ep, self.dp_rank % self.ep), "expert_dp": (self.dp // self.ep, self.dp_rank // self.ep),
+                "embedding": (min(self.pp, 2), 0 if self.is_first_stage else 1)}[name]
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """Return the group of one of axis()'s names."""
+        return getattr(self, f"{name}_group")
 
     def rank_of(self, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
         """Return the world rank of the process at these coordinates."""
@@ -78,8 +92,8 @@ class Mesh:
         return "\n".join(lines)
 
 
-def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT) -> Mesh:
-    """Arrange the world as a pp x dp x tp grid. Every rank must call this with the same sizes.
+def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT, ep: int = 1) -> Mesh:
+    """Arrange the world as a pp x dp x tp grid. Every rank must call this with the same sizes. ep must divide dp.
 
     timeout: seconds that a collective may take; new groups do not inherit the world's timeout.
     Raises UserError if pp x dp x tp is not the world size.
@@ -105,13 +119,19 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
 
     pipelines = grid.reshape(pp, -1).t()                                       # a row: the ranks of one pipeline
     pp_rank, dp_rank, tp_rank = (grid == dist.get_rank()).nonzero()[0].tolist()
-    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device,
-                tp_group=new_group(grid.reshape(-1, tp).tolist()),
-                dp_group=new_group(grid.transpose(1, 2).reshape(-1, dp).tolist()),
+    tp_group = new_group(grid.reshape(-1, tp).tolist())
+    dp_group = expert_dp_group = new_group(grid.transpose(1, 2).reshape(-1, dp).tolist())
+    ep_group = None
+    if ep > 1:
+        experts = grid.view(pp, dp // ep, ep, tp)
+        ep_group = new_group(experts.transpose(2, 3).reshape(-1, ep).tolist())
+        expert_dp_group = new_group(experts.permute(0, 2, 3, 1).reshape(-1, dp // ep).tolist())
+    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device, tp_group, dp_group,
                 pp_group=new_group(pipelines.tolist(), thread_blocks=PIPELINE_THREAD_BLOCKS),
                 # the middle stages take part because NCCL's split needs every rank
                 embedding_group=new_group([*pipelines[:, [0, -1]].tolist(), *pipelines[:, 1:-1].tolist()])
-                if pp > 1 else None)
+                if pp > 1 else None,
+                ep=ep, ep_group=ep_group, expert_dp_group=expert_dp_group)
 
 
 def nccl_options(thread_blocks=None) -> dict:
@@ -130,10 +150,10 @@ def nccl_options(thread_blocks=None) -> dict:
     return dict(backend="nccl", pg_options=options)
 
 
-def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
+def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0, ep=1) -> Mesh:
     """Return the mesh of the rank with these coordinates, without processes or groups.
 
     Its device is torch's `meta`, where tensors have shapes but no memory. The estimates of memory and traffic build a
     model on it to get the shapes of that rank's parameters.
     """
-    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, torch.device("meta"), None, None, None, None)
+    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, torch.device("meta"), None, None, None, None, ep)

@@ -64,9 +64,12 @@ class Embedding(nn.Module):
     stage uses the word embedding only as the tied head.
     """
 
-    def __init__(self, config, mesh: Mesh, pre_process: bool):
+    def __init__(self, config, mesh: Mesh, pre_process: bool, post_process: bool):
         super().__init__()
-        self.word_embeddings, self.position_embeddings = VocabParallelEmbedding(config, mesh), None
+        # tied: one stage uses the matrix at both ends, or the first and the last stage each hold a copy
+        tied = dict(uses=2) if pre_process and post_process else dict(addends=("embedding",))
+        self.word_embeddings = VocabParallelEmbedding(config, mesh, **(tied if config.tied else {}))
+        self.position_embeddings = None
         if pre_process and config.position_embedding_type == "learned_absolute":
             self.position_embeddings = nn.Module()
             self.position_embeddings.weight = parameter(
@@ -142,7 +145,7 @@ class GPT(nn.Module):
         virtual_stages = [placement.virtual_stage(mesh.pp_rank, chunk) for chunk in range(placement.chunks)]
         self.pre_process, self.post_process = 0 in virtual_stages, placement.last in virtual_stages
         if self.pre_process or (self.post_process and tied):   # the last stage holds a copy of a tied matrix
-            self.embedding = Embedding(config, mesh, self.pre_process)
+            self.embedding = Embedding(config, mesh, self.pre_process, self.post_process)
         numbers = [stage_layers(config.num_layers, stage, placement.last + 1) for stage in virtual_stages]
         self.layers = nn.ModuleDict({str(i): Layer(config, mesh, f"layers.{i}")
                                      for i in sorted(i for chunk in numbers for i in chunk)})
@@ -164,18 +167,12 @@ class GPT(nn.Module):
         So the initial model is the same on every layout: the shards of a matrix differ, and its replicas are equal.
         """
         for name, weight in self.named_parameters():
-            if weight.init_std is None:
-                weight.fill_(weight.init_value)
+            if weight.spec.std is None:
+                weight.fill_(weight.spec.value)
                 continue
-            whole = torch.empty(weight.full_shape).normal_(
-                0.0, weight.init_std, generator=seeded_generator("cpu", self.config.seed, name))
-            weight.copy_(local_shard(whole, weight, self.mesh))
-
-    @property
-    def tied_copy(self) -> nn.Parameter | None:
-        """This stage's copy of a tied word embedding, if another stage holds a copy too; else None."""
-        shared = self.config.tied and self.pre_process != self.post_process
-        return self.embedding.word_embeddings.weight if shared else None
+            whole = torch.empty(weight.spec.shape).normal_(
+                0.0, weight.spec.std, generator=seeded_generator("cpu", self.config.seed, name))
+            weight.copy_(local_shard(whole, weight))
 
     def forward(self, tokens, positions, labels=None, hidden=None, sample_ids=None, chunk=0, documents=None):
         """Run one chunk of the plain model, with blocking communication.

@@ -34,40 +34,78 @@ The vocabulary is cut too. Each rank owns v/t rows of the embedding, and the los
 logits (layers/cross_entropy.py).
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 
-def parameter(shape, config, mesh, *, shard_dim=None, partition_stride=1, std=None, value=0.0,
-              partial_gradient=False) -> nn.Parameter:
+@dataclass(frozen=True)
+class ParameterKind:
+    """Says how the optimizer treats a parameter. All parameters of a bucket (optim/buckets.py) have the same kind.
+
+    decay      weight decay applies, because the parameter is a matrix
+    shards     the axes over which the parameter is cut, such as ("tp",); () if it is not
+    replicas   the axis whose ranks hold the same shard and train on different samples; zero.py sums their gradients
+    addends    the groups in which every rank holds a copy but computes only an addend of the gradient, such as ("tp",)
+    """
+    decay: bool
+    shards: tuple[str, ...] = ()
+    replicas: str = "dp"
+    addends: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """Declares a parameter. The model, buckets, ZeRO, checkpoints, drift checks and formulas all read it.
+
+    shape        the shape of the whole tensor, as checkpoints store it
+    offset, size the box of the whole tensor that is this rank's shard
+    std, value   the standard deviation of normal initial values; if std is None, all values are `value`
+    uses         how many times a stage uses the parameter in a microbatch; its gradient is complete after all of them
+    """
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    kind: ParameterKind
+    std: float | None
+    value: float
+    uses: int
+
+
+def parameter(shape, config, mesh, *, cut=None, view=None, std=None, value=0.0, replicas="dp", addends=(),
+              uses=1) -> nn.Parameter:
     """Create this rank's shard of a parameter, uninitialized. GPT.initialize() in model.py fills it.
 
-    shape              the shape of the whole parameter
-    shard_dim          the dimension that is cut over the tp ranks; None: every tp rank holds a copy
-    partition_stride   the number of matrices stacked along shard_dim, each of which is cut by itself (Megatron-LM's
-                       name); for example 2 for SwiGLU's [gate; up]
-    std, value         the standard deviation of normal initial values; if std is None, all values are `value`
-    partial_gradient   True if each tp rank holds a copy but computes only an addend of its gradient; zero.py sums them
+    shape, std, value, uses   see ParameterSpec
+    cut                       {dimension: axis}: each rank of this axis of the mesh holds an equal part of the dimension
+    view                      the parameter's shape, as for Tensor.view; None: the dimensions of the whole tensor
+    replicas, addends         see ParameterKind. With sequence parallelism, each tp rank computes only an addend of the
+                              gradient of every parameter that is not cut over tp
     """
-    local = list(shape)
-    if shard_dim is not None:
-        local[shard_dim] //= mesh.tp
-    weight = nn.Parameter(torch.empty(local, device=mesh.device, dtype=config.params_dtype))
-    weight.full_shape, weight.shard_dim, weight.partition_stride = tuple(shape), shard_dim, partition_stride
-    weight.init_std, weight.init_value, weight.partial_gradient = std, value, partial_gradient and mesh.tp > 1
+    cut, shards = cut or {}, tuple(sorted((cut or {}).values()))
+    axes = [mesh.axis(cut[dim]) if dim in cut else (1, 0) for dim in range(len(shape))]
+    size = tuple(length // ranks for length, (ranks, _) in zip(shape, axes))
+    offset = tuple(length * rank for length, (_, rank) in zip(size, axes))
+    if config.sequence_shards > 1 and "tp" not in shards:
+        addends = {"tp", *addends}
+    addends = tuple(sorted(group for group in addends if mesh.axis(group)[0] > 1))
+    kind = ParameterKind(len(view or shape) > 1, shards, replicas, addends)
+    shard = torch.empty(size, device=mesh.device, dtype=config.params_dtype)
+    weight = nn.Parameter(shard.view(view or size))
+    weight.spec = ParameterSpec(tuple(shape), offset, size, kind, std, value, uses)
     weight.main_grad = weight.bucket = None        # set by optim/buckets.py; backward adds to main_grad
     return weight
 
 
-def local_shard(whole, weight, mesh):
-    """Return this rank's shard of `whole`, a tensor with the full shape of `weight`."""
-    if weight.shard_dim is None:
-        return whole
-    shards = [matrix.chunk(mesh.tp, dim=weight.shard_dim)[mesh.tp_rank]
-              for matrix in whole.chunk(weight.partition_stride, dim=weight.shard_dim)]
-    return shards[0] if len(shards) == 1 else torch.cat(shards, dim=weight.shard_dim)
+def local_shard(whole, weight):
+    """Return this rank's shard of a parameter in the parameter's shape. whole: the whole tensor, in any shape."""
+    shard = whole.view(weight.spec.shape)
+    for dim, (start, length) in enumerate(zip(weight.spec.offset, weight.spec.size)):
+        shard = shard.narrow(dim, start, length)
+    return shard.reshape(weight.shape)
 
 
 class CopyToTensorParallel(torch.autograd.Function):
@@ -111,14 +149,20 @@ def reduce_from_tensor_parallel(partial, group):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Computes this rank's output features: x [.., in] -> x W^T + bias [.., out/t]."""
+    """Computes this rank's output features: x [.., in] -> x W^T + bias [.., out/t].
+
+    partition_stride: the number of matrices stacked in W, each of which is cut by itself (Megatron-LM's name); for
+    example 2 for SwiGLU's [gate; up].
+    """
 
     def __init__(self, features_in, features_out, config, mesh, bias=True, partition_stride=1):
         super().__init__()
         self.group = mesh.tp_group
-        cut = dict(shard_dim=0, partition_stride=partition_stride)
-        self.weight = parameter((features_out, features_in), config, mesh, std=config.init_method_std, **cut)
-        self.bias = parameter((features_out,), config, mesh, **cut) if bias else None
+        rows = (features_out,) if partition_stride == 1 else (partition_stride, features_out // partition_stride)
+        cut = {len(rows) - 1: "tp"}
+        self.weight = parameter((*rows, features_in), config, mesh, cut=cut, view=(-1, features_in),
+                                std=config.init_method_std)
+        self.bias = parameter(rows, config, mesh, cut=cut, view=(-1,)) if bias else None
 
     def forward(self, x):
         return F.linear(copy_to_tensor_parallel(x, self.group), self.weight, self.bias)
@@ -131,7 +175,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group = mesh.tp_group
         std = config.init_method_std / (2 * config.num_layers) ** 0.5      # as in GPT-2: 2L sublayers add to the stream
-        self.weight = parameter((features_out, features_in), config, mesh, shard_dim=1, std=std)
+        self.weight = parameter((features_out, features_in), config, mesh, cut={1: "tp"}, std=std)
         self.bias = parameter((features_out,), config, mesh) if bias else None
 
     def forward(self, x):
@@ -143,13 +187,15 @@ class VocabParallelEmbedding(nn.Module):
 
     A head multiplies by the first num_logits rows: num_words, rounded up to a multiple of 8, because matrix units need
     aligned sizes and GPT-2's vocabulary of 50257 is odd. The loss ignores the logits of padding rows.
+
+    declared: further arguments of parameter().
     """
 
-    def __init__(self, config, mesh):
+    def __init__(self, config, mesh, **declared):
         super().__init__()
         self.group = mesh.tp_group
-        self.weight = parameter((config.padded_vocab_size, config.hidden_size), config, mesh, shard_dim=0,
-                                std=config.init_method_std)
+        self.weight = parameter((config.padded_vocab_size, config.hidden_size), config, mesh, cut={0: "tp"},
+                                std=config.init_method_std, **declared)
         rows = config.padded_vocab_size // mesh.tp
         self.first_row = rows * mesh.tp_rank
         self.num_words = min(max(config.vocab_size - self.first_row, 0), rows)

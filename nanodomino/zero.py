@@ -54,7 +54,7 @@ import torch.distributed as dist
 
 from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
 from nanodomino.comm.trace import NO_TRACE
-from nanodomino.optim.buckets import Bucket, ParameterKind, sort_into_buckets
+from nanodomino.optim.buckets import Bucket, sort_into_buckets
 from nanodomino.optim.loss_scale import LossScale
 from nanodomino.optim.optimizers import OPTIMIZERS
 
@@ -82,14 +82,15 @@ class ZeroOptimizer:
 
     def __init__(self, model, config, mesh, trace=NO_TRACE):
         self.config, self.mesh, self.trace = config, mesh, trace
-        self.partitions, self.partition = (mesh.dp, mesh.dp_rank) if config.zero_stage else (1, 0)   # count, own index
-        shards_gradients = config.zero_stage == 2 and mesh.dp > 1
-        self.buckets = [Bucket(kind, parameters, self.partitions, self.partition, shards_gradients)
-                        for kind, parameters in sort_into_buckets(model)]
+        self.buckets = []
+        for kind, parameters in sort_into_buckets(model):
+            partitions, partition = mesh.axis(kind.replicas) if config.zero_stage else (1, 0)        # count, own index
+            self.buckets.append(Bucket(kind, parameters, partitions, partition,
+                                       shards_gradients=config.zero_stage == 2 and partitions > 1))
         self.bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.parameters}
         self.buckets_of = {}                             # modules -> Counter: how many parameters in each bucket
-        self.reports_needed = {bucket: len(bucket.parameters) * (1 if shards_gradients else config.microbatches)
-                               for bucket in self.buckets}
+        self.reports_needed = {bucket: sum(weight.spec.uses for weight in bucket.parameters)
+                               * (1 if bucket.shards_gradients else config.microbatches) for bucket in self.buckets}
         self.reduces_in_flight = deque()                 # (bucket, its main_grad, work, received or None)
         self.has_loss = model.post_process
         self.updates = 0                                 # steps that were not skipped; AdamW's step count
@@ -161,28 +162,28 @@ class ZeroOptimizer:
 
     def reduce(self, bucket):
         """Launch the all-reduce or reduce-scatter of a bucket's gradients."""
-        if self.mesh.dp == 1:
+        group, kind = bucket.kind.replicas, "all_reduce" if bucket.partitions == 1 else "reduce_scatter"
+        if self.mesh.axis(group)[0] == 1:
             return
         if bucket.shards_gradients and len(self.reduces_in_flight) == MAX_REDUCES_IN_FLIGHT:
             self.finish_reduces(MAX_REDUCES_IN_FLIGHT - 1)
         flat, received = bucket.pop_gradients(), None
-        if self.partitions == 1:
-            work = dist.all_reduce(flat, group=self.mesh.dp_group, async_op=True)
+        if bucket.partitions == 1:
+            work = dist.all_reduce(flat, group=self.mesh.group(group), async_op=True)
         else:
-            work, received = reduce_scatter(flat, group=self.mesh.dp_group)
+            work, received = reduce_scatter(flat, group=self.mesh.group(group))
         self.reduces_in_flight.append((bucket, flat, work, received))
-        self.trace.watch("all_reduce" if self.partitions == 1 else "reduce_scatter", work, group="dp",
-                         bytes=flat.nbytes)
+        self.trace.watch(kind, work, group=group, bytes=flat.nbytes)
 
     def finish_reduces(self, max_in_flight=0):
         """Wait for the oldest reduces until at most `max_in_flight` are left. Add up the received gradients in the
         order of the launches, so that a rerun gives the same bits."""
         done = [self.reduces_in_flight.popleft() for _ in range(len(self.reduces_in_flight) - max_in_flight)]
-        for _, _, work, _ in done:
-            self.wait("dp", work)
+        for bucket, _, work, _ in done:
+            self.wait(bucket.kind.replicas, work)
         with self.trace.span("optimizer"):
             for bucket, flat, _, received in done:
-                own = flat.chunk(self.partitions)[self.partition]
+                own = flat.chunk(bucket.partitions)[bucket.partition]
                 if received is not None:
                     torch.sum(received, dim=0, out=own)
                 if bucket.shards_gradients:
@@ -200,11 +201,10 @@ class ZeroOptimizer:
         assert self.reports_left == self.reports_needed, "a gradient was never reported as complete"
         self.finish_reduces()
         for bucket in self.buckets:
-            for group, partial in (("tp", bucket.kind.partial_gradient), ("embedding", bucket.kind.tied)):
-                if partial:
-                    work = dist.all_reduce(bucket.own_grad, group=getattr(self.mesh, f"{group}_group"), async_op=True)
-                    self.trace.watch("all_reduce", work, group=group, bytes=bucket.own_grad.nbytes)
-                    self.wait(group, work)
+            for group in bucket.kind.addends:
+                work = dist.all_reduce(bucket.own_grad, group=self.mesh.group(group), async_op=True)
+                self.trace.watch("all_reduce", work, group=group, bytes=bucket.own_grad.nbytes)
+                self.wait(group, work)
 
     # ---- phases 2 and 3
 
@@ -242,18 +242,19 @@ class ZeroOptimizer:
         with self.trace.span("optimizer"):
             for bucket in self.buckets:
                 square = sum_of_squares(bucket.own_grad)
-                sums[2] += square if self.counts_in_norm(bucket.kind) else 0.0 * square
+                sums[2] += square if self.counts_in_norm(bucket) else 0.0 * square
         work = dist.all_reduce(sums, async_op=True)
         self.trace.watch("all_reduce", work, group="world", bytes=sums.nbytes)
         self.wait("world", work)
         return sums.tolist()                                   # here, once per step, the host waits for the GPU
 
-    def counts_in_norm(self, kind: ParameterKind) -> bool:
-        """Return whether this rank adds its gradients of this kind to the global norm. Of all ranks that hold a copy of
-        a gradient, exactly one does."""
-        mesh = self.mesh
-        return ((kind.sharded or mesh.tp_rank == 0) and (self.partitions > 1 or mesh.dp_rank == 0)
-                and (not kind.tied or mesh.is_first_stage))
+    def counts_in_norm(self, bucket: Bucket) -> bool:
+        """Return whether this rank adds its gradients of this bucket to the global norm. Of all ranks that hold a copy
+        of a gradient, exactly one does."""
+        kind, mesh = bucket.kind, self.mesh
+        return (("tp" in kind.shards or mesh.tp_rank == 0)
+                and (bucket.partitions > 1 or mesh.axis(kind.replicas)[1] == 0)
+                and ("embedding" not in kind.addends or mesh.is_first_stage))
 
     def update(self, learning_rate: float, grad_norm: float, scale: float):
         """Multiply the gradients by `scale`, then run phases 2 and 3."""
@@ -272,13 +273,14 @@ class ZeroOptimizer:
         """Phase 3: round the master weights to the training type, and send each partition to all replicas."""
         works = []
         for bucket in self.buckets:
+            group = bucket.kind.replicas
             if bucket.master is not bucket.own_weights:
                 bucket.own_weights.copy_(bucket.master)
-            if self.partitions > 1:
-                works.append(all_gather(bucket.weights, group=self.mesh.dp_group))
-                self.trace.watch("all_gather", works[-1], group="dp", bytes=bucket.weights.nbytes)
-        for work in works:
-            self.wait("dp", work)
+            if bucket.partitions > 1:
+                works.append((group, all_gather(bucket.weights, group=self.mesh.group(group))))
+                self.trace.watch("all_gather", works[-1][1], group=group, bytes=bucket.weights.nbytes)
+        for group, work in works:
+            self.wait(group, work)
 
     def wait(self, group: str, work):
         with self.trace.span("wait", group=group):

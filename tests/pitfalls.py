@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import test_domino
 import test_zero
 import train
-from nanodomino import domino, model, zero
+from nanodomino import domino, model, parallel, zero
 from nanodomino.analysis import expected_memory, sizes
 from nanodomino.checkpoint import load, save
 from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
@@ -79,7 +79,7 @@ def one_bad_number(config):
         finish(optimizer)
         steps.append(1)
         if len(steps) == 1 and optimizer.mesh.tp_rank == config.tp - 1:
-            next(bucket for bucket in optimizer.buckets if not bucket.kind.sharded).own_grad[0] = math.inf
+            next(bucket for bucket in optimizer.buckets if not bucket.kind.shards).own_grad[0] = math.inf
     return [(zero.ZeroOptimizer, "finalize_gradients", poisoned)]
 
 
@@ -224,10 +224,10 @@ def mixed_heads(config):
     local, sizes = model.local_shard, (config.num_attention_heads, 3, config.kv_channels)
     qkv_rows = config.qkv_size
 
-    def by_kind(whole, weight, mesh):
+    def by_kind(whole, weight):
         if len(whole) == qkv_rows:
             whole = whole.view(*sizes, -1).transpose(0, 1).reshape(whole.shape)
-        return local(whole, weight, mesh)
+        return local(whole, weight)
 
     def split(self, qkv):
         b, s, _ = qkv.shape
@@ -494,13 +494,13 @@ def not_tied(config):
     """The first stage looks words up in its copy, and the last stage multiplies by its own copy. Each accumulates only
     its own gradient. The copies start equal and differ after the first step. The norm counts both, and a checkpoint
     keeps one of them."""
-    return [(model.GPT, "tied_copy", None)]
+    return [(zero.ZeroOptimizer, "finalize_gradients", lambda self: without_sums(self, "embedding"))]
 
 
 # ---- the optimizer
 
 def counts(rule):
-    return [(zero.ZeroOptimizer, "counts_in_norm", lambda self, kind: rule(self, self.mesh, kind))]
+    return [(zero.ZeroOptimizer, "counts_in_norm", lambda self, bucket: rule(bucket, self.mesh, bucket.kind))]
 
 
 @pitfall("The gradient norm counts a tied matrix twice",
@@ -508,8 +508,8 @@ def counts(rule):
 def tied_twice(config):
     """Both stages hold the full gradient of their copy, and both count it. The norm is too large, by at most a factor
     of the square root of two, so clipping acts too early."""
-    return counts(lambda self, mesh, kind: (kind.sharded or mesh.tp_rank == 0)
-                  and (self.partitions > 1 or mesh.dp_rank == 0))
+    return counts(lambda bucket, mesh, kind: ("tp" in kind.shards or mesh.tp_rank == 0)
+                  and (bucket.partitions > 1 or mesh.dp_rank == 0))
 
 
 @pitfall("The gradient norm counts replicated parameters once per rank",
@@ -517,8 +517,8 @@ def tied_twice(config):
 def copies_counted(config):
     """Norms, biases and positions are replicated on every tensor-parallel rank, and a plain sum of all squares counts
     them t times. The norm grows with the number of ranks, so clipping depends on the layout."""
-    return counts(lambda self, mesh, kind: (self.partitions > 1 or mesh.dp_rank == 0)
-                  and (not kind.tied or mesh.is_first_stage))
+    return counts(lambda bucket, mesh, kind: (bucket.partitions > 1 or mesh.dp_rank == 0)
+                  and ("embedding" not in kind.addends or mesh.is_first_stage))
 
 
 @pitfall("The gradient norm leaves shards out",
@@ -526,8 +526,8 @@ def copies_counted(config):
 def shards_dropped(config):
     """To count replicated parameters once, all ranks but the first are left out, and with them their shards, which no
     other rank holds. The norm is too small and clipping too weak."""
-    return counts(lambda self, mesh, kind: mesh.tp_rank == 0 and (self.partitions > 1 or mesh.dp_rank == 0)
-                  and (not kind.tied or mesh.is_first_stage))
+    return counts(lambda bucket, mesh, kind: mesh.tp_rank == 0 and (bucket.partitions > 1 or mesh.dp_rank == 0)
+                  and ("embedding" not in kind.addends or mesh.is_first_stage))
 
 
 @pitfall("Each rank clips by its own norm",
@@ -549,8 +549,8 @@ def own_norm(config):
 def all_decay(config):
     """A flat buffer does not know which parameter its elements belong to, so one weight decay applies to all. Norm
     weights are slowly pulled from 1 towards 0. Loss and gradients of the first step are right."""
-    kind = buckets.ParameterKind
-    return [(buckets, "ParameterKind", lambda decay, **others: kind(decay=True, **others))]
+    kind = parallel.ParameterKind
+    return [(parallel, "ParameterKind", lambda decay, *others: kind(True, *others))]
 
 
 @pitfall("One rank skips a step, the others do not",
@@ -911,13 +911,13 @@ def not_summed_over_the_cut(config):
     """With the residual stream sharded by tokens, norms, row-parallel biases and positions are still replicated but see
     only their rank's tokens, so their gradients are partial. Matrices are right. Each rank's copy of a norm learns from
     its own half of the text, and the copies diverge in the first step."""
-    return [(zero.ZeroOptimizer, "finalize_gradients", without_sums_over_parts)]
+    return [(zero.ZeroOptimizer, "finalize_gradients", lambda self: without_sums(self, "tp"))]
 
 
-def without_sums_over_parts(self, finish=zero.ZeroOptimizer.finalize_gradients):
+def without_sums(self, group, finish=zero.ZeroOptimizer.finalize_gradients):
     kinds = [bucket.kind for bucket in self.buckets]
-    for bucket in self.buckets:
-        bucket.kind = dataclasses.replace(bucket.kind, partial_gradient=False)
+    for bucket, kind in zip(self.buckets, kinds):
+        bucket.kind = dataclasses.replace(kind, addends=tuple(name for name in kind.addends if name != group))
     finish(self)
     for bucket, kind in zip(self.buckets, kinds):
         bucket.kind = kind
@@ -942,26 +942,29 @@ def masks_of_a_part(config):
 # ---- model families
 
 @pitfall("Gate and up of a SwiGLU are sharded as one block",
-         "`nanodomino/parallel.py`, `local_shard`: shards each of a matrix's blocks, so that a rank has its part of "
-         "both", swiglu=True, **TP)
+         "`nanodomino/parallel.py`, `ColumnParallelLinear`: cuts each of the stacked matrices, so that a rank has its "
+         "part of both", swiglu=True, **TP)
 def one_block(config):
     """W1 holds the gate's rows, then up's. A contiguous shard gives the first rank all of gate and the second rank all
     of up. Each rank uses its block as if it held half of gate and half of up. Shapes fit and the model trains, but it
     is a different model than on one process."""
-    def cut(whole, weight, mesh):
-        return whole if weight.shard_dim is None else whole.chunk(mesh.tp, dim=weight.shard_dim)[mesh.tp_rank]
+    local = model.local_shard
+
+    def cut(whole, weight):
+        gate_and_up = whole.dim() == 2 and len(whole) == 2 * config.ffn_hidden_size
+        return whole.chunk(2)[weight.spec.offset[1] > 0] if gate_and_up else local(whole, weight)
     return [(model, "local_shard", cut), (harness, "local_shard", cut)]
 
 
 @pitfall("Norms of q and k learn from one rank's heads",
-         "`nanodomino/layers/attention.py`, `Attention`: marks their weights as `partial_gradient`, so that they are "
-         "summed over the ranks", qk_layernorm=True, normalization="RMSNorm", **TP)
+         "`nanodomino/layers/attention.py`, `Attention`: gives their weights `addends=(\"tp\",)`, so that their "
+         "gradients are summed over the ranks", qk_layernorm=True, normalization="RMSNorm", **TP)
 def norms_of_own_heads(config):
     """One weight [d] normalizes q in every head. Each rank has only some of the heads, so it computes only a part of
     this weight's gradient. The other norms act on the replicated residual stream, and their gradients are complete on
     every rank. Without a sum over the ranks the copies of q's and k's weights diverge in the first step, and each fits
     its rank's heads slightly better than a common weight would."""
-    return [(zero.ZeroOptimizer, "finalize_gradients", without_sums_over_parts)]
+    return [(zero.ZeroOptimizer, "finalize_gradients", lambda self: without_sums(self, "tp"))]
 
 
 @pitfall("RoPE rotates neighbours instead of halves",

@@ -23,7 +23,7 @@ def drawn(pool, **layout):
                                                                           1) * layout.pop("dp", 1)
     config = tiny(world_size, init_method_std=0.02, dtype="float32", **layout)
     outcomes = pool.run(drawn_rank, config, world_size=world_size)
-    return full_tensors(outcomes, lambda outcome: outcome.weights, config.tp), outcomes
+    return full_tensors(outcomes, lambda outcome: outcome.weights), outcomes
 
 
 def test_initial_weights_do_not_depend_on_the_layout(pool):
@@ -39,7 +39,7 @@ def test_initial_weights_do_not_depend_on_the_layout(pool):
 def test_shards_of_one_matrix_are_different(pool):
     """If the ranks drew their shards from the same seed, the shards would be equal and stay equal."""
     _, outcomes = drawn(pool, tensor_model_parallel_size=4)
-    matrices = [name for name, (tensor, shard_dim) in outcomes[0].weights.items() if shard_dim is not None
+    matrices = [name for name, (tensor, (shape, _, size)) in outcomes[0].weights.items() if size != shape
                 and tensor.dim() == 2]
     assert len(matrices) == 1 + 4 * 3
     for name in matrices:
@@ -89,7 +89,7 @@ def test_logits_are_the_reference_models_gathered_or_sharded(pool, tp):
     losses = F.cross_entropy(expected.flatten(0, 1), batch.labels.flatten(),
                              reduction="none") * batch.loss_mask.flatten()
     losses.sum().backward()
-    gradients = full_tensors(gathered, lambda outcome: outcome.weights, tp)
+    gradients = full_tensors(gathered, lambda outcome: outcome.weights)
     for name, gradient in reference.full_gradients().items():
         assert torch.allclose(gradients[name], gradient, rtol=0, atol=1e-11), name
 

@@ -393,7 +393,7 @@ def communicator_bytes(config: Config, mesh: Mesh) -> int:
     """
     if config.device != "cuda":
         return 0
-    tied = stage_model(config, mesh).tied_copy is not None
+    tied = any("embedding" in kind.addends for kind, _ in bucket_sizes(config, mesh))
     rings = CHANNELS * sum((config.world_size > 1, config.tp > 1, config.dp > 1, tied))
     neighbours = sum(mesh.pp_rank in pair for pair in config.placement.neighbours)
     messages = PIPELINE_THREAD_BLOCKS * (1 + neighbours) if config.pp > 1 else 0   # 1: pipeline.connect's all-reduce

@@ -131,8 +131,8 @@ def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
     e, w, shards = bytes_per_element(config), bytes_per_main_element(config), optimizer_shards(config)
     buckets, times = bucket_sizes(config, mesh), gradient_reductions(config)
     elements, count = sum(size for _, size in buckets), len(buckets)
-    tied = [size // shards for kind, size in buckets if kind.tied]
-    partial = [size // shards for kind, size in buckets if kind.partial_gradient]
+    tied = [size // shards for kind, size in buckets if "embedding" in kind.addends]
+    partial = [size // shards for kind, size in buckets if "tp" in kind.addends]
     found = [Traffic("embedding", "all_reduce", len(tied), w * sum(tied), "tied embedding")] if tied else []
     found += [Traffic("tp", "all_reduce", len(partial), w * sum(partial), "norms, biases")] if partial else []
     if shards > 1:

@@ -19,8 +19,8 @@ from nanodomino.config.config import Config
 from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.model import GPT, meta_model, meta_stage
-from nanodomino.optim.buckets import ParameterKind, flat_layout, sort_into_buckets
-from nanodomino.parallel import VocabParallelEmbedding
+from nanodomino.optim.buckets import flat_layout, sort_into_buckets
+from nanodomino.parallel import ParameterKind, VocabParallelEmbedding
 
 # ---- the whole model
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nanodomino.checkpoint.index import Index
 from nanodomino.checkpoint.manifest import read_manifest
-from nanodomino.checkpoint.shards import Box, BucketRange, LocalBox, full_shapes, local_boxes, shard_of
+from nanodomino.checkpoint.shards import Box, BucketRange, LocalBox, full_shapes, local_boxes
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import from_record
 from nanodomino.config.setting import flag_settings
@@ -32,17 +32,17 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weig
     states = optimizer.state_names if optimizer.updates else ("weight",)
     own = [BucketRange(bucket, state, bucket.own_offset, optimizer.allocate_own_state(bucket, state))
            for bucket in optimizer.buckets for state in states]
-    read_together(folder, manifest, local_boxes(model, mesh, own))
+    read_together(folder, manifest, local_boxes(model, own))
     optimizer.gather_weights()
     return 0 if weights_only else manifest["step"]
 
 
-def load_weights(folder: Path, model: GPT, mesh: Mesh):
+def load_weights(folder: Path, model: GPT):
     """Fill a model of any layout, without an optimizer. All ranks must call this together. Raises UserError."""
     boxes = []
     for name, weight in model.named_parameters():
-        shape, box = shard_of(weight, mesh)
-        boxes.append(LocalBox(f"weight.{name}", shape, box, weight.detach().view(box.size)))
+        spec, values = weight.spec, weight.detach().view(weight.spec.size)
+        boxes.append(LocalBox(f"weight.{name}", spec.shape, Box(spec.offset, spec.size), values))
     read_together(folder, read_manifest(folder), boxes)
 
 

@@ -83,7 +83,7 @@ class Saver:
         self.wait()
         self.copies = self.copies or allocate_host_copies(optimizer, self.mesh)
         copy_to_host(optimizer, self.copies)
-        boxes = local_boxes(model, self.mesh, self.copies)
+        boxes = local_boxes(model, self.copies)
         manifest = dict(format=FORMAT, step=step, adam_steps=optimizer.updates,
                         skipped_in_a_row=optimizer.skipped_in_a_row, loss_scale=optimizer.loss_scale.state(),
                         config=dataclasses.asdict(config))

@@ -64,21 +64,12 @@ def boxes_of_range(start: int, end: int, shape) -> list[Box]:
     return boxes
 
 
-def shard_of(weight, mesh: Mesh) -> tuple[tuple[int, ...], Box]:
-    """Return the shape of the full tensor of a parameter, and the box that this rank's shard fills."""
-    size, sharded = list(weight.shape), [dim == weight.shard_dim for dim in range(weight.dim())]
-    if weight.partition_stride > 1:
-        size[:1], sharded[:1] = (weight.partition_stride, size[0] // weight.partition_stride), (False, True)
-    offset = tuple(length * mesh.tp_rank if cut else 0 for length, cut in zip(size, sharded))
-    return tuple(length * (mesh.tp if cut else 1) for length, cut in zip(size, sharded)), Box(offset, tuple(size))
-
-
 def full_shapes(model: GPT) -> dict[str, tuple[int, ...]]:
     """Return {parameter: shape of its full tensor} of the parameters of a model."""
-    return {name: shard_of(weight, model.mesh)[0] for name, weight in model.named_parameters()}
+    return {name: weight.spec.shape for name, weight in model.named_parameters()}
 
 
-def local_boxes(model: GPT, mesh: Mesh, ranges: list[BucketRange]) -> list[LocalBox]:
+def local_boxes(model: GPT, ranges: list[BucketRange]) -> list[LocalBox]:
     """Return the boxes of all parameters in these ranges. A box is named without a rank or a stage, so its name is
     the same on any layout."""
     names, found = {weight: name for name, weight in model.named_parameters()}, []
@@ -86,21 +77,22 @@ def local_boxes(model: GPT, mesh: Mesh, ranges: list[BucketRange]) -> list[Local
         for weight in bucket.parameters:
             first = bucket.offsets[weight] - start             # where the parameter starts in `values`
             part = values[max(first, 0):max(first + weight.numel(), 0)]
-            shape, shard = shard_of(weight, mesh)
+            shard = Box(weight.spec.offset, weight.spec.size)
             for offset, size in boxes_of_range(max(-first, 0), max(-first, 0) + len(part), shard.size):
                 elements, part = part[:math.prod(size)], part[math.prod(size):]
                 box = Box(tuple(map(sum, zip(shard.offset, offset))), size)
-                found.append(LocalBox(f"{state}.{names[weight]}", shape, box, elements.view(size)))
+                found.append(LocalBox(f"{state}.{names[weight]}", weight.spec.shape, box, elements.view(size)))
     return found
 
 
 def range_to_save(bucket: Bucket, mesh: Mesh) -> tuple[int, int]:
     """Return the range (start, end) of a bucket that this rank saves.
 
-    All ranks that hold the same bucket share the work. These are the replicas and, if the bucket is not sharded, also
-    the tp ranks. Each replica saves the part that it owns with ZeRO. Only the first stage saves a tied embedding."""
-    holders, index = mesh.dp, mesh.dp_rank
-    if not bucket.kind.sharded:
+    All ranks that hold the same bucket share the work. These are the replicas and, if the bucket is not cut over tp,
+    also the tp ranks. Each replica saves the part that it owns with ZeRO. Only the first stage saves a tied embedding.
+    """
+    holders, index = mesh.axis(bucket.kind.replicas)
+    if "tp" not in bucket.kind.shards:
         holders, index = holders * mesh.tp, index * mesh.tp + mesh.tp_rank
-    size = len(bucket.weights) if mesh.is_first_stage or not bucket.kind.tied else 0
+    size = len(bucket.weights) if mesh.is_first_stage or "embedding" not in bucket.kind.addends else 0
     return size * index // holders, size * (index + 1) // holders

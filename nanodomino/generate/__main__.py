@@ -148,7 +148,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     start_world(launch, device, config.timeout)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh, initialize=False)
-    load_weights(folder, model, mesh)
+    load_weights(folder, model)
     seed = broadcast_number(secrets.randbelow(2**31) if flags.seed is None else flags.seed, mesh)
     if flags.seed is None and launch.rank == 0:
         print(f"seed {seed}: --seed {seed} gives the same texts again", file=sys.stderr)

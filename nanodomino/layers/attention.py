@@ -45,9 +45,9 @@ class Attention(Sublayer):
         self.dense = RowParallelLinear(width, config.hidden_size, config, mesh, has_bias)
         self.groups, self.head_dim = config.num_query_groups // mesh.tp, config.kv_channels
         self.group_size = config.num_attention_heads // config.num_query_groups
-        # partial_gradient: all heads share one weight [d], and each rank computes the gradient from its own heads only
+        # addends: all heads share one weight [d], and each rank computes the gradient from its own heads only
         self.q_layernorm, self.k_layernorm = (
-            Norm(config, mesh, self.head_dim, partial_gradient=True) if config.qk_layernorm else None for _ in range(2))
+            Norm(config, mesh, self.head_dim, addends=("tp",)) if config.qk_layernorm else None for _ in range(2))
 
     column = property(lambda self: self.qkv)
     row = property(lambda self: self.dense)

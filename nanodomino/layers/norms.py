@@ -89,16 +89,16 @@ NORMALIZATIONS = {
 class Norm(nn.Module):
     """The norm that config.normalization names, over a last dimension of `size` numbers.
 
-    partial_gradient: see parameter() in parallel.py.
+    addends: see ParameterKind in parallel.py.
     """
 
-    def __init__(self, config, mesh, size: int, partial_gradient=False):
+    def __init__(self, config, mesh, size: int, addends=()):
         super().__init__()
         self.normalization, self.epsilon = NORMALIZATIONS[config.normalization], config.layernorm_epsilon
-        self.weight = parameter((size,), config, mesh, value=1.0, partial_gradient=partial_gradient)
+        self.weight = parameter((size,), config, mesh, value=1.0, addends=addends)
         self.bias = None
         if self.normalization.has_bias:
-            self.bias = parameter((size,), config, mesh, partial_gradient=partial_gradient)
+            self.bias = parameter((size,), config, mesh, addends=addends)
 
     @property
     def weights(self):

@@ -4,12 +4,11 @@
     main_grad    | . . . . . . . . . . . . . . . . . . |     fp32 in 16-bit training; backward adds to views of it
 
 A collective or an optimizer then treats a bucket as one tensor, whatever parameters it holds. So all parameters of a
-bucket must agree in three ways: whether weight decay applies, how many ranks hold a copy (the global norm counts each
-parameter once), and which ranks must sum their gradients.
+bucket must have the same ParameterKind (parallel.py): the same weight decay, copies on the same ranks (the global norm
+counts each parameter once), and gradients that the same ranks must sum.
 """
 
 from collections import Counter
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,23 +16,12 @@ from torch import nn
 ALIGNMENT = 16       # each parameter starts at a multiple of 16 elements, because tensor cores need aligned matrices
 
 
-@dataclass(frozen=True)
-class ParameterKind:
-    decay: bool               # weight decay applies, because the parameter is a matrix
-    sharded: bool             # each tensor-parallel rank holds a shard; otherwise each holds a copy
-    partial_gradient: bool    # each tensor-parallel rank holds a copy, but computes only a part of the gradient
-    tied: bool                # the word embedding, if the first and the last stage each hold a copy
-
-
-def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
+def sort_into_buckets(model) -> list[tuple[object, list[nn.Parameter]]]:
     """Return a (kind, parameters) tuple for each bucket. Parameters are added in the order of backward, and a bucket is
     full when it has config.bucket_size elements or more."""
-    open_buckets, sizes, full, tied_copy = {}, Counter(), [], model.tied_copy
+    open_buckets, sizes, full = {}, Counter(), []
     for weight in reversed(list(model.parameters())):
-        sharded = weight.shard_dim is not None
-        partial_gradient = not sharded and (weight.partial_gradient or model.config.sequence_shards > 1)
-        kind = ParameterKind(decay=weight.dim() >= 2, sharded=sharded, partial_gradient=partial_gradient,
-                             tied=weight is tied_copy)
+        kind = weight.spec.kind
         open_buckets.setdefault(kind, []).append(weight)
         sizes[kind] += weight.numel()
         if sizes[kind] >= model.config.bucket_size:
@@ -53,7 +41,8 @@ def flat_layout(parameters, partitions: int) -> tuple[dict, int]:
 
 
 class Bucket:
-    """Parameters of one kind in flat buffers. The buffers divide into equal partitions, and this rank owns one of them.
+    """Parameters of one kind in flat buffers. The buffers divide into equal partitions, and this rank owns the one with
+    the number `partition`.
 
     weights, main_grad: the whole flat buffers, with the weights and the gradients of all parameters.
     own_weights, own_grad: this rank's partition of them.
@@ -63,9 +52,9 @@ class Bucket:
     after its reduce. Otherwise own_grad is a view of main_grad.
     """
 
-    def __init__(self, kind: ParameterKind, parameters: list[nn.Parameter], partitions: int, partition: int,
-                 shards_gradients: bool):
+    def __init__(self, kind, parameters: list[nn.Parameter], partitions: int, partition: int, shards_gradients: bool):
         self.kind, self.parameters, self.shards_gradients = kind, parameters, shards_gradients
+        self.partitions, self.partition = partitions, partition
         first = parameters[0]
         self.offsets, size = flat_layout(parameters, partitions)
         wide = torch.promote_types(first.dtype, torch.float32)

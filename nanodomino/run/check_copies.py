@@ -52,17 +52,18 @@ def checksum(weight) -> torch.Tensor:
 def local_copies(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh):
     """Yield (name, shard, partition, tensor) for each tensor of this rank that may have a copy on another rank.
 
-    Tensors on two ranks are copies if name, shard and partition are equal. shard: the tp rank, None if the parameter is
-    not sharded. partition: this rank's ZeRO partition for master weights, else None. Master weights are included if the
-    weights have 16 bits, because rounding can hide their drift for a while.
+    Tensors on two ranks are copies if name, shard and partition are equal. shard: this rank's index on each axis over
+    which the parameter is cut. partition: this rank's ZeRO partition for master weights, else None. Master weights are
+    included if the weights have 16 bits, because rounding can hide their drift for a while.
     """
     for name, weight in model.named_parameters():
-        shard, bucket = None if weight.shard_dim is None else mesh.tp_rank, optimizer.bucket_of[weight]
+        shard = tuple(mesh.axis(axis)[1] for axis in weight.spec.kind.shards)
+        bucket = optimizer.bucket_of[weight]
         yield name, shard, None, weight
         start = bucket.offsets[weight] - bucket.own_offset
         master = bucket.master[max(start, 0):max(start + weight.numel(), 0)]
         if bucket.master is not bucket.own_weights and len(master):
-            yield f"the master of {name}", shard, optimizer.partition, master
+            yield f"the master of {name}", shard, bucket.partition, master
 
 
 def drift_warning(model: GPT, optimizer: ZeroOptimizer, mesh: Mesh) -> str:

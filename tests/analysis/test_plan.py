@@ -63,7 +63,7 @@ def test_the_ranks_of_a_replica_hold_every_parameter_once(model, tp, pp, untied)
                      hidden_size=64 * heads, num_attention_heads=heads, untie_embeddings_and_output_weights=untied)
     held = sum(weight.numel() for at in sizes.all_meshes(config)
                for weight in sizes.stage_model(config, at).parameters()
-               if weight.shard_dim is not None or at.tp_rank == 0)
+               if weight.spec.kind.shards or at.tp_rank == 0)
     words = config.padded_vocab_size * config.hidden_size
     copies = (2 if untied or pp > 1 else 1) * words - (2 if untied else 1) * config.vocab_size * config.hidden_size
     assert held - copies == parameter_count(config)

@@ -12,4 +12,4 @@ def saved(pool, tmp_path_factory):
     weights, data = weights_and_data(config, 4)
     pool.run(train_from, config, weights, data, 0, 2, None, str(run_dir))
     outcomes = pool.run(train_from, config, None, data, 2, 3, str(checkpoints_of(run_dir)[0]), str(run_dir))
-    return run_dir, full_tensors(outcomes, lambda outcome: outcome.weights, config.tp), config
+    return run_dir, full_tensors(outcomes, lambda outcome: outcome.weights), config

@@ -30,7 +30,7 @@ def memory_written(config, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index, "open", Recorder, raising=False)
         assert save() is None
-    return written, [(box.values.data_ptr(), box.values.nbytes) for box in local_boxes(model, saver.mesh, saver.copies)]
+    return written, [(box.values.data_ptr(), box.values.nbytes) for box in local_boxes(model, saver.copies)]
 
 
 def test_host_copies_are_written_without_another_copy(pool, tmp_path):

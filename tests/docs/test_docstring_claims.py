@@ -52,7 +52,7 @@ def plain_gradients_rank(config, weights, data, g):
 def wrong_against_right(pool, config, weights, data):
     """Return {name: (ratio of the gradients' norms, cosine of the angle between them)}."""
     wrong, right = (full_tensors(pool.run(plain_gradients_rank, config, weights, data, g, world_size=config.tp),
-                          lambda outcome: outcome.gradients[0], config.tp)
+                          lambda outcome: outcome.gradients[0])
                     for g in (AllReducedTwice, ReduceFromTensorParallel))
     return {name: (float(wrong[name].norm() / right[name].norm()),
                    float(torch.cosine_similarity(wrong[name].flatten(), right[name].flatten(), dim=0)))

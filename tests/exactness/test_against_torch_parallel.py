@@ -91,7 +91,7 @@ def test_domino_computes_what_dtensor_computes(pool, tp):
     """Compares shards, heads, biases and sums. Every rank owns words: 16 + 13 of them, or 8 + 8 + 8 + 5."""
     _, _, ours, theirs = both_sides(pool, tp, dtensor_step, tensor_model_parallel_size=tp, slices=2,
                                     micro_batch_size=6)
-    gradients = full_tensors(ours, lambda outcome: outcome.gradients[0], tp)
+    gradients = full_tensors(ours, lambda outcome: outcome.gradients[0])
     for loss, torchs_gradients in theirs:
         assert relative(ours[0].losses[:1], [loss]) < TOLERANCE
         assert difference(gradients, torchs_gradients) < TOLERANCE
@@ -130,7 +130,7 @@ def test_a_stream_that_is_cut_computes_what_dtensor_computes_with_one(pool, tp):
     """DTensor shards each sample by tokens, and sums the gradients of norms and biases where and when it chooses."""
     config, _, ours, theirs = both_sides(pool, tp, sequence_parallel_step, tensor_model_parallel_size=tp, slices=2,
                                          micro_batch_size=6, sequence_parallel=True)
-    gradients = full_tensors(ours, lambda outcome: outcome.gradients[0], tp)
+    gradients = full_tensors(ours, lambda outcome: outcome.gradients[0])
     gradients["embedding.word_embeddings.weight"] = gradients["embedding.word_embeddings.weight"][:config.vocab_size]
     for loss, torchs_gradients in theirs:
         assert relative(ours[0].losses[:1], [loss]) < TOLERANCE
@@ -203,7 +203,7 @@ def test_the_pipeline_computes_what_torchs_pipelining_computes(pool, schedule, p
     assert len(losses) == config.microbatches
     assert relative(ours[0].losses[:1], [sum(losses) / tokens]) < TOLERANCE
     torchs_gradients = {name: sum(gradients[name] for _, gradients in theirs) / tokens for name in theirs[0][1]}
-    assert difference(full_tensors(ours, lambda outcome: outcome.gradients[0], 1), torchs_gradients) < TOLERANCE
+    assert difference(full_tensors(ours, lambda outcome: outcome.gradients[0]), torchs_gradients) < TOLERANCE
 
 
 # ---- data parallel
@@ -277,7 +277,7 @@ def test_zero_trains_what_torchs_data_parallel_trains(pool, torchs_part, zero_st
                                          global_batch_size=6 * dp)
     assert config.microbatches > 1
     assert relative(ours[0].losses, [sum(parts) for parts in zip(*(losses for losses, _, _ in theirs))]) < TOLERANCE
-    weights = full_tensors(ours, lambda outcome: outcome.weights, 1)
+    weights = full_tensors(ours, lambda outcome: outcome.weights)
     for _, norms, torchs_weights in theirs:
         assert min(norms) > config.clip_grad, "the clipping must bite"
         assert relative(ours[0].norms, norms) < TOLERANCE

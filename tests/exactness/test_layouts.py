@@ -127,9 +127,9 @@ def test_training_equals_one_plain_process(pool, world_size, options):
     assert relative(outcomes[0].losses, [record.loss for record in records]) < TOLERANCE
     assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < TOLERANCE
     for step, record in enumerate(records):
-        gradients = full_tensors(outcomes, lambda outcome: outcome.gradients[step], config.tp)
+        gradients = full_tensors(outcomes, lambda outcome: outcome.gradients[step])
         assert difference(gradients, record.gradients) < TOLERANCE, f"gradients of step {step + 1}"
-    assert difference(full_tensors(outcomes, lambda outcome: outcome.weights, config.tp), final) < TOLERANCE
+    assert difference(full_tensors(outcomes, lambda outcome: outcome.weights), final) < TOLERANCE
     assert relative([outcomes[0].evaluation], [plain_evaluation(config, final, data)]) < TOLERANCE
 
 

@@ -36,7 +36,7 @@ def smollm2(transformers, tmp_path_factory):
 def logits_and_text(checkpoint, ids, max_tokens):
     """The logits of a prompt, and the prompt with its most likely continuation."""
     mesh, model, _, _ = build(config_of(checkpoint))
-    load_weights(checkpoint, model, mesh)
+    load_weights(checkpoint, model)
     with torch.no_grad():
         logits = model(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0))
     return logits, generate(model, mesh, ids, max_tokens, model.config.vocab_size, temperature=0.0)

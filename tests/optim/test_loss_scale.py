@@ -178,8 +178,8 @@ def test_16_bit_training_deviates_from_float64_in_proportion_to_its_rounding(poo
         config = tiny(world_size, **layout, **options | dict(fp16_lm_cross_entropy=narrow), dtype=dtype, lr=1e-3,
                       loss_scale=2.0**10)
         outcomes = pool.run(train_rank, config, {name: weights[name] for name in names}, data, 4, world_size=world_size)
-        gradients = {name: one.double() for name, one in full_tensors(outcomes, lambda outcome: outcome.gradients[0],
-                                                               config.tp).items()}
+        gradients = full_tensors(outcomes, lambda outcome: outcome.gradients[0])
+        gradients = {name: gradient.double() for name, gradient in gradients.items()}
         sides[dtype] = outcomes[0].losses, outcomes[0].norms, gradients
     off = {dtype: [distance(one, exact) / ROUNDING[dtype]
                    for distance, one, exact in zip((relative, relative, difference), sides[dtype], sides["float64"])]

@@ -50,7 +50,7 @@ def test_lion_agrees_on_every_layout_but_where_the_true_gradient_is_zero(pool, l
     heads = config.num_attention_heads
     (ours, our_keys), (theirs, their_keys), (_, first_keys) = (
         without_key_bias(side, heads)
-        for side in (full_tensors(outcomes, lambda outcome: outcome.weights, config.tp), final, weights))
+        for side in (full_tensors(outcomes, lambda outcome: outcome.weights), final, weights))
     assert difference(ours, theirs) < 1e-9
     farthest = sum(train.learning_rate(step, config) for step in range(1, STEPS + 1)) * (1 + 1e-9)
     for keys in (our_keys, their_keys):

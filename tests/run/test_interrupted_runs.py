@@ -51,7 +51,7 @@ def poisoned_loss(mask, losses):
 
 def poisoned_gradients(optimizer, modules):
     if (fault, rank, now) == ("copy", 1, 3):         # both ranks hold a vector, rank 0 counts it; only the copy is bad
-        for weight in (weight for module in modules for weight in module.parameters() if weight.shard_dim is None):
+        for weight in (weight for module in modules for weight in module.parameters() if not weight.spec.kind.shards):
             weight.main_grad.view(-1)[0] = float("inf")
     return on_gradients_ready(optimizer, modules)
 

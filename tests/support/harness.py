@@ -1,7 +1,7 @@
 """Train a tiny GPT on any layout in the pool's workers, and join the shards of all ranks to full tensors.
 
     on each rank   train_rank(config, weights, data, steps) -> Outcome: losses, norms, shards of gradients and weights
-    in the test    full_tensors(outcomes, shards_of, tp)    -> full tensors by name; replicas must agree bit for bit
+    in the test    full_tensors(outcomes, shards_of)        -> full tensors by name; replicas must agree bit for bit
 
 The ranks run train.py's own train_step; only the data is replaced.
 """
@@ -147,7 +147,7 @@ def build(config: Config, weights=None, trace=NO_TRACE):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weights is not None:
-                weight.copy_(local_shard(weights[name], weight, mesh))
+                weight.copy_(local_shard(weights[name], weight))
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     return mesh, model, optimizer, Domino(model, config.slices, config.columns, config.active_compile_backend, trace)
 
@@ -183,43 +183,37 @@ def reduced_gradients(model, optimizer, divisor) -> dict:
     gradients = {}
     for bucket in optimizer.buckets:
         whole = bucket.own_grad
-        if optimizer.partitions > 1:
-            whole = torch.cat([bucket.own_grad] * optimizer.partitions)
-            all_gather(whole, optimizer.mesh.dp_group).wait()
+        if bucket.partitions > 1:
+            whole = torch.cat([bucket.own_grad] * bucket.partitions)
+            all_gather(whole, optimizer.mesh.group(bucket.kind.replicas)).wait()
         for weight in bucket.parameters:
             gradients[weight] = bucket.view(weight, whole) / divisor
     return {name: (gradients[weight], shard_spec(weight)) for name, weight in model.named_parameters()}
 
 
 def shard_spec(weight):
-    """Return how a weight is sharded over tp ranks: None, or (dimension, partition_stride)."""
-    return None if weight.shard_dim is None else (weight.shard_dim, weight.partition_stride)
+    """Return (shape, offset, size) of the box of the whole tensor that this rank holds."""
+    return weight.spec.shape, weight.spec.offset, weight.spec.size
 
 
-def full_tensors(outcomes: list[Outcome], shards_of, tp: int) -> dict:
+def full_tensors(outcomes: list[Outcome], shards_of) -> dict:
     """Join the shards of all ranks to full tensors by name.
 
     shards_of: outcome -> {name: (tensor, shard_spec())}. Raises AssertionError unless replicas, and copies on other
     stages and tp ranks, are equal bit for bit.
     """
-    parts, full = {}, {}
+    boxes, full, dims = {}, {}, {}
     for outcome in outcomes:
-        for name, (tensor, cut) in shards_of(outcome).items():
-            here = parts.setdefault((name, cut), {}).setdefault(outcome.place[2], tensor)
-            assert torch.equal(here, tensor), f"{name}: replicas on {outcome.place} differ"
-    for (name, cut), by_tp_rank in parts.items():
-        if cut is None:
-            equal = all(torch.equal(by_tp_rank[0], tensor) for tensor in by_tp_rank.values())
-            assert equal, f"{name}: copies over tp differ"
-            full[name] = by_tp_rank[0]
-        else:
-            full[name] = join_shards([by_tp_rank[rank] for rank in range(tp)], *cut)
-    return full
-
-
-def join_shards(shards, dim, stride):
-    """Join the shards of all tp ranks. Each shard holds `stride` blocks, one from each of the tensor's blocks."""
-    return torch.cat([shard.chunk(stride, dim)[block] for block in range(stride) for shard in shards], dim)
+        for name, (tensor, box) in shards_of(outcome).items():
+            here = boxes.setdefault((name, box), tensor)
+            assert torch.equal(here, tensor), f"{name}: copies on {outcome.place} differ"
+    for (name, (shape, offset, size)), tensor in boxes.items():
+        whole = full.setdefault(name, torch.full(shape, math.nan, dtype=tensor.dtype))
+        whole[tuple(slice(start, start + length) for start, length in zip(offset, size))] = tensor.view(size)
+        dims[name] = tensor.dim()
+    # SwiGLU's two matrices, which the whole tensor stacks in a dimension of its own, become one again
+    return {name: whole if whole.dim() == dims[name] else whole.flatten(first := whole.dim() // 4, first + 1)
+            for name, whole in full.items()}
 
 
 def difference(ours: dict, theirs: dict) -> float:

@@ -13,17 +13,17 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from support.harness import FixedData, Outcome, join_shards, sizes_of, tiny, train_rank
+from support.harness import FixedData, Outcome, full_tensors, sizes_of, tiny, train_rank
 from support.reference import ReferenceGPT, dropout_masks, masked_loss, random_weights, train_reference
 
 import train
 from nanodomino import model
 from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
+from nanodomino.mesh import meta_mesh
 
 TOLERANCE = 1e-9         # largest relative error of any number, in float64
 CHECKED = 2              # steps in a test: the second step sees the weights that the first step wrote
@@ -188,8 +188,7 @@ def train_plain(config, drawn: bool, steps: int):
 def drawn_weights(config):
     """Return the initial weights that a single process draws, by name."""
     whole = dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
-    alone = SimpleNamespace(pp=1, dp=1, tp=1, pp_rank=0, dp_rank=0, tp_rank=0, device=torch.device("cpu"),
-                            tp_group=None)
+    alone = dataclasses.replace(meta_mesh(1, 1, 1), device=torch.device("cpu"))
     return {name: weight.detach() for name, weight in model.GPT(whole, alone).named_parameters()}
 
 
@@ -197,19 +196,13 @@ def drawn_weights(config):
 
 def joined(outcomes: list[Outcome], shards_of):
     """Return (full tensors by name from every rank's shards, names whose copies differ)."""
-    parts, apart = {}, set()
+    first, apart = {}, set()
     for outcome in outcomes:
-        for name, (tensor, cut) in shards_of(outcome).items():
-            here = parts.setdefault(name, (cut, {}))[1].setdefault(outcome.place[2], tensor)
-            if not torch.equal(here, tensor):
+        for name, (tensor, box) in shards_of(outcome).items():
+            if not torch.equal(first.setdefault((name, box), tensor), tensor):
                 apart.add(name)
-    whole = {}
-    for name, (cut, by_rank) in parts.items():
-        pieces = [by_rank[rank] for rank in sorted(by_rank)]
-        whole[name] = pieces[0] if cut is None else join_shards(pieces, *cut)
-        if cut is None and not all(torch.equal(pieces[0], piece) for piece in pieces):
-            apart.add(name)
-    return whole, apart
+    return full_tensors(outcomes, lambda outcome: {name: (first[name, box], box)
+                                                   for name, (_, box) in shards_of(outcome).items()}), apart
 
 
 def join_ranks(outcomes: list[Outcome]) -> Side:
