@@ -6,7 +6,7 @@ its own way:
     tp    tensor parallel      each matrix is cut over tp ranks
     dp    data parallel        each of dp replicas holds the whole model and trains on its own samples
     pp    pipeline parallel    each of pp stages holds some of the layers
-    ep    expert parallel      ep neighbouring replicas share the experts of a layer (layers/experts.py)
+    ep    expert parallel      ep neighbouring replicas share the experts of a layer
 
 Ranks are numbered with tp fastest, then dp, then pp (Megatron-LM's pipeline paper, 2104.04473, section 3):
 

@@ -42,7 +42,8 @@ from nanodomino.layers.mlp import MLP
 from nanodomino.layers.norms import Norm
 from nanodomino.layers.sublayer import Sublayer
 from nanodomino.mesh import Mesh, meta_mesh
-from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits, local_shard, parameter
+from nanodomino.optim.parameters import local_shard, parameter
+from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel, gather_logits
 
 
 class Layer(nn.Module):

@@ -36,13 +36,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import test_domino
 import test_zero
 import train
-from nanodomino import domino, model, parallel, zero
+from nanodomino import domino, model, zero
 from nanodomino.analysis import expected_memory, sizes
 from nanodomino.checkpoint import load, save
 from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
 from nanodomino.checkpoint.manifest import file_digests, manifest_text
 from nanodomino.layers import attention, dropout_and_positions, sublayer_inside
-from nanodomino.optim import buckets, loss_scale
+from nanodomino.optim import buckets, loss_scale, parameters
 from nanodomino.overlap import embedding_and_head, flight, residual_norm, sequence_parallel, slice_ops
 from nanodomino.overlap.flight import Flight
 from nanodomino.schedules import actions, definitions
@@ -123,11 +123,11 @@ def same_shards(config):
     @torch.no_grad()
     def initialize(self):
         for name, weight in self.named_parameters():
-            if weight.init_std is None:
-                weight.fill_(weight.init_value)
+            if weight.spec.std is None:
+                weight.fill_(weight.spec.value)
             else:
                 generator = dropout_and_positions.seeded_generator("cpu", config.seed, name)
-                weight.copy_(torch.empty(weight.shape).normal_(0.0, weight.init_std, generator=generator))
+                weight.copy_(torch.empty(weight.shape).normal_(0.0, weight.spec.std, generator=generator))
     return [(model.GPT, "initialize", initialize)]
 
 
@@ -494,7 +494,8 @@ def not_tied(config):
     """The first stage looks words up in its copy, and the last stage multiplies by its own copy. Each accumulates only
     its own gradient. The copies start equal and differ after the first step. The norm counts both, and a checkpoint
     keeps one of them."""
-    return [(zero.ZeroOptimizer, "finalize_gradients", lambda self: without_sums(self, "embedding"))]
+    kind = parameters.ParameterKind
+    return [(parameters, "ParameterKind", lambda *first: kind(*first[:3], tuple(set(first[3]) - {"embedding"})))]
 
 
 # ---- the optimizer
@@ -549,8 +550,8 @@ def own_norm(config):
 def all_decay(config):
     """A flat buffer does not know which parameter its elements belong to, so one weight decay applies to all. Norm
     weights are slowly pulled from 1 towards 0. Loss and gradients of the first step are right."""
-    kind = parallel.ParameterKind
-    return [(parallel, "ParameterKind", lambda decay, *others: kind(True, *others))]
+    kind = parameters.ParameterKind
+    return [(parameters, "ParameterKind", lambda decay, *others: kind(True, *others))]
 
 
 @pitfall("One rank skips a step, the others do not",
@@ -611,8 +612,8 @@ def padding_counts(config):
     norm and the optimizer take it for gradients. If the memory happens to be zero, the result is right."""
     make = buckets.Bucket.__init__
 
-    def as_found(self, *arguments):
-        make(self, *arguments)
+    def as_found(self, *arguments, **others):
+        make(self, *arguments, **others)
         self.main_grad.fill_(0.5)
 
     def views_alone(self):
@@ -951,14 +952,15 @@ def one_block(config):
     local = model.local_shard
 
     def cut(whole, weight):
-        gate_and_up = whole.dim() == 2 and len(whole) == 2 * config.ffn_hidden_size
-        return whole.chunk(2)[weight.spec.offset[1] > 0] if gate_and_up else local(whole, weight)
+        gate_and_up = len(weight.spec.shape) > weight.dim()
+        return whole.flatten(0, whole.dim() - weight.dim()).chunk(2)[weight.spec.offset[1] > 0] if gate_and_up else (
+            local(whole, weight))
     return [(model, "local_shard", cut), (harness, "local_shard", cut)]
 
 
 @pitfall("Norms of q and k learn from one rank's heads",
-         "`nanodomino/layers/attention.py`, `Attention`: gives their weights `addends=(\"tp\",)`, so that their "
-         "gradients are summed over the ranks", qk_layernorm=True, normalization="RMSNorm", **TP)
+         "`nanodomino/layers/attention.py`, `Attention`: declares the tp ranks' gradients as `addends`, which "
+         "zero.py sums", qk_layernorm=True, normalization="RMSNorm", **TP)
 def norms_of_own_heads(config):
     """One weight [d] normalizes q in every head. Each rank has only some of the heads, so it computes only a part of
     this weight's gradient. The other norms act on the replicated residual stream, and their gradients are complete on

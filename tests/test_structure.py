@@ -13,8 +13,8 @@ PACKAGE = ROOT / "nanodomino"
 
 # A module or package of nanodomino may import itself and whatever stands to its left. Scripts come last.
 ORDER = [
-    "minimal", "errors", "files", "comm", "mesh", "parallel", "layers", "schedules", "overlap", "corpus", "data",
-    "model", "domino", "pipeline", "optim", "zero", "config", "checkpoint", "huggingface", "plot", "timeline",
+    "minimal", "errors", "files", "comm", "mesh", "optim", "parallel", "layers", "schedules", "overlap", "corpus",
+    "data", "model", "domino", "pipeline", "zero", "config", "checkpoint", "huggingface", "plot", "timeline",
     "analysis", "run", "generate", "scripts"]
 
 

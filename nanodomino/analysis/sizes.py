@@ -20,7 +20,8 @@ from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.model import GPT, meta_model, meta_stage
 from nanodomino.optim.buckets import flat_layout, sort_into_buckets
-from nanodomino.parallel import ParameterKind, VocabParallelEmbedding
+from nanodomino.optim.parameters import ParameterKind
+from nanodomino.parallel import VocabParallelEmbedding
 
 # ---- the whole model
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanodomino.layers.main_grad import wide_dtype
-from nanodomino.parallel import parameter
+from nanodomino.optim.parameters import parameter
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ NORMALIZATIONS = {
 class Norm(nn.Module):
     """The norm that config.normalization names, over a last dimension of `size` numbers.
 
-    addends: see ParameterKind in parallel.py.
+    addends: see ParameterKind in optim/parameters.py.
     """
 
     def __init__(self, config, mesh, size: int, addends=()):

@@ -4,8 +4,8 @@
     main_grad    | . . . . . . . . . . . . . . . . . . |     fp32 in 16-bit training; backward adds to views of it
 
 A collective or an optimizer then treats a bucket as one tensor, whatever parameters it holds. So all parameters of a
-bucket must have the same ParameterKind (parallel.py): the same weight decay, copies on the same ranks (the global norm
-counts each parameter once), and gradients that the same ranks must sum.
+bucket must have the same ParameterKind (parameters.py): the same weight decay, copies on the same ranks (the global
+norm counts each parameter once), and gradients that the same ranks must sum.
 """
 
 from collections import Counter
@@ -13,10 +13,12 @@ from collections import Counter
 import torch
 from torch import nn
 
+from nanodomino.optim.parameters import ParameterKind
+
 ALIGNMENT = 16       # each parameter starts at a multiple of 16 elements, because tensor cores need aligned matrices
 
 
-def sort_into_buckets(model) -> list[tuple[object, list[nn.Parameter]]]:
+def sort_into_buckets(model) -> list[tuple[ParameterKind, list[nn.Parameter]]]:
     """Return a (kind, parameters) tuple for each bucket. Parameters are added in the order of backward, and a bucket is
     full when it has config.bucket_size elements or more."""
     open_buckets, sizes, full = {}, Counter(), []
@@ -52,7 +54,8 @@ class Bucket:
     after its reduce. Otherwise own_grad is a view of main_grad.
     """
 
-    def __init__(self, kind, parameters: list[nn.Parameter], partitions: int, partition: int, shards_gradients: bool):
+    def __init__(self, kind: ParameterKind, parameters: list[nn.Parameter], partitions: int, partition: int,
+                 shards_gradients: bool):
         self.kind, self.parameters, self.shards_gradients = kind, parameters, shards_gradients
         self.partitions, self.partition = partitions, partition
         first = parameters[0]

@@ -22,7 +22,7 @@ from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.data import Batch
 from nanodomino.domino import Domino
 from nanodomino.mesh import make_mesh
-from nanodomino.parallel import local_shard
+from nanodomino.optim.parameters import local_shard
 from nanodomino.zero import ZeroOptimizer
 
 VOCABULARY = 29          # padded to 32, so that the last rank owns fewer words; padded to 64, it owns none
