@@ -225,7 +225,7 @@ def test_a_bucket_is_reduced_while_backward_goes_on_and_only_when_it_is_complete
     events = outcomes[0][0]
     reduces = [i for i, (kind, _) in enumerate(events) if kind == "reduce"]
     weight_gradients = [i for i, (kind, _) in enumerate(events) if kind == "weight_gradient"]
-    assert len(weight_gradients) == config.microbatches * config.slices * (2 * config.num_layers + 1)
+    assert len(weight_gradients) == config.microbatches * config.slices * (4 * config.num_layers + 1)
     for i in reduces:
         for name in events[i][1]["names"]:
             site = ".".join(name.split(".")[:3]) if name.startswith("layers") else "head"
