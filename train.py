@@ -73,8 +73,7 @@ def dataset_builder(config: Config, corpus: Corpus, device) -> dict[str, TokenDa
     """
     splits = [split for split in ("train", "valid", "test")
               if split == "train" or corpus.tokens[split] > config.seq_length]
-    end_of_text = EndOfText(corpus.end_of_text, config.eod_mask_loss, config.reset_position_ids,
-                            config.reset_attention_mask)
+    end_of_text = EndOfText.of(corpus.end_of_text, config)
     return {split: TokenDataset(corpus, split, config.seq_length, config.seed, end_of_text, device) for split in splits}
 
 
@@ -165,8 +164,8 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
     The weights do not change.
     """
     pipeline.connect(mesh, config.placement)
-    rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=mesh.device)
-    batch = Batch.from_rows(rows, [0] * len(rows), counted=0)
+    rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64)
+    batch = Batch.from_rows(rows, [0] * len(rows), 0, EndOfText.of(-1, config), mesh.device)
     for number, chunk in enumerate(stage.model.chunks):
         hidden = None if chunk.pre_process else torch.zeros(config.residual_shape, dtype=config.params_dtype,
                                                             device=mesh.device)

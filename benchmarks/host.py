@@ -63,8 +63,8 @@ def answer(flags, launch):
     mesh = replace(make_mesh(1, 1, config.tp, torch.device("cpu")), device=device)     # a CUDA mesh would need NCCL
     model = GPT(config, mesh)
     ZeroOptimizer(model, config, mesh)                   # gives each parameter its main_grad, where gradients are added
-    rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64, device=device)
-    batch = Batch.from_rows(rows, list(range(len(rows))))
+    rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64)
+    batch = Batch.from_rows(rows, list(range(len(rows))), device=device)
 
     backends = {"nanodomino": None, **({"nanodomino, compiled": config.compile_backend} if flags.compile else {})}
     sides = {"autograd": AutogradSide(model, batch, config.slices),

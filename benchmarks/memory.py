@@ -30,7 +30,6 @@ from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, confi
                                layout_of, table)
 from nanodomino.analysis import expected_memory, sizes
 from nanodomino.config.config import Config
-from nanodomino.data import Batch
 
 ROUNDS = False               # no --repeats: this question measures memory and does not time
 STATE = ("parameters", "gradients", "optimizer")
@@ -44,7 +43,7 @@ def add_flags(parser):
 
 def answer(flags, launch):
     config, mesh, optimizer, stage = comm.build(config_here(flags, launch.world_size), launch)
-    found = measure(config, mesh, optimizer, stage, CopiedRandomTokens(config, mesh.device))
+    found = measure(config, mesh, optimizer, stage, RandomTokens(config, mesh.device))
     return report(config, gathered(found))
 
 
@@ -82,15 +81,6 @@ def storage(tensor) -> tuple[int, int]:
     """Return (a number that identifies the tensor's storage, the storage's bytes)."""
     memory = tensor.untyped_storage()
     return memory._cdata, memory.nbytes()
-
-
-class CopiedRandomTokens(RandomTokens):
-    """Returns batches with their own memory, as TokenDataset does, instead of views of one large tensor."""
-
-    def batch(self, *arguments, **options) -> Batch:
-        batch = super().batch(*arguments, **options)
-        return Batch.from_rows(torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1), batch.sample_ids,
-                               end_of_text=self.end_of_text)
 
 
 # ---- activations

@@ -218,7 +218,7 @@ class TorchSide(PlainSide):
             return loss_sum(logits, labels)
 
     def step(self) -> float:
-        tokens, plain, losses = self.tokens.tokens, self.parts.plain, []
+        tokens, plain, losses = self.tokens.tokens.to(self.tokens.device), self.parts.plain, []
         plain.zero_grad(set_to_none=True)
         self.schedule.step(*([tokens[:, :-1]] if plain[0].pre_process else []), losses=losses,
                            target=tokens[:, 1:] if plain[-1].post_process else None, **self.options)

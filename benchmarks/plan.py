@@ -31,8 +31,8 @@ from functools import partial
 
 import train
 from benchmarks import comm, memory, published
-from benchmarks.common import (Times, add_config_flags, bytes_text, config_here, config_of, describe, gathered,
-                               layout_of, ratio_text, ratios, seconds_text, table)
+from benchmarks.common import (RandomTokens, Times, add_config_flags, bytes_text, config_here, config_of, describe,
+                               gathered, layout_of, ratio_text, ratios, seconds_text, table)
 from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
 from nanodomino.analysis.hardware import PEAK_FLOPS
 from nanodomino.analysis.sizes import parameter_count
@@ -364,7 +364,7 @@ def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
 
     Each prediction measures the machine's rates right before the step, so both see the same load.
     """
-    dataset = memory.CopiedRandomTokens(config, mesh.device)
+    dataset = RandomTokens(config, mesh.device)
     held = memory.measure(config, mesh, optimizer, stage, dataset)
     with comm.CollectiveCounter(mesh) as listener:
         train.train_step(3, stage, optimizer, dataset, config, mesh)

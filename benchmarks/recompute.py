@@ -23,9 +23,9 @@ import torch
 import train
 from benchmarks import comm
 from benchmarks.comm import processes  # noqa: F401, called by common.main
-from benchmarks.common import (CONFIG_FLAGS, Times, add_config_flags, bytes_text, compare, config_here, describe,
-                               gathered, layout_of, ratio_text, ratios, shape_of, table)
-from benchmarks.memory import CopiedRandomTokens, TapeMeter, state_storages
+from benchmarks.common import (CONFIG_FLAGS, RandomTokens, Times, add_config_flags, bytes_text, compare, config_here,
+                               describe, gathered, layout_of, ratio_text, ratios, shape_of, table)
+from benchmarks.memory import TapeMeter, state_storages
 from nanodomino.analysis import expected_memory, sizes, step_time
 from nanodomino.analysis.step_time import slowest
 from nanodomino.errors import require
@@ -42,7 +42,7 @@ def add_flags(parser):
 
 def answer(flags, launch):
     config, mesh, optimizer, stage = comm.build(config_here(flags, launch.world_size), launch)
-    dataset = CopiedRandomTokens(config, mesh.device)
+    dataset = RandomTokens(config, mesh.device)
 
     def step(granularity, meter=None):
         stage.tape_policy = TapePolicy(with_granularity(config, granularity), mesh.device, config.slices,

@@ -31,7 +31,7 @@ import torch
 
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import counted, require
-from nanodomino.layers.positions import document_ids, positions_within_documents
+from nanodomino.layers.positions import document_ids, positions_within_documents, to_device
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class EndOfText:
     mask_loss: bool = False            # the loss does not count where this token is the label
     reset_positions: bool = False      # positions restart at 0 after it
     reset_attention: bool = False      # tokens after it attend neither to it nor to earlier tokens
+
+    @classmethod
+    def of(cls, token: int, config) -> "EndOfText":
+        """Return the EndOfText of a run, where `token` ends documents."""
+        return cls(token, config.eod_mask_loss, config.reset_position_ids, config.reset_attention_mask)
 
 
 @dataclass
@@ -52,17 +57,20 @@ class Batch:
     loss_mask: torch.Tensor     # [b, s] float32, 1 where the loss of a position counts, else 0
     positions: torch.Tensor     # [b, s] int64
     sample_ids: list[int]       # [b], the samples' numbers k, which seed their dropout masks
-    documents: torch.Tensor | None = None      # [b, s] int64 (positions.py); None: attention crosses documents
+    documents: torch.Tensor | None = None      # [b, s] int64, in the host's memory; None: attention crosses documents
     in_order: bool = True       # positions are 0, 1, .. s - 1 in each row
 
     @staticmethod
-    def from_rows(rows, sample_ids, counted=None, end_of_text: EndOfText | None = None) -> "Batch":
-        """Make a batch from rows [b, s + 1] of token ids, on the rows' device. A row's last token is only a label.
+    def from_rows(rows, sample_ids, counted=None, end_of_text: EndOfText | None = None,
+                  device=torch.device("cpu")) -> "Batch":
+        """Make a batch on `device` from rows [b, s + 1] of token ids, which are in the host's memory. A row's last
+        token is only a label.
 
         counted: only the first `counted` rows count in the loss; None: all rows count.
         end_of_text: None if the end-of-text token has no effects.
         """
-        b, s = len(rows), rows.size(1) - 1
+        b, s, on_host = len(rows), rows.size(1) - 1, rows
+        rows = to_device(rows, device)
         labels = rows[:, 1:]
         loss_mask = torch.ones(labels.shape, device=rows.device)
         if counted is not None:
@@ -72,8 +80,9 @@ class Batch:
         if effects.mask_loss:
             loss_mask.masked_fill_(labels == effects.token, 0)
         if effects.reset_positions or effects.reset_attention:
-            documents = document_ids(rows[:, :-1], effects.token)
-            positions = positions_within_documents(documents) if effects.reset_positions else positions
+            documents = document_ids(on_host[:, :-1], effects.token)
+        if effects.reset_positions:
+            positions = to_device(positions_within_documents(documents), device)
         return Batch(rows[:, :-1], labels, loss_mask, positions, sample_ids,
                      documents if effects.reset_attention else None, in_order=not effects.reset_positions)
 
@@ -140,7 +149,4 @@ class TokenDataset:
         require(rows.max() < self.corpus.vocab_size,
                 f"{self.corpus.path / self.split}.bin holds token id {rows.max()}, outside the "
                 f"vocabulary of {self.corpus.vocab_size}; prepare the text again")
-        rows = torch.from_numpy(rows)
-        if self.device.type == "cuda":     # a copy from pinned memory is asynchronous
-            rows = rows.pin_memory().to(self.device, non_blocking=True)
-        return Batch.from_rows(rows, sample_ids, counted, self.end_of_text)
+        return Batch.from_rows(torch.from_numpy(rows), sample_ids, counted, self.end_of_text, self.device)

@@ -181,7 +181,7 @@ class GPT(nn.Module):
         tokens, positions, labels: [b, s]
         hidden: [b, s, h] from the previous chunk; None for the first chunk
         sample_ids: b numbers that seed the dropout masks; None turns dropout off
-        documents: [b, s], the number of each token's document (layers/positions.py); None: one document per sample
+        documents: [b, s], the number of each token's document, in the host's memory; None: one document per sample
 
         Returns hidden states [b, s, h]. The last chunk returns the loss of each token [b, s]. Without labels, it
         returns logits: with parallel_output those of this rank's words [b, s, num_words], otherwise all [b, s, v].

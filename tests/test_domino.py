@@ -240,7 +240,7 @@ def deferred_rank(config, data):
     batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
     losses, tape = run_to_end(stage.forward(batch))
     held = [weakref.ref(part) for slice in tape for part in (
-        slice.batch, slice.output, slice.masks_and_positions, slice.masks_and_positions.rotary_and_bias[1])]
+        slice.batch, slice.output, slice.masks_and_positions, slice.masks_and_positions.shared["attention_bias"])]
     before = sum(part() is not None for part in held)
     run_to_end(stage.backward(tape, torch.ones_like(losses), defer_weights=True))
     gc.collect()

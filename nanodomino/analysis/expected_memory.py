@@ -32,6 +32,7 @@ from nanodomino.config.config import Config
 from nanodomino.layers.cross_entropy import CHUNK_BYTES
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.positions import rotary_size
+from nanodomino.layers.varlen import fits_varlen
 from nanodomino.mesh import PIPELINE_THREAD_BLOCKS, Mesh
 from nanodomino.model import Chunk
 from nanodomino.optim.optimizers import OPTIMIZERS
@@ -106,11 +107,11 @@ def layer_tape_bytes(config: Config) -> dict[str, float]:
         kept["q, k before norms"] = (q + k + v + n * heads * norm_statistics_bytes(config)) / t
     elif k < q and not config.rope and not config.attention_dropout:
         kept["q by head"] = q / t                              # a copy, because qkv is stored group by group
-    if k < q and config.device == "cuda" and not config.attention_dropout and (config.reset_attention_mask or e > 2):
+    if k < q and config.device == "cuda" and not config.attention_dropout and (has_attention_bias(config) or e > 2):
         kept["keys, values of each head"] = 2 * q / t          # see fused_attention in layers/attention.py
     if config.attention_dropout:                               # unfused: probabilities, dropout mask, their product
         # Each slice keeps a causal mask, unless the documents' attention bias replaces it (document_tape_bytes).
-        causal_masks = 0 if config.reset_attention_mask else slice_count(config) * config.seq_length ** 2
+        causal_masks = 0 if has_attention_bias(config) else slice_count(config) * config.seq_length ** 2
         kept["attention dropout"] = (2 * e + w) * probabilities + causal_masks + (2 * q / t if k < q else 0)
     else:                                                      # from this, fused attention recomputes probabilities
         kept["logsumexp"] = w * n * config.num_attention_heads // t
@@ -154,9 +155,17 @@ def document_tape_bytes(config: Config) -> dict[str, float]:
     n, kept = tokens_per_microbatch(config), {}
     if config.reset_position_ids and config.rope:
         kept["cos, sin"] = 4 * n * rotary_size(config)
-    if config.reset_attention_mask:
-        kept |= {"documents": 8 * n, "attention bias": bytes_per_element(config) * n * config.seq_length}
+    if has_attention_bias(config):
+        kept["attention bias"] = bytes_per_element(config) * n * config.seq_length
+    if config.reset_attention_mask and config.device != "cuda":
+        kept["documents"] = 8 * n                              # on GPUs they are in the host's memory
     return kept
+
+
+def has_attention_bias(config: Config) -> bool:
+    """Return whether an attention bias keeps attention within documents. GPUs before Ampere always need one, but here
+    count as newer GPUs (layers/varlen.py)."""
+    return config.reset_attention_mask and not (config.device == "cuda" and fits_varlen(config))
 
 
 def norm_statistics_bytes(config: Config) -> int:

@@ -18,8 +18,8 @@ the node is the whole graph, so that nothing but the inputs comes after it in ba
     node.next_functions      [AccumulateGrad(q), AccumulateGrad(k), AccumulateGrad(v), None ..]
 
 So backward() checks that the first entries are the leaves q, k, v in this order, and that all others are None (such as
-the entry for an attention bias, which gets no gradient). Otherwise, as in attention with dropout, backward() uses
-torch.autograd.grad().
+the entry for an attention bias, which gets no gradient). Otherwise, as in attention with dropout or in
+varlen_attention(), backward() uses torch.autograd.grad().
 """
 
 from dataclasses import dataclass

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from nanodomino.layers.main_grad import wide_dtype
-from nanodomino.layers.positions import attention_bias, rotation
+from nanodomino.layers.positions import rotation
+from nanodomino.layers.varlen import DocumentStarts, document_inputs
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class AttentionInputs:
     """Holds what attention needs besides q, k and v. Each field may be None."""
     dropout_mask: torch.Tensor | None        # [b, heads/t, s, s], for the attention probabilities
     rotary: torch.Tensor | None              # (cos, sin), see rotation() in positions.py
-    attention_bias: torch.Tensor | None      # [b, 1, s, s], added to the scores; None: plain causal attention
+    attention_bias: torch.Tensor | None = None     # [b, 1, s, s], added to the scores; None: plain causal attention
     extend_cache: Callable | None = None     # in generation: k, v of new tokens -> k, v of all tokens
+    documents: DocumentStarts | None = None  # keeps attention within documents, in place of a bias (varlen.py)
 
 
 class MasksAndPositions:
@@ -36,13 +38,14 @@ class MasksAndPositions:
     sample_ids: the numbers of the b samples in the data order; None (in evaluation): no dropout
     keep: cache the residual-stream masks, because backward needs each of them once more
     stream: how tp ranks share the residual stream (overlap/sequence_parallel.py); None: every rank holds all rows
-    positions, documents: [b, s], see positions.py; None: each sample is one document, with positions 0 .. s - 1
+    positions: [b, s], see positions.py; None: each sample has positions 0 .. s - 1
+    documents: [b, s], in the host's memory, see positions.py; None: attention crosses documents
     """
 
     def __init__(self, config, mesh, sample_ids=None, keep=False, stream=None, positions=None, documents=None):
         self.config, self.mesh, self.sample_ids, self.keep, self.kept = config, mesh, sample_ids, keep, {}
         self.stream, self.positions, self.documents = stream, positions, documents
-        self.rotary_and_bias = None                            # computed once, used by all layers
+        self.shared = None                                     # fields of AttentionInputs that all layers share
 
     def draw_masks(self, site, shape, probability, like):
         """Draw a mask [b, *shape] of 0 and 1/(1 - probability). Return None if nothing is dropped.
@@ -76,10 +79,10 @@ class MasksAndPositions:
         mask = self.draw_masks(sublayer.site + ".core", (heads, s, s), self.config.attention_dropout, x)
         if mask is not None:                                   # clone: a view would keep the masks of all heads alive
             mask = mask.chunk(self.mesh.tp, dim=1)[self.mesh.tp_rank].clone()
-        if self.rotary_and_bias is None:
-            self.rotary_and_bias = (rotation(self.config, self.positions, s, x.device),
-                                    None if self.documents is None else attention_bias(self.documents, x.dtype))
-        return AttentionInputs(mask, *self.rotary_and_bias)
+        if self.shared is None:
+            self.shared = dict(rotary=rotation(self.config, self.positions, s, x.device),
+                               **document_inputs(self.config, self.documents, x.device))
+        return AttentionInputs(mask, **self.shared)
 
 
 def seeded_generator(device, *key) -> torch.Generator:

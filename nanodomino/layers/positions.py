@@ -102,9 +102,14 @@ def document_ids(tokens, end_of_text: int):
 def positions_within_documents(documents):
     """Return each token's position within its own document, [b, s], for the document numbers [b, s]."""
     positions = torch.arange(documents.size(1), device=documents.device).expand_as(documents)
+    return positions - positions.where(first_of_document(documents), 0).cummax(dim=1).values
+
+
+def first_of_document(documents):
+    """Return whether each token is the first of its document in this sample, [b, s], for document numbers [b, s]."""
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return positions - positions.where(starts, 0).cummax(dim=1).values
+    return starts
 
 
 def attention_bias(documents, dtype):
@@ -114,3 +119,9 @@ def attention_bias(documents, dtype):
     allowed = (documents[:, :, None] == documents[:, None, :]) & causal
     bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return bias.masked_fill_(~allowed, -torch.inf).unsqueeze(1)
+
+
+def to_device(x, device: torch.device):
+    """Return a tensor of the host's memory on `device`. A GPU copies it from pinned memory, so the host does not wait.
+    """
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

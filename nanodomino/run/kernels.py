@@ -6,7 +6,7 @@ warn_only=True, torch would only warn about the backward of flash and of memory-
 choose cuDNN's attention.
 
 **Attention.** On an H100 torch prefers cuDNN's attention to flash attention. With an attention bias, the backward of
-cuDNN's attention can return NaN if the sequence length modulo 128 is 64 (pytorch issue 196678).
+cuDNN's attention can return NaN if the sequence length modulo 128 is 64 (github.com/pytorch/pytorch/issues/196678).
 """
 
 import os
@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend
 
 from nanodomino.config.config import Config
 from nanodomino.layers.attention import fused_arguments
+from nanodomino.layers.varlen import uses_varlen
 
 
 def choose_kernels(config: Config):
@@ -32,6 +33,8 @@ def attention_kernel(config: Config, device: torch.device) -> str:
     """Return the name of the kernel that attention runs in training, for example "cudnn attention"."""
     if config.attention_dropout:
         return "attention by matmuls and softmax"              # see layers/attention.py
+    if config.reset_attention_mask and uses_varlen(config, device):
+        return "flash attention by document"
     q, k = (torch.empty(1, heads // config.tp, config.seq_length, config.kv_channels, dtype=config.params_dtype,
                         device=device, requires_grad=True)
             for heads in (config.num_attention_heads, config.num_query_groups))

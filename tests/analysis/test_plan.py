@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
 from benchmarks import comm, memory, plan
-from benchmarks.common import config_of, main, parse, seconds_text
+from benchmarks.common import RandomTokens, config_of, main, parse, seconds_text
 from nanodomino import pipeline
 from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
 from nanodomino.analysis.sizes import flops_per_token, parameter_count
@@ -424,7 +424,7 @@ def held_rank(config):
     mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
     model = train.model_builder(config, mesh)
     optimizer, stage = ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
-    dataset = memory.CopiedRandomTokens(config)
+    dataset = RandomTokens(config)
     held = memory.measure(config, mesh, optimizer, stage, dataset)
     with comm.CollectiveCounter(mesh) as listener:
         train.train_step(3, stage, optimizer, dataset, config, mesh)
@@ -484,6 +484,18 @@ def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_
         assert counted == said
 
 
+@pytest.mark.parametrize("changes, bias", [
+    (dict(dtype="bfloat16"), False), (dict(dtype="float32"), True),
+    (dict(dtype="float16", attention_dropout=0.1), True), (dict(dtype="bfloat16", device="cpu"), True)],
+    ids=["16-bit", "fp32", "dropout", "cpu"])
+def test_on_gpus_documents_take_memory_only_if_attention_needs_a_bias(changes, bias):
+    """Without a bias, keys are not repeated for each head either."""
+    config = tiny(1, **{"device": "cuda", "kv_channels": 8, "num_query_groups": 2} | changes)
+    within, at = dataclasses.replace(config, reset_attention_mask=True), sizes.mesh_at(config)
+    assert ("attention bias" in expected_memory.document_tape_bytes(within)) == bias
+    assert (expected_memory.peak_tape_bytes(within, at) > expected_memory.peak_tape_bytes(config, at)) == bias
+
+
 @pytest.mark.parametrize("schedule, tp, slices, granularity", [
     *((schedule, 1, 2, "full") for schedule in SCHEDULES), ("paired", 1, 2, "none"), ("zb-v", 2, 2, "none"),
     *(pytest.param(schedule, 2, 2, "none", marks=pytest.mark.exhaustive) for schedule in ("1f1b", "paired")),
@@ -519,7 +531,7 @@ def messages_rank(config):
     pipeline.P2PCommunicator = lambda *arguments: mails.append(make(*arguments)) or mails[-1]
     torch.distributed.batch_isend_irecv = weighed
     try:
-        train.train_step(1, stage, optimizer, memory.CopiedRandomTokens(config), config, mesh)
+        train.train_step(1, stage, optimizer, RandomTokens(config), config, mesh)
     finally:
         pipeline.P2PCommunicator, torch.distributed.batch_isend_irecv = make, send
     return most, expected_memory.peak_message_bytes(config, mesh)
@@ -605,7 +617,7 @@ def test_memory_and_traffic_of_gpt3_13b_on_64_ranks(rank, schedule, tokens):
         stage = memory.TapeMeter(Domino(model, config.slices, config.columns), memory.state_storages(model, optimizer))
         with comm.CollectiveCounter(mesh) as listener, memory.AllocationPeak() as allocations:
             optimizer.zero_grad()
-            train.run_schedule(config.timetable, 0, stage, memory.CopiedRandomTokens(config), config, mesh, True,
+            train.run_schedule(config.timetable, 0, stage, RandomTokens(config), config, mesh, True,
                                optimizer.on_gradients_ready)
             optimizer.finalize_gradients()
             optimizer.gather_weights()

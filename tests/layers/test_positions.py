@@ -1,10 +1,12 @@
 """Rotary positions, documents, the rules of the settings that choose them, and the presets that use them."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from support.fake_world import fake_world
+from support.flash_on_cpu import flash_on_cpu
 from support.harness import END_OF_TEXT, FAMILIES, build, count_documents, difference, tiny, weights_and_data
 
 from nanodomino.analysis.sizes import parameter_count
@@ -107,13 +109,14 @@ def losses_and_gradients(stage, optimizer, model, batches):
     return torch.cat(losses), {name: weight.main_grad.clone() for name, weight in model.named_parameters()}
 
 
+@pytest.mark.parametrize("attention", [nullcontext, flash_on_cpu], ids=["bias", "varlen"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_sample_is_its_documents_one_by_one(family):
+def test_a_packed_sample_is_its_documents_one_by_one(family, attention):
     """With both flags every loss and every gradient is equal, for learned positions and for rope."""
     config = tiny(1, **FAMILIES[family], reset_position_ids=True, reset_attention_mask=True, slices=2)
     weights, data = weights_and_data(config, 1)
     rows = torch.cat([data.tokens[0], data.labels[0, :, -1:]], dim=1)[:6]
-    with fake_world(0, 1):
+    with fake_world(0, 1), attention():
         _, model, optimizer, stage = build(config, weights)
         batch = Batch.from_rows(rows, list(range(6)), end_of_text=EndOfText(END_OF_TEXT, False, True, True))
         packed, expected = losses_and_gradients(stage, optimizer, model, [batch])

@@ -85,5 +85,7 @@ def test_the_start_names_the_kernel_of_a_gpu(monkeypatch):
     s = config.seq_length
     assert asked == [((1, 4, s, 4), (1, 1, s, 4), torch.bfloat16, None, True, True, True)]
     assert kernels.in_words(config, torch.device("cpu")) == ""
-    dropout = tiny(2, attention_dropout=0.1)
+    dropout, documents = tiny(2, attention_dropout=0.1), tiny(2, reset_attention_mask=True)
     assert kernels.in_words(dropout, torch.device("cuda")) == ", attention by matmuls and softmax"
+    monkeypatch.setattr(kernels, "uses_varlen", lambda config, device: True)
+    assert kernels.in_words(documents, torch.device("cuda")) == ", flash attention by document"

@@ -26,7 +26,10 @@ EIGHT = dict(model="nano", dtype="bfloat16", tensor_model_parallel_size=2, pipel
 HOST = dict(model="nano", dtype="bfloat16", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
             data_parallel_size=1, slices=2, micro_batch_size=4, global_batch_size=8, num_layers=2,
             recompute_granularity="full")
-AGAIN = {"kept": (0, HOST), "on the host": (0, HOST | dict(checkpoint_in_cpu=True))}
+GROUPED = dict(model="nano-llama", dtype="bfloat16", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+               data_parallel_size=1, slices=2, micro_batch_size=4, global_batch_size=8, num_layers=2, kv_channels=16)
+AGAIN = {"kept": (0, HOST), "on the host": (0, HOST | dict(checkpoint_in_cpu=True)),
+         "grouped": (0, GROUPED), "documents": (0, GROUPED | dict(reset_attention_mask=True))}
 CASES = {"gpt2": (0, GPT2), "gpt2, two layers": (0, GPT2 | dict(num_layers=2)),
          "first stage": (0, EIGHT), "last stage": (7, EIGHT), "uneven slices": (7, EIGHT | dict(slices=3, columns=2)),
          "sequence parallel": (7, EIGHT | dict(sequence_parallel=True, columns=2)),
@@ -134,6 +137,23 @@ def test_offload_frees_memory_and_the_host_never_waits_for_its_copies(counted):
     assert away["copies"]["copy to the host"] == 4 * 2 * away["microbatches"]
     assert away["copies"]["pinned"] - kept["copies"]["pinned"] == 3 * 2 * away["microbatches"]
     assert kept["peak"] - away["peak"] >= 2 * 4 * 128 * 96 * 2
+
+
+def test_documents_need_no_bias_no_memory_and_no_wait(counted):
+    """Each slice copies where its documents start. Attention by document then only adds its random numbers' state of
+    two zeros in forward and in the kernel."""
+    without, within = counted("grouped"), counted("documents")
+    attentions = within["sublayers"] // 2 * 2 * within["microbatches"]
+    assert within["waits"] == {"tolist": 1} and not within["mixed"]
+    assert within["copies"] == {"pinned": without["copies"]["pinned"] + 2 * within["microbatches"]}
+    more = {name: within["names"].get(name, 0) - without["names"].get(name, 0)
+            for name in within["names"].keys() | without["names"].keys()}
+    assert {name: count for name, count in more.items() if count} == {
+        "aten._scaled_dot_product_flash_attention.default": -attentions, "torch_attn._varlen_attn.default": attentions,
+        "aten._scaled_dot_product_flash_attention_backward.default": -attentions,
+        "torch_attn._varlen_attn_backward.default": attentions,
+        "aten.zeros.default": 2 * attentions, "aten._to_copy.default": 2 * within["microbatches"]}
+    assert within["peak"] <= without["peak"]
 
 
 def test_sequence_parallelism_uses_nccls_own_reduce_scatter_and_all_gather(counted):

@@ -37,7 +37,10 @@ import train
 from nanodomino import domino
 from nanodomino.config.config import Config
 from nanodomino.corpus.prepared_folder import Corpus
-from nanodomino.data import TokenDataset
+from nanodomino.data import EndOfText, TokenDataset
+from nanodomino.layers import varlen
+from nanodomino.layers.positions import to_device
+from nanodomino.layers.varlen import fits_varlen
 from nanodomino.mesh import make_mesh
 from nanodomino.overlap import embedding_and_head
 from nanodomino.zero import ZeroOptimizer
@@ -175,6 +178,13 @@ def attention_of_a_gpu(query, key, value, attn_mask, is_causal, enable_gqa):
     return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, is_causal=is_causal)[0]
 
 
+def starts_of_samples(documents, device):
+    """Stands in for find_starts(), since FakeTensors have no numbers: each sample is one document."""
+    assert documents.device.type == "cpu", "or the host would wait for the GPU to count the documents"
+    b, s = documents.shape
+    return varlen.DocumentStarts(to_device(torch.arange(0, b * s + 1, s, dtype=torch.int32), device), s)
+
+
 def zeros_as_corpus(folder: Path, config: Config) -> Corpus:
     """Return one global batch."""
     tokens = config.global_batch_size * config.seq_length + 1
@@ -214,10 +224,12 @@ def run(rank: int, settings: dict) -> dict:
     config = config.resolve(world_size).with_vocabulary(VOCABULARY)
     with fake_world(rank, world_size), tempfile.TemporaryDirectory() as folder:
         corpus = zeros_as_corpus(Path(folder), config)
-        dataset = TokenDataset(corpus, "train", config.seq_length, config.seed, device=torch.device("cuda", 0))
+        dataset = TokenDataset(corpus, "train", config.seq_length, config.seed,
+                               EndOfText.of(corpus.end_of_text, config), torch.device("cuda", 0))
         mesh = replace(make_mesh(config.pp, config.dp, config.tp, torch.device("cpu")), device=torch.device("cuda", 0))
         with FakeTensorMode(allow_non_fake_inputs=True), mock.patch.multiple(torch.cuda, **STREAMS), \
-                mock.patch.object(F, "scaled_dot_product_attention", attention_of_a_gpu):
+                mock.patch.object(F, "scaled_dot_product_attention", attention_of_a_gpu), \
+                mock.patch.multiple(varlen, find_starts=starts_of_samples, uses_varlen=lambda *_: fits_varlen(config)):
             return count_step(config, dataset, mesh)
 
 

@@ -1,0 +1,69 @@
+"""Attention within documents without an attention bias, on GPUs (--reset-attention-mask).
+
+With a bias [b, 1, s, s] attention computes all scores, and then discards those between documents. In 16 bit, the bias
+of a sample of 32,768 tokens takes 2.1 GB. torch's varlen_attn needs no bias. It takes all samples of a slice as one
+sequence, with the positions where documents start. It computes only the scores within each document:
+
+    samples      a  b  #  c | d  e  #  #         #: end-of-text; each sample starts a document, too
+    documents    0  0  0  1 | 0  0  0  1
+    starts       0        3   4        7   8     the last number is the length of the sequence
+
+varlen_attn is a form of flash attention. It takes groups of heads, but no dropout and only numbers of 16 bits.
+Otherwise, and on CPUs, attention uses the bias.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nanodomino.layers.positions import attention_bias, first_of_document, to_device
+
+
+@dataclass(frozen=True)
+class DocumentStarts:
+    """Tells where the documents of a slice start, if its samples are one sequence of b s tokens."""
+    starts: torch.Tensor      # [documents + 1] int32, on the GPU; the last number is b s
+    longest: int              # the number of tokens of the longest document
+
+
+def fits_varlen(config) -> bool:
+    """Return whether varlen_attn can compute this model's attention on GPUs that have the kernel."""
+    # torch's kernel takes multiples of 8 channels; above 192, some GPUs have no backward
+    return (config.params_dtype.itemsize == 2 and config.attention_dropout == 0.0
+            and config.kv_channels % 8 == 0 and config.kv_channels <= 192)
+
+
+def uses_varlen(config, device: torch.device) -> bool:
+    """Return whether attention within documents uses varlen_attn on this device."""
+    return (fits_varlen(config) and device.type == "cuda" and torch.backends.cuda.is_flash_attention_available()
+            and torch.cuda.get_device_capability(device) >= (8, 0))
+
+
+def document_inputs(config, documents, device: torch.device) -> dict:
+    """Return the fields of AttentionInputs that keep attention within documents.
+
+    documents: the document numbers [b, s], in the host's memory; None: attention crosses documents
+    """
+    if documents is None:
+        return {}
+    if uses_varlen(config, device):
+        return dict(documents=find_starts(documents, device))
+    return dict(attention_bias=attention_bias(to_device(documents, device), config.params_dtype))
+
+
+def find_starts(documents, device: torch.device) -> DocumentStarts:
+    """Return the DocumentStarts of the document numbers [b, s], which are in the host's memory."""
+    starts = F.pad(first_of_document(documents).flatten().nonzero().flatten(), (0, 1), value=documents.numel())
+    return DocumentStarts(to_device(starts.int(), device), int(starts.diff().max()))
+
+
+def varlen_attention(q, k, v, documents: DocumentStarts):
+    """Return the attention output [b, heads, s, d] for q [b, heads, s, d], k and v [b, groups, s, d]."""
+    from torch.nn.attention.varlen import varlen_attn          # imported here, because this import takes a second
+
+    b, grouped = q.size(0), k.size(1) < q.size(1)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))         # [b s, heads, d], without a copy
+    context = varlen_attn(q, k, v, documents.starts, documents.starts, documents.longest, documents.longest,
+                          window_size=(-1, 0), enable_gqa=grouped)         # the window makes attention causal
+    return context.unflatten(0, (b, -1)).transpose(1, 2)

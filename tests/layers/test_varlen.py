@@ -1,0 +1,82 @@
+"""Attention within documents by varlen_attn equals attention with a bias: losses, gradients and weights, in float64.
+
+torch's varlen_attn runs here on CPUs, on top of stand-ins for its two kernels (support/flash_on_cpu.py).
+"""
+
+import itertools
+
+import pytest
+import torch
+from support.fake_world import fake_world
+from support.flash_on_cpu import flash_on_cpu
+from support.harness import (FAMILIES, build, count_documents, difference, full_tensors, reference_for,
+                             relative, tiny, train_rank)
+
+import train
+from nanodomino.layers.varlen import find_starts, fits_varlen, uses_varlen
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_the_starts_of_documents_are_those_counted_by_hand():
+    found = find_starts(torch.tensor([[0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 2, 2]]), CPU)
+    assert found.starts.tolist() == [0, 3, 4, 8, 9, 10, 12] and found.longest == 4
+    assert found.starts.dtype == torch.int32
+    _, documents = count_documents(torch.randint(0, 5, (20, 30), generator=torch.Generator().manual_seed(1)))
+    lengths = [len(list(tokens)) for row in documents.tolist() for _, tokens in itertools.groupby(row)]
+    found = find_starts(documents, CPU)
+    assert found.starts.diff().tolist() == lengths and found.longest == max(lengths)
+
+
+def train_by_varlen(config, *arguments):
+    """Return (what train_rank() returns, how many attention cores ran)."""
+    with flash_on_cpu() as sequences:
+        outcome = train_rank(config, *arguments)
+    return outcome, len(sequences)
+
+
+STEPS = 2
+
+
+def test_training_equals_one_plain_process(pool):
+    """The other side is a plain model with a mask. Evaluation and recomputation take the same kernel."""
+    config = tiny(4, **FAMILIES["qwen3"], tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3,
+                  num_layers=3, recompute_granularity="full", sequence_parallel=True, micro_batch_size=6,
+                  global_batch_size=12, reset_position_ids=True, reset_attention_mask=True)
+    weights, data, records, final = reference_for(config, STEPS)
+    outcomes, cores = zip(*pool.run(train_by_varlen, config, weights, data, STEPS, world_size=4))
+    assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
+    assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < 1e-9
+    for step, record in enumerate(records):
+        gradients = full_tensors(outcomes, lambda outcome: outcome.gradients[step], config.tp)
+        assert difference(gradients, record.gradients) < 1e-9
+    assert difference(full_tensors(outcomes, lambda outcome: outcome.weights, config.tp), final) < 1e-9
+    forwards = 2 * STEPS + 1                                     # with recomputation, and one evaluation
+    assert sum(cores) == forwards * config.num_layers * config.tp * config.slices * config.microbatches
+
+
+def test_the_warm_up_runs_the_kernel():
+    """A kernel that a GPU loads within the first step would wait for the whole device."""
+    config = tiny(1, reset_attention_mask=True, num_layers=1)
+    with fake_world(0, 1), flash_on_cpu() as sequences:
+        mesh, _, optimizer, stage = build(config)
+        train.warm_up(stage, optimizer, config, mesh)
+    assert sequences == 2 * [[config.seq_length] * config.micro_batch_size]
+
+
+@pytest.mark.parametrize("settings, fits", [
+    ({}, True), (dict(dtype="float16"), True), (dict(dtype="float32"), False), (dict(dtype="float64"), False),
+    (dict(attention_dropout=0.1), False), (dict(hidden_dropout=0.1), True), (dict(kv_channels=12), False),
+    (dict(kv_channels=192), True), (dict(kv_channels=200), False)], ids=str)
+def test_what_the_kernel_can_compute(settings, fits):
+    assert fits_varlen(tiny(1, **dict(dtype="bfloat16", kv_channels=8) | settings)) == fits
+
+
+@pytest.mark.parametrize("device, built, capability, uses", [
+    (CUDA, True, (8, 0), True), (CUDA, True, (9, 0), True), (CUDA, True, (7, 5), False), (CUDA, False, (9, 0), False),
+    (CPU, True, (9, 0), False)])
+def test_which_devices_have_the_kernel(monkeypatch, device, built, capability, uses):
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert uses_varlen(tiny(1, dtype="bfloat16", kv_channels=8), device) == uses
+    assert not uses_varlen(tiny(1, dtype="float32", kv_channels=8), device)

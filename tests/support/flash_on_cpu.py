@@ -1,0 +1,79 @@
+"""Run torch's varlen_attn on a CPU, in any dtype.
+
+    with flash_on_cpu() as sequences: ...
+
+torch's own varlen_attn runs, with its autograd formula. Only the two flash attention kernels below it are replaced, by
+plain attention that computes one document after the other. Within the context, nanodomino.layers.varlen takes the CPU
+for a GPU that has the kernels, and making an attention bias is an error. `sequences` lists the lengths of the documents
+of each forward.
+"""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from nanodomino.layers import varlen
+
+
+def probabilities(q, k):
+    """Return the causal attention probabilities [heads, n, n] of one document: q [n, heads, d], k [n, heads, d]."""
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.size(-1) ** 0.5
+    return scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf).softmax(dim=-1)
+
+
+def per_head(q, *keys_and_values):
+    """Repeat each [n, groups, d] so that every head of q [n, heads, d] has its own."""
+    return (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in keys_and_values)
+
+
+def attend(q, k, v):
+    """Return the attention output [n, heads, d] of one document: q [n, heads, d], k and v [n, groups, d]."""
+    k, v = per_head(q, k, v)
+    return torch.einsum("hqk,khd->qhd", probabilities(q, k), v)
+
+
+def attend_backward(gradient, q, k, v):
+    """Return the gradients of q, k and v, by the chain rule. Autograd does not work below a custom operation."""
+    groups, (k, v) = k.size(1), per_head(q, k, v)
+    p, grad_p = probabilities(q, k), torch.einsum("qhd,khd->hqk", gradient, v)
+    grad_scores = p * (grad_p - (p * grad_p).sum(dim=-1, keepdim=True)) / q.size(-1) ** 0.5
+    grad_k, grad_v = torch.einsum("hqk,qhd->khd", grad_scores, q), torch.einsum("hqk,qhd->khd", p, gradient)
+    return (torch.einsum("hqk,khd->qhd", grad_scores, k),
+            *(x.unflatten(1, (groups, -1)).sum(dim=2) for x in (grad_k, grad_v)))
+
+
+def lengths_of(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, windows):
+    """Check a kernel's arguments as the GPU's kernel would, and more strictly. Return the documents' lengths."""
+    lengths = starts.diff().tolist()
+    assert starts.dtype == torch.int32 and starts.is_contiguous() and starts.equal(starts_k)
+    assert starts[0] == 0 and starts[-1] == len(q) == len(k) == len(v) and min(lengths) > 0
+    assert longest == longest_k == max(lengths) and dropout == 0.0 and is_causal
+    assert windows == dict(window_size_left=-1, window_size_right=0)  # causal, and scaled as usual
+    assert all(x.stride(-1) == 1 for x in (q, k, v)) and k.shape == v.shape
+    return lengths
+
+
+@contextmanager
+def flash_on_cpu():
+    """Replace the kernels. Yields the list of sequences."""
+    sequences = []
+
+    def forward(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, return_debug_mask, *, seqused_k=None,
+                alibi_slopes=None, block_table=None, num_splits=None, **windows):
+        lengths = lengths_of(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, windows)
+        sequences.append(lengths)
+        out = torch.cat([attend(*document) for document in zip(*(x.split(lengths) for x in (q, k, v)))])
+        return out, q.new_zeros(q.size(1), len(q)), q.new_zeros(2), q.new_zeros(0), q.new_zeros(0)
+
+    def backward(gradient, q, k, v, out, logsumexp, starts, starts_k, longest, longest_k, dropout, is_causal, rng_state,
+                 unused, **windows):
+        lengths = lengths_of(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, windows)
+        documents = zip(*(x.split(lengths) for x in (gradient, q, k, v)))
+        return tuple(map(torch.cat, zip(*(attend_backward(*document) for document in documents))))
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        with mock.patch.multiple(varlen, uses_varlen=lambda config, device: True, attention_bias=None):
+            yield sequences
