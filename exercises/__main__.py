@@ -22,7 +22,7 @@ def read_work():
     try:
         missing = [number for number in workbook.CHECKS if workbook.state_of(text, number) == "missing"]
     except SyntaxError as error:
-        sys.exit(f"Python cannot read {shown(WORK)}: {error.msg}, line {error.lineno}. Fix that line.")
+        sys.exit(f"Python cannot read {shown(WORK)}: {error.msg}, in line {error.lineno} or just above.")
     if missing:
         names = [name for number in missing for name in workbook.exercises_of_reference()[number]]
         sys.exit(f"{shown(WORK)} must contain {', '.join(names)} at its top level: restore it, or move the file away "
@@ -50,7 +50,8 @@ def start(number):
     if lost:
         copy = next(path for path in (WORK.with_suffix(f".{i}.py") for i in range(1, 10**6)) if not path.exists())
         copy.write_text(old)
-        print(f"Your earlier file is now {shown(copy)}, because start replaces {' and '.join(why(number, lost))}.")
+        print(f"Your earlier file is now {shown(copy)}, because start replaces {' and '.join(why(number, lost))}. "
+              f"To go back, copy it over {shown(WORK)}.")
     WORK.write_text(text)
     print(f"Exercise {number}: fill the blank in {shown(WORK)}, line {line_of(text, number)}. "
           f"Then run: python -m exercises check {number}")

@@ -42,7 +42,7 @@ class Deadlock(RankError):
                          + ", so none of them ever continues")
 
     def calls(self):
-        return "; ".join(f"rank {rank} waits for {call}" for rank, call in sorted(self.waits.items()))
+        return "; ".join(f"rank {rank} waits for its {call}" for rank, call in sorted(self.waits.items()))
 
 
 class Endless(Exception):
@@ -256,7 +256,7 @@ class World:
                 blur(message.tensor)
         self.posted[here.rank].append(messages)
         self.match()
-        return [Work(self, here.rank, f"its {message}", lambda m=message: deliver(m), lambda m=message: m.done)
+        return [Work(self, here.rank, str(message), lambda m=message: deliver(m), lambda m=message: m.done)
                 for message in messages]
 
     def active(self, rank, peer):
@@ -396,11 +396,16 @@ class FakeDistributed:
     def P2POp(self, op, tensor, peer, group=None, tag=0):
         if op not in (self.isend, self.irecv):
             raise RankError("the first argument of P2POp must be dist.isend or dist.irecv")
+        if not isinstance(tensor, torch.Tensor) or not isinstance(peer, int):
+            raise RankError("P2POp needs a tensor and a rank after dist.isend or dist.irecv, but gets "
+                            f"{type(tensor).__name__} and {type(peer).__name__}")
         return Message("isend" if op == self.isend else "irecv", here.rank, peer, tensor)
 
     def batch_isend_irecv(self, messages):
         if not messages:
             raise RankError(f"rank {here.rank} calls batch_isend_irecv with an empty list, "
                             "which torch.distributed refuses")
+        if not all(isinstance(message, Message) for message in messages):
+            raise RankError(f"rank {here.rank} calls batch_isend_irecv with a list that does not hold only P2POp")
         return here.world.post(messages)
 

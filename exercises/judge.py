@@ -83,6 +83,8 @@ def run_to_end(generator, name):
            "flight, for example with `yield from all_reduce(stage, tensor)`.")
     while True:
         try:
-            next(generator)
+            value = next(generator)
         except StopIteration as stop:
             return stop.value
+        expect(not hasattr(value, "__next__"), f"{name} yields a generator without running it: write `yield from "
+               "all_reduce(...)` instead of `yield all_reduce(...)`.")

@@ -136,22 +136,23 @@ def names_of(node):
 
 def check(number, text, path=WORK):
     """Check an exercise's answer in a work file's text. Return None if it passes, or what is wrong."""
-    names = ", ".join(exercises_of_reference()[number])
+    names = exercises_of_reference()[number]
+    names, verb = " and ".join(names), "are" if len(names) > 1 else "is"
     try:
         state = state_of(text, number)
         if state in ("blank", "missing"):
-            return f"{names} is still blank." if state == "blank" else f"{names} is missing from the file."
+            return f"{names} {verb} still blank." if state == "blank" else f"{names} {verb} missing from the file."
         check_of(number).check(load(text, number, path), load())
     except Wrong as wrong:
         return str(wrong) + where(wrong.__cause__, path)
     except SyntaxError as error:
-        return f"Python cannot read the file: {error.msg}\n    {shown(path)}, line {error.lineno}"
+        return f"Python cannot read the file: {error.msg}\n    {shown(path)}, line {error.lineno} or just above"
     except Endless as error:
         return "Your code does not end: it was stopped after two seconds of computation." + where(error, path)
     except RankError as error:
         return f"On fake ranks, {error}." + where(error, path)
     except NotImplementedError as error:
-        return f"{names} is not finished: {error}." + where(error, path)
+        return f"{names} {verb} not finished: {error}." + where(error, path)
     except Exception as error:
         return f"{type(error).__name__}: {error}" + where(error, path)
     return None

@@ -169,7 +169,7 @@ def own_rows(stage, ids):
 # Three numbers per token travel, not v logits: maximum, sum of exp, and the label's logit. Until
 # section 4 explains generators, read `x = yield from f()` as x = f(): x is what f returns.
 def cross_entropy(stage, logits, labels):                                               # exercise 3
-    """Turn logits [b, s, v/t] and labels [b, s] into losses [b, s] and the logits' gradient."""
+    """Turn logits [b, s, v/t] and labels [b, s] into (losses [b, s], gradient of the logits)."""
     logits[..., max(stage.vocab - stage.grid.tp_rank * logits.size(-1), 0):] = -1e9     # padding
     maximum = logits.amax(-1)      # subtract it, so exp stays finite; all ranks subtract the same
     yield from all_reduce(stage, maximum, dist.ReduceOp.MAX)
@@ -404,7 +404,7 @@ def learning_rate(step, steps, peak):
     return peak * (step / warm_up if step <= warm_up else 0.55 + 0.45 * cosine)
 
 def note(stage, what, tensor):
-    """Print each send, all_reduce() call, reduce-scatter and all-gather, if --verbose is given."""
+    """Print this rank's sends, all_reduce() calls, reduce-scatters and all-gathers."""
     if stage.verbose:
         rank, now = dist.get_rank(), time.perf_counter() % 1000   # one clock for a machine's ranks
         print(f"{now:9.4f} s {' ' * 8 * rank} rank {rank} {stage.action} {what} "

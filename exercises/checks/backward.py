@@ -14,7 +14,8 @@ core(c). a.backward(grad_a) fills c.grad; h.backward(grad_h) fills x.grad and th
 the norm.
 1. Which of the four matmuls does the all-reduce need? Compute only these, then launch it:
    yield from all_reduce(stage, tensor, deferred=[(weight, output's gradient, input), ...])
-   computes the deferred weight gradients while the all-reduce is in flight.
+   works in place: it adds the deferred weight gradients while the all-reduce is in flight, and
+   afterwards the tensor holds the sum.
 2. Add to the gradients of b1 and b2 in place: they are views of one flat tensor.
 3. Return the gradient of x: of the sublayer, and of the skip path.
 """

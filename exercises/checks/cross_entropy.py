@@ -9,11 +9,12 @@ from ..judge import expect, judge, run_to_end
 from ..stages import draw
 
 HINT = """
-Launch collectives with `yield from all_reduce(stage, tensor)`, or with dist.ReduceOp.MAX as
-the third argument; afterwards the tensor holds the result. The steps:
-1. Columns from stage.vocab on are padding. This rank's first column is tp_rank *
-   logits.size(-1). Fill padding with -1e9, so that its exp is 0.
-2. The largest logit of each token [b, s], over all ranks: subtract it before exp.
+`yield from all_reduce(stage, tensor)`, or with dist.ReduceOp.MAX as the third argument, works
+in place: it returns None, and afterwards the tensor holds the result. The steps:
+1. Columns from stage.vocab on are padding. This rank's first column is stage.grid.tp_rank *
+   logits.size(-1). Fill padding with -1e9, so that its exp is 0; you may change logits.
+2. The largest logit of each token [b, s], over all ranks: subtract it from all of the token's
+   logits.
 3. The sum of exp [b, s] over all ranks, and the label's logit, which only one rank has:
    own_rows() says which, and at which of its columns. Stack them [2, b, s], so that one all-
    reduce is enough.
@@ -22,6 +23,10 @@ the third argument; afterwards the tensor holds the result. The steps:
 """
 B, S, COLUMNS, VOCAB = 2, 4, 8, 13
 MISTAKES = {
+    "The loss counts padding on a rank that has only padding: stage.vocab minus its first column is negative there, so "
+    "a slice that starts at it leaves columns out.":
+        ("max(stage.vocab - stage.grid.tp_rank * logits.size(-1), 0)",
+         "stage.vocab - stage.grid.tp_rank * logits.size(-1)"),
     "The gradient divides by this rank's own sum of exp: the probabilities of all ranks together must sum to 1, so "
     "divide by the sum over all ranks.":
         ("exps.div_(sums[0].unsqueeze(-1))", "exps / exps.sum(-1, keepdim=True)"),
@@ -39,10 +44,14 @@ MISTAKES = {
     "The loss counts the label on a rank that does not own it: only the owner may contribute the label's logit, the "
     "other ranks contribute 0.": (".where(is_own, 0)\n    sums", "\n    sums"),
     "Each rank subtracts its own maximum, so the exponentials that are summed have different scales: all-reduce the "
-    "maximum with ReduceOp.MAX first.": ("    yield from all_reduce(stage, maximum, dist.ReduceOp.MAX)\n", ""),
+    "maximum with ReduceOp.MAX first, with `yield from`, without which all_reduce() does not run.":
+        ("    yield from all_reduce(stage, maximum, dist.ReduceOp.MAX)\n", ""),
+    "The loss subtracts the label's logit as it was: subtract the token's maximum from it, too, as in the sum of exp.":
+        ("(logits.gather(-1, row) - maximum.unsqueeze(-1))", "logits.gather(-1, row)"),
     "The loss counts the padding: columns from stage.vocab on are no words, so set them to -1e9 first.":
         ("    logits[..., max(stage.vocab - stage.grid.tp_rank * logits.size(-1), 0):] = -1e9", "    pass"),
-    "The loss knows only this rank's part of the vocabulary: all-reduce the sum of exp and the label's logit.":
+    "The loss knows only this rank's part of the vocabulary: all-reduce the sum of exp and the label's logit, with "
+    "`yield from`, without which all_reduce() does not run.":
         ("    yield from all_reduce(stage, sums)\n", ""),
     "The loss has the wrong sign: it is log(sum of exp) minus the label's logit.":
         ("return sums[0].log() - sums[1], soft", "return sums[1] - sums[0].log(), soft"),
@@ -51,17 +60,17 @@ MISTAKES = {
 }
 
 
-def program(minimal, world=None, offset=0.0):
+def program(minimal, world=None, offset=0.0, vocab=VOCAB):
     """Run cross_entropy on two ranks. offset: added to all logits of the first token; its loss must not change."""
     def rank_program():
         rank = minimal.dist.get_rank()
         group = minimal.dist.new_group([0, 1])
         stage = SimpleNamespace(
-            grid=SimpleNamespace(tp=2, tp_rank=rank, tp_group=group), vocab=VOCAB, verbose=False, action="F0",
+            grid=SimpleNamespace(tp=2, tp_rank=rank, tp_group=group), vocab=vocab, verbose=False, action="F0",
             weights={minimal.WORDS: torch.zeros(COLUMNS, 4)}, sizes=minimal.Sizes())
         logits = 3 * draw(None, "logits", (B, S, 2 * COLUMNS)) * COLUMNS ** 0.5
         logits[0, 0] += offset
-        labels = torch.tensor([[0, 3, 7, 8], [9, 12, 5, 1]])
+        labels = torch.tensor([[0, 3, 7, 8], [9, 12, 5, 1]]) % vocab
         result = run_to_end(minimal.cross_entropy(stage, logits.chunk(2, -1)[rank].clone(), labels), "cross_entropy")
         expect(isinstance(result, tuple) and len(result) == 2,
                "cross_entropy must return (losses [b, s], gradient of the logits [b, s, v/t]).")
@@ -69,6 +78,11 @@ def program(minimal, world=None, offset=0.0):
         return {"The loss": losses, "The gradient of the logits": gradient}
 
     return (world or World(2)).run(rank_program)
+
+
+def narrow_program(minimal):
+    """Run cross_entropy with so few words that rank 1 has only padding."""
+    return program(minimal, vocab=COLUMNS // 2)
 
 
 def check(answer, reference):
@@ -85,6 +99,7 @@ def check(answer, reference):
                f"The loss of a token with {'large' if offset > 0 else 'very negative'} logits is not finite, because "
                "exp overflows or all exps become 0: subtract the token's largest logit over all ranks before exp.")
         judge(lambda minimal, shifted=shifted: shifted, answer, {}, right)
+    judge(narrow_program, answer, MISTAKES)
     numbers = world.carried[0] / 8 / (B * S)
     expect(numbers <= 4, f"The numbers are right, but each rank sends {numbers:g} numbers per token where three are "
                          "enough: the maximum, the sum of exp and the label's logit.")

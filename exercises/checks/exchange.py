@@ -9,10 +9,11 @@ from ..judge import expect, judge
 from ..workbook import Wrong
 
 HINT = """
-action and following are "F", "B" or None. grid.previous and grid.next are ranks, or None at
-the ends. size.micro_batch, size.seq_length and size.hidden are the shape of a message. torch
-has dist.P2POp(dist.isend or dist.irecv, tensor, rank), dist.batch_isend_irecv(list of P2POp),
-which refuses an empty list and returns works, and work.wait().
+action and following are "F", "B" or None. With grid = stage.grid, grid.previous and grid.next
+are ranks, or None at the ends; beware, rank 0 is false, too. A message has the shape
+stage.sizes.micro_batch, seq_length, hidden; create it on grid.device. torch has
+dist.P2POp(dist.isend or dist.irecv, tensor, rank), dist.batch_isend_irecv(list of P2POp), which
+refuses an empty list and returns works, and work.wait().
 """
 STAGES, MICROBATCHES = 3, 4
 RULES = {"isend": "F sends to the next stage and B to the previous one",

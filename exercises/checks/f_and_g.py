@@ -45,6 +45,13 @@ MISTAKES = {
 }
 
 
+def apply(function, name, x, group):
+    y = function.apply(x, group)
+    expect(isinstance(y, torch.Tensor), f"{name}'s forward returns {y} where it must return a tensor. dist.all_reduce "
+           "itself returns None, because it changes its argument in place.")
+    return y
+
+
 def program(minimal):
     """Run f and g on two groups of two ranks. g sums the products of x and a row-parallel weight."""
     def rank_program():
@@ -52,7 +59,7 @@ def program(minimal):
         group = minimal.dist.new_group([0, 1] if rank < 2 else [2, 3])
         leaf = draw(None, f"h {group}", (2, 3)).requires_grad_()
         h = leaf * 1.0
-        found = {"The output of f": minimal.CopyToRanks.apply(h, group)}
+        found = {"The output of f": apply(minimal.CopyToRanks, "f", h, group)}
         gradient = draw(None, f"gradient {rank}", (2, 3))
         found["The output of f"].backward(gradient)
         expect(torch.equal(h, leaf), "f's forward changes h in place: clone it before all_reduce.")
@@ -63,7 +70,7 @@ def program(minimal):
         x, weight = draw(None, f"x {rank}", (2, 4)), draw(None, f"weight {rank}", (4, 3)).requires_grad_()
         addend = x @ weight
         before = addend.detach().clone()
-        found["The output of g"] = minimal.SumOverRanks.apply(addend, group)
+        found["The output of g"] = apply(minimal.SumOverRanks, "g", addend, group)
         expect(torch.equal(addend, before), "g's forward changes its addend in place: clone it before all_reduce.")
         found["The output of g"].backward(draw(None, f"gradient {group}", (2, 3)))
         found["The gradient of the row-parallel weight, used before g,"] = weight.grad

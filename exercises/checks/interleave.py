@@ -20,6 +20,8 @@ MISTAKES = {
     "resume each slice once, then the next.": (LOOP, "    for generator in generators:\n        list(generator)"),
     "The slices stop as soon as the first one ends, so the others are never finished: go on until all have ended.":
         (LOOP, "    for _ in zip(*generators): pass"),
+    "The slices stop after the round in which the first one ends, so the others are never finished: go on until all "
+    "have ended.": (LOOP, "    while all([next(g, 'ended') != 'ended' for g in generators]): pass"),
     "Each slice is resumed only once: a slice yields None, which does not mean that it has ended.":
         (LOOP, "    for generator in generators: next(generator, None)"),
     "A slice loses a turn when another one ends: a list that shrinks during a for loop skips an element, so remove "
@@ -42,7 +44,7 @@ def program(minimal):
     """Let slices of several lengths log their turns."""
     def rank_program():
         found = {}
-        for lengths in ((3, 3), (3, 1, 2), (1, 1, 3, 2), (2,)):
+        for lengths in ((2, 2, 2, 2, 2, 2, 2), (3, 3), (3, 1, 2), (1, 1, 3, 2), (2,)):
             log = []
 
             def slice(name, length, log=log):
@@ -51,9 +53,15 @@ def program(minimal):
                     yield
                 log.append(f"{name} ends")
 
-            result = minimal.interleave([slice(name, length) for name, length in zip("abcd", lengths)])
+            named = dict(zip("abcdefg", lengths))
+            made = {name: slice(name, named[name]) for name in "dbgacef" if name in named}   # not in the list's order
+            result = minimal.interleave([made[name] for name in named])
             expect(not isgenerator(result), "interleave is a generator itself, so calling it runs nothing: it must "
                    "contain no yield.")
+            first, right = log[:len(named)], [f"{name}0" for name in named]
+            expect(sorted(first) != right or first in (right, right[::-1]),
+                   f"The first turns are {', '.join(first)}, but the list's order is {', '.join(right)}: keep it, so "
+                   "that all ranks take the same turns. A set, for example, has an order of its own on each rank.")
             found[f"The order of {len(lengths)} slices of {', '.join(map(str, lengths))} yields"] = log
         return found
 

@@ -1,6 +1,7 @@
 """Exercise 5: the actions of 1F1B, as a list for any stage."""
 
 from collections import Counter
+from numbers import Integral
 
 from ..fake_ranks import World
 from ..judge import expect
@@ -52,6 +53,8 @@ WRONG_WARM_UP = {
            "as the stage can, so that it keeps at most stages - stage.",
     "one more": "Your warm-up is one F too long: the last stage can run B0 right after F0, so a stage warms up with "
                 "stages - stage - 1 microbatches.",
+    "one fewer": "Your warm-up is one F too short: before its first pair, a stage runs one F for each stage after it, "
+                 "stages - stage - 1 in all.",
     "same": "All stages of your list warm up with stages - 1 microbatches, but a stage needs only one F for each stage "
             "after it: stages - stage - 1.",
     "reversed": "Your warm-up grows with the stage, but stage 0 waits longest for its first B: it must warm up with "
@@ -62,8 +65,9 @@ WRONG_WARM_UP = {
 
 
 def with_warm_up(stage, stages, m, name):
-    count = dict(all=m, same=stages - 1, reversed=stage, none=0)
-    warm_up = min(count.get(name, stages - stage), m)
+    count = {"all": m, "one more": stages - stage, "one fewer": max(stages - stage - 2, 0), "same": stages - 1,
+             "reversed": stage, "none": 0}
+    warm_up = min(count[name], m)
     actions = [("F", i) for i in range(warm_up)]
     for i in range(m - warm_up):
         actions += [("F", warm_up + i), ("B", i)]
@@ -73,14 +77,18 @@ def with_warm_up(stage, stages, m, name):
 def examine(stage, stages, m, actions, right):
     """Check what holds for every schedule: each microbatch has one F, and one B after it, in order."""
     where = f"stage {stage} of {stages} with {m} microbatch{'es' * (m > 1)}"
-    expect(isinstance(actions, list) and all(isinstance(action, tuple) and len(action) == 2 for action in actions),
-           'one_f_one_b must return a list of pairs, such as [("F", 0), ("B", 0)].')
+    expected = 'one_f_one_b must return a list of pairs, such as [("F", 0), ("B", 0)], but '
+    expect(isinstance(actions, list), f"{expected}it returns {actions!r}.")
+    for action in actions:
+        expect(isinstance(action, tuple) and len(action) == 2 and action[0] in ("F", "B")
+               and isinstance(action[1], Integral), f"{expected}the list contains {action!r}.")
     count, needed = Counter(actions), Counter(right)
     extra, missing = list((count - needed).keys()), list((needed - count).keys())
     if extra and stages - stage - 1 > m:
         expect(False, f"On {where} the list has {write(extra)}, which does not exist: there may be fewer microbatches "
                       "than stages, so the warm-up is at most the number of microbatches.")
-    expect(not extra, f"On {where} the list has {write(extra)} too often, or there is no such microbatch.")
+    expect(not extra, f"On {where} the list has {write(extra)} too often, or there is no such microbatch: "
+                       f"they are 0 to {m - 1}.")
     expect(not missing, f"On {where} the list misses {write(missing)}: after the pairs, the B of the warm-up's "
                         "microbatches remain.")
     for kind, i in actions:

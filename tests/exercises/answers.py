@@ -50,6 +50,8 @@ F_AND_G = [
     (("dist.all_reduce(total := addend.clone(), group=group)", "dist.all_reduce(addend, group=group); total = addend"),
      "changes its addend"),
     (("dist.all_reduce(total := addend.clone(), group=group)", "total = addend * 1"), "g's forward must all-reduce"),
+    ((G_BACKWARD, G_BACKWARD.replace("return total", "pass")), "g's forward returns None"),
+    (("return h.view_as(h)", "pass"), "f's forward returns None"),
     (("return h.view_as(h)", "h = h.clone(); dist.all_reduce(h, group=group); return h"), "f's forward must not sum"),
 ]
 
@@ -95,6 +97,13 @@ CROSS_ENTROPY = [
     (BY_STEPS.replace("    yield from all_reduce(stage, total)\n", "    work = dist.all_reduce(total, "
      "group=stage.grid.tp_group, async_op=True)\n").replace(
         "    return", "    total = total * 1; work.wait()\n    return"), "has NaN"),
+    (BY_STEPS.replace("mine = ((logits - largest[..., None])", "mine = (logits"), "the label's logit as it was"),
+    (BY_STEPS.replace("logits = logits.masked_fill(columns >= stage.vocab, -1e9)",
+                      "logits[..., stage.vocab - first:] = -1e9"),
+     "on a rank that has only padding"),
+    (BY_STEPS.replace("yield from all_reduce(stage, mine)", "yield all_reduce(stage, mine)"), "without running it"),
+    (BY_STEPS.replace("yield from all_reduce(stage, total)", "all_reduce(stage, total)").replace(
+        "yield from all_reduce(stage, mine)", "all_reduce(stage, mine)"), "`yield from`, without which"),
     ("    return logits[..., 0], logits", "must be a generator"),
 ]
 
@@ -133,6 +142,7 @@ ONE_F_ONE_B = [
     (LISTS.replace("{AHEAD}", "min(stages - stage - 1, microbatches)"), None),
     (LISTS.replace("{AHEAD}", "microbatches"), "all F before the first B"),
     (LISTS.replace("{AHEAD}", "min(stages - stage, microbatches)"), "one F too long"),
+    (LISTS.replace("{AHEAD}", "min(max(stages - stage - 2, 0), microbatches)"), "one F too short"),
     (LISTS.replace("{AHEAD}", "min(stages - 1, microbatches)"), "All stages of your list warm up"),
     (LISTS.replace("{AHEAD}", "min(stage, microbatches)"), "grows with the stage"),
     (LISTS.replace("{AHEAD}", "0"), "no warm-up"),
@@ -143,7 +153,10 @@ ONE_F_ONE_B = [
      "misses B"),
     (("for i in range(microbatches - warm_up, microbatches)]", "for i in range(microbatches - warm_up)]"), "too often"),
     (("actions += [(\"F\", warm_up + i), (\"B\", i)]", "actions += [[\"F\", warm_up + i], [\"B\", i]]"),
-     "list of pairs"),
+     "but the list contains ['F', 3]"),
+    (("actions += [(\"F\", warm_up + i), (\"B\", i)]", "actions += [(warm_up + i, \"F\"), (i, \"B\")]"),
+     "but the list contains (3, 'F')"),
+    ("    stages += 1", "but it returns None"),
     ("    while True:\n        stage += 1", "does not end"),
 ]
 
@@ -179,6 +192,9 @@ EXCHANGE = [
     ((WAIT, "    if messages: dist.batch_isend_irecv(messages)\n"), "returns too early"),
     ((WAIT, WAIT.replace("batch_isend_irecv(messages) if", "batch_isend_irecv(messages)[:1] if")), "returns too early"),
     ((WAIT, WAIT.replace(" if messages else []", "")), "empty list"),
+    (("messages.append(dist.P2POp(dist.isend, output, target))", "messages.append(dist.isend(output, target))"),
+     "does not hold only P2POp"),
+    (("    if target is not None:\n", "    if action is not None:\n"), "but gets Tensor and NoneType"),
     (('{"F": grid.next, "B": grid.previous}.get(action)', 'grid.next if action else None'),
      "B to the previous one"),
     (('{"F": grid.previous, "B": grid.next}.get(following)', '{"F": grid.previous, "B": grid.next}.get(action)'),
@@ -224,6 +240,9 @@ INTERLEAVE = [
     alive = list(generators)
     while alive:
         alive = [generator for generator in alive if next(generator, None) is not None]''', "resumed only once"),
+    ("    while all([next(generator, 0) != 0 for generator in generators]):\n        pass", "after the round in which"),
+    ("    alive = set(generators)\n    while alive:\n        alive = {one for one in alive if next(one, 0) != 0}",
+     "A set, for example"),
     ("    while True:\n        for generator in generators:\n            next(generator)", "raises StopIteration"),
     ("    while generators:\n        for generator in generators:\n            next(generator, None)", "does not end"),
     ("    for generator in generators:\n        next(generator)\n        yield", "is a generator itself"),
