@@ -141,6 +141,7 @@ def evaluate(stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh, o
 def run_schedule(table: Timetable, step: int, stage: Domino, dataset: TokenDataset, config: Config, mesh: Mesh,
                  shuffle=True, on_gradients_ready=None, on_action=None, loss_scale=1.0):
     """Run a schedule over the microbatches of global batch `step`, counted from 0. Returns pipeline.Totals."""
+    stage.ops.loss_scale = loss_scale                          # for the losses of a router
     return pipeline.run(table, stage, mesh, partial(get_batch, dataset, config, mesh, step, shuffle), forward_step,
                         config.residual_shape, config.params_dtype, on_gradients_ready, stage.trace, on_action,
                         loss_scale)
@@ -309,7 +310,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
         make_compiler_deterministic()
     with end_unless_connected(launch, config.timeout):
         start_world(launch, device, config.timeout)
-        mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout)
+        mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, config.ep)
     check_agreement(config)
     run = from_rank_0(run)
     check_shared_folder(run.folder)

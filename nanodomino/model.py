@@ -39,6 +39,7 @@ from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, drop, seeded_generator
 from nanodomino.layers.main_grad import add_gradients, wide_dtype
 from nanodomino.layers.mlp import MLP
+from nanodomino.layers.moe import MoE
 from nanodomino.layers.norms import Norm
 from nanodomino.layers.sublayer import Sublayer
 from nanodomino.mesh import Mesh, meta_mesh
@@ -49,10 +50,10 @@ from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel,
 class Layer(nn.Module):
     """The two sublayers of a transformer layer: attention, then MLP."""
 
-    def __init__(self, config, mesh: Mesh, site: str):
+    def __init__(self, config, mesh: Mesh, number: int):
         super().__init__()
-        self.attention = Attention(config, mesh, site + ".attention")
-        self.mlp = MLP(config, mesh, site + ".mlp")
+        self.attention = Attention(config, mesh, f"layers.{number}.attention")
+        self.mlp = (MoE if config.has_experts(number) else MLP)(config, mesh, f"layers.{number}.mlp")
 
     def forward(self, x, masks_and_positions):
         return self.mlp(self.attention(x, masks_and_positions), masks_and_positions)
@@ -148,7 +149,7 @@ class GPT(nn.Module):
         if self.pre_process or (self.post_process and tied):   # the last stage holds a copy of a tied matrix
             self.embedding = Embedding(config, mesh, self.pre_process, self.post_process)
         numbers = [stage_layers(config.num_layers, stage, placement.last + 1) for stage in virtual_stages]
-        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, f"layers.{i}")
+        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, i)
                                      for i in sorted(i for chunk in numbers for i in chunk)})
         self.chunks = [Chunk([self.layers[str(i)] for i in chunk], stage == 0, stage == placement.last)
                        for chunk, stage in zip(numbers, virtual_stages)]
@@ -211,9 +212,10 @@ class GPT(nn.Module):
 @lru_cache(maxsize=64)
 def meta_stage(config, pp_rank=0, tp_rank=0) -> GPT:
     """Return the stage that the rank with these coordinates holds, with shapes but without values."""
-    return GPT(config, meta_mesh(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank))
+    return GPT(config, meta_mesh(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank, ep=config.ep))
 
 
 def meta_model(config) -> GPT:
     """Return the whole model as one process holds it, with shapes but without values."""
-    return meta_stage(dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1))
+    return meta_stage(dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+                                          expert_model_parallel_size=1))

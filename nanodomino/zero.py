@@ -97,8 +97,8 @@ class ZeroOptimizer:
         self.skipped_in_a_row = 0                        # except skips that a smaller loss scale might prevent
         self.loss_scale = LossScale(config)
         self.spec = OPTIMIZERS[config.optimizer]
-        groups = [dict(params=[bucket.master for bucket in self.buckets if bucket.kind.decay == decay],
-                       weight_decay=config.weight_decay if decay else 0.0) for decay in (True, False)]
+        groups = [dict(params=[bucket.master for bucket in self.buckets if bucket.kind.update == update],
+                       weight_decay=decay) for update, decay in (("decay", config.weight_decay), ("no_decay", 0.0))]
         self.optimizer = self.spec.make([group for group in groups if group["params"]], config)
         self.zero_grad()
 
@@ -108,6 +108,10 @@ class ZeroOptimizer:
     def state_names(self) -> tuple[str, ...]:
         """What a checkpoint saves for each parameter, for example ("weight", "exp_avg", "exp_avg_sq")."""
         return ("weight", *self.spec.moments)
+
+    def states_of(self, bucket: Bucket) -> tuple[str, ...]:
+        """Return the state_names that a bucket has. An update by sign needs no moments."""
+        return ("weight",) if bucket.kind.update == "sign" else self.state_names
 
     def own_state(self, bucket: Bucket, name: str):
         """Return this rank's partition of a bucket's state, in fp32 or wider. name: one of state_names. Before
@@ -252,7 +256,7 @@ class ZeroOptimizer:
         """Return whether this rank adds its gradients of this bucket to the global norm. Of all ranks that hold a copy
         of a gradient, exactly one does."""
         kind, mesh = bucket.kind, self.mesh
-        return (("tp" in kind.shards or mesh.tp_rank == 0)
+        return (kind.update != "sign" and ("tp" in kind.shards or mesh.tp_rank == 0)
                 and (bucket.partitions > 1 or mesh.axis(kind.replicas)[1] == 0)
                 and ("embedding" not in kind.addends or mesh.is_first_stage))
 
@@ -263,6 +267,8 @@ class ZeroOptimizer:
         with self.trace.span("optimizer"):
             for bucket in self.buckets:
                 bucket.own_grad.mul_(scale)
+                if bucket.kind.update == "sign":
+                    bucket.master.sub_(self.config.moe_router_bias_update_rate * bucket.own_grad.sign())
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()

@@ -326,8 +326,8 @@ def swapped_groups(config):
     because both axes have two ranks, and there is no error."""
     make = harness.make_mesh
 
-    def swapped(*arguments):
-        mesh = make(*arguments)
+    def swapped(*arguments, **others):
+        mesh = make(*arguments, **others)
         return dataclasses.replace(mesh, tp_group=mesh.dp_group, dp_group=mesh.tp_group)
     return [(harness, "make_mesh", swapped)]
 
@@ -551,7 +551,7 @@ def all_decay(config):
     """A flat buffer does not know which parameter its elements belong to, so one weight decay applies to all. Norm
     weights are slowly pulled from 1 towards 0. Loss and gradients of the first step are right."""
     kind = parameters.ParameterKind
-    return [(parameters, "ParameterKind", lambda decay, *others: kind(True, *others))]
+    return [(parameters, "ParameterKind", lambda update, *others: kind("decay", *others))]
 
 
 @pitfall("One rank skips a step, the others do not",

@@ -328,8 +328,8 @@ def gradient_buffer_bytes(config: Config, mesh: Mesh) -> int:
     if gradient_shards(config) == 1:
         return 0
     buckets = bucket_sizes(config, mesh)
-    matrices = sorted(size for kind, size in buckets if kind.decay)
-    filled = sum(matrices[-2 - config.virtual_stages:]) + sum(size for kind, size in buckets if not kind.decay)
+    matrices = sorted(size for kind, size in buckets if kind.update == "decay")
+    filled = sum(matrices[-2 - config.virtual_stages:]) + sum(size for kind, size in buckets if kind.update != "decay")
     reduced = MAX_REDUCES_IN_FLIGHT * max(size for _, size in buckets) * (1 if config.device == "cuda" else 2)
     return bytes_per_main_element(config) * (filled + reduced)
 

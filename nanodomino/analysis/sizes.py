@@ -49,7 +49,7 @@ def flops_per_token(config: Config) -> float:
 
 def mesh_at(config: Config, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
     """Return the Mesh of one rank, without processes."""
-    return meta_mesh(config.pp, config.dp, config.tp, pp_rank, dp_rank, tp_rank)
+    return meta_mesh(config.pp, config.dp, config.tp, pp_rank, dp_rank, tp_rank, config.ep)
 
 
 def all_meshes(config: Config) -> list[Mesh]:

@@ -29,9 +29,9 @@ def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weig
     if not weights_only:
         optimizer.updates, optimizer.skipped_in_a_row = manifest["adam_steps"], manifest["skipped_in_a_row"]
         optimizer.loss_scale.restore(manifest["loss_scale"])
-    states = optimizer.state_names if optimizer.updates else ("weight",)
     own = [BucketRange(bucket, state, bucket.own_offset, optimizer.allocate_own_state(bucket, state))
-           for bucket in optimizer.buckets for state in states]
+           for bucket in optimizer.buckets
+           for state in (optimizer.states_of(bucket) if optimizer.updates else ("weight",))]
     read_together(folder, manifest, local_boxes(model, own))
     optimizer.gather_weights()
     return 0 if weights_only else manifest["step"]

@@ -41,7 +41,7 @@ from nanodomino.zero import ZeroOptimizer
 def allocate_host_copies(optimizer: ZeroOptimizer, mesh: Mesh) -> list[BucketRange]:
     """Allocate host memory for this rank's share of a checkpoint. copy_to_host() fills it at each save."""
     ranges = [(bucket, state, *range_to_save(bucket, mesh))
-              for bucket in optimizer.buckets for state in optimizer.state_names]
+              for bucket in optimizer.buckets for state in optimizer.states_of(bucket)]
     like, copies = optimizer.buckets[0].own_grad, []
     memory = pinned_memory.allocate([end - start for *_, start, end in ranges], like.dtype, like.is_cuda)
     for (bucket, state, start, _), tensors in zip(ranges, memory):

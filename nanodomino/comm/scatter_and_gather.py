@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather, in place and asynchronous: the two collectives of ZeRO and sequence parallelism.
+"""Reduce-scatter, all-gather and all-to-all, asynchronous: for ZeRO, sequence parallelism and experts.
 
     a tensor on each of n ranks   | part 0 | part 1 | ... | part n-1 |        rank i owns part i
 
@@ -16,7 +16,7 @@ sent back a short "ready". If the receiver's own large send has already started,
 the same connection. So the two directions run one after the other. (This also happens in gloo's all-to-all and in
 broadcasts: the same exchange took 45 ms with the first and 66 ms with the second.)
 
-Both functions only launch the operation. Do not read or change the tensor before wait() has returned.
+The functions only launch the operation. Do not read or change the tensor before wait() has returned.
 """
 
 import threading
@@ -27,7 +27,7 @@ import torch.distributed as dist
 # torch 2.13 renamed both functions and warns about the old names; older versions have only the old names
 native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-TAGS = {"reduce_scatter": 0, "all_gather": 1}        # so that benchmarks can count the messages of either
+TAGS = {"reduce_scatter": 0, "all_gather": 1, "all_to_all": 2}    # so that benchmarks can count each one's messages
 
 
 def reduce_scatter(whole, group):
@@ -54,14 +54,28 @@ def all_gather(whole, group):
     return exchange([own] * len(parts), parts, group, TAGS["all_gather"])
 
 
+def all_to_all(received, sent, received_rows: list[int], sent_rows: list[int], group):
+    """Launch an all-to-all: rank i gets the i-th run of rows of `sent`, and its rows become the i-th run of `received`.
+
+    received_rows, sent_rows: the number of rows from and to each rank. Returns the work to wait for.
+    """
+    if sent.is_cuda:
+        return dist.all_to_all_single(received, sent, received_rows, sent_rows, group=group, async_op=True)
+    sends, receives, rank = sent.split(sent_rows), received.split(received_rows), group.rank()
+    receives[rank].copy_(sends[rank])
+    return exchange(sends, receives, group, TAGS["all_to_all"])
+
+
 def exchange(sends, receives, group, tag):
-    """Launch a send of sends[i] to each other rank i and a receive of receives[i] from it.
+    """Launch a send of sends[i] to each other rank i and a receive of receives[i] from it, unless they are empty.
 
     Each rank starts with the next rank, then the one after, so that no rank is everyone's first partner.
     """
     ranks = [(group.rank() + distance) % group.size() for distance in range(1, group.size())]
-    return Messages([dist.irecv(receives[rank], group=group, group_src=rank, tag=tag) for rank in ranks]
-                    + [dist.isend(sends[rank], group=group, group_dst=rank, tag=tag) for rank in ranks])
+    return Messages([dist.irecv(receives[rank], group=group, group_src=rank, tag=tag) for rank in ranks
+                     if receives[rank].numel()]
+                    + [dist.isend(sends[rank], group=group, group_dst=rank, tag=tag) for rank in ranks
+                       if sends[rank].numel()])
 
 
 class Messages:

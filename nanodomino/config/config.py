@@ -35,6 +35,7 @@ from nanodomino.config.setting import check_values, setting
 from nanodomino.errors import require
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
+from nanodomino.layers.router import SCORE_FUNCTIONS
 from nanodomino.optim.loss_scale import LOSS_SCALE_LIMIT, SMALLEST_LOSS_SCALE
 from nanodomino.optim.optimizers import OPTIMIZERS
 from nanodomino.overlap.recompute import GRANULARITIES
@@ -51,6 +52,7 @@ machine_setting = partial(setting, "The machine", affects="nothing")
 # what several settings need to have an effect; keys of NEEDS in rules.py
 ROPE, ADAMW, LION = "--position-embedding-type rope", "--optimizer adamw", "--optimizer lion"
 DYNAMIC = ("--fp16", "no --loss-scale")
+EXPERTS = "--num-experts"
 
 
 def family_setting(name, help, **options):
@@ -111,6 +113,35 @@ class Config:
     add_qkv_bias: bool = family_setting(
         "add_qkv_bias", "give q, k and v a bias even with --disable-bias-linear", needs="--disable-bias-linear")
     qk_layernorm: bool = family_setting("qk_layernorm", "normalize each head's q and k before RoPE")
+    num_experts: int = model_setting(
+        None, "number of experts in a layer with experts (default: the preset's, else no layer has experts)",
+        derived=True, legacy_default=None, at_most=4096)
+    moe_layer_freq: int = model_setting(
+        1, "give every Nth layer experts instead of an MLP, from the first layer on", needs=EXPERTS)
+    moe_router_topk: int = model_setting(2, "number of experts that each token uses", needs=EXPERTS)
+    moe_ffn_hidden_size: int = model_setting(
+        None, "width of each expert (default: --ffn-hidden-size)", derived=True, legacy_default=None, at_most=2**24,
+        needs=EXPERTS)
+    moe_shared_expert_intermediate_size: int = model_setting(
+        None, "width of an expert that every token uses besides (default: none)", derived=True, legacy_default=None,
+        at_most=2**24, needs=EXPERTS)
+    moe_router_score_function: str = model_setting(
+        "softmax", "how the router turns logits into scores", choices=SCORE_FUNCTIONS, needs=EXPERTS)
+    moe_router_pre_softmax: bool = model_setting(
+        False, "weight each chosen expert by its softmax over all experts, not over the chosen ones",
+        needs=(EXPERTS, "--moe-router-score-function softmax"))
+    moe_router_topk_scaling_factor: float = model_setting(
+        1.0, "factor on the weights of the chosen experts", above=0.0, needs=EXPERTS)
+    moe_router_enable_expert_bias: bool = model_setting(
+        False, "balance the experts by a bias on their scores that follows the load", needs=EXPERTS)
+    moe_router_bias_update_rate: float = model_setting(
+        1e-3, "change of the expert bias after each step", affects="losses", above=0.0,
+        needs=(EXPERTS, "--moe-router-enable-expert-bias"))
+    moe_aux_loss_coeff: float = model_setting(
+        0.0, "coefficient of the load-balancing loss, which is computed for each sample", affects="losses",
+        needs=EXPERTS)
+    moe_z_loss_coeff: float = model_setting(
+        0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)
     hidden_dropout: float = model_setting(
         0.0, "dropout rate for the embeddings and for each sublayer's output", below=1.0, affects="losses")
     attention_dropout: float = model_setting(
@@ -125,6 +156,9 @@ class Config:
         None, "number of pipeline stages that split the layers", alias="--pp", derived=True)
     data_parallel_size: int = layout_setting(
         None, "number of replicas that split the batch (default: processes / (tp x pp))", alias="--dp", derived=True)
+    expert_model_parallel_size: int = layout_setting(
+        1, "number of replicas that share the experts of a layer; divides --dp and --num-experts", alias="--ep",
+        needs=EXPERTS)
     micro_batch_size: int = layout_setting(
         None, "samples per microbatch (default: the preset's, but at most --global-batch-size / dp)", derived=True)
     slices: int = layout_setting(
@@ -258,6 +292,7 @@ class Config:
     tp = property(attrgetter("tensor_model_parallel_size"))
     pp = property(attrgetter("pipeline_model_parallel_size"))
     dp = property(attrgetter("data_parallel_size"))
+    ep = property(attrgetter("expert_model_parallel_size"))
 
     @property
     def sequence_shards(self) -> int:
@@ -342,6 +377,10 @@ class Config:
         """The MLP's activation, a key of layers.activations.ACTIVATIONS."""
         return "swiglu" if self.swiglu else "gelu"
 
+    def has_experts(self, layer: int) -> bool:
+        """Return whether this layer, counted from 0, has experts instead of an MLP."""
+        return bool(self.num_experts) and layer % self.moe_layer_freq == 0
+
     @property
     def qkv_size(self) -> int:
         """The output size of attention's first matmul over all ranks: q for each head, k and v for each query group."""
@@ -387,12 +426,14 @@ class Config:
         dp = self.dp or max(world_size // (tp * pp), 1)
         micro_batch_size = self.micro_batch_size or min(config.micro_batch_size, max(config.global_batch_size // dp, 1))
         schedule = self.schedule or default_schedule(self.virtual_stages or 1)
+        ffn_hidden_size = config.ffn_hidden_size or default_ffn_hidden_size(config)
         config = dataclasses.replace(
             config, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp,
             micro_batch_size=micro_batch_size,
             slices=config.slices or (min(2, micro_batch_size) if tp > 1 else 1),
             schedule=schedule, virtual_stages=self.virtual_stages or SCHEDULES[schedule].chunks[0],
-            ffn_hidden_size=config.ffn_hidden_size or default_ffn_hidden_size(config),
+            ffn_hidden_size=ffn_hidden_size,
+            moe_ffn_hidden_size=config.moe_ffn_hidden_size or ffn_hidden_size if config.num_experts else None,
             group_query_attention=groups < heads, num_query_groups=groups,
             kv_channels=config.kv_channels or config.hidden_size // heads,
             max_position_embeddings=config.max_position_embeddings or config.seq_length,

@@ -21,6 +21,10 @@ MAX_FORWARDS = 2**16
 NEEDS = {
     "--position-embedding-type rope": ("position_embedding_type", lambda c: c.rope),
     "--use-rope-scaling": ("use_rope_scaling", lambda c: c.use_rope_scaling),
+    "--num-experts": ("num_experts", lambda c: c.num_experts),
+    "--moe-router-score-function softmax": (
+        "moe_router_score_function", lambda c: c.moe_router_score_function == "softmax"),
+    "--moe-router-enable-expert-bias": ("moe_router_enable_expert_bias", lambda c: c.moe_router_enable_expert_bias),
     "--disable-bias-linear": ("disable_bias_linear", lambda c: c.disable_bias_linear),
     "random initial weights": ("load", lambda c: not c.load),
     "--tp above 1": ("tensor_model_parallel_size", lambda c: c.tp > 1),
@@ -132,6 +136,8 @@ def check_rules(c):
     require(c.ffn_hidden_size % tp == 0,
             f"ffn-hidden-size {c.ffn_hidden_size} must be divisible by tensor-model-parallel-size {tp}; "
             f"try --tp {divisors(c.ffn_hidden_size)}")
+    if c.num_experts:
+        check_expert_rules(c)
     chunks = SCHEDULES[c.schedule].chunks
     allowed = str(chunks[0]) if len(chunks) == 1 else f"from {chunks[0]} to {chunks[-1]}"
     require(c.virtual_stages in chunks,
@@ -167,3 +173,17 @@ def check_rules(c):
     require(c.min_loss_scale <= c.initial_loss_scale, f"min-loss-scale {c.min_loss_scale:g} must be at most "
             f"initial-loss-scale {c.initial_loss_scale:g}; try --min-loss-scale {c.initial_loss_scale:g}")
     require(c.min_lr <= c.lr, f"min-lr {c.min_lr} must be at most lr {c.lr}; lower --min-lr, or leave it out")
+
+
+def check_expert_rules(c):
+    """Check the rules for experts of a resolved Config. Raises UserError."""
+    require(c.disable_bias_linear, "experts have no biases, so --num-experts needs --disable-bias-linear; add it")
+    require(c.moe_router_topk <= c.num_experts, f"moe-router-topk {c.moe_router_topk} must be at most num-experts "
+            f"{c.num_experts}; try --moe-router-topk {c.num_experts}")
+    both = math.gcd(c.num_experts, c.dp)
+    require(both % c.ep == 0, f"expert-model-parallel-size {c.ep} must divide num-experts {c.num_experts} and the data "
+            f"parallel size {c.dp}; try --ep {divisors(both)}")
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        width = getattr(c, name) or 0
+        require(width % c.tp == 0, f"{name.replace('_', '-')} {width} must be divisible by tensor-model-parallel-size "
+                f"{c.tp}; try {flag_name(name)} {-(-width // c.tp) * c.tp}")

@@ -4,6 +4,8 @@
     W1 of an MLP          {0: "tp"}     "dp"         ()                          with weight decay
     weight of a norm      {}            "dp"         () or ("tp",), see below    without
     tied word embedding   {0: "tp"}     "dp"         ("embedding",)              with weight decay
+    W1 of the experts     {0: "ep",     "expert_dp"  ()                          with weight decay
+                           1: "tp"}
 
 The gradient of a parameter is summed twice. First over its *replicas*: ranks that hold the same shard and train on
 different samples. Then, once per step, over groups in which each rank computes only an *addend* of the gradient. For
@@ -20,12 +22,13 @@ from torch import nn
 class ParameterKind:
     """Says how the optimizer treats a parameter. All parameters of a bucket (optim/buckets.py) have the same kind.
 
-    decay      weight decay applies, because the parameter is a matrix
+    update     "decay": by the optimizer, with weight decay, because it is a matrix; "no_decay": without weight decay;
+               "sign": against the sign of its gradient, which the gradient norm leaves out (layers/router.py)
     shards     the axes over which the parameter is cut, such as ("tp",); () if it is not
     replicas   the axis whose ranks hold the same shard and train on different samples; zero.py sums their gradients
     addends    the groups in which every rank holds a copy but computes only an addend of the gradient, such as ("tp",)
     """
-    decay: bool
+    update: str
     shards: tuple[str, ...] = ()
     replicas: str = "dp"
     addends: tuple[str, ...] = ()
@@ -50,13 +53,14 @@ class ParameterSpec:
 
 
 def parameter(shape, config, mesh, *, cut=None, view=None, std=None, value=0.0, replicas="dp", addends=(),
-              uses=1) -> nn.Parameter:
+              update=None, uses=1) -> nn.Parameter:
     """Create this rank's shard of a parameter, uninitialized. GPT.initialize() in model.py fills it.
 
     shape, std, value, uses   see ParameterSpec
     cut                       {dimension: axis}: each rank of this axis of the mesh holds an equal part of the dimension
     view                      the parameter's shape, as for Tensor.view; None: the dimensions of the whole tensor
     replicas, addends         see ParameterKind
+    update                    see ParameterKind; None: "decay" for a matrix, else "no_decay"
 
     With sequence parallelism, each tp rank computes only an addend of the gradient of a parameter that is not cut over
     tp, because it has only some of the tokens.
@@ -68,7 +72,8 @@ def parameter(shape, config, mesh, *, cut=None, view=None, std=None, value=0.0, 
     if config.sequence_shards > 1 and "tp" not in shards:
         addends = {"tp", *addends}
     addends = tuple(sorted(group for group in addends if mesh.axis(group)[0] > 1))
-    kind = ParameterKind(len(view or shape) > 1, shards, replicas, addends)
+    update = update or ("decay" if len(view or shape) > 1 else "no_decay")
+    kind = ParameterKind(update, shards, replicas, addends)
     shard = torch.empty(size, device=mesh.device, dtype=config.params_dtype)
     weight = nn.Parameter(shard.view(view or size))
     weight.spec = ParameterSpec(tuple(shape), offset, size, kind, std, value, uses)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from nanodomino.comm.scatter_and_gather import all_to_all
+
 
 @dataclass
 class Flight:
@@ -24,11 +26,13 @@ class Flight:
     addends (see reduce_scatter in comm/scatter_and_gather.py).
     """
     tensor: torch.Tensor
-    kind: str = ""                                  # "all_reduce", "all_gather", "reduce_scatter"; "": nothing to send
+    kind: str = ""                                  # such as "all_reduce" or "all_to_all"; "": nothing to send
     sent: torch.Tensor | None = None                # the whole tensor; a trace records its bytes
     start: Callable | None = None
     work: object = None
     received: torch.Tensor | None = None
+    group: str = "tp"                               # a name for the trace
+    complete: Callable | None = None                # turns the received tensor into the result; None: it is the result
 
     def launch(self):
         self.work, self.received = self.start()
@@ -38,7 +42,7 @@ class Flight:
         if self.received is not None:
             torch.sum(self.received, dim=0, out=self.tensor.view(-1))
             self.received = None
-        return self.tensor
+        return self.complete(self.tensor) if self.complete else self.tensor
 
 
 def prepare_all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
@@ -46,6 +50,15 @@ def prepare_all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
     if group.size() == 1:
         return Flight(tensor)
     return Flight(tensor, "all_reduce", tensor, lambda: (dist.all_reduce(tensor, op, group=group, async_op=True), None))
+
+
+def prepare_all_to_all(rows, sent: list[int], received: list[int], group) -> Flight:
+    """Prepare an all-to-all of rows. sent, received: the number of rows to and from each rank of the group."""
+    if len(sent) == 1:
+        return Flight(rows)
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    return Flight(arrived, "all_to_all", rows, lambda: (all_to_all(arrived, rows, received, sent, group), None),
+                  group="ep")
 
 
 def result_of(flights: list[Flight]):

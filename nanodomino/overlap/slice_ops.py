@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
-from nanodomino.overlap.flight import Flight, prepare_all_reduce, result_of
+from nanodomino.overlap.flight import Flight, prepare_all_reduce, prepare_all_to_all, result_of
 
 
 class SliceOps:
@@ -26,6 +26,7 @@ class SliceOps:
 
     def __init__(self, stream, columns: int, trace):
         self.stream, self.columns, self.trace = stream, columns, trace
+        self.loss_scale = 1.0                                  # for losses that a sublayer adds by itself
 
     # ---- collectives
 
@@ -33,7 +34,7 @@ class SliceOps:
         """Launch a flight, if it sends anything. Its tensor must not be read or written until wait()."""
         if flight.kind:
             flight.launch()
-            self.trace.watch(flight.kind, flight.work, group="tp", slice=slice.index, site=site,
+            self.trace.watch(flight.kind, flight.work, group=flight.group, slice=slice.index, site=site,
                              bytes=flight.sent.nbytes)
         return flight
 
@@ -42,10 +43,27 @@ class SliceOps:
         chunks = self.column_chunks(x, -1) if self.stream.shards > 1 else [x]
         return [self.launch(slice, site, self.stream.gather(chunk)) for chunk in chunks]
 
+    def exchange(self, slice, site, rows, sent, received, group) -> list[Flight]:
+        """Launch an all-to-all of rows over an expert-parallel group; see prepare_all_to_all()."""
+        return [self.launch(slice, site, prepare_all_to_all(rows, sent, received, group))]
+
+    def finish_then_reduce(self, slice, site, flights, complete):
+        """Return flights of the sum over tp of complete(tensor), where `flights` carry the tensor. A generator.
+
+        Without tensor parallelism the flights themselves are returned, so that the caller yields while they last.
+        """
+        if self.stream.group.size() == 1:
+            flights[0].complete = complete
+            return flights
+        yield from self.yield_if_in_flight(flights)
+        addend = complete(self.wait(slice, site, flights))
+        return [self.launch(slice, site, self.stream.reduce(chunk.contiguous()))
+                for chunk in self.column_chunks(addend, -1)]
+
     def wait(self, slice, site, flights):
         """Wait for all flights of a tensor and return the tensor."""
         if any(flight.kind for flight in flights):
-            with self.trace.span("wait", group="tp", slice=slice.index, site=site):
+            with self.trace.span("wait", group=flights[0].group, slice=slice.index, site=site):
                 for flight in flights:
                     flight.work.wait()
         return result_of(flights)
@@ -103,6 +121,6 @@ class SliceOps:
         """Add grad_output^T x to the weight's main_grad for each (weight, grad_output, x); empty the list `matmuls`."""
         with self.trace.span("weight_gradient", slice=slice.index, site=site):
             while matmuls:
-                weight, grad_output, x = matmuls.pop(0)
-                if weight is not None:                       # a head does not multiply by all padding rows
-                    add_weight_gradient(main_grad_of(weight)[:grad_output.size(-1)], grad_output, x)
+                weight, grad_output, *inputs = matmuls.pop(0)
+                if weight is not None:
+                    add_weight_gradient(main_grad_of(weight), grad_output, *inputs)

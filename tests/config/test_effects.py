@@ -23,6 +23,8 @@ ALONE = dict(num_layers=1, global_batch_size=4, micro_batch_size=4, lr_warmup_fr
 EIGHT = dict(num_layers=2, global_batch_size=16, micro_batch_size=4, tensor_model_parallel_size=2,
              pipeline_model_parallel_size=2)
 ROPE = dict(position_embedding_type="rope")
+EXPERTS = dict(num_experts=4, disable_bias_linear=True, num_layers=2)
+BIAS = EXPERTS | dict(moe_router_enable_expert_bias=True)
 LION, FP16 = dict(optimizer="lion"), dict(dtype="float16")
 OVERFLOW = dict(dtype="float16", initial_loss_scale=2.0**100, hysteresis=1)        # in every step
 
@@ -37,7 +39,12 @@ MODEL_AND_TRAINING = dict(
     rotary_seq_len_interpolation_factor=(2.0, ROPE), vocab_size=(30, {}), make_vocab_size_divisible_by=(64, {}),
     untie_embeddings_and_output_weights=(True, {}), normalization=("RMSNorm", {}), layernorm_epsilon=(0.01, {}),
     swiglu=(True, {}), disable_bias_linear=(True, {}), add_qkv_bias=(True, dict(disable_bias_linear=True)),
-    qk_layernorm=(True, {}), hidden_dropout=(0.5, {}), attention_dropout=(0.5, {}), init_method_std=(0.1, {}),
+    qk_layernorm=(True, {}), num_experts=(4, dict(disable_bias_linear=True)), moe_layer_freq=(2, EXPERTS),
+    moe_router_topk=(3, EXPERTS), moe_ffn_hidden_size=(24, EXPERTS),
+    moe_shared_expert_intermediate_size=(24, EXPERTS), moe_router_score_function=("sigmoid", EXPERTS),
+    moe_router_pre_softmax=(True, EXPERTS), moe_router_topk_scaling_factor=(2.0, EXPERTS),
+    moe_router_enable_expert_bias=(True, EXPERTS), moe_router_bias_update_rate=(0.5, BIAS),
+    moe_aux_loss_coeff=(0.1, EXPERTS), moe_z_loss_coeff=(0.1, EXPERTS), hidden_dropout=(0.5, {}), attention_dropout=(0.5, {}), init_method_std=(0.1, {}),
     train_iters=(9, {}), global_batch_size=(8, {}), optimizer=("lion", {}), lr=(0.02, {}), min_lr=(0.0, {}),
     lr_decay_style=("linear", {}), lr_warmup_fraction=(0.0, {}), weight_decay=(0.0, {}), clip_grad=(0.0, {}),
     adam_beta1=(0.0, {}), adam_beta2=(0.0, {}), adam_eps=(0.1, {}), lion_beta1=(0.0, LION), lion_beta2=(0.0, LION),
@@ -48,6 +55,7 @@ LAYOUT = dict(
     tensor_model_parallel_size=(1, {}), pipeline_model_parallel_size=(1, {}),
     data_parallel_size=(8, dict(tensor_model_parallel_size=None, pipeline_model_parallel_size=None,
                                 micro_batch_size=2)),
+    expert_model_parallel_size=(2, dict(num_experts=4, disable_bias_linear=True)),
     micro_batch_size=(2, {}), slices=(1, {}), columns=(2, {}), schedule=("gpipe", dict(global_batch_size=32)),
     virtual_stages=(3, dict(schedule="interleaved", num_layers=6)), sequence_parallel=(True, {}),
     recompute_granularity=("full", {}), zero_stage=(0, {}), bucket_size=(100, {}))

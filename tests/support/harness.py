@@ -142,7 +142,7 @@ def build(config: Config, weights=None, trace=NO_TRACE):
 
     weights: full tensors by name, of which each rank takes its shard; None keeps the model's own initial weights.
     """
-    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
+    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"), ep=config.ep)
     model = train.model_builder(config, mesh)
     with torch.no_grad():
         for name, weight in model.named_parameters():

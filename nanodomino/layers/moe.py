@@ -1,0 +1,281 @@
+"""Mixture of experts: an MLP with E sets of weights (the experts), of which each token uses k (2101.03961).
+
+A model with more experts has more parameters, but a token costs the same. With expert parallelism (ep), ep replicas
+share the experts: each holds E/ep of them, and the tokens travel. For example 4 experts on ep = 2 replicas, k = 2:
+
+    replica 0 holds experts 0, 1            replica 1 holds experts 2, 3
+    tokens A B                              tokens C D
+    A -> 0, 2   B -> 1, 0                   C -> 3, 1   D -> 2, 3            router.py chooses k experts per token
+    rows sorted by expert: A B | A          C | D C D                        each row: one token for one expert
+         experts           0 0 1  2         1 | 2 3 3                        (B also goes to 1)
+    counts        -> all-to-all ->          each rank learns how many rows arrive from whom, and for which expert
+    rows          -> all-to-all ->          the dispatch: replica 0 now has all rows of experts 0 and 1
+    each expert multiplies its rows: W2 activation(W1 row)
+    results       -> all-to-all ->          the combine: every row goes back to the replica that it came from
+    y = the sum of a token's k results, each times its weight
+
+**Why all-to-all?** Every rank has rows for every other rank, and different ones for each. That is what an all-to-all
+sends. Its backward is an all-to-all in the other direction, so a layer has four large ones per microbatch.
+
+**What hides what.** A slice yields after it has launched its dispatch, and again after it has launched its combine. In
+the meantime the other slice computes: the dispatch of slice a is hidden by the attention of slice b, and the combine of
+slice a by the experts of slice b. Shared experts, which every token uses, compute while the rows travel. The counts are
+not hidden: the host must read them before it can launch the dispatch. They are E numbers.
+
+**Dropless.** Some systems give each expert a capacity and drop the rows beyond it. Then the dropped rows depend on
+which tokens share a microbatch, slice and replica, so the layout would show in the loss. Here every row is computed,
+however unevenly the tokens choose.
+
+**Tensor parallelism.** An expert's features are cut over tp like an MLP's, so a rank's y is an addend, and the usual
+reduce completes it. Each tp rank exchanges rows with the tp ranks of the same number on other replicas.
+
+The loop over experts in grouped_linear() is the definition. On GPUs in 16 bits, torch's grouped_mm multiplies all
+groups of rows in one kernel.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanodomino.comm.scatter_and_gather import all_to_all
+from nanodomino.layers.activations import ACTIVATIONS
+from nanodomino.layers.dropout_and_positions import add_residual
+from nanodomino.layers.router import Router, Routing
+from nanodomino.layers.sublayer import Sublayer
+from nanodomino.optim.parameters import parameter
+from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, copy_to_tensor_parallel,
+                                 reduce_from_tensor_parallel)
+
+
+@dataclass
+class Dispatch:
+    """Holds where the n k rows of a slice go. Row i is for token i // k. r: the number of rows that this rank receives.
+
+    order, place    [n k]: the i-th row to send is row order[i]; row i is the place[i]-th to be sent
+    by_expert       [r]: sorts the received rows by expert; unsort is its inverse
+    sent, received  the number of rows to and from each ep rank
+    ends            for each local expert, the number of received rows up to and including its own
+    """
+    order: torch.Tensor
+    place: torch.Tensor
+    by_expert: torch.Tensor
+    unsort: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    ends: list[int]
+
+
+def plan_dispatch(experts, counts, received_counts) -> Dispatch:
+    """Plan the rows' way. experts [b, s, k]; counts [ep, E/ep]: this rank's rows for each expert of each ep rank;
+    received_counts [ep, E/ep]: the rows from each ep rank for each local expert. The host waits for both counts here.
+    """
+    ep, local = counts.shape
+    sent, received = torch.stack([counts.sum(1), received_counts.sum(1)]).tolist()
+    ends = received_counts.sum(0).cumsum(0).tolist()
+    order = experts.flatten().argsort(stable=True)
+    expert = torch.arange(local, device=order.device).repeat(ep)
+    by_expert = expert.repeat_interleave(received_counts.flatten(), output_size=ends[-1]).argsort(stable=True)
+    return Dispatch(order, inverse(order), by_expert, inverse(by_expert), sent, received, ends)
+
+
+def inverse(permutation):
+    """Return the inverse of a permutation of 0 .. n - 1."""
+    return torch.empty_like(permutation).scatter_(0, permutation, torch.arange(
+        len(permutation), device=permutation.device))
+
+
+def grouped_linear(x, weights, ends: list[int]):
+    """Return x_e W_e^T for each expert e. x [r, in]: rows sorted by expert; weights [experts, out, in]; ends: see
+    Dispatch."""
+    if x.is_cuda and x.element_size() == 2:
+        return F.grouped_mm(x, weights.transpose(1, 2), offs=torch.tensor(ends, dtype=torch.int32, device=x.device))
+    return torch.cat([F.linear(x[start:end], weight) for start, end, weight in zip([0, *ends], ends, weights)])
+
+
+class ExchangeRows(torch.autograd.Function):
+    """All-to-all of rows; backward sends the gradients back. sent, received: the rows to and from each rank."""
+
+    @staticmethod
+    def forward(ctx, rows, sent, received, group):
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return exchange_rows(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return exchange_rows(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def exchange_rows(rows, sent, received, group):
+    """Send rows to all ranks of the group, wait, and return the received rows."""
+    if len(sent) == 1:
+        return rows
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    all_to_all(arrived, rows.contiguous(), received, sent, group).wait()
+    return arrived
+
+
+class SharedExpert(nn.Module):
+    """An MLP that every token uses besides its k experts. Its output is added to theirs before the reduce over tp."""
+
+    def __init__(self, config, mesh):
+        super().__init__()
+        self.activation, width = ACTIVATIONS[config.activation], config.moe_shared_expert_intermediate_size
+        self.dense_h_to_4h = ColumnParallelLinear(config.hidden_size, self.activation.inputs * width, config, mesh,
+                                                  bias=False, partition_stride=self.activation.inputs)
+        self.dense_4h_to_h = RowParallelLinear(width, config.hidden_size, config, mesh, bias=False)
+
+
+class MoE(Sublayer):
+    """Takes the place of MLP in a layer with experts."""
+
+    def __init__(self, config, mesh, site: str):
+        super().__init__(config, mesh, site)
+        self.activation, self.group, self.mesh = ACTIVATIONS[config.activation], mesh.ep_group, mesh
+        (experts, h), ffn = (config.num_experts, config.hidden_size), config.moe_ffn_hidden_size
+        self.router, self.experts = Router(config, mesh), nn.Module()
+        stack = (self.activation.inputs,) if self.activation.inputs > 1 else ()          # SwiGLU's gate and up
+        self.experts.dense_h_to_4h = parameter(
+            (experts, *stack, ffn, h), config, mesh, cut={0: "ep", len(stack) + 1: "tp"}, replicas="expert_dp",
+            view=(experts // mesh.ep, -1, h), std=config.init_method_std)
+        self.experts.dense_4h_to_h = parameter(
+            (experts, h, ffn), config, mesh, cut={0: "ep", 2: "tp"}, replicas="expert_dp",
+            std=config.init_method_std / (2 * config.num_layers) ** 0.5)
+        self.shared_expert = SharedExpert(config, mesh) if config.moe_shared_expert_intermediate_size else None
+
+    def inside(self) -> "MoEInside":
+        return MoEInside(self)
+
+    def forward(self, x, masks_and_positions):
+        """The definition, with blocking communication and plain autograd. Leaves the routing losses, which the caller
+        must add to the loss, in auxiliary_loss."""
+        router, w1, w2 = self.router, self.experts.dense_h_to_4h, self.experts.dense_4h_to_h
+        h = copy_to_tensor_parallel(self.norm(x), self.mesh.tp_group)
+        logits = router.logits(h)
+        experts, counts = router.choose(logits.detach())
+        self.auxiliary_loss = router.loss(logits, experts) * router.counts_here
+        counts = counts.view(self.mesh.ep, -1)
+        each = [1] * self.mesh.ep
+        dispatch = plan_dispatch(experts, counts, exchange_rows(counts, each, each, self.group))
+        rows = h.flatten(0, 1)[dispatch.order // experts.size(-1)]
+        rows = ExchangeRows.apply(rows, dispatch.sent, dispatch.received, self.group)[dispatch.by_expert]
+        results = grouped_linear(self.activation.function(grouped_linear(rows, w1, dispatch.ends)), w2, dispatch.ends)
+        results = ExchangeRows.apply(results[dispatch.unsort], dispatch.received, dispatch.sent, self.group)
+        y = combine(results, dispatch, router.weights(logits, experts).to(h.dtype))
+        if shared := self.shared_expert:
+            c = F.linear(h, shared.dense_h_to_4h.weight)
+            y = y + F.linear(self.activation.function(c), shared.dense_4h_to_h.weight)
+        y = reduce_from_tensor_parallel(y, self.mesh.tp_group)
+        return add_residual(x, y, None, masks_and_positions.hidden_dropout_mask(self.site + ".hidden", x))
+
+
+def combine(results, dispatch: Dispatch, weights):
+    """Return y [b, s, h], the weighted sum of each token's k results. results [n k, h], in the order of sending;
+    weights [b, s, k]."""
+    each = results[dispatch.place].view(*weights.shape, -1)
+    return torch.einsum("bskh,bsk->bsh", each, weights)
+
+
+@dataclass
+class MoETape:
+    """Holds what backward needs. A field is None after recompute.py has dropped it. In the three fields that it may
+    drop, the second entry belongs to the shared expert; it is None without one."""
+    routing: Routing
+    dispatch: Dispatch
+    rows: torch.Tensor                   # [r, h], the rows that this rank received, sorted by expert
+    column_output: tuple | None          # c [r, .. ffn/t], the output of W1
+    core: tuple | None                   # what the activation's backward needs, which is c too
+    activation: tuple | None             # the input of W2
+    results: torch.Tensor                # [n k, h], the experts' results, in the order of sending
+
+
+class MoEInside:
+    """Runs router, dispatch, experts and combine in the interface of sublayer_inside.py."""
+    output_bias = None
+
+    def __init__(self, sublayer: MoE):
+        self.sublayer, self.site, self.router = sublayer, sublayer.site, sublayer.router
+        self.activation, self.group, shared = sublayer.activation, sublayer.group, sublayer.shared_expert
+        self.ep = sublayer.mesh.ep
+        self.w1, self.w2 = sublayer.experts.dense_h_to_4h, sublayer.experts.dense_4h_to_h
+        self.shared = (shared.dense_h_to_4h.weight, shared.dense_4h_to_h.weight) if shared else None
+
+    def forward(self, ops, slice, h):
+        h = ops.wait(slice, self.site, h)
+        with ops.trace.span("matmul", slice=slice.index, site=self.site):
+            routing = self.router.route(h)
+        counts, each = routing.counts.view(self.ep, -1), [1] * self.ep
+        flights = ops.exchange(slice, self.site, counts, each, each, self.group)
+        shared = self.shared_column_output(ops, slice, h)
+        dispatch = plan_dispatch(routing.experts, counts, ops.wait(slice, self.site, flights))
+        rows = h.flatten(0, 1)[dispatch.order // routing.experts.size(-1)]
+        flights = ops.exchange(slice, self.site, rows, dispatch.sent, dispatch.received, self.group)
+        yield from ops.yield_if_in_flight(flights)
+        rows = ops.wait(slice, self.site, flights)[dispatch.by_expert]
+        tape = MoETape(routing, dispatch, rows, None, None, None, None)
+        tape.column_output = self.column(ops, slice, rows, dispatch), shared
+        tape.core = tape.column_output
+        tape.activation = tuple(c if c is None else self.activation.function(c) for c in tape.core)
+        with ops.trace.span("matmul", slice=slice.index, site=self.site):
+            results = grouped_linear(tape.activation[0], self.w2, dispatch.ends)[dispatch.unsort]
+        flights = ops.exchange(slice, self.site, results, dispatch.received, dispatch.sent, self.group)
+        with ops.trace.span("matmul", slice=slice.index, site=self.site):
+            own = F.linear(tape.activation[1], self.shared[1]) if self.shared else None
+        tape.results = flights[0].tensor
+
+        def complete(results):
+            y = combine(results, dispatch, routing.weights.detach().to(h.dtype))
+            return y if own is None else y + own
+        return (yield from ops.finish_then_reduce(slice, self.site, flights, complete)), tape
+
+    def column(self, ops, slice, rows, dispatch):
+        with ops.trace.span("matmul", slice=slice.index, site=self.site):
+            return grouped_linear(rows, self.w1, dispatch.ends)
+
+    def shared_column_output(self, ops, slice, h):
+        """Return the shared expert's c [b, s, .. ffn/t]; None without a shared expert."""
+        if self.shared is None:
+            return None
+        with ops.trace.span("matmul", slice=slice.index, site=self.site):
+            return F.linear(h, self.shared[0])
+
+    def restore(self, ops, slice, tape: MoETape, h):
+        """Recompute the activations from c, or c from the received rows. No row travels again."""
+        c = tape.column_output
+        if c is None:
+            shared = self.shared_column_output(ops, slice, ops.wait(slice, self.site, h))
+            c = self.column(ops, slice, tape.rows, tape.dispatch), shared
+        tape.column_output, tape.core = None, c
+        tape.activation = tuple(x if x is None else self.activation.function(x) for x in c)
+        return
+        yield
+
+    def backward(self, ops, slice, tape: MoETape, grad_y, h):
+        routing, dispatch = tape.routing, tape.dispatch
+        grad_y, weights = ops.wait(slice, self.site, grad_y), routing.weights.detach().to(tape.rows.dtype)
+        rows = (grad_y.unsqueeze(2) * weights.unsqueeze(-1)).flatten(0, 2)[dispatch.order]
+        flights = ops.exchange(slice, self.site, rows, dispatch.sent, dispatch.received, self.group)
+        results = tape.results[dispatch.place].view(*weights.shape, -1)
+        grad_weights = torch.einsum("bskh,bsh->bsk", results, grad_y).to(routing.weights.dtype)
+        h = ops.wait(slice, self.site, h)
+        grad_h = self.router.backward(routing, grad_weights, h, ops.loss_scale)
+        matmuls = []
+        if self.shared:
+            w1, w2 = self.shared
+            with ops.trace.span("matmul", slice=slice.index, site=self.site):
+                grad_c = self.activation.backward(F.linear(grad_y, w2.t()), tape.core[1])
+                grad_h = grad_h + F.linear(grad_c, w1.t())
+            matmuls = [(w2, grad_y, tape.activation[1]), (w1, grad_c, h)]
+        yield from ops.yield_if_in_flight(flights)
+        grad_out = ops.wait(slice, self.site, flights)[dispatch.by_expert]
+        with ops.trace.span("matmul", slice=slice.index, site=self.site):
+            grad_c = self.activation.backward(
+                grouped_linear(grad_out, self.w2.transpose(1, 2), dispatch.ends), tape.core[0])
+            rows = grouped_linear(grad_c, self.w1.transpose(1, 2), dispatch.ends)[dispatch.unsort]
+        flights = ops.exchange(slice, self.site, rows, dispatch.received, dispatch.sent, self.group)
+        matmuls += [(self.w2, grad_out, tape.activation[0], dispatch.ends), (self.w1, grad_c, tape.rows, dispatch.ends)]
+
+        def complete(rows):
+            return grad_h + rows[dispatch.place].view(*weights.shape, -1).sum(dim=2)
+        return (yield from ops.finish_then_reduce(slice, self.site, flights, complete)), matmuls

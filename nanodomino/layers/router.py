@@ -1,0 +1,135 @@
+"""Chooses k of E experts for each token, and computes the two losses that keep the choice balanced.
+
+    logits = h Wr^T     scores = softmax or sigmoid of the logits     experts = the k largest scores (+ expert bias)
+
+    score function            weight of a chosen expert                             Megatron-LM's flags
+    softmax                   softmax over the k chosen logits (Mixtral)            --moe-router-score-function softmax
+    softmax, pre-softmax      its probability among all E experts                   --moe-router-pre-softmax
+    sigmoid                   its score / the sum of the k scores (DeepSeek-V3)     --moe-router-score-function sigmoid
+
+**Ties.** If scores are equal, the expert with the lower number wins. torch.topk does not promise that.
+
+**Balance.** Without a counterweight, a router soon sends most tokens to a few experts. Three remedies, where f_e is the
+share of a sample's s k choices that expert e received, and P_e its mean probability over the sample:
+
+    auxiliary loss   coefficient x E x sum over e of f_e P_e (2101.03961, section 2.2). It is 1 x coefficient if all
+                     experts are chosen equally often, and larger otherwise. f_e has no gradient, P_e has
+    z-loss           coefficient x mean over tokens of (log of the sum of exp(logits))^2 (2202.08906, section 3.2)
+    expert bias      added to the scores for the choice only, not for the weights. After each step it grows by a fixed
+                     rate for experts that were chosen less often than the mean, and shrinks for others (2408.15664)
+
+**The layout must not show.** A mean over "the batch" would depend on how the batch is cut into microbatches, slices and
+replicas. So the auxiliary loss is computed for each sample (Megatron's seq_aux_loss) and weighted by s; the z-loss is a
+sum over tokens. Like the loss of the model, both are divided once, by the number of counted tokens of the global batch.
+The expert bias follows the counts of the global step: a choice's excess over the mean is the bias's "gradient", which
+the replicas sum like any other gradient, and zero.py updates the bias by the sign of the sum.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nanodomino.layers.main_grad import add_gradients, add_weight_gradient, main_grad_of, wide_dtype
+from nanodomino.optim.parameters import parameter
+
+
+def softmax_scores(logits):
+    return logits.softmax(dim=-1)
+
+
+SCORE_FUNCTIONS = {"softmax": softmax_scores, "sigmoid": torch.sigmoid}
+
+
+@dataclass
+class Routing:
+    """Holds the router's decision for a slice of b x s = n tokens, and the graph from its logits to its results."""
+    logits: torch.Tensor         # [b, s, E], a leaf of autograd's graph
+    experts: torch.Tensor        # [b, s, k]
+    weights: torch.Tensor        # [b, s, k], with autograd's graph
+    loss: torch.Tensor           # auxiliary loss and z-loss, summed over the slice's tokens, with autograd's graph
+    counts: torch.Tensor         # [E]: how many tokens chose each expert
+
+
+class Router(nn.Module):
+    """Holds the router's matrix Wr [E, h] and, if enabled, the expert bias [E].
+
+    Each tensor-parallel rank routes all tokens in the same way. But it knows only its own features' share of an
+    expert's output, and so only an addend of the gradient of the weights and of Wr.
+    """
+
+    def __init__(self, config, mesh):
+        super().__init__()
+        self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
+        self.counts_here = mesh.tp_rank == 0                   # losses and counts enter once, not on every tp rank
+        self.weight = parameter((config.num_experts, config.hidden_size), config, mesh, std=config.init_method_std,
+                                addends=("tp",))
+        self.expert_bias = (parameter((config.num_experts,), config, mesh, addends=("tp",), update="sign")
+                            if config.moe_router_enable_expert_bias else None)
+
+    def scores(self, logits):
+        return SCORE_FUNCTIONS[self.config.moe_router_score_function](logits)
+
+    def logits(self, h):
+        """Return the logits [b, s, E] of h [b, s, h], in fp32 or wider."""
+        wide = wide_dtype(h)
+        return h.to(wide) @ self.weight.to(wide).t()
+
+    @torch.no_grad()
+    def choose(self, logits):
+        """Return (the numbers of the chosen experts [b, s, k], the best first; how many tokens chose each expert [E]).
+        """
+        scores = self.scores(logits)
+        if self.expert_bias is not None:
+            scores = scores + self.expert_bias
+        experts = scores.sort(dim=-1, descending=True, stable=True).indices[..., :self.topk].contiguous()
+        # the number of rows up to each expert's last; bincount would make the host wait for a GPU
+        ends = torch.searchsorted(experts.flatten().sort().values, torch.arange(
+            self.num_experts, device=logits.device), right=True)
+        return experts, ends.diff(prepend=ends.new_zeros(1))
+
+    def weights(self, logits, experts):
+        """Return the weights [b, s, k] of the chosen experts."""
+        config = self.config
+        if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+            weights = logits.gather(-1, experts).softmax(dim=-1)
+        else:
+            weights = self.scores(logits).gather(-1, experts)
+            if config.moe_router_score_function == "sigmoid" and self.topk > 1:
+                weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * config.moe_router_topk_scaling_factor
+
+    def loss(self, logits, experts):
+        """Return auxiliary loss + z-loss of a slice: a sum over its samples, each weighted by its s tokens."""
+        (_, s, count), config = logits.shape, self.config
+        probabilities = self.scores(logits)
+        if config.moe_router_score_function == "sigmoid":
+            probabilities = probabilities / (probabilities.sum(dim=-1, keepdim=True) + 1e-20)
+        shares = torch.zeros_like(logits[:, 0]).scatter_add_(
+            1, experts.flatten(1), torch.ones_like(logits[..., :1]).expand(experts.shape).flatten(1)) / (s * self.topk)
+        balance = count * (shares * probabilities.mean(dim=1)).sum()
+        return (config.moe_aux_loss_coeff * s * balance
+                + config.moe_z_loss_coeff * logits.logsumexp(dim=-1).square().sum())
+
+    def route(self, h) -> Routing:
+        """Route h [b, s, h]. Logits, weights and losses are computed in fp32 or wider."""
+        logits = self.logits(h)
+        experts, counts = self.choose(logits)
+        with torch.enable_grad():
+            logits = logits.detach().requires_grad_()
+            weights, loss = self.weights(logits, experts), self.loss(logits, experts)
+        return Routing(logits, experts, weights, loss, counts)
+
+    def backward(self, routing: Routing, grad_weights, h, loss_scale: float):
+        """Return this rank's addend of the gradient of h, and add the gradients of Wr and of the expert bias.
+
+        grad_weights: this rank's addend of the gradient of routing.weights.
+        """
+        scale = torch.full_like(routing.loss, loss_scale * self.counts_here)
+        (grad_logits,) = torch.autograd.grad([routing.weights, routing.loss], routing.logits, [grad_weights, scale])
+        add_weight_gradient(main_grad_of(self.weight), grad_logits, h.to(grad_logits.dtype))
+        if self.expert_bias is not None and self.counts_here:
+            # E x (count - mean) rather than count - mean, because integers are exact
+            excess = self.num_experts * routing.counts - routing.counts.sum()
+            add_gradients([self.expert_bias], [excess.to(main_grad_of(self.expert_bias).dtype)])
+        return (grad_logits @ self.weight.to(grad_logits.dtype)).to(h.dtype)
