@@ -260,11 +260,14 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
 
 
 def write_sample(model: GPT, config: Config, corpus: Corpus, dataset: TokenDataset, mesh: Mesh):
-    """Let the first replica continue the first tokens of a split, and print the text."""
-    if mesh.dp_rank == 0:
+    """Let the first replica continue the first tokens of a split, and print the text. The replicas that hold its other
+    experts generate the same text."""
+    if mesh.dp_rank < mesh.ep:
         prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()
         tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
                           config.top_k, config.seed, end_of_text=corpus.end_of_text)
+        if mesh.dp_rank > 0:
+            return
         tokenizer = corpus.tokenizer()
         print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}){expected_quality(config)}; the "
               f"first {len(prompt)} tokens are the prompt\n"

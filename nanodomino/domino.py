@@ -149,7 +149,8 @@ class Domino:
         """Cut each microbatch into `slices` slices, and each matmul with a collective into `columns` (slice_ops.py)."""
         self.model, self.mesh, self.slices, self.trace = model, model.mesh, slices, trace
         compiled = partial(torch.compile, backend=compile_backend) if compile_backend else None
-        self.ops = SliceOps(residual_stream(model.config, self.mesh), columns, trace)
+        self.ops = SliceOps(residual_stream(model.config, self.mesh), columns, trace,
+                            always_yields=self.mesh.tp > 1 or self.mesh.ep == 1)
         self.residual_norm = ResidualNorm(model.chunks[0].sublayers[0].norm, compiled or (lambda function: function))
         self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled)
         self.tape_policy = TapePolicy(model.config, self.mesh.device, slices, self.residual_norm)
@@ -305,7 +306,7 @@ class Domino:
             self.ops.weight_gradients(slice, site, [weight_gradients.pop(0)])
         self.start_restore(slice)
         self.ops.weight_gradients(slice, site, weight_gradients)
-        yield
+        yield from self.ops.yield_once(flights)
         yield from self.finish_restore(slice)
         return self.ops.wait(slice, site, flights)
 

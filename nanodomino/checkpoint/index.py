@@ -150,7 +150,7 @@ def check_tensor(name: str, tensor: StoredTensor, files: dict, path: Path):
     for file, start, length, (offset, size) in tensor.boxes:
         numbers = (start, length, *tensor.shape, *offset, *size)
         require(all(type(number) is int and number >= 0 for number in numbers)
-                and 0 < len(tensor.shape) == len(offset) == len(size) <= 3,
+                and 0 < len(tensor.shape) == len(offset) == len(size) <= 4,
                 f"{path} gives {name[:80]} an impossible shape, offset or size; use another checkpoint")
         require(file in files, f"{path} refers to {str(file)[:80]}, which the manifest does not list; use another "
                 "checkpoint")

@@ -12,7 +12,8 @@ start of another row, which makes at most three boxes:
 
 With tensor parallelism this matrix is a shard, at some offset in the full tensor. SwiGLU's gate and up are stacked in
 one parameter, and each rank holds rows of both. So the full tensor is stored as [2, rows, columns], in which every
-shard is one box. A range of a three-dimensional tensor fills at most five boxes.
+shard is one box. A range of a three-dimensional tensor fills at most five boxes. The experts of a layer are stacked in
+one parameter too, with up to four dimensions.
 """
 
 import math

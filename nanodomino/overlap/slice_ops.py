@@ -4,7 +4,7 @@ A slice's generator yields to let the other slices compute:
 
     yield_if_in_flight(flights)    yields only if one of these flights sends something
     yield_if_sharded()             yields only if the residual stream is sharded (sequence_parallel.py says why)
-    yield_then_wait(flights)       always yields, then waits
+    yield_then_wait(flights)       yields once, then waits
 
 The *column split* (Domino, 2409.15241, section 3.3) works within one slice, so it also helps at batch size 1. It cuts a
 matrix into `columns` chunks along the features that are communicated. While one chunk's collective is in flight, the
@@ -24,8 +24,11 @@ class SliceOps:
     Arguments slice (a domino.Slice) and site (a name such as "layers.3.mlp") only label what the trace records.
     """
 
-    def __init__(self, stream, columns: int, trace):
-        self.stream, self.columns, self.trace = stream, columns, trace
+    def __init__(self, stream, columns: int, trace, always_yields=True):
+        """always_yields: yield between two sublayers even if nothing is in flight. A pair's forward and backward then
+        take turns without tensor parallelism too. With expert parallelism alone, a slice must reach its next all-to-all
+        instead."""
+        self.stream, self.columns, self.trace, self.always_yields = stream, columns, trace, always_yields
         self.loss_scale = 1.0                                  # for losses that a sublayer adds by itself
 
     # ---- collectives
@@ -80,6 +83,13 @@ class SliceOps:
         if any(flight.kind for flight in flights):
             yield
 
+    def yield_once(self, flights):
+        """Let other slices compute; with expert parallelism alone, only if any of the flights sends something."""
+        if self.always_yields:
+            yield
+        else:
+            yield from self.yield_if_in_flight(flights)
+
     def yield_if_sharded(self):
         """Let other slices compute if the stream is sharded, although this slice has nothing in flight."""
         if self.stream.shards > 1:
@@ -87,7 +97,7 @@ class SliceOps:
 
     def yield_then_wait(self, slice, site, flights):
         """Let other slices compute, then wait for the flights and return their tensor."""
-        yield
+        yield from self.yield_once(flights)
         return self.wait(slice, site, flights)
 
     # ---- matmuls

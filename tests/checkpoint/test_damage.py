@@ -173,11 +173,11 @@ def change_boxes(change):
     return changed
 
 
-def with_four_dimensions(entry, boxes):
+def with_five_dimensions(entry, boxes):
     """The boxes still tile the tensor. But checking takes 2^dimensions steps, so 40 dimensions would take forever."""
-    entry["shape"] = [1, 1, *entry["shape"]]
+    entry["shape"] = [1, 1, 1, *entry["shape"]]
     for box in boxes:
-        box[2:] = [0, 0, *box[2]], [1, 1, *box[3]]
+        box[2:] = [0, 0, 0, *box[2]], [1, 1, 1, *box[3]]
 
 
 def without_a_layer(index):
@@ -204,7 +204,7 @@ INDICES = [("an absolute file", change_boxes(lambda entry, boxes: boxes[0].__set
            ("a larger tensor", change_boxes(lambda entry, boxes: entry.update(shape=[10**12, 64])),
             "do not cover each element exactly once"),
            ("another shape", change_boxes(lambda entry, boxes: entry.update(shape=[1, 16, 64])), "an impossible shape"),
-           ("four dimensions", change_boxes(with_four_dimensions), "an impossible shape"),
+           ("five dimensions", change_boxes(with_five_dimensions), "an impossible shape"),
            ("a missing tensor", lambda index: index.pop(BOX), None),
            ("a missing layer", without_a_layer, "layers, but its manifest says num_layers"),
            ("no tensor", lambda index: index.clear(), "holds 0 layers")]

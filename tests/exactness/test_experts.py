@@ -1,7 +1,7 @@
 """Training with experts gives the same losses, gradients and weights on every layout."""
 
 import pytest
-from support.harness import difference, full_tensors, random_data, relative, tiny, train_rank, weights_and_data
+from support.harness import difference, full_tensors, random_data, relative, tiny, train_rank
 
 TOLERANCE = 1e-9
 EXPERTS = dict(num_experts=4, disable_bias_linear=True, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.01,
@@ -18,7 +18,8 @@ def case(tp, pp, dp, ep, **options):
 @pytest.mark.parametrize("world_size, options", [
     case(1, 1, 2, 2), case(1, 1, 4, 2, zero_stage=2, slices=2), case(1, 1, 4, 4, zero_stage=0, slices=3),
     case(2, 1, 2, 2, slices=2, sequence_parallel=True), case(2, 1, 1, 1, slices=2),
-    case(1, 2, 2, 2, schedule="zb-v", slices=2, moe_layer_freq=1), case(2, 2, 2, 2, slices=2, recompute_granularity="full"),
+    case(1, 2, 2, 2, schedule="zb-v", slices=2, moe_layer_freq=1),
+    case(2, 2, 2, 2, slices=2, recompute_granularity="full"),
     case(1, 2, 2, 2, schedule="paired", recompute_granularity="selective")])
 def test_the_layout_never_shows(pool, world_size, options):
     alone = tiny(**EXPERTS | {name: value for name, value in options.items() if name == "moe_layer_freq"})
