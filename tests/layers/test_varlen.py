@@ -48,9 +48,9 @@ def test_training_equals_one_plain_process(pool):
     assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
     assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < 1e-9
     for step, record in enumerate(records):
-        gradients = full_tensors(outcomes, lambda outcome: outcome.gradients[step], config.tp)
+        gradients = full_tensors(outcomes, lambda outcome: outcome.gradients[step])
         assert difference(gradients, record.gradients) < 1e-9
-    assert difference(full_tensors(outcomes, lambda outcome: outcome.weights, config.tp), final) < 1e-9
+    assert difference(full_tensors(outcomes, lambda outcome: outcome.weights), final) < 1e-9
     forwards = 2 * STEPS + 1                                     # with recomputation, and one evaluation
     assert sum(cores) == forwards * config.num_layers * config.tp * config.slices * config.microbatches
 
