@@ -8,15 +8,16 @@ One process runs full training steps of several implementations in turn, on the 
 
 With --against, the same loop trains other implementations instead of plain.py's, all in the same rounds. `transformers`
 is Hugging Face Transformers' model, for every model that nanodomino can export. `nanogpt` is nanoGPT's own model.py, in
-a clone that --nanogpt names.
+a clone that --nanogpt names. `uncompiled` is nanodomino itself without torch.compile.
 
-With --compile (the default on CUDA) all are compiled. The losses of the first steps must agree. MFU is relative to the
-device's dense 16-bit peak and counts 6 N + 12 L h s FLOPs per token. It is null if that peak is unknown.
+With --compile (the default on CUDA) all others are compiled. The losses of the first steps must agree. MFU is relative
+to the device's dense 16-bit peak and counts 6 N + 12 L h s FLOPs per token. It is null if that peak is unknown.
 
     python bench.py throughput                                  the nano preset
     python bench.py throughput --model gpt2 --dtype bfloat16 --global-batch-size 64
     python bench.py throughput --model nano-llama --against transformers
     python bench.py throughput --against plain nanogpt transformers --nanogpt ../nanoGPT
+    python bench.py throughput --compile --against uncompiled
 """
 
 import dataclasses
@@ -50,8 +51,8 @@ BYTES = 257                  # vocabulary size: 256 bytes and the end of text
 
 def add_flags(parser):
     add_config_flags(parser, FLAGS)
-    parser.add_argument("--against", nargs="+", choices=("plain", "transformers", "nanogpt"), default=["plain"],
-                        help="the implementations to compare with (default plain)")
+    parser.add_argument("--against", nargs="+", choices=("plain", "transformers", "nanogpt", "uncompiled"),
+                        default=["plain"], help="the implementations to compare with (default plain)")
     parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="a clone of github.com/karpathy/nanoGPT")
     parser.add_argument("--compile", action=BooleanOptionalAction,
                         help="apply torch.compile to all implementations (default: only on CUDA)")
@@ -63,6 +64,9 @@ def processes(flags) -> int:
             "try --dtype bfloat16")
     require(("nanogpt" in flags.against) == (flags.nanogpt is not None),
             "--against nanogpt and --nanogpt FOLDER belong together; give both, or neither")
+    require(flags.nanogpt is None or (flags.nanogpt / "model.py").is_file(),
+            f"--nanogpt must be a clone of github.com/karpathy/nanoGPT, but {flags.nanogpt} has no model.py; clone it, "
+            "and name its folder")
     return 1
 
 
@@ -78,8 +82,10 @@ def answer(flags, launch):
     ours = OurTraining(config, mesh, tokens)
     make = {"plain": other_models.plain, "transformers": other_models.transformers,
             "nanogpt": partial(other_models.nanogpt, folder=flags.nanogpt)}
-    sides = {"nanodomino": ours, **{name: PlainTraining(config, mesh, tokens, make[name](config, ours.model))
-                                    for name in flags.against}}
+    sides = {"nanodomino": ours}
+    for name in flags.against:
+        sides[name] = (OurTraining(dataclasses.replace(config, compile=False), mesh, tokens) if name == "uncompiled"
+                       else PlainTraining(config, mesh, tokens, make[name](config, ours.model)))
     times = compare({name: side.step for name, side in sides.items()}, max(flags.repeats, COMPARED_STEPS - 1), device)
     return report(config, mesh, times, {name: side.losses for name, side in sides.items()})
 

@@ -104,8 +104,8 @@ class SublayerParts:
     """Holds the parts of a sublayer that a slice uses, as plain attributes, because looking them up in the nn.Module
     would take a tenth of the host's time."""
 
-    def __init__(self, sublayer):
-        self.sublayer, self.site, self.inside = sublayer, sublayer.site, sublayer.inside()
+    def __init__(self, sublayer, compiled):
+        self.sublayer, self.site, self.inside = sublayer, sublayer.site, sublayer.inside(compiled)
         self.norm_weights, self.output_bias = sublayer.norm.weights, self.inside.output_bias
 
 
@@ -151,10 +151,12 @@ class Domino:
         compiled = partial(torch.compile, backend=compile_backend) if compile_backend else None
         self.ops = SliceOps(residual_stream(model.config, self.mesh), columns, trace,
                             always_yields=self.mesh.tp > 1 or self.mesh.ep == 1)
-        self.residual_norm = ResidualNorm(model.chunks[0].sublayers[0].norm, compiled or (lambda function: function))
+        fused = compiled or (lambda function: function)
+        self.residual_norm = ResidualNorm(model.chunks[0].sublayers[0].norm, fused)
         self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled)
         self.tape_policy = TapePolicy(model.config, self.mesh.device, slices, self.residual_norm)
-        self.sublayers = {chunk: [SublayerParts(sublayer) for sublayer in chunk.sublayers] for chunk in model.chunks}
+        self.sublayers = {chunk: [SublayerParts(sublayer, fused) for sublayer in chunk.sublayers]
+                          for chunk in model.chunks}
 
     # ---- called by pipeline.py for each microbatch
 

@@ -233,7 +233,7 @@ def mixed_heads(config):
         b, s, _ = qkv.shape
         return [one.unsqueeze(3) for one in qkv.view(b, s, 3, self.groups, self.head_dim).unbind(2)]
 
-    def core_backward(self, gradient, kept):
+    def core_backward(self, kernel, gradient, kept):
         b, s, _ = gradient.shape
         gradients = kept[0].backward(gradient.view(b, s, -1, self.head_dim).transpose(1, 2))
         return torch.stack([one.transpose(1, 2) for one in gradients], dim=2).view(b, s, -1)

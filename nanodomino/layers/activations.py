@@ -41,8 +41,12 @@ def swiglu(c):
 
 
 def swiglu_backward(gradient, c):
-    """Return the gradient of c. Both halves are written into one tensor, which saves a temporary and a torch.cat."""
-    (gate, up), grad_c = c.chunk(2, dim=-1), torch.empty_like(c)
+    """Return the gradient of c. Both halves are written into one tensor, which saves a temporary and a torch.cat.
+    torch.compile fuses the torch.cat instead."""
+    gate, up = c.chunk(2, dim=-1)
+    if torch.compiler.is_compiling():
+        return torch.cat([torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate) * gradient], dim=-1)
+    grad_c = torch.empty_like(c)
     grad_gate, grad_up = grad_c.chunk(2, dim=-1)
     torch.mul(gradient, up, out=grad_gate)
     torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)

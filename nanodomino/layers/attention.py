@@ -16,7 +16,8 @@ Without attention dropout, torch's fused kernel never writes the [s, s] probabil
 computed explicitly, because the fused kernel would draw its own mask, and that mask would depend on the layout.
 
 Training calls core_forward and core_backward. In these, autograd differentiates only attend() (autograd_segment.py).
-The backward of the norms and rotations is written by hand.
+The backward of the norms and rotations is written by hand. torch.compile (--compile) fuses the norms and rotations, and
+their backward, into a few kernels.
 """
 
 from functools import partial
@@ -45,13 +46,18 @@ class Attention(Sublayer):
                                         has_bias or config.add_qkv_bias)
         self.dense = RowParallelLinear(width, config.hidden_size, config, mesh, has_bias)
         self.groups, self.head_dim = config.num_query_groups // mesh.tp, config.kv_channels
-        self.group_size = config.num_attention_heads // config.num_query_groups
+        self.group_size, self.rope = config.num_attention_heads // config.num_query_groups, config.rope
         # addends: all heads share one weight [d], and each rank computes the gradient from its own heads only
         self.q_layernorm, self.k_layernorm = (
             Norm(config, mesh, self.head_dim, addends=("tp",)) if config.qk_layernorm else None for _ in range(2))
 
     column = property(lambda self: self.qkv)
     row = property(lambda self: self.dense)
+
+    @property
+    def norm_weights(self):
+        """Return (weight, bias) of q's norm and of k's norm; two empty tuples without norms."""
+        return [() if norm is None else norm.weights for norm in (self.q_layernorm, self.k_layernorm)]
 
     def split(self, qkv):
         """Split qkv [b, s, ..] into q [b, s, groups, group_size, d], k and v [b, s, groups, 1, d]."""
@@ -85,28 +91,34 @@ class Attention(Sublayer):
             k, v = inputs.extend_cache(k, v)
         return join_heads(self.attend(q, k, v, inputs))
 
-    def core_forward(self, qkv, inputs, training):
+    def kernels(self, compiled):
+        norm = self.q_layernorm
+        normalization, epsilon = (norm.normalization, norm.epsilon) if norm else (None, None)
+        functions = (lambda *inputs: norm_and_rotate(*inputs, epsilon, normalization),
+                     lambda *inputs: norm_and_rotate_backward(*inputs, normalization))
+        return map(compiled, functions) if norm or self.rope else functions        # otherwise there is nothing to fuse
+
+    def core_forward(self, kernel, qkv, inputs, training):
         if not training:
             return self.core(qkv, inputs), None
         q, k, v = self.split(qkv)
-        q, saved_q = norm_and_rotate(q, self.q_layernorm, inputs.rotary)
-        k, saved_k = norm_and_rotate(k, self.k_layernorm, inputs.rotary)
-        if saved_q is None and inputs.rotary is not None:
-            v = v.clone()                      # q and k are new tensors, but v is a view, which would keep all of qkv
+        before_norms = (q, k) if self.q_layernorm else None
+        q, k, v, *statistics = kernel(q, k, v, inputs.rotary, *self.norm_weights)
         heads = [heads_first(x) for x in (q, k, v)]
         if inputs.dropout_mask is not None:    # or the matmuls would save contiguous copies in addition to qkv
             heads = [x.contiguous() for x in heads]
         context, segment = run_segment(partial(self.attend, inputs=inputs), *heads)
-        return join_heads(context), (segment, inputs.rotary, saved_q, saved_k)
+        return join_heads(context), (segment, inputs.rotary, before_norms, statistics)
 
-    def core_backward(self, gradient, saved):
-        segment, rotary, saved_q, saved_k = saved
+    def core_backward(self, kernel, gradient, saved):
+        segment, *saved = saved
         b, s, _ = gradient.shape
         gradient = gradient.view(b, s, -1, self.head_dim).transpose(1, 2)
         q, k, v = (x.transpose(1, 2).unflatten(2, (self.groups, -1)) for x in segment.backward(gradient))
-        q = norm_and_rotate_backward(q, self.q_layernorm, rotary, saved_q)
-        k = norm_and_rotate_backward(k, self.k_layernorm, rotary, saved_k)
-        return torch.cat([q, k, v], dim=3).view(b, s, -1)
+        gradient, *norm_gradients = kernel(q, k, v, *saved, *self.norm_weights)
+        for weights, gradients in zip(self.norm_weights, norm_gradients):
+            add_gradients(weights, gradients)
+        return gradient
 
 
 def fused_attention(q, k, v, bias):
@@ -147,24 +159,37 @@ def join_heads(context):
     return context.transpose(1, 2).flatten(2)
 
 
-def norm_and_rotate(x, norm, rotary):
-    """Apply norm and rotary positions (each may be None) to q or k [b, s, groups, heads per group, d].
+def norm_and_rotate(q, k, v, rotary, q_weights, k_weights, epsilon, normalization):
+    """Normalize and rotate q [b, s, groups, group_size, d] and k [b, s, groups, 1, d].
 
-    Returns (the result, what norm_and_rotate_backward() needs).
+    rotary, normalization: None if the model does not rotate or normalize q and k
+    q_weights, k_weights: (weight, bias) of the norms
+
+    Returns (q, k, v, the statistics of q's norm, the statistics of k's norm).
     """
-    saved = None
-    if norm is not None:
-        normed, *statistics = norm.normalization.forward(x, *norm.weights, norm.epsilon)
-        x, saved = normed, (x, statistics)
-    return (x if rotary is None else rotate(x, rotary)), saved
-
-
-def norm_and_rotate_backward(gradient, norm, rotary, saved):
-    """Return the gradient of norm_and_rotate()'s x, and add the gradients of the norm's weights to main_grad."""
+    q_statistics = k_statistics = ()
+    if normalization is not None:
+        q, *q_statistics = normalization.forward(q, *q_weights, epsilon)
+        k, *k_statistics = normalization.forward(k, *k_weights, epsilon)
     if rotary is not None:
-        gradient = rotate(gradient, inverse_rotation(rotary))
-    if norm is None:
-        return gradient
-    gradient, *weight_gradients = norm.normalization.backward(gradient, *saved, *norm.weights)
-    add_gradients(norm.weights, weight_gradients)
-    return gradient
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        if normalization is None:
+            v = v.clone()                      # q and k are new tensors, but v is a view, which would keep all of qkv
+    return q, k, v, q_statistics, k_statistics
+
+
+def norm_and_rotate_backward(q, k, v, rotary, before_norms, statistics, q_weights, k_weights, normalization):
+    """Turn the gradients of q, k and v [b, s, groups, .., d] into the gradient of qkv [b, s, ..].
+
+    before_norms: q and k before the norms; statistics: of q's norm and of k's norm. Without norms, they are not used.
+
+    Returns (the gradient of qkv, the gradients of q's norm weights, the gradients of k's norm weights).
+    """
+    q_gradients = k_gradients = ()
+    if rotary is not None:
+        opposite = inverse_rotation(rotary)
+        q, k = rotate(q, opposite), rotate(k, opposite)
+    if normalization is not None:
+        q, *q_gradients = normalization.backward(q, before_norms[0], statistics[0], *q_weights)
+        k, *k_gradients = normalization.backward(k, before_norms[1], statistics[1], *k_weights)
+    return torch.cat([q, k, v], dim=3).flatten(2), q_gradients, k_gradients

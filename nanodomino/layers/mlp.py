@@ -26,8 +26,12 @@ class MLP(Sublayer):
     def core(self, c, inputs):
         return self.activation.function(c)
 
-    def core_forward(self, c, inputs, training):
-        return self.activation.function(c), c
+    def kernels(self, compiled):
+        functions = self.activation.function, self.activation.backward
+        return map(compiled, functions) if self.activation.inputs > 1 else functions     # GELU is one kernel without it
 
-    def core_backward(self, gradient, c):
-        return self.activation.backward(gradient, c)
+    def core_forward(self, kernel, c, inputs, training):
+        return kernel(c), c
+
+    def core_backward(self, kernel, gradient, c):
+        return kernel(gradient, c)

@@ -144,8 +144,8 @@ class MoE(Sublayer):
             std=config.init_method_std / (2 * config.num_layers) ** 0.5)
         self.shared_expert = SharedExpert(config, mesh) if config.moe_shared_expert_intermediate_size else None
 
-    def inside(self) -> "MoEInside":
-        return MoEInside(self)
+    def inside(self, compiled=None) -> "MoEInside":
+        return MoEInside(self)                                 # not compiled, because the number of rows often changes
 
     def forward(self, x, masks_and_positions):
         """The definition, with blocking communication and plain autograd. Leaves the routing losses, which the caller

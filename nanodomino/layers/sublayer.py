@@ -23,10 +23,12 @@ class Sublayer(nn.Module):
     """The base of Attention and MLP. They supply the two matmuls, `column` and `row`, and the core:
 
     core(c, inputs) -> activation                              the definition
-    core_forward(c, inputs, training) -> (activation, saved)   what training runs; saved: what backward needs
-    core_backward(gradient, saved) -> gradient of c            adds gradients of the core's own parameters to main_grad
+    kernels(compiled) -> (forward, backward)      the functions of the core that torch.compile can fuse
+    core_forward(kernel, c, inputs, training)     what training runs; returns (activation, saved for backward)
+    core_backward(kernel, gradient, saved)        returns the gradient of c; adds the gradients of the core's own
+                                                  parameters to main_grad
 
-    c: the output of `column`. inputs: an AttentionInputs; None for an MLP.
+    c: the output of `column`. inputs: an AttentionInputs; None for an MLP. kernel: forward or backward from kernels()
     """
     attends = False                                            # True for attention
 
@@ -35,9 +37,12 @@ class Sublayer(nn.Module):
         self.norm = Norm(config, mesh, config.hidden_size)
         self.site = site                                       # the name that seeds this sublayer's dropout masks
 
-    def inside(self) -> LinearPair:
-        """Return the object that computes everything between the norm and the all-reduce for domino.py."""
-        return LinearPair(self)
+    def inside(self, compiled=lambda function: function) -> LinearPair:
+        """Return the object that computes everything between the norm and the all-reduce for domino.py.
+
+        compiled: torch.compile with its backend, or a function that returns its argument
+        """
+        return LinearPair(self, *self.kernels(compiled))
 
     def forward(self, x, masks_and_positions):
         """Turn x [b, s, h] into the next x, with blocking all-reduces and plain autograd. This is the definition."""

@@ -36,8 +36,9 @@ class LinearPair:
     """Runs two matmuls with a core between them. Holds the sublayer's parameters as plain attributes, because looking
     them up in the nn.Module would take a tenth of the host's time."""
 
-    def __init__(self, sublayer):
+    def __init__(self, sublayer, forward_kernel, backward_kernel):
         self.sublayer, self.site = sublayer, sublayer.site
+        self.forward_kernel, self.backward_kernel = forward_kernel, backward_kernel
         self.column, self.column_bias = sublayer.column.weight, sublayer.column.bias       # [out/t, h], [out/t]
         self.row, self.output_bias = sublayer.row.weight, sublayer.row.bias                # [h, in/t], [h]
 
@@ -49,7 +50,7 @@ class LinearPair:
     def core(self, slice, c):
         """Return (activation, what core_backward needs)."""
         inputs = slice.masks_and_positions.attention_inputs(self.sublayer, c)
-        return self.sublayer.core_forward(c, inputs, slice.training)
+        return self.sublayer.core_forward(self.forward_kernel, c, inputs, slice.training)
 
     def forward(self, ops, slice, h):
         c = ops.linear(slice, self.site, h, self.column, self.column_bias)
@@ -70,7 +71,7 @@ class LinearPair:
 
     def backward(self, ops, slice, tape: LinearPairTape, grad_y, h):
         gradient, grad_y = ops.linear(slice, self.site, grad_y, self.row.t()), ops.wait(slice, self.site, grad_y)
-        gradient = self.sublayer.core_backward(gradient, tape.core)                         # of c; frees that of a
+        gradient = self.sublayer.core_backward(self.backward_kernel, gradient, tape.core)   # of c; frees that of a
         yield from ops.yield_if_sharded()
         weight_gradients = [(self.row, grad_y, tape.activation),
                             (self.column, gradient, ops.wait(slice, self.site, h)),

@@ -43,8 +43,9 @@ def test_attentions_gradient_is_autograds_with_the_engine_and_without(engine_run
     (expected_gradient,) = torch.autograd.grad(expected, qkv, gradient)
     engine_runs.clear()
     with torch.no_grad():
-        activation, kept = attention.core_forward(qkv.detach(), inputs, training=True)
-        found = attention.core_backward(gradient, kept)
+        forward, backward = attention.kernels(lambda function: function)
+        activation, kept = attention.core_forward(forward, qkv.detach(), inputs, training=True)
+        found = attention.core_backward(backward, gradient, kept)
     assert len(engine_runs) == runs
     assert torch.equal(activation, expected)
     assert torch.allclose(found, expected_gradient, rtol=1e-13, atol=1e-15)
