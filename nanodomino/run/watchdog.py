@@ -72,7 +72,7 @@ class Watchdog:
     """A context manager that watches the device until its block ends or `finished` is set."""
 
     def __init__(self, launch: LaunchInfo, mesh: Mesh, timeout: float):
-        self.launch, self.timeout = launch, timeout
+        self.launch, self.device, self.timeout = launch, mesh.device, timeout
         self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else NoStream()
         groups = (dist.group.WORLD, mesh.tp_group, mesh.dp_group, mesh.pp_group, mesh.embedding_group)
         backends = [group._get_backend(mesh.device) for group in groups if group]
@@ -94,6 +94,8 @@ class Watchdog:
         self.events.append(self.queue.record_event())
 
     def watch(self):
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)       # a thread starts on GPU 0, where a query would allocate memory
         while not self.finished.wait(POLL_INTERVAL):
             if text := self.find_hang():
                 error = RuntimeError(text)

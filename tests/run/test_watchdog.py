@@ -1,7 +1,9 @@
 """A rank whose device waits forever ends in time with a message, and no other rank does. The device is simulated."""
 
+import threading
 import time
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -98,6 +100,22 @@ def test_after_a_stop_signal_the_timeout_is_short(watched, monkeypatch):
     told = SimpleNamespace(number=15, received_at=begin)
     assert watched(600, Device(begin + 1.0, [begin + 0.2 * number for number in range(1, 6)]), seconds=1.2,
                    signals=told) == []
+
+
+def test_the_thread_queries_its_own_gpu(monkeypatch):
+    """A thread starts on GPU 0, where each rank's query would take hundreds of MB for a CUDA context."""
+    calls = []
+    monkeypatch.setattr(watchdog, "POLL_INTERVAL", 0.02)
+    monkeypatch.setattr(watchdog.dist, "group", SimpleNamespace(WORLD=None))
+    monkeypatch.setattr(torch.cuda, "set_device",
+                        lambda device: calls.append((threading.current_thread().name, device)))
+    monkeypatch.setattr(torch.cuda, "current_stream",
+                        lambda device: SimpleNamespace(query=lambda: calls.append("query") or True))
+    mesh = replace(meta_mesh(1, 1, 1), device=torch.device("cuda", 3))
+    with Watchdog(LaunchInfo(), mesh, 600) as guard:
+        guard.thread.join(0.2)
+    guard.thread.join()
+    assert calls[0] == ("watchdog", mesh.device) and set(calls[1:]) == {"query"}
 
 
 def test_an_error_reported_by_nccl_ends_the_rank_at_once(watched):
