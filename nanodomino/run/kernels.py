@@ -43,5 +43,9 @@ def attention_kernel(config: Config, device: torch.device) -> str:
 
 
 def in_words(config: Config, device: torch.device) -> str:
-    """Return, for example, ', flash attention'; '' on the CPU, which has only one fused kernel."""
-    return f", {attention_kernel(config, device)}" if device.type == "cuda" else ""
+    """Return, for example, ', flash attention'; '' on the CPU, which has only one fused kernel. Also say if the matrix
+    units of the GPU stay idle, because training is in fp32 and torch does not round to TF32 by default."""
+    if device.type != "cuda":
+        return ""
+    fp32 = config.params_dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return f", {attention_kernel(config, device)}" + ", fp32 matmuls without TF32 (--bf16 is many times as fast)" * fp32

@@ -89,3 +89,12 @@ def test_the_start_names_the_kernel_of_a_gpu(monkeypatch):
     assert kernels.in_words(dropout, torch.device("cuda")) == ", attention by matmuls and softmax"
     monkeypatch.setattr(kernels, "uses_varlen", lambda config, device: True)
     assert kernels.in_words(documents, torch.device("cuda")) == ", flash attention by document"
+
+
+@pytest.mark.parametrize("dtype, precision, said", [("float32", "highest", True), ("float32", "high", False),
+                                                    ("bfloat16", "highest", False), ("float64", "highest", False)])
+def test_the_start_says_if_a_gpus_matrix_units_stay_idle(monkeypatch, dtype, precision, said):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    config = tiny(1, attention_dropout=0.1, dtype=dtype)
+    assert ("without TF32 (--bf16 is" in kernels.in_words(config, torch.device("cuda"))) == said
+    assert kernels.in_words(config, torch.device("cpu")) == ""
