@@ -48,9 +48,12 @@ def layer_norm_forward(x, weight, bias, epsilon):
 
 
 def layer_norm_backward(gradient, x, statistics, weight, bias):
+    """The gradients of weight and bias have the dtype of torch's inputs. So fp32 inputs keep them from overflowing fp16
+    and from being rounded to bfloat16. Compiled code still reads 16 bits; without a compiler, bfloat16 stays as it is,
+    because fp32 copies would multiply the memory traffic."""
     dtype, inputs = x.dtype, (gradient, x, *statistics, weight, bias)
-    if dtype == torch.float16:
-        inputs = [tensor.float() for tensor in inputs]
+    if dtype == torch.float16 or torch.compiler.is_compiling():
+        inputs = [tensor.to(wide_dtype(tensor)) for tensor in inputs]
     gradient, x, *others = inputs
     grad_x, *gradients = torch.ops.aten.native_layer_norm_backward(gradient, x, weight.shape, *others, [True] * 3)
     return grad_x.to(dtype), *gradients
