@@ -287,7 +287,8 @@ class CollectivesOnly:
         works = []
         send = {"all_reduce": lambda tensor: dist.all_reduce(tensor, group=self.group, async_op=True),
                 "reduce_scatter": lambda tensor: reduce_scatter(tensor, self.group)[0],
-                "all_gather": lambda tensor: all_gather(tensor, self.group)}
+                "all_gather": lambda tensor: all_gather(
+                    tensor, tensor.chunk(self.group.size())[self.group.rank()], self.group)}
         for i, (kind, count, dtype) in enumerate(self.collectives):
             if i >= self.depth:
                 works[i - self.depth].wait()

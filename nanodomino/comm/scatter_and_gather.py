@@ -45,12 +45,16 @@ def reduce_scatter(whole, group):
     return exchange(parts, received, group, TAGS["reduce_scatter"]), received
 
 
-def all_gather(whole, group):
-    """Launch an all-gather of the parts of `whole` from their owners. Returns the work to wait for."""
-    parts = whole.chunk(group.size())
-    own = parts[group.rank()]
+def all_gather(whole, own, group):
+    """Launch an all-gather of the parts of `whole` from their owners. Returns the work to wait for.
+
+    own: this rank's part, which may lie in `whole` or elsewhere. NCCL copies it there itself.
+    """
     if whole.is_cuda:
         return native_all_gather(whole, own, group=group, async_op=True)
+    parts = whole.chunk(group.size())
+    if own.data_ptr() != parts[group.rank()].data_ptr():
+        parts[group.rank()].copy_(own)
     return exchange([own] * len(parts), parts, group, TAGS["all_gather"])
 
 

@@ -71,8 +71,7 @@ class ShardedResidual:
         """Prepare an all-gather: [b, s/t, f] -> [b, s, f]."""
         b, s, f = x.shape
         whole = x.new_empty(b, s * self.shards, f)
-        whole.view(self.shards, *x.shape)[self.group.rank()] = x
-        return Flight(whole, "all_gather", whole, lambda: (all_gather(whole.view(-1), self.group), None))
+        return Flight(whole, "all_gather", whole, lambda: (all_gather(whole.view(-1), x.flatten(), self.group), None))
 
     def reduce(self, addend) -> Flight:
         """Prepare a reduce-scatter: [b, s, f] -> [b, s/t, f]. It overwrites `addend`."""

@@ -3,6 +3,7 @@ used."""
 
 import dataclasses
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from support.harness import build, random_data, tiny
 
 import train
 from benchmarks import comm
+from nanodomino.comm import scatter_and_gather
 from nanodomino.comm.world import LaunchInfo, check_own_gpu, find_device
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError
 from nanodomino.layers.attention import fused_attention
+from nanodomino.overlap.sequence_parallel import ShardedResidual
+from nanodomino.zero import sum_of_squares
 
 
 def place(local_rank, local_world_size):
@@ -131,6 +135,30 @@ def test_grouped_heads_on_a_gpu_never_make_torch_write_out_all_scores(monkeypatc
     bias = torch.zeros(1, 1, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf) if has_bias else None
     given = [None if one is None else one.to(dtype).as_subclass(OnCuda) for one in (q, k, v, bias)]
     assert torch.allclose(fused_attention(*given).double(), scaled(q, k, v, is_causal=True, enable_gqa=True), atol=0.1)
+
+
+def test_the_gradient_norm_of_a_large_model_takes_few_launches(monkeypatch):
+    """gpt2-xl has 1.6 billion weights, 5,940 blocks of the size that suits a CPU."""
+    blocks = []
+    monkeypatch.setattr(torch, "_foreach_norm", lambda tensors: blocks.extend(tensors) or [torch.ones(())])
+    sum_of_squares(torch.empty(1_557_611_200, device="meta").as_subclass(OnCuda))
+    assert len(blocks) < 100 and sum(block.numel() for block in blocks) == 1_557_611_200
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_nccl_gathers_from_the_rows_where_they_are(monkeypatch, columns):
+    """The rank's own rows are not copied into the result first, unless a column of them is not contiguous."""
+    given = []
+    monkeypatch.setattr(scatter_and_gather, "native_all_gather",
+                        lambda whole, own, group, async_op: given.append((whole, own)))
+    stream = ShardedResidual(SimpleNamespace(size=lambda: 2, rank=lambda: 1))
+    x = torch.randn(2, 3, 8).as_subclass(OnCuda)
+    flight = stream.gather(x.chunk(columns, -1)[0])
+    flight.launch()
+    (whole, own), = given
+    assert own.is_contiguous() and torch.equal(own, x.chunk(columns, -1)[0].flatten())
+    assert (own.data_ptr() == x.data_ptr()) == (columns == 1)
+    assert whole.numel() == 2 * own.numel() and flight.tensor.shape == (2, 6, 8 // columns)
 
 
 def test_no_backend_of_the_compiler_hands_memory_out_twice():

@@ -185,7 +185,7 @@ def reduced_gradients(model, optimizer, divisor) -> dict:
         whole = bucket.own_grad
         if bucket.partitions > 1:
             whole = torch.cat([bucket.own_grad] * bucket.partitions)
-            all_gather(whole, optimizer.mesh.group(bucket.kind.replicas)).wait()
+            all_gather(whole, bucket.own_grad, optimizer.mesh.group(bucket.kind.replicas)).wait()
         for weight in bucket.parameters:
             gradients[weight] = bucket.view(weight, whole) / divisor
     return {name: (gradients[weight], shard_spec(weight)) for name, weight in model.named_parameters()}
