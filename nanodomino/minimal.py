@@ -192,7 +192,7 @@ def cross_entropy(stage, logits, labels):                                       
 #
 # A slice runs in a generator: all_reduce() launches and yields, `yield from` passes the yield on,
 # and interleave() resumes the next slice. A collective has no name: the n-th call on one rank meets
-# the n-th on the others. If two ranks took other turns, slice a would be added to slice b.
+# the n-th on the others. If ranks took turns in different orders, slice a would be added to b.
 
 def interleave(generators):                                                             # exercise 7
     """Resume each generator in turn until all have ended."""
@@ -266,7 +266,7 @@ def backward_sublayer(stage, slice, site, gradient):                            
     return gradient + x.grad
 
 def backward_slice(stage, slice, gradient):
-    """Turn its output's gradient into slice.gradient, the gradient of its x; add to every .grad."""
+    """Turn the output's gradient into slice.gradient, the gradient of x; add to every .grad."""
     words = stage.weights.get(WORDS)
     if stage.grid.is_last:
         x, h = slice.tape.pop()
@@ -288,8 +288,8 @@ def backward_slice(stage, slice, gradient):
     slice.gradient = gradient
 
 # ---- 6. The pipeline (1F1B: 2104.04473, section 2.2) ---------------------------------------------
-# The batch passes in microbatches, so that all stages have work. 1F1B runs one F (forward), one B
-# (backward, twice as long) and so on: a stage keeps at most stages - stage microbatches' tapes.
+# The batch passes in microbatches, so that all stages have work. After a warm-up, 1F1B alternates F
+# (forward) and B (backward, twice as long). So a stage keeps stages - stage tapes at most, not all.
 #
 #     stage 0 |F0 F1 F2             B0 B0 F3 B1 B1    B2 B2    B3 B3
 #     stage 1 |   F0 F1       B0 B0 F2 B1 B1 F3 B2 B2    B3 B3
@@ -346,7 +346,7 @@ def run_pipeline(stage, text, step):
 # ---- 7. The sharded optimizer (ZeRO-1: 1910.02054) -----------------------------------------------
 # The dp replicas have the same weights. To keep AdamW's two moments per weight only once, replica j
 # updates part j of the flat tensor: it receives part j of the summed gradients (reduce-scatter) and
-# sends the new weights to all (all-gather). Together they send as many bytes as one all-reduce.
+# sends the new weights to all (all-gather). Together, both send as many bytes as one all-reduce.
 
 @torch.no_grad()
 def optimizer_step(stage, step, lr, loss, clip=1.0, beta1=0.9, beta2=0.95, decay=0.1):  # exercise 9
