@@ -12,8 +12,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.harness import (FAMILIES, build, difference, full_tensors, reference_for, relative, sizes_of, tiny,
-                             train_rank)
+from support.harness import FAMILIES, build, check_against_reference, relative, sizes_of, tiny
 from support.reference import ReferenceGPT, masked_loss, random_weights
 
 import train
@@ -117,20 +116,7 @@ def pytest_generate_tests(metafunc):
 
 def test_training_equals_one_plain_process(pool, world_size, options):
     """Compare whole training steps, so that a wrong shard, sum, division or mask anywhere shows."""
-    config = tiny(world_size, **options)
-    weights, data, records, final = reference_for(config, STEPS)
-    outcomes = pool.run(train_rank, config, weights, data, STEPS, world_size=world_size)
-
-    assert all(record.gradient_norm > 0.11 for record in records), "the clipping must bite"
-    for outcome in outcomes:                                    # every rank reports the whole batch, not its own share
-        assert (outcome.losses, outcome.norms) == (outcomes[0].losses, outcomes[0].norms)
-    assert relative(outcomes[0].losses, [record.loss for record in records]) < TOLERANCE
-    assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < TOLERANCE
-    for step, record in enumerate(records):
-        gradients = full_tensors(outcomes, lambda outcome: outcome.gradients[step])
-        assert difference(gradients, record.gradients) < TOLERANCE, f"gradients of step {step + 1}"
-    assert difference(full_tensors(outcomes, lambda outcome: outcome.weights), final) < TOLERANCE
-    assert relative([outcomes[0].evaluation], [plain_evaluation(config, final, data)]) < TOLERANCE
+    check_against_reference(pool, tiny(world_size, **options), STEPS, tolerance=TOLERANCE)
 
 
 def evaluate_rank(config, weights, corpora):
@@ -168,14 +154,3 @@ def test_validation_is_the_mean_over_the_first_windows_as_they_are_stored(pool, 
             expected.append(float(masked_loss(logits, labels, torch.ones_like(labels).double())))
     for found in pool.run(evaluate_rank, config, weights, corpora, world_size=world_size):
         assert relative(found, expected) < TOLERANCE
-
-
-def plain_evaluation(config, weights, data):
-    """Return the mean loss over the first global batch's tokens that count, computed in one batch instead of as a mean
-    of means."""
-    model = ReferenceGPT(sizes_of(config)).double().load_full(weights)
-    tokens, labels, loss_mask = data.tokens[0], data.labels[0], data.loss_mask[0]
-    positions = torch.arange(config.seq_length) if data.positions is None else data.positions[0]
-    documents = None if data.documents is None else data.documents[0]
-    with torch.no_grad():
-        return float(masked_loss(model(tokens, positions, documents=documents), labels, loss_mask.double()))

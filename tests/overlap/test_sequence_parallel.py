@@ -7,12 +7,10 @@ from unittest import mock
 import pytest
 import torch
 from support.fake_world import fake_world
-from support.harness import (build, difference, full_tensors, random_data, relative, sizes_of, tiny, train_rank,
-                             train_steps, weights_and_data)
-from support.reference import random_weights, train_reference
-from support.pitfall_runner import masks_of
+from support.harness import (build, difference, full_tensors, random_data, reference_for, relative, sizes_of, tiny,
+                             train_rank, train_steps)
+from support.reference import random_weights
 
-import train
 from nanodomino.checkpoint import load, save
 from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
 from nanodomino.comm.trace import Trace
@@ -93,16 +91,6 @@ def test_gather_and_reduce_are_each_others_backward(pool, kind):
 
 # ---- the same training
 
-def with_masks(config, steps):
-    """(weights to start from, data, records of the plain model with the same masks, final weights)."""
-    weights, data = weights_and_data(config, steps)
-    batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(steps)]
-    return weights, data, *train_reference(
-        sizes_of(config), weights, batches, [train.learning_rate(step + 1, config) for step in range(steps)],
-        config.weight_decay, config.clip_grad, (config.adam_beta1, config.adam_beta2), config.adam_eps,
-        masks=[masks_of(config, step) for step in range(steps)])
-
-
 @pytest.mark.parametrize("tp, pp, options", [
     (4, 1, dict(columns=3, recompute_granularity="full")),
     (2, 2, dict(schedule="zb-v", columns=3, recompute_granularity="selective")),
@@ -115,7 +103,7 @@ def test_dropout_masks_are_those_of_the_whole_sample(pool, tp, pp, options):
     1e-9."""
     config = tiny(tp * pp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **SIX, slices=2,
                   sequence_parallel=True, **DROPOUT, **options)
-    weights, data, records, final = with_masks(config, STEPS)
+    weights, data, records, final = reference_for(config, STEPS)
     outcomes = pool.run(train_rank, config, weights, data, STEPS, world_size=tp * pp)
     assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
     assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < 1e-9
@@ -159,7 +147,7 @@ def test_a_run_may_turn_sequence_parallelism_on_or_off_when_it_resumes(pool, tmp
     boxes = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), dict(tensor_model_parallel_size=4)
     configs = [tiny(4, **box, **SIX, slices=2, sequence_parallel=cut, **DROPOUT)
                for box, cut in zip(boxes, (first, not first))]
-    weights, data, records, final = with_masks(configs[0], STEPS)
+    weights, data, records, final = reference_for(configs[0], STEPS)
     outcomes = pool.run(stopped_rank, configs, weights, data, str(tmp_path), world_size=4)
     assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
     assert difference(full_tensors(outcomes, lambda outcome: outcome.weights), final) < 1e-9

@@ -18,6 +18,9 @@ ONE_RANK, TP2, DP2, TP2_DP2, TP2_PP2_DP2 = (LAYOUTS[i] for i in (0, 1, 3, 7, 11)
 
 # a SwiGLU's two runs of rows, in a matrix and its bias; groups of heads; norms of q and k
 LLAMA = dict(swiglu=True, position_embedding_type="rope", num_query_groups=4, kv_channels=4, qk_layernorm=True)
+EXPERTS = dict(num_experts=4, moe_layer_freq=2, moe_ffn_hidden_size=20, moe_shared_expert_intermediate_size=10,
+               moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.05, moe_aux_loss_coeff=0.1,
+               disable_bias_linear=True, swiglu=True)
 UNEVEN = dict(hidden_size=24, ffn_hidden_size=52, bucket_size=700)        # ranks own ranges that end within rows
 
 

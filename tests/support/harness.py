@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from support.reference import Sizes, random_weights, train_reference
+from support.reference import ReferenceGPT, Sizes, dropout_masks, masked_loss, random_weights, train_reference
 
 import train
 from nanodomino.comm.scatter_and_gather import all_gather
@@ -71,7 +71,14 @@ def sizes_of(config: Config) -> Sizes:
                  qk_norm=config.qk_layernorm, positions=config.position_embedding_type,
                  rotary_percent=config.rotary_percent,
                  rotary_base=config.rotary_base, rope_scaling=config.rope_scaling_factor if config.use_rope_scaling
-                 else 0.0, interpolation=config.rotary_seq_len_interpolation_factor)
+                 else 0.0, interpolation=config.rotary_seq_len_interpolation_factor,
+                 num_experts=config.num_experts or 0, layer_freq=config.moe_layer_freq, topk=config.moe_router_topk,
+                 expert_width=config.moe_ffn_hidden_size or 0,
+                 shared_width=config.moe_shared_expert_intermediate_size or 0,
+                 score_function=config.moe_router_score_function, pre_softmax=config.moe_router_pre_softmax,
+                 scaling=config.moe_router_topk_scaling_factor, expert_bias=config.moe_router_enable_expert_bias,
+                 bias_rate=config.moe_router_bias_update_rate, aux_coefficient=config.moe_aux_loss_coeff,
+                 z_coefficient=config.moe_z_loss_coeff)
 
 
 @dataclass
@@ -165,7 +172,7 @@ def train_steps(built, config: Config, data: FixedData, steps: range) -> Outcome
 
     def record_gradients(*arguments):        # runs between the reduction over replicas and the clipping
         sums = sum_over_world(*arguments)
-        gradients.append(reduced_gradients(model, optimizer, divisor=sums[1] * optimizer.loss_scale.value))
+        gradients.append(reduced_gradients(model, optimizer, tokens=sums[1]))
         return sums
 
     optimizer.sum_over_world = record_gradients
@@ -178,11 +185,14 @@ def train_steps(built, config: Config, data: FixedData, steps: range) -> Outcome
     return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), losses, norms, gradients, shards, evaluation)
 
 
-def reduced_gradients(model, optimizer, divisor) -> dict:
-    """Return each parameter's gradient after the reduction over replicas, gathered from ZeRO's partitions."""
+def reduced_gradients(model, optimizer, tokens) -> dict:
+    """Return each parameter's gradient after the reduction over replicas, gathered from ZeRO's partitions.
+
+    An expert bias is updated by the sign of its gradient, which has no loss scale.
+    """
     gradients = {}
     for bucket in optimizer.buckets:
-        whole = bucket.own_grad
+        whole, divisor = bucket.own_grad, tokens * (1 if bucket.kind.update == "sign" else optimizer.loss_scale.value)
         if bucket.partitions > 1:
             whole = torch.cat([bucket.own_grad] * bucket.partitions)
             all_gather(whole, bucket.own_grad, optimizer.mesh.group(bucket.kind.replicas)).wait()
@@ -233,31 +243,80 @@ def relative(ours: list, theirs: list) -> float:
     return max(abs(our - their) / abs(their) for our, their in zip(ours, theirs))
 
 
-def weights_and_data(config: Config, steps: int):
-    """Return what a training starts from: (full weights by name, FixedData of `steps` global batches)."""
-    return random_weights(sizes_of(config), seed=3), random_data(config, steps)
+def weights_and_data(config: Config, steps: int, rigged=()):
+    """Return what a training starts from: (full weights by name, FixedData of `steps` global batches).
+
+    rigged: (end of a name, value) pairs; weights with such names get this value.
+    """
+    weights = random_weights(sizes_of(config), seed=3)
+    for name, weight in weights.items():
+        for end, value in rigged:
+            if name.endswith(end):
+                weight.copy_(torch.tensor(value))
+    return weights, random_data(config, steps)
+
+
+def masks_of(config: Config, step: int):
+    """Return the dropout masks of a step, counted from 0, in the form that reference.py takes; None without dropout."""
+    if not config.hidden_dropout and not config.attention_dropout:
+        return None
+    ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
+    return dropout_masks(config.seed, ids, config.hidden_dropout, config.attention_dropout)
 
 
 _references = {}
 
 
-def reference_for(config: Config, steps: int):
+def reference_for(config: Config, steps: int, rigged=()):
     """Train the reference model, once for each model and data.
 
     Returns (initial weights, data, a record of each step, final weights).
     """
     sizes = sizes_of(config)
-    key = (sizes, steps,
+    key = (sizes, steps, rigged,
            *(getattr(config, name) for name in names_affecting(Config, "model", "optimizer", "run", "losses")))
     betas = {"adamw": (config.adam_beta1, config.adam_beta2),
              "lion": (config.lion_beta1, config.lion_beta2)}[config.optimizer]
     if key not in _references:
-        weights, data = weights_and_data(config, steps)
+        weights, data = weights_and_data(config, steps, rigged)
         rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
         batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(),
                     None if data.positions is None else data.positions[i],
                     None if data.documents is None else data.documents[i]) for i in range(steps)]
         records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad,
-                                         betas, config.adam_eps, optimizer_name=config.optimizer)
+                                         betas, config.adam_eps, [masks_of(config, step) for step in range(steps)],
+                                         config.optimizer)
         _references[key] = (weights, data, records, final)
     return _references[key]
+
+
+def plain_evaluation(config: Config, weights, data: FixedData):
+    """Return the mean loss over the first global batch's tokens that count, computed in one batch instead of as a mean
+    of means."""
+    model = ReferenceGPT(sizes_of(config)).double().load_full(weights)
+    tokens, labels, loss_mask = data.tokens[0], data.labels[0], data.loss_mask[0]
+    positions = torch.arange(config.seq_length) if data.positions is None else data.positions[0]
+    documents = None if data.documents is None else data.documents[0]
+    with torch.no_grad():
+        return float(masked_loss(model(tokens, positions, documents=documents), labels, loss_mask.double()))
+
+
+def check_against_reference(pool, config: Config, steps: int, rigged=(), tolerance=1e-9):
+    """Train on the pool's ranks and compare losses, norms, gradients, weights and evaluation with the reference's.
+
+    Returns the reference's record of each step.
+    """
+    weights, data, records, final = reference_for(config, steps, rigged)
+    outcomes = pool.run(train_rank, config, weights, data, steps, world_size=config.world_size)
+
+    assert all(record.gradient_norm > 0.11 for record in records), "the clipping must bite"
+    for outcome in outcomes:                                    # every rank reports the whole batch, not its own share
+        assert (outcome.losses, outcome.norms) == (outcomes[0].losses, outcomes[0].norms)
+    assert relative(outcomes[0].losses, [record.loss for record in records]) < tolerance
+    assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < tolerance
+    for step, record in enumerate(records):
+        gradients = full_tensors(outcomes, lambda outcome: outcome.gradients[step])
+        assert difference(gradients, record.gradients) < tolerance, f"gradients of step {step + 1}"
+    assert difference(full_tensors(outcomes, lambda outcome: outcome.weights), final) < tolerance
+    assert relative([outcomes[0].evaluation], [plain_evaluation(config, final, data)]) < tolerance
+    return records

@@ -16,8 +16,8 @@ from functools import lru_cache
 from unittest import mock
 
 import torch
-from support.harness import FixedData, Outcome, full_tensors, sizes_of, tiny, train_rank
-from support.reference import ReferenceGPT, dropout_masks, masked_loss, random_weights, train_reference
+from support.harness import FixedData, Outcome, full_tensors, masks_of, sizes_of, tiny, train_rank
+from support.reference import ReferenceGPT, masked_loss, random_weights, train_reference
 
 import train
 from nanodomino import model
@@ -132,14 +132,6 @@ def text(vocabulary, samples, length, steps) -> Text:
         masks.append(mask)
     rows = torch.stack(batches)
     return Text(rows[..., :-1], rows[..., 1:], torch.stack(masks))
-
-
-def masks_of(config, step):
-    """Return a step's dropout masks in the form that reference.py takes, or None without dropout."""
-    if not config.hidden_dropout and not config.attention_dropout:
-        return None
-    ids = range(step * config.global_batch_size, (step + 1) * config.global_batch_size)
-    return dropout_masks(config.seed, ids, config.hidden_dropout, config.attention_dropout)
 
 
 @dataclass

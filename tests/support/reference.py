@@ -12,6 +12,9 @@ The model is GPT-2's (Radford et al. 2019, section 2.3), as GPT-3 kept it:
                      x = x + mlp(norm(x))                mlp: linear, tanh-GELU, linear
     logits = head(final norm(x))                         only the first vocab_size rows of the padded head
 
+A layer with experts has many MLPs. Here every expert computes every token, and the result of an expert that the token
+did not choose is multiplied by 0. Nothing is sorted or sent.
+
 If both sides made the same mistake, a comparison could not show it, so they differ on purpose. nanodomino keeps q, k
 and v in one fused matrix with rows ordered [head, (q, k, v), head_dim], so that a contiguous cut gives whole heads:
 
@@ -27,9 +30,15 @@ tensors, named as in nanodomino:
     layers.{i}.attention.dense.weight, .bias   [h, h], [h]     layers.{i}.mlp.dense_4h_to_h.weight, .bias  [h, f], [h]
     final_norm.weight, .bias                         [h]       output_layer.weight  [padded_vocab, h], only when untied
 
+    in a layer with E experts of width w, each two matrices, with SwiGLU three, and perhaps a shared expert of width u:
+    layers.{i}.mlp.router.weight                  [E, h]       layers.{i}.mlp.router.expert_bias                   [E]
+    layers.{i}.mlp.experts.dense_h_to_4h       [E, w, h]       layers.{i}.mlp.experts.dense_4h_to_h          [E, h, w]
+    layers.{i}.mlp.shared_expert.dense_h_to_4h.weight, .dense_4h_to_h.weight                            [u, h], [h, u]
+
 b = batch, s = sequence, h = hidden, f = the MLP's inner width, n = heads, d = h / n.
 """
 
+import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass
@@ -62,6 +71,18 @@ class Sizes:
     rotary_base: float = 10000.0
     rope_scaling: float = 0.0  # Llama 3.1's factor; 0: none
     interpolation: float = 1.0
+    num_experts: int = 0  # 0: no layer has experts; else layers 0, layer_freq, 2 layer_freq, ..
+    layer_freq: int = 1
+    topk: int = 2
+    expert_width: int = 0
+    shared_width: int = 0  # 0: no shared expert
+    score_function: str = "softmax"
+    pre_softmax: bool = False
+    scaling: float = 1.0
+    expert_bias: bool = False
+    bias_rate: float = 0.0
+    aux_coefficient: float = 0.0
+    z_coefficient: float = 0.0
 
     def __post_init__(self):
         object.__setattr__(self, "num_query_groups", self.num_query_groups or self.num_attention_heads)
@@ -96,6 +117,11 @@ def fuse_qkv(q, k, v, num_groups):
     """The inverse of split_qkv."""
     return torch.cat([part for group in zip(q.chunk(num_groups), k.chunk(num_groups), v.chunk(num_groups))
                       for part in group])
+
+
+def rows_of(tensor):
+    """Return the dimension of a matrix's rows. Experts are a stack of matrices."""
+    return max(tensor.dim() - 2, 0)
 
 
 # ---- the model
@@ -184,6 +210,11 @@ def rope(x, positions, sizes):
     return torch.cat([turned.real, turned.imag, x[..., size:]], dim=-1)
 
 
+def gelu_or_swiglu(gate, up):
+    """Return the activation of up; with a gate, SwiGLU's silu(gate) x up."""
+    return F.gelu(up, approximate="tanh") if gate is None else gate / (1 + torch.exp(-gate)) * up
+
+
 class MLP(nn.Module):
     def __init__(self, sizes, site):
         super().__init__()
@@ -195,12 +226,96 @@ class MLP(nn.Module):
 
     def forward(self, x, mask):  # [b, s, h] -> [b, s, h]
         x = self.norm(x)
-        if self.gate is None:
-            y = self.down(F.gelu(self.up(x), approximate="tanh"))
-        else:
-            gate = self.gate(x)
-            y = self.down(gate / (1 + torch.exp(-gate)) * self.up(x))
+        y = self.down(gelu_or_swiglu(self.gate and self.gate(x), self.up(x)))
         return apply_mask(mask, f"{self.site}.hidden", y)
+
+    def parts(self, kind):
+        """Return {nanodomino's name without the layer: this module's parameters}. kind: weight or bias."""
+        wide = [part for part in (self.gate, self.up) if part is not None]
+        return {f"norm.{kind}": (getattr(self.norm, kind, None),),
+                f"dense_h_to_4h.{kind}": tuple(getattr(part, kind) for part in wide),
+                f"dense_4h_to_h.{kind}": (getattr(self.down, kind),)}
+
+
+class Experts(nn.Module):
+    """The experts of a layer. forward leaves in routing_loss what is added to the token losses' sum, and in excess how
+    often each expert was chosen, minus the mean, times E."""
+
+    def __init__(self, sizes, site):
+        super().__init__()
+        self.site, self.sizes = site, sizes
+        count, width, h = sizes.num_experts, sizes.expert_width, sizes.hidden_size
+        self.norm = sizes.norm()
+        self.router = nn.Linear(h, count, bias=False)
+        self.register_buffer("expert_bias", torch.zeros(count) if sizes.expert_bias else None)
+        self.gate = nn.Parameter(torch.zeros(count, width, h)) if sizes.swiglu else None
+        self.up = nn.Parameter(torch.zeros(count, width, h))
+        self.down = nn.Parameter(torch.zeros(count, h, width))
+        shared = dataclasses.replace(sizes, ffn_hidden_size=sizes.shared_width)
+        self.shared = MLP(shared, site) if sizes.shared_width else None
+
+    def forward(self, x, mask):  # [b, s, h] -> [b, s, h]
+        sizes, x = self.sizes, self.norm(x)
+        logits = self.router(x)  # [b, s, E]
+        if sizes.score_function == "softmax":
+            scores = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)
+        else:
+            scores = 1 / (1 + torch.exp(-logits))
+        chosen = self.choose(scores.detach())
+        self.routing_loss = self.losses(logits, scores, chosen)
+        total = chosen.sum((0, 1))
+        self.excess = sizes.num_experts * total - total.sum()
+        weights = self.weights(logits, scores, chosen)
+        y = torch.zeros_like(x)
+        for e in range(sizes.num_experts):
+            gate = None if self.gate is None else x @ self.gate[e].T
+            y = y + weights[..., e, None] * (gelu_or_swiglu(gate, x @ self.up[e].T) @ self.down[e].T)
+        if self.shared:
+            gate = self.shared.gate and self.shared.gate(x)
+            y = y + self.shared.down(gelu_or_swiglu(gate, self.shared.up(x)))
+        return apply_mask(mask, f"{self.site}.hidden", y)
+
+    def choose(self, scores):
+        """Return [b, s, E]: 1 for the topk experts of each token, else 0. argmax takes the first of equal scores."""
+        scores = scores if self.expert_bias is None else scores + self.expert_bias
+        chosen = torch.zeros_like(scores)
+        for _ in range(self.sizes.topk):
+            best = scores.masked_fill(chosen > 0, -math.inf).argmax(-1, keepdim=True)
+            chosen = chosen.scatter(-1, best, 1.0)
+        return chosen
+
+    def weights(self, logits, scores, chosen):
+        """Return the weight of each expert [b, s, E], 0 unless the token chose it."""
+        sizes, weights = self.sizes, chosen * scores
+        if sizes.score_function == "softmax" and not sizes.pre_softmax:
+            weights = chosen * torch.exp(logits)
+        if sizes.score_function == "softmax" and not sizes.pre_softmax or sizes.score_function == "sigmoid" and (
+                sizes.topk > 1):
+            weights = weights / weights.sum(-1, keepdim=True)
+        return sizes.scaling * weights
+
+    def losses(self, logits, scores, chosen):
+        """Return auxiliary loss + z-loss: a sum over samples, in which a sample of s tokens counts s times."""
+        sizes, total = self.sizes, 0.0
+        probabilities = scores / scores.sum(-1, keepdim=True)
+        for own_logits, own_probabilities, own_chosen in zip(logits, probabilities, chosen):  # one sample, [s, E] each
+            s = len(own_logits)
+            shares, means = own_chosen.sum(0) / (s * sizes.topk), own_probabilities.sum(0) / s
+            total = total + s * sizes.aux_coefficient * sizes.num_experts * (shares * means).sum()
+            total = total + sizes.z_coefficient * (torch.log(torch.exp(own_logits).sum(-1)) ** 2).sum()
+        return total
+
+    def parts(self, kind):
+        """Return {nanodomino's name without the layer: this module's parameters}. kind: weight or bias."""
+        named = {f"norm.{kind}": (getattr(self.norm, kind, None),)}
+        if kind == "bias":
+            return named
+        if self.shared:
+            named |= {f"shared_expert.{name}": parameters for name, parameters in self.shared.parts(kind).items()
+                      if name.startswith("dense")}
+        return named | {"router.weight": (self.router.weight,), "router.expert_bias": (self.expert_bias,),
+                        "experts.dense_h_to_4h": tuple(part for part in (self.gate, self.up) if part is not None),
+                        "experts.dense_4h_to_h": (self.down,)}
 
 
 class ReferenceGPT(nn.Module):
@@ -214,7 +329,9 @@ class ReferenceGPT(nn.Module):
                                                 sizes.hidden_size) if sizes.positions == "learned_absolute" else None
         layers = range(sizes.num_layers)
         self.attentions = nn.ModuleList(Attention(sizes, f"layers.{i}.attention") for i in layers)
-        self.mlps = nn.ModuleList(MLP(sizes, f"layers.{i}.mlp") for i in layers)
+        self.mlps = nn.ModuleList(
+            (Experts if sizes.num_experts and i % sizes.layer_freq == 0 else MLP)(sizes, f"layers.{i}.mlp")
+            for i in layers)
         self.final_norm = sizes.norm()
         self.head = None if sizes.tied else nn.Linear(sizes.hidden_size, sizes.padded_vocab_size, bias=False)
 
@@ -252,10 +369,7 @@ class ReferenceGPT(nn.Module):
                 for letter, norm in (("q", attention.q_norm), ("k", attention.k_norm)):
                     named[f"layers.{i}.attention.{letter}_layernorm.{kind}"] = (getattr(norm, kind, None),)
                 named[f"layers.{i}.attention.dense.{kind}"] = (getattr(attention.dense, kind),)
-                named[f"layers.{i}.mlp.norm.{kind}"] = (getattr(mlp.norm, kind, None),)
-                named[f"layers.{i}.mlp.dense_h_to_4h.{kind}"] = tuple(getattr(part, kind) for part in (mlp.gate, mlp.up)
-                                                                      if part is not None)
-                named[f"layers.{i}.mlp.dense_4h_to_h.{kind}"] = (getattr(mlp.down, kind),)
+                named |= {f"layers.{i}.mlp.{name}": parameters for name, parameters in mlp.parts(kind).items()}
         named["final_norm.weight"] = (self.final_norm.weight,)
         named["final_norm.bias"] = (getattr(self.final_norm, "bias", None),)
         if self.head is not None:
@@ -274,7 +388,7 @@ class ReferenceGPT(nn.Module):
             if len(parameters) == 3:
                 tensors = split_qkv(full, self.sizes.num_query_groups, self.sizes.head_dim)
             else:
-                tensors = full.chunk(len(parameters))
+                tensors = full.chunk(len(parameters), dim=rows_of(full))
             for parameter, tensor in zip(parameters, tensors):
                 if parameter.shape != tensor.shape:
                     raise ValueError(f"{name}: this model has {tuple(parameter.shape)}, given {tuple(tensor.shape)}")
@@ -286,7 +400,8 @@ class ReferenceGPT(nn.Module):
         tensors = {}
         for name, parameters in self.parts().items():
             values = [value_of(parameter).detach().clone() for parameter in parameters]
-            tensors[name] = fuse_qkv(*values, self.sizes.num_query_groups) if len(values) == 3 else torch.cat(values)
+            tensors[name] = fuse_qkv(*values, self.sizes.num_query_groups) if len(values) == 3 else (
+                torch.cat(values, dim=rows_of(values[0])))
         return tensors
 
     def full_weights(self):
@@ -316,8 +431,8 @@ def random_weights(sizes, seed=0, dtype=torch.float64):
     weights = {}
     for name, shape in full_shapes(sizes).items():
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if len(shape) == 2:
-            weights[name] = noise / math.sqrt(shape[1])
+        if len(shape) >= 2:
+            weights[name] = noise / math.sqrt(shape[-1])
         elif name.endswith("norm.weight"):  # those of q and k too
             weights[name] = 1 + 0.2 * noise
         else:
@@ -380,7 +495,11 @@ def train_reference(
         positions = torch.arange(tokens.shape[1]) if positions is None else positions
         logits = model(tokens, positions, masks and masks[step], documents)
         loss = masked_loss(logits, labels, loss_mask)
-        loss.backward()
+        layers = [mlp for mlp in model.mlps if isinstance(mlp, Experts)]
+        (loss + sum(layer.routing_loss for layer in layers) / loss_mask.sum()).backward()
+        biases = [layer for layer in layers if layer.expert_bias is not None]
+        for layer in biases:  # a buffer, which the norm and the optimizer leave out
+            layer.expert_bias.grad = layer.excess / loss_mask.sum()
         gradients = model.full_gradients()
         # parameters() lists the tied matrix once, so the norm counts it once; the scale is min(1, clip / (norm +
         # 1e-6)).
@@ -389,4 +508,6 @@ def train_reference(
         for group in optimizer.param_groups:
             group["lr"] = learning_rates[step]
         optimizer.step()
+        for layer in biases:
+            layer.expert_bias -= sizes.bias_rate * torch.sign(layer.excess)
     return records, model.full_weights()

@@ -1,5 +1,6 @@
 """The reference model against torch's own transformer, finite differences and formulas computed by hand."""
 
+import dataclasses
 import math
 from functools import partial
 
@@ -13,6 +14,7 @@ from support.reference import (ReferenceGPT, Sizes, full_shapes, fuse_qkv, maske
 
 SIZES = Sizes()
 UNTIED = Sizes(tied=False)
+EXPERTS = Sizes(num_experts=4, expert_width=12, shared_width=8, swiglu=True, bias=False, qkv_bias=False)
 
 
 def random_batch(sizes, batch_size=3, seed=0):
@@ -158,7 +160,10 @@ def test_logits_and_gradients_equal_torchs_own_transformer():
                                atol=1e-14)
 
 
-@pytest.mark.parametrize("sizes", [SIZES, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("sizes", [
+    SIZES, UNTIED, EXPERTS, dataclasses.replace(EXPERTS, score_function="sigmoid", scaling=2.0, topk=3),
+    dataclasses.replace(EXPERTS, pre_softmax=True, swiglu=False, topk=1)],
+    ids=["tied", "untied", "experts", "sigmoid", "pre-softmax"])
 def test_gradients_equal_finite_differences_in_every_tensor(sizes):
     weights, batch, step = random_weights(sizes), random_batch(sizes), 1e-5
     gradients = gradients_of(sizes, weights, batch)
