@@ -37,6 +37,13 @@ NEEDS = {
     "--compile": ("compile", lambda c: c.compile or c.compile is None and has_gpu(c)),
 }
 
+# Megatron-LM's flags that are refused: {flag: the reason}
+REFUSED_FLAGS = dict.fromkeys(
+    ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy"),
+    "no token is dropped: which tokens exceed an expert's capacity depends on how the batch is cut into microbatches "
+    "and replicas, so the layout would change the loss; leave it out, and balance the experts with "
+    "--moe-aux-loss-coeff or --moe-router-enable-expert-bias")
+
 
 def has_gpu(config) -> bool:
     """Return whether --device allows a GPU and torch finds one."""

@@ -1,8 +1,8 @@
 """Checks, at each checkpoint, that all copies of a parameter are still bitwise equal.
 
-Every parameter has a copy on each replica (dp). A parameter that is not sharded (norms, row-parallel biases, positions)
-has a copy on each tensor-parallel rank too (tp). A tied embedding has one on the first and one on the last stage. The
-copies stay equal because
+Every parameter has a copy on each replica (dp); an expert has copies only on the replicas that hold it (expert_dp). A
+parameter that is not sharded (norms, row-parallel biases, positions) has a copy on each tensor-parallel rank too (tp).
+A tied embedding has one on the first and one on the last stage. The copies stay equal because
 
     over dp        with ZeRO, one owner updates each part and all-gathers it      equal by construction
                    without, each replica applies the same gradients               equal if kernels are deterministic

@@ -18,7 +18,7 @@ from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.flags import Parser, add_flags
 from nanodomino.config.presets import SHORT_DTYPES
-from nanodomino.config.rules import check_needs
+from nanodomino.config.rules import REFUSED_FLAGS, check_needs
 from nanodomino.config.saved_settings import check_record, with_legacy_defaults
 from nanodomino.config.setting import flag_name, flag_settings, names_affecting
 from nanodomino.errors import UserError, require
@@ -41,6 +41,8 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
     Raises UserError for an unknown flag, for a bad value or file, and for settings that contradict each other. If one
     of these settings was not given now but is remembered, the message says so.
     """
+    for flag in (argument.partition("=")[0] for argument in arguments):
+        require(flag not in REFUSED_FLAGS, f"{flag} is refused, because {REFUSED_FLAGS.get(flag)}")
     requested = vars(command_line_parser().parse_args(arguments))
     typed = tuple(requested)
     if requested.get("tensorboard_dir"):                       # it is remembered; the next launch may start elsewhere

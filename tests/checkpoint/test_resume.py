@@ -18,8 +18,8 @@ from nanodomino.checkpoint.save import allocate_host_copies
 from nanodomino.checkpoint.shards import boxes_of_range, local_boxes
 from nanodomino.errors import UserError
 from nanodomino.generate.generation import generate
-from support.checkpoints import (DP2, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for, make_saver,
-                                 save_steps, train_from)
+from support.checkpoints import (DP2, EXPERTS, LAYOUTS, LLAMA, ONE_RANK, TP2, TP2_PP2_DP2, UNEVEN, config_for,
+                                 make_saver, save_steps, train_from)
 from support.harness import (Outcome, build, difference, full_tensors, reference_for, relative, shard_spec, sizes_of,
                              weights_and_data)
 from support.reference import full_shapes
@@ -38,14 +38,27 @@ def test_any_layout_resumes_from_any_other(pool, tmp_path, pairs, family):
     """A step on one layout and the next on another equal the reference model. The data order, the learning rate and
     Adam's count must continue. Six layouts in a ring, or three, or all pairs of twelve."""
     chosen = {"all": LAYOUTS, "ring": LAYOUTS[::2], "small ring": LAYOUTS[2::4]}[pairs]
-    configs = [config_for(*layout, **UNEVEN | family) for layout in chosen]
+    check_resumes(pool, tmp_path, [config_for(*layout, **UNEVEN | family) for layout in chosen], pairs == "all")
+
+
+def test_experts_move_to_other_ranks(pool, tmp_path):
+    """From four ranks with an expert each to tensor parallelism, to both, to pipeline stages, and back. The expert bias
+    and the moments of the experts, which have four dimensions, continue."""
+    configs = [config_for(*layout, **UNEVEN | EXPERTS, expert_model_parallel_size=ep) for layout, ep in (
+        ((1, 1, 4, 1, 1, "1f1b"), 4), ((2, 1, 1, 2, 1, "1f1b"), 1), ((2, 1, 2, 2, 0, "1f1b"), 2),
+        ((1, 2, 2, 1, 2, "zb-v"), 2))]
+    check_resumes(pool, tmp_path, configs)
+
+
+def check_resumes(pool, tmp_path, configs, every_pair=False):
+    """Resume each config from the checkpoint of the previous one, or of every one, and compare with the reference."""
     weights, data, records, final = reference_for(configs[0], 2)
     folders = []
     for i, config in enumerate(configs):
         pool.run(train_from, config, weights, data, 0, 1, None, str(tmp_path / str(i)), world_size=config.world_size)
         folders += map(str, checkpoints_of(tmp_path / str(i)))
     for i, config in enumerate(configs):
-        chosen = folders if pairs == "all" else [folders[i - 1]]
+        chosen = folders if every_pair else [folders[i - 1]]
         results = pool.run(resume_from_each, config, data, chosen, world_size=config.world_size)
         for outcomes in zip(*results, strict=True):
             assert relative(outcomes[0].losses, [records[1].loss]) < 1e-9

@@ -73,6 +73,8 @@ class Bad:
 
 # ---- flags
 
+MOE = "--num-experts 6 --disable-bias-linear"
+
 TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     # the layout
     (8, "--tp 16", "world size 8 must equal", "16 x 1 x 1 = 16", "start 16 processes with torchrun"),
@@ -107,6 +109,22 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     (8, "--tp 8 --make-vocab-size-divisible-by 5", "of 260", "size 8", "try --make-vocab-size-divisible-by 1024"),
     (4, "--tp 4 --pp 1 --sequence-parallel --seq-length 126", "seq-length 126",
      "parallel-size 4 with --sequence-parallel", "try --seq-length 128"),
+    # experts
+    (4, f"{MOE} --dp 4 --ep 3", "expert-model-parallel-size 3", "must divide num-experts 6", "size 4; try --ep 1, 2"),
+    (6, f"{MOE} --dp 6 --ep 4", "expert-model-parallel-size 4", "must divide num-experts 6", "try --ep 1, 2, 3, 6"),
+    (2, "--ep 2", "--expert-model-parallel-size 2 needs --num-experts to have an effect"),
+    (1, f"{MOE} --moe-router-topk 7", "moe-router-topk 7 must be at most num-experts 6", "try --moe-router-topk 6"),
+    (1, "--num-experts 6", "experts have no biases, so --num-experts needs --disable-bias-linear; add it"),
+    (4, f"{MOE} --tp 4 --moe-ffn-hidden-size 10", "moe-ffn-hidden-size 10 must be divisible by",
+     "size 4; try --moe-ffn-hidden-size 12"),
+    (4, f"{MOE} --tp 4 --moe-shared-expert-intermediate-size 6", "moe-shared-expert-intermediate-size 6 must be",
+     "size 4; try --moe-shared-expert-intermediate-size 8"),
+    (1, f"{MOE} --moe-router-score-function sigmoid --moe-router-pre-softmax",
+     "--moe-router-pre-softmax needs --moe-router-score-function softmax to have an effect"),
+    *((1, f"{MOE} {flag}", f"{flag.split('=')[0].split()[0]} is refused, because no token is dropped",
+       "the layout would change the loss; leave it out")
+      for flag in ("--moe-expert-capacity-factor 1.25", "--moe-expert-capacity-factor=2",
+                   "--moe-token-drop-policy probs", "--moe-pad-expert-input-to-capacity")),
     # the batch
     (3, "--pp 1", "global-batch-size 16", "4 x 3 = 12", "try --global-batch-size 24"),
     (4, "--tp 1 --pp 1 --micro-batch-size 3", "global-batch-size 16", "3 x 4 = 12", "try --global-batch-size 24"),

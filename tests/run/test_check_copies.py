@@ -52,6 +52,24 @@ def test_copies_that_differ_are_named_with_their_ranks(pool, nudges, said):
     assert all(words in results[0][1] for words in said) and bool(results[0][1]) == bool(said), results[0][1]
 
 
+@pytest.mark.parametrize("nudges, said", [
+    ([], ""),
+    ([(4, "layers.0.mlp.experts.dense_h_to_4h", 5)],
+     "(layers.0.mlp.experts.dense_h_to_4h differs between rank 0 and rank 4)"),
+    ([(7, "layers.1.mlp.router.weight", 5)],
+     "(layers.1.mlp.router.weight differs between rank 0, 1, 2, 3, 4, 5, 6 and rank 7)"),
+    ([(0, "the master of layers.1.mlp.router.expert_bias", 2)],
+     "(the master of layers.1.mlp.router.expert_bias differs between rank 0 and rank 1)")],
+    ids=["sound", "expert", "router", "bias"])
+def test_an_expert_is_compared_with_its_own_copies_only(pool, nudges, said):
+    """With four replicas and ep 2, an expert has a copy two replicas away. The router is replicated on all ranks."""
+    config = tiny(8, tensor_model_parallel_size=2, expert_model_parallel_size=2, num_experts=4, num_layers=2,
+                  disable_bias_linear=True, moe_router_enable_expert_bias=True, dtype="bfloat16")
+    results = pool.run(nudged_rank, config, random_data(config, 1), nudges)
+    assert len(set(results)) == 1 and results[0][0] == "", results[0]
+    assert said in results[0][1] and bool(results[0][1]) == bool(said), results[0][1]
+
+
 def test_the_checksum_depends_on_every_bit_and_its_place(monkeypatch):
     """Also if one element goes up and another down by one bit, which a plain sum would miss; for any chunk size."""
     weight = torch.randn(1000, generator=torch.Generator().manual_seed(1))
