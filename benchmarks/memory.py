@@ -92,7 +92,7 @@ class TapeMeter:
     """
 
     def __init__(self, stage, state: dict[str, dict[int, int]]):
-        self.stage, self.trace = stage, stage.trace
+        self.stage, self.trace, self.ops = stage, stage.trace, stage.ops
         self.held = {key: size for storages in state.values() for key, size in storages.items()}
         self.tapes, self.most, self.most_on_host = {}, 0, 0
 
