@@ -7,9 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from support import ROOT
+from torch.torch_version import TorchVersion
 
 from nanodomino.errors import UserError
+from nanodomino.layers.main_grad import ADDS_TO_FP32
 from nanodomino.run.command_line import from_command_line
 
 
@@ -136,6 +139,14 @@ def test_every_training_command_in_a_document_is_accepted(tmp_path, monkeypatch)
                 from_command_line(arguments, int(found[1] or 1) * int(hosts[1] if hosts else 1))
             except UserError as error:
                 pytest.fail(f"{path}: {command}: {error}")
+
+
+def test_the_tested_version_of_torch_is_the_one_that_runs_and_adds_16_bit_products_to_fp32():
+    (tested, first), = re.findall(r"tests run with torch ([\d.]+),.*?Before torch ([\d.]+), `addmm`",
+                                  text_of("docs/running.md"), re.DOTALL)
+    assert f"torch=={tested}\n" in text_of("requirements.txt") and torch.__version__.split("+")[0] == tested
+    assert f"# From torch {first} on, CUDA can add" in text_of("nanodomino/layers/main_grad.py")
+    assert TorchVersion(tested) >= first and ADDS_TO_FP32
 
 
 def test_the_readme_is_a_page():
