@@ -211,7 +211,8 @@ def test_presets_have_the_published_sizes(name, millions):
     ("llama2-7b", 1e-5, 1e4, None, (32, 32, 128)), ("llama2-13b", 1e-5, 1e4, None, (40, 40, 128)),
     ("llama3-8b", 1e-5, 5e5, None, (32, 8, 128)), ("llama3.2-1b", 1e-5, 5e5, 32.0, (32, 8, 64)),
     ("qwen2.5-0.5b", 1e-6, 1e6, None, (14, 2, 64)), ("qwen3-0.6b", 1e-6, 1e6, None, (16, 8, 128)),
-    ("smollm2-135m", 1e-5, 1e5, None, (9, 3, 64))])
+    ("smollm2-135m", 1e-5, 1e5, None, (9, 3, 64)), ("mixtral-8x7b", 1e-5, 1e6, None, (32, 8, 128)),
+    ("qwen3-30b-a3b", 1e-6, 1e6, None, (32, 4, 128))])
 def test_presets_have_the_published_norms_positions_and_heads(name, epsilon, base, scaling, heads):
     """The numbers of the published config.json files that no parameter count reveals."""
     config = Config(model=name).resolve(1)

@@ -84,6 +84,11 @@ def open_weights(folder: Path) -> tuple[Index, GPT]:
 
 def read_full_tensor(name: str, shape, index: Index) -> torch.Tensor:
     """Read one full tensor, in its stored dtype. Raises UserError."""
-    values = torch.empty(shape, dtype=index.find(name, shape).dtype)
-    index.fill([LocalBox(name, shape, Box((0,) * len(shape), tuple(shape)), values)])
+    return read_box(name, shape, Box((0,) * len(shape), tuple(shape)), index)
+
+
+def read_box(name: str, shape, box: Box, index: Index) -> torch.Tensor:
+    """Read a box of a full tensor of this shape, in its stored dtype. Raises UserError."""
+    values = torch.empty(box.size, dtype=index.find(name, shape).dtype)
+    index.fill([LocalBox(name, shape, box, values)])
     return values

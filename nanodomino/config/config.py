@@ -118,7 +118,7 @@ class Config:
         derived=True, legacy_default=None, at_most=4096)
     moe_layer_freq: int = model_setting(
         1, "give every Nth layer experts instead of an MLP, from the first layer on", needs=EXPERTS)
-    moe_router_topk: int = model_setting(2, "number of experts that each token uses", needs=EXPERTS)
+    moe_router_topk: int = family_setting("moe_router_topk", "number of experts that each token uses", needs=EXPERTS)
     moe_ffn_hidden_size: int = model_setting(
         None, "width of each expert (default: --ffn-hidden-size)", derived=True, legacy_default=None, at_most=2**24,
         needs=EXPERTS)
@@ -137,9 +137,9 @@ class Config:
     moe_router_bias_update_rate: float = model_setting(
         1e-3, "change of the expert bias after each step", affects="losses", above=0.0,
         needs=(EXPERTS, "--moe-router-enable-expert-bias"))
-    moe_aux_loss_coeff: float = model_setting(
-        0.0, "coefficient of the load-balancing loss, which is computed for each sample", affects="losses",
-        needs=EXPERTS)
+    moe_aux_loss_coeff: float = family_setting(
+        "moe_aux_loss_coeff", "coefficient of the load-balancing loss, which is computed for each sample",
+        affects="losses", needs=EXPERTS)
     moe_z_loss_coeff: float = model_setting(
         0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)
     hidden_dropout: float = model_setting(

@@ -8,12 +8,13 @@ import torch
 GPT2 = dict(normalization="LayerNorm", layernorm_epsilon=1e-5, position_embedding_type="learned_absolute",
             rotary_base=10_000.0, use_rope_scaling=False, rope_scaling_factor=8.0, swiglu=False,
             disable_bias_linear=False, add_qkv_bias=False, qk_layernorm=False,
-            untie_embeddings_and_output_weights=False)
+            untie_embeddings_and_output_weights=False, moe_router_topk=2, moe_aux_loss_coeff=0.0)
 LLAMA = GPT2 | dict(normalization="RMSNorm", position_embedding_type="rope", swiglu=True, disable_bias_linear=True)
 
 # The sizes of GPT-2 come from its published weights, those of GPT-3 from 2005.14165, table 2.1. The gpt2 presets use
 # GPT-3's learning rates. The other sizes come from the configurations published with the models' weights (2307.09288,
-# 2407.21783, 2412.15115, 2505.09388, 2502.02737). nano and nano-llama are small enough for a laptop.
+# 2407.21783, 2412.15115, 2505.09388, 2502.02737, 2401.04088). nano, nano-llama and nano-moe are small enough for a
+# laptop. A token passes through as many weights of experts in nano-moe as of MLPs in nano-llama.
 PRESET_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr", "global_batch_size",
                  "micro_batch_size", "init_method_std")
 LLAMA_FIELDS = ("num_query_groups", "ffn_hidden_size")
@@ -41,6 +42,13 @@ PRESETS = {name: GPT2 | dict(zip(PRESET_FIELDS, values)) for name, *values in (
     ("qwen3-0.6b",   28, 1024, 16, 4096, 3e-4,   512,  2, 0.02,  8,  3072, dict(
         kv_channels=128, rotary_base=1_000_000.0, layernorm_epsilon=1e-6, qk_layernorm=True)),
     ("smollm2-135m", 30,  576,  9, 2048, 3e-3,   512,  8, 0.04,  3,  1536, dict(rotary_base=100_000.0)),
+    ("nano-moe",      8,   96,  8,  128, 4e-3,    16,  4, 0.06,  4,   128, dict(
+        num_experts=8, moe_aux_loss_coeff=0.01)),
+    ("mixtral-8x7b", 32, 4096, 32, 4096, 3e-4,   512,  1, 0.02,  8, 14336, dict(
+        untie_embeddings_and_output_weights=True, rotary_base=1_000_000.0, num_experts=8, moe_aux_loss_coeff=0.01)),
+    ("qwen3-30b-a3b", 48, 2048, 32, 4096, 3e-4,  512,  1, 0.02,  4,  6144, dict(
+        untie_embeddings_and_output_weights=True, kv_channels=128, rotary_base=1_000_000.0, layernorm_epsilon=1e-6,
+        qk_layernorm=True, num_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768, moe_aux_loss_coeff=0.001)),
 )}
 FINETUNE_BATCH_SIZE = 16     # the largest default of global_batch_size with --finetune; a preset's suits pre-training
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -60,4 +68,5 @@ DEFAULT_LAYOUTS = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 5: (1, 5), 6: (2,
 PUBLISHED_VOCABULARIES = {
     **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-2.7b", "gpt3-6.7b", "gpt3-13b"), 50257),
     "llama2-7b": 32000, "llama2-13b": 32000, "llama3-8b": 128256, "llama3.2-1b": 128256,
-    "qwen2.5-0.5b": 151936, "qwen3-0.6b": 151936, "smollm2-135m": 49152}
+    "qwen2.5-0.5b": 151936, "qwen3-0.6b": 151936, "smollm2-135m": 49152, "mixtral-8x7b": 32000,
+    "qwen3-30b-a3b": 151936}

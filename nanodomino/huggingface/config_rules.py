@@ -27,7 +27,8 @@ HARMLESS = re.compile(
     r"chunk_size_feed_forward|n_ctx|max_window_layers|is_llama_config|_?attn_implementation(_\w+)?|do_sample|"
     r"temperature|top_[kp]|typical_p|(max|min)_length|num_beams|num_beam_groups|num_return_sequences|"
     r"(repetition|length|diversity)_penalty|(encoder_)?no_repeat_ngram_size|early_stopping|"
-    r"output_(attentions|hidden_states|scores|logits|past)")
+    r"output_(attentions|hidden_states|scores|logits|past|router_logits)|"
+    r"router_(aux_loss_coef|jitter_noise)")
 
 
 class ConfigReader:
@@ -164,6 +165,21 @@ def read_layer_types(reader: ConfigReader) -> dict:
     return {}
 
 
+def read_expert_width(reader: ConfigReader) -> dict:
+    """Give the unused ffn_hidden_size of a Mixtral the width of its experts. The preset's width might not suit tp."""
+    return dict(ffn_hidden_size=reader.get("intermediate_size"))
+
+
+def read_normalized_weights(reader: ConfigReader) -> dict:
+    """Read whether the weights of a token's experts add up to 1: softmax over the chosen logits instead of over all."""
+    reader.require_in("norm_topk_prob", True, False)
+    return dict(moe_router_pre_softmax=not reader.get("norm_topk_prob"))
+
+
+def write_normalized_weights(config: Config) -> dict:
+    return dict(norm_topk_prob=not config.moe_router_pre_softmax)
+
+
 def require_divisible_width(config: Config) -> dict:
     """Require that the heads divide hidden_size. Transformers' LlamaConfig requires that even if head_dim is given."""
     require(config.hidden_size % config.num_attention_heads == 0,
@@ -174,4 +190,6 @@ def require_divisible_width(config: Config) -> dict:
 
 ROPE, BIASES = ConfigRule(read_rope, write_rope), ConfigRule(read_biases, write_biases)
 WINDOW, LAYER_TYPES = ConfigRule(read_window), ConfigRule(read_layer_types)
+EXPERT_WIDTH = ConfigRule(read_expert_width)
+NORMALIZED_WEIGHTS = ConfigRule(read_normalized_weights, write_normalized_weights)
 DIVISIBLE_WIDTH = ConfigRule(write=require_divisible_width)

@@ -7,7 +7,7 @@ import torch
 
 from nanodomino.checkpoint.find_checkpoints import with_checkpoint
 from nanodomino.checkpoint.index import Index
-from nanodomino.checkpoint.load import open_weights, read_full_tensor
+from nanodomino.checkpoint.load import open_weights, read_box
 from nanodomino.checkpoint.manifest import write_flushed
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
@@ -36,9 +36,10 @@ def split_into_files(mappings: list[TensorMapping], dtype: torch.dtype, max_byte
 
 def convert_to_hf(mapping: TensorMapping, index: Index, config: Config,
                   dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Read one parameter, and return {Hugging Face name: tensor}. Raises UserError if a value overflows `dtype`."""
-    full, tensors = read_full_tensor(f"weight.{mapping.name}", mapping.shape, index), {}
-    for name, part in zip(mapping.hf_shapes, mapping.conversion.to_hf(full, config)):
+    """Read one parameter, or one expert's part, and return {Hugging Face name: tensor}. Raises UserError if a value
+    overflows `dtype`."""
+    values, tensors = read_box(f"weight.{mapping.name}", mapping.shape, mapping.box, index).view(mapping.size), {}
+    for name, part in zip(mapping.hf_shapes, mapping.conversion.to_hf(values, config)):
         tensors[name] = part.to(dtype).contiguous()
         largest, limit = float(part.abs().max()), torch.finfo(dtype).max
         require(not limit < largest < torch.inf, f"{name} has values up to {largest:g}, above the maximum {limit:g} of "

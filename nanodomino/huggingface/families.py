@@ -13,8 +13,9 @@ from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.config.setting import flag_name
 from nanodomino.errors import UserError, require
-from nanodomino.huggingface.config_rules import BIASES, DIVISIBLE_WIDTH, LAYER_TYPES, ROPE, WINDOW, ConfigReader, shown
-from nanodomino.huggingface.tensor_mapping import GPT2_MODULES, LLAMA_MODULES
+from nanodomino.huggingface.config_rules import (BIASES, DIVISIBLE_WIDTH, EXPERT_WIDTH, LAYER_TYPES, NORMALIZED_WEIGHTS,
+                                                 ROPE, WINDOW, ConfigReader, shown)
+from nanodomino.huggingface.tensor_mapping import GPT2_MODULES, LLAMA_MODULES, MIXTRAL_MODULES, QWEN3_MOE_MODULES
 
 IMPORTED_SEQ_LENGTH = 1024     # default seq-length of an imported model; less if the model has fewer positions
 
@@ -44,6 +45,11 @@ class Family:
     information: dict           # {entry: setting} without effect on the logits; import reads only initializer_range
     defaults: dict              # {entry: the value that Transformers assumes if it is missing}
     rules: tuple = ()           # ConfigRules for the other entries
+    aliases: dict = dataclasses.field(default_factory=dict)    # {name that some versions of Transformers write: entry}
+
+    @property
+    def has_experts(self) -> bool:
+        return any(setting == "num_experts" for setting, _ in self.sizes.values())
 
 
 GPT2 = Family(
@@ -90,9 +96,35 @@ QWEN3 = dataclasses.replace(
     settings=LLAMA.settings | dict(disable_bias_linear=True, qk_layernorm=True),
     supported=LLAMA.supported | {"attention_bias": (False,)},
     defaults=LLAMA.defaults | {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False})
+EXPERTS = dict(disable_bias_linear=True, moe_layer_freq=1, moe_router_score_function="softmax",
+               moe_router_topk_scaling_factor=1.0, moe_router_enable_expert_bias=False,
+               moe_shared_expert_intermediate_size=None)
+MIXTRAL = dataclasses.replace(
+    LLAMA, architecture="MixtralForCausalLM", modules=MIXTRAL_MODULES, rules=(ROPE, WINDOW, EXPERT_WIDTH),
+    sizes=LLAMA.sizes | {"intermediate_size": ("moe_ffn_hidden_size", None), "num_local_experts": ("num_experts", None),
+                         "num_experts_per_tok": ("moe_router_topk", None)},
+    settings=LLAMA.settings | EXPERTS | dict(moe_router_pre_softmax=False),
+    information=LLAMA.information | {"router_aux_loss_coef": "moe_aux_loss_coeff"},
+    defaults=LLAMA.defaults | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+                               "num_local_experts": 8, "num_experts_per_tok": 2})
+QWEN3_MOE = dataclasses.replace(
+    QWEN3, architecture="Qwen3MoeForCausalLM", modules=QWEN3_MOE_MODULES, rules=(ROPE, LAYER_TYPES, NORMALIZED_WEIGHTS),
+    sizes=LLAMA.sizes | {"moe_intermediate_size": ("moe_ffn_hidden_size", None), "num_experts": ("num_experts", None),
+                         "num_experts_per_tok": ("moe_router_topk", None)},
+    settings=QWEN3.settings | EXPERTS,
+    supported=QWEN3.supported | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    information=MIXTRAL.information,
+    defaults=LLAMA.defaults | {"num_key_value_heads": 4, "attention_bias": False, "decoder_sparse_step": 1,
+                               "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+                               "norm_topk_prob": False},
+    aliases={"num_local_experts": "num_experts"})
 
 # {model_type: family}
-FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "mixtral": MIXTRAL,
+            "qwen3_moe": QWEN3_MOE}
+# {model_type or architecture of a family that looks like the families above: why it can't be imported}
+REFUSED = dict.fromkeys(("olmoe", "OlmoeForCausalLM"), "its norms of q and k span all heads, while nanodomino's "
+                        "normalize each head")
 
 
 # ---- import
@@ -100,6 +132,10 @@ FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "q
 def family_of_json(values: dict, source) -> Family:
     """Return the family that a config.json names. Raises UserError."""
     architectures, model_type = values.get("architectures"), values.get("model_type")
+    for name in (*(architectures if isinstance(architectures, list) else ()), model_type):
+        reason = REFUSED.get(str(name))
+        require(reason is None, f"{source} describes a model of type {name}, which can't be imported: {reason}; import "
+                "another model")
     known = {family.architecture: family for family in FAMILIES.values()}
     if architectures:
         name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
@@ -122,6 +158,7 @@ def read_config(values: dict, source, most: dict | None = None) -> Config:
     size is made.
     """
     family = family_of_json(values, source)
+    values = {family.aliases.get(name, name): value for name, value in values.items()}
     reader, sizes = ConfigReader(values, family.defaults, source), SimpleNamespace()
     for entry, (setting, default) in family.sizes.items():
         missing = reader.get(entry) is None and default
@@ -158,9 +195,11 @@ def settings_of_family(family: Family, sizes) -> dict:
 def nearest_preset(settings: dict) -> str:
     """Return the preset with the nearest hidden_size; among several, the one with the fewest other differences.
 
-    It gives runs that start from the imported model their default learning rate and batch size.
+    It gives runs that start from the imported model their default learning rate and batch size. A model without experts
+    gets a preset without experts, because a preset adds the settings that are not given.
     """
-    return min(PRESETS, key=lambda name: (abs(math.log(PRESETS[name]["hidden_size"] / settings["hidden_size"])),
+    presets = [name for name in PRESETS if "num_experts" in settings or "num_experts" not in PRESETS[name]]
+    return min(presets, key=lambda name: (abs(math.log(PRESETS[name]["hidden_size"] / settings["hidden_size"])),
                                           sum(settings.get(setting) != value
                                               for setting, value in PRESETS[name].items())))
 
@@ -171,6 +210,8 @@ def family_of(config: Config) -> Family:
     """Return the first family that fits the model. If none fits, the UserError says what the nearest family needs."""
     differences = {}
     for name, family in FAMILIES.items():
+        if family.has_experts != bool(config.num_experts):
+            continue
         needed = settings_of_family(family, config)
         actual = {setting: getattr(config, setting) for setting in needed}
         if not config.disable_bias_linear:                     # all matrices have a bias, so add_qkv_bias adds nothing

@@ -11,7 +11,7 @@ import torch
 
 from nanodomino.checkpoint.index import FORMAT, write_boxes
 from nanodomino.checkpoint.manifest import step_of, write_manifest
-from nanodomino.checkpoint.shards import Box, LocalBox
+from nanodomino.checkpoint.shards import LocalBox
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
 from nanodomino.errors import require
@@ -56,11 +56,11 @@ def match_tensors(mappings: list[TensorMapping], stored: dict[str, StoredTensor]
 
 def convert_from_hf(mapping: TensorMapping, found: dict[str, StoredTensor], config: Config,
                     dtype: torch.dtype, not_finite: list[str]) -> torch.Tensor:
-    """Load the Hugging Face tensors of a parameter, and convert them to the parameter's full tensor. Appends the names
-    of tensors with values that are NaN or infinite to not_finite."""
+    """Load the Hugging Face tensors of a mapping, and convert them to its box of the parameter. Appends the names of
+    tensors with values that are NaN or infinite to not_finite."""
     parts = [found[name].load() for name in mapping.hf_shapes]
     not_finite += [name for name, part in zip(mapping.hf_shapes, parts) if not is_finite(part)]
-    return mapping.conversion.from_hf(parts, config).to(dtype).contiguous()
+    return mapping.conversion.from_hf(parts, config).to(dtype).contiguous().view(mapping.box.size)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -70,11 +70,11 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 def full_boxes(mappings: list[TensorMapping], found: dict[str, StoredTensor], config: Config, dtype: torch.dtype,
                not_finite: list[str]) -> Iterator[LocalBox]:
-    """Yield every parameter as one box, so that only one tensor is in memory at a time. Appends the names of tensors
-    with values that are NaN or infinite to not_finite."""
+    """Yield every parameter as one box, or as one box per expert, so that only one tensor is in memory at a time.
+    Appends the names of tensors with values that are NaN or infinite to not_finite."""
     for mapping in mappings:
         values = convert_from_hf(mapping, found, config, dtype, not_finite)
-        yield LocalBox(f"weight.{mapping.name}", mapping.shape, Box((0,) * values.dim(), mapping.shape), values)
+        yield LocalBox(f"weight.{mapping.name}", mapping.shape, mapping.box, values)
 
 
 def import_model(folder: Path, output: Path) -> str:

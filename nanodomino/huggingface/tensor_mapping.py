@@ -8,11 +8,15 @@ of r = n/g heads:
     qkv  [g x (r q heads, k, v) x d, h]     c_attn [h, (q, k, v) x n d]      q_proj [n d, h], k_proj, v_proj [g d, h]
     dense_h_to_4h         [f, h]            c_fc   [h, f]
       with swiglu      [2, f, h]                                             gate_proj, up_proj [f, h]
+    experts.dense_h_to_4h  [E, 2, f, h]                                      w1, w3 [f, h] of each of the E experts
     word_embeddings  [padded v, h]          wte    [v, h]                    embed_tokens [v, h]
 
 In nanodomino the rows of qkv are ordered group by group: the r q heads, the k head and the v head of group 0, then
 those of group 1, and so on. So a contiguous shard holds whole groups, and each tensor-parallel rank can compute
 attention on its own. GPT-2 computes x W (its Conv1D), the others x W^T; therefore GPT-2's matrices are transposed.
+
+The experts of a layer are stacked in one parameter. In Hugging Face's files each expert has its own tensors, of the
+same shapes as those of an MLP. So an expert is converted like an MLP, and only one expert is in memory at a time.
 """
 
 import re
@@ -21,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanodomino.checkpoint.shards import full_shapes
+from nanodomino.checkpoint.shards import Box, full_shapes
 from nanodomino.config.config import Config
 from nanodomino.model import meta_model
 
@@ -63,7 +67,7 @@ QKV_TRANSPOSED = Conversion(lambda qkv, config: (torch.cat(split_qkv(qkv, config
 GATE_AND_UP = Conversion(lambda tensor, config: tensor.unbind(), lambda tensors, config: torch.stack(tensors))
 VOCABULARY = Conversion(lambda tensor, config: (tensor[:config.vocab_size],), pad_vocabulary)
 
-# {module: (Hugging Face modules, conversion)}; # stands for the layer's number
+# {module or parameter: (Hugging Face modules, conversion)}; # stands for the layer's number, * for the expert's
 GPT2_MODULES = {
     "embedding.word_embeddings": (["transformer.wte"], VOCABULARY),
     "embedding.position_embeddings": (["transformer.wpe"], SAME),
@@ -91,26 +95,46 @@ LLAMA_MODULES = {
 }
 
 
+def with_experts(block: str, gate: str, up: str, down: str) -> dict:
+    """Return LLAMA_MODULES with experts. block: the Hugging Face module that holds a layer's router and experts; gate,
+    up, down: its names for the matrices of an expert."""
+    layer, experts = f"model.layers.#.{block}", f"model.layers.#.{block}.experts.*"
+    return LLAMA_MODULES | {
+        "layers.#.mlp.router": ([f"{layer}.gate"], SAME),
+        "layers.#.mlp.experts.dense_h_to_4h": ([f"{experts}.{gate}", f"{experts}.{up}"], GATE_AND_UP),
+        "layers.#.mlp.experts.dense_4h_to_h": ([f"{experts}.{down}"], SAME)}
+
+
+MIXTRAL_MODULES = with_experts("block_sparse_moe", "w1", "w3", "w2")
+QWEN3_MOE_MODULES = with_experts("mlp", "gate_proj", "up_proj", "down_proj")
+
+
 @dataclass(frozen=True)
 class TensorMapping:
-    """A parameter, and the Hugging Face tensors that hold its values."""
+    """A parameter or one expert's part of it, and the Hugging Face tensors that hold its values."""
     name: str
     shape: tuple[int, ...]                  # of the full tensor, as a checkpoint holds it
+    box: Box                                # the expert's part of the full tensor; without experts, all of it
+    size: tuple[int, ...]                   # box.size, without the dimension of the experts
     conversion: Conversion
     hf_shapes: dict[str, torch.Size]        # {Hugging Face name: shape}, in the order of to_hf
 
 
 def map_tensors(config: Config, modules: dict) -> list[TensorMapping]:
-    """Return the mapping of every parameter of the model. modules: GPT2_MODULES or LLAMA_MODULES."""
+    """Return the mappings of all parameters of the model. modules: a table such as LLAMA_MODULES."""
     mappings = []
     for name, shape in full_shapes(meta_model(config)).items():
-        module, _, leaf = name.rpartition(".")                 # leaf: weight or bias
+        module, leaf = re.fullmatch(r"(.*?)(\.weight|\.bias)?", name).groups(".weight")
         layer = re.search(r"(?<=layers\.)\d+", module)
         hf_modules, conversion = modules[re.sub(r"(?<=layers\.)\d+", "#", module)]
-        hf_names = [f"{hf_module.replace('#', layer[0] if layer else '')}.{leaf}" for hf_module in hf_modules]
-        parts = conversion.to_hf(torch.empty(shape, device="meta"), config)
-        mappings.append(TensorMapping(name, shape, conversion, {
-            hf_name: part.shape for hf_name, part in zip(hf_names, parts, strict=True)}))
+        for expert in [(i,) for i in range(config.num_experts)] if "*" in hf_modules[0] else [()]:
+            size = shape[len(expert):]
+            box = Box((*expert, *[0] * len(size)), (*[1] * len(expert), *size))
+            hf_names = [hf_module.replace("#", layer[0] if layer else "").replace("*", "".join(map(str, expert))) + leaf
+                        for hf_module in hf_modules]
+            parts = conversion.to_hf(torch.empty(size, device="meta"), config)
+            mappings.append(TensorMapping(name, shape, box, size, conversion, {
+                hf_name: part.shape for hf_name, part in zip(hf_names, parts, strict=True)}))
     return mappings
 
 

@@ -35,19 +35,22 @@ from nanodomino.huggingface.safetensors_files import GENERATION
 from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
 from support.harness import FixedData, build, difference, full_tensors, train_steps
 from support.huggingface import (GPT2_SIZES, LENGTH, LLAMA3, MODELS, VOCABULARY, change_config, change_tensors,
-                                 config_of, same_bits, weights_of, with_exact_norms)
+                                 config_of, published_tensors, same_bits, weights_of, with_exact_norms)
 from support.jobs import make_corpus
 from support.train_in_pool import main_on_rank, metric_points
 
 LARGE = 10**9            # a --max-shard-size above the size of any model here
-BY_DEFAULT = ("gpt2", "llama 3.1", "qwen2", "qwen3")
+BY_DEFAULT = ("gpt2", "llama 3.1", "qwen2", "qwen3", "mixtral", "qwen3-moe")
 SOME_MODELS = [*BY_DEFAULT, *(pytest.param(name, marks=pytest.mark.exhaustive)
                               for name in MODELS if name not in BY_DEFAULT)]
 LAYOUTS = {"one": {}, "tp2-columns": dict(tensor_model_parallel_size=2, columns=3),
            "pp2": dict(pipeline_model_parallel_size=2),
            "tp2-pp2-cut": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
-           "tp4": dict(tensor_model_parallel_size=4, slices=1)}
-DEFAULT_COMBINATIONS = (("llama tied", "tp4"), ("qwen3", "tp2-pp2-cut"), ("qwen2", "tp2-columns"), ("gpt2", "pp2"))
+           "tp4": dict(tensor_model_parallel_size=4, slices=1),
+           "tp2-ep2": dict(tensor_model_parallel_size=2, data_parallel_size=2, expert_model_parallel_size=2,
+                           micro_batch_size=2)}
+DEFAULT_COMBINATIONS = (("llama tied", "tp4"), ("qwen3", "tp2-pp2-cut"), ("qwen2", "tp2-columns"), ("gpt2", "pp2"),
+                        ("mixtral", "tp2-ep2"), ("qwen3-moe", "one"), ("qwen3-moe unnormalized", "tp2-ep2"))
 
 
 def random_tokens(*shape, seed=1):
@@ -97,6 +100,8 @@ def test_gradients_equal_those_of_transformers(pool, saved, tmp_path, name, layo
     import_model(folder, tmp_path / "imported")
     config, options = config_of(tmp_path / "imported"), LAYOUTS[layout]
     tp, pp = (options.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline"))
+    if "ep" in layout and not config.num_experts:
+        pytest.skip("the model has no experts")
     if config.num_query_groups % tp:
         pytest.skip(f"{config.num_query_groups} groups can't be divided among {tp} ranks")
     rows = random_tokens(4, LENGTH + 1, seed=2)
@@ -104,10 +109,13 @@ def test_gradients_equal_those_of_transformers(pool, saved, tmp_path, name, layo
     model.zero_grad()
     loss = F.cross_entropy(with_exact_norms(model)(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten())
     loss.backward()
-    gradients = {hf_name: weight.grad for hf_name, weight in model.named_parameters()}
-    expected = {mapping.name: mapping.conversion.from_hf([gradients[name] for name in mapping.hf_shapes], config)
-                for mapping in map_tensors(config, family_of(config).modules)}
-    outcomes = pool.run(gradients_rank, tmp_path / "imported", options, data, world_size=tp * pp)
+    gradients, expected = published_tensors(model, {name: weight.grad for name, weight in model.named_parameters()}), {}
+    for mapping in map_tensors(config, family_of(config).modules):
+        part = mapping.conversion.from_hf([gradients.pop(name) for name in mapping.hf_shapes], config)
+        expected[mapping.name] = torch.cat([expected.get(mapping.name, torch.empty(0)), part.flatten()])
+    assert not gradients
+    outcomes = pool.run(gradients_rank, tmp_path / "imported", options, data,
+                        world_size=tp * pp * options.get("data_parallel_size", 1))
     found = full_tensors(outcomes, lambda outcome: outcome.gradients[0])
     assert outcomes[0].losses == [pytest.approx(float(loss.detach()), rel=1e-9)]
     assert difference(found, {name: gradient.reshape(found[name].shape) for name, gradient in expected.items()}) < 1e-9
@@ -345,10 +353,14 @@ CHOICES = [dict(rotary_seq_len_interpolation_factor=3.0), dict(disable_bias_line
            dict(layernorm_epsilon=0.5, rotary_base=7.0), dict(use_rope_scaling=True, rope_scaling_factor=3.0),
            dict(disable_bias_linear=False, add_qkv_bias=False), dict(kv_channels=14, add_qkv_bias=True),
            dict(untie_embeddings_and_output_weights=True, max_position_embeddings=999)]
+CHOICES_OF_EXPERTS = [dict(moe_router_topk=3, kv_channels=10), dict(qk_layernorm=True, ffn_hidden_size=77),
+                      dict(qk_layernorm=True, moe_router_pre_softmax=True, moe_ffn_hidden_size=55, num_experts=1,
+                           moe_router_topk=1)]
 
 
 @pytest.mark.parametrize("choices", [*(dict(model=preset) for preset in PRESETS),
-                                     *(dict(model="nano-llama") | choices for choices in CHOICES)],
+                                     *(dict(model="nano-llama") | choices for choices in CHOICES),
+                                     *(dict(model="nano-moe") | choices for choices in CHOICES_OF_EXPERTS)],
                          ids=lambda choices: " ".join(map(str, choices.values())))
 def test_every_preset_has_a_family_and_its_settings_come_back(choices):
     config, preset = Config(**choices).resolve(1).with_vocabulary(50257), choices["model"]
@@ -373,6 +385,24 @@ def test_files_end_between_parameters_and_are_as_full_as_possible(saved):
     assert [size_in_bytes(text) for text in ("5GB", "500 mb", "7kb", "12")] == [5 * 10**9, 5 * 10**8, 7000, 12]
 
 
+def test_names_of_entries_from_any_version_of_transformers_and_training_entries_are_accepted(saved):
+    """Published files call it num_experts, Transformers 5 writes num_local_experts; the losses of the router and its
+    noise are not part of the logits."""
+    values = json.loads((saved("qwen3-moe")[1] / "config.json").read_text())
+    config = read_config(values, "config.json")
+    experts = values.pop("num_local_experts", None) or values["num_experts"]
+    published = values | dict(num_experts=experts, output_router_logits=True, router_aux_loss_coef=0.5)
+    assert read_config(published, "config.json") == config
+    assert "num_experts" in write_config(config, "float32"), "older versions know only this name"
+
+
+@pytest.mark.parametrize("hidden_size", [96, 128, 2048, 4096])
+def test_a_dense_model_gets_no_experts_from_a_preset(hidden_size):
+    config = Config(model="nano-llama", hidden_size=hidden_size, ffn_hidden_size=128, kv_channels=128).resolve(1)
+    config = config.with_vocabulary(300)
+    assert read_config(write_config(config, "float32"), "config.json").num_experts is None
+
+
 # ---- memory
 
 def anonymous_bytes() -> int:
@@ -383,7 +413,8 @@ def anonymous_bytes() -> int:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux how much memory a process has")
 def test_no_model_is_ever_in_memory_as_a_whole(transformers, tmp_path, monkeypatch):
-    """The model has 60 MB in fp32, and its tensors 1 MB; import and export hold a few tensors at a time."""
+    """The model has 60 MB in fp32, and its tensors 1 MB; import and export hold a few tensors at a time. The experts of
+    a layer of the second model have 50 MB together; import and export hold one or a few of them."""
     configuration = transformers.AutoConfig.for_model("gpt2", **GPT2_SIZES | dict(n_embd=256, n_inner=1024, n_layer=20))
     model = transformers.AutoModelForCausalLM.from_config(configuration).bfloat16()
     model.save_pretrained(tmp_path / "model")
@@ -399,3 +430,11 @@ def test_no_model_is_ever_in_memory_as_a_whole(transformers, tmp_path, monkeypat
     seen.clear()
     export_model(tmp_path / "imported", tmp_path / "out", "float32", 4 * 10**6)
     assert len(seen) == 244 and max(seen) - before < 20 * 2**20
+    seen.clear()
+    sizes = MODELS["mixtral"][1] | dict(hidden_size=256, intermediate_size=256, num_local_experts=64)
+    configuration = transformers.AutoConfig.for_model("mixtral", **sizes)
+    transformers.AutoModelForCausalLM.from_config(configuration).save_pretrained(tmp_path / "experts")
+    before = anonymous_bytes()
+    import_model(tmp_path / "experts", tmp_path / "imported experts")
+    export_model(tmp_path / "imported experts", tmp_path / "out of experts", "float32", 4 * 10**6)
+    assert len(seen) > 2 * 2 * 3 * 64 and max(seen) - before < 12 * 2**20

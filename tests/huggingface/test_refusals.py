@@ -78,6 +78,18 @@ CONFIGS = [      # (model, changes of config.json, error)
     ("qwen2", dict(use_sliding_window=True), "has use_sliding_window true, but"),
     ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "nanodomino has full attention in every la"),
     ("qwen3", dict(attention_bias=True), f"has attention_bias true, {ONLY} false"),
+    ("mixtral", dict(num_local_experts=5000), "impossible model: num-experts must be at least 1 and at most 4096"),
+    ("mixtral", dict(num_local_experts=3), r"holds model.layers.\d.block_sparse_moe.experts.3.w\d.weight, which a Mix"),
+    ("mixtral", dict(num_local_experts=5), r"gate.weight in .* has shape \(4, 48\), but config.json implies \(5, 48\)"),
+    ("mixtral", dict(num_experts_per_tok=5), "model: moe-router-topk 5 must be at most num-experts 4; correct it"),
+    ("mixtral", dict(sliding_window=4), "has sliding_window 4, below max_position_embeddings"),
+    ("qwen3-moe", dict(decoder_sparse_step=2), f"has decoder_sparse_step 2, {ONLY} 1; import another model"),
+    ("qwen3-moe", dict(mlp_only_layers=[0]), rf"has mlp_only_layers \[0\], {ONLY} \[\] or null"),
+    ("qwen3-moe", dict(norm_topk_prob="x"), f'has norm_topk_prob "x", {ONLY} true or false'),
+    ("qwen3-moe", dict(shared_expert_intermediate_size=40), f"has shared_expert_intermediate_size 40{UNKNOWN}"),
+    ("qwen3-moe", dict(model_type="olmoe", architectures=["OlmoeForCausalLM"]),
+     "a model of type OlmoeForCausalLM, which can't be imported: its norms of q and k span all heads, while"),
+    ("qwen3-moe", dict(model_type="olmoe", architectures=...), "a model of type olmoe, which can't be imported: its"),
 ]
 
 
@@ -206,7 +218,7 @@ def assert_only_sentences(path: Path, record, act):
 
 
 @pytest.mark.parametrize("model", ["gpt2", *(
-    pytest.param(model, marks=pytest.mark.exhaustive) for model in ("llama 3.1", "mistral", "qwen3"))])
+    pytest.param(model, marks=pytest.mark.exhaustive) for model in ("llama 3.1", "mistral", "qwen3", "qwen3-moe"))])
 def test_a_wrong_type_anywhere_in_config_json_gives_one_sentence(folder, tmp_path, monkeypatch, model):
     changed = folder(model)
     for writer in ("write_boxes", "write_manifest"):
@@ -301,6 +313,10 @@ def test_output_is_complete_or_absent(saved, tmp_path, monkeypatch, module, name
     (dict(model="nano-llama", rotary_percent=0.5), "LlamaForCausalLM needs rotary-percent 1.0, not 0.5"),
     (dict(model="nano-llama", qk_layernorm=True, add_qkv_bias=True), "needs .*, not True"),
     (dict(model="nano-llama", use_rope_scaling=True, rotary_seq_len_interpolation_factor=2.0), "only one rope scaling"),
+    (dict(model="nano-moe", moe_shared_expert_intermediate_size=8),
+     "nearest: MixtralForCausalLM needs moe-shared-expert-intermediate-size None, not 8"),
+    (dict(model="nano-moe", moe_router_score_function="sigmoid"), "needs moe-router-score-function softmax, not sigmo"),
+    (dict(model="nano-moe", moe_layer_freq=2), "MixtralForCausalLM needs moe-layer-freq 1, not 2; export another"),
     (dict(model="nano-llama", hidden_size=18, kv_channels=8),
      "Llama's hidden-size 18 is divisible by its num-attention-heads 4")])
 def test_a_model_that_no_family_fits_is_not_exported(choices, message):
@@ -322,7 +338,7 @@ def test_the_export_of_a_live_run_takes_the_newest_checkpoint_if_its_own_is_dele
     """Instead of an error that blames the output folder, or says that the checkpoint is damaged."""
     first = tmp_path / "run" / "checkpoints" / "step-00000000"
     import_model(folder(), first)
-    real, calls = exporting.read_full_tensor, []
+    real, calls = exporting.read_box, []
 
     def read_while_it_is_deleted(*args):
         calls.append(args)
@@ -334,7 +350,7 @@ def test_the_export_of_a_live_run_takes_the_newest_checkpoint_if_its_own_is_dele
             (first.with_name("step-00000001") / "manifest.json").write_text(manifest_text(manifest))
         return real(*args)
 
-    monkeypatch.setattr(exporting, "read_full_tensor", read_while_it_is_deleted)
+    monkeypatch.setattr(exporting, "read_box", read_while_it_is_deleted)
     assert "LlamaForCausalLM" in export_model(tmp_path / "run", tmp_path / "out", None, 10**9)
     assert len(calls) > 6 and (tmp_path / "out" / "model.safetensors").is_file()
 

@@ -170,7 +170,8 @@ def test_settings_that_contradict_each_other_are_refused_in_a_sentence(options, 
 @pytest.mark.parametrize("name, vocabulary, parameters", [
     ("llama2-7b", 32_000, 6_738_415_616), ("llama2-13b", 32_000, 13_015_864_320), ("llama3-8b", 128_256, 8_030_261_248),
     ("llama3.2-1b", 128_256, 1_235_814_400), ("qwen2.5-0.5b", 151_936, 494_032_768),
-    ("qwen3-0.6b", 151_936, 596_049_920), ("smollm2-135m", 49_152, 134_515_008)])
+    ("qwen3-0.6b", 151_936, 596_049_920), ("smollm2-135m", 49_152, 134_515_008),
+    ("mixtral-8x7b", 32_000, 46_702_792_704), ("qwen3-30b-a3b", 151_936, 30_532_122_624)])
 def test_a_preset_has_the_published_number_of_parameters(name, vocabulary, parameters):
     config = Config(model=name).resolve(1).with_vocabulary(vocabulary)
     assert parameter_count(config) == parameters

@@ -1,6 +1,7 @@
 """Small models of every family that can be imported, and ways to change the folders that Transformers writes."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ GPT2_SIZES = dict(vocab_size=VOCABULARY, n_embd=48, n_inner=104, n_layer=3, n_he
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=8192, rope_theta=500_000.0)
 LINEAR = dict(rope_type="linear", factor=3.0, rope_theta=5000.0)
+EXPERTS = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, head_dim=20)
 MODELS = {       # name: (model_type, its configuration, the first position)
     "gpt2": ("gpt2", GPT2_SIZES, 0),
     "gpt2 untied": ("gpt2", GPT2_SIZES | dict(tie_word_embeddings=False, n_inner=None, layer_norm_epsilon=1e-3), 0),
@@ -33,6 +35,9 @@ MODELS = {       # name: (model_type, its configuration, the first position)
     "mistral": ("mistral", SIZES | dict(sliding_window=LENGTH, head_dim=14), 0),
     "qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True), 0),
     "qwen3": ("qwen3", SIZES | dict(head_dim=20), 0),
+    "mixtral": ("mixtral", SIZES | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=14), 0),
+    "qwen3-moe": ("qwen3_moe", SIZES | EXPERTS | dict(norm_topk_prob=True), 0),
+    "qwen3-moe unnormalized": ("qwen3_moe", SIZES | EXPERTS | dict(norm_topk_prob=False, num_experts_per_tok=1), 0),
 }
 
 
@@ -52,11 +57,44 @@ def change_tensors(folder: Path, change):
 
 
 def with_exact_norms(model):
-    """Let a Transformers model compute RMSNorm in the dtype of its input, not in fp32; the rest is its own code."""
-    for norm in model.modules():
-        if type(norm).__name__.endswith("RMSNorm"):
-            norm.forward = lambda x, norm=norm: F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    """Let a Transformers model compute RMSNorm and the router's softmax in the dtype of their input, not in fp32, and
+    loop over the experts, since its grouped matmul refuses float64. The rest is its own code."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = lambda x, norm=module: F.rms_norm(
+                x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+        if type(module).__name__.endswith("TopKRouter"):
+            module.forward = partial(exact_router, module)
+            model.set_experts_implementation("eager")
     return model
+
+
+def exact_router(router, h):
+    logits = F.linear(h.flatten(0, -2), router.weight)
+    weights, experts = logits.softmax(dim=-1).topk(router.top_k)
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return logits, weights, experts
+
+
+def published_tensors(model, tensors: dict) -> dict:
+    """Return tensors {name in a Transformers model: tensor} by the names in published files, where each expert has its
+    own tensors."""
+    published = {}
+    for name, tensor in tensors.items():
+        block, _, matrix = name.partition(".experts.")
+        if not matrix:
+            published[name.replace("mlp.gate", "block_sparse_moe.gate") if model.config.model_type == "mixtral"
+                      else name] = tensor
+            continue
+        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[matrix]
+        if model.config.model_type == "mixtral":
+            block = block.replace("mlp", "block_sparse_moe")
+            names = [{"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[name] for name in names]
+        for expert, weights in enumerate(tensor):
+            published |= {f"{block}.experts.{expert}.{name}.weight": part
+                          for name, part in zip(names, weights.chunk(len(names)))}
+    return published
 
 
 def config_of(checkpoint: Path) -> Config:
