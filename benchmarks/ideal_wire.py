@@ -9,6 +9,9 @@ A rank has a wire in each direction, and a wire carries one message after anothe
     carried = max(launched, when the wire is free) + bytes / bandwidth
     done    = carried + latency
 
+A message of at most 4 KiB on its own connection does not wait for longer ones: packets of several connections share a
+wire.
+
 The clock counts the processor time of this thread, plus the time for which it had to wait for the wire. wait() does not
 sleep: it moves the clock forward. So a measurement takes no longer than its matmuls, and other processes on the machine
 hardly disturb it.
@@ -24,6 +27,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from nanodomino.comm.trace import Event, Trace
+
+
+SMALL = 4096                    # bytes
 
 
 class Wire:
@@ -49,9 +55,12 @@ class Wire:
 
     def carry(self, size: float, *directions) -> "Arrival":
         """Carry `size` bytes in each direction. Return a work that is done when they have arrived."""
-        begin = max(self.now(), *(self.free[direction] for direction in directions))
-        for direction in directions:
-            self.free[direction] = begin + size / self.bandwidth
+        if size <= SMALL:
+            begin = self.now()
+        else:
+            begin = max(self.now(), *(self.free[direction] for direction in directions))
+            for direction in directions:
+                self.free[direction] = begin + size / self.bandwidth
         self.last_done = begin + size / self.bandwidth + self.latency
         arrival = Arrival(self, self.last_done)
         self.log.append(Launch(self.worked(), arrival, size, directions))

@@ -55,6 +55,7 @@ class Mesh:
                                                   # embedding; never used on middle stages; None if pp = 1
     ep: int = 1
     ep_group: dist.ProcessGroup | None = None     # ep replicas, each with other experts; None if ep = 1
+    ep_counts_group: dist.ProcessGroup | None = None    # the same, so that small messages need not queue behind large
     expert_dp_group: dist.ProcessGroup = None     # dp/ep replicas that hold the same experts
 
     def axis(self, name: str) -> tuple[int, int]:
@@ -121,17 +122,17 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
     pp_rank, dp_rank, tp_rank = (grid == dist.get_rank()).nonzero()[0].tolist()
     tp_group = new_group(grid.reshape(-1, tp).tolist())
     dp_group = expert_dp_group = new_group(grid.transpose(1, 2).reshape(-1, dp).tolist())
-    ep_group = None
+    ep_group = ep_counts_group = None
     if ep > 1:
         experts = grid.view(pp, dp // ep, ep, tp)
-        ep_group = new_group(experts.transpose(2, 3).reshape(-1, ep).tolist())
+        ep_group, ep_counts_group = (new_group(experts.transpose(2, 3).reshape(-1, ep).tolist()) for _ in range(2))
         expert_dp_group = new_group(experts.permute(0, 2, 3, 1).reshape(-1, dp // ep).tolist())
     return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device, tp_group, dp_group,
                 pp_group=new_group(pipelines.tolist(), thread_blocks=PIPELINE_THREAD_BLOCKS),
                 # the middle stages take part because NCCL's split needs every rank
                 embedding_group=new_group([*pipelines[:, [0, -1]].tolist(), *pipelines[:, 1:-1].tolist()])
                 if pp > 1 else None,
-                ep=ep, ep_group=ep_group, expert_dp_group=expert_dp_group)
+                ep=ep, ep_group=ep_group, ep_counts_group=ep_counts_group, expert_dp_group=expert_dp_group)
 
 
 def nccl_options(thread_blocks=None) -> dict:

@@ -953,8 +953,10 @@ def one_block(config):
 
     def cut(whole, weight):
         gate_and_up = len(weight.spec.shape) > weight.dim()
-        return whole.flatten(0, whole.dim() - weight.dim()).chunk(2)[weight.spec.offset[1] > 0] if gate_and_up else (
-            local(whole, weight))
+        if not gate_and_up:
+            return local(whole, weight)
+        rows = whole.flatten(0, whole.dim() - weight.dim())
+        return rows[:len(weight)] if weight.spec.offset[1] == 0 else rows[-len(weight):]
     return [(model, "local_shard", cut), (harness, "local_shard", cut)]
 
 

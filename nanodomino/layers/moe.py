@@ -132,7 +132,7 @@ class MoE(Sublayer):
 
     def __init__(self, config, mesh, site: str):
         super().__init__(config, mesh, site)
-        self.activation, self.group, self.mesh = ACTIVATIONS[config.activation], mesh.ep_group, mesh
+        self.activation, self.mesh = ACTIVATIONS[config.activation], mesh
         (experts, h), ffn = (config.num_experts, config.hidden_size), config.moe_ffn_hidden_size
         self.router, self.experts = Router(config, mesh), nn.Module()
         stack = (self.activation.inputs,) if self.activation.inputs > 1 else ()          # SwiGLU's gate and up
@@ -157,11 +157,11 @@ class MoE(Sublayer):
         self.auxiliary_loss = router.loss(logits, experts) * router.counts_here
         counts = counts.view(self.mesh.ep, -1)
         each = [1] * self.mesh.ep
-        dispatch = plan_dispatch(experts, counts, exchange_rows(counts, each, each, self.group))
+        dispatch = plan_dispatch(experts, counts, exchange_rows(counts, each, each, self.mesh.ep_counts_group))
         rows = h.flatten(0, 1)[dispatch.order // experts.size(-1)]
-        rows = ExchangeRows.apply(rows, dispatch.sent, dispatch.received, self.group)[dispatch.by_expert]
+        rows = ExchangeRows.apply(rows, dispatch.sent, dispatch.received, self.mesh.ep_group)[dispatch.by_expert]
         results = grouped_linear(self.activation.function(grouped_linear(rows, w1, dispatch.ends)), w2, dispatch.ends)
-        results = ExchangeRows.apply(results[dispatch.unsort], dispatch.received, dispatch.sent, self.group)
+        results = ExchangeRows.apply(results[dispatch.unsort], dispatch.received, dispatch.sent, self.mesh.ep_group)
         y = combine(results, dispatch, router.weights(logits, experts).to(h.dtype))
         if shared := self.shared_expert:
             c = F.linear(h, shared.dense_h_to_4h.weight)
@@ -196,8 +196,8 @@ class MoEInside:
 
     def __init__(self, sublayer: MoE):
         self.sublayer, self.site, self.router = sublayer, sublayer.site, sublayer.router
-        self.activation, self.group, shared = sublayer.activation, sublayer.group, sublayer.shared_expert
-        self.ep = sublayer.mesh.ep
+        self.activation, self.mesh, shared = sublayer.activation, sublayer.mesh, sublayer.shared_expert
+        self.group = self.mesh.ep_group
         self.w1, self.w2 = sublayer.experts.dense_h_to_4h, sublayer.experts.dense_4h_to_h
         self.shared = (shared.dense_h_to_4h.weight, shared.dense_4h_to_h.weight) if shared else None
 
@@ -210,8 +210,8 @@ class MoEInside:
         h = ops.wait(slice, self.site, h)
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
             routing = self.router.route(h)
-        counts, each = routing.counts.view(self.ep, -1), [1] * self.ep
-        flights = ops.exchange(slice, self.site, counts, each, each, self.group)
+        counts, each = routing.counts.view(self.mesh.ep, -1), [1] * self.mesh.ep
+        flights = ops.exchange(slice, self.site, counts, each, each, self.mesh.ep_counts_group)
         shared = self.shared_column_output(ops, slice, h)
         dispatch = plan_dispatch(routing.experts, counts, ops.wait(slice, self.site, flights))
         rows = h.flatten(0, 1)[dispatch.order // routing.experts.size(-1)]
