@@ -283,7 +283,7 @@ class ZeroOptimizer:
             if bucket.master is not bucket.own_weights:
                 bucket.own_weights.copy_(bucket.master)
             if bucket.partitions > 1:
-                works.append((group, all_gather(bucket.weights, bucket.own_weights, self.mesh.group(group))))
+                works.append((group, all_gather(bucket.weights, bucket.own_weights, group=self.mesh.group(group))))
                 self.trace.watch("all_gather", works[-1][1], group=group, bytes=bucket.weights.nbytes)
         for group, work in works:
             self.wait(group, work)
