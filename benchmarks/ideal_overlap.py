@@ -17,9 +17,13 @@ of these alternatives. A perfect step has the bound 1.
     floor          the smallest bound without pairs. The collectives of a forward can be hidden only by forwards, and
                    forward has half of the bytes (with sequence parallelism two fifths), but a third of the work:
                    (max(F's work, F's wires) + max(B's work, B's wires)) / max(work, wires)
+
+With --ep, rows also travel to the experts of other ranks. A balanced router takes the place of the model's: every
+expert gets the same number of rows, so the rank knows what the ranks that do not exist would send.
 """
 
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -30,6 +34,8 @@ from benchmarks.ideal_wire import IdealTrace, log_of, start_ideal_world
 from benchmarks.single_stage import domino_step
 from nanodomino.comm.world import keep_freed_memory
 from nanodomino.domino import Domino
+from nanodomino.errors import require
+from nanodomino.layers.router import Router
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
 from nanodomino.schedules.placement_and_messages import timetable
@@ -44,10 +50,11 @@ class IdealStage:
     """Runs steps of one rank on an ideal wire."""
 
     def __init__(self, config, **clock):
-        self.wire = start_ideal_world(config.tp, **clock)
-        self.config, self.mesh = config, make_mesh(1, 1, config.tp, torch.device("cpu"))
+        self.wire = start_ideal_world(config.world_size, **clock)
+        self.config = config
+        self.mesh = make_mesh(1, config.dp, config.tp, torch.device("cpu"), ep=config.ep)
         tokens = RandomTokens(config)
-        self.batches = [tokens.batch(0, i, 0, 1, config.micro_batch_size, config.global_batch_size)
+        self.batches = [tokens.batch(0, i, 0, config.dp, config.micro_batch_size, config.global_batch_size)
                         for i in range(config.microbatches)]
         self.models = {}
 
@@ -56,6 +63,9 @@ class IdealStage:
         if chunks not in self.models:
             config = replace(self.config, schedule="interleaved", virtual_stages=2) if chunks > 1 else self.config
             self.models[chunks] = GPT(config, self.mesh)
+            for module in self.models[chunks].modules():
+                if isinstance(module, Router):
+                    module.choose = partial(balanced_choice, module, self.wire)
             ZeroOptimizer(self.models[chunks], config, self.mesh)      # gives each parameter its main_grad
         return Domino(self.models[chunks], slices, columns, self.config.active_compile_backend,
                       **(dict(trace=trace) if trace else {}))
@@ -90,6 +100,16 @@ class IdealStage:
             event.begin, event.end = event.begin - begin, event.end - begin
         set_ready_times(recording)
         return recording
+
+
+def balanced_choice(router: Router, wire, logits):
+    """Return what router.choose() returns, with the same number of tokens for each expert."""
+    b, s, count = logits.shape
+    rows, left = divmod(b * s * router.topk, count)
+    require(not left, f"a slice's {b} x {s} tokens x moe-router-topk {router.topk} must be divisible by num-experts "
+                      f"{count}, because the rows are balanced here; change one of them")
+    wire.rows_per_expert = rows
+    return torch.arange(b * s * router.topk).remainder(count).view(b, s, -1), torch.full((count,), rows)
 
 
 def measure(stage: IdealStage, repeats: int) -> dict[str, list]:
@@ -133,7 +153,8 @@ def report(flags, config):
         flags.timeline.write_text(picture([stage.record(1, 1, "1f1b"), stage.record(*both, "1f1b"),
                                            stage.record(*both, "paired")]))
     text = "\n".join([
-        f"one rank of tp {config.tp} on an ideal wire, latency {flags.latency:g} us; hidden {config.hidden_size}, "
+        f"one rank of tp {config.tp}" + f", ep {config.ep}, {config.num_experts} experts" * bool(config.num_experts)
+        + f" on an ideal wire, latency {flags.latency:g} us; hidden {config.hidden_size}, "
         f"{config.num_layers} layers, {config.microbatches} x batch {config.micro_batch_size} x {config.seq_length}, "
         f"{config.dtype}{', sequence parallel' * config.sequence_parallel}; a rank sends "
         f"{bytes_text(domino[0].sent)} per step",
@@ -141,7 +162,7 @@ def report(flags, config):
         table(["wires / work", *logs, "floor"], rows),
         f"domino works {ratio_text(split)} x as long as one slice; forward is {shares[0]:.0%} of domino's work and "
         f"sends {shares[1]:.0%} of its bytes"])
-    record = {"question": "overlap", "wire": "ideal", "tp": config.tp, "slices": config.slices,
+    record = {"question": "overlap", "wire": "ideal", "tp": config.tp, "ep": config.ep, "slices": config.slices,
               "columns": config.columns, "sequence_parallel": config.sequence_parallel, "latency_us": flags.latency,
               **shape_of(config), "microbatches": config.microbatches, "bytes": domino[0].sent,
               "repeats": flags.repeats, "forward_work": shares[0], "forward_bytes": shares[1],

@@ -9,8 +9,8 @@ A rank has a wire in each direction, and a wire carries one message after anothe
     carried = max(launched, when the wire is free) + bytes / bandwidth
     done    = carried + latency
 
-A message of at most 4 KiB on its own connection does not wait for longer ones: packets of several connections share a
-wire.
+64-bit integers, the counts of an expert layer's rows, have a connection of their own. They do not wait for other messages,
+because packets of several connections share a wire.
 
 The clock counts the processor time of this thread, plus the time for which it had to wait for the wire. wait() does not
 sleep: it moves the clock forward. So a measurement takes no longer than its matmuls, and other processes on the machine
@@ -24,12 +24,10 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from nanodomino.comm.trace import Event, Trace
-
-
-SMALL = 4096                    # bytes
 
 
 class Wire:
@@ -46,6 +44,7 @@ class Wire:
         self.waited, self.not_counted = 0.0, 0.0            # seconds
         self.last_done = 0.0                                # when the last message will have arrived
         self.log = []                                       # of Launch and Wait
+        self.rows_per_expert = 0                            # that each rank sends, see ideal_overlap.balanced_choice()
 
     def worked(self) -> float:
         return self.clock() - self.not_counted
@@ -54,13 +53,11 @@ class Wire:
         return self.worked() + self.waited
 
     def carry(self, size: float, *directions) -> "Arrival":
-        """Carry `size` bytes in each direction. Return a work that is done when they have arrived."""
-        if size <= SMALL:
-            begin = self.now()
-        else:
-            begin = max(self.now(), *(self.free[direction] for direction in directions))
-            for direction in directions:
-                self.free[direction] = begin + size / self.bandwidth
+        """Carry `size` bytes in each direction, or in none if other messages do not wait for these bytes. Return a work
+        that is done when they have arrived."""
+        begin = max([self.now(), *(self.free[direction] for direction in directions)])
+        for direction in directions:
+            self.free[direction] = begin + size / self.bandwidth
         self.last_done = begin + size / self.bandwidth + self.latency
         arrival = Arrival(self, self.last_done)
         self.log.append(Launch(self.worked(), arrival, size, directions))
@@ -157,12 +154,12 @@ class IdealGroup(dist.ProcessGroup):
         return self.wire.carry(0, "out", "in")
 
     def send(self, tensors, rank, tag):
-        return self.wire.carry(tensors[0].nbytes, "out")
+        return self.wire.carry(tensors[0].nbytes, *["out"] * (tensors[0].dtype != torch.int64))
 
     def recv(self, tensors, rank, tag):
-        with self.wire.stop_the_clock():
-            tensors[0].zero_()
-        return self.wire.carry(tensors[0].nbytes, "in")
+        with self.wire.stop_the_clock():                    # integers are the numbers of rows for this rank's experts
+            tensors[0].fill_(self.wire.rows_per_expert if tensors[0].dtype == torch.int64 else 0)
+        return self.wire.carry(tensors[0].nbytes, *["in"] * (tensors[0].dtype != torch.int64))
 
 
 class IdealTrace(Trace):

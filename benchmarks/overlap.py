@@ -32,6 +32,7 @@ domino or paired:
     sudo python bench.py overlap --wire 500mbit     over a slow network between the ranks (slow_network.py)
     sudo python bench.py overlap --wire 700mbit --microbatches 8
     python bench.py overlap --ideal-wire            one rank on a wire that costs no processor time (ideal_overlap.py)
+    python bench.py overlap --ideal-wire --ep 2 --num-experts 8           the all-to-alls of experts
     python bench.py overlap --tp 8 --model gpt3-13b --num-layers 4 --dtype bfloat16 --micro-batch-size 4   on eight GPUs
 
 On CPUs each rank has one core. The core also handles the rank's network traffic, so computation slows down while a
@@ -69,13 +70,15 @@ from nanodomino.timeline.draw import gather, picture
 from nanodomino.zero import ZeroOptimizer
 
 FLAGS = ("tensor_model_parallel_size", "slices", "columns", "sequence_parallel", "model", "num_layers", "hidden_size",
-         "ffn_hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device")
+         "ffn_hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device",
+         "num_experts", "expert_model_parallel_size", "moe_router_topk", "moe_ffn_hidden_size",
+         "moe_shared_expert_intermediate_size")
 IDEAL_LENGTH = 64     # tokens per sample on the ideal wire, where one process runs all alternatives
 SMALL = dict(num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=256, micro_batch_size=8, vocab_size=257)
 
 
 def add_flags(parser):
-    add_config_flags(parser, FLAGS, tensor_model_parallel_size=2, slices=2, columns=1, model=None,
+    add_config_flags(parser, FLAGS, tensor_model_parallel_size=None, slices=2, columns=1, model=None,
                      micro_batch_size=SMALL["micro_batch_size"])
     parser.add_argument("--compile", action=BooleanOptionalAction, help="use torch.compile (default: on CUDA only)")
     parser.add_argument("--wire", metavar="RATE", help="rate of a slow link between the ranks, such as 500mbit; "
@@ -92,8 +95,10 @@ def add_flags(parser):
 
 
 def processes(flags) -> int:
-    tp = flags.tensor_model_parallel_size
-    require(tp >= 2, f"--tp must be at least 2, but is {tp} (a single rank does not communicate); try 2")
+    ep = flags.expert_model_parallel_size
+    tp = flags.tensor_model_parallel_size = flags.tensor_model_parallel_size or (1 if ep > 1 else 2)
+    require(tp >= 2 or ep >= 2, f"--tp must be at least 2, but is {tp} (a single rank does not communicate); try 2")
+    require(flags.ideal_wire or not flags.num_experts, "--num-experts needs --ideal-wire; add it")
     require(not flags.ideal_wire or flags.wire is None, "--ideal-wire and --wire exclude each other; leave one out")
     require(not flags.ideal_wire or flags.device != "cuda", "--ideal-wire needs --device cpu, because its clock counts "
             "processor time; add --device cpu, or leave --ideal-wire out")
@@ -122,9 +127,11 @@ def config_for(flags):
             if getattr(flags, name) is None:
                 setattr(flags, name, size)
     flags.vocab_size = flags.vocab_size or (SMALL["vocab_size"] if flags.model == "nano" else GPT2)
-    return config_here(flags, flags.tensor_model_parallel_size,
-                     global_batch_size=flags.micro_batch_size * flags.microbatches,
-                     pipeline_model_parallel_size=1, data_parallel_size=1)
+    ep = flags.expert_model_parallel_size
+    return config_here(flags, flags.tensor_model_parallel_size * ep,
+                       global_batch_size=flags.micro_batch_size * flags.microbatches * ep,
+                       pipeline_model_parallel_size=1, data_parallel_size=ep,
+                       disable_bias_linear=True if flags.num_experts else None)
 
 
 def answer(flags, launch):

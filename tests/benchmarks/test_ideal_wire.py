@@ -103,3 +103,21 @@ def test_minimal_hides_as_much_as_domino():
     assert log.work == pytest.approx(domino.work, rel=0.05)            # its head multiplies by the padding rows, too
     for ratio in RATIOS:
         assert log.bound(ratio) < 1.05 * domino.bound(ratio)
+
+
+def test_the_all_to_alls_of_experts_are_hidden():
+    """With two slices and with pairs; with one slice they are not. The counts of rows do not wait behind the rows."""
+    experts = dict(num_experts=8, moe_ffn_hidden_size=64, disable_bias_linear=True, swiglu=True, num_layers=6,
+                   tensor_model_parallel_size=1, expert_model_parallel_size=2, data_parallel_size=2, seq_length=32,
+                   global_batch_size=64, dtype="float32", slices=2)
+    with ideal_world(IdealStage, config=tiny(2, **SIZES | experts)) as stage:
+        alternatives = stage.alternatives()
+        logs = {name: log_of(stage.wire, alternatives[name]) for name in ("forward", "one slice", "domino", "paired")}
+    whole = logs["domino"]
+    rows = 4 * 6 * 4 * 8 * 32 * 2 / 2                         # all-to-alls, layers, microbatches, tokens x topk / ep
+    assert whole.sent == pytest.approx(rows * 64 * 4, rel=0.01)
+    shares = logs["forward"].work / whole.work, logs["forward"].sent / whole.sent
+    for ratio in RATIOS:
+        assert 0.999 < whole.bound(ratio) < floor(ratio, *shares) + 0.05
+        assert 0.999 < logs["paired"].bound(ratio) < 1.06
+    assert logs["one slice"].bound(1.0) > 1.7
