@@ -9,8 +9,8 @@ A rank has a wire in each direction, and a wire carries one message after anothe
     carried = max(launched, when the wire is free) + bytes / bandwidth
     done    = carried + latency
 
-64-bit integers, the counts of an expert layer's rows, have a connection of their own. They do not wait for other messages,
-because packets of several connections share a wire.
+The counts of an expert layer's rows, which are int64, have a connection of their own. They do not wait for other
+messages, because packets of several connections share a wire.
 
 The clock counts the processor time of this thread, plus the time for which it had to wait for the wire. wait() does not
 sleep: it moves the clock forward. So a measurement takes no longer than its matmuls, and other processes on the machine
