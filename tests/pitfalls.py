@@ -41,7 +41,7 @@ from nanodomino.analysis import expected_memory, sizes
 from nanodomino.checkpoint import load, save
 from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
 from nanodomino.checkpoint.manifest import file_digests, manifest_text
-from nanodomino.layers import attention, dropout_and_positions, sublayer_inside
+from nanodomino.layers import attention, dropout_and_positions, moe, router, sublayer_inside
 from nanodomino.optim import buckets, loss_scale, parameters
 from nanodomino.overlap import embedding_and_head, flight, residual_norm, sequence_parallel, slice_ops
 from nanodomino.overlap.flight import Flight
@@ -54,7 +54,8 @@ from support.pitfall_runner import (CHECKED, END, LONG, Pitfall, Side, TABLE, TO
 from support.pool import Pool
 
 DOCUMENT = ROOT / "docs" / "pitfalls.md"
-MACHINE = "2 shared virtual cores, AMD EPYC, torch 2.13.0 CPU, 2026-11-21"
+MACHINE = ("2 shared virtual cores with torch 2.13.0 CPU: AMD EPYC, 2026-11-21; the rows about experts on Intel Xeon, "
+           "2026-11-23")
 
 # Two microbatches a step instead of eight: most of these bugs show as well, in a third of the time.
 TP, PP = (dict({f"{axis}_model_parallel_size": 2}, micro_batch_size=12) for axis in ("tensor", "pipeline"))
@@ -984,6 +985,133 @@ def neighbours(config):
     return [(attention, "rotate", rotate)]
 
 
+# ---- experts
+
+MOE = dict(num_experts=4, disable_bias_linear=True, moe_ffn_hidden_size=24, num_layers=2)
+REPLICAS = dict(micro_batch_size=12, zero_stage=0)
+
+
+@pitfall("The weights of the chosen experts do not sum to 1",
+         "`nanodomino/layers/router.py`, `Router.weights`: divides by the sum over the chosen experts", world_size=1,
+         **MOE, moe_router_score_function="sigmoid")
+def weights_not_divided(config):
+    """The scores of all experts are computed first, then the best k are taken and used as they are. A model that is
+    trained so from the start learns to live with it. But weights that were trained with the division (Mixtral,
+    DeepSeek-V3) give wrong outputs, as large as the scores happen to be."""
+    def scores(self, logits, experts):
+        return self.scores(logits).gather(-1, experts)
+    return [(router.Router, "weights", scores)]
+
+
+@pitfall("The router gets no gradient from the loss of the model",
+         "`nanodomino/layers/router.py`, `Router.backward`: the gradient of the weights reaches the logits",
+         world_size=1, **MOE, moe_aux_loss_coeff=0.01)
+def weights_detached(config):
+    """A choice has no gradient, so the router learns from the loss only through the weights of the chosen experts. If
+    the weights are detached together with the choice, only the auxiliary loss trains the router. It then learns to
+    balance the load, whatever the tokens need, and a plot of the load looks healthy."""
+    backward = router.Router.backward
+    return [(router.Router, "backward", lambda self, routing, grad_weights, *others:
+             backward(self, routing, torch.zeros_like(grad_weights), *others))]
+
+
+@pitfall("The auxiliary loss has a gradient through the counts",
+         "`nanodomino/layers/router.py`, `Router.loss`: the shares f_e are counts, without a gradient", world_size=1,
+         **MOE, moe_aux_loss_coeff=0.1)
+def soft_counts(config):
+    """The count of an expert's tokens is replaced by the sum of their probabilities, which has a gradient. This loss is
+    also smallest for a balanced load, and the curve looks the same. But the gradient is different: it lowers an
+    expert's probability because the probability is high, not because the load is."""
+    def loss(self, logits, experts):
+        (_, s, count), probabilities = logits.shape, self.scores(logits)
+        chosen = torch.zeros_like(probabilities).scatter(-1, experts, 1.0)
+        shares = (chosen * probabilities).sum(dim=1) / (s * self.topk)
+        return config.moe_aux_loss_coeff * s * count * (shares * probabilities.mean(dim=1)).sum()
+    return [(router.Router, "loss", loss)]
+
+
+@pitfall("The auxiliary loss is computed for a microbatch",
+         "`nanodomino/layers/router.py`, `Router.loss`: a mean within each sample, then a sum over samples",
+         world_size=1, **MOE | MORE, moe_aux_loss_coeff=0.1, slices=2)
+def balance_of_a_slice(config):
+    """The loss multiplies two means, so it is not a sum over tokens: the loss of two halves is not the mean of their
+    losses. If it is computed for whatever samples share a microbatch, slice and replica, then the layout changes the
+    gradients. The effect on the curve is small, so nobody looks for it when two layouts differ."""
+    loss = router.Router.loss
+    return [(router.Router, "loss", lambda self, logits, experts:
+             loss(self, logits.flatten(0, 1)[None], experts.flatten(0, 1)[None]))]
+
+
+@pitfall("Every tensor-parallel rank adds the auxiliary loss",
+         "`nanodomino/layers/router.py`, `Router`: `counts_here` is true on one rank of the group", **TP, **MOE,
+         moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01)
+def auxiliary_loss_on_all_ranks(config):
+    """All ranks of the group route the same tokens. The gradient of the router's weight is a sum of the ranks' addends,
+    because each rank knows only its own part of the experts' outputs. But each knows the whole auxiliary loss. If all
+    add its gradient, the coefficient is in effect t times as large."""
+    make = router.Router.__init__
+
+    def everywhere(self, *arguments):
+        make(self, *arguments)
+        self.counts_here = True
+    return [(router.Router, "__init__", everywhere)]
+
+
+@pitfall("The gradients of experts are summed over all replicas",
+         "`nanodomino/layers/moe.py`, `MoE`: declares `expert_dp` as the replicas of an expert", **REPLICAS, **MOE,
+         expert_model_parallel_size=2)
+def summed_over_other_experts(config):
+    """With expert parallelism, a replica holds other experts than its neighbour, in tensors of the same shape. A
+    data-parallel wrapper sums all gradients over all replicas, so expert 0 learns from the tokens of expert 2 too.
+    Copies stay equal, and the loss falls."""
+    kind = parameters.ParameterKind
+    return [(parameters, "ParameterKind", lambda update, shards, replicas, addends: kind(update, shards, "dp",
+                                                                                         addends))]
+
+
+@pitfall("The results of experts go to other tokens",
+         "`nanodomino/layers/moe.py`, `combine`: reads each row at its `place`, the inverse of the permutation that "
+         "sorted the rows", world_size=1, **MOE)
+def sorted_order(config):
+    """The rows were sorted by expert, and the results come back in this order. To undo a permutation, index with its
+    inverse. If the code indexes with the permutation itself, most tokens get the results of other tokens. Shapes fit,
+    and the rest of the model still learns."""
+    plan = moe.plan_dispatch
+
+    def not_inverted(*arguments):
+        dispatch = plan(*arguments)
+        return dataclasses.replace(dispatch, place=dispatch.order)
+    return [(moe, "plan_dispatch", not_inverted)]
+
+
+@pitfall("The expert bias is part of the weights",
+         "`nanodomino/layers/router.py`, `Router.choose`: adds the bias for the choice only", world_size=1, **MOE,
+         moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.05)
+def biased_weights(config):
+    """The bias makes an expert more likely to be chosen. If the weights are taken from the same biased scores, the bias
+    also makes its output larger, although the bias follows the load and not the loss. A fresh model has zero biases, so
+    the first step is right."""
+    weights, function = router.Router.weights, router.SCORE_FUNCTIONS["sigmoid"]
+
+    def biased(self, *arguments):
+        with mock.patch.object(self, "scores", lambda logits: function(logits) + self.expert_bias):
+            return weights(self, *arguments)
+    return [(router.Router, "weights", biased)]
+
+
+@pitfall("The expert bias follows the counts of one replica",
+         "`nanodomino/zero.py`, `ZeroOptimizer.reduce`: sums the counts over the replicas like a gradient", **REPLICAS,
+         **MOE, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+         moe_router_bias_update_rate=0.05)
+def own_counts(config):
+    """The bias is no parameter for the optimizer, so its update is written by hand, and the sum over the replicas is
+    forgotten. Each replica balances the load of its own samples. The copies of the bias differ from the first step on,
+    so two replicas may send the same token to different experts."""
+    reduce = zero.ZeroOptimizer.reduce
+    return [(zero.ZeroOptimizer, "reduce",
+             lambda self, bucket: None if bucket.kind.update == "sign" else reduce(self, bucket))]
+
+
 # ---- bugs that are not put back here, and the tests that guard against them
 
 GUARDED = [
@@ -1055,6 +1183,12 @@ GUARDED = [
      "An optimizer that takes the sign of a gradient turns the rounding error of a true zero into a full step, and "
      "layouts diverge.",
      "optim/test_optimizers.py", "test_lion_agrees_on_every_layout_but_where_the_true_gradient_is_zero"),
+    ("An expert without tokens",
+     "Its matmuls have no rows, and a rank may receive nothing at all. Code that expects a row fails or hangs there.",
+     "exactness/test_experts.py", "test_however_the_tokens_choose_no_row_is_dropped"),
+    ("A dispatch that recomputation repeats",
+     "The rows travel again, and if a kernel breaks a tie in another way, to other experts than in forward.",
+     "exactness/test_experts.py", "test_recomputation_repeats_no_dispatch"),
     ("A checkpoint that runs a program",
      "A pickle can run code. So anyone who can write a checkpoint could run a program on every rank.",
      "checkpoint/test_damage.py", "test_no_program_in_a_checkpoint_is_run"),
@@ -1066,7 +1200,8 @@ GUARDED = [
 def applies(entry: Pitfall) -> str:
     """Return the layout that shows a bug, such as "tp 2, dp 2"."""
     config = entry.config
-    words = [f"{name} {size}" for name, size in (("tp", config.tp), ("pp", config.pp), ("dp", config.dp)) if size > 1]
+    sizes = dict(tp=config.tp, pp=config.pp, dp=config.dp, ep=config.ep)
+    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     return ", ".join(words) or "one process"
 
 
@@ -1164,7 +1299,8 @@ evaluation, or what the entry below names. In {{lower}} of {{count}} rows the wr
 small model it is chance which of two curves ends lower, and neither looks like a bug.
 
 Each row trains a tiny model (3 layers, hidden size 16, 24 samples of 8 tokens a step, most tokens follow from the
-previous token; AdamW; clipping at 0.1) on the smallest layout that shows the bug. The right numbers come from the plain
+previous token; AdamW; clipping at 0.1) on the smallest layout that shows the bug. If the bug concerns experts, the
+model has 2 layers with 4 experts each, of which a token uses 2. The right numbers come from the plain
 model in `tests/support/reference.py`. If the bug needs a resumed run, they come from the same run without an
 interruption. If it needs a number that is not finite, they come from the run that skips the step on all ranks. The loss
 is the mean of steps {LONG - END + 1} to {LONG}. Norm and gradient are those of step {CHECKED}, and the error of a

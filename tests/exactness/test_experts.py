@@ -5,7 +5,7 @@ The other side is support/reference.py, in which every expert computes every tok
 
 import dataclasses
 import itertools
-import math
+import random
 from collections import Counter
 
 import pytest
@@ -49,18 +49,20 @@ CASES = [
 
 
 def crossing():
-    """Return exhaustive cases in which any layout meets any schedule; the other options take turns."""
-    turns = (itertools.cycle(values) for values in (
-        (1, 2, 3), (1, 2), (0, 1, 2), GRANULARITIES, (1, 2, 3), ({}, SIGMOID, PRE_SOFTMAX, {}, SIGMOID),
-        ({}, SHARED, {}, SHARED, DROPOUT), ({}, DOCUMENTS), (False, True, True), (None, 2.0**12), (1, 2)))
-    layouts = [layout for layout in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4))
-               if math.prod(layout[:3]) <= 8 and layout[3] <= layout[2]]
-    return [case(tp, pp, dp, ep, scores, shared, documents, exhaustive=True, slices=slices, columns=columns,
-                 zero_stage=zero, recompute_granularity=granularity, moe_router_topk=topk, swiglu=swiglu,
-                 loss_scale=scale, moe_layer_freq=freq, schedule=schedule, num_layers=2 * pp + 1,
-                 sequence_parallel=tp > 1 and columns == 2, global_batch_size=24)
-            for ((tp, pp, dp, ep), schedule), slices, columns, zero, granularity, topk, scores, shared, documents,
-            swiglu, scale, freq in zip(itertools.product(layouts, SCHEDULES), *turns)]
+    """Return exhaustive cases: every layout with every schedule. The other options are drawn for each case."""
+    options = dict(slices=(1, 2, 3), columns=(1, 2), zero_stage=(0, 1, 2), recompute_granularity=tuple(GRANULARITIES),
+                   moe_router_topk=(1, 2, 3), swiglu=(False, True), loss_scale=(None, 2.0**12), moe_layer_freq=(1, 2),
+                   moe_router_topk_scaling_factor=(1.0, 2.5), sequence_parallel=(False, True))
+    groups = [({}, SIGMOID, PRE_SOFTMAX), ({}, SHARED), ({}, DROPOUT), ({}, DOCUMENTS)]
+    draw, cases = random.Random("experts"), []
+    for tp, pp, dp, ep in itertools.product((1, 2, 4), repeat=4):
+        if tp * pp * dp <= 8 and ep <= dp:
+            for schedule in SCHEDULES:
+                drawn = {name: draw.choice(values) for name, values in options.items()}
+                drawn["sequence_parallel"] &= tp > 1
+                cases.append(case(tp, pp, dp, ep, drawn, *map(draw.choice, groups), exhaustive=True, schedule=schedule,
+                                  num_layers=2 * pp + 1, global_batch_size=24))
+    return cases
 
 
 def pytest_generate_tests(metafunc):
