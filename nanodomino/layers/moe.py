@@ -29,8 +29,8 @@ however unevenly the tokens choose.
 **Tensor parallelism.** An expert's features are cut over tp like an MLP's, so a rank's y is an addend, and the usual
 reduce completes it. Each tp rank exchanges rows with the tp ranks of the same number on other replicas.
 
-The loop over experts in grouped_linear() is the definition. On GPUs in 16 bits, torch's grouped_mm multiplies all
-groups of rows in one kernel.
+The loop over experts in grouped_linear() is the definition. On GPUs in bfloat16, torch's grouped_mm multiplies all
+groups of rows in one kernel. On CPUs that is no faster.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Dispatch:
     order, place    [n k]: the i-th row to send is row order[i]; row i is the place[i]-th to be sent
     by_expert       [r]: sorts the received rows by expert; unsort is its inverse
     sent, received  the number of rows to and from each ep rank
-    ends            for each local expert, the number of received rows up to and including its own
+    ends, offsets   for each local expert, the number of received rows up to and including its own; int32 on the device
     """
     order: torch.Tensor
     place: torch.Tensor
@@ -65,6 +65,7 @@ class Dispatch:
     sent: list[int]
     received: list[int]
     ends: list[int]
+    offsets: torch.Tensor
 
 
 def plan_dispatch(experts, counts, received_counts) -> Dispatch:
@@ -73,11 +74,12 @@ def plan_dispatch(experts, counts, received_counts) -> Dispatch:
     """
     ep, local = counts.shape
     sent, received = torch.stack([counts.sum(1), received_counts.sum(1)]).tolist()
-    ends = received_counts.sum(0).cumsum(0).tolist()
+    offsets = received_counts.sum(0).cumsum(0, dtype=torch.int32)
+    ends = offsets.tolist()
     order = experts.flatten().argsort(stable=True)
     expert = torch.arange(local, device=order.device).repeat(ep)
     by_expert = expert.repeat_interleave(received_counts.flatten(), output_size=ends[-1]).argsort(stable=True)
-    return Dispatch(order, inverse(order), by_expert, inverse(by_expert), sent, received, ends)
+    return Dispatch(order, inverse(order), by_expert, inverse(by_expert), sent, received, ends, offsets)
 
 
 def inverse(permutation):
@@ -86,12 +88,17 @@ def inverse(permutation):
         len(permutation), device=permutation.device))
 
 
-def grouped_linear(x, weights, ends: list[int]):
-    """Return x_e W_e^T for each expert e. x [r, in]: rows sorted by expert; weights [experts, out, in]; ends: see
-    Dispatch."""
-    if x.is_cuda and x.element_size() == 2:
-        return F.grouped_mm(x, weights.transpose(1, 2), offs=torch.tensor(ends, dtype=torch.int32, device=x.device))
+def grouped_linear(x, weights, dispatch: Dispatch):
+    """Return x_e W_e^T for each local expert e. x [r, in]: rows sorted by expert; weights [experts, out, in]."""
+    if has_grouped_kernel(x):
+        return F.grouped_mm(x, weights.transpose(1, 2), offs=dispatch.offsets)
+    ends = dispatch.ends
     return torch.cat([F.linear(x[start:end], weight) for start, end, weight in zip([0, *ends], ends, weights)])
+
+
+def has_grouped_kernel(x) -> bool:
+    """Return whether torch multiplies all groups of rows in one kernel: on GPUs from Ampere on, in bfloat16."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and len(x) and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 class ExchangeRows(torch.autograd.Function):
@@ -160,7 +167,7 @@ class MoE(Sublayer):
         dispatch = plan_dispatch(experts, counts, exchange_rows(counts, each, each, self.mesh.ep_counts_group))
         rows = h.flatten(0, 1)[dispatch.order // experts.size(-1)]
         rows = ExchangeRows.apply(rows, dispatch.sent, dispatch.received, self.mesh.ep_group)[dispatch.by_expert]
-        results = grouped_linear(self.activation.function(grouped_linear(rows, w1, dispatch.ends)), w2, dispatch.ends)
+        results = grouped_linear(self.activation.function(grouped_linear(rows, w1, dispatch)), w2, dispatch)
         results = ExchangeRows.apply(results[dispatch.unsort], dispatch.received, dispatch.sent, self.mesh.ep_group)
         y = combine(results, dispatch, router.weights(logits, experts).to(h.dtype))
         if shared := self.shared_expert:
@@ -223,7 +230,7 @@ class MoEInside:
         tape.core = tape.column_output
         tape.activation = tuple(c if c is None else self.activation.function(c) for c in tape.core)
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
-            results = grouped_linear(tape.activation[0], self.w2, dispatch.ends)[dispatch.unsort]
+            results = grouped_linear(tape.activation[0], self.w2, dispatch)[dispatch.unsort]
         flights = ops.exchange(slice, self.site, results, dispatch.received, dispatch.sent, self.group)
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
             own = F.linear(tape.activation[1], self.shared[1]) if self.shared else None
@@ -236,7 +243,7 @@ class MoEInside:
 
     def column(self, ops, slice, rows, dispatch):
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
-            return grouped_linear(rows, self.w1, dispatch.ends)
+            return grouped_linear(rows, self.w1, dispatch)
 
     def shared_column_output(self, ops, slice, h):
         """Return the shared expert's c [b, s, .. ffn/t]; None without a shared expert."""
@@ -276,8 +283,8 @@ class MoEInside:
         grad_out = ops.wait(slice, self.site, flights)[dispatch.by_expert]
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
             grad_c = self.activation.backward(
-                grouped_linear(grad_out, self.w2.transpose(1, 2), dispatch.ends), tape.core[0])
-            rows = grouped_linear(grad_c, self.w1.transpose(1, 2), dispatch.ends)[dispatch.unsort]
+                grouped_linear(grad_out, self.w2.transpose(1, 2), dispatch), tape.core[0])
+            rows = grouped_linear(grad_c, self.w1.transpose(1, 2), dispatch)[dispatch.unsort]
         flights = ops.exchange(slice, self.site, rows, dispatch.received, dispatch.sent, self.group)
         matmuls += [(self.w2, grad_out, tape.activation[0], dispatch.ends), (self.w1, grad_c, tape.rows, dispatch.ends)]
 

@@ -1,0 +1,49 @@
+"""The parts of an expert layer that other tests do not reach on a CPU."""
+
+import torch
+from support.harness import build, random_data, tiny
+
+from nanodomino.domino import run_to_end
+from nanodomino.layers import moe
+
+
+def gradients(config, data):
+    """Return the gradients of one microbatch on one process."""
+    _, model, _, stage = build(config)
+    batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+    losses, tape = run_to_end(stage.forward(batch))
+    run_to_end(stage.backward(tape, torch.ones_like(losses)))
+    return [weight.main_grad.clone() for weight in model.parameters()]
+
+
+def test_the_grouped_kernel_is_called_as_torch_defines_it(pool):
+    """It runs on CPUs too, in float32. Expert 0 gets no tokens, so one group is empty."""
+    pool.run(compare_with_kernel, world_size=1)
+
+
+def compare_with_kernel():
+    config = tiny(num_experts=4, disable_bias_linear=True, dtype="float32", swiglu=True, init_method_std=0.3)
+    data, calls = random_data(config, 1), []
+
+    def choose(router, logits, plain=moe.Router.choose):
+        experts, _ = plain(router, logits)
+        experts = experts.clamp(min=1)
+        return experts, experts.flatten().bincount(minlength=4)
+
+    def counted(x):
+        calls.append(len(x))
+        return True
+
+    moe.Router.choose, kept = choose, moe.Router.choose
+    try:
+        loop = gradients(config, data)
+        moe.has_grouped_kernel, condition = counted, moe.has_grouped_kernel
+        try:
+            kernel = gradients(config, data)
+        finally:
+            moe.has_grouped_kernel = condition
+    finally:
+        moe.Router.choose = kept
+    assert len(calls) == 4 * config.num_layers                # twice forward, twice backward
+    for one, other in zip(loop, kernel):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
