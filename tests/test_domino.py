@@ -124,8 +124,10 @@ def with_delayed_collectives(kind, *arguments):
         return train_rank(*arguments)
 
 
-@pytest.mark.parametrize("world_size, options", [(4, {}), pytest.param(
-    4, dict(sequence_parallel=True, micro_batch_size=12), marks=pytest.mark.exhaustive)], ids=["whole", "cut"])
+@pytest.mark.parametrize("world_size, options", [
+    (4, {}), pytest.param(4, dict(sequence_parallel=True, micro_batch_size=12), marks=pytest.mark.exhaustive),
+    (8, dict(num_experts=4, expert_model_parallel_size=2, disable_bias_linear=True, schedule="paired",
+             recompute_granularity="full"))], ids=["whole", "cut", "experts"])
 def test_collectives_that_complete_late_or_early_give_the_same_bits(pool, world_size, options):
     """Code that reads a sum before wait(), or writes to a tensor in flight, computes different numbers here."""
     config = tiny(world_size, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3, columns=2,

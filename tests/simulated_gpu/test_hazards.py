@@ -102,6 +102,9 @@ def two_steps(rank, config):
 
 TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, num_layers=2, dtype="bfloat16")
 EIGHT = dict(TP2, num_layers=4, pipeline_model_parallel_size=2, data_parallel_size=2, global_batch_size=16)
+EXPERTS = dict(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=2, moe_ffn_hidden_size=24,
+               moe_shared_expert_intermediate_size=16, moe_aux_loss_coeff=0.1)
+SEQUENCE_PARALLEL = dict(sequence_parallel=True)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -130,19 +133,30 @@ def test_nothing_is_touched_in_flight(rank, schedule, zero_stage, slices, column
     assert ({"reduce_scatter", "all_gather"} <= flights.started.keys()) == (zero_stage > 0)
 
 
+@pytest.mark.parametrize("tp, slices, options", [
+    (1, 1, {}), (2, 2, SEQUENCE_PARALLEL), (2, 3, dict(recompute_granularity="full", schedule="zb-v"))])
+def test_no_row_of_an_expert_is_touched_in_flight(tp, slices, options):
+    """A layer has five all-to-alls per microbatch and slice, and three in an evaluation."""
+    config = tiny(4 * tp, **EIGHT | EXPERTS | options | dict(tensor_model_parallel_size=tp), slices=slices)
+    flights = two_steps(0, config)
+    assert not flights.touched and not flights.in_flight
+    assert flights.started["all_to_all"] == (2 * 5 + 3) * config.microbatches * slices * config.num_layers // config.pp
+
+
 def test_nor_if_receives_are_posted_as_on_a_gpu():
     with mock.patch.dict(pipeline.ACTIONS_AHEAD, cpu=pipeline.ACTIONS_AHEAD["cuda"]):
         assert not two_steps(0, tiny(8, **EIGHT, slices=2, schedule="zb-v")).touched
 
 
-@pytest.mark.parametrize("owner, name, sequence_parallel", [
-    (SliceOps, "all_reduce", False), (SliceOps, "reduce_scatter", True), (SliceOps, "all_gather", True),
-    (P2PCommunicator, "irecv", False), (ZeroOptimizer, "reduce_scatter", False), (ZeroOptimizer, "all_gather", False)])
-def test_a_missing_wait_is_found(owner, name, sequence_parallel):
+@pytest.mark.parametrize("owner, name, options", [
+    (SliceOps, "all_reduce", {}), (SliceOps, "reduce_scatter", SEQUENCE_PARALLEL),
+    (SliceOps, "all_gather", SEQUENCE_PARALLEL), (SliceOps, "all_to_all", EXPERTS), (P2PCommunicator, "irecv", {}),
+    (ZeroOptimizer, "reduce_scatter", {}), (ZeroOptimizer, "all_gather", {})])
+def test_a_missing_wait_is_found(owner, name, options):
     """Otherwise the tests above could not fail."""
     with mock.patch.object(owner, "wait", lambda self, *given, **options: result_of(given[-1]) if owner is SliceOps
                            else None):
-        flights = two_steps(0, tiny(8, **EIGHT, slices=2, sequence_parallel=sequence_parallel))
+        flights = two_steps(0, tiny(8, **EIGHT, **options, slices=2))
     assert any(f"what {name} has received" in one for one in flights.touched), flights.touched
 
 
