@@ -3,16 +3,17 @@
 A model with more experts has more parameters, but a token costs the same. With expert parallelism (ep), ep replicas
 share the experts: each holds E/ep of them, and the tokens travel. For example 4 experts on ep = 2 replicas, k = 2:
 
-    replica 0 holds experts 0, 1            replica 1 holds experts 2, 3
-    tokens A B                              tokens C D
-    A -> 0, 2   B -> 1, 0                   C -> 3, 1   D -> 2, 3            router.py chooses k experts per token
-    rows sorted by expert: A B | A          C | D C D                        each row: one token for one expert
-         experts           0 0 1  2         1 | 2 3 3                        (B also goes to 1)
-    counts        -> all-to-all ->          each rank learns how many rows arrive from whom, and for which expert
-    rows          -> all-to-all ->          the dispatch: replica 0 now has all rows of experts 0 and 1
-    each expert multiplies its rows: W2 activation(W1 row)
-    results       -> all-to-all ->          the combine: every row goes back to the replica that it came from
-    y = the sum of a token's k results, each times its weight
+                        replica 0: experts 0, 1     replica 1: experts 2, 3
+    tokens              A            B              C            D
+    router.py chooses   A: 0, 2      B: 1, 0        C: 3, 1      D: 2, 3      k experts for each token
+    rows, by expert     A B B | A                   C | D C D                 a row: a token for one expert;
+       their experts    0 0 1 | 2                   1 | 2 3 3                 "|" divides the replicas they go to
+
+    counts    --all-to-all->    each rank learns how many rows will arrive, from whom and for which expert
+    rows      --all-to-all->    the dispatch: replica 0 now has all rows of experts 0 and 1, A B B C
+              each expert multiplies its rows: W2 activation(W1 row)
+    results   --all-to-all->    the combine: every row goes back to the replica that it came from
+              y of a token = the sum of its k results, each times its weight
 
 **Why all-to-all?** Every rank has rows for every other rank, and different ones for each. That is what an all-to-all
 sends. Its backward is an all-to-all in the other direction, so a layer has four large ones per microbatch.
@@ -20,7 +21,8 @@ sends. Its backward is an all-to-all in the other direction, so a layer has four
 **What hides what.** A slice yields after it has launched its dispatch, and again after it has launched its combine. In
 the meantime the other slice computes: the dispatch of slice a is hidden by the attention of slice b, and the combine of
 slice a by the experts of slice b. Shared experts, which every token uses, compute while the rows travel. The counts are
-not hidden: the host must read them before it can launch the dispatch. They are E numbers.
+not hidden: the host must read them before it can launch the dispatch. They are only E numbers, and they travel on a
+process group of their own, because on the same group they would queue behind the other slice's rows.
 
 **Dropless.** Some systems give each expert a capacity and drop the rows beyond it. Then the dropped rows depend on
 which tokens share a microbatch, slice and replica, so the layout would show in the loss. Here every row is computed,
@@ -73,9 +75,9 @@ def plan_dispatch(experts, counts, received_counts) -> Dispatch:
     received_counts [ep, E/ep]: the rows from each ep rank for each local expert. The host waits for both counts here.
     """
     ep, local = counts.shape
-    sent, received = torch.stack([counts.sum(1), received_counts.sum(1)]).tolist()
     offsets = received_counts.sum(0).cumsum(0, dtype=torch.int32)
-    ends = offsets.tolist()
+    numbers = torch.cat([counts.sum(1), received_counts.sum(1), offsets]).tolist()             # one wait for a GPU
+    sent, received, ends = numbers[:ep], numbers[ep:2 * ep], numbers[2 * ep:]
     order = experts.flatten().argsort(stable=True)
     expert = torch.arange(local, device=order.device).repeat(ep)
     by_expert = expert.repeat_interleave(received_counts.flatten(), output_size=ends[-1]).argsort(stable=True)
