@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.plain import Plain, mean_loss
+from nanodomino.checkpoint.index import slices
 from nanodomino.errors import UserError, require
 from nanodomino.huggingface.families import family_of, write_config
 from nanodomino.huggingface.tensor_mapping import map_tensors
@@ -48,25 +49,26 @@ def plain(config, ours) -> nn.Module:
 def transformers(config, ours) -> nn.Module:
     """Build Transformers' model of the same family. Raises UserError without the package."""
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
     except ImportError as error:
         raise UserError(f"--against transformers needs the package transformers, which can't be imported ({error}); "
                         "pip install -r requirements-extra.txt") from None
     record = write_config(config, config.dtype)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**record | {"torch_dtype": None}),
-                                             dtype=torch.float32)
-    missing = [name for name in model.load_state_dict(huggingface_weights(config, ours), strict=False).missing_keys
-               if name != "lm_head.weight"]
-    require(not missing, f"Transformers' model also needs {', '.join(missing[:3])}, which nanodomino does not export; "
-                         "this is a bug")
-    return MeanLoss(model, lambda model, tokens: model(tokens, use_cache=False).logits)
+    # from_pretrained instead of load_state_dict: it joins the tensors of the experts
+    model, problems = getattr(transformers, record["architectures"][0]).from_pretrained(
+        None, config=transformers.AutoConfig.for_model(**record | {"torch_dtype": None}), dtype=torch.float32,
+        state_dict=huggingface_weights(config, ours), output_loading_info=True)
+    require(not any(problems.values()), f"Transformers can't load what nanodomino exports ({problems}); this is a bug")
+    return MeanLoss(model.train(), lambda model, tokens: model(tokens, use_cache=False).logits)
 
 
 def huggingface_weights(config, ours) -> dict:
     """Return the weights of `ours` by Hugging Face's names."""
     weights, theirs = dict(ours.named_parameters()), {}
     for mapping in map_tensors(config, family_of(config).modules):
-        parts = mapping.conversion.to_hf(weights[mapping.name].detach().float().view(mapping.shape), config)
+        whole = weights[mapping.name].detach().float().view(mapping.shape)
+        part = whole[slices(mapping.box, (0,) * whole.dim())].view(mapping.size)
+        parts = mapping.conversion.to_hf(part, config)
         theirs |= {name: part.clone() for name, part in zip(mapping.hf_shapes, parts)}
     return theirs
 

@@ -71,8 +71,9 @@ def processes(flags) -> int:
 
 
 def answer(flags, launch):
-    flags.vocab_size = flags.vocab_size or (BYTES if flags.model in ("nano", "nano-llama") else GPT2)
-    config = config_here(flags, launch.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0)
+    flags.vocab_size = flags.vocab_size or (BYTES if flags.model in ("nano", "nano-llama", "nano-moe") else GPT2)
+    config = config_here(flags, launch.world_size, lr_decay_style="constant", lr_warmup_fraction=0.0,
+                         moe_aux_loss_coeff=0.0)               # the other implementations add no auxiliary loss
     device = find_device(config, launch)
     config = dataclasses.replace(config, compile=flags.compile).with_device(device)
     start_world(launch, device)

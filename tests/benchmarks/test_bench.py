@@ -128,6 +128,14 @@ def test_throughput(tmp_path):
     assert all(within(ratio, record["spread"][name]) for name, ratio in record["ratio"].items())
 
 
+@pytest.mark.exhaustive
+def test_throughput_with_experts():
+    """The losses are equal only without the auxiliary loss, which Transformers does not add."""
+    record = ask("throughput", *TINY, "--model", "nano-moe", "--global-batch-size", "8", "--repeats", "1", "--against",
+                 "transformers")
+    assert record["transformers_losses"] == pytest.approx(record["nanodomino_losses"], rel=1e-4)
+
+
 # A stand-in for nanoGPT's model.py, with the same names and the same forward.
 NANOGPT = """
 from dataclasses import dataclass
