@@ -6,6 +6,10 @@
     step time        computed from data sheets and assumptions (analysis/step_time.py). The assumptions are printed, and
                      flags change most of them. "exposed" is the time that a GPU waits for communication or copies
 
+`--search` looks for the ten fastest layouts that fit and prints the command of the fastest (plan_search.py):
+
+    python bench.py plan --search --model llama3-8b --gpus 8 --gpu H100
+
 If the model does not fit, the plan shows the largest terms and the changes that would make it fit, each with its step
 time. If the model fits and another schedule is faster, the plan names it. A preset gets the vocabulary of its published
 weights.
@@ -22,7 +26,6 @@ predicts a step, trains, and prints the predicted and the measured time:
 
 import dataclasses
 import itertools
-import math
 import operator
 import statistics
 import time
@@ -30,19 +33,19 @@ from dataclasses import dataclass
 from functools import partial
 
 import train
-from benchmarks import comm, memory, published
+from benchmarks import comm, memory, plan_search, published
 from benchmarks.common import (RandomTokens, Times, add_config_flags, bytes_text, config_here, config_of, describe,
                                gathered, layout_of, ratio_text, ratios, seconds_text, table)
+from benchmarks.plan_changes import (changed, flags_text, memory_terms, more_recomputation, most_needed,
+                                     other_schedules)
 from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
 from nanodomino.analysis.hardware import PEAK_FLOPS
 from nanodomino.analysis.sizes import parameter_count
 from nanodomino.analysis.step_time import Machine, slowest, synchronize_ranks
 from nanodomino.config.config import Config
-from nanodomino.config.presets import PUBLISHED_VOCABULARIES
+from nanodomino.config.presets import DTYPES, PUBLISHED_VOCABULARIES
 from nanodomino.config.setting import flag_name
-from nanodomino.errors import UserError, require
-from nanodomino.overlap.recompute import GRANULARITIES
-from nanodomino.schedules.definitions import SCHEDULES
+from nanodomino.errors import require
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9, 32e9),
 
 GPT2_VOCABULARY = PUBLISHED_VOCABULARIES["gpt2"]
 # The parts of step_time.step_seconds() as they are printed.
-PARTS = {"products": "matmuls", "again": "recomputation", "host copies": "exposed host copies",
-         "tp wires": "exposed tp communication", "bubble": "pipeline bubble", "pp wires": "exposed pp messages",
-         "dp wires": "exposed dp communication"}
+PARTS = {"products": "matmuls", "element-wise": "element-wise work", "again": "recomputation",
+         "host copies": "exposed host copies", "tp wires": "exposed tp communication", "bubble": "pipeline bubble",
+         "pp wires": "exposed pp messages", "dp wires": "exposed dp communication"}
 MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "messages", "working", "communicators")
 
 
@@ -80,38 +83,47 @@ def add_flags(parser):
                         help="GPUs per host, joined by NVLink or PCIe (default 8)")
     parser.add_argument("--network", type=float, default=400.0,
                         help="Gbit/s between a GPU and other hosts, each way (default 400: InfiniBand NDR)")
-    parser.add_argument("--product-efficiency", type=float, default=0.6,
-                        help="share of the peak FLOP/s that matmuls reach; element-wise work counts as part of their "
-                             "time (default 0.6)")
+    parser.add_argument("--product-efficiency", type=float, default=0.7,
+                        help="share of the peak FLOP/s that matmuls and attention reach (default 0.7)")
     parser.add_argument("--wire-efficiency", type=float, default=0.8,
                         help="share of the data-sheet rates that links and GPU memory reach (default 0.8)")
     parser.add_argument("--latency", type=float, default=15.0,
                         help="microseconds that each collective takes in addition to sending its bytes (default 15)")
+    parser.add_argument("--overlap-slowdown", type=float, default=0.18,
+                        help="share of a GPU that a collective in flight takes from compute (default 0.18: NCCL's 24 "
+                             "channels take 24 of an H100's 132 multiprocessors)")
     parser.add_argument("--reserve", type=float, default=0.05,
                         help="share of the memory left free for CUDA and fragmentation (default 0.05)")
+    parser.add_argument("--search", action="store_true",
+                        help="search for the ten fastest layouts that fit; flags of the layout that are given are kept")
     parser.add_argument("--published", action="store_true",
-                        help="predict published runs instead; uses only --product-efficiency, --wire-efficiency and "
-                             "--latency, and ignores the other flags")
+                        help="predict published runs instead; uses only --product-efficiency, --wire-efficiency, "
+                             "--overlap-slowdown and --latency, and ignores the other flags")
 
 
 def processes(flags) -> int:
     for name, least, most in (("gpus", 1, 10**6), ("gpus_per_host", 1, 10**6), ("network", 0.001, 10**6),
                               ("product_efficiency", 0.01, 1), ("wire_efficiency", 0.01, 1), ("latency", 0, 10**6),
-                              ("reserve", 0, 0.9)):
+                              ("overlap_slowdown", 0, 0.9), ("reserve", 0, 0.9)):
         value = getattr(flags, name)
         require(least <= value <= most, f"{flag_name(name)} must be from {least} to {most}, but is {value}")
     flags.vocab_size = flags.vocab_size or PUBLISHED_VOCABULARIES.get(flags.model, GPT2_VOCABULARY)
     measures_here = flags.gpu == "here" and not flags.published
-    config = (config_here if measures_here else config_of)(flags, flags.gpus)
-    require(flags.gpu == "here" or config.params_dtype.itemsize == 2,
+    require(not (flags.search and measures_here), f"--search needs a --gpu of {', '.join(GPUS)}, but it is `here`")
+    if not flags.search:
+        (config_here if measures_here else config_of)(flags, flags.gpus)
+    require(flags.gpu == "here" or DTYPES[flags.dtype].itemsize == 2,
             f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, because only its 16-bit FLOP/s are known, but "
-            f"--dtype is {config.dtype}; try --dtype bfloat16")
+            f"--dtype is {flags.dtype}; try --dtype bfloat16")
     return flags.gpus if measures_here else 1
 
 
 def answer(flags, launch):
     if flags.published:
         return published.answer(partial(machine_of, flags, per_host=8), flags)
+    if flags.search:
+        return plan_search.answer(flags, machine_of(flags, flags.gpu, flags.network, flags.gpus_per_host),
+                                  GPUS[flags.gpu].memory * (1 - flags.reserve), PEAK_FLOPS[flags.gpu])
     config = config_of(flags, flags.gpus)
     if flags.gpu != "here":
         return plan(dataclasses.replace(config, device="cuda"), flags)
@@ -130,7 +142,8 @@ def machine_of(flags, name: str, network: float, per_host: int) -> Machine:
     return Machine(matmul_rate=PEAK_FLOPS[name] * flags.product_efficiency, intra_host_rate=gpu.link_rate * efficiency,
                    inter_host_rate=network / 8 * 1e9 * efficiency, latency=flags.latency * 1e-6,
                    ranks_per_host=per_host, memory_rate=gpu.memory_rate * efficiency,
-                   host_copy_rate=gpu.host_rate * efficiency)
+                   host_copy_rate=gpu.host_rate * efficiency, elementwise_rate=gpu.memory_rate * efficiency,
+                   overlap_slowdown=flags.overlap_slowdown)
 
 
 def plan(config: Config, flags):
@@ -143,7 +156,7 @@ def plan(config: Config, flags):
     parts = step_time.step_seconds(config, machine)
     seconds, tokens = sum(parts.values()), config.global_batch_size * config.seq_length
     used = step_time.mfu(config, seconds, peak)
-    ideal = sum(parts.get(name, 0.0) for name in ("products", "again", "host copies", "tp wires"))
+    ideal = sum(parts.get(name, 0.0) for name in ("products", "element-wise", "again", "host copies", "tp wires"))
     bubble = parts["bubble"] / ideal
     text = "\n".join([
         f"{config.model}: {parameter_count(config):,} parameters, {config.dtype}, on {config.world_size} x {flags.gpu}",
@@ -198,36 +211,6 @@ def faster_schedule(config: Config, machine: Machine, seconds: float, usable: fl
     return list(itertools.islice(fitting, 1))
 
 
-def other_schedules(config: Config) -> list[list[dict]]:
-    """Return for each schedule the changes that select it, such as {"schedule": "zb-v", "virtual_stages": 2}.
-
-    A schedule has one entry for each number of chunks that divides the layers evenly or, if none does, one with its
-    smallest number of chunks. The current setting is left out.
-    """
-    found = []
-    for name, schedule in SCHEDULES.items():
-        counts = [count for count in schedule.chunks if config.pp * count <= config.num_layers]
-        even = [count for count in counts if config.num_layers % (config.pp * count) == 0]
-        found.append([{key: value for key, value in (("schedule", name), ("virtual_stages", count))
-                       if value != getattr(config, key)} for count in even or counts[:1]])
-    return [[change for change in changes if change] for changes in found]
-
-
-def flags_text(changes: dict) -> str:
-    return " ".join(flag_name(name) + ("" if value is True else f" {value}") for name, value in changes.items())
-
-
-def memory_terms(config: Config, mesh) -> dict[str, int]:
-    """Return {name: bytes} of a rank for each of MEMORY_TERMS.
-
-    On GPUs all terms but the communicators add up to expected_memory.peak_bytes.
-    """
-    return {**expected_memory.state_bytes(config, mesh), "activations": expected_memory.peak_tape_bytes(config, mesh),
-            "messages": expected_memory.peak_message_bytes(config, mesh),
-            "working": expected_memory.working_bytes(config, mesh),
-            "communicators": expected_memory.communicator_bytes(config, mesh)}
-
-
 def communication_rows(config: Config, machine: Machine) -> list[list]:
     """Return a row for each process group and purpose, from the stage that spends most time on it."""
     longest = {}
@@ -249,14 +232,16 @@ def assumptions(flags, gpu: Gpu) -> list[str]:
     return ["assumptions:",
             f"  {flags.gpu}: {bytes_text(gpu.memory)} of memory, of which {flags.reserve:.0%} stays free (--reserve), "
             f"read and written at {bytes_text(gpu.memory_rate)}/s",
-            f"  matmuls reach {flags.product_efficiency:.0%} of the 16-bit peak of {PEAK_FLOPS[flags.gpu] / 1e12:g} "
-            "TFLOP/s, whatever their size, with attention and element-wise work included (--product-efficiency)",
+            f"  matmuls and attention reach {flags.product_efficiency:.0%} of the 16-bit peak of "
+            f"{PEAK_FLOPS[flags.gpu] / 1e12:g} TFLOP/s, whatever their size (--product-efficiency); element-wise work "
+            "reads and writes each tensor once per fused operation, at the memory's rate",
             f"  hosts of {flags.gpus_per_host} GPUs (--gpus-per-host) joined by {gpu.link}, "
             f"{bytes_text(gpu.link_rate)}/s each way; {flags.network:g} Gbit/s from a GPU to other hosts (--network)",
             f"  links and GPU memory reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency); each "
             f"collective takes {flags.latency:g} us in addition to sending its bytes (--latency)",
-            "  all-reduces overlap other slices and weight gradients without slowing them; gradient reduction overlaps "
-            "the last microbatch's backward",
+            "  all-reduces overlap other slices and weight gradients, and while one is in flight, it takes "
+            f"{flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown); gradient reduction overlaps the last "
+            "microbatch's backward",
             f"  an NCCL ring allocates {bytes_text(channels * connection)}, {channels} channels of "
             f"{bytes_text(connection)}; trees and in-network reduction would need more",
             "  messages, working memory and communicators are estimates; the rest of the memory is exact"]
@@ -318,43 +303,6 @@ def remedies(config: Config) -> list[dict]:
               if 0 < size < config.micro_batch_size]
     return found + [{name: factor * getattr(config, name)} for factor in (2, 4)
                     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")]
-
-
-def more_recomputation(config: Config) -> list[dict]:
-    """Return the recomputation settings that shrink the tapes on the GPU, the smallest saving first."""
-    options = [{"recompute_granularity": granularity, "checkpoint_in_cpu": False} for granularity in GRANULARITIES]
-    options.append({"recompute_granularity": "full", "checkpoint_in_cpu": True})
-    now = {name: getattr(config, name) for name in options[0]}
-    return [{name: value for name, value in option.items() if value != now[name]}
-            for option in options[options.index(now) + 1:]]
-
-
-def changed(config: Config, changes: dict, gpus=None) -> Config | None:
-    """Return the Config after the changes, on `gpus` GPUs (None: as many as now). dp follows from `gpus`.
-
-    Returns None if the changes are impossible.
-    """
-    slices = min(config.slices, changes.get("micro_batch_size", config.micro_batch_size))
-    try:
-        other = dataclasses.replace(config, data_parallel_size=None, slices=slices, **changes)
-        return other.resolve(gpus or config.world_size).with_vocabulary(config.vocab_size)
-    except UserError:
-        return None
-
-
-def most_needed(config: Config, changes: dict, usable=math.inf, gpus=None) -> float:
-    """Return the bytes that the fullest GPU needs after the changes.
-
-    The result is infinity if a stage needs more than `usable`, or if changed() finds the changes impossible.
-    """
-    if (other := changed(config, changes, gpus)) is None:
-        return math.inf
-    most = 0
-    for stage in range(other.pp):
-        most = max(most, sum(memory_terms(other, sizes.mesh_at(other, stage)).values()))
-        if most > usable:                                      # the other stages would not change the answer
-            return math.inf
-    return most
 
 
 # ---- for this machine

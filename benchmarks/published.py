@@ -7,14 +7,14 @@
     2409.15241             Domino on H100. Measured: its largest speed-up over Megatron-LM, and the share of
                            communication in Megatron-LM's step
 
-The step time comes from analysis/step_time.py, but with the costs of what these runs did. In the first two papers each
-microbatch repeats the forward of whole layers, or only of attention, before its backward. In 2409.15241 nothing
-hides Megatron-LM's all-reduces.
+The step time comes from analysis/step_time.py, but with the costs of what these runs did. Megatron-LM's kernels read
+and write more than fused ones do. In the first two papers attention also stores its scores, and each microbatch repeats
+the forward of whole layers, or only of attention, before its backward. In 2409.15241 nothing hides Megatron-LM's
+all-reduces.
 
-A ratio far from 1 points to a wrong assumption. The weakest assumption is that matmuls reach the same share of the peak
-at every width. 45 % would fit the 1.7B model of table 1 (width 2304), 71 % the 1T model of table 5 (width 25600). Small
-matmuls probably also explain the ratio of the run in which 32 GPUs share a width of 5120, but little is published about
-that run.
+A ratio far from 1 points to a wrong assumption. The largest is that of the share of communication at tp 32. There each
+rank has 160 of 5120 columns. Such narrow matmuls probably reach less than the assumed share of the peak, so the real
+step is longer and communication a smaller share of it.
 """
 
 import dataclasses
@@ -82,6 +82,16 @@ DOMINO = [Run(*sizes, figure, published, **OF_H100) for *sizes, figure, publishe
 RUNS = {"2104.04473": TABLE_1, "2205.05198": TABLE_5, "2409.15241": DOMINO}
 
 
+# What Megatron-LM's separate kernels read and write besides step_time.elementwise_bytes(), in a layer's forward and
+# backward. RESIDUAL: activations X. Forward stores a dropout mask of X/2 and reads x' again for the norm, in both
+# sublayers: 3 X. In backward the norm reads its input and gradient a second time for its weight gradient, dropout reads
+# and writes the gradient and reads the mask, and the two gradients of the residual are added: 13 X.
+# SCORES: bytes of each score (a head's pair of tokens) in 16 bit, without flash attention. In forward a matmul writes
+# 2, softmax reads and writes 4, dropout 4 and a mask of 1, the next matmul reads 2. In backward a matmul writes 2,
+# dropout reads and writes 5, softmax 6, and three matmuls read 6.
+RESIDUAL, SCORES = (3, 13), (13, 19)
+
+
 # ---- seconds
 
 def seconds(config: Config, machine: Machine, costs=step_time.action_costs) -> float:
@@ -97,40 +107,51 @@ def seconds(config: Config, machine: Machine, costs=step_time.action_costs) -> f
             + max(step_time.optimizer_memory_traffic(config, mesh) for mesh in stages) / machine.memory_rate)
 
 
-def before_backward(config: Config, machine: Machine, mesh, seconds_of) -> dict:
-    """Return action_costs() with seconds_of(chunk) added to the compute of each chunk's backward."""
+def megatron(config: Config, machine: Machine, mesh, scores=(0, 0), before_backward=lambda chunk, scores: 0.0) -> dict:
+    """Return action_costs() with the additional element-wise work of Megatron-LM's kernels.
+
+    scores: bytes of each score in forward and backward; (0, 0) with flash attention
+    before_backward(chunk, seconds of the scores in forward): the seconds of what a backward repeats first
+    """
     found = step_time.action_costs(config, machine, mesh)
+    pairs = config.micro_batch_size * config.num_attention_heads / config.tp * config.seq_length ** 2
     for number, chunk in enumerate(sizes.stage_model(config, mesh).chunks):
-        cost = found["backward", number]
-        found["backward", number] = dataclasses.replace(cost, compute=cost.compute + seconds_of(chunk))
+        for kind, residuals, size in zip(("forward", "backward"), RESIDUAL, scores):
+            moved = len(chunk.layers) * (residuals * sizes.residual_bytes(config) + size * pairs)
+            more = moved / machine.elementwise_rate
+            if kind == "backward":
+                more += before_backward(chunk, len(chunk.layers) * scores[0] * pairs / machine.elementwise_rate)
+            cost = found[kind, number]
+            found[kind, number] = dataclasses.replace(cost, compute=cost.compute + more)
     return found
 
 
 def layers_again(config: Config, machine: Machine, mesh) -> dict:
     """Return action_costs() where each backward first repeats the layers' forward with its all-reduces."""
-    def seconds_of(chunk):
+    def seconds_of(chunk, scores):
         dense, _, attention = (count / machine.matmul_rate for count in step_time.forward_flops(config, mesh, chunk))
+        moved = step_time.elementwise_bytes(config, mesh, chunk)[0] / machine.elementwise_rate
         traffic = [collective for collective in expected_traffic.tensor_parallel_traffic(config, mesh, [chunk])
                    if collective.why == "layers forward"]
         communication = step_time.communication_seconds(config, machine, mesh, traffic) / config.microbatches
-        return action_seconds(config, Cost(dense + attention, communication))
+        return action_seconds(config, Cost(dense + attention + moved + scores, communication))
 
-    return before_backward(config, machine, mesh, seconds_of)
+    return megatron(config, machine, mesh, SCORES, seconds_of)
 
 
 def attention_again(config: Config, machine: Machine, mesh) -> dict:
     """Return action_costs() where each backward first repeats attention's own matmuls. They need no communication."""
-    return before_backward(config, machine, mesh,
-                           lambda chunk: step_time.forward_flops(config, mesh, chunk)[2] / machine.matmul_rate)
+    return megatron(config, machine, mesh, SCORES, lambda chunk, scores:
+                    step_time.forward_flops(config, mesh, chunk)[2] / machine.matmul_rate + scores)
 
 
 def blocking(config: Config, machine: Machine, mesh) -> dict:
-    """Return action_costs() without overlap: the work that could overlap communication runs before or after it."""
+    """Return megatron() without overlap: the work that could overlap communication runs before or after it."""
     return {what: Cost(cost.compute + cost.independent, cost.communication)
-            for what, cost in step_time.action_costs(config, machine, mesh).items()}
+            for what, cost in megatron(config, machine, mesh).items()}
 
 
-AGAIN = {"layers": layers_again, "attention": attention_again, "nothing": step_time.action_costs}
+AGAIN = {"layers": layers_again, "attention": attention_again, "nothing": megatron}
 
 
 # ---- figures
@@ -158,7 +179,7 @@ def step(run: Run, machine: Machine) -> float:
 def gain(run: Run, machine: Machine) -> float:
     """Predict the speed-up of Domino with two slices over blocking communication."""
     config = run.config
-    return seconds(config, machine, blocking) / seconds(dataclasses.replace(config, slices=2), machine)
+    return seconds(config, machine, blocking) / seconds(dataclasses.replace(config, slices=2), machine, megatron)
 
 
 def wires(run: Run, machine: Machine) -> float:
@@ -200,14 +221,16 @@ columns:
 assumptions:
   {SEQ_LENGTH} tokens per sample, vocabulary {TABLE_1[0].vocab_size:,} (2409.15241: {DOMINO[0].vocab_size:,})
   16-bit matmuls reach {flags.product_efficiency:.0%} of the peak, 312 TFLOP/s of an A100 and 989 of an H100, whatever
-  their size, with attention and element-wise work included (--product-efficiency)
+  their size (--product-efficiency). Element-wise work is counted in bytes, as Megatron-LM's kernels read and write
+  them; before 2409.15241 attention stores its scores
   hosts of 8 GPUs, joined by NVLink of 300 (A100) and 450 GB/s (H100) each way; each A100 has a card of 200 Gbit/s to
   other hosts; an all-reduce over whole H100 hosts uses all eight cards of 400 Gbit/s
   links and GPU memory reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency), and each collective takes
   {flags.latency:g} us in addition to sending its bytes (--latency)
   recomputing layers repeats their all-reduces, which block, but not the head, as in formula (3) of 2104.04473;
   recomputing attention needs no communication. Sequence parallelism is counted as the all-reduces that it replaces.
-  Weight gradients hide backward's all-reduces, except in 2409.15241. Gradients are reduced in fp32 during the last
+  Weight gradients hide backward's all-reduces, except in 2409.15241. An all-reduce in flight takes
+  {flags.overlap_slowdown:.0%} of the GPU (--overlap-slowdown). Gradients are reduced in fp32 during the last
   microbatch's backward; each GPU of a stage sends whole messages; the optimizer is not sharded.
   Nothing is added for dropout, data, kernel launches and slower ranks
 sources:

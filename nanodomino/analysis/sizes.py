@@ -61,11 +61,12 @@ def all_meshes(config: Config) -> list[Mesh]:
 def group_ranks(mesh: Mesh, group: str) -> list[int]:
     """Return the world ranks of this rank's process group, by its name: tp, dp, pp, embedding (first and last stage) or
     world."""
-    return {"tp": [mesh.rank_of(mesh.pp_rank, mesh.dp_rank, i) for i in range(mesh.tp)],
-            "dp": [mesh.rank_of(mesh.pp_rank, i, mesh.tp_rank) for i in range(mesh.dp)],
-            "pp": [mesh.stage_rank(i) for i in range(mesh.pp)],
-            "embedding": [mesh.stage_rank(i) for i in (0, mesh.pp - 1)],
-            "world": list(range(mesh.pp * mesh.dp * mesh.tp))}[group]
+    ranks = {"tp": lambda: [mesh.rank_of(mesh.pp_rank, mesh.dp_rank, i) for i in range(mesh.tp)],
+             "dp": lambda: [mesh.rank_of(mesh.pp_rank, i, mesh.tp_rank) for i in range(mesh.dp)],
+             "pp": lambda: [mesh.stage_rank(i) for i in range(mesh.pp)],
+             "embedding": lambda: [mesh.stage_rank(i) for i in (0, mesh.pp - 1)],
+             "world": lambda: list(range(mesh.pp * mesh.dp * mesh.tp))}
+    return ranks[group]()
 
 
 def stage_model(config: Config, mesh: Mesh) -> GPT:

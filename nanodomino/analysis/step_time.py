@@ -3,12 +3,15 @@
 The prediction is the sum of the parts below, named as in the JSON that `bench.py plan` prints:
 
     products     the matmuls of the busiest stage
+    element-wise the bytes that its norms, residuals, rotations, activation functions and losses read and write, divided
+                 by a rate. Left out if the matmuls' rate was measured with such work included
     again        the recomputation in backward. Like weight gradients, this can hide communication
     host copies  copying activations to the host and back. Only the time by which the copies outlast an action's
                  compute and communication counts
     tp wires     tensor parallel communication that nothing hides. With several slices, an action takes the longest of
                  three times: all its compute, all its communication, or the compute plus communication of one slice
-                 (2409.15241, section 3). A pair does the work of both its halves, and the slices of both take turns.
+                 (2409.15241, section 3). Communication in flight slows compute down (Machine.overlap_slowdown), which
+                 counts here too. A pair does the work of both its halves, and the slices of both take turns.
                  If a schedule splits input and weight gradients, the weight gradients hide nothing
     bubble       the idle time of the busiest stage, from a simulation of the schedule with each stage's own times. For
                  1F1B on equal stages it is (p - 1)/m of the busy time (2104.04473, section 2.2)
@@ -19,9 +22,8 @@ The prediction is the sum of the parts below, named as in the JSON that `bench.p
                  only a few of them may be in flight
     optimizer    the bytes that the update reads and writes, divided by the memory's rate
 
-The prediction leaves out Python, kernel launches, the lower efficiency of sliced matmuls, the slowdown of compute by
-communication, and waits for slower ranks. Element-wise work is not counted either; the rate of the matmuls is meant to
-include it.
+The prediction leaves out Python, kernel launches, the lower efficiency of narrow and of sliced matmuls, and waits for
+slower ranks.
 """
 
 import dataclasses
@@ -31,7 +33,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -59,6 +61,8 @@ class Machine:
     ranks_per_host: int
     memory_rate: float           # bytes/s of reads and writes
     host_copy_rate: float = math.inf         # bytes/s between a GPU and its host
+    elementwise_rate: float = math.inf       # bytes/s of element-wise work; infinite if matmul_rate includes that work
+    overlap_slowdown: float = 0.0            # share of the GPU that a collective in flight takes from compute
 
 
 # ---- the model
@@ -70,13 +74,19 @@ def communication_seconds(config: Config, machine: Machine, mesh: Mesh, found: l
     """
     seconds = 0.0
     for traffic in found:
-        ranks = set(sizes.group_ranks(mesh, traffic.group))
-        hosts = {rank // machine.ranks_per_host for rank in ranks}
-        rate = machine.intra_host_rate if len(hosts) == 1 else machine.inter_host_rate
-        if len(ranks) > 1 and traffic.kind != "receive":
-            sent = expected_traffic.bytes_sent(traffic.kind, traffic.bytes, len(ranks))
+        ranks, hosts = ranks_and_hosts(mesh, traffic.group, machine.ranks_per_host)
+        rate = machine.intra_host_rate if hosts == 1 else machine.inter_host_rate
+        if ranks > 1 and traffic.kind != "receive":
+            sent = expected_traffic.bytes_sent(traffic.kind, traffic.bytes, ranks)
             seconds += traffic.calls * machine.latency + sent / rate
     return seconds
+
+
+@lru_cache(maxsize=4096)
+def ranks_and_hosts(mesh: Mesh, group: str, ranks_per_host: int) -> tuple[int, int]:
+    """Count the ranks of this rank's process group, and the hosts that they are on."""
+    ranks = set(sizes.group_ranks(mesh, group))
+    return len(ranks), len({rank // ranks_per_host for rank in ranks})
 
 
 def forward_flops(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, float, float]:
@@ -86,9 +96,37 @@ def forward_flops(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, floa
     causal mask needs only half of them.
     """
     n, heads = sizes.tokens_per_microbatch(config), config.num_attention_heads * config.kv_channels
-    matrices = sum(weight.numel() for layer in chunk.layers for weight in layer.parameters() if weight.dim() == 2)
+    matrices, _ = matrix_elements(chunk)
     head = config.hidden_size * sizes.local_vocab_size(config, mesh) if chunk.post_process else 0
     return 2 * n * matrices, 2 * n * head, len(chunk.layers) * 4 * n * config.seq_length * heads / config.tp
+
+
+@lru_cache(maxsize=4096)
+def matrix_elements(chunk: Chunk) -> tuple[int, int]:
+    """Count the elements of the layers' matrices: (all, those that full recomputation multiplies by again)."""
+    return (sum(weight.numel() for layer in chunk.layers for weight in layer.parameters() if weight.dim() == 2),
+            sum(sublayer.inside().restored_elements for sublayer in chunk.sublayers))
+
+
+def elementwise_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, float, float]:
+    """Estimate the bytes that a microbatch's element-wise work in a chunk reads and writes: (forward, backward,
+    recomputed in backward).
+
+    Each operation reads its inputs and writes its outputs once, as after torch.compile. In forward, residual + norm
+    reads x and y and writes x' and h; RoPE or the norm of q and k rewrites both; the activation function reads and
+    writes the MLP's wide tensors; cross entropy reads the logits twice. Backward does the same with gradients, and the
+    activation function reads its input again. Without sequence parallelism every tp rank repeats residual + norm.
+    """
+    x, layers, dropped = sizes.residual_bytes(config), len(chunk.layers), GRANULARITIES[config.recompute_granularity]
+    q, k, before, after = (size / config.tp for size in sizes.qkv_and_mlp_bytes(config))
+    rotated = 2 * (q + k) * (config.rope or config.qk_layernorm)
+    logits = 0
+    if chunk.post_process:
+        words = sizes.local_vocab_size(config, mesh)
+        logits = 2 * sizes.bytes_per_element(config) * sizes.tokens_per_microbatch(config) * words
+    return (layers * (2 * 4 * x + rotated + before + after) + logits,
+            layers * (2 * 4 * x + rotated + 2 * before + after) + logits,
+            layers * ((rotated + before + after) * ("activation" in dropped) + 2 * 2 * x * ("h" in dropped)))
 
 
 def recomputed_flops(config: Config, mesh: Mesh, chunk: Chunk) -> float:
@@ -97,7 +135,7 @@ def recomputed_flops(config: Config, mesh: Mesh, chunk: Chunk) -> float:
     Selective recomputation repeats attention's own matmuls, full recomputation also the column-parallel matmuls.
     """
     *_, attention = forward_flops(config, mesh, chunk)
-    columns = sum(sublayer.inside().restored_elements for sublayer in chunk.sublayers)
+    _, columns = matrix_elements(chunk)
     dropped = GRANULARITIES[config.recompute_granularity]
     return attention * ("activation" in dropped) + 2 * sizes.tokens_per_microbatch(config) * columns * ("h" in dropped)
 
@@ -117,6 +155,7 @@ class Cost:
     independent: float = 0.0     # compute that no collective waits for: weight gradients, recomputation
     copies: float = 0.0          # copies between GPU and host
     reduces: float = 0.0         # gradient reductions over dp; the action takes at least as long
+    slowing: float = 0.0         # how much longer compute takes while the collectives are in flight
 
 
 def action_seconds(config: Config, *halves: Cost) -> float:
@@ -132,10 +171,11 @@ def action_seconds(config: Config, *halves: Cost) -> float:
 
     def one_slice(half):
         waiting = max(half.communication / columns, half.communication - (1 - 1 / columns) * half.compute / 2)
-        return (half.compute + max(waiting, half.independent)) / sizes.slice_count(config)
+        return (half.compute + max(waiting, half.independent + half.slowing)) / sizes.slice_count(config)
 
-    return max(sum(half.compute + half.independent for half in halves), sum(half.communication for half in halves),
-               *map(one_slice, halves), *(max(half.copies, half.reduces) for half in halves))
+    return max(sum(half.compute + half.independent + half.slowing for half in halves),
+               sum(half.communication for half in halves), *map(one_slice, halves),
+               *(max(half.copies, half.reduces) for half in halves))
 
 
 def action_costs(config: Config, machine: Machine, mesh: Mesh, keeps_up=False) -> dict[tuple[str, int], Cost]:
@@ -154,12 +194,16 @@ def action_costs(config: Config, machine: Machine, mesh: Mesh, keeps_up=False) -
         forward, backward = (communication_seconds(config, machine, mesh, [collective for collective in traffic
                                                                            if collective.backward == is_backward])
                              / config.microbatches for is_backward in (False, True))
-        recomputed = recomputed_flops(config, mesh, chunk) / machine.matmul_rate
+        moved, moved_back, again = (size / machine.elementwise_rate for size in elementwise_bytes(config, mesh, chunk))
+        recomputed = recomputed_flops(config, mesh, chunk) / machine.matmul_rate + again
         copies, reduces = len(chunk.sublayers) * copied, shares[number] * each_reduction if keeps_up else 0.0
-        gradients = dense + head + 2 * attention               # attention has no weights: all are input gradients
-        found |= {("forward", number): Cost(dense + head + attention, forward, copies=copies),
-                  ("backward", number): Cost(gradients, backward, dense + head + recomputed, copies, reduces),
-                  ("input_backward", number): Cost(gradients, backward, head + recomputed, copies),
+        # Attention has no weights, so both of its matmuls in backward are for input gradients.
+        gradients = dense + head + 2 * attention + moved_back
+        slow, slow_back = (machine.overlap_slowdown * seconds for seconds in (forward, backward))
+        found |= {("forward", number): Cost(dense + head + attention + moved, forward, copies=copies, slowing=slow),
+                  ("backward", number): Cost(gradients, backward, dense + head + recomputed, copies, reduces,
+                                             slow_back),
+                  ("input_backward", number): Cost(gradients, backward, head + recomputed, copies, slowing=slow_back),
                   ("weight_backward", number): Cost(dense, reduces=reduces)}
     return found
 
@@ -192,9 +236,15 @@ def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
         costs = [action_costs(config, machine, mesh, keeps_up=True) for mesh in stages]
         (final,) = simulate_schedule(config, machine, costs, messages=(True,))
     ideal = simulation.busy_time(free)
+    busiest = max(stages, key=lambda mesh: sum(stage_flops(config, mesh)))
     products, again = (config.microbatches * flops / machine.matmul_rate             # the same in any schedule
-                       for flops in max((stage_flops(config, mesh) for mesh in stages), key=sum))
+                       for flops in stage_flops(config, busiest))
     parts = {"products": products}
+    if machine.elementwise_rate < math.inf:
+        moved = [elementwise_bytes(config, busiest, chunk) for chunk in sizes.stage_model(config, busiest).chunks]
+        forward, backward, recomputed = (config.microbatches * sum(counts) / machine.elementwise_rate
+                                         for counts in zip(*moved))
+        parts["element-wise"], again = forward + backward, again + recomputed
     if config.recompute_granularity != "none":
         parts["again"] = again
     if expected_memory.offloads_to_host(config):
