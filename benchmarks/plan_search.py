@@ -32,6 +32,7 @@ from nanodomino.analysis.sizes import parameter_count
 from nanodomino.analysis.step_time import Machine
 from nanodomino.config.config import Config
 from nanodomino.errors import UserError, require
+from nanodomino.model import stage_layers
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import timetable
 
@@ -101,7 +102,9 @@ class Search:
         for chosen in itertools.product(*values):
             self.counts["options"] += 1
             other = dataclasses.replace(config, **dict(zip(names, chosen)), **self.recomputation[0])
-            yield from ((lower_bound(other, self.machine), one, self.recomputations) for one in self.zero_stages(other))
+            least = busy_bound(other, self.machine)
+            yield from ((least + end_of_step(one, self.machine), one, self.recomputations)
+                        for one in self.zero_stages(other))
 
     def recomputations(self, config: Config):
         """Choose the least recomputation that fits, since more of it never takes less time."""
@@ -180,8 +183,19 @@ memory_needed = cache(fullest_gpu_bytes)
 
 
 def lower_bound(config: Config, machine: Machine) -> float:
-    """Return seconds that no step of this Config can beat: the work of the first or the last stage, with the waits that
-    come before and after it, the gathering of the weights and the optimizer.
+    """Return seconds that no step of this Config can beat."""
+    return busy_bound(config, machine) + end_of_step(config, machine)
+
+
+def end_of_step(config: Config, machine: Machine) -> float:
+    """Return the seconds of the final communication, such as the all-gather of the weights, and of the optimizer, on
+    the first or the last stage."""
+    return (max(step_time.data_parallel_seconds(config, machine, mesh)[1] for mesh in ends(config))
+            + max(step_time.optimizer_memory_traffic(config, mesh) for mesh in ends(config)) / machine.memory_rate)
+
+
+def busy_bound(config: Config, machine: Machine) -> float:
+    """Return the seconds that the first or the last stage works, with the waits that come before and after its work.
 
     A stage cannot start before a microbatch has passed all earlier chunks. After the stage's last input gradient, the
     gradient passes the same chunks in reverse, while the stage can still compute weight gradients.
@@ -198,9 +212,19 @@ def lower_bound(config: Config, machine: Machine) -> float:
     def seconds(stage, *halves):
         return step_time.action_seconds(config, *(costs(stage)[kind, chunk] for chunk, kind in halves))
 
+    alike = {}
+
+    def of_equal_chunk(stage, chunk):
+        """Return the first (stage, chunk) with as many layers and an equally fast tp group: its costs are the same."""
+        number = placement.virtual_stage(stage, chunk)
+        key = (len(stage_layers(config.num_layers, number, placement.last + 1)), number == 0,
+               step_time.ranks_and_hosts(sizes.mesh_at(config, stage), "tp", machine.ranks_per_host))
+        return alike.setdefault(key, (stage, chunk))
+
     def earlier_chunks(stage, chunk, kind):
         places = list(map(placement.location, range(placement.virtual_stage(stage, chunk) + 1)))
-        return (sum(seconds(at, (number, kind)) for at, number in places[:-1])
+        equal = itertools.starmap(of_equal_chunk, places[:-1])
+        return (sum(seconds(at, (number, kind)) for at, number in equal)
                 + message * sum(one[0] != other[0] for one, other in zip(places, places[1:])))
 
     def work(actions):
@@ -211,9 +235,7 @@ def lower_bound(config: Config, machine: Machine) -> float:
         first, last, until_last, rest = row_counts(config.schedule, config.pp, config.microbatches,
                                                    config.virtual_stages, stage)
         bounds.append(earlier_chunks(stage, *first) + work(until_last) + max(earlier_chunks(stage, *last), work(rest)))
-    after = max(step_time.data_parallel_seconds(config, machine, mesh)[1] for mesh in ends(config))
-    update = max(step_time.optimizer_memory_traffic(config, mesh) for mesh in ends(config)) / machine.memory_rate
-    return max(bounds) + after + update
+    return max(bounds)
 
 
 @cache

@@ -107,41 +107,43 @@ def seconds(config: Config, machine: Machine, costs=step_time.action_costs) -> f
             + max(step_time.optimizer_memory_traffic(config, mesh) for mesh in stages) / machine.memory_rate)
 
 
-def megatron(config: Config, machine: Machine, mesh, scores=(0, 0), before_backward=lambda chunk, scores: 0.0) -> dict:
+def megatron(config: Config, machine: Machine, mesh, scores=(0, 0), before_backward=None) -> dict:
     """Return action_costs() with the additional element-wise work of Megatron-LM's kernels.
 
     scores: bytes of each score in forward and backward; (0, 0) with flash attention
-    before_backward(chunk, seconds of the scores in forward): the seconds of what a backward repeats first
+    before_backward(chunk, residual, scores): returns the seconds of what a chunk's backward repeats first; residual,
+        scores: the seconds of its additional work in forward
     """
     found = step_time.action_costs(config, machine, mesh)
     pairs = config.micro_batch_size * config.num_attention_heads / config.tp * config.seq_length ** 2
     for number, chunk in enumerate(sizes.stage_model(config, mesh).chunks):
-        for kind, residuals, size in zip(("forward", "backward"), RESIDUAL, scores):
-            moved = len(chunk.layers) * (residuals * sizes.residual_bytes(config) + size * pairs)
-            more = moved / machine.elementwise_rate
-            if kind == "backward":
-                more += before_backward(chunk, len(chunk.layers) * scores[0] * pairs / machine.elementwise_rate)
+        (forward, backward), (forward_scores, backward_scores) = (
+            [len(chunk.layers) * unit * times / machine.elementwise_rate for times in count]
+            for unit, count in ((sizes.residual_bytes(config), RESIDUAL), (pairs, scores)))
+        again = before_backward(chunk, forward, forward_scores) if before_backward else 0.0
+        for kind, more in (("forward", forward + forward_scores), ("backward", backward + backward_scores + again)):
             cost = found[kind, number]
             found[kind, number] = dataclasses.replace(cost, compute=cost.compute + more)
     return found
 
 
 def layers_again(config: Config, machine: Machine, mesh) -> dict:
-    """Return action_costs() where each backward first repeats the layers' forward with its all-reduces."""
-    def seconds_of(chunk, scores):
+    """Return megatron() where each backward first repeats the layers' forward with its all-reduces."""
+    def seconds_of(chunk, residual, scores):
         dense, _, attention = (count / machine.matmul_rate for count in step_time.forward_flops(config, mesh, chunk))
-        moved = step_time.elementwise_bytes(config, mesh, chunk)[0] / machine.elementwise_rate
+        layers = dataclasses.replace(chunk, post_process=False)
+        moved = step_time.elementwise_bytes(config, mesh, layers)[0] / machine.elementwise_rate
         traffic = [collective for collective in expected_traffic.tensor_parallel_traffic(config, mesh, [chunk])
                    if collective.why == "layers forward"]
         communication = step_time.communication_seconds(config, machine, mesh, traffic) / config.microbatches
-        return action_seconds(config, Cost(dense + attention + moved + scores, communication))
+        return action_seconds(config, Cost(dense + attention + moved + residual + scores, communication))
 
     return megatron(config, machine, mesh, SCORES, seconds_of)
 
 
 def attention_again(config: Config, machine: Machine, mesh) -> dict:
-    """Return action_costs() where each backward first repeats attention's own matmuls. They need no communication."""
-    return megatron(config, machine, mesh, SCORES, lambda chunk, scores:
+    """Return megatron() where each backward first repeats attention's own matmuls. They need no communication."""
+    return megatron(config, machine, mesh, SCORES, lambda chunk, residual, scores:
                     step_time.forward_flops(config, mesh, chunk)[2] / machine.matmul_rate + scores)
 
 

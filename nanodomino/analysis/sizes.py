@@ -22,6 +22,7 @@ from nanodomino.model import GPT, meta_model, meta_stage
 from nanodomino.optim.buckets import flat_layout, sort_into_buckets
 from nanodomino.optim.parameters import ParameterKind
 from nanodomino.parallel import VocabParallelEmbedding
+from nanodomino.schedules.definitions import SCHEDULES
 
 # ---- the whole model
 
@@ -71,16 +72,21 @@ def group_ranks(mesh: Mesh, group: str) -> list[int]:
 
 def stage_model(config: Config, mesh: Mesh) -> GPT:
     """Return this rank's part of the model on the meta device."""
-    return meta_stage(without_batch(config), mesh.pp_rank, mesh.tp_rank)
+    return meta_stage(shapes_only(config), mesh.pp_rank, mesh.tp_rank)
 
 
-def without_batch(config: Config) -> Config:
-    """Return a copy of the Config in which some settings that do not affect shapes have fixed values.
+@lru_cache(maxsize=1024)
+def shapes_only(config: Config) -> Config:
+    """Return a copy of the Config in which the settings that do not affect shapes have fixed values.
 
-    So Configs that differ only in these settings share one cached model.
+    So Configs that differ only in these settings share one cached model. Without experts, these are also the number of
+    replicas and the order of the schedule's actions.
     """
+    placement, fixed = config.placement, {} if config.num_experts else {"data_parallel_size": 1, "world_size": 1}
+    schedule = next(name for name, schedule in SCHEDULES.items()
+                    if placement.chunks in schedule.chunks and placement.folded == schedule.folded)
     return replace(config, global_batch_size=1, micro_batch_size=1, slices=1, columns=1, recompute_granularity="none",
-                   checkpoint_in_cpu=False)
+                   checkpoint_in_cpu=False, zero_stage=0, schedule=schedule, **fixed)
 
 
 def stage_actions(config: Config, mesh: Mesh) -> tuple:
@@ -179,10 +185,10 @@ def gradient_reductions(config: Config) -> int:
 
 def bucket_sizes(config: Config, mesh: Mesh) -> list[tuple[ParameterKind, int]]:
     """Return (kind, number of elements with padding) of each bucket. All ranks of a stage have the same buckets."""
-    return stage_bucket_sizes(without_batch(config), mesh.pp_rank)
+    return stage_bucket_sizes(shapes_only(config), mesh.pp_rank, optimizer_shards(config))
 
 
 @lru_cache(maxsize=1024)
-def stage_bucket_sizes(config: Config, pp_rank: int) -> list[tuple[ParameterKind, int]]:
-    return [(kind, flat_layout(weights, optimizer_shards(config))[1])
+def stage_bucket_sizes(config: Config, pp_rank: int, shards: int) -> list[tuple[ParameterKind, int]]:
+    return [(kind, flat_layout(weights, shards)[1])
             for kind, weights in sort_into_buckets(meta_stage(config, pp_rank))]

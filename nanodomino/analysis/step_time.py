@@ -187,7 +187,8 @@ def action_costs(config: Config, machine: Machine, mesh: Mesh, keeps_up=False) -
     found, copied = {}, 0.0
     if expected_memory.offloads_to_host(config):
         copied = sizes.residual_bytes(config) / machine.host_copy_rate
-    shares, (each_reduction, _) = chunk_shares(config, mesh), data_parallel_seconds(config, machine, mesh)
+    shares = chunk_shares(config, mesh)
+    each_reduction = data_parallel_seconds(config, machine, mesh)[0] if keeps_up else 0.0
     for number, chunk in enumerate(sizes.stage_model(config, mesh).chunks):
         dense, head, attention = (count / machine.matmul_rate for count in forward_flops(config, mesh, chunk))
         traffic = expected_traffic.tensor_parallel_traffic(config, mesh, [chunk])
@@ -196,7 +197,7 @@ def action_costs(config: Config, machine: Machine, mesh: Mesh, keeps_up=False) -
                              / config.microbatches for is_backward in (False, True))
         moved, moved_back, again = (size / machine.elementwise_rate for size in elementwise_bytes(config, mesh, chunk))
         recomputed = recomputed_flops(config, mesh, chunk) / machine.matmul_rate + again
-        copies, reduces = len(chunk.sublayers) * copied, shares[number] * each_reduction if keeps_up else 0.0
+        copies, reduces = len(chunk.sublayers) * copied, shares[number] * each_reduction
         # Attention has no weights, so both of its matmuls in backward are for input gradients.
         gradients = dense + head + 2 * attention + moved_back
         slow, slow_back = (machine.overlap_slowdown * seconds for seconds in (forward, backward))

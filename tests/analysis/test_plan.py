@@ -246,6 +246,46 @@ def test_with_free_communication_a_step_is_its_matmuls_and_a_bubble_of_p_minus_1
                       for name, part in parts.items()}, "without wires there is nothing to hide"
 
 
+@pytest.mark.parametrize("sequence_parallel, stream", [(False, 16), (True, 2)])
+@pytest.mark.parametrize("granularity, again", [("none", 0), ("selective", 8), ("full", 8)])
+def test_bytes_of_element_wise_work(sequence_parallel, stream, granularity, again):
+    """In a GPT-2 layer forward moves (16 + 8/t) X: residual + norm 8 X in all, gelu 4 X/t + 4 X/t. In backward gelu
+    reads its input too. Full recomputation also repeats the norms, 4 X. The last stage's loss reads the logits twice.
+    """
+    config = cluster(16, **TP8, pipeline_model_parallel_size=2, sequence_parallel=sequence_parallel,
+                     recompute_granularity=granularity)
+    x, found = sizes.hidden_bytes(config), []
+    for stage in range(2):
+        at = sizes.mesh_at(config, stage)
+        (chunk,) = sizes.stage_model(config, at).chunks
+        found.append(step_time.elementwise_bytes(config, at, chunk))
+    norms = (4 / 8 if sequence_parallel else 4) * (granularity == "full")
+    assert found[0] == tuple(20 * x * size for size in (stream / 2 + 8 / 8, stream / 2 + 12 / 8, again / 8 + norms))
+    logits = 2 * 2 * 2048 * config.padded_vocab_size / 8
+    assert found[1] == (found[0][0] + logits, found[0][1] + logits, found[0][2])
+
+
+def test_element_wise_work_is_a_part_of_the_step_and_lengthens_it():
+    """Neither free matmuls nor free communication hide it, and recomputation adds to its own part."""
+    config = cluster(8, **TP8, global_batch_size=4, recompute_granularity="selective")
+    fast, slow = (machine(matmul_rate=1e13, **rates) for rates in ({}, dict(elementwise_rate=1e12)))
+    at = sizes.mesh_at(config)
+    (chunk,) = sizes.stage_model(config, at).chunks
+    forward, backward, again = step_time.elementwise_bytes(config, at, chunk)
+    without, parts = step_time.step_seconds(config, fast), step_time.step_seconds(config, slow)
+    assert "element-wise" not in without and parts["element-wise"] == pytest.approx(4 * (forward + backward) / 1e12)
+    assert parts["again"] - without["again"] == pytest.approx(4 * again / 1e12)
+    assert sum(parts.values()) - sum(without.values()) == pytest.approx(4 * (forward + backward + again) / 1e12)
+
+
+@pytest.mark.parametrize("slices, independent, expected", [
+    (1, 0.0, 12.0), (1, 4.0, 14.5), (2, 0.0, 10.5), (2, 4.0, 14.5)])
+def test_a_collective_in_flight_slows_the_compute_that_hides_it(slices, independent, expected):
+    """10 s of compute and a collective of 2 s that takes a quarter of the GPU: it costs 2 s, or 0.5 s if hidden."""
+    config = cluster(8, **TP8, micro_batch_size=2, slices=slices)
+    assert step_time.action_seconds(config, step_time.Cost(10.0, 2.0, independent, slowing=0.5)) == expected
+
+
 @pytest.mark.parametrize("chunks", [2, 5])
 def test_interleaving_divides_the_bubble_by_the_number_of_chunks(chunks):
     config = cluster(4, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
@@ -717,10 +757,12 @@ def test_bench_plan_of_gpt3_13b_on_64_gpus(capsys):
 
 def test_a_gpu_reaches_the_rates_of_its_data_sheet_times_the_efficiencies():
     """400 Gbit/s are 50 GB/s."""
-    flags = parse(plan, ["plan", "--product-efficiency", "0.5", "--wire-efficiency", "0.75", "--latency", "20"])
+    flags = parse(plan, ["plan", "--product-efficiency", "0.5", "--wire-efficiency", "0.75", "--latency", "20",
+                         "--overlap-slowdown", "0.25"])
     assert plan.machine_of(flags, "H100", network=400.0, per_host=4) == step_time.Machine(
         matmul_rate=989e12 * 0.5, intra_host_rate=450e9 * 0.75, inter_host_rate=50e9 * 0.75, latency=20 * 1e-6,
-        ranks_per_host=4, memory_rate=3.35e12 * 0.75, host_copy_rate=64e9 * 0.75)
+        ranks_per_host=4, memory_rate=3.35e12 * 0.75, host_copy_rate=64e9 * 0.75, elementwise_rate=3.35e12 * 0.75,
+        overlap_slowdown=0.25)
 
 
 def test_a_plan_proposes_the_fastest_schedule_that_fits(capsys):

@@ -63,7 +63,7 @@ def layout_of(config):
          zero_stage=1),
     pytest.param({}, marks=pytest.mark.exhaustive)], ids=["options", "schedules", "everything"])
 def test_the_search_finds_what_trying_every_combination_finds(fixed):
-    """With three sizes of memory: all combinations fit, half of them, a tenth."""
+    """With three sizes of memory: all combinations fit, half of them, a tenth. It simulates only some of them."""
     every = [(config, fullest_gpu_bytes(config), sum(step_time.step_seconds(config, SLOW).values()))
              for config in every_combination(fixed)]
     sizes = sorted(size for _, size, _ in every)
@@ -72,7 +72,9 @@ def test_the_search_finds_what_trying_every_combination_finds(fixed):
         for config, size, seconds in every:
             if size <= usable:
                 best[layout_of(config)] = min(best.get(layout_of(config), math.inf), seconds)
-        found = Search(Config(**SMALL | fixed), 4, fixed, SLOW, usable).run(results=5)
+        search = Search(Config(**SMALL | fixed), 4, fixed, SLOW, usable)
+        found = search.run(results=5)
+        assert 5 <= search.counts["simulated"] < len(every) / 4 or usable < sizes[-1]
         assert [seconds for seconds, _ in found] == pytest.approx(sorted(best.values())[:5], rel=1e-9)
         for seconds, config in found:
             assert config == config.resolve(4) and fullest_gpu_bytes(config) <= usable
@@ -102,7 +104,7 @@ def test_no_step_is_faster_than_its_lower_bound(schedule, chunks):
 
 # ---- the command
 
-FLAGS = ("--model gpt2 --gpus 8 --gpus-per-host 4 --gpu A100 --global-batch-size 16 --seq-length 512 --num-layers 4 "
+FLAGS = ("--model gpt2 --gpus 8 --gpus-per-host 4 --gpu A100 --global-batch-size 16 --seq-length 512 --num-layers 2 "
          "--columns 2").split()
 
 
@@ -116,12 +118,11 @@ def bench(capsys, *arguments):
 
 
 def test_train_accepts_each_command_and_the_table_shows_its_layout(capsys):
-    """Each share of a step is in the table, and a few of the combinations were enough."""
+    """And each share of its step."""
     text, record = bench(capsys, *FLAGS)
     rows, lines = record["layouts"], text.splitlines()
     assert len(rows) == 10 and lines[-1] == rows[0]["command"]
     assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
-    assert 10 <= record["counts"]["simulated"] < 0.3 * record["counts"]["options"]
     first = next(number for number, line in enumerate(lines) if line.startswith("--"))
     for line, row in zip(lines[first + 1:], rows):
         assert sum(row["parts_s"].values()) == pytest.approx(row["step_s"]) and row["bytes"] <= record["usable_bytes"]
@@ -136,17 +137,17 @@ def test_train_accepts_each_command_and_the_table_shows_its_layout(capsys):
         config = from_command_line(arguments.split(), 8)
         assert layout_of_row(config) == {name: row[name] for name in layout_of_row(config)}
         assert config.columns == 2 and config.seq_length == 512 and config.global_batch_size == 16
-        assert config.dtype == "bfloat16" and config.vocab_size == 50257 and config.num_layers == 4
+        assert config.dtype == "bfloat16" and config.vocab_size == 50257 and config.num_layers == 2
 
 
 def test_a_search_in_too_little_memory_says_what_would_be_enough(capsys):
-    text, record = bench(capsys, "--model", "gpt3-13b", "--gpus", 2, "--gpu", "A10", "--seq-length", 128)
+    flags = "--model gpt3-13b --num-layers 4 --gpu A10 --seq-length 128 --schedule 1f1b".split()
+    text, record = bench(capsys, *flags, "--gpus", 1)
     assert record["layouts"] == [] and "\n" not in text
-    least, gpus = re.fullmatch(r"nothing fits into the usable 22.8 GB per GPU: the least memory found is (\d+) GB, "
-                               r"with --tensor.*; try --gpus (\d+)", text).groups()
-    assert int(least) > 100 and int(gpus) == 16
-    assert bench(capsys, "--model", "gpt3-13b", "--gpus", gpus, "--gpu", "A10", "--seq-length", 128,
-                 "--tp", 8, "--recompute-granularity", "full")[1]["layouts"]
+    least, gpus = re.fullmatch(r"nothing fits into the usable 22.8 GB per GPU: the least memory found is ([\d.]+) GB, "
+                               r"with --tensor-model-parallel-size 1 .*; try --gpus (\d+)", text).groups()
+    assert 22.8 < float(least) < 35 and gpus == "2"
+    assert bench(capsys, *flags, "--gpus", gpus)[1]["layouts"]
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -11,15 +11,15 @@ from support.published_sizes import cluster, machine
 
 from benchmarks import plan, published
 from benchmarks.common import main, parse
-from benchmarks.published import RUNS, TABLE_1, TABLE_5
+from benchmarks.published import RUNS, TABLE_1
 from nanodomino.analysis import expected_traffic, sizes, step_time
 from nanodomino.analysis.sizes import parameter_count
 
 EVERY = [(paper, run) for paper, runs in RUNS.items() for run in runs]
-# How far off a prediction with the default flags is allowed to be. It is high for small models and low for large ones,
-# since products are assumed to be as efficient at every width; the last has settings that are not published.
-BOUNDS = {("2104.04473", "TFLOP/s"): (0.9, 1.4), ("2205.05198", "s"): (0.8, 1.2),
-          ("2409.15241", "x speed"): (1.05, 1.3), ("2409.15241", "% wires"): (1.3, 1.7)}
+# How far off a prediction with the default flags may be. The last is a run with matmuls of 160 columns, which are
+# assumed to be as efficient as wide ones; its other settings are not published.
+BOUNDS = {("2104.04473", "TFLOP/s"): (0.98, 1.13), ("2205.05198", "s"): (0.98, 1.1),
+          ("2409.15241", "x speed"): (0.98, 1.12), ("2409.15241", "% wires"): (1.15, 1.25)}
 
 
 def answer():
@@ -133,26 +133,29 @@ def test_every_ratio_is_within_its_bounds_and_is_printed():
         assert line.startswith(f"{row['paper']}: {row['name']} ") and line.endswith(f" {row['ratio']:.2f}")
 
 
-@pytest.mark.exhaustive
-def test_predictions_are_too_high_for_small_models_and_too_low_for_large_ones(monkeypatch):
-    """Because all widths are assumed to reach the same share of the peak."""
-    ends = {"2104.04473": ("1.7B", "1008.0B"), "2205.05198": ("22B", "1T")}
-    monkeypatch.setattr(published, "RUNS", {paper: [run for run in RUNS[paper] if run.name in names]
-                                            for paper, names in ends.items()})
-    ratios = {(row["paper"], row["name"]): row["ratio"] for row in answer()[1]["rows"]}
-    assert ratios["2104.04473", "1.7B"] > 1.2 and ratios["2104.04473", "1008.0B"] < 1
-    assert ratios["2205.05198", "22B"] < 0.9 and ratios["2205.05198", "1T"] > 1.1
-    for name, fits in (("1.7B", 0.45), ("1T", 0.71)):
-        run = next(run for run in (*TABLE_1, *TABLE_5) if run.name == name)
-        one = plan.machine_of(plan_flags("--product-efficiency", str(fits)), run.gpu, run.network, per_host=8)
-        assert published.FIGURES[run.figure](run, one) == pytest.approx(run.published, rel=0.02)
+def test_megatrons_kernels_read_and_write_more():
+    """Per layer 3 X and 13 X more, and 13 and 19 bytes per score of attention, which recomputation
+    repeats. The forward of a GPT-2 layer moves (8 + 8/t) X anyway, so recomputing layers adds 9 X."""
+    config = cluster(8, **{**STAGES, "pipeline_model_parallel_size": 1})
+    at, slow = sizes.mesh_at(config), machine(elementwise_rate=1e12)
+    plain = step_time.action_costs(config, slow, at)
+    x, scores = sizes.hidden_bytes(config), config.num_attention_heads / 8 * config.seq_length ** 2
+    for costs, moved, moved_back in ((published.megatron, 3 * x, 13 * x),
+                                     (published.attention_again, 3 * x + 13 * scores, 13 * x + (19 + 13) * scores),
+                                     (published.layers_again, 3 * x + 13 * scores,
+                                      13 * x + (19 + 13) * scores + (3 + 9) * x)):
+        found = costs(config, slow, at)
+        for kind, more in (("forward", moved), ("backward", moved_back)):
+            assert found[kind, 0].compute - plain[kind, 0].compute == pytest.approx(40 * more / 1e12)
 
 
 def test_every_assumption_is_printed_with_its_flags_value():
-    flags = plan_flags("--product-efficiency", "0.51", "--wire-efficiency", "0.73", "--latency", "21")
+    flags = plan_flags("--product-efficiency", "0.51", "--wire-efficiency", "0.73", "--latency", "21",
+                       "--overlap-slowdown", "0.17")
     text = " ".join(" ".join(published.assumptions(flags)).split())
-    for said in ("reach 51% of the peak", "reach 73% of these", "21 us", "2048 tokens per sample, vocabulary 51,200",
-                 "2409.15241: 50,257", "300 (A100) and 450 GB/s", "200 Gbit/s", "eight cards of 400 Gbit/s",
+    for said in ("reach 51% of the peak", "reach 73% of these", "21 us", "takes 17% of the GPU",
+                 "2048 tokens per sample, vocabulary 51,200", "2409.15241: 50,257",
+                 "300 (A100) and 450 GB/s", "200 Gbit/s", "eight cards of 400 Gbit/s",
                  "formula (3)", "fp32", "float16", "not looked up: layers, widths, heads, samples, vocabulary",
                  "run_table_1.sh", "compared with 32"):
         assert said in text
