@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
 from nanodomino import pipeline
-from nanodomino.analysis.step_time import estimate, require_memory
+from nanodomino.analysis.step_time import estimate, require_memory, with_two_slices
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
@@ -301,6 +301,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     corpus = find_corpus(config, launch)
     config = dataclasses.replace(config.with_vocabulary(corpus.vocab_size).with_device(device),
                                  data_path=str(corpus.path.resolve()), data_sha256=corpus.sha256["train"])
+    config = with_two_slices(config, device, launch.local_world_size)
     datasets = dataset_builder(config, corpus, device)
     if config.sample_tokens:
         corpus.tokenizer()                                     # a failure should show now, not at the end

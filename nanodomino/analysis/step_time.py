@@ -351,12 +351,31 @@ def measure_machine(config: Config, mesh: Mesh, most_rows=sys.maxsize) -> Machin
                    host_copy_rate=host)
 
 
+def memory_of_process(device, local_world_size: int) -> int:
+    """Return the bytes of a process's GPU, or its part of the host's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
+
+
+def with_two_slices(config: Config, device, local_world_size: int) -> Config:
+    """Return the Config with two samples per microbatch, so that each slice's all-reduce is hidden by the other slice.
+
+    Only a default of one sample changes: --micro-batch-size, --slices and --columns are kept as given. The run must
+    surely fit into memory (the estimate may be too low by a factor of 2), and there must be enough microbatches to keep
+    the pipeline's bubble small.
+    """
+    two = dataclasses.replace(config, micro_batch_size=2, slices=2, columns=1)
+    if (config.tp == 1 or config.micro_batch_size > 1 or {"micro_batch_size", "slices", "columns"} & {*config.given}
+            or config.global_batch_size % (2 * config.dp) or config.pp > 1 and two.microbatches < 4 * config.pp):
+        return config
+    needed = expected_memory.fullest_rank_bytes(dataclasses.replace(two, device=device.type))
+    return two if 2 * needed <= memory_of_process(device, local_world_size) else config
+
+
 def require_memory(config: Config, device, local_world_size: int):
     """Raise UserError if the run can't fit into the memory of a process. Call it before allocating anything."""
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size
+    memory = memory_of_process(device, local_world_size)
     config, remedy = dataclasses.replace(config, device=device.type), "--num-layers or --hidden-size"
     needed = expected_memory.average_state_bytes(config)
     if needed <= memory:                                       # halved: the estimate is not too high by more than that

@@ -166,8 +166,9 @@ class Config:
               "another slice computes (default: with tensor parallelism 2, but at most --micro-batch-size; else 1)",
         derived=True)
     columns: int = layout_setting(
-        1, "number of column chunks of a row-parallel matmul (Domino's column split); while one chunk's all-reduce is "
-           "in flight, the next chunk is computed")
+        None, "number of column chunks of a row-parallel matmul (Domino's column split); while one chunk's all-reduce "
+              "is in flight, the next chunk is computed (default: 2 if there are tensor parallelism and by default one "
+              "slice; else 1)", derived=True, legacy_default=1)
     schedule: str = layout_setting(
         None, "pipeline schedule (default: the first in the list that supports --virtual-stages)", choices=SCHEDULES,
         derived=True)
@@ -431,6 +432,7 @@ class Config:
             config, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp,
             micro_batch_size=micro_batch_size,
             slices=config.slices or (min(2, micro_batch_size) if tp > 1 else 1),
+            columns=config.columns or (2 if tp > 1 and micro_batch_size == 1 and config.slices is None else 1),
             schedule=schedule, virtual_stages=self.virtual_stages or SCHEDULES[schedule].chunks[0],
             ffn_hidden_size=ffn_hidden_size,
             moe_ffn_hidden_size=config.moe_ffn_hidden_size or ffn_hidden_size if config.num_experts else None,

@@ -85,6 +85,7 @@ class Report:
               f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, "
               f"columns {config.columns}, ZeRO stage {config.zero_stage}"
               + sequence_parallel.in_words(config) + recompute.in_words(config) + kernels.in_words(config, mesh.device))
+        print(what_hides_what(config))
         for split in ("valid", "test"):
             samples = max(self.corpus.tokens[split] - 1, 0) // config.seq_length
             if config.eval_iters and samples < FEW_SAMPLES:
@@ -233,6 +234,25 @@ def describe_stage(config: Config, stage: int) -> str:
                       + (f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
                       + (", head" if virtual_stage == placement.last else ""))
     return "; ".join(chunks)
+
+
+def what_hides_what(config: Config) -> str:
+    """Return, in a sentence, which work runs while a collective within a layer is in flight."""
+    reduce = "gather and reduce" if config.sequence_shards > 1 else "all-reduce"
+    sent = " and ".join([reduce] * (config.tp > 1) + ["all-to-all"] * (config.ep > 1))
+    if not sent:
+        return "overlap: without tensor parallelism a layer sends nothing, so there is nothing to hide"
+    halves = [action.halves for row in config.timetable.rows for action in row]
+    hidden_by = [work for applies, work in (
+        (config.slices == 2, "the other slice's compute"), (config.slices > 2, "the other slices' compute"),
+        (any(len(half) > 1 for half in halves), "another microbatch's compute"),
+        (config.columns > 1, "the matmul of the next columns")) if applies]
+    weight_gradients = all(half.kind != "weight_backward" for group in halves for half in group)
+    begin = f"overlap: each {'slice' if config.slices > 1 else 'layer'}'s {sent} is hidden by "
+    if not hidden_by:
+        return (begin + "nothing in forward" + " and by weight gradients in backward" * weight_gradients
+                + "; try --micro-batch-size 2, or --columns 2")
+    return begin + " and ".join(hidden_by) + ", in backward also by weight gradients" * weight_gradients
 
 
 def changed_settings(run_dir: Path, config: Config) -> list[str]:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from support import ROOT
 from support.jobs import make_corpus
 from support.harness import build, random_data, tiny
@@ -13,6 +14,7 @@ from support.train_in_pool import metric_points, saved_steps, train_in_pool
 
 import train
 from data.prepare import prepare
+from nanodomino.analysis import step_time
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, recorded_settings
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.manifest import verify
@@ -20,7 +22,7 @@ from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.config.flags import markdown
-from nanodomino.config.rules import NEEDS
+from nanodomino.config.rules import NEEDS, check_rules
 from nanodomino.config.saved_settings import check_record, check_settings, from_record
 from nanodomino.config.setting import EFFECTS, check_values, flag_name, flag_settings, setting
 from nanodomino.errors import UserError
@@ -123,6 +125,27 @@ def test_a_layout_that_was_not_given_follows_the_number_of_processes(begun):
     assert (again.tp, again.pp, again.dp, again.slices) == (2, 1, 1, 2)
     alone = settled("--run-dir", run)
     assert (alone.tp, alone.pp, alone.dp, alone.slices) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("", (1, 1, 2)), ("--micro-batch-size 2", (2, 2, 1)), ("--slices 1", (1, 1, 1)), ("--columns 4", (1, 1, 4)),
+    ("--tp 1", (1, 1, 1))])
+def test_tensor_parallelism_with_one_sample_has_two_columns_unless_one_slice_is_asked_for(flags, expected):
+    config = settled("--model", "llama3-8b", *flags.split(), world_size=4)
+    assert (config.micro_batch_size, config.slices, config.columns) == expected
+
+
+@pytest.mark.parametrize("flags, gigabytes, expected", [
+    ("", 1, (2, 2, 1)), ("", 0, (1, 1, 2)), ("--tp 1 --pp 1", 1, (1, 1, 1)), ("--columns 2", 1, (1, 1, 2)),
+    ("--slices 1", 1, (1, 1, 1)), ("--micro-batch-size 1", 1, (1, 1, 2)), ("--global-batch-size 6", 1, (1, 1, 2)),
+    ("--global-batch-size 16", 1, (2, 2, 1)), ("--global-batch-size 17", 1, (1, 1, 2))])
+def test_a_default_of_one_sample_becomes_two_slices_if_they_fit(monkeypatch, flags, gigabytes, expected):
+    """6 samples would be 3 microbatches of 2 for 2 stages, with too large a bubble."""
+    monkeypatch.setattr(step_time, "memory_of_process", lambda device, local_world_size: gigabytes * 1e9)
+    small = "--model llama2-7b --num-layers 2 --hidden-size 64 --ffn-hidden-size 64 --seq-length 64"
+    config = step_time.with_two_slices(settled(*small.split(), *flags.split(), world_size=4), torch.device("cpu"), 1)
+    assert (config.micro_batch_size, config.slices, config.columns) == expected
+    check_rules(config)
 
 
 def test_a_layout_that_was_given_is_kept_by_every_later_launch(begun):

@@ -21,7 +21,8 @@ from nanodomino.config.presets import PRESETS
 from nanodomino.mesh import make_mesh, meta_mesh
 from nanodomino.model import meta_stage
 from nanodomino.run import kernels
-from nanodomino.run.report import Report, describe_stage, duration, expected_quality, open_metrics
+from nanodomino.run.report import (Report, describe_stage, duration, expected_quality, open_metrics,
+                                   what_hides_what)
 from nanodomino.run.signals import StopSignal
 from nanodomino.schedules.simulation import picture
 from nanodomino.zero import StepResult
@@ -61,6 +62,18 @@ def test_the_start_shows_the_chunks_and_the_schedule(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "stage 1   [1]   layer 1; layer 3, head" in said
     assert picture("interleaved", 2, config.microbatches, 2) in said and "through 2 chunks a stage" in said
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(tensor_model_parallel_size=1, data_parallel_size=2), "a layer sends nothing, so there is nothing to hide"),
+    (dict(slices=2), "each slice's all-reduce is hidden by the other slice's compute, in backward also by weight"),
+    (dict(slices=3, sequence_parallel=True), "each slice's gather and reduce is hidden by the other slices' compute"),
+    (dict(micro_batch_size=1), "each layer's all-reduce is hidden by the matmul of the next columns, in backward also"),
+    (dict(slices=1, schedule="paired"), "hidden by another microbatch's compute, in backward"),
+    (dict(slices=1), "hidden by nothing in forward and by weight gradients in backward; try --micro-batch-size 2"),
+    (dict(slices=1, schedule="zb-v"), "all-reduce is hidden by nothing in forward; try --micro-batch-size 2")])
+def test_the_start_says_what_hides_what(changes, words):
+    assert words in what_hides_what(tiny(2, **dict(tensor_model_parallel_size=2) | changes))
 
 
 def test_a_small_split_is_announced(report, capsys):
