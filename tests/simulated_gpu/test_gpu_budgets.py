@@ -28,7 +28,13 @@ HOST = dict(model="nano", dtype="bfloat16", tensor_model_parallel_size=1, pipeli
             recompute_granularity="full")
 GROUPED = dict(model="nano-llama", dtype="bfloat16", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
                data_parallel_size=1, slices=2, micro_batch_size=4, global_batch_size=8, num_layers=2, kv_channels=16)
-AGAIN = {"kept": (0, HOST), "on the host": (0, HOST | dict(checkpoint_in_cpu=True)),
+LLAMA = dict(model="llama3-8b", dtype="bfloat16", tensor_model_parallel_size=8, pipeline_model_parallel_size=1,
+             data_parallel_size=1, micro_batch_size=2, slices=2, global_batch_size=2, seq_length=4096)
+EVERYTHING = LLAMA | dict(sequence_parallel=True, reset_attention_mask=True, reset_position_ids=True,
+                          recompute_granularity="full", checkpoint_in_cpu=True)
+AGAIN = {f"{name}, {layers} layers": (0, settings | dict(num_layers=layers)) for layers in (1, 2)
+         for name, settings in (("llama", LLAMA), ("llama with everything", EVERYTHING))} | {
+         "kept": (0, HOST), "on the host": (0, HOST | dict(checkpoint_in_cpu=True)),
          "grouped": (0, GROUPED), "documents": (0, GROUPED | dict(reset_attention_mask=True))}
 CASES = {"gpt2": (0, GPT2), "gpt2, two layers": (0, GPT2 | dict(num_layers=2)),
          "first stage": (0, EIGHT), "last stage": (7, EIGHT), "uneven slices": (7, EIGHT | dict(slices=3, columns=2)),
@@ -50,6 +56,9 @@ OPERATIONS_OF_TWO = {"forward": 38, "cross entropy": 143, "backward": 64, "updat
 PEAK_OF_TWO = 3.44 * GB
 LOGITS = 16 * 1024 * 50264 * 2                                             # bytes
 CROSS_ENTROPY_PEAK = 0.34 * LOGITS                                         # 4
+# of one layer: operations and bytes in forward and backward, and what its tapes add to the peak
+LAYERS = {"llama": (82, 4.02 * GB, 115, 7.0 * GB, 0.68 * GB),
+          "llama with everything": (89, 1.41 * GB, 206, 3.92 * GB, 0.51 * GB)}
 COPIES = {"pageable": 0, "pinned": 1}                                      # from the host, of a microbatch; 4, 0
 
 
@@ -137,6 +146,19 @@ def test_offload_frees_memory_and_the_host_never_waits_for_its_copies(counted):
     assert away["copies"]["copy to the host"] == 4 * 2 * away["microbatches"]
     assert away["copies"]["pinned"] - kept["copies"]["pinned"] == 3 * 2 * away["microbatches"]
     assert kept["peak"] - away["peak"] >= 2 * 4 * 128 * 96 * 2
+
+
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.exhaustive), "llama with everything"])
+def test_a_layer_of_a_llama_keeps_to_its_budget_and_waits_for_nothing(counted, name):
+    """Of llama3-8b at tp 8, two slices of 4096 tokens. With everything: documents, sequence parallelism, and full
+    recomputation of two sublayers from inputs on the host, which each slice copies out and back."""
+    one, two = (counted(f"{name}, {layers} layers") for layers in (1, 2))
+    found = [two[what][part] - one[what][part] for part in ("forward", "backward")
+             for what in ("operations", "traffic")] + [two["peak"] - one["peak"]]
+    assert all(0.9 * budget < cost <= budget for cost, budget in zip(found, LAYERS[name], strict=True)), found
+    assert one["waits"] == two["waits"] == {"tolist": 1} and not two["mixed"]
+    copies = {way: count - one["copies"][way] for way, count in two["copies"].items()}
+    assert copies == ({"pinned": 0} if name == "llama" else {"pinned": 2 * 2, "copy to the host": 2 * 2})
 
 
 def test_documents_need_no_bias_no_memory_and_no_wait(counted):
