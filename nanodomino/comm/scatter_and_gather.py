@@ -53,7 +53,7 @@ def all_gather(whole, own, group):
     if whole.is_cuda:
         return native_all_gather(whole, own, group=group, async_op=True)
     parts = whole.chunk(group.size())
-    if own.data_ptr() != parts[group.rank()].data_ptr():
+    if not own.is_set_to(parts[group.rank()]):
         parts[group.rank()].copy_(own)
     return exchange([own] * len(parts), parts, group, TAGS["all_gather"])
 
