@@ -153,6 +153,11 @@ class GPT(nn.Module):
                                      for i in sorted(i for chunk in numbers for i in chunk)})
         self.chunks = [Chunk([self.layers[str(i)] for i in chunk], stage == 0, stage == placement.last)
                        for chunk, stage in zip(numbers, virtual_stages)]
+        # a row for each layer of the whole model, to which its MLP may add numbers; zero.py sums them over the world
+        self.statistics = torch.zeros(config.num_layers, config.statistics_per_layer, dtype=torch.float64,
+                                      device=mesh.device)
+        for number, layer in self.layers.items():
+            layer.mlp.statistics = self.statistics[int(number)]
         if self.post_process:
             self.final_norm = Norm(config, mesh, config.hidden_size)
             if not tied:

@@ -51,6 +51,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
 from nanodomino.comm.trace import NO_TRACE
@@ -75,6 +76,7 @@ class StepResult:
     skipped: bool        # the loss or a gradient was not finite, so no weight has changed
     stop: bool           # at least one rank wants to stop
     loss_scale: float    # the scale that this step used
+    statistics: list[float]    # GPT.statistics, flat; often []
 
 
 class ZeroOptimizer:
@@ -92,7 +94,7 @@ class ZeroOptimizer:
         self.reports_needed = {bucket: sum(weight.spec.uses for weight in bucket.parameters)
                                * (1 if bucket.shards_gradients else config.microbatches) for bucket in self.buckets}
         self.reduces_in_flight = deque()                 # (bucket, its main_grad, work, received or None)
-        self.has_loss = model.post_process
+        self.has_loss, self.statistics = model.post_process, model.statistics
         self.updates = 0                                 # steps that were not skipped; AdamW's step count
         self.skipped_in_a_row = 0                        # except skips that a smaller loss scale might prevent
         self.loss_scale = LossScale(config)
@@ -136,7 +138,8 @@ class ZeroOptimizer:
         return [bucket.master for bucket in self.buckets] + states
 
     def zero_grad(self):
-        """Zero the gradients and restart the counts of reports, before the first backward of a step."""
+        """Zero gradients and statistics, and restart the counts of reports, before the first forward of a step."""
+        self.statistics.zero_()
         for bucket in self.buckets:
             bucket.zero_grad()
         self.reports_left = dict(self.reports_needed)
@@ -148,7 +151,7 @@ class ZeroOptimizer:
         for bucket in self.buckets:
             self.reduce(bucket)
         self.finalize_gradients()
-        dist.all_reduce(torch.zeros(4, dtype=torch.float64, device=self.mesh.device))
+        dist.all_reduce(torch.zeros(4 + self.statistics.numel(), dtype=torch.float64, device=self.mesh.device))
         self.gather_weights()
 
     # ---- phase 1
@@ -221,7 +224,7 @@ class ZeroOptimizer:
         usual.
         """
         self.finalize_gradients()
-        loss_sum, tokens, squares, stops = self.sum_over_world(totals, stop)
+        loss_sum, tokens, squares, stops, *statistics = self.sum_over_world(totals, stop)
         tokens, scale = max(tokens, 1.0), self.loss_scale.value    # without tokens all gradients are zero: avoid 0/0
         grad_norm = math.sqrt(squares) / (tokens * scale)
         skipped = not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
@@ -229,15 +232,16 @@ class ZeroOptimizer:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if not skipped:
             self.update(learning_rate, grad_norm, 1.0 / (tokens * scale))
-        return StepResult(loss_sum / tokens, grad_norm, skipped, stops > 0, scale)
+        return StepResult(loss_sum / tokens, grad_norm, skipped, stops > 0, scale, statistics)
 
     def sum_over_world(self, totals, stop=False):
-        """Return [loss sum, tokens, sum of squared gradients, ranks that want to stop], summed over the world.
+        """Return [loss sum, tokens, sum of squared gradients, ranks that want to stop, *statistics of the model],
+        summed over the world.
 
         Each token and each parameter counts once. All ranks get the same numbers. So they agree whether to skip the
         step and whether to stop after it.
         """
-        sums = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
+        sums = F.pad(self.statistics.flatten(), (4, 0))        # four zeros, then the statistics
         sums[3].fill_(stop)                                    # `sums[3] = stop` would make the host wait for the GPU
         if self.has_loss and self.mesh.tp_rank == 0:
             sums[0], sums[1] = totals.loss_sum, totals.tokens

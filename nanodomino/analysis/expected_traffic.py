@@ -126,7 +126,8 @@ def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
     - tp: some parameters are replicated, but each rank computes only a part of their gradients, so the ranks sum the
       parts. Norms of q and k see only a rank's heads. With sequence parallelism, norms, row-parallel biases and
       position embeddings see only a rank's tokens.
-    - world: all ranks sum the loss, the token count, the squared gradient norm and the stop flag.
+    - world: all ranks sum the loss, the token count, the squared gradient norm, the stop flag and the statistics of
+      layers with experts.
     """
     e, w, shards = bytes_per_element(config), bytes_per_main_element(config), optimizer_shards(config)
     buckets, times = bucket_sizes(config, mesh), gradient_reductions(config)
@@ -140,7 +141,8 @@ def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
                   Traffic("dp", "all_gather", count, e * elements, "weights")]
     elif config.dp > 1:
         found += [Traffic("dp", "all_reduce", count, w * elements, "gradients", backward=True)]
-    return found + [Traffic("world", "all_reduce", 1, 4 * 8, "loss, tokens, norm, stop")]
+    return found + [Traffic("world", "all_reduce", 1, 8 * (4 + stage_model(config, mesh).statistics.numel()),
+                            "loss, tokens, norm, stop, statistics")]
 
 
 def totals_by_group(found: list[Traffic]) -> dict[tuple[str, str], tuple[int, int]]:

@@ -383,6 +383,11 @@ class Config:
         return bool(self.num_experts) and layer % self.moe_layer_freq == 0
 
     @property
+    def statistics_per_layer(self) -> int:
+        """How many numbers the model measures in each layer: the tokens of each expert, and the router's losses."""
+        return self.num_experts + 1 if self.num_experts else 0
+
+    @property
     def qkv_size(self) -> int:
         """The output size of attention's first matmul over all ranks: q for each head, k and v for each query group."""
         return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels

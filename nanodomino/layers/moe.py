@@ -206,7 +206,7 @@ class MoEInside:
     def __init__(self, sublayer: MoE):
         self.sublayer, self.site, self.router = sublayer, sublayer.site, sublayer.router
         self.activation, self.mesh, shared = sublayer.activation, sublayer.mesh, sublayer.shared_expert
-        self.group = self.mesh.ep_group
+        self.group, self.statistics = self.mesh.ep_group, sublayer.statistics
         self.w1, self.w2 = sublayer.experts.dense_h_to_4h, sublayer.experts.dense_4h_to_h
         self.shared = (shared.dense_h_to_4h.weight, shared.dense_4h_to_h.weight) if shared else None
 
@@ -221,6 +221,9 @@ class MoEInside:
             routing = self.router.route(h)
         counts, each = routing.counts.view(self.mesh.ep, -1), [1] * self.mesh.ep
         flights = ops.exchange(slice, self.site, counts, each, each, self.mesh.ep_counts_group)
+        if self.router.counts_here:
+            self.statistics[:-1] += routing.counts
+            self.statistics[-1] += routing.loss
         shared = self.shared_column_output(ops, slice, h)
         dispatch = plan_dispatch(routing.experts, counts, ops.wait(slice, self.site, flights))
         rows = h.flatten(0, 1)[dispatch.order // routing.experts.size(-1)]

@@ -4,6 +4,7 @@
     run_folder.py      finds a run's folder and the checkpoint to resume from
     agreement.py       checks that all ranks have the same settings
     report.py          writes to the terminal, metrics.jsonl and loss.svg
+    expert_load.py     says how evenly the tokens of a step chose the experts
     tensorboard.py     copies metrics.jsonl to TensorBoard
     signals.py         stops a run at Ctrl-C or SIGTERM
     rank_failure.py    starts a rank, and ends all ranks if one of them fails

@@ -35,6 +35,7 @@ from nanodomino.overlap import recompute, sequence_parallel
 from nanodomino.plot.curves import Curve, picture
 from nanodomino.plot.svg import write
 from nanodomino.run import kernels
+from nanodomino.run.expert_load import ExpertLoad
 from nanodomino.run.tensorboard import TensorBoardWriter
 from nanodomino.schedules import simulation
 
@@ -57,7 +58,7 @@ class Report:
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.entropies = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
         self.metrics, self.unwritten, self.warned, self.tensorboard = None, b"", False, None
-        self.first_step = first_step
+        self.first_step, self.experts = first_step, ExpertLoad(config)
         self.bar_moved = time.monotonic()
         if enabled:
             self.changes = changed_settings(run_dir, config) if first_step else []
@@ -169,9 +170,11 @@ class Report:
         """Report a finished step. result: its StepResult; seconds: the time it took."""
         speed = self.tokens_per_step / seconds
         mfu = speed * flops_per_token(self.config) / self.peak_flops if self.peak_flops else None
+        shown = step % self.config.log_interval == 0 or step == 1
+        self.experts = ExpertLoad(self.config, result.statistics)
         self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate,
                     tokens=step * self.tokens_per_step, step_ms=seconds * 1000, tokens_per_second=speed,
-                    mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale)
+                    mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale, **self.experts.metrics(shown))
         self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
         self.bar.update()
         self.bar_moved = time.monotonic()
@@ -179,10 +182,10 @@ class Report:
         if result.skipped:
             self.say(f"step {step:5d} | skipped: loss {result.loss} or gradient norm {result.grad_norm} is not finite"
                      f"{loss_scale}")
-        elif step % self.config.log_interval == 0 or step == 1:
+        elif shown:
             self.say(f"step {step:5d} | loss {result.loss:.4f} {self.entropies} | grad norm {result.grad_norm:.3f} | "
                      f"lr {learning_rate:.2e} | {seconds * 1000:.0f} ms | {speed:,.0f} tokens/s | "
-                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}")
+                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}{self.experts.in_words()}")
 
     def losses(self, step: int, split: str, loss: float):
         """Report the loss on a split, "valid" or "test", and its perplexity and bits per byte."""
@@ -207,6 +210,8 @@ class Report:
     def end(self, step: int, seconds: float):
         self.bar.close()
         self.flush()
+        if summary := self.experts.summary():
+            self.say(summary)
         self.say(f"{step} of {max(step, self.config.train_iters)} steps done, {seconds:.1f} s, peak memory of rank 0 "
                  f"{peak_memory(self.mesh.device) / 2**20:,.0f} MiB, everything in {self.run_dir}")
 

@@ -91,8 +91,18 @@ class TensorBoardWriter:
 
 
 def numbers_in(line: bytes) -> dict:
-    """Return the numbers in a line of metrics.jsonl as {name: number}; {} if the line is damaged."""
+    """Return the numbers in a line of metrics.jsonl as {name: number}; {} if the line is damaged. A number in an object
+    or a list gets a name such as "expert_load/layers.0/3"."""
     try:
-        return {name: value for name, value in json.loads(line).items() if isinstance(value, (int, float))}
+        return dict(flat(json.loads(line).items()))
     except (ValueError, AttributeError, RecursionError):
         return {}
+
+
+def flat(items, prefix=""):
+    """Yield (name, number) for all numbers in nested objects and lists."""
+    for name, value in items:
+        if isinstance(value, (int, float)):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, (dict, list)):
+            yield from flat(value.items() if isinstance(value, dict) else enumerate(value), f"{prefix}{name}/")

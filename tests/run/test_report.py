@@ -155,10 +155,34 @@ def test_on_gpus_the_start_names_attentions_kernel_and_mfu_counts_the_gpus_of_al
     place = SimpleNamespace(device=torch.device("cuda"), pp=1, picture=lambda held: "")
     corpus = corpus_without_files(tmp_path)
     shown = Report(config, corpus, place, tmp_path, 0, enabled=True)
-    shown.step(1, StepResult(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0), 0.1, seconds=1e-6)
+    shown.step(1, StepResult(loss=1.0, grad_norm=1.0, skipped=False, stop=False, loss_scale=1.0, statistics=[]),
+               0.1, seconds=1e-6)
     mfu = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["mfu"]
     assert "ZeRO stage 1, cudnn attention\n" in capsys.readouterr().out
     assert mfu == pytest.approx(48 * 8 * flops_per_token(config) / 1e-6 / (16 * 989e12), rel=1e-12)
+
+
+def test_the_load_of_experts_is_reported(tmp_path, capsys):
+    """Two layers of three have 4 experts. A skipped step may have a loss that is not finite, but it has a load. The
+    load of each expert is recorded with each progress line, here every second step."""
+    place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: "")
+    config = tiny(1, num_experts=4, disable_bias_linear=True, moe_layer_freq=2, log_interval=2)
+    shown = Report(config, corpus_without_files(tmp_path), place, tmp_path, 0, enabled=True)
+    tokens = config.global_batch_size * config.seq_length
+    counts = [96, 96, 96, 96, 0.03 * tokens, *[0] * 5, 48, 96, 48, 192, 0.04 * tokens]
+    result = StepResult(1.0, 1.0, False, False, 1.0, counts)
+    for step in (1, 2, 3):
+        shown.step(step, result, 0.1, seconds=1.0)
+    shown.end(3, 1.0)
+    said = capsys.readouterr().out
+    assert said.count(" | auxiliary loss 0.0700 | busiest expert 2.00 x\n") == 2
+    assert "multiple of their layer's mean: 0.50 (expert 0 of layers.2) to 2.00 (expert 3 of layers.2)\n" in said
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]]
+    assert [(line["auxiliary_loss"], line["busiest_expert"]) for line in lines] == [(pytest.approx(0.07), 2.0)] * 3
+    loads = {"layers.0": [1.0, 1.0, 1.0, 1.0], "layers.2": [0.5, 1.0, 0.5, 2.0]}
+    assert [line.get("expert_load") for line in lines] == [loads, loads, None]
+    shown.step(4, dataclasses.replace(result, skipped=True, statistics=[*counts[:-1], math.nan]), 0.1, 1.0)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["auxiliary_loss"] is None
 
 
 def estimate_rank(config):

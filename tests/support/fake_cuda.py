@@ -140,7 +140,7 @@ class Counts(TorchDispatchMode):
                 if not argument.is_out and not (name in OVERWRITES and writes(argument))]
         moved = [*read, *(written or results)]
         part, alive = self.parts[-1], sum(self.alive.values())
-        self.operations[part] += 1
+        self.operations[part] += any(one.numel() for one in moved)       # for empty tensors, no kernel is launched
         self.traffic[part] += sum(size(one) for one in moved if name not in LOOK_UPS or one is not touched[0][0])
         self.peak = max(self.peak, alive)
         if part == "cross entropy":

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from support.reference import ReferenceGPT, Sizes, dropout_masks, masked_loss, random_weights, train_reference
 
@@ -142,6 +143,7 @@ class Outcome:
     gradients: list              # of each step, of the mean loss, before clipping: {name: (tensor, shard_spec())}
     weights: dict                # {name: (tensor, shard_spec())}
     evaluation: float
+    statistics: list = ()        # of each step: StepResult.statistics
 
 
 def build(config: Config, weights=None, trace=NO_TRACE):
@@ -167,7 +169,7 @@ def train_rank(config: Config, weights, data: FixedData, steps: int) -> Outcome:
 def train_steps(built, config: Config, data: FixedData, steps: range) -> Outcome:
     """Train for the given steps, continuing from `built`, which is what build() returned."""
     mesh, model, optimizer, stage = built
-    gradients, losses, norms = [], [], []
+    gradients, losses, norms, statistics = [], [], [], []
     sum_over_world = optimizer.sum_over_world
 
     def record_gradients(*arguments):        # runs between the reduction over replicas and the clipping
@@ -180,9 +182,10 @@ def train_steps(built, config: Config, data: FixedData, steps: range) -> Outcome
         result = train.train_step(step, stage, optimizer, data, config, mesh)
         losses.append(result.loss)
         norms.append(result.grad_norm)
+        statistics.append(result.statistics)
     evaluation = train.evaluate(stage, data, config, mesh)
     shards = {name: (weight.detach().clone(), shard_spec(weight)) for name, weight in model.named_parameters()}
-    return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), losses, norms, gradients, shards, evaluation)
+    return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), losses, norms, gradients, shards, evaluation, statistics)
 
 
 def reduced_gradients(model, optimizer, tokens) -> dict:
@@ -311,12 +314,14 @@ def check_against_reference(pool, config: Config, steps: int, rigged=(), toleran
 
     assert all(record.gradient_norm > 0.11 for record in records), "the clipping must bite"
     for outcome in outcomes:                                    # every rank reports the whole batch, not its own share
-        assert (outcome.losses, outcome.norms) == (outcomes[0].losses, outcomes[0].norms)
+        assert ((outcome.losses, outcome.norms, outcome.statistics)
+                == (outcomes[0].losses, outcomes[0].norms, outcomes[0].statistics))
     assert relative(outcomes[0].losses, [record.loss for record in records]) < tolerance
     assert relative(outcomes[0].norms, [record.gradient_norm for record in records]) < tolerance
     for step, record in enumerate(records):
         gradients = full_tensors(outcomes, lambda outcome: outcome.gradients[step])
         assert difference(gradients, record.gradients) < tolerance, f"gradients of step {step + 1}"
+        assert outcomes[0].statistics[step] == pytest.approx(record.statistics, rel=tolerance, abs=0.0)
     assert difference(full_tensors(outcomes, lambda outcome: outcome.weights), final) < tolerance
     assert relative([outcomes[0].evaluation], [plain_evaluation(config, final, data)]) < tolerance
     return records

@@ -94,11 +94,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The results of one training step. gradients: before clipping, as full tensors in nanodomino's layout."""
+    """The results of one training step. gradients: before clipping, as full tensors in nanodomino's layout.
+
+    statistics: for each layer the tokens of each expert, then the sum of its losses; [] without experts.
+    """
 
     loss: float
     gradients: dict
     gradient_norm: float
+    statistics: list
 
 
 # ---- conversion between the two layouts of q, k and v
@@ -265,6 +269,7 @@ class Experts(nn.Module):
         self.routing_loss = self.losses(logits, scores, chosen)
         total = chosen.sum((0, 1))
         self.excess = sizes.num_experts * total - total.sum()
+        self.statistics = [*total.tolist(), self.routing_loss.item()]
         weights = self.weights(logits, scores, chosen)
         y = torch.zeros_like(x)
         for e in range(sizes.num_experts):
@@ -504,7 +509,10 @@ def train_reference(
         # parameters() lists the tied matrix once, so the norm counts it once; the scale is min(1, clip / (norm +
         # 1e-6)).
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad or math.inf)
-        records.append(StepRecord(loss.item(), gradients, norm.item()))
+        dense = [0.0] * (sizes.num_experts + 1)
+        statistics = [number for mlp in model.mlps if layers
+                      for number in (mlp.statistics if isinstance(mlp, Experts) else dense)]
+        records.append(StepRecord(loss.item(), gradients, norm.item(), statistics))
         for group in optimizer.param_groups:
             group["lr"] = learning_rates[step]
         optimizer.step()
