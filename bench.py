@@ -9,7 +9,7 @@
     checkpoint   How long does training wait for a checkpoint, and how long does resuming take?
     memory       Does the memory of a rank match the formulas?
     recompute    How much time does recomputation cost, and how much memory does it save?
-    plan         Would a model fit on given GPUs, and how fast would it train? (an estimate: runs no training)
+    plan         Would a model fit on given GPUs, how fast would it train, and which layout is fastest? (an estimate)
     scaling      How much faster are 2, 4 or 8 processes than one?
 
 Each question prints a short table, then one JSON object as the last line. A question that compares alternatives times
