@@ -171,7 +171,7 @@ def action_seconds(config: Config, *halves: Cost) -> float:
 
     def one_slice(half):
         waiting = max(half.communication / columns, half.communication - (1 - 1 / columns) * half.compute / 2)
-        return (half.compute + max(waiting, half.independent + half.slowing)) / sizes.slice_count(config)
+        return (half.compute + max(waiting, half.independent)) / sizes.slice_count(config)
 
     return max(sum(half.compute + half.independent + half.slowing for half in halves),
                sum(half.communication for half in halves), *map(one_slice, halves),
