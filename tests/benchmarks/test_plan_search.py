@@ -104,7 +104,7 @@ def test_no_step_is_faster_than_its_lower_bound(schedule, chunks):
 
 def test_a_bound_holds_for_all_further_choices():
     """From tp and pp to the simulation. With fast wires, sequence parallelism is faster: it divides the norms."""
-    fast = dataclasses.replace(SLOW, intra_host_rate=1e12, inter_host_rate=1e12)
+    fast = dataclasses.replace(SLOW, intra_host_rate=1e12, inter_host_rate=1e12, latency=0.0)
     fixed = dict(columns=1, micro_batch_size=2, tensor_model_parallel_size=4, zero_stage=1)
     entries, results = list(Search(Config(**SMALL | fixed), 4, fixed, fast, math.inf).layouts()), 0
     while entries:
