@@ -28,7 +28,7 @@ from benchmarks import comm
 from benchmarks.comm import processes  # noqa: F401, called by common.main
 from benchmarks.common import (RandomTokens, add_config_flags, bytes_text, config_here, describe, gathered,
                                layout_of, table)
-from nanodomino.analysis import expected_memory, sizes
+from nanodomino.analysis import expected_memory, sizes, sublayer_memory
 from nanodomino.config.config import Config
 
 ROUNDS = False               # no --repeats: this question measures memory and does not time
@@ -216,8 +216,8 @@ def report(config: Config, measured: list[dict]):
 
 def layer_text(config: Config) -> str:
     """Return a table of what a tape keeps for a layer, in units of X: after forward, and after the input gradients."""
-    x, kept = sizes.hidden_bytes(config), expected_memory.layer_tape_bytes(config)
-    left = expected_memory.layer_deferred_bytes(config)
+    x, kept = sizes.hidden_bytes(config), sublayer_memory.layer_tape_bytes(config)
+    left = sublayer_memory.layer_deferred_bytes(config)
     columns = [{**parts, "total": sum(parts.values())} for parts in (kept, left)]
     return table([f"a layer and microbatch; X = {bytes_text(x)}", "kept / X", "bytes", "left / X", "bytes"],
                  [[name, *(cell for parts in columns for cell in

@@ -2,10 +2,10 @@
 
     python bench.py plan --search --model llama3-8b --gpus 8 --gpu H100
 
-The search varies tp, pp and the micro batch (dp follows from tp and pp), then the schedule and its chunks, then slices,
-columns, sequence parallelism and the ZeRO stage, then recomputation. Several chunks are tried only with several
-stages. A flag that is given keeps its value. For 1,024 GPUs there are some 10^5 combinations, and simulating one can
-take seconds. So the search is best-first:
+The search varies tp, pp, the micro batch (dp follows from tp and pp) and, with experts, ep. Then come the schedule and
+its chunks, then slices, columns, sequence parallelism and the ZeRO stage, then recomputation. Several chunks are tried
+only with several stages. A flag that is given keeps its value. For 1,024 GPUs there are some 10^5 combinations, and
+simulating one can take seconds. So the search is best-first:
 
     1. A combination that is only partly chosen has a lower bound: no way to complete it takes less time.
     2. All entries wait in a queue, the one with the least time first. If that one is only partly chosen, replace it by
@@ -41,7 +41,7 @@ MICRO_BATCHES = range(1, 17)
 CHOICES = {"slices": (1, 2), "columns": (1, 2, 4), "sequence_parallel": (False, True), "zero_stage": (1, 0, 2)}
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size")
 GRADIENTS = ("backward", "input_backward")       # the actions that compute input gradients
-FURTHER = ("schedule", "virtual_stages", *CHOICES, *RECOMPUTATION[0])
+FURTHER = ("expert_model_parallel_size", "schedule", "virtual_stages", *CHOICES, *RECOMPUTATION[0])
 
 
 class Search:
@@ -98,7 +98,8 @@ class Search:
 
     def options(self, config: Config):
         names = [name for name in CHOICES if name != "zero_stage"]
-        values = [self.choices(name, CHOICES[name] if config.tp > 1 else CHOICES[name][:1]) for name in names]
+        values = [self.choices(name, CHOICES[name] if config.tp > 1 or name == "slices" and config.ep > 1
+                               else CHOICES[name][:1]) for name in names]
         for chosen in itertools.product(*values):
             self.counts["options"] += 1
             other = dataclasses.replace(config, **dict(zip(names, chosen)), **self.recomputation[0])
@@ -135,7 +136,9 @@ class Search:
             for p in self.choices(pp, divisors(self.gpus)):
                 for size in self.choices(micro_batch, micro_batches):
                     if config := self.accepted(self.config, **{tp: t, pp: p, micro_batch: size}):
-                        yield config
+                        for ep in self.choices("expert_model_parallel_size",
+                                               divisors(math.gcd(config.num_experts or 1, config.dp))):
+                            yield dataclasses.replace(config, expert_model_parallel_size=ep)
 
     def zero_stages(self, config: Config) -> list[Config]:
         stages = self.choices("zero_stage", CHOICES["zero_stage"] if config.dp > 1 else CHOICES["zero_stage"][:1])
@@ -215,10 +218,13 @@ def busy_bound(config: Config, machine: Machine) -> float:
     alike = {}
 
     def of_equal_chunk(stage, chunk):
-        """Return the first (stage, chunk) with as many layers and an equally fast tp group: its costs are the same."""
+        """Return the first (stage, chunk) with as many layers, with and without experts, and equally fast groups: its
+        costs are the same."""
         number = placement.virtual_stage(stage, chunk)
-        key = (len(stage_layers(config.num_layers, number, placement.last + 1)), number == 0,
-               step_time.ranks_and_hosts(sizes.mesh_at(config, stage), "tp", machine.ranks_per_host))
+        layers = stage_layers(config.num_layers, number, placement.last + 1)
+        key = (len(layers), sum(map(config.has_experts, layers)), number == 0,
+               *(step_time.ranks_and_hosts(sizes.mesh_at(config, stage), group, machine.ranks_per_host)
+                 for group in ("tp", "ep")))
         return alike.setdefault(key, (stage, chunk))
 
     def earlier_chunks(stage, chunk, kind):
@@ -275,9 +281,9 @@ def answer(flags, machine: Machine, usable: float, peak: float):
         f"the fastest layouts of {flags.model} ({parameter_count(found):,} parameters, {found.dtype}) on {flags.gpus} "
         f"x {flags.gpu} that fit into {bytes_text(usable)} per GPU:", "",
         table(["", "tp", "pp", "dp", "micro batch", "step", "MFU", "memory", *SHARES, "further flags"], rows), "",
-        "The columns from matmuls to optimizer are shares of the step. tp, pp and dp are communication that nothing "
-        "hides.", f"{search.counts['simulated']} combinations were simulated. `bench.py plan` with the flags of a row "
-        "prints its memory, its communication and the assumptions.", "", layouts[0]["command"]])
+        "The columns from matmuls to optimizer are shares of the step. tp (with ep), pp and dp are communication that "
+        f"nothing hides. {search.counts['simulated']} combinations were simulated. `bench.py plan` with the flags of a "
+        "row prints its memory, its communication and the assumptions.", "", layouts[0]["command"]])
     return text, {"question": "plan", "search": True, "model": flags.model, "gpu": flags.gpu, "gpus": flags.gpus,
                   "usable_bytes": usable, "counts": search.counts, "layouts": layouts}
 

@@ -26,7 +26,7 @@ from benchmarks.comm import processes  # noqa: F401, called by common.main
 from benchmarks.common import (CONFIG_FLAGS, RandomTokens, Times, add_config_flags, bytes_text, compare, config_here,
                                describe, gathered, layout_of, ratio_text, ratios, shape_of, table)
 from benchmarks.memory import TapeMeter, state_storages
-from nanodomino.analysis import expected_memory, sizes, step_time
+from nanodomino.analysis import expected_memory, sizes, step_time, sublayer_memory
 from nanodomino.analysis.step_time import slowest
 from nanodomino.errors import require
 from nanodomino.overlap.recompute import GRANULARITIES, TapePolicy
@@ -76,7 +76,7 @@ def report(config, times: dict[str, Times], peaks: list[dict]):
         expected = [expected_memory.peak_tape_bytes(here, mesh) for mesh in sizes.all_meshes(here)]
         found = [by_rank[granularity] for by_rank in peaks]
         error = max(abs(measured / formula - 1) for measured, formula in zip(found, expected))
-        layer = sum(expected_memory.layer_tape_bytes(here).values()) / sizes.hidden_bytes(here)
+        layer = sum(sublayer_memory.layer_tape_bytes(here).values()) / sizes.hidden_bytes(here)
         rows.append([granularity, time, ratio_text(ratio), f"{relative_flops(here):.2f}", bytes_text(max(found)),
                      bytes_text(max(expected)), f"{layer:.2f}"])
         record |= {f"{granularity}_s": time.median, **ratio.record(f"{granularity}_ratio"),

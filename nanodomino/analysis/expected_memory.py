@@ -26,13 +26,14 @@ from itertools import accumulate
 
 from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_element, bytes_per_main_element, gradient_shards,
                                        hidden_bytes, linear_in_microbatches, local_vocab_size, mesh_at,
-                                       optimizer_shards, parameter_count, qkv_and_mlp_bytes, residual_bytes,
+                                       optimizer_shards, parameters_by_kind, replica_count, residual_bytes,
                                        slice_count, stage_actions, stage_model, tokens_per_microbatch)
+from nanodomino.analysis.sublayer_memory import (INSIDES, deferred_bytes, has_attention_bias, norm_statistics_bytes,
+                                                 offloads_to_host, tape_bytes)
 from nanodomino.config.config import Config
 from nanodomino.layers.cross_entropy import CHUNK_BYTES
-from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.layers.mlp import MLP
 from nanodomino.layers.positions import rotary_size
-from nanodomino.layers.varlen import fits_varlen
 from nanodomino.mesh import PIPELINE_THREAD_BLOCKS, Mesh
 from nanodomino.model import Chunk
 from nanodomino.optim.optimizers import OPTIMIZERS
@@ -50,85 +51,47 @@ SETTLED = 4      # rounds of p microbatches after which each further round adds 
 def state_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
     """Return the exact bytes of a rank's parameters, gradients and optimizer state, with padding and step counts."""
     e, w, buckets = bytes_per_element(config), bytes_per_main_element(config), bucket_sizes(config, mesh)
-    elements = sum(size for _, size in buckets)
-    step_counts = 4 * len(buckets) if OPTIMIZERS[config.optimizer].counts_steps else 0
-    return {"parameters": e * elements, "gradients": w * elements // gradient_shards(config),
-            "optimizer": optimizer_values_per_weight(config) * w * elements // optimizer_shards(config) + step_counts}
+    stepped = sum(kind.update != "sign" for kind, _ in buckets)
+    return {"parameters": e * sum(size for _, size in buckets),
+            "gradients": sum(w * size // gradient_shards(config, kind.replicas) for kind, size in buckets),
+            "optimizer": 4 * stepped * OPTIMIZERS[config.optimizer].counts_steps
+            + sum(optimizer_values_per_weight(config, kind.update) * w * size // optimizer_shards(config, kind.replicas)
+                  for kind, size in buckets)}
 
 
-def optimizer_values_per_weight(config: Config) -> int:
+def optimizer_values_per_weight(config: Config, update="decay") -> int:
     """Return how many values the optimizer stores per weight: its moments and, in 16-bit training, the master weight.
 
-    For example, AdamW in bfloat16 stores 3.
+    For example, AdamW in bfloat16 stores 3. An update by sign needs no moments. update: see ParameterKind.
     """
-    return len(OPTIMIZERS[config.optimizer].moments) + (bytes_per_element(config) < bytes_per_main_element(config))
+    moments = 0 if update == "sign" else len(OPTIMIZERS[config.optimizer].moments)
+    return moments + (bytes_per_element(config) < bytes_per_main_element(config))
 
 
-def state_bytes_per_parameter(config: Config) -> float:
-    """Return the bytes of model state per parameter, without padding. The table above has them for AdamW."""
+def state_bytes_per_parameter(config: Config, replicas="dp") -> float:
+    """Return the bytes of model state per parameter that a rank holds, without padding. The table above has them for
+    AdamW. replicas: "expert_dp" for the experts' parameters, which are sharded over fewer ranks."""
     e, w = bytes_per_element(config), bytes_per_main_element(config)
-    return e + w / gradient_shards(config) + optimizer_values_per_weight(config) * w / optimizer_shards(config)
+    return (e + w / gradient_shards(config, replicas)
+            + optimizer_values_per_weight(config) * w / optimizer_shards(config, replicas))
 
 
 def average_state_bytes(config: Config) -> int:
     """Return the bytes of model state, averaged over the ranks: a lower bound for the fullest rank.
 
-    The average is extrapolated from models of one and two layers, so this is quick for a model of any depth.
+    The average is extrapolated from two small models, so this is quick for a model of any depth. Layers with experts
+    repeat every moe_layer_freq layers.
     """
-    one_layer, two_layers = (parameter_count(replace(config, num_layers=layers)) for layers in (1, 2))
-    parameters = one_layer + (config.num_layers - 1) * (two_layers - one_layer)
-    return int(parameters * state_bytes_per_parameter(config) / (config.tp * config.pp))
+    def bytes_with(layers):
+        return sum(count * state_bytes_per_parameter(config, kind.replicas) * replica_count(config, kind.replicas)
+                   for kind, count in parameters_by_kind(replace(config, num_layers=layers)).items())
+
+    period = min(config.moe_layer_freq, config.num_layers)
+    once, twice = (bytes_with(count * period) for count in (1, 2))
+    return int((once + (config.num_layers / period - 1) * (twice - once)) / config.world_size)
 
 
 # ---- activations: what the tapes keep for backward
-
-def layer_tape_bytes(config: Config) -> dict[str, float]:
-    """Return {name of tensors: bytes} of what a tape keeps for one layer and one microbatch.
-
-    With recomputation the tape keeps less, and backward recomputes the rest (overlap/recompute.py).
-    """
-    e, w, t, n = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config)
-    residual, (q, k, before, after) = residual_bytes(config), qkv_and_mlp_bytes(config)
-    probabilities = n * config.seq_length * config.num_attention_heads // t                # elements, not bytes
-    kept = {} if offloads_to_host(config) else {"norm inputs": 2 * residual}
-    kept["norm statistics"] = 2 * n * norm_statistics_bytes(config) / config.sequence_shards
-    dropped = GRANULARITIES[config.recompute_granularity]
-    if "h" in dropped:
-        return kept
-    kept |= {"column-parallel inputs": 2 * residual, "qkv": (q + 2 * k) / t, "mlp before activation": before / t}
-    if config.hidden_dropout:
-        kept["hidden dropout"] = 2 * w * n * config.hidden_size / config.sequence_shards
-    if "activation" in dropped:
-        return kept
-    kept |= {"context": q / t, "mlp after activation": after / t}                          # row-parallel inputs
-    if config.qk_layernorm:
-        heads = config.num_attention_heads + config.num_query_groups
-        v = k if config.attention_dropout else 0               # then v has a copy of its own, besides the one in qkv
-        kept["q, k before norms"] = (q + k + v + n * heads * norm_statistics_bytes(config)) / t
-    elif k < q and not config.rope and not config.attention_dropout:
-        kept["q by head"] = q / t                              # a copy, because qkv is stored group by group
-    if k < q and config.device == "cuda" and not config.attention_dropout and (has_attention_bias(config) or e > 2):
-        kept["keys, values of each head"] = 2 * q / t          # see fused_attention in layers/attention.py
-    if config.attention_dropout:                               # unfused: probabilities, dropout mask, their product
-        # Each slice keeps a causal mask, unless the documents' attention bias replaces it (document_tape_bytes).
-        causal_masks = 0 if has_attention_bias(config) else slice_count(config) * config.seq_length ** 2
-        kept["attention dropout"] = (2 * e + w) * probabilities + causal_masks + (2 * q / t if k < q else 0)
-    else:                                                      # from this, fused attention recomputes probabilities
-        kept["logsumexp"] = w * n * config.num_attention_heads // t
-    return kept
-
-
-def layer_deferred_bytes(config: Config) -> dict[str, float]:
-    """Return {name: bytes} of what a tape keeps for a layer's weight gradients once its input gradients are computed.
-
-    These are the inputs and the output gradients of all matmuls. They matter for schedules that split backward, such
-    as zb-h1. Recomputation and sequence parallelism do not make them smaller.
-    """
-    t, x, (q, k, before, after) = config.tp, hidden_bytes(config), qkv_and_mlp_bytes(config)
-    return {"column-parallel inputs": 2 * x, "context": q / t, "mlp after activation": after / t,
-            "gradients of row-parallel outputs": 2 * x,
-            "gradient of qkv": (q + 2 * k) / t, "gradient before activation": before / t}
-
 
 def chunk_ends_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, float]:
     """Return {name: bytes} of what a tape keeps for a chunk besides its layers: tokens, embedding, head or output."""
@@ -162,23 +125,6 @@ def document_tape_bytes(config: Config) -> dict[str, float]:
     return kept
 
 
-def has_attention_bias(config: Config) -> bool:
-    """Return whether an attention bias keeps attention within documents. GPUs before Ampere always need one, but here
-    count as newer GPUs (layers/varlen.py)."""
-    return config.reset_attention_mask and not (config.device == "cuda" and fits_varlen(config))
-
-
-def norm_statistics_bytes(config: Config) -> int:
-    """Return the bytes per token that a norm keeps besides its input, such as mean and inverse standard deviation."""
-    e, w = bytes_per_element(config), bytes_per_main_element(config)
-    return NORMALIZATIONS[config.normalization].statistics_bytes(e, w, config.device == "cuda")
-
-
-def offloads_to_host(config: Config) -> bool:
-    """Return whether norm inputs are moved to the host's memory. A CPU run ignores --checkpoint-in-cpu."""
-    return config.offloads_to_host and config.device == "cuda"
-
-
 @linear_in_microbatches(SETTLED)
 def microbatches_in_flight(config: Config, mesh: Mesh) -> float:
     """Return the largest number of microbatches that are alive on this stage at the same time.
@@ -203,14 +149,14 @@ def tape_bytes_over_time(config: Config, mesh: Mesh) -> list[float]:
     In a pair (a forward and a backward that take turns) one tape grows while the other shrinks, sublayer by sublayer.
     So the peak is never in the middle of a pair.
     """
-    chunks, deferred = stage_model(config, mesh).chunks, sum(layer_deferred_bytes(config).values())
-    by_layer = sum(layer_tape_bytes(config).values())
-    kept = [len(chunk.layers) * by_layer + sum(chunk_ends_tape_bytes(config, mesh, chunk).values())
+    chunks = stage_model(config, mesh).chunks
+    kept = [tape_bytes(config, chunk.sublayers) + sum(chunk_ends_tape_bytes(config, mesh, chunk).values())
             - (residual_bytes(config) if shares_input_with_other_tape(config, mesh, number) else 0)
             for number, chunk in enumerate(chunks)]
     table = 4 * config.max_position_embeddings * rotary_size(config) * config.rope * (not config.reset_position_ids)
     return [size + table * (size > 0)                          # cos, sin: every tape holds a view of the same table
-            for size in bytes_over_time(config, mesh, kept, [len(chunk.layers) * deferred for chunk in chunks])]
+            for size in bytes_over_time(config, mesh, kept,
+                                        [deferred_bytes(config, chunk.sublayers) for chunk in chunks])]
 
 
 def bytes_over_time(config: Config, mesh: Mesh, kept: list[float], deferred: list[float]) -> list[float]:
@@ -286,13 +232,13 @@ def peak_message_bytes(config: Config, mesh: Mesh) -> int:
 def working_bytes(config: Config, mesh: Mesh) -> int:
     """Estimate the peak bytes of temporary tensors besides the tapes.
 
-    The temporaries are summed at three moments: in an MLP's backward, in the head's forward and in the head's backward.
-    The result is the largest of these sums plus ZeRO-2's gradient buffers.
+    The temporaries are summed at some moments: in the backward of an MLP or experts, in the head's forward and in the
+    head's backward. The result is the largest of these sums plus ZeRO-2's gradient buffers.
     """
     e, w, t, n = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config)
     x, cuda, chunks = hidden_bytes(config), config.device == "cuda", stage_model(config, mesh).chunks
     first, last = chunks[0], chunks[-1]
-    h, ffn, before = config.hidden_size, e * n * config.ffn_hidden_size // t, qkv_and_mlp_bytes(config)[2] // t
+    h, ffn = config.hidden_size, e * n * config.ffn_hidden_size // t
 
     def weight_gradient_bytes(inputs, outputs):
         if cuda or e == w:
@@ -303,12 +249,13 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
 
     head = sum(chunk_ends_tape_bytes(config, mesh, last).values()) if last.post_process else 0
     at_head, in_layers = (pair_working_bytes(config, mesh, resumed - first.pre_process) for resumed in (0, 1))
-    # An MLP's backward, while one slice's activations are recomputed. The head's part of the tape is freed by then.
-    dropped = GRANULARITIES[config.recompute_granularity]
-    recomputed = (ffn * ("activation" in dropped) + (x + before) * ("h" in dropped)) // slice_count(config)
     offloaded = 4 * residual_bytes(config) * offloads_to_host(config)     # norm inputs: 2 on their way out, 2 back
-    moments = [2 * x + ffn + before + max(0, weight_gradient_bytes(h, config.ffn_hidden_size // t) - ffn) - head
-               + in_layers + recomputed + offloaded]
+    gradients = {MLP: max(0, weight_gradient_bytes(h, config.ffn_hidden_size // t) - ffn)}
+    # The backward of an MLP or experts, while one slice's activations are recomputed. The head's part of the tape is
+    # freed by then.
+    moments = [inside.working + inside.recomputed(config) / slice_count(config) + gradients.get(kind, 0) - head
+               + in_layers + offloaded for kind in {type(layer.mlp) for chunk in chunks for layer in chunk.layers}
+               for inside in [INSIDES[kind](config)]]
     if last.post_process:                                      # forward and backward of the head
         width = local_vocab_size(config, mesh)
         chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"] // 4, n * width // slice_count(config))
@@ -325,9 +272,9 @@ def gradient_buffer_bytes(config: Config, mesh: Mesh) -> int:
     buckets are being reduced. On CPUs these count twice, because there a reduce-scatter receives into a buffer as large
     as the bucket (comm/scatter_and_gather.py).
     """
-    if gradient_shards(config) == 1:
+    buckets = [(kind, size) for kind, size in bucket_sizes(config, mesh) if gradient_shards(config, kind.replicas) > 1]
+    if not buckets:
         return 0
-    buckets = bucket_sizes(config, mesh)
     matrices = sorted(size for kind, size in buckets if kind.update == "decay")
     filled = sum(matrices[-2 - config.virtual_stages:]) + sum(size for kind, size in buckets if kind.update != "decay")
     reduced = MAX_REDUCES_IN_FLIGHT * max(size for _, size in buckets) * (1 if config.device == "cuda" else 2)
@@ -339,16 +286,14 @@ def pair_working_bytes(config: Config, mesh: Mesh, sublayers: int) -> float:
     """Return what a pair adds to the memory of a backward alone, in bytes; 0 if the schedule has no pairs.
 
     sublayers: how many sublayers the pair's forward is ahead of its backward. The forward's tape has grown by these,
-    but the backward's tape has not shrunk by them yet. The temporary tensors of the forward are about 4 X. Embedding
-    and head each take one turn, like a sublayer.
+    but the backward's tape has not shrunk by them yet. The temporary tensors of the forward are about 4 X, and with
+    expert parallelism the rows in flight, sent and received. Embedding and head each take one turn, like a sublayer.
     """
     if all(len(action.halves) == 1 for action in stage_actions(config, mesh)):
         return 0
-    residual, (q, k, before, after) = residual_bytes(config), (size / config.tp for size in qkv_and_mlp_bytes(config))
-    dropped = GRANULARITIES[config.recompute_granularity]
-    kept = [residual + ("h" not in dropped) * (residual + columns) + ("activation" not in dropped) * rows
-            for columns, rows in ((q + 2 * k, q), (before, after))]
-    return 4 * hidden_bytes(config) + sum(kept[:max(sublayers, 0)])
+    kept = [tape_bytes(config, [sublayer]) for sublayer in stage_model(config, mesh).chunks[0].sublayers]
+    rows_in_flight = 2 * config.moe_router_topk * (config.ep > 1)
+    return (4 + rows_in_flight) * hidden_bytes(config) + sum(kept[:max(sublayers, 0)])
 
 
 @linear_in_microbatches(SETTLED)
@@ -364,7 +309,8 @@ def tape_and_receive_bytes(config: Config, mesh: Mesh) -> int:
     chunks, row = stage_model(config, mesh).chunks, stage_actions(config, mesh)
     last = {half.chunk: number for number, action in enumerate(row) for half in action.halves}
     layers = sum(len(chunk.layers) for chunk in chunks)
-    layer = bytes_per_main_element(config) * sum(size for _, size in bucket_sizes(config, mesh)) / layers
+    layer = bytes_per_main_element(config) * sum(size for kind, size in bucket_sizes(config, mesh)
+                                                 if optimizer_shards(config, kind.replicas) > 1) / layers
     received = [sum(layer * len(chunks[chunk].layers) for chunk in last if last[chunk] <= number)
                 for number in range(len(row))]
     tapes = tape_bytes_over_time(config, mesh)
@@ -403,7 +349,8 @@ def communicator_bytes(config: Config, mesh: Mesh) -> int:
     if config.device != "cuda":
         return 0
     tied = any("embedding" in kind.addends for kind, _ in bucket_sizes(config, mesh))
-    rings = CHANNELS * sum((config.world_size > 1, config.tp > 1, config.dp > 1, tied))
+    experts = 2 + (config.dp > config.ep) if config.ep > 1 else 0      # rows, counts, gradients of the experts
+    rings = CHANNELS * (sum((config.world_size > 1, config.tp > 1, config.dp > 1, tied)) + experts)
     neighbours = sum(mesh.pp_rank in pair for pair in config.placement.neighbours)
     messages = PIPELINE_THREAD_BLOCKS * (1 + neighbours) if config.pp > 1 else 0   # 1: pipeline.connect's all-reduce
     return CONNECTION_BYTES * (rings + messages)

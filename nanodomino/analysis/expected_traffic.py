@@ -15,25 +15,30 @@ the bytes of one activation [b, s, h], and w the bytes of one gradient element:
     head, a microbatch                        1 all-reduce of X backward               1909.08053, section 3
     cross entropy, a microbatch               1 all-reduce (maximum) of w b s bytes,   1909.08053, section 3; one call
                                               1 all-reduce (sum) of 2 w b s            for both of its sums
+    experts, a layer and microbatch           all-to-alls: forward 2 of k X and 1     see layers/moe.py
+                                              of 8 E bytes, backward 2 of k X
     a stage boundary and microbatch           X sent forward, X back; with sequence    2104.04473, section 2.2
                                               parallelism X/t
     ZeRO-1, a step                            per parameter w bytes reduce-scattered,  1910.02054, section 7
                                               e bytes all-gathered
     ZeRO-2, a step                            m such reduce-scatters, 1 all-gather
+      experts                                 the same over d/ep replicas
     tied embedding on two stages, a step      1 all-reduce of w V h/t bytes; with ZeRO only of this rank's 1/d of them
 
 With p stages of v chunks there are p v - 1 boundaries. Nothing is sent where both chunks are on the same stage. In a
 ring of n ranks, each rank sends 2 (n-1)/n of a tensor to all-reduce it, and (n-1)/n of it to reduce-scatter or
-all-gather it.
+all-gather it. The bytes of all-to-alls assume that all experts are chosen equally often. A rank with popular experts
+receives more, but the sum over the ranks of a group is always the same.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
 from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_element, bytes_per_main_element, gradient_reductions,
-                                       hidden_bytes, optimizer_shards, residual_bytes, slice_count, stage_actions,
-                                       stage_model, tokens_per_microbatch, with_microbatches)
+                                       hidden_bytes, optimizer_shards, replica_count, residual_bytes, slice_count,
+                                       stage_actions, stage_model, tokens_per_microbatch, with_microbatches)
 from nanodomino.config.config import Config
+from nanodomino.layers.moe import MoE
 from nanodomino.mesh import Mesh
 
 
@@ -42,10 +47,10 @@ class Traffic:
     """The calls of one kind that a rank makes for one purpose in a step.
 
     bytes: the size of the whole tensor, summed over the calls. The whole tensor is what is all-reduced or sent, the
-    input of a reduce-scatter, or the output of an all-gather.
+    input of a reduce-scatter or an all-to-all, or the output of an all-gather.
     """
-    group: str           # tp, pp, dp, embedding, world
-    kind: str            # all_reduce, reduce_scatter, all_gather, send, receive
+    group: str           # tp, pp, dp, ep, expert_dp, embedding, world
+    kind: str            # all_reduce, reduce_scatter, all_gather, all_to_all, send, receive
     calls: int
     bytes: int
     why: str = ""        # the purpose, such as "layers forward"
@@ -53,12 +58,13 @@ class Traffic:
 
 
 def bytes_sent(kind: str, payload: float, ranks: int) -> float:
-    """Return the bytes that each rank sends in a ring of `ranks` ranks; 0 for other kinds, such as receive.
+    """Return the bytes that each rank sends to the other `ranks` - 1 ranks, in a ring except for an all-to-all; 0 for
+    other kinds, such as receive.
 
     payload: the bytes of the whole tensor, as in Traffic.
     """
     factors = {"all_reduce": 2 * (ranks - 1) / ranks, "reduce_scatter": (ranks - 1) / ranks,
-               "all_gather": (ranks - 1) / ranks, "send": 1.0}
+               "all_gather": (ranks - 1) / ranks, "all_to_all": (ranks - 1) / ranks, "send": 1.0}
     return factors.get(kind, 0.0) * payload
 
 
@@ -69,7 +75,8 @@ def column_count(chunks: int, size: int) -> int:
 
 def step_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
     """Return all collectives and messages of a rank in one step."""
-    return tensor_parallel_traffic(config, mesh) + pipeline_traffic(config, mesh) + optimizer_traffic(config, mesh)
+    return (tensor_parallel_traffic(config, mesh) + expert_parallel_traffic(config, mesh)
+            + pipeline_traffic(config, mesh) + optimizer_traffic(config, mesh))
 
 
 def tensor_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Traffic]:
@@ -105,6 +112,23 @@ def tensor_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Tra
     return found
 
 
+def expert_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Traffic]:
+    """Return the ep group's all-to-alls. chunks: count only these chunks of the stage; None counts all.
+
+    Forward sends counts, rows and results; backward sends the gradients of both back. If a routing is not balanced, a
+    rank sends as many rows, but more or fewer results and gradients of rows.
+    """
+    chunks = chunks or stage_model(config, mesh).chunks
+    layers = sum(isinstance(sublayer, MoE) for chunk in chunks for sublayer in chunk.sublayers)
+    if config.ep == 1 or layers == 0:
+        return []
+    calls, rows = layers * config.microbatches, config.moe_router_topk * hidden_bytes(config)
+    slices = slice_count(config)
+    return [Traffic("ep", "all_to_all", calls * slices, calls * slices * 8 * config.num_experts, "counts of rows"),
+            Traffic("ep", "all_to_all", 2 * calls * slices, 2 * calls * rows, "experts forward"),
+            Traffic("ep", "all_to_all", 2 * calls * slices, 2 * calls * rows, "experts backward", True)]
+
+
 def pipeline_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
     """Return this stage's messages to and from other stages, counted from its actions for a single microbatch."""
     counts, placement = Counter(), config.placement
@@ -119,28 +143,30 @@ def pipeline_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
 
 
 def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
-    """Return the dp group's collectives and the other all-reduces that finish a step.
+    """Return the collectives of gradients and weights, and the other all-reduces that finish a step.
 
     - dp: gradients are summed over the replicas once per step, in ZeRO-2 once per microbatch.
+    - expert_dp: the same for the experts' gradients. With ep = 1 this is the dp group, and counts as dp.
     - embedding: the first and the last stage sum the gradients of a tied embedding.
     - tp: some parameters are replicated, but each rank computes only a part of their gradients, so the ranks sum the
-      parts. Norms of q and k see only a rank's heads. With sequence parallelism, norms, row-parallel biases and
-      position embeddings see only a rank's tokens.
+      parts. Norms of q and k see only a rank's heads, routers only its features. With sequence parallelism, norms,
+      row-parallel biases and position embeddings see only a rank's tokens.
     - world: all ranks sum the loss, the token count, the squared gradient norm, the stop flag and the statistics of
       layers with experts.
     """
-    e, w, shards = bytes_per_element(config), bytes_per_main_element(config), optimizer_shards(config)
+    e, w, found = bytes_per_element(config), bytes_per_main_element(config), []
     buckets, times = bucket_sizes(config, mesh), gradient_reductions(config)
-    elements, count = sum(size for _, size in buckets), len(buckets)
-    tied = [size // shards for kind, size in buckets if "embedding" in kind.addends]
-    partial = [size // shards for kind, size in buckets if "tp" in kind.addends]
-    found = [Traffic("embedding", "all_reduce", len(tied), w * sum(tied), "tied embedding")] if tied else []
-    found += [Traffic("tp", "all_reduce", len(partial), w * sum(partial), "norms, biases")] if partial else []
-    if shards > 1:
-        found += [Traffic("dp", "reduce_scatter", times * count, times * w * elements, "gradients", backward=True),
-                  Traffic("dp", "all_gather", count, e * elements, "weights")]
-    elif config.dp > 1:
-        found += [Traffic("dp", "all_reduce", count, w * elements, "gradients", backward=True)]
+    for group, why in (("embedding", "tied embedding"), ("tp", "norms, biases, routers")):
+        partial = [size // optimizer_shards(config, kind.replicas) for kind, size in buckets if group in kind.addends]
+        found += [Traffic(group, "all_reduce", len(partial), w * sum(partial), why)] if partial else []
+    for group in ("dp", "expert_dp") if config.ep > 1 else ("dp",):
+        summed = [size for kind, size in buckets if config.ep == 1 or kind.replicas == group]
+        count, elements = len(summed), sum(summed)
+        if optimizer_shards(config, group) > 1:
+            found += [Traffic(group, "reduce_scatter", times * count, times * w * elements, "gradients", backward=True),
+                      Traffic(group, "all_gather", count, e * elements, "weights")]
+        elif replica_count(config, group) > 1:
+            found += [Traffic(group, "all_reduce", count, w * elements, "gradients", backward=True)]
     return found + [Traffic("world", "all_reduce", 1, 8 * (4 + stage_model(config, mesh).statistics.numel()),
                             "loss, tokens, norm, stop, statistics")]
 

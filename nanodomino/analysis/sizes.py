@@ -12,11 +12,11 @@ A rank is given by its Mesh; `mesh_at` makes one without starting processes. Sha
 built on the meta device, so nothing is allocated and nothing runs.
 """
 
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache, wraps
 
 from nanodomino.config.config import Config
-from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.model import GPT, meta_model, meta_stage
 from nanodomino.optim.buckets import flat_layout, sort_into_buckets
@@ -26,22 +26,42 @@ from nanodomino.schedules.definitions import SCHEDULES
 
 # ---- the whole model
 
+def parameters_by_kind(config: Config) -> Counter:
+    """Count the parameters of the whole model by their ParameterKind, as parameter_count() does."""
+    model, count = meta_model(config), Counter()
+    for weight in model.parameters():
+        count[weight.spec.kind] += weight.numel()
+    padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            count[module.weight.spec.kind] -= padding
+    return count
+
+
 def parameter_count(config: Config) -> int:
     """Count the parameters of the whole model. A tied matrix counts once; rows that pad the vocabulary do not count."""
-    model = meta_model(config)
-    padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size
-    matrices = sum(isinstance(module, VocabParallelEmbedding) for module in model.modules())
-    return sum(weight.numel() for weight in model.parameters()) - matrices * padding
+    return sum(parameters_by_kind(config).values())
+
+
+def active_parameter_count(config: Config) -> int:
+    """Count the parameters that a token uses: k of the E experts in a layer, and everything else."""
+    return round(sum(count * (expert_share(config) if "ep" in kind.shards else 1)
+                     for kind, count in parameters_by_kind(config).items()))
+
+
+def expert_share(config: Config) -> float:
+    """Return the share of a layer's experts that a token uses: k/E. 1 without experts."""
+    return config.moe_router_topk / config.num_experts if config.num_experts else 1.0
 
 
 def flops_per_token(config: Config) -> float:
     """Return the training FLOPs per token: 6 N + 12 L n d s (PaLM, 2204.02311, appendix B; nanoGPT).
 
-    N: parameters without learned position embeddings; L: layers; n heads of size d. Attention counts all pairs of
-    tokens, although a causal mask needs only half of them.
+    N: active parameters without learned position embeddings; L: layers; n heads of size d. Attention counts all pairs
+    of tokens, although a causal mask needs only half of them.
     """
     learned = config.position_embedding_type == "learned_absolute"
-    parameters = parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
+    parameters = active_parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
     return 6 * parameters + 12 * config.num_layers * config.num_attention_heads * config.kv_channels * config.seq_length
 
 
@@ -60,10 +80,14 @@ def all_meshes(config: Config) -> list[Mesh]:
 
 
 def group_ranks(mesh: Mesh, group: str) -> list[int]:
-    """Return the world ranks of this rank's process group, by its name: tp, dp, pp, embedding (first and last stage) or
-    world."""
+    """Return the world ranks of this rank's process group, by its name: tp, dp, pp, ep, expert_dp, embedding (first and
+    last stage) or world."""
+    first, ep_rank = mesh.dp_rank // mesh.ep * mesh.ep, mesh.dp_rank % mesh.ep
     ranks = {"tp": lambda: [mesh.rank_of(mesh.pp_rank, mesh.dp_rank, i) for i in range(mesh.tp)],
              "dp": lambda: [mesh.rank_of(mesh.pp_rank, i, mesh.tp_rank) for i in range(mesh.dp)],
+             "ep": lambda: [mesh.rank_of(mesh.pp_rank, i, mesh.tp_rank) for i in range(first, first + mesh.ep)],
+             "expert_dp": lambda: [mesh.rank_of(mesh.pp_rank, i, mesh.tp_rank)
+                                   for i in range(ep_rank, mesh.dp, mesh.ep)],
              "pp": lambda: [mesh.stage_rank(i) for i in range(mesh.pp)],
              "embedding": lambda: [mesh.stage_rank(i) for i in (0, mesh.pp - 1)],
              "world": lambda: list(range(mesh.pp * mesh.dp * mesh.tp))}
@@ -79,14 +103,13 @@ def stage_model(config: Config, mesh: Mesh) -> GPT:
 def shapes_only(config: Config) -> Config:
     """Return a copy of the Config in which the settings that do not affect shapes have fixed values.
 
-    So Configs that differ only in these settings share one cached model. Without experts, these are also the number of
-    replicas and the order of the schedule's actions.
+    So Configs that differ only in these settings share one cached model.
     """
-    placement, fixed = config.placement, {} if config.num_experts else {"data_parallel_size": 1, "world_size": 1}
+    placement = config.placement
     schedule = next(name for name, schedule in SCHEDULES.items()
                     if placement.chunks in schedule.chunks and placement.folded == schedule.folded)
     return replace(config, global_batch_size=1, micro_batch_size=1, slices=1, columns=1, recompute_granularity="none",
-                   checkpoint_in_cpu=False, zero_stage=0, schedule=schedule, **fixed)
+                   checkpoint_in_cpu=False, zero_stage=0, schedule=schedule, data_parallel_size=config.ep, world_size=1)
 
 
 def stage_actions(config: Config, mesh: Mesh) -> tuple:
@@ -152,15 +175,6 @@ def residual_bytes(config: Config) -> float:
     return hidden_bytes(config) / config.sequence_shards
 
 
-def qkv_and_mlp_bytes(config: Config) -> tuple[int, int, int, int]:
-    """Return the bytes of four tensors of a layer and microbatch, each summed over all tp ranks: q, k, and the MLP's
-    tensors before and after its activation function. v is as large as k."""
-    column = bytes_per_element(config) * tokens_per_microbatch(config)
-    after = column * config.ffn_hidden_size
-    q, k = (column * heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))
-    return q, k, ACTIVATIONS[config.activation].inputs * after, after
-
-
 def local_vocab_size(config: Config, mesh: Mesh) -> int:
     """Return how many logits this rank computes per token. Its stage must hold the head."""
     return stage_model(config, mesh).head[0].num_logits
@@ -168,14 +182,20 @@ def local_vocab_size(config: Config, mesh: Mesh) -> int:
 
 # ---- parameters, gradients, optimizer state
 
-def optimizer_shards(config: Config) -> int:
-    """Return the number of shards of the optimizer state: dp in ZeRO-1 and ZeRO-2, else 1."""
-    return config.dp if config.zero_stage else 1
+def replica_count(config: Config, replicas="dp") -> int:
+    """Return how many replicas train the same shard of a parameter. replicas: see ParameterKind; dp, or expert_dp for
+    the experts' parameters."""
+    return mesh_at(config).axis(replicas)[0]
 
 
-def gradient_shards(config: Config) -> int:
-    """Return the number of shards of the gradients: dp in ZeRO-2, else 1."""
-    return config.dp if config.zero_stage == 2 else 1
+def optimizer_shards(config: Config, replicas="dp") -> int:
+    """Return the number of shards of the optimizer state: one per replica in ZeRO-1 and ZeRO-2, else 1."""
+    return replica_count(config, replicas) if config.zero_stage else 1
+
+
+def gradient_shards(config: Config, replicas="dp") -> int:
+    """Return the number of shards of the gradients: one per replica in ZeRO-2, else 1."""
+    return replica_count(config, replicas) if config.zero_stage == 2 else 1
 
 
 def gradient_reductions(config: Config) -> int:
@@ -185,10 +205,12 @@ def gradient_reductions(config: Config) -> int:
 
 def bucket_sizes(config: Config, mesh: Mesh) -> list[tuple[ParameterKind, int]]:
     """Return (kind, number of elements with padding) of each bucket. All ranks of a stage have the same buckets."""
-    return stage_bucket_sizes(shapes_only(config), mesh.pp_rank, optimizer_shards(config))
+    return stage_bucket_sizes(shapes_only(config), mesh.pp_rank, optimizer_shards(config),
+                              optimizer_shards(config, "expert_dp"))
 
 
 @lru_cache(maxsize=1024)
-def stage_bucket_sizes(config: Config, pp_rank: int, shards: int) -> list[tuple[ParameterKind, int]]:
-    return [(kind, flat_layout(weights, shards)[1])
+def stage_bucket_sizes(config: Config, pp_rank: int, dp: int, expert_dp: int) -> list[tuple[ParameterKind, int]]:
+    shards = {"dp": dp, "expert_dp": expert_dp}
+    return [(kind, flat_layout(weights, shards[kind.replicas])[1])
             for kind, weights in sort_into_buckets(meta_stage(config, pp_rank))]

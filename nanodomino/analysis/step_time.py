@@ -8,8 +8,8 @@ The prediction is the sum of the parts below, named as in the JSON that `bench.p
     again        the recomputation in backward. Like weight gradients, this can hide communication
     host copies  copying activations to the host and back. Only the time by which the copies outlast an action's
                  compute and communication counts
-    tp wires     tensor parallel communication that nothing hides. With several slices, an action takes the longest of
-                 three times: all its compute, all its communication, or the compute plus communication of one slice
+    tp wires     tensor and expert parallel communication that nothing hides. With several slices, an action takes the
+                 longest of three times: all its compute, all its communication, or one slice's compute + communication
                  (2409.15241, section 3). Communication in flight slows compute down (Machine.overlap_slowdown), which
                  counts here too. A pair does the work of both its halves, and the slices of both take turns.
                  If a schedule splits input and weight gradients, the weight gradients hide nothing
@@ -23,7 +23,7 @@ The prediction is the sum of the parts below, named as in the JSON that `bench.p
     optimizer    the bytes that the update reads and writes, divided by the memory's rate
 
 The prediction leaves out Python, kernel launches, the lower efficiency of narrow and of sliced matmuls, and waits for
-slower ranks.
+slower ranks. Experts are assumed to be chosen equally often.
 """
 
 import dataclasses
@@ -42,8 +42,10 @@ import torch.nn.functional as F
 from nanodomino.analysis import expected_memory, expected_traffic, sizes
 from nanodomino.analysis.expected_traffic import Traffic
 from nanodomino.analysis.sizes import flops_per_token
+from nanodomino.analysis.sublayer_memory import activated_features, activation_bytes, query_and_key_bytes
 from nanodomino.config.config import Config
 from nanodomino.errors import require
+from nanodomino.layers.moe import MoE
 from nanodomino.mesh import Mesh
 from nanodomino.model import Chunk
 from nanodomino.optim.optimizers import OPTIMIZERS
@@ -92,19 +94,22 @@ def ranks_and_hosts(mesh: Mesh, group: str, ranks_per_host: int) -> tuple[int, i
 def forward_flops(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, float, float]:
     """Return the forward FLOPs of a microbatch in a chunk: (the layers' weights, the head, attention).
 
+    Of experts, a rank computes k/E of its own tokens and as many of the other ep - 1 ranks' tokens with each.
     Attention has two matmuls without weights, q k^T and the product with v. All pairs of tokens count, although a
     causal mask needs only half of them.
     """
     n, heads = sizes.tokens_per_microbatch(config), config.num_attention_heads * config.kv_channels
-    matrices, _ = matrix_elements(chunk)
+    matrices, _ = matrix_elements(chunk, sizes.expert_share(config) * config.ep)
     head = config.hidden_size * sizes.local_vocab_size(config, mesh) if chunk.post_process else 0
     return 2 * n * matrices, 2 * n * head, len(chunk.layers) * 4 * n * config.seq_length * heads / config.tp
 
 
 @lru_cache(maxsize=4096)
-def matrix_elements(chunk: Chunk) -> tuple[int, int]:
-    """Count the elements of the layers' matrices: (all, those that full recomputation multiplies by again)."""
-    return (sum(weight.numel() for layer in chunk.layers for weight in layer.parameters() if weight.dim() == 2),
+def matrix_elements(chunk: Chunk, experts: float) -> tuple[float, int]:
+    """Count the elements of the layers' matrices: (all, those that full recomputation multiplies by again). Of this
+    rank's experts it counts only the share `experts`."""
+    return (sum(weight.numel() * (experts if "ep" in weight.spec.kind.shards else 1)
+                for layer in chunk.layers for weight in layer.parameters() if weight.dim() > 1),
             sum(sublayer.inside().restored_elements for sublayer in chunk.sublayers))
 
 
@@ -114,19 +119,23 @@ def elementwise_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, 
 
     Each operation reads its inputs and writes its outputs once, as after torch.compile. In forward, residual + norm
     reads x and y and writes x' and h; RoPE or the norm of q and k rewrites both; the activation function reads and
-    writes the MLP's wide tensors; cross entropy reads the logits twice. Backward does the same with gradients, and the
-    activation function reads its input again. Without sequence parallelism every tp rank repeats residual + norm.
+    writes the MLP's wide tensors; cross entropy reads the logits twice. Experts sort their k X of rows four times: to
+    send, by expert, back, and by token. Backward does the same with gradients, and the activation function reads its
+    input again. Without sequence parallelism every tp rank repeats residual + norm.
     """
     x, layers, dropped = sizes.residual_bytes(config), len(chunk.layers), GRANULARITIES[config.recompute_granularity]
-    q, k, before, after = (size / config.tp for size in sizes.qkv_and_mlp_bytes(config))
-    rotated = 2 * (q + k) * (config.rope or config.qk_layernorm)
+    q, k = (size / config.tp for size in query_and_key_bytes(config))
+    rotated = layers * 2 * (q + k) * (config.rope or config.qk_layernorm)
+    before, after = activation_bytes(config, sum(activated_features(config, type(layer.mlp)) for layer in chunk.layers))
+    experts = sum(isinstance(layer.mlp, MoE) for layer in chunk.layers)
+    sorted_rows = experts * 4 * 2 * config.moe_router_topk * sizes.hidden_bytes(config)
     logits = 0
     if chunk.post_process:
         words = sizes.local_vocab_size(config, mesh)
         logits = 2 * sizes.bytes_per_element(config) * sizes.tokens_per_microbatch(config) * words
-    return (layers * (2 * 4 * x + rotated + before + after) + logits,
-            layers * (2 * 4 * x + rotated + 2 * before + after) + logits,
-            layers * ((rotated + before + after) * ("activation" in dropped) + 2 * 2 * x * ("h" in dropped)))
+    return (layers * 2 * 4 * x + rotated + before + after + sorted_rows + logits,
+            layers * 2 * 4 * x + rotated + 2 * before + after + sorted_rows + logits,
+            (rotated + before + after) * ("activation" in dropped) + layers * 2 * 2 * x * ("h" in dropped))
 
 
 def recomputed_flops(config: Config, mesh: Mesh, chunk: Chunk) -> float:
@@ -135,7 +144,7 @@ def recomputed_flops(config: Config, mesh: Mesh, chunk: Chunk) -> float:
     Selective recomputation repeats attention's own matmuls, full recomputation also the column-parallel matmuls.
     """
     *_, attention = forward_flops(config, mesh, chunk)
-    _, columns = matrix_elements(chunk)
+    _, columns = matrix_elements(chunk, 1.0)
     dropped = GRANULARITIES[config.recompute_granularity]
     return attention * ("activation" in dropped) + 2 * sizes.tokens_per_microbatch(config) * columns * ("h" in dropped)
 
@@ -151,7 +160,7 @@ def stage_flops(config: Config, mesh: Mesh) -> tuple[float, float]:
 class Cost:
     """The seconds of an action, or of half a pair, in parts that may overlap."""
     compute: float               # compute that produces a collective's input or needs its result
-    communication: float = 0.0   # the tensor parallel collectives
+    communication: float = 0.0   # the collectives of tensor and expert parallelism
     independent: float = 0.0     # compute that no collective waits for: weight gradients, recomputation
     copies: float = 0.0          # copies between GPU and host
     reduces: float = 0.0         # gradient reductions over dp; the action takes at least as long
@@ -191,7 +200,8 @@ def action_costs(config: Config, machine: Machine, mesh: Mesh, keeps_up=False) -
     each_reduction = data_parallel_seconds(config, machine, mesh)[0] if keeps_up else 0.0
     for number, chunk in enumerate(sizes.stage_model(config, mesh).chunks):
         dense, head, attention = (count / machine.matmul_rate for count in forward_flops(config, mesh, chunk))
-        traffic = expected_traffic.tensor_parallel_traffic(config, mesh, [chunk])
+        traffic = (expected_traffic.tensor_parallel_traffic(config, mesh, [chunk])
+                   + expected_traffic.expert_parallel_traffic(config, mesh, [chunk]))
         forward, backward = (communication_seconds(config, machine, mesh, [collective for collective in traffic
                                                                            if collective.backward == is_backward])
                              / config.microbatches for is_backward in (False, True))
@@ -307,8 +317,8 @@ def optimizer_memory_traffic(config: Config, mesh: Mesh) -> float:
     times = sizes.gradient_reductions(config)
     own = (1 + 2 + 3 + 2 * len(OPTIMIZERS[config.optimizer].moments)) * w + (w + e if e < w else 0)
     own += 3 * w * times if sizes.gradient_shards(config) > 1 else 0
-    elements = sum(size for _, size in sizes.bucket_sizes(config, mesh))
-    return elements * (w * times + own / sizes.optimizer_shards(config))
+    return sum(size * (w * times + own / sizes.optimizer_shards(config, kind.replicas))
+               for kind, size in sizes.bucket_sizes(config, mesh))
 
 
 def mfu(config: Config, seconds: float, peak: float) -> float:

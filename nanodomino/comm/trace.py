@@ -19,7 +19,7 @@ The kinds of spans:
     optimizer           adding up received gradients, gradient norm, clipping, update of this rank's partition
 
 The kinds of moments are `send` and `receive`: a message between stages was sent or received. The kinds of watched
-collectives are `all_reduce`, `reduce_scatter` and `all_gather`.
+collectives are `all_reduce`, `reduce_scatter`, `all_gather` and `all_to_all`.
 
 On the CPU, times are read from the clock. On CUDA, calls return before the work is done. So there a CUDA event is
 recorded in the current stream, and take() turns it into a time later. The ends of a group's collectives are recorded in

@@ -74,7 +74,7 @@ class Watchdog:
     def __init__(self, launch: LaunchInfo, mesh: Mesh, timeout: float):
         self.launch, self.device, self.timeout = launch, mesh.device, timeout
         self.queue = torch.cuda.current_stream(mesh.device) if mesh.device.type == "cuda" else NoStream()
-        groups = (dist.group.WORLD, mesh.tp_group, mesh.dp_group, mesh.pp_group, mesh.embedding_group)
+        groups = [dist.group.WORLD, *(value for name, value in vars(mesh).items() if name.endswith("_group"))]
         backends = [group._get_backend(mesh.device) for group in groups if group]
         self.nccl_backends = [backend for backend in backends if backend.name() == "nccl"]
         self.events, self.last_progress = deque(), time.monotonic()

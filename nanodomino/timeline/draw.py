@@ -43,8 +43,10 @@ WORK = {"forward": "#9bd1f4", "backward": "#4fae8b", "input_backward": "#8cc63f"
         "weight_gradient": "#f3df6b", "optimizer": "#c8a2d8"}
 LETTERS = {action.kind: action.letter for action in ACTIONS}
 WAITS = {"exposed": "#d62728", "idle": "#b5b5b5"}
-PURPOSES = {"tp": "#e69f00", "dp": "#8496e0", "gather": "#63bccb", "embedding": "#bb9468", "world": "#9a9a9a"}
-NAMES = {"exposed": "exposed communication", "idle": "idle", "tp": "activations over tp", "dp": "gradients over dp",
+PURPOSES = {"tp": "#e69f00", "ep": "#d0759c", "dp": "#8496e0", "gather": "#63bccb", "embedding": "#bb9468",
+            "world": "#9a9a9a"}
+NAMES = {"exposed": "exposed communication", "idle": "idle", "tp": "activations over tp",
+         "ep": "rows for experts over ep", "dp": "gradients over dp",
          "gather": "weights over dp", "embedding": "tied embedding", "world": "loss and norm, all ranks"}
 TIP = """<marker id="tip" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="6" markerHeight="6" orient="auto">\
 <path d="M0 0L6 3L0 6z" fill="#444"/></marker>
@@ -69,9 +71,10 @@ def longest(spans, default) -> tuple:
 
 
 def purpose(event: Event) -> str:
-    """Return what a collective is for, as a key of PURPOSES."""
-    gathers_weights = event.kind == "all_gather" and event.args["group"] == "dp"
-    return "gather" if gathers_weights else event.args["group"]
+    """Return what a collective is for, as a key of PURPOSES. The experts' gradients over expert_dp are gradients too.
+    """
+    group = event.args["group"].removeprefix("expert_")
+    return "gather" if event.kind == "all_gather" and group == "dp" else group
 
 
 class Panel:
@@ -220,7 +223,7 @@ def legend_entries(recordings) -> list[tuple]:
     boxes = [(colour, "", kind.replace("_", " ")) for kind, colour in WORK.items() if kind in kinds]
     boxes += [(f"url(#{name})", colour, NAMES[name]) for name, colour in WAITS.items()]
     boxes += [(colour, "", NAMES[name]) for name, colour in PURPOSES.items() if name in purposes]
-    if purposes & {"tp", "dp", "embedding"}:
+    if purposes & {"tp", "ep", "dp", "embedding"}:
         boxes.append(("#e4e4e4", "", "pale: waiting for the last rank to join"))
     entries = [(partial(box, width=14, height=12, fill=fill, stroke=stroke), name) for fill, stroke, name in boxes]
     if any(map(messages, recordings)):
@@ -296,14 +299,15 @@ def gather(trace: Trace, mesh: Mesh) -> Recording | None:
     dist.gather_object(((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), trace.take(clock_offset())), gathered)
     if gathered is None:
         return None
-    recording = Recording("", *map(list, zip(*gathered)))
+    recording = Recording("", *map(list, zip(*gathered)), mesh.ep)
     begin = recording.begin
     for event in (event for events in recording.ranks for event in events):
         event.begin, event.end = event.begin - begin, event.end - begin
     set_ready_times(recording)
     first, last = recording.steps[0], recording.steps[-1]
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    recording.caption = f"tp {mesh.tp}, pp {mesh.pp}, dp {mesh.dp}: {steps}"
+    experts = f", ep {mesh.ep}" if mesh.ep > 1 else ""
+    recording.caption = f"tp {mesh.tp}, pp {mesh.pp}, dp {mesh.dp}{experts}: {steps}"
     return recording
 
 

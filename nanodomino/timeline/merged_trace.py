@@ -26,11 +26,14 @@ from nanodomino.errors import UserError, require
 from nanodomino.schedules.actions import PASSES as ACTIONS
 
 PASSES = tuple(action.kind for action in ACTIONS)
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 MOMENTS = ("send", "receive")
 AXES = ("stage", "dp", "tp")
-# For each kind of group the axes, as indices in AXES, on which its ranks have the same coordinate.
-SHARED_AXES = {"tp": (0, 1), "dp": (0, 2), "embedding": (1, 2), "world": ()}
+# For each kind of group what its ranks have in common, as a function of ep and a rank's place.
+SHARED = {"tp": lambda ep, stage, dp, tp: (stage, dp), "dp": lambda ep, stage, dp, tp: (stage, tp),
+          "ep": lambda ep, stage, dp, tp: (stage, tp, dp // ep),
+          "expert_dp": lambda ep, stage, dp, tp: (stage, tp, dp % ep),
+          "embedding": lambda ep, stage, dp, tp: (dp, tp), "world": lambda ep, stage, dp, tp: ()}
 
 
 @dataclass
@@ -39,6 +42,7 @@ class Recording:
     caption: str
     places: list[tuple]          # (pp_rank, dp_rank, tp_rank) of each rank
     ranks: list[list[Event]]     # the events of each rank
+    ep: int = 1                  # ep neighbouring replicas share the experts
 
     @property
     def steps(self) -> list[int]:
@@ -143,7 +147,7 @@ def set_ready_times(recording: Recording):
         for event in events:
             if event.kind in COLLECTIVES:
                 group = event.args["group"]
-                call = (group, *(place[axis] for axis in SHARED_AXES[group]), numbers[group])
+                call = (group, *SHARED[group](recording.ep, *place), numbers[group])
                 numbers[group] += 1
                 launched[call] = max(launched[call], event.begin)
                 calls.append((event, call))
@@ -266,7 +270,7 @@ def chrome_trace(recording: Recording) -> dict:
         rows.append(dict(flow, ph="s", pid=sender, ts=send.begin / 1e3))
         rows.append(dict(flow, ph="f", bp="e", pid=receiver, ts=receive.begin / 1e3))
     return {"traceEvents": rows, "displayTimeUnit": "ms",
-            "otherData": {"caption": recording.caption, "places": recording.places}}
+            "otherData": {"caption": recording.caption, "places": recording.places, "ep": recording.ep}}
 
 
 # The args that each kind of event must have, and the types of args.
@@ -282,7 +286,7 @@ def is_possible(event: Event) -> bool:
     return (type(kind) is str and type(args) is dict and all(name in args for name in NEEDED.get(kind, ()))
             and all(type(value) is TYPES[name] for name, value in args.items() if name in TYPES)
             and args.get("slice", 0) >= 0 and 0 <= args.get("chunk", 0) < 1000
-            and (kind not in COLLECTIVES or args["group"] in SHARED_AXES)
+            and (kind not in COLLECTIVES or args["group"] in SHARED)
             and all(0 <= time < 2**63 for time in (event.begin, event.end))
             # Two GPU streams record the begin and the end of a collective, so its end may be the earlier time.
             and (kind != "step" or event.begin < event.end))
@@ -291,7 +295,9 @@ def is_possible(event: Event) -> bool:
 def from_chrome_trace(trace: dict) -> Recording:
     """Convert chrome_trace()'s result back to a recording. Raises UserError if `trace` is anything else."""
     try:
-        recording = Recording(trace["otherData"]["caption"], trace["otherData"]["places"], [])
+        recording = Recording(trace["otherData"]["caption"], trace["otherData"]["places"], [],
+                              trace["otherData"].get("ep", 1))             # older files have none
+        require(type(recording.ep) is int and recording.ep > 0, f"'ep' must be at least 1, but is {recording.ep}")
         recording.ranks = [[] for _ in recording.places]
         require(all(list(map(type, place)) == [int] * len(AXES) for place in recording.places),
                 f"each entry of 'places' must be {len(AXES)} integers")

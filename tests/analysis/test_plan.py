@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import json
-import math
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 from support.fake_world import fake_world
 from support import ROOT
+from support.measured_ranks import ACTIVATIONS, PEAK, check_memory, held_rank
 from support.published_sizes import cluster, machine
 from support.harness import FAMILIES, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +21,7 @@ import train
 from benchmarks import comm, memory, plan
 from benchmarks.common import RandomTokens, config_of, main, parse, seconds_text
 from nanodomino import pipeline
-from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
+from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time, sublayer_memory
 from nanodomino.analysis.sizes import flops_per_token, parameter_count
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
@@ -35,8 +35,6 @@ from nanodomino.schedules.definitions import SCHEDULES, Schedule
 from nanodomino.schedules.simulation import peak_microbatches
 from nanodomino.zero import ZeroOptimizer
 
-ACTIVATIONS = 1e-3       # relative: of the tape every tensor has its term, so another one, or one less, shows
-PEAK = 0.08              # relative: an estimate
 TIME = 4.0               # a factor: on a machine that others use too
 TP8 = dict(tensor_model_parallel_size=8)
 
@@ -104,7 +102,7 @@ def test_peak_number_of_tapes(schedule, fits):
     config = cluster(4, pipeline_model_parallel_size=4, schedule=schedule, global_batch_size=16)
     at = sizes.mesh_at(config)
     (chunk,) = sizes.stage_model(config, at).chunks
-    one = (10 * sum(expected_memory.layer_tape_bytes(config).values())
+    one = (10 * sum(sublayer_memory.layer_tape_bytes(config).values())
            + sum(expected_memory.chunk_ends_tape_bytes(config, at, chunk).values()))
     assert expected_memory.peak_tape_bytes(config, at) == pytest.approx(fits * one)
 
@@ -118,7 +116,7 @@ def test_activations_that_a_layer_keeps(granularity, stream, cut, tp, sequence_p
     """
     config = cluster(8, tensor_model_parallel_size=tp, recompute_granularity=granularity,
                      sequence_parallel=sequence_parallel)
-    kept = expected_memory.layer_tape_bytes(config)
+    kept = sublayer_memory.layer_tape_bytes(config)
     small = sum(kept.pop(name, 0) for name in ("norm statistics", "logsumexp"))
     ours = (stream / tp if sequence_parallel else stream) + cut / tp
     assert sum(kept.values()) == ours * sizes.hidden_bytes(config) > 100 * small
@@ -139,7 +137,7 @@ def test_only_a_gpu_offloads_norm_inputs_to_its_host():
 
 
 def test_split_weight_gradients_need_the_same_memory_with_recomputation():
-    left = [expected_memory.layer_deferred_bytes(cluster(8, **TP8, recompute_granularity=one))
+    left = [sublayer_memory.layer_deferred_bytes(cluster(8, **TP8, recompute_granularity=one))
             for one in GRANULARITIES]
     assert left[0] == left[1] == left[2]
 
@@ -147,9 +145,9 @@ def test_split_weight_gradients_need_the_same_memory_with_recomputation():
 def test_split_weight_gradients_need_as_much_memory_as_the_tape_but_for_small_terms():
     """So delaying weight gradients leaves the peak memory as it is."""
     config = cluster(8, **TP8)
-    kept, left = (sum(found.values()) for found in (expected_memory.layer_tape_bytes(config),
-                                                    expected_memory.layer_deferred_bytes(config)))
-    small = expected_memory.layer_tape_bytes(config)
+    kept, left = (sum(found.values()) for found in (sublayer_memory.layer_tape_bytes(config),
+                                                    sublayer_memory.layer_deferred_bytes(config)))
+    small = sublayer_memory.layer_tape_bytes(config)
     assert kept - left == small["norm statistics"] + small["logsumexp"] < 0.01 * kept
 
 
@@ -458,25 +456,6 @@ def test_a_group_on_several_hosts_uses_the_network():
 
 
 # ---- against ranks that run
-
-def held_rank(config):
-    """Return (measured, predicted) memory and (measured, predicted) traffic of this rank."""
-    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"))
-    model = train.model_builder(config, mesh)
-    optimizer, stage = ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
-    dataset = RandomTokens(config)
-    held = memory.measure(config, mesh, optimizer, stage, dataset)
-    with comm.CollectiveCounter(mesh) as listener:
-        train.train_step(3, stage, optimizer, dataset, config, mesh)
-    expected = expected_traffic.totals_by_group(expected_traffic.step_traffic(config, mesh))
-    return (held, memory.predict(config, mesh)), (listener.counts, expected)
-
-
-def check_memory(held, said, peak=math.inf):
-    assert {name: held[name] for name in memory.STATE} == {name: said[name] for name in memory.STATE}
-    assert held["activations"] == pytest.approx(said["activations"], rel=ACTIVATIONS)
-    assert held["peak"] == pytest.approx(said["peak"], rel=peak)
-
 
 @pytest.mark.parametrize("world_size, changes", [
     (1, dict(slices=2, dtype="bfloat16", hidden_dropout=0.1, attention_dropout=0.1)),

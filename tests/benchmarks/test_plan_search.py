@@ -44,13 +44,15 @@ def every_combination(fixed: dict):
                "micro_batch_size": (1, 2, 4), "slices": (1, 2), "columns": (1, 2, 4),
                "sequence_parallel": (False, True), "zero_stage": (0, 1, 2), "recompute_granularity": GRANULARITIES,
                "checkpoint_in_cpu": (False, True)}
+    if "num_experts" in fixed:
+        choices["expert_model_parallel_size"] = (1, 2, 4)
     chunks = [(name, count) for name, schedule in SCHEDULES.items() for count in (1, 2, 4) if count in schedule.chunks]
     for (name, count), *values in itertools.product(chunks, *((fixed[name],) if name in fixed else of
                                                               for name, of in choices.items())):
-        settings = SMALL | dict(zip(choices, values)) | {"schedule": name, "virtual_stages": count}
-        if settings == settings | fixed:
+        settings = dict(zip(choices, values)) | {"schedule": name, "virtual_stages": count}
+        if all(fixed.get(key, value) == value for key, value in settings.items()):
             with suppress(UserError):
-                yield Config(**settings).resolve(4)
+                yield Config(**SMALL | settings | fixed).resolve(4)
 
 
 def layout_of(config):
@@ -61,7 +63,9 @@ def layout_of(config):
     dict(schedule="1f1b", virtual_stages=1, columns=1, checkpoint_in_cpu=False, tensor_model_parallel_size=2),
     dict(recompute_granularity="none", checkpoint_in_cpu=False, slices=1, columns=1, sequence_parallel=False,
          zero_stage=1),
-    pytest.param({}, marks=pytest.mark.exhaustive)], ids=["options", "schedules", "everything"])
+    dict(num_experts=4, moe_layer_freq=3, disable_bias_linear=True, schedule="1f1b", virtual_stages=1, columns=1,
+         recompute_granularity="none", checkpoint_in_cpu=False, sequence_parallel=False),
+    pytest.param({}, marks=pytest.mark.exhaustive)], ids=["options", "schedules", "experts", "everything"])
 def test_the_search_finds_what_trying_every_combination_finds(fixed):
     """With four sizes of memory: all combinations fit, half of them, a tenth, one. It simulates only some of them."""
     every = [(config, fullest_gpu_bytes(config), sum(step_time.step_seconds(config, SLOW).values()))

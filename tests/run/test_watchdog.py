@@ -3,16 +3,34 @@
 import threading
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanodomino.comm.world import LaunchInfo, collective_timeout
-from nanodomino.mesh import meta_mesh
+from nanodomino.mesh import Mesh, meta_mesh
 from nanodomino.run import watchdog
 from nanodomino.run.watchdog import Watchdog
+
+
+class Group:
+    """A group whose backend is its own name."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def _get_backend(self, device):
+        return SimpleNamespace(name=lambda: "nccl", group=self.backend)
+
+
+def test_the_watchdog_asks_every_group_of_the_mesh_for_errors(monkeypatch):
+    monkeypatch.setattr(watchdog.dist, "group", SimpleNamespace(WORLD=Group("world")))
+    names = [field.name for field in fields(Mesh) if field.name.endswith("_group")]
+    mesh = replace(meta_mesh(1, 1, 1), **{name: Group(name) for name in names})
+    asked = Watchdog(LaunchInfo(), mesh, 1.0).nccl_backends
+    assert [backend.group for backend in asked] == ["world", *names] and {"ep_group", "tp_group"} < {*names}
 
 
 class Event:

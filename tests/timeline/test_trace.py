@@ -296,7 +296,8 @@ def gathered_with_wrong_clocks(seconds):
         dist.barrier()
         with trace.span("step", step=1):
             pass
-        return gather(trace, SimpleNamespace(pp_rank=0, dp_rank=dist.get_rank(), tp_rank=0, pp=1, dp=3, tp=1))
+        return gather(trace, SimpleNamespace(pp_rank=0, dp_rank=dist.get_rank(), tp_rank=0, pp=1, dp=3, tp=1,
+                                             ep=1))
     finally:
         time.perf_counter_ns = right
 
@@ -476,9 +477,27 @@ def test_gathers_over_tp_are_activations_and_gathers_over_dp_are_weights(pool, z
     assert "activations over tp" in words and ("weights over dp" in words) == (zero_stage == 1)
     for events in recording.ranks:
         over_tp = [event for event in of(events, *COLLECTIVES) if event.args["group"] == "tp"]
-        assert {purpose(event) for event in over_tp} == {"tp"} and {event.kind for event in over_tp} == set(COLLECTIVES)
+        assert {purpose(event) for event in over_tp} == {"tp"}
+        assert {event.kind for event in over_tp} == {"all_reduce", "reduce_scatter", "all_gather"}
         exposed, idle = waits(events)
         assert union(exposed + idle) == spans_of(events, "wait"), "each wait is for the wires, or for another rank"
+
+
+def test_all_to_alls_meet_within_ep_and_gradients_of_experts_over_expert_dp(pool):
+    """Each rank records as many collectives of a group as the ranks it meets. A wait ends when the last has joined."""
+    recording = record(pool, 4, num_experts=4, disable_bias_linear=True, data_parallel_size=4, num_layers=2,
+                       expert_model_parallel_size=2, slices=2, zero_stage=1)
+    assert recording.ep == 2 and from_chrome_trace(json.loads(json.dumps(chrome_trace(recording)))).ep == 2
+    for rank, events in enumerate(recording.ranks):
+        assert {event.args["group"] for event in of(events, "all_to_all")} == {"ep"}
+        for group, other in (("ep", rank ^ 1), ("expert_dp", rank ^ 2)):
+            met = [[event for event in found if event.args.get("group") == group and event.kind in COLLECTIVES]
+                   for found in (events, recording.ranks[other])]
+            assert met[0] and [event.args["ready"] for event in met[0]] == [
+                max(own.begin, others.begin) for own, others in zip(*met, strict=True)]
+    words = texts(picture([recording]))
+    assert {"rows for experts over ep", "gradients over dp", "weights over dp"} <= {*words}
+    assert any("dp 4, ep 2" in word for word in words)
 
 
 def test_the_picture_names_the_slices():

@@ -1,0 +1,210 @@
+"""Lists what a tape keeps of one sublayer and one microbatch, in bytes: of attention, of an MLP, of experts.
+
+overlap/recompute.py says what recomputation drops. In full recomputation only the norm's input x is left of attention
+and MLP. Experts also keep their rows and results, because they travelled: recomputing them would repeat an all-to-all.
+
+    tensors of a layer's experts            bytes                      a token's k experts get k copies of its row
+    rows, results                           k X each                   in full recomputation too
+    before and after the activation         k ffn/h X/t each           SwiGLU: 2 k ffn/h X/t before
+    router, row order                       a few numbers per token and expert
+
+**Balanced load is assumed.** A rank with popular experts receives more rows than others, and keeps more.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanodomino.analysis.sizes import (bytes_per_element, bytes_per_main_element, hidden_bytes, residual_bytes,
+                                       slice_count, tokens_per_microbatch)
+from nanodomino.config.config import Config
+from nanodomino.layers.activations import ACTIVATIONS
+from nanodomino.layers.attention import Attention
+from nanodomino.layers.mlp import MLP
+from nanodomino.layers.moe import MoE
+from nanodomino.layers.norms import NORMALIZATIONS
+from nanodomino.layers.sublayer import Sublayer
+from nanodomino.layers.varlen import fits_varlen
+from nanodomino.overlap.recompute import GRANULARITIES
+
+
+@dataclass
+class InsideTape:
+    """Holds {name: bytes} of what a tape keeps of a sublayer's inside, for one microbatch.
+
+    kept       in any case
+    column     the outputs of the column-parallel matmuls; full recomputation drops them
+    core       what the core keeps, and its output; selective recomputation drops this too
+    deferred   what weight gradients in a later action need
+    working    the peak bytes of other tensors in backward, estimated; 0 if another sublayer of each layer has more
+    """
+    kept: dict[str, float]
+    column: dict[str, float]
+    core: dict[str, float]
+    deferred: dict[str, float]
+    working: float = 0.0
+
+    def recomputed(self, config: Config) -> float:
+        """Return the bytes that backward recomputes of h and inside, for one microbatch."""
+        dropped = GRANULARITIES[config.recompute_granularity]
+        return (sum(self.core.values()) * ("activation" in dropped)
+                + (hidden_bytes(config) + sum(self.column.values())) * ("h" in dropped))
+
+
+def attention_tape(config: Config) -> InsideTape:
+    e, w, t, n = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config)
+    x, (q, k) = hidden_bytes(config), query_and_key_bytes(config)
+    probabilities = n * config.seq_length * config.num_attention_heads // t                # elements, not bytes
+    core = {"context": q / t}                                                              # the row-parallel input
+    if config.qk_layernorm:
+        heads = config.num_attention_heads + config.num_query_groups
+        v = k if config.attention_dropout else 0               # then v has a copy of its own, besides the one in qkv
+        core["q, k before norms"] = (q + k + v + n * heads * norm_statistics_bytes(config)) / t
+    elif k < q and not config.rope and not config.attention_dropout:
+        core["q by head"] = q / t                              # a copy, because qkv is stored group by group
+    if k < q and config.device == "cuda" and not config.attention_dropout and (has_attention_bias(config) or e > 2):
+        core["keys, values of each head"] = 2 * q / t          # see fused_attention in layers/attention.py
+    if config.attention_dropout:                               # unfused: probabilities, dropout mask, their product
+        # Each slice keeps a causal mask, unless the documents' attention bias replaces it (document_tape_bytes).
+        causal_masks = 0 if has_attention_bias(config) else slice_count(config) * config.seq_length ** 2
+        core["attention dropout"] = (2 * e + w) * probabilities + causal_masks + (2 * q / t if k < q else 0)
+    else:                                                      # from this, fused attention recomputes probabilities
+        core["logsumexp"] = w * n * config.num_attention_heads // t
+    return InsideTape({}, {"qkv": (q + 2 * k) / t}, core, {
+        "column-parallel inputs": x, "gradients of row-parallel outputs": x, "context": q / t,
+        "gradient of qkv": (q + 2 * k) / t})
+
+
+def mlp_tape(config: Config) -> InsideTape:
+    x, (before, after) = hidden_bytes(config), activation_bytes(config, activated_features(config, MLP))
+    return InsideTape({}, {"mlp before activation": before}, {"mlp after activation": after}, {
+        "column-parallel inputs": x, "gradients of row-parallel outputs": x, "mlp after activation": after,
+        "gradient before activation": before}, working=2 * x + after + before)
+
+
+def experts_tape(config: Config) -> InsideTape:
+    x, k, slices = hidden_bytes(config), config.moe_router_topk, slice_count(config)
+    before, after = activation_bytes(config, k * config.moe_ffn_hidden_size)
+    # Gradients of x, y and h; of results and rows, before and after they travel, and sorted; then within the experts.
+    # With ep > 1, each slice holds its rows until they have arrived.
+    rows = 3 * k * x + k * x / slices if config.ep > 1 else 3 * k * x / slices
+    matmuls = max(before + after, before + 2 * k * x, 2 * after if config.device == "cpu" else 0)
+    tape = InsideTape(
+        {"experts' rows": k * x, "experts' results": k * x, "router": router_tape_bytes(config),
+         "row order": 4 * 8 * k * tokens_per_microbatch(config)},
+        {"experts before activation": before}, {"experts after activation": after},
+        {"experts' rows": k * x, "gradients of experts' results": k * x, "experts after activation": after,
+         "gradient before activation": before}, working=3 * x + rows + matmuls / slices)
+    if width := config.moe_shared_expert_intermediate_size:
+        before, after = activation_bytes(config, width)
+        tape.column["shared expert before activation"] = before
+        tape.core["shared expert after activation"] = after
+        tape.deferred |= {"column-parallel inputs": x, "gradients of row-parallel outputs": x,
+                          "shared expert after activation": after, "gradient before its activation": before}
+        tape.working += before
+    return tape
+
+
+INSIDES: dict[type, Callable] = {Attention: attention_tape, MLP: mlp_tape, MoE: experts_tape}
+
+
+def router_tape_bytes(config: Config) -> float:
+    """Return the bytes of a Routing, with what its autograd graph keeps from the logits to weights and losses."""
+    w, n, count, k = (bytes_per_main_element(config), tokens_per_microbatch(config), config.num_experts,
+                      config.moe_router_topk)
+    if config.moe_router_score_function == "sigmoid":          # the scores, and the sums that they are divided by
+        scores = count + 1 + (k + 1 if k > 1 else 0)
+    else:
+        scores = count if config.moe_router_pre_softmax else k
+    numbers = count + scores + k + count + 1                   # logits, scores, weights; the losses: scores, log of sum
+    return (n * (w * numbers + 8 * k)                          # 8 k: the numbers of the chosen experts
+            + w * config.micro_batch_size * count + 8 * count * slice_count(config))       # shares, counts
+
+
+def query_and_key_bytes(config: Config) -> tuple[int, int]:
+    """Return the bytes of q and of k of a microbatch, each summed over all tp ranks. v is as large as k."""
+    column = bytes_per_element(config) * tokens_per_microbatch(config)
+    q, k = (column * heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))
+    return q, k
+
+
+def activated_features(config: Config, kind: type) -> int:
+    """Return the width of a token's activations in MLP or MoE, summed over all tp ranks."""
+    if kind is MLP:
+        return config.ffn_hidden_size
+    return config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
+
+
+def activation_bytes(config: Config, width: int) -> tuple[float, float]:
+    """Return a rank's bytes of a microbatch's tensors before and after an activation function of `width` features."""
+    after = bytes_per_element(config) * tokens_per_microbatch(config) * width / config.tp
+    return ACTIVATIONS[config.activation].inputs * after, after
+
+
+# ---- sums over sublayers
+
+def sublayers_of(config: Config, layer: int) -> list[type]:
+    """Return the classes of a layer's two sublayers."""
+    return [Attention, MoE if config.has_experts(layer) else MLP]
+
+
+def tape_bytes(config: Config, sublayers: list[Sublayer]) -> float:
+    """Return the bytes that a tape keeps for these sublayers and one microbatch."""
+    return sum(count * sum(sublayer_tape_bytes(config, kind).values())
+               for kind, count in Counter(map(type, sublayers)).items())
+
+
+def deferred_bytes(config: Config, sublayers: list[Sublayer]) -> float:
+    """Return the bytes that a tape keeps for these sublayers' weight gradients; see layer_deferred_bytes()."""
+    return sum(count * sum(INSIDES[kind](config).deferred.values())
+               for kind, count in Counter(map(type, sublayers)).items())
+
+
+def layer_tape_bytes(config: Config, layer=0) -> dict[str, float]:
+    """Return {name of tensors: bytes} of what a tape keeps for one layer and one microbatch. Layers count from 0.
+
+    With recomputation the tape keeps less, and backward recomputes the rest (overlap/recompute.py).
+    """
+    return sum((Counter(sublayer_tape_bytes(config, kind)) for kind in sublayers_of(config, layer)), Counter())
+
+
+def sublayer_tape_bytes(config: Config, kind: type) -> dict[str, float]:
+    """Return layer_tape_bytes() of one sublayer. kind: a key of INSIDES."""
+    inside, residual, n = INSIDES[kind](config), residual_bytes(config), tokens_per_microbatch(config)
+    dropped = GRANULARITIES[config.recompute_granularity]
+    kept = {} if offloads_to_host(config) else {"norm inputs": residual}
+    kept |= {"norm statistics": n * norm_statistics_bytes(config) / config.sequence_shards, **inside.kept}
+    if "h" in dropped:
+        return kept
+    kept |= {"column-parallel inputs": residual, **inside.column}
+    if config.hidden_dropout:
+        kept["hidden dropout"] = bytes_per_main_element(config) * n * config.hidden_size / config.sequence_shards
+    return kept if "activation" in dropped else kept | inside.core
+
+
+def layer_deferred_bytes(config: Config, layer=0) -> dict[str, float]:
+    """Return {name: bytes} of what a tape keeps for a layer's weight gradients once its input gradients are computed.
+
+    These are the inputs and the output gradients of all matmuls. They matter for schedules that split backward, such
+    as zb-h1. Recomputation and sequence parallelism do not make them smaller.
+    """
+    return sum((Counter(INSIDES[kind](config).deferred) for kind in sublayers_of(config, layer)), Counter())
+
+
+def has_attention_bias(config: Config) -> bool:
+    """Return whether an attention bias keeps attention within documents. GPUs before Ampere always need one, but here
+    count as newer GPUs (layers/varlen.py)."""
+    return config.reset_attention_mask and not (config.device == "cuda" and fits_varlen(config))
+
+
+def norm_statistics_bytes(config: Config) -> int:
+    """Return the bytes per token that a norm keeps besides its input, such as mean and inverse standard deviation."""
+    e, w = bytes_per_element(config), bytes_per_main_element(config)
+    return NORMALIZATIONS[config.normalization].statistics_bytes(e, w, config.device == "cuda")
+
+
+def offloads_to_host(config: Config) -> bool:
+    """Return whether norm inputs are moved to the host's memory. A CPU run ignores --checkpoint-in-cpu."""
+    return config.offloads_to_host and config.device == "cuda"
+
+
