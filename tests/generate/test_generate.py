@@ -25,6 +25,7 @@ from support.jobs import LAUNCHER, ROOT, TINY, make_corpus, needs_proc, wait_unt
 from support.fork_server import launcher_environments
 from support.harness import END_OF_TEXT, FAMILIES, build, count_documents, sizes_of, tiny, weights_and_data
 from support.reference import ReferenceGPT, random_weights
+from support.train_in_pool import train_in_pool
 
 from nanodomino.config.config import Config
 from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
@@ -81,6 +82,30 @@ def test_generated_text_does_not_depend_on_the_layout(pool, schedule):
     assert pool.run(generate_rank, several, weights, world_size=4) == [alone] * 4
 
 
+EXPERTS = dict(num_experts=4, disable_bias_linear=True, moe_ffn_hidden_size=12)
+
+
+@pytest.mark.parametrize("tp, pp, dp, ep", [(1, 1, 4, 4), (2, 2, 2, 2)])
+def test_replicas_that_share_experts_generate_the_same_text(pool, tp, pp, dp, ep):
+    """One by one, the tokens of each replica visit the experts of the others."""
+    weights, _ = weights_and_data(tiny(1, **EXPERTS), 1)
+    (alone,) = pool.run(generate_rank, tiny(1, **EXPERTS), weights, world_size=1)
+    assert len(set(map(tuple, alone))) == 3
+    several = tiny(tp * pp * dp, **EXPERTS, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+                   expert_model_parallel_size=ep)
+    assert pool.run(generate_rank, several, weights, world_size=tp * pp * dp) == [alone] * (tp * pp * dp)
+
+
+def test_the_sample_of_expert_parallel_ranks_is_what_one_process_generates_from_their_checkpoint(pool, tmp_path):
+    make_corpus(tmp_path)
+    run = ("--run-dir", tmp_path / "run", "--num-experts", 4, "--disable-bias-linear", "--dtype", "float64",
+           "--train-iters", 2, "--micro-batch-size", 4, "--sample-tokens", 30, "--temperature", 2)
+    trained = train_in_pool(pool, tmp_path, *run, "--tp", 1, "--ep", 4, world_size=4)
+    loaded = train_in_pool(pool, tmp_path, *run, "--ep", 1)
+    texts = [ended.output.partition("---- a sample")[2] for ended in (trained, loaded)]
+    assert "has already done 2 steps" in loaded.output and len(texts[0]) > 100 and texts[0] == texts[1]
+
+
 def greedy_rank(config, weights, prompts):
     mesh, model, _, _ = build(config, weights)
     return [generate(model, mesh, prompt, 14, 20, temperature=0.0) for prompt in prompts]
@@ -119,12 +144,15 @@ def documents_rank(config, weights, prompts):
 RESETS = dict(both=(True, True), positions=(True, False), attention=(False, True), neither=(False, False))
 
 
+GENERATING = FAMILIES | dict(mixtral=FAMILIES["llama"] | EXPERTS)
+
+
 @pytest.mark.parametrize("family, resets", [
     pytest.param(family, resets, id=f"{family}-{name}", marks=[] if i % len(RESETS) == j else pytest.mark.exhaustive)
-    for i, family in enumerate(FAMILIES) for j, (name, resets) in enumerate(RESETS.items())])
+    for i, family in enumerate(GENERATING) for j, (name, resets) in enumerate(RESETS.items())])
 def test_every_family_generates_what_the_plain_model_does_within_documents(pool, family, resets):
     """The prompts contain several documents; with and without a cache, over shards and stages, in sliding windows."""
-    options = FAMILIES[family] | dict(reset_position_ids=resets[0], reset_attention_mask=resets[1],
+    options = GENERATING[family] | dict(reset_position_ids=resets[0], reset_attention_mask=resets[1],
                                        untie_embeddings_and_output_weights=True)
     config, draw = tiny(1, **options), random.Random(family)
     weights = {name: weight * (3 if weight.dim() > 1 else 1)
