@@ -426,7 +426,8 @@ class Config:
                 f"num-query-groups is {groups}; try --num-query-groups {largest_divisor(heads, heads // 2) or 1}")
         default_tp, default_pp = 1, 1
         if self.tp is None and self.pp is None:
-            ranks_per_replica = world_size // self.dp if self.dp else 4 if world_size % 4 == 0 else world_size
+            most = max(world_size // self.ep, 1)               # with ep replicas
+            ranks_per_replica = world_size // self.dp if self.dp else 4 if most % 4 == 0 else most
             default_tp, default_pp = DEFAULT_LAYOUTS.get(ranks_per_replica, (1, 1))
         tp, pp = self.tp or math.gcd(default_tp, groups), self.pp or default_pp
         dp = self.dp or max(world_size // (tp * pp), 1)

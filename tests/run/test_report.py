@@ -243,6 +243,14 @@ def test_every_preset_starts_without_a_layout_on_up_to_eight_processes(model):
         assert config.num_query_groups % config.tp == 0
 
 
+@pytest.mark.parametrize("processes, ep, layout", [(2, 2, (1, 1, 2)), (8, 2, (2, 2, 2)), (8, 4, (2, 1, 4)),
+                                                   (8, 8, (1, 1, 8)), (16, 2, (2, 2, 4))])
+def test_the_default_layout_has_as_many_replicas_as_share_the_experts(processes, ep, layout):
+    config = Config(model="nano-moe", expert_model_parallel_size=ep, given=("expert_model_parallel_size",)).resolve(
+        processes)
+    assert (config.tp, config.pp, config.dp) == layout
+
+
 def lines_of(*steps) -> list[bytes]:
     return [b'{"step": %d, "loss": 1.0}\n' % step for step in steps]
 
