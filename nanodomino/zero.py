@@ -76,7 +76,7 @@ class StepResult:
     skipped: bool        # the loss or a gradient was not finite, so no weight has changed
     stop: bool           # at least one rank wants to stop
     loss_scale: float    # the scale that this step used
-    statistics: list[float]    # GPT.statistics, flat; often []
+    statistics: tuple[float]   # GPT.statistics, flat; often ()
 
 
 class ZeroOptimizer:
@@ -232,7 +232,7 @@ class ZeroOptimizer:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if not skipped:
             self.update(learning_rate, grad_norm, 1.0 / (tokens * scale))
-        return StepResult(loss_sum / tokens, grad_norm, skipped, stops > 0, scale, statistics)
+        return StepResult(loss_sum / tokens, grad_norm, skipped, stops > 0, scale, tuple(statistics))
 
     def sum_over_world(self, totals, stop=False):
         """Return [loss sum, tokens, sum of squared gradients, ranks that want to stop, *statistics of the model],
