@@ -8,6 +8,7 @@ of one activation [b, s, h], and d the data parallel size.
     model state, fp32 training                      8 + 8/d per parameter            here with fp32 gradients
       ZeRO-2, 16-bit; fp32                          2 + 16/d; 4 + 12/d; plus the     1910.02054, section 5.2
                                                     buckets being filled or reduced
+      experts                                       the same with d/ep instead of d  see optim/parameters.py
     activations of a layer and microbatch           4 X + (4 + 2 ffn/h) X/t          2205.05198, section 4, for this
       selective recomputation                       4 X + (3 + ffn/h) X/t            model's layers; norm statistics
       full recomputation                            2 X, on the GPU or on its host   and log-sum-exp come on top
@@ -17,7 +18,8 @@ of one activation [b, s, h], and d the data parallel size.
     microbatches in flight on stage r               1F1B: min(m, p - r)              2104.04473, section 2.2; counted in
                                                                                      the schedule's actions
 
-Model state and activations are exact. Working memory (temporary tensors) is an estimate, so the peak is one too, within
+Model state and activations are exact, except that activations of experts assume that all experts are chosen equally
+often (sublayer_memory.py). Working memory (temporary tensors) is an estimate, so the peak is one too, within
 a few percent.
 """
 
@@ -287,13 +289,13 @@ def pair_working_bytes(config: Config, mesh: Mesh, sublayers: int) -> float:
 
     sublayers: how many sublayers the pair's forward is ahead of its backward. The forward's tape has grown by these,
     but the backward's tape has not shrunk by them yet. The temporary tensors of the forward are about 4 X, and with
-    expert parallelism the rows in flight, sent and received. Embedding and head each take one turn, like a sublayer.
+    expert parallelism its rows: sent, received, sorted. Embedding and head each take one turn, like a sublayer.
     """
     if all(len(action.halves) == 1 for action in stage_actions(config, mesh)):
         return 0
     kept = [tape_bytes(config, [sublayer]) for sublayer in stage_model(config, mesh).chunks[0].sublayers]
-    rows_in_flight = 2 * config.moe_router_topk * (config.ep > 1)
-    return (4 + rows_in_flight) * hidden_bytes(config) + sum(kept[:max(sublayers, 0)])
+    rows = 3 * config.moe_router_topk * (config.ep > 1)
+    return (4 + rows) * hidden_bytes(config) + sum(kept[:max(sublayers, 0)])
 
 
 @linear_in_microbatches(SETTLED)

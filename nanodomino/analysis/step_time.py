@@ -165,6 +165,7 @@ class Cost:
     copies: float = 0.0          # copies between GPU and host
     reduces: float = 0.0         # gradient reductions over dp; the action takes at least as long
     slowing: float = 0.0         # how much longer compute takes while the collectives are in flight
+    exchanges: float = 0.0       # the part of communication that columns do not cut: the all-to-alls of experts
 
 
 def action_seconds(config: Config, *halves: Cost) -> float:
@@ -179,7 +180,8 @@ def action_seconds(config: Config, *halves: Cost) -> float:
     columns = expected_traffic.column_count(config.columns, config.hidden_size)
 
     def one_slice(half):
-        waiting = max(half.communication / columns, half.communication - (1 - 1 / columns) * half.compute / 2)
+        cut = half.communication - half.exchanges
+        waiting = half.exchanges + max(cut / columns, cut - (1 - 1 / columns) * half.compute / 2)
         return (half.compute + max(waiting, half.independent)) / sizes.slice_count(config)
 
     return max(sum(half.compute + half.independent + half.slowing for half in halves),
@@ -200,21 +202,24 @@ def action_costs(config: Config, machine: Machine, mesh: Mesh, keeps_up=False) -
     each_reduction = data_parallel_seconds(config, machine, mesh)[0] if keeps_up else 0.0
     for number, chunk in enumerate(sizes.stage_model(config, mesh).chunks):
         dense, head, attention = (count / machine.matmul_rate for count in forward_flops(config, mesh, chunk))
-        traffic = (expected_traffic.tensor_parallel_traffic(config, mesh, [chunk])
-                   + expected_traffic.expert_parallel_traffic(config, mesh, [chunk]))
-        forward, backward = (communication_seconds(config, machine, mesh, [collective for collective in traffic
-                                                                           if collective.backward == is_backward])
-                             / config.microbatches for is_backward in (False, True))
+        tensor, experts = ([communication_seconds(config, machine, mesh, [
+            collective for collective in traffic if collective.backward == is_backward]) / config.microbatches
+            for is_backward in (False, True)] for traffic in (
+                expected_traffic.tensor_parallel_traffic(config, mesh, [chunk]),
+                expected_traffic.expert_parallel_traffic(config, mesh, [chunk])))
+        forward, backward = map(sum, zip(tensor, experts))
         moved, moved_back, again = (size / machine.elementwise_rate for size in elementwise_bytes(config, mesh, chunk))
         recomputed = recomputed_flops(config, mesh, chunk) / machine.matmul_rate + again
         copies, reduces = len(chunk.sublayers) * copied, shares[number] * each_reduction
         # Attention has no weights, so both of its matmuls in backward are for input gradients.
         gradients = dense + head + 2 * attention + moved_back
         slow, slow_back = (machine.overlap_slowdown * seconds for seconds in (forward, backward))
-        found |= {("forward", number): Cost(dense + head + attention + moved, forward, copies=copies, slowing=slow),
+        found |= {("forward", number): Cost(dense + head + attention + moved, forward, copies=copies, slowing=slow,
+                                            exchanges=experts[0]),
                   ("backward", number): Cost(gradients, backward, dense + head + recomputed, copies, reduces,
-                                             slow_back),
-                  ("input_backward", number): Cost(gradients, backward, head + recomputed, copies, slowing=slow_back),
+                                             slow_back, experts[1]),
+                  ("input_backward", number): Cost(gradients, backward, head + recomputed, copies, slowing=slow_back,
+                                                   exchanges=experts[1]),
                   ("weight_backward", number): Cost(dense, reduces=reduces)}
     return found
 

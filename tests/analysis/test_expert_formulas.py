@@ -123,6 +123,17 @@ def test_slices_hide_fast_all_to_alls(slices, hidden):
     assert step_time.action_seconds(config, cost) == pytest.approx(cost.compute + (not hidden) * cost.communication)
 
 
+def test_columns_hide_no_all_to_all():
+    plain, cut = (moe(16, **EP2, tensor_model_parallel_size=2, micro_batch_size=1, slices=1, columns=columns)
+                  for columns in (1, 4))
+    one, at = machine(matmul_rate=1e12, intra_host_rate=1e10), sizes.mesh_at(plain)
+    waited = [step_time.action_seconds(config, cost) - cost.compute for config in (plain, cut)
+              for cost in [step_time.action_costs(config, one, at)["forward", 0]]]
+    cost = step_time.action_costs(plain, one, at)["forward", 0]
+    assert 0 < cost.exchanges < cost.communication and waited[0] == pytest.approx(cost.communication)
+    assert waited[1] == pytest.approx(cost.exchanges + (cost.communication - cost.exchanges) / 4)
+
+
 def test_a_step_takes_as_long_as_slow_all_to_alls():
     config = moe(8, expert_model_parallel_size=8, micro_batch_size=2, slices=2, zero_stage=0, global_batch_size=16)
     one, at = machine(inter_host_rate=1e9, intra_host_rate=1e9, ranks_per_host=4), sizes.mesh_at(config)
