@@ -3,9 +3,9 @@
     parameters, gradients,    bytes of the model, the flat buckets and the optimizer, with padding. They must equal
     optimizer                 the formulas
     activations               peak bytes of all tensors that the tapes keep alive, including those that autograd saved
-    host                      with --checkpoint-in-cpu on CUDA: peak bytes that the tapes keep in the host's memory
                               With experts they depend on the tokens: the formulas assume that all experts are chosen
                               equally often, and a rank with popular experts keeps more
+    host                      with --checkpoint-in-cpu on CUDA: peak bytes that the tapes keep in the host's memory
     peak                      peak bytes of all tensors, also temporary ones. On CUDA the allocator counts them, on the
                               CPU a dispatch mode. For the peak the formula is only an estimate
 

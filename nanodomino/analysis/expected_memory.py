@@ -19,8 +19,8 @@ of one activation [b, s, h], and d the data parallel size.
                                                                                      the schedule's actions
 
 Model state and activations are exact, except that activations of experts assume that all experts are chosen equally
-often (sublayer_memory.py). Working memory (temporary tensors) is an estimate, so the peak is one too, within
-a few percent.
+often (sublayer_memory.py). Working memory (temporary tensors) is an estimate, so the peak is one too, within a few
+percent.
 """
 
 from dataclasses import replace

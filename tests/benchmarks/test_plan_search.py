@@ -106,6 +106,14 @@ def test_no_step_is_faster_than_its_lower_bound(schedule, chunks):
         assert lower_bound(config, fast) == pytest.approx(sum(step_time.step_seconds(config, fast).values()), rel=1e-3)
 
 
+def test_a_bound_tells_stages_with_wide_experts_from_others():
+    """Layers 0, 3 and 6 have experts, so the third of four stages has none."""
+    config = Config(**SMALL | dict(num_layers=8, num_experts=4, moe_layer_freq=3, moe_ffn_hidden_size=2048),
+                    disable_bias_linear=True, tensor_model_parallel_size=1, pipeline_model_parallel_size=4).resolve(4)
+    fast = machine(matmul_rate=1e12)
+    assert lower_bound(config, fast) <= sum(step_time.step_seconds(config, fast).values()) * (1 + 1e-9)
+
+
 def test_a_bound_holds_for_all_further_choices():
     """From tp and pp to the simulation. With fast wires, sequence parallelism is faster: it divides the norms."""
     fast = dataclasses.replace(SLOW, intra_host_rate=1e12, inter_host_rate=1e12, latency=0.0)
