@@ -93,6 +93,8 @@ def next_token(cache: KeyValueCache, mesh: Mesh, new, vocab_size: int, temperatu
         token[0] = sample_token(logits[0, 0], temperature, top_k, generator)
     if mesh.pp > 1:
         dist.broadcast(token, mesh.stage_rank(placement.location(placement.last)[0]), group=mesh.pp_group)
+    if mesh.ep > 1:              # rounding may differ between replicas, but those that share experts must stay together
+        dist.broadcast(token, group=mesh.ep_group, group_src=0)
     return int(token)
 
 

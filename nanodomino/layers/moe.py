@@ -1,4 +1,4 @@
-"""Mixture of experts: an MLP with E sets of weights (the experts), of which each token uses k (2101.03961).
+"""Mixture of experts: an MLP with E sets of weights (the experts), of which each token uses k (1701.06538).
 
 A model with more experts has more parameters, but a token costs the same. With expert parallelism (ep), ep replicas
 share the experts: each holds E/ep of them, and the tokens travel. For example 4 experts on ep = 2 replicas, k = 2:
@@ -19,20 +19,22 @@ share the experts: each holds E/ep of them, and the tokens travel. For example 4
 sends. Its backward is an all-to-all in the other direction, so a layer has four large ones per microbatch.
 
 **What hides what.** A slice yields after it has launched its dispatch, and again after it has launched its combine. In
-the meantime the other slice computes: the dispatch of slice a is hidden by the attention of slice b, and the combine of
-slice a by the experts of slice b. Shared experts, which every token uses, compute while the rows travel. The counts are
-not hidden: the host must read them before it can launch the dispatch. They are only E numbers, and they travel on a
-process group of their own, because on the same group they would queue behind the other slice's rows.
+the meantime the other slice computes. Without tensor parallelism, the dispatch of slice a is hidden by the attention of
+slice b, and the combine of slice a by the experts of slice b. With tensor parallelism attention ends in a reduce, where
+the slice yields too, so less hides a dispatch. A shared expert computes its output while the combine is in flight, and
+its gradients while the rows' gradients are. The counts are not hidden: the host must read them before it can launch the
+dispatch. They are only E numbers, and they travel on a process group of their own, because on the same group they would
+queue behind the other slice's rows.
 
 **Dropless.** Some systems give each expert a capacity and drop the rows beyond it. Then the dropped rows depend on
 which tokens share a microbatch, slice and replica, so the layout would show in the loss. Here every row is computed,
 however unevenly the tokens choose.
 
 **Tensor parallelism.** An expert's features are cut over tp like an MLP's, so a rank's y is an addend, and the usual
-reduce completes it. Each tp rank exchanges rows with the tp ranks of the same number on other replicas.
+reduce completes it. Each rank exchanges rows with the ranks of its own tp_rank on the other replicas.
 
 The loop over experts in grouped_linear() is the definition. On GPUs in bfloat16, torch's grouped_mm multiplies all
-groups of rows in one kernel. On CPUs that is no faster.
+groups of rows in one kernel. On CPUs one kernel would be no faster.
 """
 
 from dataclasses import dataclass
@@ -71,8 +73,10 @@ class Dispatch:
 
 
 def plan_dispatch(experts, counts, received_counts) -> Dispatch:
-    """Plan the rows' way. experts [b, s, k]; counts [ep, E/ep]: this rank's rows for each expert of each ep rank;
-    received_counts [ep, E/ep]: the rows from each ep rank for each local expert. The host waits for both counts here.
+    """Compute where each row goes and in which order. The host waits for the counts here.
+
+    experts [b, s, k]; counts [ep, E/ep]: this rank's rows for each expert of each ep rank; received_counts [ep, E/ep]:
+    the rows from each ep rank for each local expert.
     """
     ep, local = counts.shape
     offsets = received_counts.sum(0).cumsum(0, dtype=torch.int32)
@@ -92,15 +96,17 @@ def inverse(permutation):
 
 def grouped_linear(x, weights, dispatch: Dispatch):
     """Return x_e W_e^T for each local expert e. x [r, in]: rows sorted by expert; weights [experts, out, in]."""
-    if has_grouped_kernel(x):
+    if has_grouped_kernel(x, weights):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=dispatch.offsets)
     ends = dispatch.ends
     return torch.cat([F.linear(x[start:end], weight) for start, end, weight in zip([0, *ends], ends, weights)])
 
 
-def has_grouped_kernel(x) -> bool:
-    """Return whether torch multiplies all groups of rows in one kernel: on GPUs from Ampere on, in bfloat16."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and len(x) and torch.cuda.get_device_capability(x.device) >= (8, 0)
+def has_grouped_kernel(x, weights) -> bool:
+    """Return whether torch multiplies all groups of rows in one kernel: on GPUs from Ampere on, in bfloat16, if rows of
+    x and of the weights are aligned to 16 bytes."""
+    return (x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0 and x.size(-1) % 8 == weights.size(1) % 8 == 0
+            and torch.cuda.get_device_capability(x.device) >= (8, 0))
 
 
 class ExchangeRows(torch.autograd.Function):
@@ -230,6 +236,7 @@ class MoEInside:
         flights = ops.exchange(slice, self.site, rows, dispatch.sent, dispatch.received, self.group)
         yield from ops.yield_if_in_flight(flights)
         rows = ops.wait(slice, self.site, flights)[dispatch.by_expert]
+        del flights                                            # free the rows that were sent
         tape = MoETape(routing, dispatch, rows, None, None, None, None)
         tape.column_output = self.column(ops, slice, rows, dispatch), shared
         tape.core = tape.column_output
@@ -286,6 +293,7 @@ class MoEInside:
             matmuls = [(w2, grad_y, tape.activation[1]), (w1, grad_c, h)]
         yield from ops.yield_if_in_flight(flights)
         grad_out = ops.wait(slice, self.site, flights)[dispatch.by_expert]
+        del flights
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
             grad_c = self.activation.backward(
                 grouped_linear(grad_out, self.w2.transpose(1, 2), dispatch), tape.core[0])

@@ -12,8 +12,9 @@
 **Balance.** Without a counterweight, a router soon sends most tokens to a few experts. Three remedies, where f_e is the
 share of a sample's s k choices that expert e received, and P_e its mean probability over the sample:
 
-    auxiliary loss   coefficient x E x sum over e of f_e P_e (2101.03961, section 2.2). It is 1 x coefficient if all
-                     experts are chosen equally often, and larger otherwise. f_e has no gradient, P_e has
+    auxiliary loss   coefficient x E x sum over e of f_e P_e (2101.03961, section 2.2). It is the coefficient if all
+                     experts are chosen equally often, and grows if those chosen most often also have the largest
+                     probabilities. f_e has no gradient, P_e has
     z-loss           coefficient x mean over tokens of (log of the sum of exp(logits))^2 (2202.08906, section 3.2)
     expert bias      added to the scores for the choice only, not for the weights. After each step it grows by a fixed
                      rate for experts that were chosen less often than the mean, and shrinks for others (2408.15664)
@@ -129,7 +130,7 @@ class Router(nn.Module):
         (grad_logits,) = torch.autograd.grad([routing.weights, routing.loss], routing.logits, [grad_weights, scale])
         add_weight_gradient(main_grad_of(self.weight), grad_logits, h.to(grad_logits.dtype))
         if self.expert_bias is not None and self.counts_here:
-            # E x (count - mean) rather than count - mean, because integers are exact
+            # E x (count - mean) rather than count - mean, because integers are exact (in fp32 below 2^24)
             excess = self.num_experts * routing.counts - routing.counts.sum()
             add_gradients([self.expert_bias], [excess.to(main_grad_of(self.expert_bias).dtype)])
         return (grad_logits @ self.weight.to(grad_logits.dtype)).to(h.dtype)
