@@ -23,7 +23,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanodomino.analysis.hardware import find_peak_flops, peak_memory
-from nanodomino.analysis.sizes import flops_per_token, parameter_count
+from nanodomino.analysis.sizes import active_parameter_count, flops_per_token, parameter_count
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
@@ -79,7 +79,8 @@ class Report:
     def describe(self, first_step: int):
         """Print the model, the batch, the rank grid and the schedule."""
         config, mesh = self.config, self.mesh
-        print(f"nanodomino: model {config.model}, {parameter_count(config):,} parameters, {config.dtype} on "
+        active = f" ({active_parameter_count(config):,} active)" if config.num_experts else ""
+        print(f"nanodomino: model {config.model}, {parameter_count(config):,} parameters{active}, {config.dtype} on "
               f"{mesh.device.type}; {self.corpus.tokens['train']:,} training tokens from {self.corpus.path}")
         print(f"global batch {config.global_batch_size} x {config.seq_length} tokens = "
               f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} on "

@@ -14,7 +14,7 @@ import torch
 from support.harness import corpus_without_files, tiny
 
 import nanodomino.run.report
-from nanodomino.analysis.sizes import flops_per_token
+from nanodomino.analysis.sizes import flops_per_token, parameter_count
 from nanodomino.analysis.step_time import estimate
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
@@ -175,6 +175,9 @@ def test_the_load_of_experts_is_reported(tmp_path, capsys):
         shown.step(step, result, 0.1, seconds=1.0)
     shown.end(3, 1.0)
     said = capsys.readouterr().out
+    total = parameter_count(config)
+    unused = 2 * 2 * 2 * config.hidden_size * config.ffn_hidden_size               # 2 experts in each of 2 layers
+    assert f"{total:,} parameters ({total - unused:,} active), float64 on cpu" in said
     assert said.count(" | auxiliary loss 0.0700 | busiest expert 2.00 x\n") == 2
     assert "multiple of their layer's mean: 0.50 (expert 0 of layers.2) to 2.00 (expert 3 of layers.2)\n" in said
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]]
