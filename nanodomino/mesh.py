@@ -4,9 +4,9 @@ The world is all processes of a run; a rank is the number of a process in it. Ea
 its own way:
 
     tp    tensor parallel      each matrix is cut over tp ranks
-    dp    data parallel        each of dp replicas holds the whole model and trains on its own samples
+    dp    data parallel        each of dp replicas holds the whole model (see ep) and trains on its own samples
     pp    pipeline parallel    each of pp stages holds some of the layers
-    ep    expert parallel      ep neighbouring replicas share the experts of a layer
+    ep    expert parallel      ep neighbouring replicas share the experts of a layer; each holds 1/ep of them
 
 Ranks are numbered with tp fastest, then dp, then pp (Megatron-LM's pipeline paper, 2104.04473, section 3):
 
@@ -55,7 +55,7 @@ class Mesh:
                                                   # embedding; never used on middle stages; None if pp = 1
     ep: int = 1
     ep_group: dist.ProcessGroup | None = None     # ep replicas, each with other experts; None if ep = 1
-    ep_counts_group: dist.ProcessGroup | None = None    # the same, so that small messages need not queue behind large
+    ep_counts_group: dist.ProcessGroup | None = None    # the same ranks; counts need not queue behind rows
     expert_dp_group: dist.ProcessGroup = None     # dp/ep replicas that hold the same experts
 
     def axis(self, name: str) -> tuple[int, int]:

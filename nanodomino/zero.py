@@ -199,7 +199,8 @@ class ZeroOptimizer:
     def finalize_gradients(self):
         """After the last backward, finish all reduces. Then all-reduce two kinds of gradients once more:
 
-        - over the tensor-parallel ranks: parameters that all of them hold, but each applies only to its tokens or heads
+        - over the tensor-parallel ranks: parameters that all of them hold, but whose gradient each knows only in part,
+          from its own tokens, heads or features
         - over the first and the last stage: the tied embedding, if each of them holds a copy
 
         The sum over the replicas is already done. So all replicas add the same numbers here, and their weights stay

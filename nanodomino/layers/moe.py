@@ -21,10 +21,10 @@ sends. Its backward is an all-to-all in the other direction, so a layer has four
 **What hides what.** A slice yields after it has launched its dispatch, and again after it has launched its combine. In
 the meantime the other slice computes. Without tensor parallelism, the dispatch of slice a is hidden by the attention of
 slice b, and the combine of slice a by the experts of slice b. With tensor parallelism attention ends in a reduce, where
-the slice yields too, so less hides a dispatch. A shared expert computes its output while the combine is in flight, and
-its gradients while the rows' gradients are. The counts are not hidden: the host must read them before it can launch the
-dispatch. They are only E numbers, and they travel on a process group of their own, because on the same group they would
-queue behind the other slice's rows.
+the slice yields too, so less hides a dispatch. A shared expert computes while the rows are in flight, in forward and in
+backward. The counts are not hidden: the host must read them before it can launch the dispatch. They are only E numbers,
+and they travel on a process group of their own, because on the same group they would queue behind the other slice's
+rows.
 
 **Dropless.** Some systems give each expert a capacity and drop the rows beyond it. Then the dropped rows depend on
 which tokens share a microbatch, slice and replica, so the layout would show in the loss. Here every row is computed,
@@ -79,10 +79,10 @@ def plan_dispatch(experts, counts, received_counts) -> Dispatch:
     the rows from each ep rank for each local expert.
     """
     ep, local = counts.shape
+    order = experts.flatten().argsort(stable=True)
     offsets = received_counts.sum(0).cumsum(0, dtype=torch.int32)
     numbers = torch.cat([counts.sum(1), received_counts.sum(1), offsets]).tolist()             # one wait for a GPU
     sent, received, ends = numbers[:ep], numbers[ep:2 * ep], numbers[2 * ep:]
-    order = experts.flatten().argsort(stable=True)
     expert = torch.arange(local, device=order.device).repeat(ep)
     by_expert = expert.repeat_interleave(received_counts.flatten(), output_size=ends[-1]).argsort(stable=True)
     return Dispatch(order, inverse(order), by_expert, inverse(by_expert), sent, received, ends, offsets)
@@ -132,7 +132,8 @@ def exchange_rows(rows, sent, received, group):
 
 
 class SharedExpert(nn.Module):
-    """An MLP that every token uses besides its k experts. Its output is added to theirs before the reduce over tp."""
+    """An MLP that every token uses besides its k experts. Its output is added to the experts' output, before the reduce
+    over tp."""
 
     def __init__(self, config, mesh):
         super().__init__()
@@ -210,7 +211,7 @@ class MoEInside:
     output_bias = None
 
     def __init__(self, sublayer: MoE):
-        self.sublayer, self.site, self.router = sublayer, sublayer.site, sublayer.router
+        self.site, self.router = sublayer.site, sublayer.router
         self.activation, self.mesh, shared = sublayer.activation, sublayer.mesh, sublayer.shared_expert
         self.group, self.statistics = self.mesh.ep_group, sublayer.statistics
         self.w1, self.w2 = sublayer.experts.dense_h_to_4h, sublayer.experts.dense_4h_to_h
@@ -230,28 +231,30 @@ class MoEInside:
         if self.router.counts_here:
             self.statistics[:-1] += routing.counts
             self.statistics[-1] += routing.loss
-        shared = self.shared_column_output(ops, slice, h)
         dispatch = plan_dispatch(routing.experts, counts, ops.wait(slice, self.site, flights))
         rows = h.flatten(0, 1)[dispatch.order // routing.experts.size(-1)]
         flights = ops.exchange(slice, self.site, rows, dispatch.sent, dispatch.received, self.group)
+        shared = self.shared_column_output(ops, slice, h)
         yield from ops.yield_if_in_flight(flights)
         rows = ops.wait(slice, self.site, flights)[dispatch.by_expert]
         del flights                                            # free the rows that were sent
-        tape = MoETape(routing, dispatch, rows, None, None, None, None)
-        tape.column_output = self.column(ops, slice, rows, dispatch), shared
-        tape.core = tape.column_output
-        tape.activation = tuple(c if c is None else self.activation.function(c) for c in tape.core)
+        c = self.column(ops, slice, rows, dispatch), shared
+        activation = self.activate(c)
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
-            results = grouped_linear(tape.activation[0], self.w2, dispatch)[dispatch.unsort]
+            results = grouped_linear(activation[0], self.w2, dispatch)[dispatch.unsort]
         flights = ops.exchange(slice, self.site, results, dispatch.received, dispatch.sent, self.group)
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
-            own = F.linear(tape.activation[1], self.shared[1]) if self.shared else None
-        tape.results = flights[0].tensor
+            own = F.linear(activation[1], self.shared[1]) if self.shared else None
+        tape = MoETape(routing, dispatch, rows, c, c, activation, results=flights[0].tensor)
 
         def complete(results):
             y = combine(results, dispatch, routing.weights.detach().to(h.dtype))
             return y if own is None else y + own
         return (yield from ops.finish_then_reduce(slice, self.site, flights, complete)), tape
+
+    def activate(self, c: tuple) -> tuple:
+        """Apply the activation function to the c of the experts and, unless that is None, of the shared expert."""
+        return tuple(x if x is None else self.activation.function(x) for x in c)
 
     def column(self, ops, slice, rows, dispatch):
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
@@ -270,8 +273,7 @@ class MoEInside:
         if c is None:
             shared = self.shared_column_output(ops, slice, ops.wait(slice, self.site, h))
             c = self.column(ops, slice, tape.rows, tape.dispatch), shared
-        tape.column_output, tape.core = None, c
-        tape.activation = tuple(x if x is None else self.activation.function(x) for x in c)
+        tape.column_output, tape.core, tape.activation = None, c, self.activate(c)
         return
         yield
 

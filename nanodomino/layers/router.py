@@ -27,6 +27,7 @@ the replicas sum like any other gradient, and zero.py updates the bias by the si
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -35,16 +36,18 @@ from nanodomino.layers.main_grad import add_gradients, add_weight_gradient, main
 from nanodomino.optim.parameters import parameter
 
 
-def softmax_scores(logits):
-    return logits.softmax(dim=-1)
+SCORE_FUNCTIONS = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}
 
 
-SCORE_FUNCTIONS = {"softmax": softmax_scores, "sigmoid": torch.sigmoid}
+def divide_by_sum(scores):
+    """Scale scores [.., n] so that each n of them add up to 1."""
+    return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
 @dataclass
 class Routing:
-    """Holds the router's decision for a slice of b x s = n tokens, and the graph from its logits to its results."""
+    """Holds the router's decision for a slice of b samples of s tokens, and autograd's graph from the logits to the
+    weights and the loss."""
     logits: torch.Tensor         # [b, s, E], a leaf of autograd's graph
     experts: torch.Tensor        # [b, s, k]
     weights: torch.Tensor        # [b, s, k], with autograd's graph
@@ -62,7 +65,7 @@ class Router(nn.Module):
     def __init__(self, config, mesh):
         super().__init__()
         self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
-        self.counts_here = mesh.tp_rank == 0                   # losses and counts enter once, not on every tp rank
+        self.counts_here = mesh.tp_rank == 0                   # only tp rank 0 adds losses and counts
         self.weight = parameter((config.num_experts, config.hidden_size), config, mesh, std=config.init_method_std,
                                 addends=("tp",))
         self.expert_bias = (parameter((config.num_experts,), config, mesh, addends=("tp",), update="sign")
@@ -97,7 +100,7 @@ class Router(nn.Module):
         else:
             weights = self.scores(logits).gather(-1, experts)
             if config.moe_router_score_function == "sigmoid" and self.topk > 1:
-                weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+                weights = divide_by_sum(weights)
         return weights * config.moe_router_topk_scaling_factor
 
     def loss(self, logits, experts):
@@ -105,7 +108,7 @@ class Router(nn.Module):
         (_, s, count), config = logits.shape, self.config
         probabilities = self.scores(logits)
         if config.moe_router_score_function == "sigmoid":
-            probabilities = probabilities / (probabilities.sum(dim=-1, keepdim=True) + 1e-20)
+            probabilities = divide_by_sum(probabilities)
         shares = torch.zeros_like(logits[:, 0]).scatter_add_(
             1, experts.flatten(1), torch.ones_like(logits[..., :1]).expand(experts.shape).flatten(1)) / (s * self.topk)
         balance = count * (shares * probabilities.mean(dim=1)).sum()

@@ -20,7 +20,7 @@ from nanodomino.layers.sublayer_inside import LinearPair
 
 
 class Sublayer(nn.Module):
-    """The base of Attention and MLP. They supply the two matmuls, `column` and `row`, and the core:
+    """The base of Attention, MLP and MoE. Attention and MLP supply the two matmuls, `column` and `row`, and the core:
 
     core(c, inputs) -> activation                              the definition
     kernels(compiled) -> (forward, backward)      the functions of the core that torch.compile can fuse

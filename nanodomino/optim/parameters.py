@@ -7,9 +7,10 @@
     W1 of the experts     {0: "ep",     "expert_dp"  ()                          with weight decay
                            1: "tp"}
 
-The gradient of a parameter is summed twice. First over its *replicas*: ranks that hold the same shard and train on
-different samples. Then, once per step, over groups in which each rank computes only an *addend* of the gradient. For
-example, the first and the last stage each hold a copy of a tied embedding, and each uses its copy for its own purpose.
+A gradient is summed over up to two kinds of groups. First over the parameter's *replicas*: ranks that hold the same
+shard and train on different samples. Then, once per step, over groups in which each rank computes only an *addend* of
+the gradient. For example, the first and the last stage each hold a copy of a tied embedding: one looks up tokens in it,
+the other computes logits.
 """
 
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class ParameterSpec:
     shape        the shape of the whole tensor, as checkpoints store it
     offset, size the box of the whole tensor that is this rank's shard
     std, value   the standard deviation of normal initial values; if std is None, all values are `value`
-    uses         how many times a stage uses the parameter in a microbatch; its gradient is complete after all of them
+    uses         how many times a stage uses the parameter in a microbatch; its gradient is complete after that many
     """
     shape: tuple[int, ...]
     offset: tuple[int, ...]

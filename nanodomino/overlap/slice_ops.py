@@ -26,8 +26,8 @@ class SliceOps:
 
     def __init__(self, stream, columns: int, trace, always_yields=True):
         """always_yields: yield between two sublayers even if nothing is in flight. A pair's forward and backward then
-        take turns without tensor parallelism too. With expert parallelism alone, a slice must reach its next all-to-all
-        instead."""
+        take turns without tensor parallelism too. With ep > 1 and tp = 1, a slice runs on instead until it launches
+        its next all-to-all."""
         self.stream, self.columns, self.trace, self.always_yields = stream, columns, trace, always_yields
         self.loss_scale = 1.0                                  # for losses that a sublayer adds by itself
 
@@ -51,9 +51,10 @@ class SliceOps:
         return [self.launch(slice, site, prepare_all_to_all(rows, sent, received, group))]
 
     def finish_then_reduce(self, slice, site, flights, complete):
-        """Return flights of the sum over tp of complete(tensor), where `flights` carry the tensor. A generator.
+        """Return flights of the sum over tp of complete(tensor). flights: the all-to-all that delivers `tensor`.
 
-        Without tensor parallelism the flights themselves are returned, so that the caller yields while they last.
+        A generator. Without tensor parallelism it returns `flights` themselves, so that the caller yields while the
+        all-to-all is in flight.
         """
         if self.stream.group.size() == 1:
             flights[0].complete = complete

@@ -1,6 +1,7 @@
 """Says how evenly the tokens of a step chose the experts, from StepResult.statistics.
 
-    auxiliary loss    what all routers add to a token's loss: their auxiliary losses and z-losses, with coefficients
+    auxiliary loss    what all routers add to a token's loss: their auxiliary losses and z-losses, with coefficients;
+                      a mean over all tokens, also over those that the loss mask leaves out
     load              how often an expert was chosen, divided by the mean over the experts of its layer; 1 if balanced
     busiest expert    the largest load in any layer
 
@@ -11,7 +12,7 @@ from nanodomino.config.config import Config
 
 
 class ExpertLoad:
-    """Holds these numbers for one step. Without experts, each method returns something empty."""
+    """Holds the auxiliary loss and the loads of one step. Without experts, each method returns {} or ""."""
 
     def __init__(self, config: Config, statistics=()):
         """statistics: StepResult.statistics; empty before the first step."""
