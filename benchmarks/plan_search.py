@@ -3,18 +3,20 @@
     python bench.py plan --search --model llama3-8b --gpus 8 --gpu H100
 
 The search varies tp, pp, the micro batch (dp follows from tp and pp) and, with experts, ep. Then come the schedule and
-its chunks, then slices, columns, sequence parallelism and the ZeRO stage, then recomputation. Several chunks are tried
-only with several stages. A flag that is given keeps its value. For 1,024 GPUs there are some 10^5 combinations, and
+its chunks, then slices, columns, sequence parallelism and the ZeRO stage, then recomputation. With a single stage, only
+one chunk is tried. A flag that is given keeps its value. For 1,024 GPUs there are some 10^5 combinations, and
 simulating one can take seconds. So the search is best-first:
 
-    1. A combination that is only partly chosen has a lower bound: no way to complete it takes less time.
-    2. All entries wait in a queue, the one with the least time first. If that one is only partly chosen, replace it by
-       its choices of the next settings, each with a bound of its own.
-    3. When everything is chosen, Config's rules must accept the combination and it must fit. Then simulate it.
-    4. A simulated time at the head of the queue is a result: every other entry takes at least as long.
+    1. An incomplete combination has chosen only some of its settings. Compute a lower bound for it: no way to complete
+       it takes less time.
+    2. Keep all combinations in a queue, sorted by time, and take the first. If it is incomplete, replace it by its
+       choices of the next settings, and compute a bound for each.
+    3. If it is complete, Config's rules must accept it and it must fit. Then simulate it, and put it back into the
+       queue with the simulated time.
+    4. If the first in the queue has been simulated, it is a result: everything else takes at least as long.
 
-A result is the fastest choice for its tp, pp and micro batch. So the results are different layouts, and they are the
-same that trying every combination would find.
+A result is the fastest combination with its tp, pp and micro batch, so all results differ in these three. Trying every
+combination would give the same results.
 """
 
 import dataclasses

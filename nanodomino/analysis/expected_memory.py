@@ -26,8 +26,8 @@ percent.
 from dataclasses import replace
 from itertools import accumulate
 
-from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_element, bytes_per_main_element, gradient_shards,
-                                       hidden_bytes, linear_in_microbatches, local_vocab_size, mesh_at,
+from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_element, bytes_per_main_element, bytes_per_weight,
+                                       gradient_shards, hidden_bytes, linear_in_microbatches, local_vocab_size, mesh_at,
                                        optimizer_shards, parameters_by_kind, replica_count, residual_bytes,
                                        slice_count, stage_actions, stage_model, tokens_per_microbatch)
 from nanodomino.analysis.sublayer_memory import (INSIDES, deferred_bytes, has_attention_bias, norm_statistics_bytes,
@@ -52,9 +52,9 @@ SETTLED = 4      # rounds of p microbatches after which each further round adds 
 
 def state_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
     """Return the exact bytes of a rank's parameters, gradients and optimizer state, with padding and step counts."""
-    e, w, buckets = bytes_per_element(config), bytes_per_main_element(config), bucket_sizes(config, mesh)
+    w, buckets = bytes_per_main_element(config), bucket_sizes(config, mesh)
     stepped = sum(kind.update != "sign" for kind, _ in buckets)
-    return {"parameters": e * sum(size for _, size in buckets),
+    return {"parameters": sum(bytes_per_weight(config, kind) * size for kind, size in buckets),
             "gradients": sum(w * size // gradient_shards(config, kind.replicas) for kind, size in buckets),
             "optimizer": 4 * stepped * OPTIMIZERS[config.optimizer].counts_steps
             + sum(optimizer_values_per_weight(config, kind.update) * w * size // optimizer_shards(config, kind.replicas)
@@ -64,10 +64,11 @@ def state_bytes(config: Config, mesh: Mesh) -> dict[str, int]:
 def optimizer_values_per_weight(config: Config, update="decay") -> int:
     """Return how many values the optimizer stores per weight: its moments and, in 16-bit training, the master weight.
 
-    For example, AdamW in bfloat16 stores 3. An update by sign needs no moments. update: see ParameterKind.
+    For example, AdamW in bfloat16 stores 3. An update by sign needs none. update: see ParameterKind.
     """
-    moments = 0 if update == "sign" else len(OPTIMIZERS[config.optimizer].moments)
-    return moments + (bytes_per_element(config) < bytes_per_main_element(config))
+    if update == "sign":
+        return 0
+    return len(OPTIMIZERS[config.optimizer].moments) + (bytes_per_element(config) < bytes_per_main_element(config))
 
 
 def state_bytes_per_parameter(config: Config, replicas="dp") -> float:

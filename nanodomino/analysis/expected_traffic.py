@@ -34,7 +34,7 @@ receives more, but the sum over the ranks of a group is always the same.
 from collections import Counter
 from dataclasses import dataclass
 
-from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_element, bytes_per_main_element, gradient_reductions,
+from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_main_element, bytes_per_weight, gradient_reductions,
                                        hidden_bytes, optimizer_shards, replica_count, residual_bytes, slice_count,
                                        stage_actions, stage_model, tokens_per_microbatch, with_microbatches)
 from nanodomino.config.config import Config
@@ -154,17 +154,18 @@ def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
     - world: all ranks sum the loss, the token count, the squared gradient norm, the stop flag and the statistics of
       layers with experts.
     """
-    e, w, found = bytes_per_element(config), bytes_per_main_element(config), []
+    w, found = bytes_per_main_element(config), []
     buckets, times = bucket_sizes(config, mesh), gradient_reductions(config)
     for group, why in (("embedding", "tied embedding"), ("tp", "norms, biases, routers")):
         partial = [size // optimizer_shards(config, kind.replicas) for kind, size in buckets if group in kind.addends]
         found += [Traffic(group, "all_reduce", len(partial), w * sum(partial), why)] if partial else []
     for group in ("dp", "expert_dp") if config.ep > 1 else ("dp",):
-        summed = [size for kind, size in buckets if config.ep == 1 or kind.replicas == group]
-        count, elements = len(summed), sum(summed)
+        summed = [(kind, size) for kind, size in buckets if config.ep == 1 or kind.replicas == group]
+        count, elements = len(summed), sum(size for _, size in summed)
         if optimizer_shards(config, group) > 1:
             found += [Traffic(group, "reduce_scatter", times * count, times * w * elements, "gradients", backward=True),
-                      Traffic(group, "all_gather", count, e * elements, "weights")]
+                      Traffic(group, "all_gather", count, sum(bytes_per_weight(config, kind) * size
+                                                              for kind, size in summed), "weights")]
         elif replica_count(config, group) > 1:
             found += [Traffic(group, "all_reduce", count, w * elements, "gradients", backward=True)]
     return found + [Traffic("world", "all_reduce", 1, 8 * (4 + stage_model(config, mesh).statistics.numel()),

@@ -161,6 +161,11 @@ def bytes_per_main_element(config: Config) -> int:
     return max(4, bytes_per_element(config))
 
 
+def bytes_per_weight(config: Config, kind: ParameterKind) -> int:
+    """Return the bytes of one element of a parameter of this kind."""
+    return bytes_per_main_element(config) if kind.update == "sign" else bytes_per_element(config)
+
+
 def tokens_per_microbatch(config: Config) -> int:
     return config.micro_batch_size * config.seq_length
 

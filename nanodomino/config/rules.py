@@ -187,6 +187,10 @@ def check_expert_rules(c):
     require(c.disable_bias_linear, "experts have no biases, so --num-experts needs --disable-bias-linear; add it")
     require(c.moe_router_topk <= c.num_experts, f"moe-router-topk {c.moe_router_topk} must be at most num-experts "
             f"{c.num_experts}; try --moe-router-topk {c.num_experts}")
+    require(c.moe_router_topk > 1 or c.moe_router_score_function != "softmax" or c.moe_router_pre_softmax,
+            "moe-router-topk must be at least 2 with --moe-router-score-function softmax, but is 1: the softmax over a "
+            "single chosen expert is always 1, so the router would learn nothing from the loss of the model; add "
+            "--moe-router-pre-softmax")
     both = math.gcd(c.num_experts, c.dp)
     require(both % c.ep == 0, f"expert-model-parallel-size {c.ep} must divide num-experts {c.num_experts} and the data "
             f"parallel size {c.dp}; try --ep {divisors(both)}")

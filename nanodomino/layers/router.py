@@ -3,7 +3,7 @@
     logits = h Wr^T     scores = softmax or sigmoid of the logits     experts = the k largest scores (+ expert bias)
 
     score function            weight of a chosen expert                             Megatron-LM's flags
-    softmax                   softmax over the k chosen logits (Mixtral)            --moe-router-score-function softmax
+    softmax, if k > 1         softmax over the k chosen logits (Mixtral)            --moe-router-score-function softmax
     softmax, pre-softmax      its probability among all E experts                   --moe-router-pre-softmax
     sigmoid                   its score / the sum of the k scores (DeepSeek-V3)     --moe-router-score-function sigmoid
 

@@ -24,7 +24,8 @@ class ParameterKind:
     """Says how the optimizer treats a parameter. All parameters of a bucket (optim/buckets.py) have the same kind.
 
     update     "decay": by the optimizer, with weight decay, because it is a matrix; "no_decay": without weight decay;
-               "sign": against the sign of its gradient, which the gradient norm leaves out (layers/router.py)
+               "sign": against the sign of its gradient, which the gradient norm leaves out (layers/router.py). The
+               parameter is fp32 or wider, because 16 bits would round its small steps away
     shards     the axes over which the parameter is cut, such as ("tp",); () if it is not
     replicas   the axis whose ranks hold the same shard and train on different samples; zero.py sums their gradients
     addends    the groups in which every rank holds a copy but computes only an addend of the gradient, such as ("tp",)
@@ -75,7 +76,8 @@ def parameter(shape, config, mesh, *, cut=None, view=None, std=None, value=0.0, 
     addends = tuple(sorted(group for group in addends if mesh.axis(group)[0] > 1))
     update = update or ("decay" if len(view or shape) > 1 else "no_decay")
     kind = ParameterKind(update, shards, replicas, addends)
-    shard = torch.empty(size, device=mesh.device, dtype=config.params_dtype)
+    dtype = torch.promote_types(config.params_dtype, torch.float32) if update == "sign" else config.params_dtype
+    shard = torch.empty(size, device=mesh.device, dtype=dtype)
     weight = nn.Parameter(shard.view(view or size))
     weight.spec = ParameterSpec(tuple(shape), offset, size, kind, std, value, uses)
     weight.main_grad = weight.bucket = None        # set by optim/buckets.py; backward adds to main_grad

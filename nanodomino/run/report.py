@@ -226,7 +226,7 @@ def duration(seconds: float) -> str:
 
 def expected_quality(config: Config) -> str:
     """Return a warning if training is too short for good generated text; otherwise, or with --load, return ""."""
-    tokens = config.train_iters * config.global_batch_size * config.seq_length / parameter_count(config)
+    tokens = config.train_iters * config.global_batch_size * config.seq_length / active_parameter_count(config)
     return "" if config.load or tokens >= TOKENS_PER_PARAMETER else (
         f"; expect gibberish after {tokens:.2g} tokens per parameter, good text needs {TOKENS_PER_PARAMETER} or more")
 

@@ -172,7 +172,8 @@ TP2, PP2 = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size
 
 @pytest.mark.parametrize("world_size, changes", [
     case(1, "one-process", SHARED, slices=2, moe_router_enable_expert_bias=True, dtype="bfloat16"),
-    case(2, "zero2", EP2, SIGMOID, zero_stage=2, moe_router_topk=1),
+    case(2, "zero2", EP2, SIGMOID, zero_stage=2, moe_router_topk=1, moe_router_enable_expert_bias=True,
+         dtype="bfloat16"),
     case(4, "tp2", EP2, TP2, SHARED, slices=2, sequence_parallel=True, recompute_granularity="selective"),
     case(4, "pp2", EP2, PP2, schedule="zb-h1", slices=2, moe_layer_freq=2, num_layers=3, swiglu=True),
     case(4, "expert-dp", EP2, SIGMOID, SHARED, recompute_granularity="full", dtype="float32", hidden_dropout=0.1),

@@ -20,6 +20,7 @@ STEPS = 2                # the second step sees the weights, moments and expert 
 EXPERTS = dict(num_experts=4, disable_bias_linear=True, moe_ffn_hidden_size=24, moe_aux_loss_coeff=0.3,
                moe_z_loss_coeff=0.01, moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.05)
 SIGMOID, PRE_SOFTMAX = dict(moe_router_score_function="sigmoid"), dict(moe_router_pre_softmax=True)
+TOP_1 = dict(moe_router_topk=1)
 SHARED, DROPOUT = dict(moe_shared_expert_intermediate_size=16), dict(hidden_dropout=0.2, attention_dropout=0.3)
 DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
 
@@ -35,7 +36,7 @@ def case(tp, pp, dp, ep, *options, exhaustive=False, **more):
 CASES = [
     case(1, 1, 1, 1, SHARED, moe_router_topk=3, slices=3),
     case(1, 1, 2, 1, PRE_SOFTMAX, DROPOUT, zero_stage=0, moe_layer_freq=2),
-    case(1, 1, 2, 2, SIGMOID, moe_router_topk=1, recompute_granularity="selective", swiglu=True),
+    case(1, 1, 2, 2, SIGMOID, TOP_1, recompute_granularity="selective", swiglu=True),
     case(1, 1, 4, 2, SIGMOID, SHARED, zero_stage=2, slices=2, moe_router_topk_scaling_factor=2.5),
     case(1, 1, 4, 4, FAMILIES["qwen3"], zero_stage=0, slices=3),
     case(2, 1, 1, 1, SHARED, PRE_SOFTMAX, slices=2, columns=2),
@@ -51,9 +52,10 @@ CASES = [
 def crossing():
     """Return exhaustive cases: every layout with every schedule. The other options are drawn for each case."""
     options = dict(slices=(1, 2, 3), columns=(1, 2), zero_stage=(0, 1, 2), recompute_granularity=tuple(GRANULARITIES),
-                   moe_router_topk=(1, 2, 3), swiglu=(False, True), loss_scale=(None, 2.0**12), moe_layer_freq=(1, 2),
+                   moe_router_topk=(2, 3), swiglu=(False, True), loss_scale=(None, 2.0**12), moe_layer_freq=(1, 2),
                    moe_router_topk_scaling_factor=(1.0, 2.5), sequence_parallel=(False, True))
-    groups = [({}, SIGMOID, PRE_SOFTMAX), ({}, SHARED), ({}, DROPOUT), ({}, DOCUMENTS)]
+    groups = [({}, SIGMOID, SIGMOID | TOP_1, PRE_SOFTMAX, PRE_SOFTMAX | TOP_1), ({}, SHARED), ({}, DROPOUT),
+              ({}, DOCUMENTS)]
     draw, cases = random.Random("experts"), []
     for tp, pp, dp, ep in itertools.product((1, 2, 4), repeat=4):
         if tp * pp * dp <= 8 and ep <= dp:
@@ -80,9 +82,9 @@ NO_LOSSES = dict(moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0, moe_router_enable
 
 
 @pytest.mark.parametrize("rigged, topk, options", [
-    (("expert_bias", (-10.0, 0.0, 0.0, 10.0)), 1, {}),
+    (("expert_bias", (-10.0, 0.0, 0.0, 10.0)), 1, PRE_SOFTMAX),
     (("expert_bias", (-10.0, 0.0, 0.0, 10.0)), 2, SIGMOID),
-    (ZEROS, 1, NO_LOSSES), (ZEROS, 2, NO_LOSSES), (ZEROS, 3, NO_LOSSES | PRE_SOFTMAX)],
+    (ZEROS, 1, NO_LOSSES | SIGMOID), (ZEROS, 2, NO_LOSSES), (ZEROS, 3, NO_LOSSES | PRE_SOFTMAX)],
     ids=["all tokens on one expert", "one expert without tokens", "ties 1", "ties 2", "ties 3"])
 @pytest.mark.parametrize("ep", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_however_the_tokens_choose_no_row_is_dropped(pool, rigged, topk, options, ep):

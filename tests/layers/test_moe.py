@@ -1,7 +1,7 @@
 """The parts of an expert layer that other tests do not reach on a CPU."""
 
 import torch
-from support.harness import build, random_data, tiny
+from support.harness import build, random_data, tiny, train_rank, weights_and_data
 
 from nanodomino.domino import run_to_end
 from nanodomino.layers import moe
@@ -47,3 +47,17 @@ def compare_with_kernel():
     assert len(calls) == 4 * config.num_layers                # twice forward, twice backward
     for one, other in zip(loop, kernel):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_in_bfloat16_small_steps_of_the_expert_bias_add_up_and_decide(pool):
+    """All scores are 0.5, so the biases decide alone. bfloat16 has no number between 1 and 1.0078."""
+    config = tiny(2, num_experts=2, disable_bias_linear=True, moe_router_topk=1, moe_router_score_function="sigmoid",
+                  moe_router_enable_expert_bias=True, moe_router_bias_update_rate=1e-3, dtype="bfloat16", lr=1e-9)
+    weights, data = weights_and_data(config, 4, rigged=(("router.weight", 0.0), ("expert_bias", (1.005, 1.0))))
+    tokens = config.global_batch_size * config.seq_length
+    for outcome in pool.run(train_rank, config, weights, data, 4, world_size=2):
+        assert [counts[:2] for counts in outcome.statistics] == [(tokens, 0)] * 3 + [(0, tokens)]
+        biases = [bias for name, (bias, _) in outcome.weights.items() if name.endswith("expert_bias")]
+        for bias in biases:
+            torch.testing.assert_close(bias, torch.tensor([1.003, 1.002]))
+        assert len(biases) == config.num_layers

@@ -114,6 +114,8 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     (6, f"{MOE} --dp 6 --ep 4", "expert-model-parallel-size 4", "must divide num-experts 6", "try --ep 1, 2, 3, 6"),
     (2, "--ep 2", "--expert-model-parallel-size 2 needs --num-experts to have an effect"),
     (1, f"{MOE} --moe-router-topk 7", "moe-router-topk 7 must be at most num-experts 6", "try --moe-router-topk 6"),
+    (1, f"{MOE} --moe-router-topk 1", "moe-router-topk must be at least 2 with --moe-router-score-function softmax",
+     "but is 1: the softmax over a single chosen expert is always 1", "add --moe-router-pre-softmax"),
     (1, "--num-experts 6", "experts have no biases, so --num-experts needs --disable-bias-linear; add it"),
     (4, f"{MOE} --tp 4 --moe-ffn-hidden-size 10", "moe-ffn-hidden-size 10 must be divisible by",
      "size 4; try --moe-ffn-hidden-size 12"),

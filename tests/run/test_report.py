@@ -129,6 +129,8 @@ def test_perplexity_and_bits_per_byte_are_reported(report, tmp_path, capsys):
 def test_gibberish_is_announced_unless_the_model_was_loaded_or_trained_long(tmp_path):
     assert expected_quality(Config().resolve(1).with_vocabulary(257)).startswith("; expect gibberish after 0.")
     assert expected_quality(tiny(1, train_iters=10**6)) == expected_quality(tiny(1, load="run", finetune=True)) == ""
+    experts = tiny(1, train_iters=2010, num_experts=64, disable_bias_linear=True)    # 400,176 parameters, 19,248 active
+    assert expected_quality(experts) == ""
 
 
 def test_the_bar_moves_within_a_slow_step(report, monkeypatch):
