@@ -240,6 +240,7 @@ class MoEInside:
         del flights                                            # free the rows that were sent
         c = self.column(ops, slice, rows, dispatch), shared
         activation = self.activate(c)
+        yield from ops.yield_if_sharded()
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
             results = grouped_linear(activation[0], self.w2, dispatch)[dispatch.unsort]
         flights = ops.exchange(slice, self.site, results, dispatch.received, dispatch.sent, self.group)
@@ -299,6 +300,8 @@ class MoEInside:
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
             grad_c = self.activation.backward(
                 grouped_linear(grad_out, self.w2.transpose(1, 2), dispatch), tape.core[0])
+        yield from ops.yield_if_sharded()
+        with ops.trace.span("matmul", slice=slice.index, site=self.site):
             rows = grouped_linear(grad_c, self.w1.transpose(1, 2), dispatch)[dispatch.unsort]
         flights = ops.exchange(slice, self.site, rows, dispatch.received, dispatch.sent, self.group)
         matmuls += [(self.w2, grad_out, tape.activation[0], dispatch.ends), (self.w1, grad_c, tape.rows, dispatch.ends)]

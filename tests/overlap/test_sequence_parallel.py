@@ -203,6 +203,7 @@ def windows_of(config, staggered=Domino.staggered):
 
 # three layers
 FOUR = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, sequence_parallel=True)
+EXPERTS = dict(num_experts=2, disable_bias_linear=True)
 
 
 def exposed(windows):
@@ -210,11 +211,13 @@ def exposed(windows):
     return {(kind, site, piece) for kind, site, piece, products in windows if not products}
 
 
-@pytest.mark.parametrize("slices, columns, granularity", [(2, 1, "none"), (3, 1, "none"), (2, 2, "none"),
-                                                          (2, 1, "full"), (3, 2, "selective")])
-def test_another_slices_matmul_hides_every_all_gather_and_reduce_scatter(slices, columns, granularity):
+@pytest.mark.parametrize("slices, columns, granularity, options", [
+    (2, 1, "none", {}), (3, 1, "none", {}), (2, 2, "none", {}), (2, 1, "full", {}), (3, 2, "selective", {}),
+    (2, 1, "none", EXPERTS)])
+def test_another_slices_matmul_hides_every_all_gather_and_reduce_scatter(slices, columns, granularity, options):
     """Except at the model's ends, where no slice has a matmul left."""
-    forward, backward = windows_of(tiny(2, **FOUR, slices=slices, columns=columns, recompute_granularity=granularity))
+    forward, backward = windows_of(tiny(2, **FOUR, **options, slices=slices, columns=columns,
+                                        recompute_granularity=granularity))
     assert exposed(forward) <= {("reduce_scatter", "embedding", 0), ("all_gather", "layers.0.attention", 0),
                              ("all_gather", "head", slices - 1),
                              *(("all_reduce", "cross_entropy", piece) for piece in range(slices))}
