@@ -77,10 +77,15 @@ def short(value):
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
+def expect_generator(found, name):
+    expect(hasattr(found, "__next__"), f"{name} must be a generator: it must yield while a collective is in "
+           "flight, for example with `yield from all_reduce(stage, tensor)`.")
+    return found
+
+
 def run_to_end(generator, name):
     """Resume a generator until it ends; return its result."""
-    expect(hasattr(generator, "__next__"), f"{name} must be a generator: it must yield while a collective is in "
-           "flight, for example with `yield from all_reduce(stage, tensor)`.")
+    expect_generator(generator, name)
     while True:
         try:
             value = next(generator)

@@ -4,10 +4,10 @@
     torchrun --nproc_per_node 8 -m nanodomino.minimal    tp 2 x pp 2 x dp 2; or add --tp 1 --pp 8
     python -m nanodomino.minimal                         one process; same losses but for rounding
 
-*Tensor parallelism* (tp) cuts the large matrices, *pipeline parallelism* (pp) the chain of layers,
-*data parallelism* (dp) the batch. All three send messages, and a process that waits computes
-nothing. Tp sends the most. This file hides tp's messages: it computes while they are in flight.
-train.py, given the same sizes, computes the same losses. `# exercise N`: see exercises/README.md.
+*Tensor parallelism* (tp) cuts the large matrices, *pipeline parallelism* (pp) cuts the layers into
+stages, *data parallelism* (dp) cuts the batch over replicas of the model. A process that waits for
+a message computes nothing. Tp sends the most, so this file hides tp's messages: it computes while
+they are in flight. train.py computes the same losses. `# exercise N`: see exercises/README.md.
 Shapes: b samples, s tokens, h hidden size, v vocabulary; /t means cut over the t = tp ranks.
 """
 import hashlib
@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-# global_batch: samples per step, over all replicas; micro_batch: samples per pass through a stage
+# global_batch: samples per step, of all replicas; micro_batch: samples per pass through a stage
 Sizes = namedtuple("Sizes", "layers hidden heads seq_length global_batch micro_batch lr seed",
-                   defaults=(8, 96, 8, 128, 16, 4, 4e-3, 1234))              # heads: of attention
+                   defaults=(8, 96, 8, 128, 16, 4, 4e-3, 1234))         # attention heads; peak lr
 
 # ---- 1. The grid of ranks ------------------------------------------------------------------------
-#                dp 0     dp 1      torchrun numbers the tp x pp x dp processes, called ranks.
-#     stage 0   [0  1]   [2  3]     0 and 1 have halves of a matrix (tp), 0 and 2 the same weights
-#     stage 1   [4  5]   [6  7]     but different samples (dp). 4 has the layers after 0's (pp).
+#              replica 0 replica 1  torchrun numbers its processes; a process is called a rank.
+#     stage 0   [0  1]    [2  3]    0 and 1 have halves of a matrix (tp), 0 and 2 the same weights
+#     stage 1   [4  5]    [6  7]    but different samples (dp). 4 has the layers after 0's (pp).
 
 def rank_grid(rank, tp, pp, dp):                                                        # exercise 1
     """Return this rank's (pp_rank, dp_rank, tp_rank) and the ranks of its row along each axis."""
@@ -43,7 +43,7 @@ def make_grid(tp, pp, dp, device):
     """Create this rank's groups. In a collective, all ranks of a group make the same call: after an
     all-reduce, each has the sum of their tensors. A sum over the wrong group raises no error."""
     (i, j, k), stages, replicas, shards = rank_grid(dist.get_rank(), tp, pp, dp)
-    ends = {stages[0], stages[-1]}  # both have the word embedding; section 7 adds its two gradients
+    ends = {stages[0], stages[-1]}  # both have the word embedding: GPT-2 makes logits with it
     tp_group, dp_group, *tied = (dist.new_group(sorted(row), use_local_synchronization=True)
                                  for row in (shards, replicas, ends) if dist.get_rank() in row)
     return SimpleNamespace(
@@ -66,7 +66,7 @@ def declare(sizes, grid, sites, vocab):
     if grid.is_first:
         declared[POSITIONS] = (sizes.seq_length, h), None
     for site in sites:
-        w1, out, w2, inner = MATRICES[site.split(".")[-1]]  # W1's rows, W2's columns, / h
+        w1, out, w2, inner = MATRICES[site.split(".")[-1]]    # W1 [out h, h], W2 [h, inner h]
         declared |= {f"{site}.norm.weight": vector, f"{site}.norm.bias": vector,
                      f"{site}.{w1}.weight": ((out * h, h), 0), f"{site}.{w1}.bias": ((out * h,), 0),
                      f"{site}.{w2}.weight": ((h, inner * h), 1), f"{site}.{w2}.bias": vector}
@@ -75,10 +75,10 @@ def declare(sizes, grid, sites, vocab):
     return declared
 
 def draw(sizes, name, shape, cut):
-    """Draw a whole tensor from a hash of its name, so that all layouts draw the same numbers."""
+    """Draw a whole tensor, seeded by its name: it is the same for all sizes of tp, pp and dp."""
     if len(shape) == 1:
         return torch.full(shape, float(name.endswith("norm.weight")))              # biases are 0
-    std = 0.06 if cut != 1 else 0.06 / (2 * sizes.layers) ** 0.5     # all W2 outputs are added to x
+    std = 0.06 if cut != 1 else 0.06 / (2 * sizes.layers) ** 0.5  # cut 1: W2, whose outputs add up
     digest = hashlib.blake2b(f"{sizes.seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
@@ -91,7 +91,7 @@ def make_stage(sizes, grid, vocab, slices, verbose=False):
     for name, (shape, cut) in declared.items():
         whole = draw(sizes, name, shape, cut)          # shards drawn from one seed would be equal
         shards[name] = whole if cut is None else whole.chunk(grid.tp, cut)[grid.tp_rank]
-    size = -(-sum(map(torch.numel, shards.values())) // grid.dp) * grid.dp   # up: dp divides it
+    size = -(-sum(map(torch.numel, shards.values())) // grid.dp) * grid.dp  # so that dp divides it
     flat, grad, decays, counts = (torch.zeros(size, device=grid.device) for _ in range(4))
     for name, shard in shards.items():
         place, start = slice(start, start + shard.numel()), start + shard.numel()
@@ -106,17 +106,17 @@ def make_stage(sizes, grid, vocab, slices, verbose=False):
                            orders={}, verbose=verbose, moments=flat.new_zeros(2, size // grid.dp))
 
 # ---- 3. The model, cut by hand (Megatron-LM, arXiv 1909.08053) -----------------------------------
-# Attention and MLP are alike: a norm (its output is h), then two matrices with a core between. Cut
-# W1 by rows, W2 by columns. Then rank i computes its own attention heads or MLP features:
+# Attention and MLP are alike: a norm (its output is the tensor h), then two matrices with a core
+# between. Cut W1 by rows, W2 by columns. Then rank i computes its own heads or MLP features:
 #
 #     h --f--> c = h W1[i]^T + b1[i] --core--> a --> a W2[i]^T, one addend of y --g--> y + b2
 #
 #     f   forward: nothing, every rank has h     backward: all-reduce, every rank has one addend
-#     g   forward: all-reduce of the addends     backward: nothing, since d sum / d addend = 1; one
-#         more sum would multiply the gradient in each sublayer's branch by t: worse, but no error
+#     g   forward: all-reduce of the addends     backward: nothing, since d sum / d addend = 1
+#         (a sum would multiply the gradient that enters each sublayer by t, and raise no error)
 
 class CopyToRanks(torch.autograd.Function):                                             # exercise 2
-    """f: returns h [b, s, h]; backward sums the gradient over the tp ranks."""
+    """f: returns the tensor h [b, s, h]; backward sums the gradient over the tp ranks."""
     @staticmethod
     def forward(ctx, h, group):
         ctx.group = group
@@ -182,13 +182,13 @@ def cross_entropy(stage, logits, labels):                                       
     return sums[0].log() - sums[1], softmax.scatter_add_(-1, row, -is_own.to(softmax.dtype))
 
 # ---- 4. Slices that take turns (Domino, 2409.15241) ----------------------------------------------
-# g makes each sublayer wait. But samples do not depend on each other. So cut a microbatch into
-# slices, and compute slice b while the all-reduce of slice a is in flight:
+# g makes each sublayer wait. But samples do not depend on each other. So cut a microbatch (the
+# samples of a pass) into slices a and b, and compute b while the all-reduce of a is in flight:
 #
-#     one slice     compute   [  A  ]      [  M  ]      [  A  ]      [  M  ]        A: attention
-#                   in flight        ~~~~~        ~~~~~        ~~~~~                M: MLP
-#     two slices    compute   [a][b][a][b][a][b][a][b]
-#                   in flight    ~a~~b~~a~~b~~a~~b~
+#     one slice     compute   [  A   ]        [  M   ]        [  A   ]        [  M   ]
+#                   in flight         ~~~~~~~~        ~~~~~~~~        ~~~~~~~~        ~~~~~~~~
+#     two slices    compute   [Aa][Ab][Ma][Mb][Aa][Ab][Ma][Mb]                  Aa: a's attention
+#                   in flight     ~Aa~~Ab~~Ma~~Mb~~Aa~~Ab~~Ma~~Mb~              Ma: a's MLP
 #
 # A slice runs in a generator: all_reduce() launches and yields, `yield from` passes the yield on,
 # and interleave() resumes the next slice. A collective has no name: the n-th call on one rank meets
@@ -212,7 +212,7 @@ def all_reduce(stage, tensor, op=dist.ReduceOp.SUM, deferred=()):
     work.wait()
 
 def record(function, x):
-    """Return (x, function(x)). Autograd, which run_pipeline turns off, records this call."""
+    """Return (x as a leaf, function(x)). Autograd is off in run_pipeline, but records this call."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         return x, function(x)
@@ -248,8 +248,8 @@ def forward_slice(stage, slice):
         slice.output, slice.gradient = yield from cross_entropy(stage, logits, slice.labels)
 
 # ---- 5. Backward along a tape --------------------------------------------------------------------
-# Autograd's backward cannot pause: in f's backward, slice b would wait for its all-reduce while
-# slice a could compute. So backward is a generator, too:
+# Autograd's backward cannot pause: in f's backward, one slice would wait for its all-reduce while
+# the other could compute. So backward is a generator, too. With the tensors of section 3:
 #     grad_a = grad_y W2, grad_c = the core's backward, grad_h = grad_c W1 -> launch f's all-reduce
 #     meanwhile: the gradients of W1 and W2, for which no other rank waits; then the other slices
 
@@ -289,7 +289,7 @@ def backward_slice(stage, slice, gradient):
 
 # ---- 6. The pipeline (1F1B: 2104.04473, section 2.2) ---------------------------------------------
 # The batch passes in microbatches, so that all stages have work. After a warm-up, 1F1B alternates F
-# (forward) and B (backward, twice as long). So a stage keeps stages - stage tapes at most, not all.
+# (forward) and B (backward, twice as long). So stage r of p keeps at most p - r tapes, not all.
 #
 #     stage 0 |F0 F1 F2             B0 B0 F3 B1 B1    B2 B2    B3 B3
 #     stage 1 |   F0 F1       B0 B0 F2 B1 B1 F3 B2 B2    B3 B3
@@ -322,10 +322,10 @@ def exchange(stage, action, output, following):                                 
 
 @torch.no_grad()
 def run_pipeline(stage, text, step):
-    """Add the gradients of a global batch to every .grad; return the sum of this rank's losses."""
+    """Add this replica's gradients to .grad; return its summed loss, 0 before the last stage."""
     size, grid, tapes, loss = stage.sizes, stage.grid, {}, stage.flat.new_zeros(())
     actions = one_f_one_b(grid.pp_rank, grid.pp, size.global_batch // (grid.dp * size.micro_batch))
-    count = min(max(stage.slices, 1), size.micro_batch)
+    count = min(max(stage.slices, 1), size.micro_batch)                                  # of slices
     received = exchange(stage, None, None, actions[0][0])
     for (action, i), (following, _) in zip(actions, [*actions[1:], (None, None)]):
         stage.action = f"{action}{i}"
@@ -344,9 +344,9 @@ def run_pipeline(stage, text, step):
     return loss
 
 # ---- 7. The sharded optimizer (ZeRO-1: 1910.02054) -----------------------------------------------
-# The dp replicas have the same weights. To keep AdamW's two moments per weight only once, replica j
-# updates part j of the flat tensor: it receives part j of the summed gradients (reduce-scatter) and
-# sends the new weights to all (all-gather). Together, both send as many bytes as one all-reduce.
+# The dp replicas have the same weights. To keep a weight's two moments (AdamW) on only one of them,
+# replica j updates part j of the flat tensor: it receives part j of the summed gradients (reduce-
+# scatter) and sends its new weights to all (all-gather). The two send as much as one all-reduce.
 
 @torch.no_grad()
 def optimizer_step(stage, step, lr, loss, clip=1.0, beta1=0.9, beta2=0.95, decay=0.1):  # exercise 9
@@ -372,8 +372,8 @@ def optimizer_step(stage, step, lr, loss, clip=1.0, beta1=0.9, beta2=0.95, decay
     stage.grad.zero_()
     return loss, grad_norm
 
-# All tp ranks have the loss, b2, positions and layer norms; two stages have the words. `counts` is
-# 1 on only one of them. If ranks clipped by different gradient norms, copies would drift apart.
+# All tp ranks have the loss, b2, positions and layer norms; two stages have the words. `counts`
+# is 1 on only one copy. If ranks clipped by different gradient norms, copies would drift apart.
 def global_sums(stage, loss, gradient):                                                # exercise 10
     """Return the global loss and gradient norm, the same on all ranks. Copies count once."""
     own = stage.counts.chunk(stage.grid.dp)[stage.grid.dp_rank]
@@ -435,7 +435,7 @@ def main():
     parser.add_argument("--data", type=Path, default="data/python-stdlib", help="prepared text")
     parser.add_argument("--verbose", action="store_true", help=note.__doc__)
     args, device = parser.parse_args(), torch.device("cpu")
-    if torch.cuda.is_available():
+    if torch.cuda.device_count() >= world:                                   # else all on the CPU
         torch.cuda.set_device(device := torch.device("cuda", dist.get_rank()))
     tp, pp = args.tp, args.pp or 2 - world // (args.tp or 1) % 2
     dp = args.dp or max(world // (tp * pp or 1), 1)

@@ -86,6 +86,23 @@ def test_its_defaults_are_those_of_train_py_on_any_number_of_processes(monkeypat
         config.global_batch_size, 0, config.lr, config.seed)
 
 
+@pytest.mark.parametrize("gpus, world, device", [(0, 1, "cpu"), (1, 8, "cpu"), (1, 1, "cuda:0"), (8, 8, "cuda:7")])
+def test_each_process_takes_its_own_gpu_and_all_take_the_cpu_if_there_are_too_few(monkeypatch, gpus, world, device):
+    """A student with one GPU can run the eight processes of the docstring."""
+    taken = []
+    for name, value in dict(init_process_group=None, destroy_process_group=None, get_world_size=world,
+                            get_rank=world - 1).items():
+        monkeypatch.setattr(minimal.dist, name, lambda value=value, **_: value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append(str(device)))
+    monkeypatch.setattr(minimal, "make_grid", lambda tp, pp, dp, device: str(device))
+    monkeypatch.setattr(minimal, "train", lambda sizes, grid, *others: taken.append(grid))
+    monkeypatch.setattr(sys, "argv", ["minimal.py"])
+    minimal.main()
+    assert taken == ([device, device] if gpus >= world else ["cpu"])
+
+
 @pytest.mark.parametrize("world, flags", [(2, "--tp 16"), (2, "--tp 0"), (16, "--tp 16"), (3, "")])
 def test_a_wrong_layout_is_refused_in_one_sentence(monkeypatch, world, flags):
     for rank in (0, 1):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from ..fake_ranks import World
-from ..judge import expect, judge, run_to_end
+from ..judge import expect, expect_generator, judge, run_to_end
 from ..stages import draw, make_stage
 
 HINT = """
@@ -58,7 +58,8 @@ def through(stage, minimal, slice, sites, gradient=None):
         if gradient is None:
             value = yield from minimal.forward_sublayer(stage, slice, site, value)
         else:
-            value = yield from minimal.backward_sublayer(stage, slice, site, value)
+            value = yield from expect_generator(minimal.backward_sublayer(stage, slice, site, value),
+                                                "backward_sublayer")
     slice.output = value
 
 

@@ -276,6 +276,7 @@ BACKWARD = [
     (launch(f"yield from all_reduce(stage, grad_h)\n    {WEIGHTS}"), "with one slice only 0%"),
     (launch(f"{WORK}\n    {WEIGHTS}\n    work.wait()\n    yield"), "yield between the launch and wait()"),
     (launch(f"{WEIGHTS}\n    yield"), "all-reduce it before"),
+    (launch(f"all_reduce(stage, grad_h)\n    {WEIGHTS}"), "must be a generator"),
     (launch(f"{WORK}\n    {WEIGHTS}\n    yield").replace("return", "work.wait()\n    return"), "NaN"),
     (launch(f"{WORK}\n    {WEIGHTS}\n    yield\n    work.wait()").replace("return gradient + x.grad", "return x.grad"),
      "misses the skip path"),
