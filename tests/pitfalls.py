@@ -1070,8 +1070,8 @@ def summed_over_other_experts(config):
 
 
 @pitfall("The results of experts go to other tokens",
-         "`nanodomino/layers/moe.py`, `combine`: reads each row at its `place`, the inverse of the permutation that "
-         "sorted the rows", world_size=1, **MOE)
+         "`nanodomino/layers/moe.py`, `combine`: reads the rows with the inverse of the permutation that sorted "
+         "them", world_size=1, **MOE)
 def sorted_order(config):
     """The rows were sorted by expert, and the results come back in this order. To undo a permutation, index with its
     inverse. If the code indexes with the permutation itself, most tokens get the results of other tokens. Shapes fit,
@@ -1080,7 +1080,7 @@ def sorted_order(config):
 
     def not_inverted(*arguments):
         dispatch = plan(*arguments)
-        return dataclasses.replace(dispatch, place=dispatch.order)
+        return dataclasses.replace(dispatch, inverse_permutation=dispatch.permutation)
     return [(moe, "plan_dispatch", not_inverted)]
 
 

@@ -58,14 +58,14 @@ def all_gather(whole, own, group):
     return exchange([own] * len(parts), parts, group, TAGS["all_gather"])
 
 
-def all_to_all(received, sent, received_rows: list[int], sent_rows: list[int], group):
+def all_to_all(received, sent, output_splits: list[int], input_splits: list[int], group):
     """Launch an all-to-all: rank i gets the i-th run of rows of `sent`, and its rows become the i-th run of `received`.
 
-    received_rows, sent_rows: the number of rows from and to each rank. Returns the work to wait for.
+    output_splits, input_splits: the number of rows from and to each rank. Returns the work to wait for.
     """
     if sent.is_cuda:
-        return dist.all_to_all_single(received, sent, received_rows, sent_rows, group=group, async_op=True)
-    sends, receives, rank = sent.split(sent_rows), received.split(received_rows), group.rank()
+        return dist.all_to_all_single(received, sent, output_splits, input_splits, group=group, async_op=True)
+    sends, receives, rank = sent.split(input_splits), received.split(output_splits), group.rank()
     receives[rank].copy_(sends[rank])
     return exchange(sends, receives, group, TAGS["all_to_all"])
 

@@ -138,7 +138,8 @@ class Config:
         1e-3, "change of the expert bias after each step", affects="losses", above=0.0,
         needs=(EXPERTS, "--moe-router-enable-expert-bias"))
     moe_aux_loss_coeff: float = family_setting(
-        "moe_aux_loss_coeff", "coefficient of the load-balancing loss, which is computed for each sample",
+        "moe_aux_loss_coeff", "coefficient of the load-balancing loss, which is computed for each sample; this loss "
+                              "and the z-loss also count tokens that the loss mask leaves out",
         affects="losses", needs=EXPERTS)
     moe_z_loss_coeff: float = model_setting(
         0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)

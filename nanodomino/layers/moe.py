@@ -9,11 +9,11 @@ share the experts: each holds E/ep of them, and the tokens travel. For example 4
     rows, by expert     A B B | A                   C | D C D                 a row: a token for one expert;
        their experts    0 0 1 | 2                   1 | 2 3 3                 "|" divides the replicas they go to
 
-    counts    --all-to-all->    each rank learns how many rows will arrive, from whom and for which expert
-    rows      --all-to-all->    the dispatch: replica 0 now has all rows of experts 0 and 1, A B B C
-              each expert multiplies its rows: W2 activation(W1 row)
-    results   --all-to-all->    the combine: every row goes back to the replica that it came from
-              y of a token = the sum of its k results, each times its weight
+    tokens_per_expert   --all-to-all->    each rank learns how many rows will arrive, from whom and for which expert
+    rows                --all-to-all->    the dispatch: replica 0 now has all rows of experts 0 and 1, A B B C
+                        each expert multiplies its rows: W2 activation(W1 row)
+    results             --all-to-all->    the combine: every row goes back to the replica that it came from
+                        y of a token = the sum of its k results, each times its weight
 
 **Why all-to-all?** Every rank has rows for every other rank, and different ones for each. That is what an all-to-all
 sends. Its backward is an all-to-all in the other direction, so a layer has four large ones per microbatch.
@@ -22,9 +22,9 @@ sends. Its backward is an all-to-all in the other direction, so a layer has four
 the meantime the other slice computes. Without tensor parallelism, the dispatch of slice a is hidden by the attention of
 slice b, and the combine of slice a by the experts of slice b. With tensor parallelism attention ends in a reduce, where
 the slice yields too, so less hides a dispatch. A shared expert computes while the rows are in flight, in forward and in
-backward. The counts are not hidden: the host must read them before it can launch the dispatch. They are only E numbers,
-and they travel on a process group of their own, because on the same group they would queue behind the other slice's
-rows.
+backward. The first all-to-all is not hidden: the host must read the numbers of rows before it can launch the dispatch.
+It sends only E numbers, on a process group of its own, because on the same group they would queue behind the other
+slice's rows.
 
 **Dropless.** Some systems give each expert a capacity and drop the rows beyond it. Then the dropped rows depend on
 which tokens share a microbatch, slice and replica, so the layout would show in the loss. Here every row is computed,
@@ -57,35 +57,38 @@ from nanodomino.parallel import (ColumnParallelLinear, RowParallelLinear, copy_t
 class Dispatch:
     """Holds where the n k rows of a slice go. Row i is for token i // k. r: the number of rows that this rank receives.
 
-    order, place    [n k]: the i-th row to send is row order[i]; row i is the place[i]-th to be sent
-    by_expert       [r]: sorts the received rows by expert; unsort is its inverse
-    sent, received  the number of rows to and from each ep rank
-    ends, offsets   for each local expert, the number of received rows up to and including its own; int32 on the device
+    permutation, inverse_permutation   [n k]: sorts the rows by expert before they are sent, and its inverse
+    by_expert, unsort                  [r]: sorts the received rows by expert, and its inverse
+    input_splits, output_splits        the number of rows to and from each ep rank
+    ends, offsets                      for each local expert, the number of received rows up to and including its own;
+                                       ends on the host, offsets (int32) on the device
     """
-    order: torch.Tensor
-    place: torch.Tensor
+    permutation: torch.Tensor
+    inverse_permutation: torch.Tensor
     by_expert: torch.Tensor
     unsort: torch.Tensor
-    sent: list[int]
-    received: list[int]
+    input_splits: list[int]
+    output_splits: list[int]
     ends: list[int]
     offsets: torch.Tensor
 
 
-def plan_dispatch(experts, counts, received_counts) -> Dispatch:
-    """Compute where each row goes and in which order. The host waits for the counts here.
+def plan_dispatch(experts, tokens_per_expert, received_per_expert) -> Dispatch:
+    """Compute where each row goes and in which order. The host waits for the numbers of rows here.
 
-    experts [b, s, k]; counts [ep, E/ep]: this rank's rows for each expert of each ep rank; received_counts [ep, E/ep]:
-    the rows from each ep rank for each local expert.
+    experts              [b, s, k]: each token's experts
+    tokens_per_expert    [ep, E/ep]: how many rows this rank has for each expert of each ep rank
+    received_per_expert  [ep, E/ep]: how many rows each ep rank has for each local expert
     """
-    ep, local = counts.shape
-    order = experts.flatten().argsort(stable=True)
-    offsets = received_counts.sum(0).cumsum(0, dtype=torch.int32)
-    numbers = torch.cat([counts.sum(1), received_counts.sum(1), offsets]).tolist()             # one wait for a GPU
-    sent, received, ends = numbers[:ep], numbers[ep:2 * ep], numbers[2 * ep:]
-    expert = torch.arange(local, device=order.device).repeat(ep)
-    by_expert = expert.repeat_interleave(received_counts.flatten(), output_size=ends[-1]).argsort(stable=True)
-    return Dispatch(order, inverse(order), by_expert, inverse(by_expert), sent, received, ends, offsets)
+    ep, local = tokens_per_expert.shape
+    permutation = experts.flatten().argsort(stable=True)
+    offsets = received_per_expert.sum(0).cumsum(0, dtype=torch.int32)
+    numbers = torch.cat([tokens_per_expert.sum(1), received_per_expert.sum(1), offsets]).tolist()  # one wait for a GPU
+    input_splits, output_splits, ends = numbers[:ep], numbers[ep:2 * ep], numbers[2 * ep:]
+    expert = torch.arange(local, device=permutation.device).repeat(ep)
+    by_expert = expert.repeat_interleave(received_per_expert.flatten(), output_size=ends[-1]).argsort(stable=True)
+    return Dispatch(permutation, inverse(permutation), by_expert, inverse(by_expert), input_splits, output_splits, ends,
+                    offsets)
 
 
 def inverse(permutation):
@@ -110,24 +113,24 @@ def has_grouped_kernel(x, weights) -> bool:
 
 
 class ExchangeRows(torch.autograd.Function):
-    """All-to-all of rows; backward sends the gradients back. sent, received: the rows to and from each rank."""
+    """All-to-all of rows; backward sends the gradients back."""
 
     @staticmethod
-    def forward(ctx, rows, sent, received, group):
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return exchange_rows(rows, sent, received, group)
+    def forward(ctx, rows, input_splits, output_splits, group):
+        ctx.input_splits, ctx.output_splits, ctx.group = input_splits, output_splits, group
+        return exchange_rows(rows, input_splits, output_splits, group)
 
     @staticmethod
     def backward(ctx, gradient):
-        return exchange_rows(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+        return exchange_rows(gradient, ctx.output_splits, ctx.input_splits, ctx.group), None, None, None
 
 
-def exchange_rows(rows, sent, received, group):
+def exchange_rows(rows, input_splits, output_splits, group):
     """Send rows to all ranks of the group, wait, and return the received rows."""
-    if len(sent) == 1:
+    if len(input_splits) == 1:
         return rows
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    all_to_all(arrived, rows.contiguous(), received, sent, group).wait()
+    arrived = rows.new_empty(sum(output_splits), *rows.shape[1:])
+    all_to_all(arrived, rows.contiguous(), output_splits, input_splits, group).wait()
     return arrived
 
 
@@ -169,15 +172,16 @@ class MoE(Sublayer):
         router, w1, w2 = self.router, self.experts.dense_h_to_4h, self.experts.dense_4h_to_h
         h = copy_to_tensor_parallel(self.norm(x), self.mesh.tp_group)
         logits = router.logits(h)
-        experts, counts = router.choose(logits.detach())
+        experts, tokens_per_expert = router.choose(logits.detach())
         self.auxiliary_loss = router.loss(logits, experts) * router.counts_here
-        counts = counts.view(self.mesh.ep, -1)
-        each = [1] * self.mesh.ep
-        dispatch = plan_dispatch(experts, counts, exchange_rows(counts, each, each, self.mesh.ep_counts_group))
-        rows = h.flatten(0, 1)[dispatch.order // experts.size(-1)]
-        rows = ExchangeRows.apply(rows, dispatch.sent, dispatch.received, self.mesh.ep_group)[dispatch.by_expert]
+        tokens_per_expert, each = tokens_per_expert.view(self.mesh.ep, -1), [1] * self.mesh.ep
+        dispatch = plan_dispatch(experts, tokens_per_expert, exchange_rows(
+            tokens_per_expert, each, each, self.mesh.ep_counts_group))
+        rows = h.flatten(0, 1)[dispatch.permutation // experts.size(-1)]
+        splits = dispatch.input_splits, dispatch.output_splits
+        rows = ExchangeRows.apply(rows, *splits, self.mesh.ep_group)[dispatch.by_expert]
         results = grouped_linear(self.activation.function(grouped_linear(rows, w1, dispatch)), w2, dispatch)
-        results = ExchangeRows.apply(results[dispatch.unsort], dispatch.received, dispatch.sent, self.mesh.ep_group)
+        results = ExchangeRows.apply(results[dispatch.unsort], *reversed(splits), self.mesh.ep_group)
         y = combine(results, dispatch, router.weights(logits, experts).to(h.dtype))
         if shared := self.shared_expert:
             c = F.linear(h, shared.dense_h_to_4h.weight)
@@ -189,7 +193,7 @@ class MoE(Sublayer):
 def combine(results, dispatch: Dispatch, weights):
     """Return y [b, s, h], the weighted sum of each token's k results. results [n k, h], in the order of sending;
     weights [b, s, k]."""
-    each = results[dispatch.place].view(*weights.shape, -1)
+    each = results[dispatch.inverse_permutation].view(*weights.shape, -1)
     return torch.einsum("bskh,bsk->bsh", each, weights)
 
 
@@ -226,14 +230,14 @@ class MoEInside:
         h = ops.wait(slice, self.site, h)
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
             routing = self.router.route(h)
-        counts, each = routing.counts.view(self.mesh.ep, -1), [1] * self.mesh.ep
-        flights = ops.exchange(slice, self.site, counts, each, each, self.mesh.ep_counts_group)
+        tokens_per_expert, each = routing.tokens_per_expert.view(self.mesh.ep, -1), [1] * self.mesh.ep
+        flights = ops.exchange(slice, self.site, tokens_per_expert, each, each, self.mesh.ep_counts_group)
         if self.router.counts_here:
-            self.statistics[:-1] += routing.counts
+            self.statistics[:-1] += routing.tokens_per_expert
             self.statistics[-1] += routing.loss
-        dispatch = plan_dispatch(routing.experts, counts, ops.wait(slice, self.site, flights))
-        rows = h.flatten(0, 1)[dispatch.order // routing.experts.size(-1)]
-        flights = ops.exchange(slice, self.site, rows, dispatch.sent, dispatch.received, self.group)
+        dispatch = plan_dispatch(routing.experts, tokens_per_expert, ops.wait(slice, self.site, flights))
+        rows = h.flatten(0, 1)[dispatch.permutation // routing.experts.size(-1)]
+        flights = ops.exchange(slice, self.site, rows, dispatch.input_splits, dispatch.output_splits, self.group)
         shared = self.shared_column_output(ops, slice, h)
         yield from ops.yield_if_in_flight(flights)
         rows = ops.wait(slice, self.site, flights)[dispatch.by_expert]
@@ -243,7 +247,7 @@ class MoEInside:
         yield from ops.yield_if_sharded()
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
             results = grouped_linear(activation[0], self.w2, dispatch)[dispatch.unsort]
-        flights = ops.exchange(slice, self.site, results, dispatch.received, dispatch.sent, self.group)
+        flights = ops.exchange(slice, self.site, results, dispatch.output_splits, dispatch.input_splits, self.group)
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
             own = F.linear(activation[1], self.shared[1]) if self.shared else None
         tape = MoETape(routing, dispatch, rows, c, c, activation, results=flights[0].tensor)
@@ -281,9 +285,9 @@ class MoEInside:
     def backward(self, ops, slice, tape: MoETape, grad_y, h):
         routing, dispatch = tape.routing, tape.dispatch
         grad_y, weights = ops.wait(slice, self.site, grad_y), routing.weights.detach().to(tape.rows.dtype)
-        rows = (grad_y.unsqueeze(2) * weights.unsqueeze(-1)).flatten(0, 2)[dispatch.order]
-        flights = ops.exchange(slice, self.site, rows, dispatch.sent, dispatch.received, self.group)
-        results = tape.results[dispatch.place].view(*weights.shape, -1)
+        rows = (grad_y.unsqueeze(2) * weights.unsqueeze(-1)).flatten(0, 2)[dispatch.permutation]
+        flights = ops.exchange(slice, self.site, rows, dispatch.input_splits, dispatch.output_splits, self.group)
+        results = tape.results[dispatch.inverse_permutation].view(*weights.shape, -1)
         grad_weights = torch.einsum("bskh,bsh->bsk", results, grad_y).to(routing.weights.dtype)
         h = ops.wait(slice, self.site, h)
         grad_h = self.router.backward(routing, grad_weights, h, ops.loss_scale)
@@ -303,9 +307,9 @@ class MoEInside:
         yield from ops.yield_if_sharded()
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
             rows = grouped_linear(grad_c, self.w1.transpose(1, 2), dispatch)[dispatch.unsort]
-        flights = ops.exchange(slice, self.site, rows, dispatch.received, dispatch.sent, self.group)
+        flights = ops.exchange(slice, self.site, rows, dispatch.output_splits, dispatch.input_splits, self.group)
         matmuls += [(self.w2, grad_out, tape.activation[0], dispatch.ends), (self.w1, grad_c, tape.rows, dispatch.ends)]
 
         def complete(rows):
-            return grad_h + rows[dispatch.place].view(*weights.shape, -1).sum(dim=2)
+            return grad_h + rows[dispatch.inverse_permutation].view(*weights.shape, -1).sum(dim=2)
         return (yield from ops.finish_then_reduce(slice, self.site, flights, complete)), matmuls

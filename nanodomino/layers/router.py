@@ -15,14 +15,17 @@ share of a sample's s k choices that expert e received, and P_e its mean probabi
     auxiliary loss   coefficient x E x sum over e of f_e P_e (2101.03961, section 2.2). It is the coefficient if all
                      experts are chosen equally often, and grows if those chosen most often also have the largest
                      probabilities. f_e has no gradient, P_e has
-    z-loss           coefficient x mean over tokens of (log of the sum of exp(logits))^2 (2202.08906, section 3.2)
+    z-loss           coefficient x mean over tokens of (log of the sum of exp(logits))^2 (2202.08906)
     expert bias      added to the scores for the choice only, not for the weights. After each step it grows by a fixed
                      rate for experts that were chosen less often than the mean, and shrinks for others (2408.15664)
 
 **The layout must not show.** A mean over "the batch" would depend on how the batch is cut into microbatches, slices and
 replicas. So the auxiliary loss is computed for each sample (Megatron's seq_aux_loss) and weighted by s; the z-loss is a
 sum over tokens. Like the loss of the model, both are divided once, by the number of counted tokens of the global batch.
-The expert bias follows the counts of the global step: a choice's excess over the mean is the bias's "gradient", which
+But a token that the loss mask leaves out is routed too, because other tokens attend to it. So it adds to both losses,
+and if only half of the tokens count, both losses weigh twice as much.
+
+The expert bias follows tokens_per_expert of the global step: its excess over the mean is the bias's "gradient", which
 the replicas sum like any other gradient, and zero.py updates the bias by the sign of the sum.
 """
 
@@ -52,7 +55,7 @@ class Routing:
     experts: torch.Tensor        # [b, s, k]
     weights: torch.Tensor        # [b, s, k], with autograd's graph
     loss: torch.Tensor           # auxiliary loss and z-loss, summed over the slice's tokens, with autograd's graph
-    counts: torch.Tensor         # [E]: how many tokens chose each expert
+    tokens_per_expert: torch.Tensor    # [E]
 
 
 class Router(nn.Module):
@@ -81,8 +84,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(self, logits):
-        """Return (the numbers of the chosen experts [b, s, k], the best first; how many tokens chose each expert [E]).
-        """
+        """Return (experts, tokens_per_expert): the numbers of the chosen experts [b, s, k], the best first; how many
+        tokens chose each expert [E]."""
         scores = self.scores(logits)
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
@@ -118,11 +121,11 @@ class Router(nn.Module):
     def route(self, h) -> Routing:
         """Route h [b, s, h]. Logits, weights and losses are computed in fp32 or wider."""
         logits = self.logits(h)
-        experts, counts = self.choose(logits)
+        experts, tokens_per_expert = self.choose(logits)
         with torch.enable_grad():
             logits = logits.detach().requires_grad_()
             weights, loss = self.weights(logits, experts), self.loss(logits, experts)
-        return Routing(logits, experts, weights, loss, counts)
+        return Routing(logits, experts, weights, loss, tokens_per_expert)
 
     def backward(self, routing: Routing, grad_weights, h, loss_scale: float):
         """Return this rank's addend of the gradient of h, and add the gradients of Wr and of the expert bias.
@@ -134,6 +137,6 @@ class Router(nn.Module):
         add_weight_gradient(main_grad_of(self.weight), grad_logits, h.to(grad_logits.dtype))
         if self.expert_bias is not None and self.counts_here:
             # E x (count - mean) rather than count - mean, because integers are exact (in fp32 below 2^24)
-            excess = self.num_experts * routing.counts - routing.counts.sum()
+            excess = self.num_experts * routing.tokens_per_expert - routing.tokens_per_expert.sum()
             add_gradients([self.expert_bias], [excess.to(main_grad_of(self.expert_bias).dtype)])
         return (grad_logits @ self.weight.to(grad_logits.dtype)).to(h.dtype)

@@ -52,13 +52,13 @@ def prepare_all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
     return Flight(tensor, "all_reduce", tensor, lambda: (dist.all_reduce(tensor, op, group=group, async_op=True), None))
 
 
-def prepare_all_to_all(rows, sent: list[int], received: list[int], group) -> Flight:
-    """Prepare an all-to-all of rows. sent, received: the number of rows to and from each rank of the group."""
-    if len(sent) == 1:
+def prepare_all_to_all(rows, input_splits: list[int], output_splits: list[int], group) -> Flight:
+    """Prepare an all-to-all of rows. input_splits, output_splits: the number of rows to and from each rank."""
+    if len(input_splits) == 1:
         return Flight(rows)
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    return Flight(arrived, "all_to_all", rows, lambda: (all_to_all(arrived, rows, received, sent, group), None),
-                  group="ep")
+    arrived = rows.new_empty(sum(output_splits), *rows.shape[1:])
+    return Flight(arrived, "all_to_all", rows,
+                  lambda: (all_to_all(arrived, rows, output_splits, input_splits, group), None), group="ep")
 
 
 def result_of(flights: list[Flight]):

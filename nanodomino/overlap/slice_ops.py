@@ -46,9 +46,9 @@ class SliceOps:
         chunks = self.column_chunks(x, -1) if self.stream.shards > 1 else [x]
         return [self.launch(slice, site, self.stream.gather(chunk)) for chunk in chunks]
 
-    def exchange(self, slice, site, rows, sent, received, group) -> list[Flight]:
+    def exchange(self, slice, site, rows, input_splits, output_splits, group) -> list[Flight]:
         """Launch an all-to-all of rows over an expert-parallel group; see prepare_all_to_all()."""
-        return [self.launch(slice, site, prepare_all_to_all(rows, sent, received, group))]
+        return [self.launch(slice, site, prepare_all_to_all(rows, input_splits, output_splits, group))]
 
     def finish_then_reduce(self, slice, site, flights, complete):
         """Return flights of the sum over tp of complete(tensor). flights: the all-to-all that delivers `tensor`.
