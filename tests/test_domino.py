@@ -17,6 +17,7 @@ from support.reference import dropout_masks, train_reference
 import train
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
+from nanodomino.overlap.flight import Flight, result_of
 
 TP2 = dict(tensor_model_parallel_size=2, micro_batch_size=4, global_batch_size=4, num_layers=2)
 
@@ -233,6 +234,14 @@ def test_collectives_and_bytes_equal_the_formulas(pool, slices, columns):
         assert counts[("all_reduce", "world"), "elements"] == 4
         assert not counts.get((("all_reduce", "dp"), "calls"))
         assert ("all_reduce", "tp") not in blocking, "a tensor-parallel all-reduce blocks"
+
+
+def test_a_tensors_chunks_are_freed_when_they_are_joined():
+    """Backward keeps the flights of a gradient while it uses the gradient, so its chunks would take as much again."""
+    flights = [Flight(torch.ones(2)), Flight(torch.zeros(1))]
+    chunks = [weakref.ref(flight.tensor) for flight in flights]
+    assert result_of(flights).tolist() == result_of(flights).tolist() == [1, 1, 0]
+    assert [chunk() for chunk in chunks] == [None, None]
 
 
 def deferred_rank(config, data):

@@ -289,14 +289,15 @@ def pair_working_bytes(config: Config, mesh: Mesh, sublayers: int) -> float:
     """Return what a pair adds to the memory of a backward alone, in bytes; 0 if the schedule has no pairs.
 
     sublayers: how many sublayers the pair's forward is ahead of its backward. The forward's tape has grown by these,
-    but the backward's tape has not shrunk by them yet. The temporary tensors of the forward are about 4 X, and with
-    expert parallelism its rows: sent, received, sorted. Embedding and head each take one turn, like a sublayer.
+    but the backward's tape has not shrunk by them yet. The forward also holds y of two sublayers, 2 X, and with expert
+    parallelism its rows four times: sorted, multiplied, sent, received. Embedding and head each take one turn, like a
+    sublayer.
     """
     if all(len(action.halves) == 1 for action in stage_actions(config, mesh)):
         return 0
     kept = [tape_bytes(config, [sublayer]) for sublayer in stage_model(config, mesh).chunks[0].sublayers]
-    rows = 3 * config.moe_router_topk * (config.ep > 1)
-    return (4 + rows) * hidden_bytes(config) + sum(kept[:max(sublayers, 0)])
+    rows = 4 * config.moe_router_topk * (config.ep > 1)
+    return (2 + rows) * hidden_bytes(config) + sum(kept[:max(sublayers, 0)])
 
 
 @linear_in_microbatches(SETTLED)
@@ -304,8 +305,8 @@ def tape_and_receive_bytes(config: Config, mesh: Mesh) -> int:
     """Return the peak bytes of tapes plus the buffers that receive gradients; 0 if there are no such buffers.
 
     Only ZeRO-1 on CPUs has them: there a reduce-scatter receives into a buffer as large as the bucket
-    (comm/scatter_and_gather.py). A chunk's buckets are reduced when the chunk has done its last action of the step.
-    Tapes of other chunks may still exist then.
+    (comm/scatter_and_gather.py). A chunk's buckets are reduced during the chunk's last action of the step. Tapes of
+    other chunks may still exist then.
     """
     if optimizer_shards(config) == 1 or gradient_shards(config) > 1 or config.device == "cuda":
         return 0
@@ -316,8 +317,10 @@ def tape_and_receive_bytes(config: Config, mesh: Mesh) -> int:
                                                  if optimizer_shards(config, kind.replicas) > 1) / layers
     received = [sum(layer * len(chunks[chunk].layers) for chunk in last if last[chunk] <= number)
                 for number in range(len(row))]
+    # beside the gradient that it sends, a backward then still holds its last sublayer's x, grad_h and grad_y
+    working = [0 if action.halves[-1].kind == "weight_backward" else 3 * residual_bytes(config) for action in row]
     tapes = tape_bytes_over_time(config, mesh)
-    return round(max(kept + buffers for kept, buffers in zip(tapes, received) if buffers))
+    return round(max(sum(held) for held in zip(tapes, received, working) if held[1]))
 
 
 def peak_bytes(config: Config, mesh: Mesh) -> int:

@@ -62,6 +62,8 @@ def prepare_all_to_all(rows, input_splits: list[int], output_splits: list[int], 
 
 
 def result_of(flights: list[Flight]):
-    """Concatenate the results of finished flights along the last dimension. Each flight holds one chunk of a tensor."""
-    chunks = [flight.result() for flight in flights]
-    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)
+    """Return the tensor of finished flights, each of which holds a chunk of its last dimension. Afterwards the list
+    holds a single flight with the joined tensor, so that the chunks are freed."""
+    if len(flights) > 1:
+        flights[:] = [Flight(torch.cat([flight.result() for flight in flights], dim=-1))]
+    return flights[0].result()

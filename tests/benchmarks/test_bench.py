@@ -115,11 +115,15 @@ def test_host_times_per_layer_and_slice():
 
 
 @pytest.mark.exhaustive
-def test_throughput(tmp_path):
+@pytest.mark.parametrize("others, flags", [(["plain"], ["--num-layers", "1", "--compile"]),
+                                           (["nanogpt", "transformers"], ["--nanogpt", "clone"])],
+                         ids=["plain, compiled", "nanogpt, transformers"])
+def test_throughput(tmp_path, others, flags):
+    """Only one of them is compiled, and with one layer, because compilation takes most of the time."""
     (tmp_path / "model.py").write_text(NANOGPT)
-    record = ask("throughput", *TINY, "--global-batch-size", "8", "--repeats", "3", "--compile", "--against", "plain",
-                 "nanogpt", "transformers", "--nanogpt", str(tmp_path))
-    assert list(record["ratio"]) == ["plain", "nanogpt", "transformers"]
+    record = ask("throughput", *TINY, "--global-batch-size", "8", "--repeats", "3", "--against", *others,
+                 *(str(tmp_path) if flag == "clone" else flag for flag in flags))
+    assert list(record["ratio"]) == others
     losses = record["nanodomino_losses"]
     assert len(losses) == throughput.COMPARED_STEPS and losses[-1] < losses[0] < 7, "the steps must train"
     for side in ("nanodomino", *record["ratio"]):

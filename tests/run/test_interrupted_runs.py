@@ -64,7 +64,8 @@ def full_disk(path, boxes):             # a save may still be written in a later
 if "device" in fault:           # as on NCCL: a queue with work in it, and collectives that do not raise in time
     start_world, make_mesh = train.start_world, train.make_mesh
     train.start_world = lambda place, device, timeout: start_world(place, device, timeout + 600)
-    train.make_mesh = lambda pp, dp, tp, device, timeout: make_mesh(pp, dp, tp, device, timeout + 600)
+    train.make_mesh = (lambda pp, dp, tp, device, timeout, *more, **named:
+                       make_mesh(pp, dp, tp, device, timeout + 600, *more, **named))
     watchdog.NoStream.query = lambda queue: False
     watchdog.NoStream.record_event = lambda queue: type("Mark", (), dict(query=lambda mark: True))()
     watchdog.STOP_GRACE = 4.0
