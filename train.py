@@ -81,12 +81,13 @@ def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuf
     """Return this replica's microbatch of global batch `step`, the same on all of its tensor-parallel ranks.
 
     The chunk with the embedding and the chunk with the head read the tokens. A chunk between them needs only the sample
-    ids, which seed its dropout masks. If positions or attention depend on where documents end, all chunks read tokens.
+    ids, which seed its dropout masks. If positions or attention depend on where documents end, or if other ranks hold
+    some of a sample's tokens, all chunks read tokens.
     """
     where = (step, microbatch, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
     at_an_end = config.placement.virtual_stage(mesh.pp_rank, chunk) in (0, config.placement.last)
-    if at_an_end or config.uses_document_boundaries:
-        return dataset.batch(*where, shuffle=shuffle)
+    if at_an_end or config.uses_document_boundaries or config.cp > 1:
+        return dataset.batch(*where, shuffle=shuffle).at_own_places(mesh)
     return Batch(None, None, None, None, sample_ids_of(*where))
 
 
@@ -166,7 +167,7 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
     """
     pipeline.connect(mesh, config.placement)
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64)
-    batch = Batch.from_rows(rows, [0] * len(rows), 0, EndOfText.of(-1, config), mesh.device)
+    batch = Batch.from_rows(rows, [0] * len(rows), 0, EndOfText.of(-1, config), mesh.device).at_own_places(mesh)
     for number, chunk in enumerate(stage.model.chunks):
         hidden = None if chunk.pre_process else torch.zeros(config.residual_shape, dtype=config.params_dtype,
                                                             device=mesh.device)
@@ -260,13 +261,14 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
 
 
 def write_sample(model: GPT, config: Config, corpus: Corpus, dataset: TokenDataset, mesh: Mesh):
-    """Let the first replica continue the first tokens of a split, and print the text. The replicas that hold its other
-    experts generate the same text."""
-    if mesh.dp_rank < mesh.ep:
+    """Let the first replica continue the first tokens of a split, and print the text. The ranks that hold its other
+    experts generate the same text. Every rank computes whole samples here, also with context parallelism."""
+    _, index = mesh.axis("dp")
+    if index < mesh.ep:
         prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()
         tokens = generate(model, mesh, prompt, config.sample_tokens, corpus.vocab_size, config.temperature,
                           config.top_k, config.seed, end_of_text=corpus.end_of_text)
-        if mesh.dp_rank > 0:
+        if index > 0:
             return
         tokenizer = corpus.tokenizer()
         print(f"---- a sample (temperature {config.temperature}, top-k {config.top_k}){expected_quality(config)}; the "
@@ -314,7 +316,7 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
         make_compiler_deterministic()
     with end_unless_connected(launch, config.timeout):
         start_world(launch, device, config.timeout)
-        mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, config.ep)
+        mesh = make_mesh(config.pp, config.dp, config.tp, device, config.timeout, config.ep, config.cp)
     check_agreement(config)
     run = from_rank_0(run)
     check_shared_folder(run.folder)

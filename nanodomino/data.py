@@ -31,7 +31,7 @@ import torch
 
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import counted, require
-from nanodomino.layers.positions import document_ids, positions_within_documents, to_device
+from nanodomino.layers.positions import document_ids, own_places, positions_within_documents, to_device
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,14 @@ class Batch:
             positions = to_device(positions_within_documents(documents), device)
         return Batch(rows[:, :-1], labels, loss_mask, positions, sample_ids,
                      documents if effects.reset_attention else None, in_order=not effects.reset_positions)
+
+    def at_own_places(self, mesh) -> "Batch":
+        """Return the batch with this rank's places of each sample [b, s/c]; see layers/positions.py. `documents`
+        stays whole, because attention needs to know the documents of all tokens."""
+        if mesh.cp == 1:
+            return self
+        own = [own_places(tensor, mesh) for tensor in (self.tokens, self.labels, self.loss_mask, self.positions)]
+        return Batch(*own, self.sample_ids, self.documents, in_order=False)
 
     def split(self, count: int) -> list["Batch"]:
         """Split the samples into `count` slices. Their sizes differ by at most one; the larger slices come first."""

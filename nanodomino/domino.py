@@ -150,7 +150,7 @@ class Domino:
         self.model, self.mesh, self.slices, self.trace = model, model.mesh, slices, trace
         compiled = partial(torch.compile, backend=compile_backend) if compile_backend else None
         self.ops = SliceOps(residual_stream(model.config, self.mesh), columns, trace,
-                            always_yields=self.mesh.tp > 1 or self.mesh.ep == 1)
+                            always_yields=self.mesh.tp > 1 or self.mesh.ep == self.mesh.cp == 1)
         fused = compiled or (lambda function: function)
         self.residual_norm = ResidualNorm(model.chunks[0].sublayers[0].norm, fused)
         self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled)

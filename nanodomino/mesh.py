@@ -1,4 +1,4 @@
-"""The grid of ranks: rank <-> (pp_rank, dp_rank, tp_rank), with a process group for each axis.
+"""The grid of ranks: rank <-> (pp_rank, dp_rank, cp_rank, tp_rank), with a process group for each axis.
 
 The world is all processes of a run; a rank is the number of a process in it. Each axis of the grid splits the work in
 its own way:
@@ -6,11 +6,12 @@ its own way:
     tp    tensor parallel      each matrix is cut over tp ranks
     dp    data parallel        each of dp replicas holds the whole model (see ep) and trains on its own samples
     pp    pipeline parallel    each of pp stages holds some of the layers
-    ep    expert parallel      ep neighbouring replicas share the experts of a layer; each holds 1/ep of them
+    cp    context parallel     cp neighbours share each sample: they hold the same weights and other tokens
+    ep    expert parallel      ep neighbours share the experts of a layer; each holds 1/ep of them
 
-Ranks are numbered with tp fastest, then dp, then pp (Megatron-LM's pipeline paper, 2104.04473, section 3):
+Ranks are numbered with tp fastest, then cp, dp and pp (Megatron-LM's pipeline paper, 2104.04473, section 3):
 
-    rank = (pp_rank * dp + dp_rank) * tp + tp_rank
+    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank                  below, cp is 1
 
                      dp 0        dp 1            tp_group: the ranks in one bracket. They all-reduce four times per
       stage 0       [0  1]      [2  3]           layer and microbatch, so they should share the fastest link.
@@ -18,6 +19,9 @@ Ranks are numbered with tp fastest, then dp, then pp (Megatron-LM's pipeline pap
                      tp 0 1      tp 0 1          replicas. They sum their gradients (zero.py).
                                                  pp_group: 0 and 4, 1 and 5, ... pass activations to the next stage
                                                  and gradients to the previous one.
+
+The ranks that share a sample hold the same weights, so they belong to one dp_group: it has dp x cp ranks. `dp` and
+`dp_rank` count replicas, each of which reads its own samples; axis("dp") counts the ranks of the dp_group.
 
 A collective over the wrong axis raises no error: it just sums the wrong tensors. So only this file builds the grid, and
 everything else receives it as a `Mesh`.
@@ -56,25 +60,30 @@ class Mesh:
     ep: int = 1
     ep_group: dist.ProcessGroup | None = None     # ep replicas, each with other experts; None if ep = 1
     ep_counts_group: dist.ProcessGroup | None = None    # the same ranks; counts need not queue behind rows
-    expert_dp_group: dist.ProcessGroup = None     # dp/ep replicas that hold the same experts
+    expert_dp_group: dist.ProcessGroup = None     # the ranks of the dp_group that hold the same experts
+    cp: int = 1
+    cp_rank: int = 0
+    cp_group: dist.ProcessGroup | None = None     # cp ranks with the tokens of the same samples; None if cp = 1
 
     def axis(self, name: str) -> tuple[int, int]:
-        """Return (number of ranks, this rank's index) in the group `name`: tp, dp, pp, ep, expert_dp or embedding."""
-        return {"tp": (self.tp, self.tp_rank), "dp": (self.dp, self.dp_rank), "pp": (self.pp, self.pp_rank),
-                "ep": (self.ep, self.dp_rank % self.ep), "expert_dp": (self.dp // self.ep, self.dp_rank // self.ep),
+        """Return (number of ranks, this rank's index) in the group `name`: tp, cp, dp, pp, ep, expert_dp, embedding."""
+        dp, dp_rank = self.dp * self.cp, self.dp_rank * self.cp + self.cp_rank
+        return {"tp": (self.tp, self.tp_rank), "cp": (self.cp, self.cp_rank), "dp": (dp, dp_rank),
+                "pp": (self.pp, self.pp_rank), "ep": (self.ep, dp_rank % self.ep),
+                "expert_dp": (dp // self.ep, dp_rank // self.ep),
                 "embedding": (min(self.pp, 2), 0 if self.is_first_stage else 1)}[name]
 
     def group(self, name: str) -> dist.ProcessGroup:
         """Return the group of one of axis()'s names."""
         return getattr(self, f"{name}_group")
 
-    def rank_of(self, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
+    def rank_of(self, pp_rank: int, dp_rank: int, tp_rank: int, cp_rank: int = 0) -> int:
         """Return the world rank of the process at these coordinates."""
-        return (pp_rank * self.dp + dp_rank) * self.tp + tp_rank
+        return ((pp_rank * self.dp + dp_rank) * self.cp + cp_rank) * self.tp + tp_rank
 
     def stage_rank(self, pp_rank: int) -> int:
-        """Return the world rank of stage pp_rank in this process's own pipeline (same dp_rank and tp_rank)."""
-        return self.rank_of(pp_rank, self.dp_rank, self.tp_rank)
+        """Return the world rank of stage pp_rank in this process's own pipeline (same other coordinates)."""
+        return self.rank_of(pp_rank, self.dp_rank, self.tp_rank, self.cp_rank)
 
     @property
     def is_first_stage(self) -> bool:
@@ -83,27 +92,30 @@ class Mesh:
 
     def picture(self, stages: list[str]) -> str:
         """Return the grid as text. stages[i]: what stage i holds, for example "layers 0 to 3"."""
-        width = len(str(self.pp * self.dp * self.tp - 1))
-        lines = [f"rank grid: {self.pp} pp x {self.dp} dp x {self.tp} tp; each bracket is a tensor-parallel "
-                 "group, each column of brackets a replica"]
+        width = len(str(self.pp * self.dp * self.cp * self.tp - 1))
+        shared, columns = ("", "column") if self.cp == 1 else (f" x {self.cp} cp", f"{self.cp} columns")
+        lines = [f"rank grid: {self.pp} pp x {self.dp} dp{shared} x {self.tp} tp; each bracket is a tensor-parallel "
+                 f"group, each {columns} of brackets a replica"]
         for stage in range(self.pp):
-            brackets = ("[" + " ".join(f"{self.rank_of(stage, d, t):{width}d}" for t in range(self.tp)) + "]"
-                        for d in range(self.dp))
+            brackets = ("[" + " ".join(f"{self.rank_of(stage, d, t, c):{width}d}" for t in range(self.tp)) + "]"
+                        for d in range(self.dp) for c in range(self.cp))
             lines.append(f"  stage {stage}   {'  '.join(brackets)}   {stages[stage]}")
         return "\n".join(lines)
 
 
-def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT, ep: int = 1) -> Mesh:
-    """Arrange the world as a pp x dp x tp grid. Every rank must call this with the same sizes. ep must divide dp.
+def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TIMEOUT, ep: int = 1,
+              cp: int = 1) -> Mesh:
+    """Arrange the world as a pp x dp x cp x tp grid. Every rank must call this with the same sizes. ep must divide
+    dp x cp.
 
     timeout: seconds that a collective may take; new groups do not inherit the world's timeout.
-    Raises UserError if pp x dp x tp is not the world size.
+    Raises UserError if pp x dp x cp x tp is not the world size.
     """
-    world_size = dist.get_world_size()
-    if pp * dp * tp != world_size:
-        raise UserError(f"world size {world_size} must equal pp x dp x tp = {pp} x {dp} x {tp} = {pp * dp * tp}; "
-                        f"start {counted(pp * dp * tp, 'process')}, or choose other sizes")
-    grid = torch.arange(world_size).view(pp, dp, tp)                           # grid[pp_rank, dp_rank, tp_rank] = rank
+    world_size, needed = dist.get_world_size(), pp * dp * cp * tp
+    if needed != world_size:
+        raise UserError(f"world size {world_size} must equal pp x dp x cp x tp = {pp} x {dp} x {cp} x {tp} = {needed}; "
+                        f"start {counted(needed, 'process')}, or choose other sizes")
+    grid = torch.arange(world_size).view(pp, dp, cp, tp)           # grid[pp_rank, dp_rank, cp_rank, tp_rank] = rank
 
     def new_group(rows: list[list[int]], **nccl) -> dist.ProcessGroup:
         """Create the process group of the row that holds this rank. Each rank of the world is in exactly one of `rows`.
@@ -119,20 +131,22 @@ def make_mesh(pp: int, dp: int, tp: int, device: torch.device, timeout: int = TI
                               **options)
 
     pipelines = grid.reshape(pp, -1).t()                                       # a row: the ranks of one pipeline
-    pp_rank, dp_rank, tp_rank = (grid == dist.get_rank()).nonzero()[0].tolist()
+    pp_rank, dp_rank, cp_rank, tp_rank = (grid == dist.get_rank()).nonzero()[0].tolist()
     tp_group = new_group(grid.reshape(-1, tp).tolist())
-    dp_group = expert_dp_group = new_group(grid.transpose(1, 2).reshape(-1, dp).tolist())
+    dp_group = expert_dp_group = new_group(grid.flatten(1, 2).transpose(1, 2).reshape(-1, dp * cp).tolist())
+    cp_group = new_group(grid.transpose(2, 3).reshape(-1, cp).tolist()) if cp > 1 else None
     ep_group = ep_counts_group = None
     if ep > 1:
-        experts = grid.view(pp, dp // ep, ep, tp)
+        experts = grid.view(pp, -1, ep, tp)
         ep_group, ep_counts_group = (new_group(experts.transpose(2, 3).reshape(-1, ep).tolist()) for _ in range(2))
-        expert_dp_group = new_group(experts.permute(0, 2, 3, 1).reshape(-1, dp // ep).tolist())
+        expert_dp_group = new_group(experts.permute(0, 2, 3, 1).reshape(-1, dp * cp // ep).tolist())
     return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, device, tp_group, dp_group,
                 pp_group=new_group(pipelines.tolist(), thread_blocks=PIPELINE_THREAD_BLOCKS),
                 # the middle stages take part because NCCL's split needs every rank
                 embedding_group=new_group([*pipelines[:, [0, -1]].tolist(), *pipelines[:, 1:-1].tolist()])
                 if pp > 1 else None,
-                ep=ep, ep_group=ep_group, ep_counts_group=ep_counts_group, expert_dp_group=expert_dp_group)
+                ep=ep, ep_group=ep_group, ep_counts_group=ep_counts_group, expert_dp_group=expert_dp_group,
+                cp=cp, cp_rank=cp_rank, cp_group=cp_group)
 
 
 def nccl_options(thread_blocks=None) -> dict:
@@ -151,10 +165,11 @@ def nccl_options(thread_blocks=None) -> dict:
     return dict(backend="nccl", pg_options=options)
 
 
-def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0, ep=1) -> Mesh:
+def meta_mesh(pp: int, dp: int, tp: int, pp_rank=0, dp_rank=0, tp_rank=0, ep=1, cp=1, cp_rank=0) -> Mesh:
     """Return the mesh of the rank with these coordinates, without processes or groups.
 
     Its device is torch's `meta`, where tensors have shapes but no memory. The estimates of memory and traffic build a
     model on it to get the shapes of that rank's parameters.
     """
-    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, torch.device("meta"), None, None, None, None, ep)
+    return Mesh(pp, dp, tp, pp_rank, dp_rank, tp_rank, torch.device("meta"), None, None, None, None, ep,
+                cp=cp, cp_rank=cp_rank)

@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanodomino.layers.attention import Attention
+from nanodomino.layers.context_parallel import ContextParallelAttention
 from nanodomino.layers.cross_entropy import vocab_parallel_cross_entropy
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, drop, seeded_generator
 from nanodomino.layers.main_grad import add_gradients, wide_dtype
@@ -52,7 +53,8 @@ class Layer(nn.Module):
 
     def __init__(self, config, mesh: Mesh, number: int):
         super().__init__()
-        self.attention = Attention(config, mesh, f"layers.{number}.attention")
+        self.attention = (Attention if mesh.cp == 1 else ContextParallelAttention)(
+            config, mesh, f"layers.{number}.attention")
         self.mlp = (MoE if config.has_experts(number) else MLP)(config, mesh, f"layers.{number}.mlp")
 
     def forward(self, x, masks_and_positions):
@@ -217,10 +219,10 @@ class GPT(nn.Module):
 @lru_cache(maxsize=1024)
 def meta_stage(config, pp_rank=0, tp_rank=0) -> GPT:
     """Return the stage that the rank with these coordinates holds, with shapes but without values."""
-    return GPT(config, meta_mesh(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank, ep=config.ep))
+    return GPT(config, meta_mesh(config.pp, config.dp, config.tp, pp_rank, tp_rank=tp_rank, ep=config.ep, cp=config.cp))
 
 
 def meta_model(config) -> GPT:
     """Return the whole model as one process holds it, with shapes but without values."""
     return meta_stage(dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
-                                          expert_model_parallel_size=1))
+                                          expert_model_parallel_size=1, context_parallel_size=1))

@@ -68,29 +68,34 @@ def flops_per_token(config: Config) -> float:
 # ---- the ranks
 
 
-def mesh_at(config: Config, pp_rank=0, dp_rank=0, tp_rank=0) -> Mesh:
+def mesh_at(config: Config, pp_rank=0, dp_rank=0, tp_rank=0, cp_rank=0) -> Mesh:
     """Return the Mesh of one rank, without processes."""
-    return meta_mesh(config.pp, config.dp, config.tp, pp_rank, dp_rank, tp_rank, config.ep)
+    return meta_mesh(config.pp, config.dp, config.tp, pp_rank, dp_rank, tp_rank, config.ep, config.cp, cp_rank)
 
 
 def all_meshes(config: Config) -> list[Mesh]:
-    """Return the Mesh of every rank in rank order: tp varies fastest, then dp, then pp (2104.04473, section 3)."""
-    return [mesh_at(config, pp_rank, dp_rank, tp_rank)
-            for pp_rank in range(config.pp) for dp_rank in range(config.dp) for tp_rank in range(config.tp)]
+    """Return the Mesh of every rank in rank order: tp varies fastest, then cp, dp and pp (2104.04473, section 3)."""
+    return [mesh_at(config, pp_rank, dp_rank, tp_rank, cp_rank) for pp_rank in range(config.pp)
+            for dp_rank in range(config.dp) for cp_rank in range(config.cp) for tp_rank in range(config.tp)]
 
 
 def group_ranks(mesh: Mesh, group: str) -> list[int]:
-    """Return the world ranks of this rank's process group, by its name: tp, dp, pp, ep, expert_dp, embedding (first and
-    last stage) or world."""
-    first, ep_rank = mesh.dp_rank // mesh.ep * mesh.ep, mesh.dp_rank % mesh.ep
-    ranks = {"tp": lambda: [mesh.rank_of(mesh.pp_rank, mesh.dp_rank, i) for i in range(mesh.tp)],
-             "dp": lambda: [mesh.rank_of(mesh.pp_rank, i, mesh.tp_rank) for i in range(mesh.dp)],
-             "ep": lambda: [mesh.rank_of(mesh.pp_rank, i, mesh.tp_rank) for i in range(first, first + mesh.ep)],
-             "expert_dp": lambda: [mesh.rank_of(mesh.pp_rank, i, mesh.tp_rank)
-                                   for i in range(ep_rank, mesh.dp, mesh.ep)],
+    """Return the world ranks of this rank's process group, by its name: tp, cp, dp, pp, ep, expert_dp, embedding (first
+    and last stage) or world."""
+    (count, own), own_rank = mesh.axis("dp"), mesh.stage_rank(mesh.pp_rank)
+    first, first_ep, ep_rank = mesh.dp_rank * mesh.cp, own // mesh.ep * mesh.ep, own % mesh.ep
+
+    def holders(indices) -> list[int]:
+        return [own_rank + (index - own) * mesh.tp for index in indices]           # index: as in axis("dp")
+
+    ranks = {"tp": lambda: [own_rank - mesh.tp_rank + i for i in range(mesh.tp)],
+             "cp": lambda: holders(range(first, first + mesh.cp)),
+             "dp": lambda: holders(range(count)),
+             "ep": lambda: holders(range(first_ep, first_ep + mesh.ep)),
+             "expert_dp": lambda: holders(range(ep_rank, count, mesh.ep)),
              "pp": lambda: [mesh.stage_rank(i) for i in range(mesh.pp)],
              "embedding": lambda: [mesh.stage_rank(i) for i in (0, mesh.pp - 1)],
-             "world": lambda: list(range(mesh.pp * mesh.dp * mesh.tp))}
+             "world": lambda: list(range(mesh.pp * count * mesh.tp))}
     return ranks[group]()
 
 
@@ -109,7 +114,8 @@ def shapes_only(config: Config) -> Config:
     schedule = next(name for name, schedule in SCHEDULES.items()
                     if placement.chunks in schedule.chunks and placement.folded == schedule.folded)
     return replace(config, global_batch_size=1, micro_batch_size=1, slices=1, columns=1, recompute_granularity="none",
-                   checkpoint_in_cpu=False, zero_stage=0, schedule=schedule, data_parallel_size=config.ep, world_size=1)
+                   checkpoint_in_cpu=False, zero_stage=0, schedule=schedule, data_parallel_size=config.ep,
+                   context_parallel_size=1, world_size=1)
 
 
 def stage_actions(config: Config, mesh: Mesh) -> tuple:
@@ -167,11 +173,12 @@ def bytes_per_weight(config: Config, kind: ParameterKind) -> int:
 
 
 def tokens_per_microbatch(config: Config) -> int:
-    return config.micro_batch_size * config.seq_length
+    """Return the number of tokens of a microbatch that a rank holds."""
+    return config.micro_batch_size * config.seq_length // config.cp
 
 
 def hidden_bytes(config: Config) -> int:
-    """Return X, the bytes of one activation [b, s, h]."""
+    """Return X, the bytes of one activation [b, s, h]; s counts the tokens that a rank holds."""
     return bytes_per_element(config) * tokens_per_microbatch(config) * config.hidden_size
 
 

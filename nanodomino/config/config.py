@@ -11,9 +11,9 @@ Every step is a pure function of the flags, the files that they name, the world 
 get the same Config, or the same UserError, before they communicate. No rank can wait in a collective for a rank that
 has already failed.
 
-    world_size        = tp x pp x dp
+    world_size        = tp x cp x pp x dp
     global_batch_size = micro_batch_size x dp x microbatches
-    tp divides the attention heads, the query groups, ffn_hidden_size and the padded vocabulary
+    tp divides the attention heads, the query groups, ffn_hidden_size and the padded vocabulary; 2 cp divides seq_length
 
 A default that changes the result never depends on the number of processes. For example, the default of
 global_batch_size is fixed, and the number of microbatches follows from it. Where Megatron-LM has the same setting, it
@@ -156,15 +156,24 @@ class Config:
     pipeline_model_parallel_size: int = layout_setting(
         None, "number of pipeline stages that split the layers", alias="--pp", derived=True)
     data_parallel_size: int = layout_setting(
-        None, "number of replicas that split the batch (default: processes / (tp x pp))", alias="--dp", derived=True)
+        None, "number of replicas that split the batch (default: processes / (tp x cp x pp))", alias="--dp",
+        derived=True)
     expert_model_parallel_size: int = layout_setting(
-        1, "number of replicas that share the experts of a layer; divides --dp and --num-experts", alias="--ep",
+        1, "number of ranks that share the experts of a layer; divides dp x cp and --num-experts", alias="--ep",
         needs=EXPERTS)
+    context_parallel_size: int = layout_setting(
+        1, "number of ranks that share the tokens of each sample, for samples that are too long for one rank",
+        alias="--cp")
+    cp_comm_type: str = layout_setting(
+        "all_gather", "how attention sees the tokens of other ranks: all_gather sends all keys and values to every "
+                      "rank; a2a gives every rank whole samples, but only some of the heads",
+        choices=("all_gather", "a2a"), needs="--cp above 1")
     micro_batch_size: int = layout_setting(
         None, "samples per microbatch (default: the preset's, but at most --global-batch-size / dp)", derived=True)
     slices: int = layout_setting(
         None, "number of slices of a microbatch (Domino's row split); while one slice's all-reduce is in flight, "
-              "another slice computes (default: with tensor parallelism 2, but at most --micro-batch-size; else 1)",
+              "another slice computes (default: with tensor or context parallelism 2, but at most --micro-batch-size; "
+              "else 1)",
         derived=True)
     columns: int = layout_setting(
         None, "number of column chunks of a row-parallel matmul (Domino's column split); while one chunk's all-reduce "
@@ -295,6 +304,7 @@ class Config:
     pp = property(attrgetter("pipeline_model_parallel_size"))
     dp = property(attrgetter("data_parallel_size"))
     ep = property(attrgetter("expert_model_parallel_size"))
+    cp = property(attrgetter("context_parallel_size"))
 
     @property
     def sequence_shards(self) -> int:
@@ -304,7 +314,7 @@ class Config:
     @property
     def residual_shape(self) -> tuple[int, int, int]:
         """The shape [b, s, h] of a rank's part of the residual stream, for one microbatch."""
-        return self.micro_batch_size, self.seq_length // self.sequence_shards, self.hidden_size
+        return self.micro_batch_size, self.seq_length // (self.cp * self.sequence_shards), self.hidden_size
 
     @property
     def params_dtype(self) -> torch.dtype:
@@ -427,18 +437,18 @@ class Config:
                 f"num-query-groups is {groups}; try --num-query-groups {largest_divisor(heads, heads // 2) or 1}")
         default_tp, default_pp = 1, 1
         if self.tp is None and self.pp is None:
-            most = max(world_size // self.ep, 1)               # with ep replicas
-            ranks_per_replica = world_size // self.dp if self.dp else 4 if most % 4 == 0 else most
+            most = max(world_size // math.lcm(self.ep, self.cp), 1)
+            ranks_per_replica = world_size // (self.dp * self.cp) if self.dp else 4 if most % 4 == 0 else most
             default_tp, default_pp = DEFAULT_LAYOUTS.get(ranks_per_replica, (1, 1))
         tp, pp = self.tp or math.gcd(default_tp, groups), self.pp or default_pp
-        dp = self.dp or max(world_size // (tp * pp), 1)
+        dp = self.dp or max(world_size // (tp * self.cp * pp), 1)
         micro_batch_size = self.micro_batch_size or min(config.micro_batch_size, max(config.global_batch_size // dp, 1))
         schedule = self.schedule or default_schedule(self.virtual_stages or 1)
         ffn_hidden_size = config.ffn_hidden_size or default_ffn_hidden_size(config)
         config = dataclasses.replace(
             config, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp,
             micro_batch_size=micro_batch_size,
-            slices=config.slices or (min(2, micro_batch_size) if tp > 1 else 1),
+            slices=config.slices or (min(2, micro_batch_size) if tp > 1 or self.cp > 1 else 1),
             columns=config.columns or (2 if tp > 1 and micro_batch_size == 1 and config.slices is None else 1),
             schedule=schedule, virtual_stages=self.virtual_stages or SCHEDULES[schedule].chunks[0],
             ffn_hidden_size=ffn_hidden_size,

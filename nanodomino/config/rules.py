@@ -27,6 +27,7 @@ NEEDS = {
     "--moe-router-enable-expert-bias": ("moe_router_enable_expert_bias", lambda c: c.moe_router_enable_expert_bias),
     "--disable-bias-linear": ("disable_bias_linear", lambda c: c.disable_bias_linear),
     "random initial weights": ("load", lambda c: not c.load),
+    "--cp above 1": ("context_parallel_size", lambda c: c.cp > 1),
     "--tp above 1": ("tensor_model_parallel_size", lambda c: c.tp > 1),
     "--recompute-granularity full": ("recompute_granularity", lambda c: c.recompute_granularity == "full"),
     "--optimizer adamw": ("optimizer", lambda c: c.optimizer == "adamw"),
@@ -120,10 +121,12 @@ def check_trace(config):
 def check_rules(c):
     """Check a resolved Config. Raises UserError."""
     tp, pp, dp = c.tp, c.pp, c.dp
-    require(tp * pp * dp == c.world_size,
-            f"world size {c.world_size} must equal tensor x pipeline x data parallel = "
-            f"{tp} x {pp} x {dp} = {tp * pp * dp}; start {counted(tp * pp * dp, 'process')} with torchrun, "
-            "or change --tp, --pp, --dp")
+    needed, (context, sizes, flag) = tp * pp * dp * c.cp, ("", "", "") if c.cp == 1 else (
+        " x context", f" x {c.cp}", " --cp,")
+    require(needed == c.world_size,
+            f"world size {c.world_size} must equal tensor x pipeline x data{context} parallel = "
+            f"{tp} x {pp} x {dp}{sizes} = {needed}; start {counted(needed, 'process')} with torchrun, "
+            f"or change --tp,{flag} --pp, --dp")
     require(c.hidden_size % c.num_attention_heads == 0 or c.kv_channels != c.hidden_size // c.num_attention_heads,
             f"hidden-size {c.hidden_size} must be divisible by num-attention-heads {c.num_attention_heads}; "
             f"try --hidden-size {c.num_attention_heads * max(c.hidden_size // c.num_attention_heads, 1)}")
@@ -145,6 +148,8 @@ def check_rules(c):
             f"try --tp {divisors(c.ffn_hidden_size)}")
     if c.num_experts:
         check_expert_rules(c)
+    if c.cp > 1:
+        check_context_rules(c)
     chunks = SCHEDULES[c.schedule].chunks
     allowed = str(chunks[0]) if len(chunks) == 1 else f"from {chunks[0]} to {chunks[-1]}"
     require(c.virtual_stages in chunks,
@@ -182,6 +187,18 @@ def check_rules(c):
     require(c.min_lr <= c.lr, f"min-lr {c.min_lr} must be at most lr {c.lr}; lower --min-lr, or leave it out")
 
 
+def check_context_rules(c):
+    """Check the rules for context parallelism of a resolved Config. Raises UserError."""
+    parts = c.cp * math.lcm(2, c.sequence_shards)
+    shards = f" and by cp x tp = {c.cp * c.tp} with --sequence-parallel" * (c.sequence_shards > 1)
+    require(c.seq_length % parts == 0,
+            f"seq-length {c.seq_length} must be divisible by 2 x context-parallel-size = {2 * c.cp}, since each rank "
+            f"holds two equal parts of a sample{shards}; try --seq-length {-(-c.seq_length // parts) * parts}")
+    require(c.cp_comm_type == "all_gather" or c.num_query_groups % (c.tp * c.cp) == 0,
+            f"num-query-groups {c.num_query_groups} must be divisible by tp x cp = {c.tp} x {c.cp} = {c.tp * c.cp} "
+            "with --cp-comm-type a2a, which gives every rank whole groups; try --cp-comm-type all_gather")
+
+
 def check_expert_rules(c):
     """Check the rules for experts of a resolved Config. Raises UserError."""
     require(c.disable_bias_linear, "experts have no biases, so --num-experts needs --disable-bias-linear; add it")
@@ -191,9 +208,10 @@ def check_expert_rules(c):
             "moe-router-topk must be at least 2 with --moe-router-score-function softmax, but is 1: the softmax over a "
             "single chosen expert is always 1, so the router would learn nothing from the loss of the model; add "
             "--moe-router-pre-softmax")
-    both = math.gcd(c.num_experts, c.dp)
-    require(both % c.ep == 0, f"expert-model-parallel-size {c.ep} must divide num-experts {c.num_experts} and the data "
-            f"parallel size {c.dp}; try --ep {divisors(both)}")
+    both = math.gcd(c.num_experts, c.dp * c.cp)
+    size = f"data parallel size {c.dp}" if c.cp == 1 else f"data x context parallel size {c.dp} x {c.cp}"
+    require(both % c.ep == 0, f"expert-model-parallel-size {c.ep} must divide num-experts {c.num_experts} and the "
+            f"{size}; try --ep {divisors(both)}")
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
         width = getattr(c, name) or 0
         require(width % c.tp == 0, f"{name.replace('_', '-')} {width} must be divisible by tensor-model-parallel-size "

@@ -101,20 +101,38 @@ class Attention(Sublayer):
     def core_forward(self, kernel, qkv, inputs, training):
         if not training:
             return self.core(qkv, inputs), None
+        *heads, saved = self.prepare(kernel, qkv, inputs)
+        context, segment = self.attend_forward(*heads, inputs)
+        return context, (segment, saved)
+
+    def core_backward(self, kernel, gradient, saved):
+        segment, saved = saved
+        return self.prepare_backward(kernel, *self.attend_backward(segment, gradient), saved)
+
+    def prepare(self, kernel, qkv, inputs):
+        """Split qkv [b, s, ..], normalize and rotate. Return q, k, v [b, s, groups, .., d] and what prepare_backward
+        needs."""
         q, k, v = self.split(qkv)
         before_norms = (q, k) if self.q_layernorm else None
         q, k, v, *statistics = kernel(q, k, v, inputs.rotary, *self.norm_weights)
+        return q, k, v, (inputs.rotary, before_norms, statistics)
+
+    def attend_forward(self, q, k, v, inputs):
+        """Return the attention output [b, s, heads d] for q, k, v [b, s, groups, .., d], and a Segment."""
         heads = [heads_first(x) for x in (q, k, v)]
         if inputs.dropout_mask is not None:    # or the matmuls would save contiguous copies in addition to qkv
             heads = [x.contiguous() for x in heads]
         context, segment = run_segment(partial(self.attend, inputs=inputs), *heads)
-        return join_heads(context), (segment, inputs.rotary, before_norms, statistics)
+        return join_heads(context), segment
 
-    def core_backward(self, kernel, gradient, saved):
-        segment, *saved = saved
+    def attend_backward(self, segment, gradient):
+        """Turn the gradient of attend_forward's output into the gradients of q, k and v [b, s, groups, .., d]."""
         b, s, _ = gradient.shape
-        gradient = gradient.view(b, s, -1, self.head_dim).transpose(1, 2)
-        q, k, v = (x.transpose(1, 2).unflatten(2, (self.groups, -1)) for x in segment.backward(gradient))
+        q, k, v = segment.backward(gradient.view(b, s, -1, self.head_dim).transpose(1, 2))
+        return (x.transpose(1, 2).unflatten(2, (k.size(1), -1)) for x in (q, k, v))
+
+    def prepare_backward(self, kernel, q, k, v, saved):
+        """Turn the gradients of q, k and v into the gradient of qkv. Add the norms' gradients to main_grad."""
         gradient, *norm_gradients = kernel(q, k, v, *saved, *self.norm_weights)
         for weights, gradients in zip(self.norm_weights, norm_gradients):
             add_gradients(weights, gradients)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from nanodomino.layers.main_grad import wide_dtype
-from nanodomino.layers.positions import rotation
+from nanodomino.layers.positions import own_places, rotation
 from nanodomino.layers.varlen import DocumentStarts, document_inputs
 
 
@@ -30,6 +30,7 @@ class AttentionInputs:
     attention_bias: torch.Tensor | None = None     # [b, 1, s, s], added to the scores; None: plain causal attention
     extend_cache: Callable | None = None     # in generation: k, v of new tokens -> k, v of all tokens
     documents: DocumentStarts | None = None  # keeps attention within documents, in place of a bias (varlen.py)
+    keys: torch.Tensor | None = None         # which of the gathered keys attention reads (context_parallel.py)
 
 
 class MasksAndPositions:
@@ -63,20 +64,25 @@ class MasksAndPositions:
         """Return the dropout mask for the residual stream, with the shape of x: this rank's rows [b, s or s/t, h]."""
         if site in self.kept:
             return self.kept.pop(site)
-        s = x.size(1) * (self.stream.shards if self.stream else 1)
+        s = x.size(1) * (self.stream.shards * self.mesh.cp if self.stream else 1)
         mask = self.draw_masks(site, (s, x.size(2)), self.config.hidden_dropout, x)
         if mask is not None and self.stream:
-            mask = self.stream.own_rows(mask)
+            mask = self.stream.own_rows(own_places(mask, self.mesh))
         if self.keep:
             self.kept[site] = mask
         return mask
+
+    def attention_dropout_mask(self, site, s, like):
+        """Return the dropout mask [b, heads, s, s] of all heads; see draw_masks()."""
+        heads = self.config.num_attention_heads
+        return self.draw_masks(site + ".core", (heads, s, s), self.config.attention_dropout, like)
 
     def attention_inputs(self, sublayer, x) -> AttentionInputs | None:
         """Return the AttentionInputs for this rank's heads; None for an MLP. x [b, s, ..] has all s tokens."""
         if not sublayer.attends:
             return None
-        heads, s = self.config.num_attention_heads, x.size(1)
-        mask = self.draw_masks(sublayer.site + ".core", (heads, s, s), self.config.attention_dropout, x)
+        s = x.size(1)
+        mask = self.attention_dropout_mask(sublayer.site, s, x)
         if mask is not None:                                   # clone: a view would keep the masks of all heads alive
             mask = mask.chunk(self.mesh.tp, dim=1)[self.mesh.tp_rank].clone()
         if self.shared is None:

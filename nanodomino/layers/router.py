@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nanodomino.layers.main_grad import add_gradients, add_weight_gradient, main_grad_of, wide_dtype
@@ -69,6 +70,7 @@ class Router(nn.Module):
         super().__init__()
         self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
         self.counts_here = mesh.tp_rank == 0                   # only tp rank 0 adds losses and counts
+        self.cp, self.cp_group = mesh.cp, mesh.cp_group
         self.weight = parameter((config.num_experts, config.hidden_size), config, mesh, std=config.init_method_std,
                                 addends=("tp",))
         self.expert_bias = (parameter((config.num_experts,), config, mesh, addends=("tp",), update="sign")
@@ -112,9 +114,11 @@ class Router(nn.Module):
         probabilities = self.scores(logits)
         if config.moe_router_score_function == "sigmoid":
             probabilities = divide_by_sum(probabilities)
-        shares = torch.zeros_like(logits[:, 0]).scatter_add_(
-            1, experts.flatten(1), torch.ones_like(logits[..., :1]).expand(experts.shape).flatten(1)) / (s * self.topk)
-        balance = count * (shares * probabilities.mean(dim=1)).sum()
+        chosen = torch.zeros_like(logits[:, 0]).scatter_add_(
+            1, experts.flatten(1), torch.ones_like(logits[..., :1]).expand(experts.shape).flatten(1))
+        if self.cp > 1:                                        # other ranks have the other tokens of these samples
+            dist.all_reduce(chosen, group=self.cp_group)
+        balance = count * (chosen / (self.cp * s * self.topk) * probabilities.mean(dim=1)).sum()
         return (config.moe_aux_loss_coeff * s * balance
                 + config.moe_z_loss_coeff * logits.logsumexp(dim=-1).square().sum())
 

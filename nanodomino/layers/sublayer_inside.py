@@ -47,33 +47,38 @@ class LinearPair:
         """The number of weights in W1. Full recomputation repeats the matmul with W1."""
         return self.column.numel()
 
-    def core(self, slice, c):
-        """Return (activation, what core_backward needs)."""
+    def core(self, ops, slice, c):
+        """Return (activation, what core_backward needs). A generator, like core_backward, because some cores launch
+        collectives (context_parallel.py). This one never yields."""
         inputs = slice.masks_and_positions.attention_inputs(self.sublayer, c)
         return self.sublayer.core_forward(self.forward_kernel, c, inputs, slice.training)
+        yield
+
+    def core_backward(self, ops, slice, gradient, saved, matmuls):
+        """Turn the gradient of the activation into the gradient of c. matmuls: the weight gradient of W2, which it may
+        run and remove to hide a collective."""
+        return self.sublayer.core_backward(self.backward_kernel, gradient, saved)
+        yield
 
     def forward(self, ops, slice, h):
         c = ops.linear(slice, self.site, h, self.column, self.column_bias)
-        activation, core = self.core(slice, c)
+        activation, core = yield from self.core(ops, slice, c)
         tape = LinearPairTape(c, core, activation)
         yield from ops.yield_if_sharded()
         return ops.linear_then_reduce(slice, self.site, activation, self.row), tape
 
     def restore(self, ops, slice, tape: LinearPairTape, h):
-        """Recompute a. If c was dropped, first wait for h and recompute c. Never yields, as it launches nothing."""
+        """Recompute a. If c was dropped, first wait for h and recompute c."""
         c = tape.column_output
         if c is None:
             c = ops.linear(slice, self.site, h, self.column, self.column_bias)
         tape.column_output = None
-        tape.activation, tape.core = self.core(slice, c)
-        return
-        yield
+        tape.activation, tape.core = yield from self.core(ops, slice, c)
 
     def backward(self, ops, slice, tape: LinearPairTape, grad_y, h):
         gradient, grad_y = ops.linear(slice, self.site, grad_y, self.row.t()), ops.wait(slice, self.site, grad_y)
-        gradient = self.sublayer.core_backward(self.backward_kernel, gradient, tape.core)   # of c; frees that of a
+        matmuls = [(self.row, grad_y, tape.activation)]
+        gradient = yield from self.core_backward(ops, slice, gradient, tape.core, matmuls)  # of c; frees that of a
         yield from ops.yield_if_sharded()
-        weight_gradients = [(self.row, grad_y, tape.activation),
-                            (self.column, gradient, ops.wait(slice, self.site, h)),
-                            (self.column_bias, gradient, None)]
-        return ops.linear_then_reduce(slice, self.site, gradient, self.column.t()), weight_gradients
+        matmuls += [(self.column, gradient, ops.wait(slice, self.site, h)), (self.column_bias, gradient, None)]
+        return ops.linear_then_reduce(slice, self.site, gradient, self.column.t()), matmuls

@@ -25,6 +25,7 @@ class DocumentStarts:
     """Tells where the documents of a slice start, if its samples are one sequence of b s tokens."""
     starts: torch.Tensor      # [documents + 1] int32, on the GPU; the last number is b s
     longest: int              # the number of tokens of the longest document
+    keys: "DocumentStarts | None" = None     # of k and v, if they hold more tokens than q; None: the same
 
 
 def fits_varlen(config) -> bool:
@@ -55,7 +56,12 @@ def document_inputs(config, documents, device: torch.device) -> dict:
 def find_starts(documents, device: torch.device) -> DocumentStarts:
     """Return the DocumentStarts of the document numbers [b, s], which are in the host's memory."""
     starts = F.pad(first_of_document(documents).flatten().nonzero().flatten(), (0, 1), value=documents.numel())
-    return DocumentStarts(to_device(starts.int(), device), int(starts.diff().max()))
+    return starts_of(starts, device)
+
+
+def starts_of(starts, device: torch.device, keys=None) -> DocumentStarts:
+    """Return the DocumentStarts of starts [documents + 1], which are in the host's memory."""
+    return DocumentStarts(to_device(starts.int(), device), int(starts.diff().max()), keys)
 
 
 def varlen_attention(q, k, v, documents: DocumentStarts):
@@ -64,6 +70,7 @@ def varlen_attention(q, k, v, documents: DocumentStarts):
 
     b, grouped = q.size(0), k.size(1) < q.size(1)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))         # [b s, heads, d], without a copy
-    context = varlen_attn(q, k, v, documents.starts, documents.starts, documents.longest, documents.longest,
+    keys = documents.keys or documents
+    context = varlen_attn(q, k, v, documents.starts, keys.starts, documents.longest, keys.longest,
                           window_size=(-1, 0), enable_gqa=grouped)         # the window makes attention causal
     return context.unflatten(0, (b, -1)).transpose(1, 2)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nanodomino.comm.scatter_and_gather import all_to_all
+from nanodomino.comm.scatter_and_gather import all_gather, all_to_all, reduce_scatter
 
 
 @dataclass
@@ -52,13 +52,28 @@ def prepare_all_reduce(tensor, group, op=dist.ReduceOp.SUM) -> Flight:
     return Flight(tensor, "all_reduce", tensor, lambda: (dist.all_reduce(tensor, op, group=group, async_op=True), None))
 
 
-def prepare_all_to_all(rows, input_splits: list[int], output_splits: list[int], group) -> Flight:
+def prepare_all_gather(own, shape, group, name="tp") -> Flight:
+    """Prepare an all-gather of every rank's `own`. The result has this shape; it holds rank 0's tensor first."""
+    whole = own.new_empty(shape)
+    return Flight(whole, "all_gather", whole, lambda: (all_gather(whole.view(-1), own.flatten(), group), None),
+                  group=name)
+
+
+def prepare_reduce_scatter(addend, shape, group, name="tp") -> Flight:
+    """Prepare a reduce-scatter: rank i gets the i-th part of the sum of all addends, in this shape. It overwrites
+    `addend`."""
+    flat = addend.view(-1)
+    own = flat.chunk(group.size())[group.rank()].view(shape)
+    return Flight(own, "reduce_scatter", flat, lambda: reduce_scatter(flat, group), group=name)
+
+
+def prepare_all_to_all(rows, input_splits: list[int], output_splits: list[int], group, name="ep") -> Flight:
     """Prepare an all-to-all of rows. input_splits, output_splits: the number of rows to and from each rank."""
     if len(input_splits) == 1:
         return Flight(rows)
     arrived = rows.new_empty(sum(output_splits), *rows.shape[1:])
     return Flight(arrived, "all_to_all", rows,
-                  lambda: (all_to_all(arrived, rows, output_splits, input_splits, group), None), group="ep")
+                  lambda: (all_to_all(arrived, rows, output_splits, input_splits, group), None), group=name)
 
 
 def result_of(flights: list[Flight]):

@@ -40,8 +40,7 @@ So a gather is hidden by the other slice's W2, and a reduce by the other slice's
 only to its own rows. So each rank has a different addend of their gradients. zero.py sums these addends once a step.
 """
 
-from nanodomino.comm.scatter_and_gather import all_gather, reduce_scatter
-from nanodomino.overlap.flight import Flight, prepare_all_reduce
+from nanodomino.overlap.flight import Flight, prepare_all_gather, prepare_all_reduce, prepare_reduce_scatter
 
 
 class ReplicatedResidual:
@@ -70,14 +69,11 @@ class ShardedResidual:
     def gather(self, x) -> Flight:
         """Prepare an all-gather: [b, s/t, f] -> [b, s, f]."""
         b, s, f = x.shape
-        whole = x.new_empty(b, s * self.shards, f)
-        return Flight(whole, "all_gather", whole, lambda: (all_gather(whole.view(-1), x.flatten(), self.group), None))
+        return prepare_all_gather(x, (b, s * self.shards, f), self.group)
 
     def reduce(self, addend) -> Flight:
         """Prepare a reduce-scatter: [b, s, f] -> [b, s/t, f]. It overwrites `addend`."""
-        flat = addend.view(-1)
-        own = flat.chunk(self.shards)[self.group.rank()].view(len(addend), -1, addend.size(-1))
-        return Flight(own, "reduce_scatter", flat, lambda: reduce_scatter(flat, self.group))
+        return prepare_reduce_scatter(addend, (len(addend), -1, addend.size(-1)), self.group)
 
     def own_rows(self, whole):
         """Copy this rank's rows [b, s/t, ..] of `whole` [b, s, ..]. A view would keep all rows in memory."""

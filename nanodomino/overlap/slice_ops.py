@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.layers.main_grad import add_weight_gradient, main_grad_of
-from nanodomino.overlap.flight import Flight, prepare_all_reduce, prepare_all_to_all, result_of
+from nanodomino.overlap.flight import (Flight, prepare_all_gather, prepare_all_reduce, prepare_all_to_all,
+                                       prepare_reduce_scatter, result_of)
 
 
 class SliceOps:
@@ -26,8 +27,8 @@ class SliceOps:
 
     def __init__(self, stream, columns: int, trace, always_yields=True):
         """always_yields: yield between two sublayers even if nothing is in flight. A pair's forward and backward then
-        take turns without tensor parallelism too. With ep > 1 and tp = 1, a slice runs on instead until it launches
-        its next all-to-all."""
+        take turns without tensor parallelism too. With ep > 1 or cp > 1, and tp = 1, a slice runs on instead until
+        it launches its next collective."""
         self.stream, self.columns, self.trace, self.always_yields = stream, columns, trace, always_yields
         self.loss_scale = 1.0                                  # for losses that a sublayer adds by itself
 
@@ -46,9 +47,17 @@ class SliceOps:
         chunks = self.column_chunks(x, -1) if self.stream.shards > 1 else [x]
         return [self.launch(slice, site, self.stream.gather(chunk)) for chunk in chunks]
 
-    def exchange(self, slice, site, rows, input_splits, output_splits, group) -> list[Flight]:
-        """Launch an all-to-all of rows over an expert-parallel group; see prepare_all_to_all()."""
-        return [self.launch(slice, site, prepare_all_to_all(rows, input_splits, output_splits, group))]
+    def exchange(self, slice, site, rows, input_splits, output_splits, group, name="ep") -> list[Flight]:
+        """Launch an all-to-all of rows; see prepare_all_to_all(). name: the group's name in the trace."""
+        return [self.launch(slice, site, prepare_all_to_all(rows, input_splits, output_splits, group, name))]
+
+    def gather_places(self, slice, site, own, group) -> list[Flight]:
+        """Launch the all-gather of all cp ranks' places: [..] -> [c, ..]."""
+        return [self.launch(slice, site, prepare_all_gather(own, (group.size(), *own.shape), group, "cp"))]
+
+    def sum_places(self, slice, site, addends, group) -> list[Flight]:
+        """Launch the reduce-scatter of addends for all cp ranks' places: [c, ..] -> the sum for this rank's [..]."""
+        return [self.launch(slice, site, prepare_reduce_scatter(addends, addends.shape[1:], group, "cp"))]
 
     def finish_then_reduce(self, slice, site, flights, complete):
         """Return flights of the sum over tp of complete(tensor). flights: the all-to-all that delivers `tensor`.
@@ -85,7 +94,7 @@ class SliceOps:
             yield
 
     def yield_once(self, flights):
-        """Let other slices compute; with expert parallelism alone, only if any of the flights sends something."""
+        """Let other slices compute; unless always_yields is set, only if any of the flights sends something."""
         if self.always_yields:
             yield
         else:

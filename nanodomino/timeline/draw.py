@@ -43,10 +43,10 @@ WORK = {"forward": "#9bd1f4", "backward": "#4fae8b", "input_backward": "#8cc63f"
         "weight_gradient": "#f3df6b", "optimizer": "#c8a2d8"}
 LETTERS = {action.kind: action.letter for action in ACTIONS}
 WAITS = {"exposed": "#d62728", "idle": "#b5b5b5"}
-PURPOSES = {"tp": "#e69f00", "ep": "#d0759c", "dp": "#8496e0", "gather": "#63bccb", "embedding": "#bb9468",
-            "world": "#9a9a9a"}
+PURPOSES = {"tp": "#e69f00", "cp": "#6f9a3e", "ep": "#d0759c", "dp": "#8496e0", "gather": "#63bccb",
+            "embedding": "#bb9468", "world": "#9a9a9a"}
 NAMES = {"exposed": "exposed communication", "idle": "idle", "tp": "activations over tp",
-         "ep": "rows for experts over ep", "dp": "gradients over dp",
+         "cp": "attention over cp", "ep": "rows for experts over ep", "dp": "gradients over dp",
          "gather": "weights over dp", "embedding": "tied embedding", "world": "loss and norm, all ranks"}
 TIP = """<marker id="tip" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="6" markerHeight="6" orient="auto">\
 <path d="M0 0L6 3L0 6z" fill="#444"/></marker>
@@ -223,7 +223,7 @@ def legend_entries(recordings) -> list[tuple]:
     boxes = [(colour, "", kind.replace("_", " ")) for kind, colour in WORK.items() if kind in kinds]
     boxes += [(f"url(#{name})", colour, NAMES[name]) for name, colour in WAITS.items()]
     boxes += [(colour, "", NAMES[name]) for name, colour in PURPOSES.items() if name in purposes]
-    if purposes & {"tp", "ep", "dp", "embedding"}:
+    if purposes & {"tp", "cp", "ep", "dp", "embedding"}:
         boxes.append(("#e4e4e4", "", "pale: waiting for the last rank to join"))
     entries = [(partial(box, width=14, height=12, fill=fill, stroke=stroke), name) for fill, stroke, name in boxes]
     if any(map(messages, recordings)):
@@ -296,18 +296,18 @@ def gather(trace: Trace, mesh: Mesh) -> Recording | None:
     The times are on rank 0's clock, counted from the first event.
     """
     gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), trace.take(clock_offset())), gathered)
+    dist.gather_object(((mesh.pp_rank, mesh.axis("dp")[1], mesh.tp_rank), trace.take(clock_offset())), gathered)
     if gathered is None:
         return None
-    recording = Recording("", *map(list, zip(*gathered)), mesh.ep)
+    recording = Recording("", *map(list, zip(*gathered)), mesh.ep, mesh.cp)
     begin = recording.begin
     for event in (event for events in recording.ranks for event in events):
         event.begin, event.end = event.begin - begin, event.end - begin
     set_ready_times(recording)
     first, last = recording.steps[0], recording.steps[-1]
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    experts = f", ep {mesh.ep}" if mesh.ep > 1 else ""
-    recording.caption = f"tp {mesh.tp}, pp {mesh.pp}, dp {mesh.dp}{experts}: {steps}"
+    more = "".join(f", {axis} {size}" for axis, size in (("cp", mesh.cp), ("ep", mesh.ep)) if size > 1)
+    recording.caption = f"tp {mesh.tp}, pp {mesh.pp}, dp {mesh.dp}{more}: {steps}"
     return recording
 
 

@@ -29,20 +29,22 @@ PASSES = tuple(action.kind for action in ACTIONS)
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 MOMENTS = ("send", "receive")
 AXES = ("stage", "dp", "tp")
-# For each kind of group what its ranks have in common, as a function of ep and a rank's place.
-SHARED = {"tp": lambda ep, stage, dp, tp: (stage, dp), "dp": lambda ep, stage, dp, tp: (stage, tp),
-          "ep": lambda ep, stage, dp, tp: (stage, tp, dp // ep),
-          "expert_dp": lambda ep, stage, dp, tp: (stage, tp, dp % ep),
-          "embedding": lambda ep, stage, dp, tp: (dp, tp), "world": lambda ep, stage, dp, tp: ()}
+# For each kind of group what its ranks have in common, as a function of the Recording and a rank's place.
+SHARED = {"tp": lambda sizes, stage, dp, tp: (stage, dp), "dp": lambda sizes, stage, dp, tp: (stage, tp),
+          "cp": lambda sizes, stage, dp, tp: (stage, tp, dp // sizes.cp),
+          "ep": lambda sizes, stage, dp, tp: (stage, tp, dp // sizes.ep),
+          "expert_dp": lambda sizes, stage, dp, tp: (stage, tp, dp % sizes.ep),
+          "embedding": lambda sizes, stage, dp, tp: (dp, tp), "world": lambda sizes, stage, dp, tp: ()}
 
 
 @dataclass
 class Recording:
     """The events of all ranks on one clock, in nanoseconds since the first event."""
     caption: str
-    places: list[tuple]          # (pp_rank, dp_rank, tp_rank) of each rank
+    places: list[tuple]          # of each rank: its index on the axes pp, dp (which includes cp) and tp of the mesh
     ranks: list[list[Event]]     # the events of each rank
-    ep: int = 1                  # ep neighbouring replicas share the experts
+    ep: int = 1                  # ep neighbours on the dp axis share the experts
+    cp: int = 1                  # cp neighbours on the dp axis share the samples
 
     @property
     def steps(self) -> list[int]:
@@ -147,7 +149,7 @@ def set_ready_times(recording: Recording):
         for event in events:
             if event.kind in COLLECTIVES:
                 group = event.args["group"]
-                call = (group, *SHARED[group](recording.ep, *place), numbers[group])
+                call = (group, *SHARED[group](recording, *place), numbers[group])
                 numbers[group] += 1
                 launched[call] = max(launched[call], event.begin)
                 calls.append((event, call))
@@ -270,7 +272,8 @@ def chrome_trace(recording: Recording) -> dict:
         rows.append(dict(flow, ph="s", pid=sender, ts=send.begin / 1e3))
         rows.append(dict(flow, ph="f", bp="e", pid=receiver, ts=receive.begin / 1e3))
     return {"traceEvents": rows, "displayTimeUnit": "ms",
-            "otherData": {"caption": recording.caption, "places": recording.places, "ep": recording.ep}}
+            "otherData": {"caption": recording.caption, "places": recording.places, "ep": recording.ep,
+                          "cp": recording.cp}}
 
 
 # The args that each kind of event must have, and the types of args.
@@ -296,8 +299,9 @@ def from_chrome_trace(trace: dict) -> Recording:
     """Convert chrome_trace()'s result back to a recording. Raises UserError if `trace` is anything else."""
     try:
         recording = Recording(trace["otherData"]["caption"], trace["otherData"]["places"], [],
-                              trace["otherData"].get("ep", 1))             # older files have none
-        require(type(recording.ep) is int and recording.ep > 0, f"'ep' must be at least 1, but is {recording.ep}")
+                              *(trace["otherData"].get(name, 1) for name in ("ep", "cp")))  # older files have none
+        for name, size in (("ep", recording.ep), ("cp", recording.cp)):
+            require(type(size) is int and size > 0, f"'{name}' must be at least 1, but is {size}")
         recording.ranks = [[] for _ in recording.places]
         require(all(list(map(type, place)) == [int] * len(AXES) for place in recording.places),
                 f"each entry of 'places' must be {len(AXES)} integers")

@@ -57,6 +57,7 @@ LAYOUT = dict(
     data_parallel_size=(8, dict(tensor_model_parallel_size=None, pipeline_model_parallel_size=None,
                                 micro_batch_size=2)),
     expert_model_parallel_size=(2, dict(num_experts=4, disable_bias_linear=True)),
+    context_parallel_size=(2, {}), cp_comm_type=("a2a", dict(context_parallel_size=2)),
     micro_batch_size=(2, {}), slices=(1, {}), columns=(2, {}), schedule=("gpipe", dict(global_batch_size=32)),
     virtual_stages=(3, dict(schedule="interleaved", num_layers=6)), sequence_parallel=(True, {}),
     recompute_granularity=("full", {}), zero_stage=(0, {}), bucket_size=(100, {}))

@@ -137,7 +137,7 @@ def random_data(config: Config, steps: int, seed=7) -> FixedData:
 @dataclass
 class Outcome:
     """The results of one rank."""
-    place: tuple                 # pp_rank, dp_rank, tp_rank
+    place: tuple                 # the indices on the axes pp, dp and tp of the mesh
     losses: list
     norms: list
     gradients: list              # of each step, of the mean loss, before clipping: {name: (tensor, shard_spec())}
@@ -151,7 +151,7 @@ def build(config: Config, weights=None, trace=NO_TRACE):
 
     weights: full tensors by name, of which each rank takes its shard; None keeps the model's own initial weights.
     """
-    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"), ep=config.ep)
+    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"), ep=config.ep, cp=config.cp)
     model = train.model_builder(config, mesh)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -185,7 +185,8 @@ def train_steps(built, config: Config, data: FixedData, steps: range) -> Outcome
         statistics.append(result.statistics)
     evaluation = train.evaluate(stage, data, config, mesh)
     shards = {name: (weight.detach().clone(), shard_spec(weight)) for name, weight in model.named_parameters()}
-    return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), losses, norms, gradients, shards, evaluation, statistics)
+    place = mesh.pp_rank, mesh.axis("dp")[1], mesh.tp_rank
+    return Outcome(place, losses, norms, gradients, shards, evaluation, statistics)
 
 
 def reduced_gradients(model, optimizer, tokens) -> dict:

@@ -28,6 +28,7 @@ from nanodomino.analysis.expected_traffic import step_traffic, totals_by_group
 from nanodomino.analysis.sizes import all_meshes
 from nanodomino.comm.trace import Event, Trace, clock_offset
 from nanodomino.errors import UserError
+from nanodomino.mesh import meta_mesh
 from nanodomino.schedules.definitions import SCHEDULES
 from nanodomino.schedules.placement_and_messages import message_received, message_sent
 from nanodomino.timeline.__main__ import main
@@ -296,8 +297,7 @@ def gathered_with_wrong_clocks(seconds):
         dist.barrier()
         with trace.span("step", step=1):
             pass
-        return gather(trace, SimpleNamespace(pp_rank=0, dp_rank=dist.get_rank(), tp_rank=0, pp=1, dp=3, tp=1,
-                                             ep=1))
+        return gather(trace, meta_mesh(1, 3, 1, dp_rank=dist.get_rank()))
     finally:
         time.perf_counter_ns = right
 

@@ -1,0 +1,176 @@
+"""Attention over samples whose tokens are shared by c ranks (context parallelism, --context-parallel-size).
+
+The activations of a sample grow with its length, and tensor parallelism can cut them over few ranks only. So c ranks
+share a sample: each holds s/c of its tokens (positions.py says which). Norms, MLPs, embedding and loss treat each token
+by itself, and all gradients are sums over tokens. For them, c ranks with parts of a sample are c replicas with short
+samples. Only attention needs tokens of other ranks. There are two ways, --cp-comm-type:
+
+    all_gather (Llama 3, 2407.21783, section 3.3.2)      every rank: own queries, all keys and values, all heads
+        forward     q, k, v of own places  ->  all-gather of k and v         ->  softmax(q K^T) V of own places
+        backward    gradients of q, K, V   ->  reduce-scatter of K's and V's ->  sums for own places
+
+    a2a (DeepSpeed-Ulysses, 2309.14509)                  every rank: whole samples, 1/c of its heads
+        forward     q, k, v of own places  ->  all-to-all  ->  attention of 1/c of the heads  ->  all-to-all
+        backward    the same two all-to-alls in the other direction
+
+For a rank's places, let X be the bytes of q, and X/g those of k, which g query heads share. Per layer and forward, a
+rank receives
+
+    all_gather    2 (c - 1) X/g                    grows with c, but a large g makes it small
+    a2a           (2 + 2/g) X (c - 1)/c            at most (2 + 2/g) X; c x tp must divide the query groups
+
+In both, q and k are normalized and rotated at their own places, before they are sent. A slice yields after each launch,
+so the other slices hide it. With a single sample per microbatch there is one slice. Then the weight gradient of W2
+hides the first collective of backward, and a schedule with pairs (--schedule paired) can hide all.
+
+**Recomputation** of the core repeats the collectives of its forward, because keeping all keys and values would cost
+what context parallelism saves. The received numbers are the same, so the gradients have the same bits.
+
+**The causal mask.** With all_gather, a rank's queries are two separate parts of a sample, so its i-th query does not
+attend to keys 0 to i. On CPUs, in fp32 and with attention dropout, the rank's rows of an attention bias, [s/c, s], say
+what each query attends to. On GPUs in 16 bits the kernel of varlen.py needs no bias: if a sequence has more keys than
+queries, it aligns their *ends*. So the part of a document that lies in one part of the sample is a sequence of queries,
+and its keys run from the document's start to the last of these queries. For c = 2 and one document:
+
+    rank 0    queries 0 1    keys 0 1              rank 1    queries 2 3    keys 0 1 2 3
+              queries 6 7    keys 0 1 .. 7                   queries 4 5    keys 0 1 .. 5
+
+The kernel takes the keys of one sequence after the other, so keys that two sequences need are copied. A rank reads
+s + s/(2c) keys of a sample, whichever parts it holds.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from nanodomino.layers.attention import Attention
+from nanodomino.layers.dropout_and_positions import AttentionInputs
+from nanodomino.layers.positions import (attention_bias, by_rank, first_of_document, in_order, own_places, rotation,
+                                         to_device)
+from nanodomino.layers.sublayer_inside import LinearPair
+from nanodomino.layers.varlen import document_inputs, starts_of, uses_varlen
+
+
+class ContextParallelAttention(Attention):
+    """Attention, but training exchanges keys and values, or heads, over the cp group. The definition, forward(), is
+    inherited: in it, each rank computes whole samples, as in generation."""
+
+    def __init__(self, config, mesh, site: str):
+        super().__init__(config, mesh, site)
+        self.config, self.mesh = config, mesh
+
+    def inside(self, compiled=lambda function: function):
+        inside = {"all_gather": GatheredKeys, "a2a": ExchangedHeads}[self.config.cp_comm_type]
+        return inside(self, *self.kernels(compiled))
+
+
+class GatheredKeys(LinearPair):
+    """Runs attention of own queries to all keys (--cp-comm-type all_gather)."""
+
+    def core(self, ops, slice, c):
+        attention, inputs = self.sublayer, self.inputs(slice.masks_and_positions, c)
+        q, k, v, saved = attention.prepare(self.forward_kernel, c, inputs)
+        own = torch.cat([k, v], dim=3)                         # [b, s/c, groups, 2, d]
+        gathered = yield from ops.yield_then_wait(
+            slice, self.site, ops.gather_places(slice, self.site, own, attention.mesh.cp_group))
+        k, v = gathered.flatten(0, 2)[inputs.keys].split(1, dim=3)
+        context, segment = attention.attend_forward(q, k, v, inputs)
+        return context, (segment, saved, inputs.keys, gathered.shape)
+
+    def core_backward(self, ops, slice, gradient, saved, matmuls):
+        attention, (segment, saved, keys, shape) = self.sublayer, saved
+        q, k, v = attention.attend_backward(segment, gradient)
+        addends = k.new_zeros(shape)                           # for the places of all ranks, from this rank's queries
+        addends.flatten(0, 2).index_add_(0, keys.flatten(), torch.cat([k, v], dim=3).flatten(0, 1))
+        flights = ops.sum_places(slice, self.site, addends, attention.mesh.cp_group)
+        run_unless_deferred(ops, slice, self.site, matmuls)
+        own = yield from ops.yield_then_wait(slice, self.site, flights)
+        return attention.prepare_backward(self.backward_kernel, q, *own.split(1, dim=3), saved)
+
+    def inputs(self, masks_and_positions, c) -> AttentionInputs:
+        """Return the AttentionInputs for own queries and all keys. c [b, s/c, ..]."""
+        config, mesh, this = self.sublayer.config, self.sublayer.mesh, masks_and_positions
+        b, s = c.size(0), c.size(1) * mesh.cp
+        mask = this.attention_dropout_mask(self.site, s, c)
+        if mask is not None:
+            mask = own_places(mask.chunk(mesh.tp, dim=1)[mesh.tp_rank], mesh, dim=2)
+        if this.shared is None:
+            documents = torch.zeros(b, s, dtype=torch.int64) if this.documents is None else this.documents
+            find = queries_and_keys if uses_varlen(config, c.device) else bias_and_keys
+            this.shared = dict(rotary=rotation(config, this.positions, s // mesh.cp, c.device),
+                               **find(config, documents, mesh, c.device))
+        return AttentionInputs(mask, **this.shared)
+
+
+def run_unless_deferred(ops, slice, site, matmuls):
+    """Run the weight gradients `matmuls` to hide a collective, unless the schedule wants them later."""
+    if slice.deferred is None:
+        ops.weight_gradients(slice, site, matmuls)
+
+
+def gathered_places(b: int, s: int, ranks: int):
+    """Return where each place of each sample lies among the gathered ones [c, b, s/c]: [b, s], in the host's memory."""
+    return in_order(torch.arange(b * s).view(ranks, b, -1))
+
+
+def bias_and_keys(config, documents, mesh, device) -> dict:
+    """Return the fields of AttentionInputs for attention with a bias. documents [b, s], in the host's memory."""
+    bias = attention_bias(to_device(documents, device), config.params_dtype)
+    return dict(attention_bias=own_places(bias, mesh, dim=2),
+                keys=to_device(gathered_places(*documents.shape, mesh.cp), device))
+
+
+def queries_and_keys(config, documents, mesh, device) -> dict:
+    """Return the fields of AttentionInputs for varlen attention. documents [b, s], in the host's memory."""
+    places = torch.arange(documents.numel()).view(documents.shape)
+    first = places.where(first_of_document(documents), 0).cummax(dim=1).values     # the first place of the document
+    documents, last, first = (own_places(x, mesh).reshape(2 * len(x), -1) for x in (documents, places, first))
+    begins = F.pad(first_of_document(documents).flatten().nonzero().flatten(), (0, 1), value=documents.numel())
+    first, last = first.flatten()[begins[:-1]], last.flatten()[begins[1:] - 1]     # the keys of each sequence
+    lengths = last + 1 - first
+    starts = F.pad(lengths.cumsum(0), (1, 0))
+    keys = torch.arange(starts[-1]) + (first - starts[:-1]).repeat_interleave(lengths)
+    keys = gathered_places(*places.shape, mesh.cp).flatten()[keys].unsqueeze(0)
+    return dict(documents=starts_of(begins, device, keys=starts_of(starts, device)), keys=to_device(keys, device))
+
+
+class ExchangedHeads(LinearPair):
+    """Runs attention of whole samples and 1/c of this rank's heads (--cp-comm-type a2a)."""
+
+    def core(self, ops, slice, c):
+        attention, inputs = self.sublayer, self.inputs(slice.masks_and_positions, c)
+        *heads, saved = attention.prepare(self.forward_kernel, c, inputs)
+        sizes = [x.size(3) for x in heads]                     # query heads, keys and values of a group
+        whole = in_order((yield from self.exchange(ops, slice, self.by_heads(torch.cat(heads, dim=3)))))
+        context, segment = attention.attend_forward(*whole.split(sizes, dim=3), inputs)
+        own = yield from self.exchange(ops, slice, torch.stack(by_rank(context, attention.mesh.cp)))
+        return own.movedim(0, 2).flatten(2), (segment, saved, sizes)
+
+    def core_backward(self, ops, slice, gradient, saved, matmuls):
+        attention, (segment, saved, sizes) = self.sublayer, saved
+        arriving = self.exchange(ops, slice, self.by_heads(gradient))
+        run_unless_deferred(ops, slice, self.site, matmuls)
+        whole = in_order((yield from arriving))
+        whole = torch.cat([*attention.attend_backward(segment, whole)], dim=3)
+        own = yield from self.exchange(ops, slice, torch.stack(by_rank(whole, attention.mesh.cp)))
+        heads = own.movedim(0, 2).flatten(2, 3).split(sizes, dim=3)
+        return attention.prepare_backward(self.backward_kernel, *heads, saved)
+
+    def by_heads(self, own):
+        """Cut own [b, s/c, groups or heads, ..] to what each rank gets: [c, b, s/c, groups/c or heads/c, ..]."""
+        return own.unflatten(2, (self.sublayer.mesh.cp, -1)).movedim(2, 0).contiguous()
+
+    def exchange(self, ops, slice, parts):
+        """Send parts[i] to rank i. Return a generator that returns the received parts, in the order of the ranks."""
+        each, group = [1] * len(parts), self.sublayer.mesh.cp_group
+        return ops.yield_then_wait(slice, self.site, ops.exchange(slice, self.site, parts, each, each, group, "cp"))
+
+    def inputs(self, masks_and_positions, c) -> AttentionInputs:
+        """Return the AttentionInputs for whole samples; only the rotary angles are for own places. c [b, s/c, ..]."""
+        config, mesh, this = self.sublayer.config, self.sublayer.mesh, masks_and_positions
+        mask = this.attention_dropout_mask(self.site, c.size(1) * mesh.cp, c)
+        if mask is not None:
+            mask = mask.chunk(mesh.tp * mesh.cp, dim=1)[mesh.tp_rank * mesh.cp + mesh.cp_rank].clone()
+        if this.shared is None:
+            this.shared = dict(rotary=rotation(config, this.positions, c.size(1), c.device),
+                               **document_inputs(config, this.documents, c.device))
+        return AttentionInputs(mask, **this.shared)
