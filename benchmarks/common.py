@@ -96,7 +96,8 @@ def parse(question, arguments: list[str]) -> argparse.Namespace:
                             help="timed rounds, after one untimed warm-up round (default 7)")
     question.add_flags(parser)
     flags = parser.parse_args(arguments[1:])
-    flags.given = [name for name, value in vars(flags).items() if value != parser.get_default(name)]
+    unset = argparse.Namespace(**dict.fromkeys(vars(flags)))       # argparse sets no default where there is a value
+    flags.given = [name for name, value in vars(parser.parse_args(arguments[1:], unset)).items() if value is not None]
     repeats = getattr(flags, "repeats", 1)
     require(1 <= repeats <= MOST_ROUNDS, f"--repeats must be from 1 to {MOST_ROUNDS}, but is {repeats}; try 7")
     return flags

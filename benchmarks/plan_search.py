@@ -33,6 +33,7 @@ from nanodomino.analysis.expected_traffic import Traffic
 from nanodomino.analysis.sizes import parameter_count
 from nanodomino.analysis.step_time import Machine
 from nanodomino.config.config import Config
+from nanodomino.config.rules import check_needs
 from nanodomino.errors import UserError, require
 from nanodomino.model import stage_layers
 from nanodomino.schedules.definitions import SCHEDULES
@@ -56,7 +57,8 @@ class Search:
     def __init__(self, config: Config, gpus: int, given, machine: Machine, usable: float):
         self.config, self.gpus, self.given, self.machine, self.usable = config, gpus, given, machine, usable
         self.recomputation = [option for option in RECOMPUTATION if all(
-            value in self.choices(name, [value]) for name, value in option.items())]
+            value in self.choices(name, [value]) for name, value in option.items())] or [{}]
+        self.broken_rule = None                                # the message of the first layout that was not accepted
         self.counts = dict.fromkeys(("layouts", "schedules", "options", "simulated"), 0)
 
     def run(self, results=RESULTS) -> list[tuple[float, Config]]:
@@ -91,10 +93,9 @@ class Search:
         free = dataclasses.replace(self.machine, intra_host_rate=math.inf, inter_host_rate=math.inf, latency=0.0)
         parallel = self.choices("sequence_parallel", [config.tp > 1])[0]      # it never adds work, only communication
         for name in self.choices("schedule", SCHEDULES):
-            for settings in with_chunks(name, config):
-                other = dataclasses.replace(config, **settings, sequence_parallel=parallel)
-                one = [1] if config.pp == 1 and "schedule" not in self.given else [other.virtual_stages]
-                if other.virtual_stages in self.choices("virtual_stages", one) and self.may_fit(other):
+            for count in self.chunk_counts(name, config):
+                other = dataclasses.replace(config, schedule=name, virtual_stages=count, sequence_parallel=parallel)
+                if self.may_fit(other):
                     self.counts["schedules"] += 1
                     yield lower_bound(other, free), other, self.options
 
@@ -124,12 +125,22 @@ class Search:
         """Return the values to try for a setting: only its own value if it must keep that."""
         return [getattr(self.config, name)] if name in self.given else values
 
+    def chunk_counts(self, schedule: str, config: Config) -> list[int]:
+        """Return the numbers of chunks per stage to try with a schedule."""
+        counts = [settings["virtual_stages"] for settings in with_chunks(schedule, config)]
+        if config.pp == 1 and "schedule" not in self.given:
+            counts = [count for count in counts if count == 1]
+        return [count for count in self.choices("virtual_stages", counts) if count in SCHEDULES[schedule].chunks]
+
     def accepted(self, config: Config, **settings) -> Config | None:
-        """Return the resolved Config with these settings, or None if a rule forbids them."""
+        """Return the resolved Config with these settings. If it breaks a rule, or if a given flag has no effect, return
+        None."""
         try:
             other = dataclasses.replace(config, **settings).resolve(self.gpus)
+            check_needs(other, self.given)
             return other.with_vocabulary(other.vocab_size)
-        except UserError:
+        except UserError as error:
+            self.broken_rule = self.broken_rule or str(error)
             return None
 
     def accepted_layouts(self, micro_batches):
@@ -137,7 +148,8 @@ class Search:
         for t in self.choices(tp, divisors(self.gpus)):
             for p in self.choices(pp, divisors(self.gpus)):
                 for size in self.choices(micro_batch, micro_batches):
-                    if config := self.accepted(self.config, **{tp: t, pp: p, micro_batch: size}):
+                    layout = {tp: t, pp: p, micro_batch: size}
+                    if config := self.accepted(self.config, **layout, **self.recomputation[0]):
                         for ep in self.choices("expert_model_parallel_size",
                                                divisors(math.gcd(config.num_experts or 1, config.dp))):
                             yield dataclasses.replace(config, expert_model_parallel_size=ep)
@@ -312,7 +324,7 @@ def nothing_fits(search: Search) -> str:
     """Return the sentence that names the least memory found and what would help."""
     needed, config = search.leanest()
     require(config is not None, f"no layout for --gpus {search.gpus} obeys the rules together with the given flags; "
-            "give fewer of --tp, --pp, --dp and --micro-batch-size, or another --global-batch-size")
+            f"the first that was tried breaks this one: {search.broken_rule}")
     layout = {name: getattr(config, name) for name in LAYOUT[:2]}
     more = next((gpus for gpus in (search.gpus * factor for factor in (2, 4, 8, 16, 32))
                  if Search(search.config, gpus, search.given, search.machine, search.usable).leanest()[0]

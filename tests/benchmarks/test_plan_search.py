@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.published_sizes import machine
 
-from benchmarks import plan_search
-from benchmarks.common import bytes_text, layout_of as layout_of_row, main, seconds_text
+from benchmarks import plan, plan_search
+from benchmarks.common import bytes_text, layout_of as layout_of_row, main, parse, seconds_text
 from benchmarks.plan_changes import fullest_gpu_bytes
 from benchmarks.plan_search import Search, lower_bound
 from nanodomino.analysis import expected_memory, step_time
@@ -176,9 +176,25 @@ def test_a_search_in_too_little_memory_says_what_would_be_enough(capsys):
     assert bench(capsys, *flags, "--gpus", gpus)[1]["layouts"]
 
 
+def test_a_search_keeps_a_given_number_of_chunks_that_does_not_divide_the_layers(capsys):
+    flags = "--model nano --num-layers 6 --gpus 2 --tp 1 --pp 2 --schedule interleaved --virtual-stages 2".split()
+    assert [row["virtual_stages"] for row in bench(capsys, *flags)[1]["layouts"][:1]] == [2]
+
+
+def test_a_flag_is_given_even_if_its_value_is_the_default():
+    """The search keeps given values, so `--ep 1` must not end in ep 8."""
+    flags = parse(plan, ["plan", "--search", "--ep", "1", "--zero-stage", "1", "--no-checkpoint-in-cpu"])
+    assert set(flags.given) == {"search", "expert_model_parallel_size", "zero_stage", "checkpoint_in_cpu"}
+
+
 @pytest.mark.parametrize("flags, words", [
     (["--gpu", "here"], "--search needs a --gpu of A100"), (["--dtype", "float32"], "needs --dtype bfloat16"),
-    (["--gpus", "6", "--tp", "4"], "no layout for --gpus 6 obeys the rules together with the given flags")])
+    (["--gpus", "6", "--tp", "4"], "no layout for --gpus 6 obeys the rules together with the given flags; the first "
+     "that was tried breaks this one: world size 6 must equal tensor x pipeline x data parallel = 4 x 1 x 1"),
+    (["--model", "nano-moe", "--ep", "3"], "expert-model-parallel-size 3 must divide num-experts 8"),
+    (["--ep", "2"], "--expert-model-parallel-size 2 needs --num-experts to have an effect"),
+    (["--checkpoint-in-cpu", "--recompute-granularity", "selective"],
+     "--checkpoint-in-cpu needs --recompute-granularity full to have an effect")])
 def test_a_search_that_cannot_start_is_refused(capsys, flags, words):
     assert main(("plan",), "", ["plan", "--search", *flags]) == 2
     assert words in capsys.readouterr().err
