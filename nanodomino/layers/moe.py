@@ -229,10 +229,10 @@ class MoEInside:
     def forward(self, ops, slice, h):
         h = ops.wait(slice, self.site, h)
         with ops.trace.span("matmul", slice=slice.index, site=self.site):
-            routing = self.router.route(h)
+            routing = self.router.route(h, slice.training)
         tokens_per_expert, each = routing.tokens_per_expert.view(self.mesh.ep, -1), [1] * self.mesh.ep
         flights = ops.exchange(slice, self.site, tokens_per_expert, each, each, self.mesh.ep_counts_group)
-        if self.router.counts_here:
+        if self.router.counts_here and slice.training:
             self.statistics[:-1] += routing.tokens_per_expert
             self.statistics[-1] += routing.loss
         dispatch = plan_dispatch(routing.experts, tokens_per_expert, ops.wait(slice, self.site, flights))

@@ -50,12 +50,12 @@ def divide_by_sum(scores):
 
 @dataclass
 class Routing:
-    """Holds the router's decision for a slice of b samples of s tokens, and autograd's graph from the logits to the
-    weights and the loss."""
+    """Holds the router's decision for a slice of b samples of s tokens, and in training autograd's graph from the
+    logits to the weights and the loss."""
     logits: torch.Tensor         # [b, s, E], a leaf of autograd's graph
     experts: torch.Tensor        # [b, s, k]
     weights: torch.Tensor        # [b, s, k], with autograd's graph
-    loss: torch.Tensor           # auxiliary loss and z-loss, summed over the slice's tokens, with autograd's graph
+    loss: torch.Tensor | None    # auxiliary loss and z-loss, summed over the slice's tokens, with autograd's graph
     tokens_per_expert: torch.Tensor    # [E]
 
 
@@ -122,13 +122,14 @@ class Router(nn.Module):
         return (config.moe_aux_loss_coeff * s * balance
                 + config.moe_z_loss_coeff * logits.logsumexp(dim=-1).square().sum())
 
-    def route(self, h) -> Routing:
-        """Route h [b, s, h]. Logits, weights and losses are computed in fp32 or wider."""
+    def route(self, h, training: bool) -> Routing:
+        """Route h [b, s, h]. Logits, weights and losses are computed in fp32 or wider. If `training` is False, there is
+        no graph, and the loss is None."""
         logits = self.logits(h)
         experts, tokens_per_expert = self.choose(logits)
-        with torch.enable_grad():
-            logits = logits.detach().requires_grad_()
-            weights, loss = self.weights(logits, experts), self.loss(logits, experts)
+        with torch.set_grad_enabled(training):
+            logits = logits.detach().requires_grad_(training)
+            weights, loss = self.weights(logits, experts), self.loss(logits, experts) if training else None
         return Routing(logits, experts, weights, loss, tokens_per_expert)
 
     def backward(self, routing: Routing, grad_weights, h, loss_scale: float):

@@ -1,5 +1,7 @@
 """The parts of an expert layer that other tests do not reach on a CPU."""
 
+from unittest import mock
+
 import torch
 from support.harness import build, random_data, tiny, train_rank, weights_and_data
 
@@ -61,3 +63,17 @@ def test_in_bfloat16_small_steps_of_the_expert_bias_add_up_and_decide(pool):
         for bias in biases:
             torch.testing.assert_close(bias, torch.tensor([1.003, 1.002]))
         assert len(biases) == config.num_layers
+
+
+def test_an_evaluation_computes_no_routing_losses(pool):
+    pool.run(evaluate_without_losses, world_size=1)
+
+
+def evaluate_without_losses():
+    config = tiny(num_experts=4, disable_bias_linear=True)
+    data = random_data(config, 1)
+    _, model, _, stage = build(config)
+    batch = data.batch(0, 0, 0, 1, config.micro_batch_size, config.global_batch_size)
+    with mock.patch.object(moe.Router, "loss", side_effect=AssertionError("the routing losses")):
+        run_to_end(stage.forward(batch, training=False))
+    assert not model.statistics.any()
