@@ -74,7 +74,8 @@ def dataset_builder(config: Config, corpus: Corpus, device) -> dict[str, TokenDa
     splits = [split for split in ("train", "valid", "test")
               if split == "train" or corpus.tokens[split] > config.seq_length]
     end_of_text = EndOfText.of(corpus.end_of_text, config)
-    return {split: TokenDataset(corpus, split, config.seq_length, config.seed, end_of_text, device) for split in splits}
+    return {split: TokenDataset(corpus, split, config.seq_length, config.seed, end_of_text, device,
+                                config.mtp_num_layers) for split in splits}
 
 
 def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuffle: bool, microbatch: int, chunk: int):
@@ -167,7 +168,8 @@ def warm_up(stage: Domino, optimizer: ZeroOptimizer, config: Config, mesh: Mesh)
     """
     pipeline.connect(mesh, config.placement)
     rows = torch.zeros(config.micro_batch_size, config.seq_length + 1, dtype=torch.int64)
-    batch = Batch.from_rows(rows, [0] * len(rows), 0, EndOfText.of(-1, config), mesh.device).at_own_places(mesh)
+    batch = Batch.from_rows(rows, [0] * len(rows), 0, EndOfText.of(-1, config), mesh.device,
+                            config.mtp_num_layers).at_own_places(mesh)
     for number, chunk in enumerate(stage.model.chunks):
         hidden = None if chunk.pre_process else torch.zeros(config.residual_shape, dtype=config.params_dtype,
                                                             device=mesh.device)

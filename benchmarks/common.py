@@ -270,13 +270,14 @@ class RandomTokens:
 
     def __init__(self, config: Config, device=torch.device("cpu")):
         shape = (config.global_batch_size, config.seq_length + 1)
-        self.end_of_text, self.device = EndOfText.of(0, config), device
+        self.end_of_text, self.device, self.depths = EndOfText.of(0, config), device, config.mtp_num_layers
         self.tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
     def batch(self, step, microbatch, dp_rank, dp, micro_batch_size, global_batch_size, shuffle=True) -> Batch:
         first = dp_rank * (global_batch_size // dp) + microbatch * micro_batch_size
         rows = self.tokens[first:first + micro_batch_size].clone()     # with its own memory, like TokenDataset's rows
-        return Batch.from_rows(rows, list(range(first, first + micro_batch_size)), None, self.end_of_text, self.device)
+        return Batch.from_rows(rows, list(range(first, first + micro_batch_size)), None, self.end_of_text, self.device,
+                               self.depths)
 
 
 # ---- alternatives in turn

@@ -235,7 +235,7 @@ def busy_bound(config: Config, machine: Machine) -> float:
         """Return the first (stage, chunk) with as many layers, with and without experts, and equally fast groups: its
         costs are the same."""
         number = placement.virtual_stage(stage, chunk)
-        layers = stage_layers(config.num_layers, number, placement.last + 1)
+        layers = stage_layers(config.num_layers, number, placement.last + 1, config.mtp_num_layers)
         key = (len(layers), sum(map(config.has_experts, layers)), number == 0,
                *(step_time.ranks_and_hosts(sizes.mesh_at(config, stage), group, machine.ranks_per_host)
                  for group in ("tp", "ep")))

@@ -70,6 +70,7 @@ from nanodomino.comm.trace import NO_TRACE
 from nanodomino.layers.dropout_and_positions import MasksAndPositions, add_residual
 from nanodomino.layers.main_grad import add_gradients
 from nanodomino.overlap.embedding_and_head import EmbeddingAndHead, HeadTape
+from nanodomino.overlap.multi_token_prediction import DepthTape, PredictionDepths
 from nanodomino.overlap.recompute import TapeEntry, TapePolicy
 from nanodomino.overlap.residual_norm import ResidualNorm, bias_and_mask, residual_backward
 from nanodomino.overlap.sequence_parallel import residual_stream
@@ -121,19 +122,20 @@ class Slice:
     training: bool
     tape: list[TapeEntry] = field(default_factory=list)
     head: HeadTape | None = None
+    ahead: DepthTape | None = None                     # of the next depth of multi-token prediction
     output: torch.Tensor | None = None                 # hidden states [b, s, h]; the last chunk: losses [b, s]
     deferred: list | None = None                       # (site, matmuls, modules) for weight_backward()
 
 
 class GradientsReady:
     """Each slice calls this object with the modules whose gradients it has finished. The last slice's call passes the
-    modules to on_gradients_ready, unless that is None."""
+    modules to on_gradients_ready, unless that is None. If a microbatch uses them several times, so does each slice."""
 
     def __init__(self, slices: int, on_gradients_ready):
         self.slices, self.on_gradients_ready, self.remaining = slices, on_gradients_ready, {}
 
     def __call__(self, *modules):
-        self.remaining[modules] = self.remaining.get(modules, self.slices) - 1
+        self.remaining[modules] = (self.remaining.get(modules) or self.slices) - 1
         if self.on_gradients_ready and self.remaining[modules] == 0:
             self.on_gradients_ready(modules)
 
@@ -156,7 +158,8 @@ class Domino:
         self.ends = EmbeddingAndHead(model, self.ops, self.residual_norm, compiled)
         self.tape_policy = TapePolicy(model.config, self.mesh.device, slices, self.residual_norm)
         self.sublayers = {chunk: [SublayerParts(sublayer, fused) for sublayer in chunk.sublayers]
-                          for chunk in model.chunks}
+                          for chunk in model.chunks + model.depth_chunks}
+        self.depths = PredictionDepths(self)
 
     # ---- called by pipeline.py for each microbatch
 
@@ -236,6 +239,7 @@ class Domino:
             previous = parts
         if slice.chunk.post_process:
             slice.output, slice.head = yield from self.ends.head(slice, x, y, previous)
+            yield from self.depths.forward(slice)
         else:
             slice.output = add_residual(x, y, *bias_and_mask(slice, previous, y))
         if not slice.training:
@@ -257,7 +261,8 @@ class Domino:
     def backward_slice(self, slice: Slice, gradient, results, ready):
         """Walk the tape in reverse and free each entry after use. Put the gradient of `hidden` into `results`."""
         if slice.chunk.post_process:
-            grad_x, grad_y = yield from self.backward_head(slice, gradient, ready)
+            grad_x = yield from self.depths.backward(slice, ready)
+            grad_x, grad_y = yield from self.backward_head(slice, grad_x, gradient, ready)
         else:
             self.start_restore(slice)
             bias, mask = bias_and_mask(slice, self.sublayers[slice.chunk][-1], gradient)
@@ -291,13 +296,14 @@ class Domino:
             ready(parts.sublayer)
         return grad_x, grad_y
 
-    def backward_head(self, slice, gradient, ready):
-        """Turn the gradient of the losses [b, s] into the gradients of the last sublayer's x and y."""
+    def backward_head(self, slice, grad_x, gradient, ready):
+        """Turn the gradient of the losses [b, s] into the gradients of the last sublayer's x and y. grad_x: what others
+        than the head add to the gradient of x', or None."""
         model, (vocabulary,) = self.model, self.model.head
         flights, matmuls = self.ends.head_backward(slice, slice.head, gradient)
         norm, slice.head = slice.head.norm, None
         grad_h = yield from self.wait_for_sum(slice, "head", flights, matmuls)
-        grad_x, grad_y = self.residual_norm.backward(slice, norm, None, grad_h)
+        grad_x, grad_y = self.residual_norm.backward(slice, norm, grad_x, grad_h)
         ready(model.final_norm, vocabulary)
         return grad_x, grad_y
 

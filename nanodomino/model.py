@@ -41,6 +41,7 @@ from nanodomino.layers.dropout_and_positions import MasksAndPositions, drop, see
 from nanodomino.layers.main_grad import add_gradients, wide_dtype
 from nanodomino.layers.mlp import MLP
 from nanodomino.layers.moe import MoE
+from nanodomino.layers.multi_token_prediction import prediction_depths
 from nanodomino.layers.norms import Norm
 from nanodomino.layers.sublayer import Sublayer
 from nanodomino.mesh import Mesh, meta_mesh
@@ -51,11 +52,11 @@ from nanodomino.parallel import VocabParallelEmbedding, copy_to_tensor_parallel,
 class Layer(nn.Module):
     """The two sublayers of a transformer layer: attention, then MLP."""
 
-    def __init__(self, config, mesh: Mesh, number: int):
+    def __init__(self, config, mesh: Mesh, number: int, site: str):
         super().__init__()
-        self.attention = (Attention if mesh.cp == 1 else ContextParallelAttention)(
-            config, mesh, f"layers.{number}.attention")
-        self.mlp = (MoE if config.has_experts(number) else MLP)(config, mesh, f"layers.{number}.mlp")
+        self.number = number
+        self.attention = (Attention if mesh.cp == 1 else ContextParallelAttention)(config, mesh, f"{site}.attention")
+        self.mlp = (MoE if config.has_experts(number) else MLP)(config, mesh, f"{site}.mlp")
 
     def forward(self, x, masks_and_positions):
         return self.mlp(self.attention(x, masks_and_positions), masks_and_positions)
@@ -65,14 +66,16 @@ class Embedding(nn.Module):
     """The word embedding, sharded by vocabulary, and the position embedding, of which every tp rank holds a copy.
 
     The position embedding is None if the model has no learned positions. It is also None without pre_process: then this
-    stage uses the word embedding only as the tied head.
+    stage uses the word embedding only as the tied head, and to look up the labels for multi-token prediction.
     """
 
     def __init__(self, config, mesh: Mesh, pre_process: bool, post_process: bool):
         super().__init__()
-        # tied: one stage uses the matrix at both ends, or the first and the last stage each hold a copy
-        tied = dict(uses=2) if pre_process and post_process else dict(addends=("embedding",))
-        self.word_embeddings = VocabParallelEmbedding(config, mesh, **(tied if config.tied else {}))
+        # used at both ends: by one stage, or by the first and the last stage, which then each hold a copy
+        copied = config.needs_words_at_end and not (pre_process and post_process)
+        self.word_embeddings = VocabParallelEmbedding(
+            config, mesh, uses=pre_process + post_process * (config.mtp_num_layers + config.tied * config.heads),
+            addends=("embedding",) if copied else ())
         self.position_embeddings = None
         if pre_process and config.position_embedding_type == "learned_absolute":
             self.position_embeddings = nn.Module()
@@ -119,12 +122,17 @@ class Chunk:
         return [sublayer for layer in self.layers for sublayer in (layer.attention, layer.mlp)]
 
 
-def stage_layers(num_layers: int, stage: int, stages: int) -> range:
+def stage_layers(num_layers: int, stage: int, stages: int, depths=0) -> range:
     """Return the indices of the layers that a stage holds. If the layers cannot be split equally, each of the
     first stages holds one layer more.
 
     For example, 10 layers on 4 stages are split into 3, 3, 2 and 2, so stage 1 holds layers 3, 4 and 5.
+    depths: further layers that the last stage holds besides its own (multi-token prediction); it keeps at least one of
+        its own.
     """
+    if depths and stages > 1:
+        first = num_layers - max((num_layers + depths) // stages - depths, 1)          # of the last stage
+        return stage_layers(first, stage, stages - 1) if stage < stages - 1 else range(first, num_layers)
     each, extra = divmod(num_layers, stages)
     first = stage * each + min(stage, extra)
     return range(first, first + each + (stage < extra))
@@ -148,24 +156,27 @@ class GPT(nn.Module):
         placement, tied = config.placement, config.tied
         virtual_stages = [placement.virtual_stage(mesh.pp_rank, chunk) for chunk in range(placement.chunks)]
         self.pre_process, self.post_process = 0 in virtual_stages, placement.last in virtual_stages
-        if self.pre_process or (self.post_process and tied):   # the last stage holds a copy of a tied matrix
+        if self.pre_process or (self.post_process and config.needs_words_at_end):
             self.embedding = Embedding(config, mesh, self.pre_process, self.post_process)
-        numbers = [stage_layers(config.num_layers, stage, placement.last + 1) for stage in virtual_stages]
-        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, i)
+        depths = config.mtp_num_layers
+        numbers = [stage_layers(config.num_layers, stage, placement.last + 1, depths) for stage in virtual_stages]
+        self.layers = nn.ModuleDict({str(i): Layer(config, mesh, i, f"layers.{i}")
                                      for i in sorted(i for chunk in numbers for i in chunk)})
         self.chunks = [Chunk([self.layers[str(i)] for i in chunk], stage == 0, stage == placement.last)
                        for chunk, stage in zip(numbers, virtual_stages)]
-        # a row for each layer of the whole model, to which its MLP may add numbers; zero.py sums them over the world
-        self.statistics = torch.zeros(config.num_layers, config.statistics_per_layer, dtype=torch.float64,
-                                      device=mesh.device)
-        for number, layer in self.layers.items():
-            layer.mlp.statistics = self.statistics[int(number)]
+        self.mtp = prediction_depths(config, mesh, Layer) if self.post_process else nn.ModuleList()
+        self.depth_chunks = [Chunk([depth.layer], False, True) for depth in self.mtp]
         if self.post_process:
-            self.final_norm = Norm(config, mesh, config.hidden_size)
+            self.final_norm = Norm(config, mesh, config.hidden_size, uses=config.heads)
             if not tied:
-                self.output_layer = VocabParallelEmbedding(config, mesh)
+                self.output_layer = VocabParallelEmbedding(config, mesh, uses=config.heads)
             # the list hides the module from torch, which would register a tied matrix under a second name
             self.head = [self.embedding.word_embeddings if tied else self.output_layer]
+        # a row for each layer of the whole model, to which its MLP or its depth may add numbers; zero.py sums them
+        self.statistics = torch.zeros(config.num_layers + depths, config.statistics_per_layer, dtype=torch.float64,
+                                      device=mesh.device)
+        for layer in (layer for chunk in self.chunks + self.depth_chunks for layer in chunk.layers):
+            layer.mlp.statistics = self.statistics[layer.number]
         if initialize and mesh.device.type != "meta":
             self.initialize()
 

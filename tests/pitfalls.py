@@ -41,9 +41,12 @@ from nanodomino.analysis import expected_memory, sizes
 from nanodomino.checkpoint import load, save
 from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
 from nanodomino.checkpoint.manifest import file_digests, manifest_text
+from nanodomino.config.config import Config
+from nanodomino.data import Batch
 from nanodomino.layers import attention, dropout_and_positions, moe, router, sublayer_inside
 from nanodomino.optim import buckets, loss_scale, parameters
-from nanodomino.overlap import embedding_and_head, flight, residual_norm, sequence_parallel, slice_ops
+from nanodomino.overlap import (embedding_and_head, flight, multi_token_prediction, residual_norm, sequence_parallel,
+                                slice_ops)
 from nanodomino.overlap.flight import Flight
 from nanodomino.schedules import actions, definitions
 from support import ROOT, harness
@@ -54,9 +57,10 @@ from support.pitfall_runner import (CHECKED, END, LONG, Pitfall, Side, TABLE, TO
 from support.pool import Pool
 
 DOCUMENT = ROOT / "docs" / "pitfalls.md"
-MACHINE = ("2 shared virtual cores with torch 2.13.0 CPU: AMD EPYC, 2026-11-21; the rows about experts on Intel Xeon, "
-           "2026-11-23")
+MACHINE = ("2 shared virtual cores with torch 2.13.0 CPU: AMD EPYC, 2026-11-21; the rows about experts and multi-token "
+           "prediction on Intel Xeon, 2026-11-23")
 
+DEPTH = dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.5)
 # Two microbatches a step instead of eight: most of these bugs show as well, in a third of the time.
 TP, PP = (dict({f"{axis}_model_parallel_size": 2}, micro_batch_size=12) for axis in ("tensor", "pipeline"))
 MORE = dict(micro_batch_size=3)                      # eight microbatches, whose two slices are uneven
@@ -482,7 +486,7 @@ def reduced_too_soon(config):
 def lost_layers(config):
     """Each stage takes layers // stages layers. Three layers on two stages make a model of two, which trains like a
     model of two layers. Its parameter count is a line in the log that is easily overlooked."""
-    def even(num_layers, stage, stages):
+    def even(num_layers, stage, stages, depths):
         each = num_layers // stages
         return range(stage * each, (stage + 1) * each)
     return [(model, "stage_layers", even)]
@@ -1110,6 +1114,59 @@ def own_counts(config):
     reduce = zero.ZeroOptimizer.reduce
     return [(zero.ZeroOptimizer, "reduce",
              lambda self, bucket: None if bucket.kind.update == "sign" else reduce(self, bucket))]
+
+
+@pitfall("The final norm is reported complete after the head of a depth",
+         "`nanodomino/config/config.py`, `Config.heads`: the final norm and the head declare as many uses, and the "
+         "optimizer waits for as many reports", conditions=delayed("early"), untie_embeddings_and_output_weights=True,
+         bucket_size=1, **REPLICAS, **DEPTH)
+def complete_too_early(config):
+    """With multi-token prediction a microbatch passes through the final norm and the head several times. Backward
+    reaches the innermost depth first and the main head last. If the first pass counts as complete, the replicas sum
+    gradients that lack those of the main loss, and each adds its own afterwards."""
+    def only_once(self, *modules):
+        self.remaining[modules] = self.remaining.get(modules, self.slices) - 1
+        if self.on_gradients_ready and self.remaining[modules] == 0:
+            self.on_gradients_ready(modules)
+    return [(Config, "heads", 1), (domino.GradientsReady, "__call__", only_once)]
+
+
+@pitfall("The labels of a depth wrap around the end of the sample",
+         "`nanodomino/data.py`, `Batch.look_ahead`: the last d places of depth d do not count", world_size=1, **DEPTH)
+def labels_wrap_around(config):
+    """Depth 1 predicts the token after the next one, so its labels are the labels moved by one place. `roll` moves
+    them, and puts the sample's first label at the end. The loss mask moves in the same way, so the depth learns that
+    the sample starts again. Only one place in s is wrong."""
+    def rolled(batch, depths, documents):
+        for _ in range(depths):
+            batch.ahead = dataclasses.replace(batch, tokens=batch.labels, labels=batch.labels.roll(-1, dims=1),
+                                              loss_mask=batch.loss_mask.roll(-1, dims=1))
+            batch = batch.ahead
+    return [(Batch, "look_ahead", rolled)]
+
+
+@pitfall("A depth's gradient ends at the depth",
+         "`nanodomino/domino.py`, `Domino.backward_slice`: adds it to the gradient of the last hidden states",
+         world_size=1, **DEPTH)
+def depth_detached(config):
+    """The depth learns, and its loss falls. But the layers of the main model learn nothing from it, although better
+    hidden states are the purpose of multi-token prediction. Only the embedding, final norm and head get gradients from
+    the depth, because both use them."""
+    run = multi_token_prediction.PredictionDepths.backward
+
+    def without_result(self, slice, ready):
+        yield from run(self, slice, ready)
+    return [(multi_token_prediction.PredictionDepths, "backward", without_result)]
+
+
+@pitfall("The last stage's word embedding is an orphan",
+         "`nanodomino/model.py`, `Embedding`: declares `embedding` as addends for an untied head too, if the model "
+         "has depths", untie_embeddings_and_output_weights=True, **PP, **DEPTH)
+def embedding_of_its_own(config):
+    """With an untied head, only the first stage needs the word embedding, until a depth looks up words on the last
+    stage. Its copy gets the gradients of those look-ups and the first stage's copy all others. The two drift apart, and
+    a checkpoint keeps one of them."""
+    return not_tied(config)
 
 
 # ---- bugs that are not put back here, and the tests that guard against them

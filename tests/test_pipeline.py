@@ -285,6 +285,16 @@ def test_layers_are_spread_evenly_over_stages_and_none_is_lost(layers, stages):
     assert len(held[0]) - len(held[-1]) <= 1 and sorted(held, key=len, reverse=True) == held
 
 
+@pytest.mark.parametrize("layers, stages, depths, expected", [
+    (8, 1, 1, [8]), (8, 2, 1, [5, 3]), (8, 4, 1, [3, 2, 2, 1]), (9, 3, 2, [4, 4, 1]), (4, 4, 3, [1, 1, 1, 1]),
+    (5, 2, 4, [4, 1])])
+def test_depths_of_multi_token_prediction_count_as_layers_of_the_last_stage(layers, stages, depths, expected):
+    """But each stage keeps a layer of its own."""
+    held = [stage_layers(layers, stage, stages, depths) for stage in range(stages)]
+    assert list(map(len, held)) == expected
+    assert [layer for of_stage in held for layer in of_stage] == list(range(layers))
+
+
 # ---- the runner
 
 def watched_rank(config, data):

@@ -52,7 +52,7 @@ machine_setting = partial(setting, "The machine", affects="nothing")
 # what several settings need to have an effect; keys of NEEDS in rules.py
 ROPE, ADAMW, LION = "--position-embedding-type rope", "--optimizer adamw", "--optimizer lion"
 DYNAMIC = ("--fp16", "no --loss-scale")
-EXPERTS = "--num-experts"
+EXPERTS, DEPTHS = "--num-experts", "--mtp-num-layers"
 
 
 def family_setting(name, help, **options):
@@ -143,6 +143,11 @@ class Config:
         affects="losses", needs=EXPERTS)
     moe_z_loss_coeff: float = model_setting(
         0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)
+    mtp_num_layers: int = model_setting(
+        0, "number of depths of multi-token prediction: depth d is a further layer that predicts the token d places "
+           "after the next one", at_least=0, at_most=64)
+    mtp_loss_scaling_factor: float = model_setting(
+        0.1, "weight of the mean of the depths' losses, which is added to the loss", affects="losses", needs=DEPTHS)
     hidden_dropout: float = model_setting(
         0.0, "dropout rate for the embeddings and for each sublayer's output", below=1.0, affects="losses")
     attention_dropout: float = model_setting(
@@ -363,6 +368,16 @@ class Config:
         return not self.untie_embeddings_and_output_weights
 
     @property
+    def heads(self) -> int:
+        """The number of times that a microbatch passes through the final norm and the head in training."""
+        return 1 + self.mtp_num_layers
+
+    @property
+    def needs_words_at_end(self) -> bool:
+        """Return whether the last chunk uses the word embedding: as its head, or to look up labels."""
+        return self.tied or self.mtp_num_layers > 0
+
+    @property
     def traced_steps(self) -> range:
         """The steps of --trace FIRST:LAST, both included."""
         first, last = map(int, self.trace.split(":")) if self.trace else (1, 0)
@@ -395,8 +410,9 @@ class Config:
 
     @property
     def statistics_per_layer(self) -> int:
-        """How many numbers the model measures in each layer: the tokens of each expert, and the router's losses."""
-        return self.num_experts + 1 if self.num_experts else 0
+        """How many numbers the model measures in each layer: the tokens of each expert, and the router's losses; then
+        the loss and the tokens of a depth, which are 0 in other layers."""
+        return (self.num_experts + 1 if self.num_experts else 0) + (2 if self.mtp_num_layers else 0)
 
     @property
     def qkv_size(self) -> int:

@@ -22,6 +22,7 @@ NEEDS = {
     "--position-embedding-type rope": ("position_embedding_type", lambda c: c.rope),
     "--use-rope-scaling": ("use_rope_scaling", lambda c: c.use_rope_scaling),
     "--num-experts": ("num_experts", lambda c: c.num_experts),
+    "--mtp-num-layers": ("mtp_num_layers", lambda c: c.mtp_num_layers),
     "--moe-router-score-function softmax": (
         "moe_router_score_function", lambda c: c.moe_router_score_function == "softmax"),
     "--moe-router-enable-expert-bias": ("moe_router_enable_expert_bias", lambda c: c.moe_router_enable_expert_bias),
@@ -181,6 +182,9 @@ def check_rules(c):
     require(c.seq_length <= c.max_position_embeddings,
             f"seq-length {c.seq_length} must be at most max-position-embeddings {c.max_position_embeddings}; "
             f"try --max-position-embeddings {c.seq_length}")
+    require(c.mtp_num_layers < c.seq_length,
+            f"mtp-num-layers {c.mtp_num_layers} must be below seq-length {c.seq_length}, or the last depth predicts "
+            f"nothing; try --mtp-num-layers {c.seq_length - 1}")
     require(c.load or not c.finetune, "--finetune needs a checkpoint to take the weights from; add --load FOLDER")
     require(c.min_loss_scale <= c.initial_loss_scale, f"min-loss-scale {c.min_loss_scale:g} must be at most "
             f"initial-loss-scale {c.initial_loss_scale:g}; try --min-loss-scale {c.initial_loss_scale:g}")

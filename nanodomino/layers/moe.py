@@ -233,8 +233,9 @@ class MoEInside:
         tokens_per_expert, each = routing.tokens_per_expert.view(self.mesh.ep, -1), [1] * self.mesh.ep
         flights = ops.exchange(slice, self.site, tokens_per_expert, each, each, self.mesh.ep_counts_group)
         if self.router.counts_here and slice.training:
-            self.statistics[:-1] += routing.tokens_per_expert
-            self.statistics[-1] += routing.loss
+            experts = len(routing.tokens_per_expert)
+            self.statistics[:experts] += routing.tokens_per_expert
+            self.statistics[experts] += routing.loss
         dispatch = plan_dispatch(routing.experts, tokens_per_expert, ops.wait(slice, self.site, flights))
         rows = h.flatten(0, 1)[dispatch.permutation // routing.experts.size(-1)]
         flights = ops.exchange(slice, self.site, rows, dispatch.input_splits, dispatch.output_splits, self.group)

@@ -92,16 +92,16 @@ NORMALIZATIONS = {
 class Norm(nn.Module):
     """The norm that config.normalization names, over a last dimension of `size` numbers.
 
-    addends: see ParameterKind in optim/parameters.py.
+    declared: further arguments of parameter() in optim/parameters.py.
     """
 
-    def __init__(self, config, mesh, size: int, addends=()):
+    def __init__(self, config, mesh, size: int, **declared):
         super().__init__()
         self.normalization, self.epsilon = NORMALIZATIONS[config.normalization], config.layernorm_epsilon
-        self.weight = parameter((size,), config, mesh, value=1.0, addends=addends)
+        self.weight = parameter((size,), config, mesh, value=1.0, **declared)
         self.bias = None
         if self.normalization.has_bias:
-            self.bias = parameter((size,), config, mesh, addends=addends)
+            self.bias = parameter((size,), config, mesh, **declared)
 
     @property
     def weights(self):

@@ -50,12 +50,15 @@ class EmbeddingAndHead:
 
     def embed(self, slice):
         """Return x [b, s, h], the start of the residual stream, for the slice's tokens."""
-        embedding, stream = self.model.embedding, self.ops.stream
-        addend = embedding.word_embeddings.partial_embeddings(slice.batch.tokens)
-        words = yield from self.ops.yield_then_wait(
-            slice, "embedding", [self.ops.launch(slice, "embedding", stream.reduce(addend))])
-        return embedding.add_positions(words, stream.own_rows(slice.batch.positions),
-                                       slice.masks_and_positions.hidden_dropout_mask("embedding", words))
+        words = yield from self.look_up(slice, "embedding", slice.batch.tokens)
+        return self.model.embedding.add_positions(words, self.ops.stream.own_rows(slice.batch.positions),
+                                                  slice.masks_and_positions.hidden_dropout_mask("embedding", words))
+
+    def look_up(self, slice, site, tokens):
+        """Return the word embeddings [b, s, h] of tokens [b, s]."""
+        addend = self.model.embedding.word_embeddings.partial_embeddings(tokens)
+        return (yield from self.ops.yield_then_wait(
+            slice, site, [self.ops.launch(slice, site, self.ops.stream.reduce(addend))]))
 
     def embed_backward(self, slice, grad_x):
         """Add the gradients of the word and position embeddings to main_grad.
@@ -63,11 +66,15 @@ class EmbeddingAndHead:
         grad_x [b, s, h]: the gradient of embed()'s result.
         """
         gradient = drop(grad_x, slice.masks_and_positions.hidden_dropout_mask("embedding", grad_x))
-        words, flights = self.model.embedding.word_embeddings, self.ops.gather(slice, "embedding", gradient)
+        flights = self.ops.gather(slice, "embedding", gradient)
         self.model.embedding.add_position_gradients(gradient, self.ops.stream.own_rows(slice.batch.positions))
+        yield from self.add_word_gradients(slice, "embedding", slice.batch.tokens, flights)
+
+    def add_word_gradients(self, slice, site, tokens, flights):
+        """Add the gradient of look_up()'s result, which `flights` deliver, to main_grad."""
         yield from self.ops.yield_if_in_flight(flights)
-        gradient = self.ops.wait(slice, "embedding", flights)
-        row, is_local = words.local_rows(slice.batch.tokens)
+        gradient, words = self.ops.wait(slice, site, flights), self.model.embedding.word_embeddings
+        row, is_local = words.local_rows(tokens)
         gradient = (gradient.to(wide_dtype(gradient)) * is_local.unsqueeze(-1)).flatten(0, 1)
         main_grad_of(words.weight).index_add_(0, row.flatten(), gradient)
 

@@ -5,6 +5,7 @@
     agreement.py       checks that all ranks have the same settings
     report.py          writes to the terminal, metrics.jsonl and loss.svg
     expert_load.py     says how evenly the tokens of a step chose the experts
+    depth_losses.py    says how well the depths of multi-token prediction predict
     tensorboard.py     copies metrics.jsonl to TensorBoard
     signals.py         stops a run at Ctrl-C or SIGTERM
     rank_failure.py    starts a rank, and ends all ranks if one of them fails

@@ -16,12 +16,14 @@ class ExpertLoad:
 
     def __init__(self, config: Config, statistics=()):
         """statistics: StepResult.statistics; empty before the first step."""
-        self.loads, width = {}, config.statistics_per_layer    # {layer: [load of each expert]}
-        for layer in filter(config.has_experts, range(config.num_layers) if statistics else ()):
-            counts = statistics[layer * width:(layer + 1) * width - 1]
-            self.loads[f"layers.{layer}"] = [round(count * len(counts) / sum(counts), 4) for count in counts]
+        self.loads, width, experts = {}, config.statistics_per_layer, config.num_experts       # {layer: [load of each]}
+        sites = [f"layers.{layer}" for layer in range(config.num_layers)]
+        sites += [f"mtp.{depth}.layer" for depth in range(config.mtp_num_layers)]
+        for layer in filter(config.has_experts, range(len(sites)) if statistics else ()):
+            counts = statistics[layer * width:layer * width + experts]
+            self.loads[sites[layer]] = [round(count * len(counts) / sum(counts), 4) for count in counts]
         if self.loads:
-            self.auxiliary_loss = sum(statistics[width - 1::width]) / (config.global_batch_size * config.seq_length)
+            self.auxiliary_loss = sum(statistics[experts::width]) / (config.global_batch_size * config.seq_length)
             self.busiest = max(map(max, self.loads.values()))
 
     def metrics(self, in_detail: bool) -> dict:

@@ -35,6 +35,7 @@ from nanodomino.overlap import recompute, sequence_parallel
 from nanodomino.plot.curves import Curve, picture
 from nanodomino.plot.svg import write
 from nanodomino.run import kernels
+from nanodomino.run.depth_losses import DepthLosses
 from nanodomino.run.expert_load import ExpertLoad
 from nanodomino.run.tensorboard import TensorBoardWriter
 from nanodomino.schedules import simulation
@@ -172,10 +173,11 @@ class Report:
         speed = self.tokens_per_step / seconds
         mfu = speed * flops_per_token(self.config) / self.peak_flops if self.peak_flops else None
         shown = step % self.config.log_interval == 0 or step == 1
-        self.experts = ExpertLoad(self.config, result.statistics)
+        self.experts, depths = ExpertLoad(self.config, result.statistics), DepthLosses(self.config, result.statistics)
         self.record(step=step, loss=result.loss, grad_norm=result.grad_norm, lr=learning_rate,
                     tokens=step * self.tokens_per_step, step_ms=seconds * 1000, tokens_per_second=speed,
-                    mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale, **self.experts.metrics(shown))
+                    mfu=mfu, skipped=result.skipped, loss_scale=result.loss_scale, **depths.metrics(),
+                    **self.experts.metrics(shown))
         self.bar.set_postfix(loss=f"{result.loss:.3f}", tokens_per_second=f"{speed:,.0f}", refresh=False)
         self.bar.update()
         self.bar_moved = time.monotonic()
@@ -186,7 +188,8 @@ class Report:
         elif shown:
             self.say(f"step {step:5d} | loss {result.loss:.4f} {self.entropies} | grad norm {result.grad_norm:.3f} | "
                      f"lr {learning_rate:.2e} | {seconds * 1000:.0f} ms | {speed:,.0f} tokens/s | "
-                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}{self.experts.in_words()}")
+                     f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'}{loss_scale}{depths.in_words()}"
+                     f"{self.experts.in_words()}")
 
     def losses(self, step: int, split: str, loss: float):
         """Report the loss on a split, "valid" or "test", and its perplexity and bits per byte."""
@@ -235,10 +238,11 @@ def describe_stage(config: Config, stage: int) -> str:
     """Return what a pipeline stage holds, chunk by chunk: 'embedding, layers 0 to 3; layers 8 to 11'."""
     placement, chunks = config.placement, []
     for virtual_stage in (placement.virtual_stage(stage, chunk) for chunk in range(placement.chunks)):
-        layers = stage_layers(config.num_layers, virtual_stage, placement.last + 1)
+        layers = stage_layers(config.num_layers, virtual_stage, placement.last + 1, config.mtp_num_layers)
         chunks.append(("embedding, " if virtual_stage == 0 else "")
                       + (f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
-                      + (", head" if virtual_stage == placement.last else ""))
+                      + (", head" + f", {counted(config.mtp_num_layers, 'depth')} of multi-token prediction"
+                         * (config.mtp_num_layers > 0) if virtual_stage == placement.last else ""))
     return "; ".join(chunks)
 
 

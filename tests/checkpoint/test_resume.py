@@ -50,6 +50,15 @@ def test_experts_move_to_other_ranks(pool, tmp_path):
     check_resumes(pool, tmp_path, configs)
 
 
+@pytest.mark.parametrize("untied", [False, True])
+def test_depths_of_multi_token_prediction_move_to_other_ranks(pool, tmp_path, untied):
+    """From one process to the last of two stages, to tensor parallelism, to the first stage of zb-v, and back. The
+    checkpoint holds the word embedding once, although two stages hold copies."""
+    settings = UNEVEN | dict(mtp_num_layers=2, mtp_loss_scaling_factor=0.5, untie_embeddings_and_output_weights=untied)
+    check_resumes(pool, tmp_path, [config_for(*layout, **settings) for layout in (
+        ONE_RANK, (1, 2, 2, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "zb-v"))])
+
+
 def check_resumes(pool, tmp_path, configs, every_pair=False):
     """Resume each config from the checkpoint of the previous one, or of every one, and compare with the reference."""
     weights, data, records, final = reference_for(configs[0], 2)

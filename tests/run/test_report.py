@@ -164,6 +164,26 @@ def test_on_gpus_the_start_names_attentions_kernel_and_mfu_counts_the_gpus_of_al
     assert mfu == pytest.approx(48 * 8 * flops_per_token(config) / 1e-6 / (16 * 989e12), rel=1e-12)
 
 
+def test_the_losses_of_depths_are_reported(tmp_path, capsys):
+    """Each is a mean over the tokens that the depth counts. With experts, their numbers stand in the same rows."""
+    place = SimpleNamespace(device=torch.device("cpu"), pp=1, picture=lambda held: " ".join(held))
+    for experts in ({}, dict(num_experts=2, disable_bias_linear=True)):
+        config = tiny(1, num_layers=2, mtp_num_layers=2, log_interval=1, **experts)
+        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+        shown = Report(config, corpus_without_files(tmp_path), place, tmp_path, 0, enabled=True)
+        routed = [30.0, 10.0, 0.0] if experts else []
+        rows = [[*routed, 0.0, 0.0]] * 2 + [[*routed, 60.0, 20.0], [*routed, 70.0, 10.0]]
+        shown.step(1, StepResult(1.0, 1.0, False, False, 1.0, tuple(sum(rows, []))), 0.1, seconds=1.0)
+        said = capsys.readouterr().out
+        assert "layers 0 to 1, head, 2 depths of multi-token prediction" in said
+        assert " | mtp 1 loss 3.0000 | mtp 2 loss 7.0000" in said
+        line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+        assert (line["mtp_1_loss"], line["mtp_2_loss"]) == (3.0, 7.0)
+        if experts:
+            assert set(line["expert_load"]) == {"layers.0", "layers.1", "mtp.0.layer", "mtp.1.layer"}
+            assert line["busiest_expert"] == 1.5
+
+
 def test_the_load_of_experts_is_reported(tmp_path, capsys):
     """Two layers of three have 4 experts. A skipped step may have a loss that is not finite, but it has a load. The
     load of each expert is recorded with each progress line, here every second step."""

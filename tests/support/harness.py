@@ -79,7 +79,8 @@ def sizes_of(config: Config) -> Sizes:
                  score_function=config.moe_router_score_function, pre_softmax=config.moe_router_pre_softmax,
                  scaling=config.moe_router_topk_scaling_factor, expert_bias=config.moe_router_enable_expert_bias,
                  bias_rate=config.moe_router_bias_update_rate, aux_coefficient=config.moe_aux_loss_coeff,
-                 z_coefficient=config.moe_z_loss_coeff)
+                 z_coefficient=config.moe_z_loss_coeff, depths=config.mtp_num_layers,
+                 depth_factor=config.mtp_loss_scaling_factor)
 
 
 @dataclass
@@ -90,6 +91,8 @@ class FixedData:
     loss_mask: torch.Tensor
     positions: torch.Tensor | None = None      # None: 0, 1, ..
     documents: torch.Tensor | None = None      # None: each row is one
+    depth_masks: list[torch.Tensor] = ()       # a loss mask for each depth, which only the reference reads
+    whole_documents: torch.Tensor | None = None    # [steps, global batch, s + 1]; None: depths may cross ends
 
     @property
     def windows(self):
@@ -102,8 +105,11 @@ class FixedData:
         positions = torch.arange(self.tokens.size(-1)).expand(micro_batch_size, -1)
         if self.positions is not None:
             positions = self.positions[step, rows]
-        return Batch(self.tokens[step, rows], self.labels[step, rows], self.loss_mask[step, rows], positions, ids,
-                     None if self.documents is None else self.documents[step, rows], self.positions is None)
+        batch = Batch(self.tokens[step, rows], self.labels[step, rows], self.loss_mask[step, rows], positions, ids,
+                      None if self.documents is None else self.documents[step, rows], self.positions is None)
+        batch.look_ahead(len(self.depth_masks), None if self.whole_documents is None else
+                         self.whole_documents[step, rows])
+        return batch
 
 
 END_OF_TEXT = 3          # where samples hold documents, about every fourth token
@@ -119,6 +125,19 @@ def count_documents(tokens):
     return positions, documents
 
 
+def count_depth_masks(tokens, loss_mask, depths, within_documents):
+    """Return the loss masks of the depths for tokens [..., s + 1], in a plain loop: depth d predicts token i + d + 1 if
+    there is one, if the main loss counts it, and, within_documents, unless a document ends at a token from i to i + d.
+    """
+    masks = [torch.zeros_like(loss_mask) for _ in range(depths)]
+    for d, mask in enumerate(masks, 1):
+        for row, counts, own in zip(*(tensor.flatten(0, -2) for tensor in (tokens, loss_mask, mask))):
+            for i in range(len(own) - d):
+                crosses = within_documents and any(row[j] == END_OF_TEXT for j in range(i, i + d + 1))
+                own[i] = 0.0 if crosses else counts[i + d]
+    return masks
+
+
 def random_data(config: Config, steps: int, seed=7) -> FixedData:
     """Return random tokens. The fraction of tokens in the loss mask grows from none in some rows to all in others."""
     generator = torch.Generator().manual_seed(seed)
@@ -130,8 +149,11 @@ def random_data(config: Config, steps: int, seed=7) -> FixedData:
     if config.reset_position_ids or config.reset_attention_mask:
         tokens = torch.where(torch.rand(tokens.shape, generator=generator) < 0.25, END_OF_TEXT, tokens)
     positions, documents = count_documents(tokens[..., :-1])
+    bounded = config.uses_document_boundaries
     return FixedData(tokens[..., :-1], tokens[..., 1:], loss_mask, positions if config.reset_position_ids else None,
-                     documents if config.reset_attention_mask else None)
+                     documents if config.reset_attention_mask else None,
+                     count_depth_masks(tokens, loss_mask, config.mtp_num_layers, bounded),
+                     count_documents(tokens)[1] if bounded else None)
 
 
 @dataclass
@@ -286,7 +308,8 @@ def reference_for(config: Config, steps: int, rigged=()):
         rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
         batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(),
                     None if data.positions is None else data.positions[i],
-                    None if data.documents is None else data.documents[i]) for i in range(steps)]
+                    None if data.documents is None else data.documents[i],
+                    *(mask[i].double() for mask in data.depth_masks)) for i in range(steps)]
         records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad,
                                          betas, config.adam_eps, [masks_of(config, step) for step in range(steps)],
                                          config.optimizer)

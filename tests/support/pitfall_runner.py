@@ -16,7 +16,7 @@ from functools import lru_cache
 from unittest import mock
 
 import torch
-from support.harness import FixedData, Outcome, full_tensors, masks_of, sizes_of, tiny, train_rank
+from support.harness import FixedData, Outcome, count_depth_masks, full_tensors, masks_of, sizes_of, tiny, train_rank
 from support.reference import ReferenceGPT, masked_loss, random_weights, train_reference
 
 import train
@@ -115,7 +115,7 @@ class Text(FixedData):
 
 
 @lru_cache
-def text(vocabulary, samples, length, steps) -> Text:
+def text(vocabulary, samples, length, steps, depths=0) -> Text:
     """Return data that can be learnt: nine tokens in ten follow from the previous token. The loss mask is uneven."""
     batches, masks = [], []
     for step in range(steps):
@@ -131,7 +131,8 @@ def text(vocabulary, samples, length, steps) -> Text:
         batches.append(rows)
         masks.append(mask)
     rows = torch.stack(batches)
-    return Text(rows[..., :-1], rows[..., 1:], torch.stack(masks))
+    mask = torch.stack(masks)
+    return Text(rows[..., :-1], rows[..., 1:], mask, depth_masks=count_depth_masks(rows, mask, depths, False))
 
 
 @dataclass
@@ -160,10 +161,11 @@ def plain(entry: Pitfall, steps: int):
 
 def train_plain(config, drawn: bool, steps: int):
     sizes = sizes_of(config)
-    data = text(config.vocab_size, config.global_batch_size, config.seq_length, steps)
+    data = text(config.vocab_size, config.global_batch_size, config.seq_length, steps, config.mtp_num_layers)
     weights = drawn_weights(config) if drawn else random_weights(sizes, seed=3)
     rates = [train.learning_rate(step, config) for step in range(1, steps + 1)]
-    batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double()) for i in range(steps)]
+    batches = [(data.tokens[i], data.labels[i], data.loss_mask[i].double(), None, None,
+                *(mask[i].double() for mask in data.depth_masks)) for i in range(steps)]
     records, final = train_reference(sizes, weights, batches, rates, config.weight_decay, config.clip_grad,
                                      (config.adam_beta1, config.adam_beta2),
                                      config.adam_eps, masks=[masks_of(config, step) for step in range(steps)])

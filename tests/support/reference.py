@@ -29,6 +29,7 @@ tensors, named as in nanodomino:
     layers.{i}.attention.qkv.weight, .bias    [3h, h], [3h]    layers.{i}.mlp.dense_h_to_4h.weight, .bias  [f, h], [f]
     layers.{i}.attention.dense.weight, .bias   [h, h], [h]     layers.{i}.mlp.dense_4h_to_h.weight, .bias  [h, f], [h]
     final_norm.weight, .bias                         [h]       output_layer.weight  [padded_vocab, h], only when untied
+    mtp.{d}.enorm.weight, .bias, also .hnorm         [h]       mtp.{d}.eh_proj.weight [h, 2h], mtp.{d}.layer.attention..
 
     in a layer with E experts of width w, each two matrices, with SwiGLU three, and perhaps a shared expert of width u:
     layers.{i}.mlp.router.weight                  [E, h]       layers.{i}.mlp.router.expert_bias                   [E]
@@ -40,6 +41,7 @@ b = batch, s = sequence, h = hidden, f = the MLP's inner width, n = heads, d = h
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -83,6 +85,8 @@ class Sizes:
     bias_rate: float = 0.0
     aux_coefficient: float = 0.0
     z_coefficient: float = 0.0
+    depths: int = 0  # of multi-token prediction
+    depth_factor: float = 0.0
 
     def __post_init__(self):
         object.__setattr__(self, "num_query_groups", self.num_query_groups or self.num_attention_heads)
@@ -96,7 +100,8 @@ class Sizes:
 class StepRecord:
     """The results of one training step. gradients: before clipping, as full tensors in nanodomino's layout.
 
-    statistics: for each layer the tokens of each expert, then the sum of its losses; [] without experts.
+    statistics: for each layer the tokens of each expert and the sum of its losses (nothing without experts), then, if
+    there are depths, the sum of a depth's losses and their number.
     """
 
     loss: float
@@ -123,9 +128,10 @@ def fuse_qkv(q, k, v, num_groups):
                       for part in group])
 
 
-def rows_of(tensor):
-    """Return the dimension of a matrix's rows. Experts are a stack of matrices."""
-    return max(tensor.dim() - 2, 0)
+def dim_of_parts(name, tensor):
+    """Return the dimension along which a tensor's parts are joined: the rows, but the columns in a depth's merge.
+    Experts are a stack of matrices."""
+    return 1 if name.endswith("eh_proj.weight") else max(tensor.dim() - 2, 0)
 
 
 # ---- the model
@@ -323,6 +329,29 @@ class Experts(nn.Module):
                         "experts.dense_4h_to_h": (self.down,)}
 
 
+class Depth(nn.Module):
+    """Depth d of multi-token prediction (2412.19437, section 2.2, equations 21 to 23): merges what the previous depth
+    made of token i with the embedding of token i + d. The two halves of its matrix are two matrices here."""
+
+    def __init__(self, sizes, layer, site):
+        super().__init__()
+        self.enorm, self.hnorm = sizes.norm(), sizes.norm()
+        self.from_words, self.from_hidden = (nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False)
+                                             for _ in range(2))
+        self.attention, self.mlp = make_layer(sizes, layer, site)
+
+    def forward(self, words, x, mask, positions, documents):  # [b, s, h] -> [b, s, h]
+        x = self.from_words(self.enorm(words)) + self.from_hidden(self.hnorm(x))
+        x = x + self.attention(x, mask, positions, documents)
+        return x + self.mlp(x, mask)
+
+
+def make_layer(sizes, layer, site):
+    """Return attention and MLP of a layer. Layers count from 0; the depths' layers follow the last."""
+    has_experts = sizes.num_experts and layer % sizes.layer_freq == 0
+    return Attention(sizes, f"{site}.attention"), (Experts if has_experts else MLP)(sizes, f"{site}.mlp")
+
+
 class ReferenceGPT(nn.Module):
     """`ReferenceGPT(sizes).double()`, then `load_full(weights)`; torch's own initial weights until then."""
 
@@ -332,11 +361,10 @@ class ReferenceGPT(nn.Module):
         self.word_embeddings = nn.Embedding(sizes.padded_vocab_size, sizes.hidden_size)
         self.position_embeddings = nn.Embedding(sizes.max_positions,
                                                 sizes.hidden_size) if sizes.positions == "learned_absolute" else None
-        layers = range(sizes.num_layers)
-        self.attentions = nn.ModuleList(Attention(sizes, f"layers.{i}.attention") for i in layers)
-        self.mlps = nn.ModuleList(
-            (Experts if sizes.num_experts and i % sizes.layer_freq == 0 else MLP)(sizes, f"layers.{i}.mlp")
-            for i in layers)
+        self.attentions, self.mlps = map(nn.ModuleList, zip(*(
+            make_layer(sizes, i, f"layers.{i}") for i in range(sizes.num_layers))))
+        self.depths = nn.ModuleList(
+            Depth(sizes, sizes.num_layers + d, f"mtp.{d}.layer") for d in range(sizes.depths))
         self.final_norm = sizes.norm()
         self.head = None if sizes.tied else nn.Linear(sizes.hidden_size, sizes.padded_vocab_size, bias=False)
 
@@ -357,24 +385,47 @@ class ReferenceGPT(nn.Module):
         for attention, mlp in zip(self.attentions, self.mlps):
             x = x + attention(x, mask, positions, documents)
             x = x + mlp(x, mask)
+        self.hidden_states = x
+        return self.logits(x)
+
+    def logits(self, x):
         head = self.word_embeddings.weight if self.head is None else self.head.weight
         return F.linear(self.final_norm(x), head[: self.sizes.vocab_size])
+
+    def depth_losses(self, labels, weights, positions, mask=None, documents=None):
+        """Return for each depth the sum of its losses that count, after forward(). weights[d - 1] [b, s]: 1 where the
+        loss of depth d counts. The labels are t1 .. ts. Where there is no later token, 0 stands in for it.
+        """
+        mask, x, sums = mask or no_dropout, self.hidden_states, []
+        for d, (depth, weight) in enumerate(zip(self.depths, weights), 1):
+            following = F.pad(labels, (0, d))[:, d - 1 :]  # t(d) .. t(s + 1)
+            words = self.word_embeddings(following[:, :-1])
+            x = depth(words, x, mask, positions.expand(labels.shape), documents)
+            losses = F.cross_entropy(self.logits(x).transpose(1, 2), following[:, 1:], reduction="none")
+            sums.append((losses * weight).sum())
+        return sums
 
     def parts(self):
         """Return {nanodomino's name: this model's parameters}: three for the fused q, k, v, two for gate and up."""
         named = {"embedding.word_embeddings.weight": (self.word_embeddings.weight,)}
         if self.position_embeddings is not None:
             named["embedding.position_embeddings.weight"] = (self.position_embeddings.weight,)
-        for i, (attention, mlp) in enumerate(zip(self.attentions, self.mlps)):
+        layers = [(f"layers.{i}", *layer) for i, layer in enumerate(zip(self.attentions, self.mlps))]
+        layers += [(f"mtp.{d}.layer", depth.attention, depth.mlp) for d, depth in enumerate(self.depths)]
+        for site, attention, mlp in layers:
             for kind in ("weight", "bias"):
-                named[f"layers.{i}.attention.norm.{kind}"] = (getattr(attention.norm, kind, None),)
-                named[f"layers.{i}.attention.qkv.{kind}"] = tuple(
+                named[f"{site}.attention.norm.{kind}"] = (getattr(attention.norm, kind, None),)
+                named[f"{site}.attention.qkv.{kind}"] = tuple(
                     getattr(part, kind) for part in (attention.q, attention.k, attention.v)
                 )
                 for letter, norm in (("q", attention.q_norm), ("k", attention.k_norm)):
-                    named[f"layers.{i}.attention.{letter}_layernorm.{kind}"] = (getattr(norm, kind, None),)
-                named[f"layers.{i}.attention.dense.{kind}"] = (getattr(attention.dense, kind),)
-                named |= {f"layers.{i}.mlp.{name}": parameters for name, parameters in mlp.parts(kind).items()}
+                    named[f"{site}.attention.{letter}_layernorm.{kind}"] = (getattr(norm, kind, None),)
+                named[f"{site}.attention.dense.{kind}"] = (getattr(attention.dense, kind),)
+                named |= {f"{site}.mlp.{name}": parameters for name, parameters in mlp.parts(kind).items()}
+        for d, depth in enumerate(self.depths):
+            for norm, kind in itertools.product(("enorm", "hnorm"), ("weight", "bias")):
+                named[f"mtp.{d}.{norm}.{kind}"] = (getattr(getattr(depth, norm), kind, None),)
+            named[f"mtp.{d}.eh_proj.weight"] = (depth.from_words.weight, depth.from_hidden.weight)
         named["final_norm.weight"] = (self.final_norm.weight,)
         named["final_norm.bias"] = (getattr(self.final_norm, "bias", None),)
         if self.head is not None:
@@ -393,7 +444,7 @@ class ReferenceGPT(nn.Module):
             if len(parameters) == 3:
                 tensors = split_qkv(full, self.sizes.num_query_groups, self.sizes.head_dim)
             else:
-                tensors = full.chunk(len(parameters), dim=rows_of(full))
+                tensors = full.chunk(len(parameters), dim=dim_of_parts(name, full))
             for parameter, tensor in zip(parameters, tensors):
                 if parameter.shape != tensor.shape:
                     raise ValueError(f"{name}: this model has {tuple(parameter.shape)}, given {tuple(tensor.shape)}")
@@ -406,7 +457,7 @@ class ReferenceGPT(nn.Module):
         for name, parameters in self.parts().items():
             values = [value_of(parameter).detach().clone() for parameter in parameters]
             tensors[name] = fuse_qkv(*values, self.sizes.num_query_groups) if len(values) == 3 else (
-                torch.cat(values, dim=rows_of(values[0])))
+                torch.cat(values, dim=dim_of_parts(name, values[0])))
         return tensors
 
     def full_weights(self):
@@ -487,7 +538,8 @@ def train_reference(
     """Train from `weights` for len(batches) steps. Returns (a StepRecord for each step, final weights by name).
 
     batches[step]: (tokens, labels, loss_mask), each [B, s]: the whole global batch; then perhaps positions and
-    documents, or None: position i of a row has number i, a row is one document. learning_rates[step]: that step's rate.
+    documents, or None: position i of a row has number i, a row is one document; then for each depth the loss mask.
+    learning_rates[step]: that step's rate.
     clip_grad: the largest global L2 norm; 0 for no clipping. masks[step], if given: the `mask` of ReferenceGPT.forward
     for that step.
     """
@@ -496,12 +548,17 @@ def train_reference(
     records = []
     for step, (tokens, labels, loss_mask, *places) in enumerate(batches):
         optimizer.zero_grad(set_to_none=True)
-        positions, documents = places or (None, None)
+        positions, documents, *depth_masks = places or (None, None)
         positions = torch.arange(tokens.shape[1]) if positions is None else positions
         logits = model(tokens, positions, masks and masks[step], documents)
         loss = masked_loss(logits, labels, loss_mask)
-        layers = [mlp for mlp in model.mlps if isinstance(mlp, Experts)]
-        (loss + sum(layer.routing_loss for layer in layers) / loss_mask.sum()).backward()
+        sums = model.depth_losses(labels, depth_masks, positions, masks and masks[step], documents)
+        mlps = [*model.mlps, *(depth.mlp for depth in model.depths)]
+        layers = [mlp for mlp in mlps if isinstance(mlp, Experts)]
+        further = sum(layer.routing_loss for layer in layers)
+        if sums:
+            further = further + sizes.depth_factor * torch.stack(sums).mean()
+        (loss + further / loss_mask.sum()).backward()
         biases = [layer for layer in layers if layer.expert_bias is not None]
         for layer in biases:  # a buffer, which the norm and the optimizer leave out
             layer.expert_bias.grad = layer.excess / loss_mask.sum()
@@ -509,9 +566,12 @@ def train_reference(
         # parameters() lists the tied matrix once, so the norm counts it once; the scale is min(1, clip / (norm +
         # 1e-6)).
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad or math.inf)
-        dense = [0.0] * (sizes.num_experts + 1)
-        statistics = [number for mlp in model.mlps if layers
-                      for number in (mlp.statistics if isinstance(mlp, Experts) else dense)]
+        dense = [0.0] * (sizes.num_experts + 1) if sizes.num_experts else []
+        rows = [mlp.statistics if isinstance(mlp, Experts) else dense for mlp in mlps]
+        if sums:
+            measured = [(total.item(), mask.sum().item()) for total, mask in zip(sums, depth_masks)]
+            rows = [[*row, *pair] for row, pair in zip(rows, [(0.0, 0.0)] * sizes.num_layers + measured)]
+        statistics = [number for row in rows for number in row]
         records.append(StepRecord(loss.item(), gradients, norm.item(), statistics))
         for group in optimizer.param_groups:
             group["lr"] = learning_rates[step]

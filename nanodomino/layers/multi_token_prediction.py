@@ -1,0 +1,64 @@
+"""Multi-token prediction: further layers at the end of the model, each of which predicts one token further ahead
+(DeepSeek-V3, 2412.19437, section 2.2).
+
+From the tokens t0 .. ti, the main model computes hidden states h, and its head predicts t(i+1). A *depth* continues
+from h. In training the next token is known, so depth 1 merges h with the embedding of t(i+1), runs one more layer, and
+predicts t(i+2). Depth 2 continues from the hidden states of depth 1:
+
+    tokens    t0 .. ti -> layers -> h  ------------------------------> final norm, head -> t(i+1)   the main loss
+                                    |
+    depth 1   embedding of t(i+1) -> merge -> layer -> h1 -----------> final norm, head -> t(i+2)
+                                                       |
+    depth 2   embedding of t(i+2) -------------------> merge -> ... -> final norm, head -> t(i+3)
+
+    merge:  W [norm(embedding); norm(hidden states)]        two norms and a matrix W [h, 2h] of the depth's own
+
+So h must also contain what helps to predict later tokens. The word embedding, the final norm and the head are those of
+the main model; Megatron-LM gives each depth a final norm of its own. The names enorm, hnorm and eh_proj are DeepSeek's
+and Megatron-LM's. The merge looks up words only: h already contains the positions, and a token keeps its place i.
+
+**Loss.** With D depths and the factor f (--mtp-loss-scaling-factor), training minimizes
+
+    (main losses + f/D x losses of all depths, each summed over the tokens that it counts) / tokens of the main loss
+
+A depth counts fewer tokens than the main loss. The last d places of a sample have no token d places after the next one.
+And if attention or positions restart in each document, a depth does not predict across the end of a document, because
+its hidden states know nothing of the next one. The divisor is the paper's, and the same for all. So the layout does not
+show, whichever rank holds those places.
+
+Evaluation runs no depth, and the exported model has none. Generation can use the first depth as a draft.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanodomino.layers.norms import Norm
+from nanodomino.optim.parameters import parameter
+
+
+class PredictionDepth(nn.Module):
+    """Holds the parameters of a depth: the two norms and the matrix of the merge, and a transformer layer."""
+
+    def __init__(self, config, mesh, site: str, layer: nn.Module):
+        super().__init__()
+        self.site = site
+        self.enorm, self.hnorm = (Norm(config, mesh, config.hidden_size) for _ in range(2))
+        self.eh_proj, self.layer = nn.Module(), layer
+        self.eh_proj.weight = parameter((config.hidden_size, 2 * config.hidden_size), config, mesh,
+                                        std=config.init_method_std)
+
+    def forward(self, words, x, masks_and_positions):
+        """The definition. Turns the embeddings of the next tokens and the hidden states x of the previous depth, both
+        [b, s, h], into the hidden states of this depth."""
+        merged = F.linear(torch.cat([self.enorm(words), self.hnorm(x)], dim=-1), self.eh_proj.weight)
+        return self.layer(merged, masks_and_positions)
+
+
+def prediction_depths(config, mesh, layer_class) -> nn.ModuleList:
+    """Return the depths of the model, for the stage with the head. Their layers are numbered on from the last layer."""
+    depths = nn.ModuleList()
+    for site in (f"mtp.{number}" for number in range(config.mtp_num_layers)):
+        layer = layer_class(config, mesh, config.num_layers + len(depths), f"{site}.layer")
+        depths.append(PredictionDepth(config, mesh, site, layer))
+    return depths

@@ -1,0 +1,88 @@
+"""Runs the depths of multi-token prediction (layers/multi_token_prediction.py) slice by slice.
+
+A depth is a chunk of one layer after the end of the model, head included. So domino.py's own forward_slice and
+backward_slice run it, in the same chain of yields, and other slices hide its collectives as they hide all others:
+
+    forward     layers, head,  merge, layer, head,  merge, layer, head                    from left to right
+    backward    layers, head,  merge, layer, head,  merge, layer, head                    from right to left
+                main model     depth 1              depth 2
+
+The hidden states between a layer and its head go to two places: to the final norm and to the next depth's merge. So in
+backward their gradient is a sum, and a depth must be finished before the head in front of it. The final norm, the head
+and the word embedding get gradients from every depth and from the main model. They are complete only after the main
+head's backward, not after that of the last depth's head (see `uses` in optim/parameters.py).
+
+The loss of a depth is not an output of the stage. Its gradient is a constant for each token, like a router's auxiliary
+loss. So pipeline.py and its schedules do not know of depths.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass
+class DepthTape:
+    """Holds what forward keeps of a slice in one depth."""
+    slice: object                        # the domino.Slice that passes through the depth's layer and head
+    embedding_norm: object               # residual_norm.SavedResidualNorm
+    hidden_norm: object
+
+
+class PredictionDepths:
+    """Runs the depth after a slice's head. Both methods are generators. After the last depth they do nothing."""
+
+    def __init__(self, domino):
+        self.domino, self.ops, self.ends, self.residual_norm = domino, domino.ops, domino.ends, domino.residual_norm
+        model = domino.model
+        self.factor = model.config.mtp_loss_scaling_factor / max(len(model.mtp), 1)
+        self.counts_here = model.mesh.tp_rank == 0             # all tp ranks have the same losses
+        chunks = [chunk for chunk in model.chunks if chunk.post_process] + model.depth_chunks
+        self.after = dict(zip(chunks, zip(model.mtp, model.depth_chunks)))             # chunk -> the depth after it
+
+    def forward(self, slice):
+        """Merge the slice's hidden states with the embeddings of the next tokens, and run the depth on the result."""
+        if slice.chunk not in self.after or not slice.training:
+            return
+        depth, chunk = self.after[slice.chunk]
+        batch, x = slice.batch.ahead, slice.head.norm.x
+        words = yield from self.ends.look_up(slice, depth.site, batch.tokens)
+        e, embedding_norm = self.residual_norm.forward(slice, words, None, None, depth.enorm.weights)
+        h, hidden_norm = self.residual_norm.forward(slice, x, None, None, depth.hnorm.weights)
+        with self.ops.trace.span("matmul", slice=slice.index, site=depth.site):
+            hidden = F.linear(torch.cat([e, h], dim=-1), depth.eh_proj.weight)
+        ahead = replace(slice, chunk=chunk, batch=batch, hidden=hidden, tape=[], head=None, output=None)
+        slice.ahead = DepthTape(ahead, embedding_norm, hidden_norm)
+        del e, h, hidden, words                                # free what the tape does not keep
+        yield from self.domino.forward_slice(ahead)
+        if self.counts_here:
+            counted = torch.stack([ahead.output * batch.loss_mask, batch.loss_mask])
+            depth.layer.mlp.statistics[-2:] += counted.sum(dim=(1, 2))
+
+    def backward(self, slice, ready):
+        """Return what the depth adds to the gradient of the slice's hidden states; None after the last depth."""
+        if slice.ahead is None:
+            return None
+        tape, slice.ahead = slice.ahead, None
+        depth, batch, results = self.after[slice.chunk][0], tape.slice.batch, {}
+        tape.slice.deferred = slice.deferred
+        gradient = batch.loss_mask.to(tape.slice.output.dtype) * (self.factor * self.ops.loss_scale)
+        yield from self.domino.backward_slice(tape.slice, gradient, results, ready)
+        grad, tape.slice = results[slice.index], None
+        with self.ops.trace.span("matmul", slice=slice.index, site=depth.site):
+            grad_e, grad_h = (F.linear(grad, half.t()) for half in depth.eh_proj.weight.chunk(2, dim=1))
+        grad_words, _ = self.residual_norm.backward(slice, tape.embedding_norm, None, grad_e)
+        flights = self.ops.gather(slice, depth.site, grad_words)
+        grad_x, _ = self.residual_norm.backward(slice, tape.hidden_norm, None, grad_h)
+        merged = torch.cat([self.residual_norm.norm_again(norm) for norm in (tape.embedding_norm, tape.hidden_norm)],
+                           dim=-1)
+        matmuls, modules = [(depth.eh_proj.weight, grad, merged)], (depth.enorm, depth.hnorm, depth.eh_proj)
+        if slice.deferred is None:
+            self.ops.weight_gradients(slice, depth.site, matmuls)
+            ready(*modules)
+        else:
+            slice.deferred.append((depth.site, matmuls, modules))
+        yield from self.ends.add_word_gradients(slice, depth.site, batch.tokens, flights)
+        ready(self.domino.model.embedding.word_embeddings)
+        return grad_x
