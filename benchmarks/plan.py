@@ -39,7 +39,7 @@ from benchmarks.common import (RandomTokens, Times, add_config_flags, bytes_text
 from benchmarks.plan_changes import (changed, flags_text, memory_terms, more_recomputation, most_needed,
                                      other_schedules)
 from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
-from nanodomino.analysis.hardware import PEAK_FLOPS
+from nanodomino.analysis.hardware import FP8_SPEEDUP, PEAK_FLOPS, WITHOUT_FP8
 from nanodomino.analysis.sizes import active_parameter_count, parameter_count
 from nanodomino.analysis.step_time import Machine, slowest, synchronize_ranks
 from nanodomino.config.config import Config
@@ -109,9 +109,12 @@ def processes(flags) -> int:
         require(least <= value <= most, f"{flag_name(name)} must be from {least} to {most}, but is {value}")
     flags.vocab_size = flags.vocab_size or PUBLISHED_VOCABULARIES.get(flags.model, GPT2_VOCABULARY)
     measures_here = flags.gpu == "here" and not flags.published
+    flags.device = flags.device if measures_here else "cuda"
     require(not (flags.search and measures_here), f"--search needs a --gpu of {', '.join(GPUS)}, but it is `here`")
     if not flags.search:
         (config_here if measures_here else config_of)(flags, flags.gpus)
+    require(not (flags.fp8_format and flags.gpu in WITHOUT_FP8), f"--fp8-format needs a GPU with fp8, which --gpu "
+            f"{flags.gpu} has not; try --gpu H100")
     require(flags.gpu == "here" or DTYPES[flags.dtype].itemsize == 2,
             f"--gpu {flags.gpu} needs --dtype bfloat16 or float16, because only its 16-bit FLOP/s are known, but "
             f"--dtype is {flags.dtype}; try --dtype bfloat16")
@@ -244,8 +247,9 @@ def assumptions(flags, gpu: Gpu) -> list[str]:
             f"  {flags.gpu}: {bytes_text(gpu.memory)} of memory, of which {flags.reserve:.0%} stays free (--reserve), "
             f"read and written at {bytes_text(gpu.memory_rate)}/s",
             f"  matmuls and attention reach {flags.product_efficiency:.0%} of the 16-bit peak of "
-            f"{PEAK_FLOPS[flags.gpu] / 1e12:g} TFLOP/s, whatever their size (--product-efficiency); element-wise work "
-            "reads and writes each tensor once per fused operation, at the memory's rate",
+            f"{PEAK_FLOPS[flags.gpu] / 1e12:g} TFLOP/s, whatever their size (--product-efficiency), and in fp8 "
+            f"{FP8_SPEEDUP:g} times as much; element-wise work reads and writes each tensor once per fused operation, "
+            "at the memory's rate",
             f"  hosts of {flags.gpus_per_host} GPUs (--gpus-per-host) joined by {gpu.link}, "
             f"{bytes_text(gpu.link_rate)}/s each way; {flags.network:g} Gbit/s from a GPU to other hosts (--network)",
             f"  links and GPU memory reach {flags.wire_efficiency:.0%} of these rates (--wire-efficiency); each "

@@ -248,6 +248,7 @@ class Domino:
     def forward_sublayer(self, slice, parts, x, y, previous):
         """Turn x, y of the previous sublayer into x, y of this sublayer: residual + norm, gather, inside, reduce."""
         h, norm = self.residual_norm.forward(slice, x, y, previous, parts.norm_weights)
+        h = parts.inside.keep(self.ops, h)
         flights = self.ops.gather(slice, parts.site, h)
         yield from self.ops.yield_if_in_flight(flights)
         flights, inside = yield from parts.inside.forward(self.ops, slice, flights)
@@ -323,6 +324,7 @@ class Domino:
         options, fetch x from the host, recompute the norm, and gather the other ranks' rows."""
         if slice.tape:
             entry, h = slice.tape[-1], self.tape_policy.bring_back_h(slice.tape)
+            h = entry.parts.inside.keep(self.ops, h)
             entry.h_flights, entry.h = self.ops.gather(slice, entry.parts.site, h), None
 
     def finish_restore(self, slice):

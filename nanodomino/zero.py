@@ -285,6 +285,7 @@ class ZeroOptimizer:
         works = []
         for bucket in self.buckets:
             group = bucket.kind.replicas
+            bucket.derived.clear()
             if bucket.master is not bucket.own_weights:
                 bucket.own_weights.copy_(bucket.master)
             if bucket.partitions > 1:

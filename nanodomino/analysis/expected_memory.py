@@ -15,6 +15,8 @@ of one activation [b, s, h], and d the data parallel size.
       sequence parallelism                          4 X becomes 4 X/t, 2 X becomes   2205.05198, section 4.2.2
                                                     2 X/t
       between input and weight gradients            4 X + (4 + 2 ffn/h) X/t          2401.10241, section 2
+    fp8: W and W^T in 8 bits                        2 per parameter of attention     layers/fp8.py
+                                                    and MLP, on top
     microbatches in flight on stage r               1F1B: min(m, p - r)              2104.04473, section 2.2; counted in
                                                                                      the schedule's actions
 
@@ -27,12 +29,13 @@ from dataclasses import replace
 from itertools import accumulate
 
 from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_element, bytes_per_main_element, bytes_per_weight,
-                                       gradient_shards, hidden_bytes, linear_in_microbatches, local_vocab_size, mesh_at,
-                                       optimizer_shards, parameters_by_kind, replica_count, residual_bytes,
-                                       slice_count, stage_actions, stage_model, tokens_per_microbatch)
+                                       fp8_matrices, gradient_shards, hidden_bytes, linear_in_microbatches,
+                                       local_vocab_size, mesh_at, optimizer_shards, parameters_by_kind, replica_count,
+                                       residual_bytes, slice_count, stage_actions, stage_model, tokens_per_microbatch)
 from nanodomino.analysis.sublayer_memory import (INSIDES, deferred_bytes, has_attention_bias, norm_statistics_bytes,
                                                  offloads_to_host, tape_bytes)
 from nanodomino.config.config import Config
+from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.layers.cross_entropy import CHUNK_BYTES
 from nanodomino.layers.mlp import MLP
 from nanodomino.layers.positions import rotary_size
@@ -236,7 +239,7 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
     """Estimate the peak bytes of temporary tensors besides the tapes.
 
     The temporaries are summed at some moments: in the backward of an MLP or experts, in the head's forward and in the
-    head's backward. The result is the largest of these sums plus ZeRO-2's gradient buffers.
+    head's backward. The result is the largest of these sums plus ZeRO-2's gradient buffers and fp8's weights.
     """
     e, w, t, n = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config)
     x, cuda, chunks = hidden_bytes(config), config.device == "cuda", stage_model(config, mesh).chunks
@@ -253,7 +256,8 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
     head = sum(chunk_ends_tape_bytes(config, mesh, last).values()) if last.post_process else 0
     at_head, in_layers = (pair_working_bytes(config, mesh, resumed - first.pre_process) for resumed in (0, 1))
     offloaded = 4 * residual_bytes(config) * offloads_to_host(config)     # norm inputs: 2 on their way out, 2 back
-    gradients = {MLP: max(0, weight_gradient_bytes(h, config.ffn_hidden_size // t) - ffn)}
+    product = fp8_working_bytes(config) if config.fp8_format else weight_gradient_bytes(h, config.ffn_hidden_size // t)
+    gradients = {MLP: max(0, product - ffn)}
     # The backward of an MLP or experts, while one slice's activations are recomputed. The head's part of the tape is
     # freed by then.
     moments = [inside.working + inside.recomputed(config) / slice_count(config) + gradients.get(kind, 0) - head
@@ -264,7 +268,20 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
         chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"] // 4, n * width // slice_count(config))
         chunk *= e if config.narrow_cross_entropy else w
         moments += [2 * x + chunk + at_head, 2 * x + max(chunk, weight_gradient_bytes(h, width)) + in_layers]
-    return int(max(moments)) + gradient_buffer_bytes(config, mesh)
+    return int(max(moments)) + gradient_buffer_bytes(config, mesh) + fp8_weight_bytes(config, mesh)
+
+
+def fp8_weight_bytes(config: Config, mesh: Mesh) -> int:
+    """Return the bytes of the weights that layers/fp8.py has converted: W and W^T, from a step's first backward on."""
+    return sum(2 * weight.numel() for chunk in stage_model(config, mesh).chunks for weight in fp8_matrices(chunk))
+
+
+def fp8_working_bytes(config: Config) -> float:
+    """Estimate the temporaries of fp8 in the backward of an MLP: a weight gradient's product in fp32 with both operands
+    in 8 bits or, without torch.compile, the gradient that is being converted, in fp32."""
+    n, h = tokens_per_microbatch(config) / slice_count(config), config.hidden_size
+    width = ACTIVATIONS[config.activation].inputs * config.ffn_hidden_size / config.tp
+    return max(4 * h * width + n * (width + h), 0 if config.device == "cuda" else 4 * n * width)
 
 
 def gradient_buffer_bytes(config: Config, mesh: Mesh) -> int:

@@ -16,9 +16,11 @@ from collections import Counter
 from dataclasses import replace
 from functools import lru_cache, wraps
 
+from torch.nn import Parameter
+
 from nanodomino.config.config import Config
 from nanodomino.mesh import Mesh, meta_mesh
-from nanodomino.model import GPT, meta_model, meta_stage
+from nanodomino.model import GPT, Chunk, meta_model, meta_stage
 from nanodomino.optim.buckets import flat_layout, sort_into_buckets
 from nanodomino.optim.parameters import ParameterKind
 from nanodomino.parallel import VocabParallelEmbedding
@@ -190,6 +192,11 @@ def residual_bytes(config: Config) -> float:
 def local_vocab_size(config: Config, mesh: Mesh) -> int:
     """Return how many logits this rank computes per token. Its stage must hold the head."""
     return stage_model(config, mesh).head[0].num_logits
+
+
+def fp8_matrices(chunk: Chunk) -> list[Parameter]:
+    """Return the weights of a chunk that are multiplied in 8 bits."""
+    return [linear.weight for sublayer in chunk.sublayers if sublayer.fp8 for linear in (sublayer.column, sublayer.row)]
 
 
 # ---- parameters, gradients, optimizer state

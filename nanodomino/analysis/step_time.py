@@ -41,7 +41,8 @@ import torch.nn.functional as F
 
 from nanodomino.analysis import expected_memory, expected_traffic, sizes
 from nanodomino.analysis.expected_traffic import Traffic
-from nanodomino.analysis.sizes import flops_per_token
+from nanodomino.analysis.hardware import FP8_SPEEDUP
+from nanodomino.analysis.sizes import flops_per_token, fp8_matrices
 from nanodomino.analysis.sublayer_memory import activated_features, activation_bytes, query_and_key_bytes
 from nanodomino.config.config import Config
 from nanodomino.errors import require
@@ -92,25 +93,58 @@ def ranks_and_hosts(mesh: Mesh, group: str, ranks_per_host: int) -> tuple[int, i
 
 
 def forward_flops(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, float, float]:
-    """Return the forward FLOPs of a microbatch in a chunk: (the layers' weights, the head, attention).
+    """Return the forward FLOPs of a microbatch in a chunk: (the layers' weights, the head, attention). On GPUs a
+    FLOP in fp8 counts half, because it takes half the time.
 
     Of experts, a rank computes k/E of its own tokens and as many of the other ep - 1 ranks' tokens with each.
     Attention has two matmuls without weights, q k^T and the product with v. All pairs of tokens count, although a
     causal mask needs only half of them.
     """
     n, heads = sizes.tokens_per_microbatch(config), config.num_attention_heads * config.kv_channels
-    matrices, _ = matrix_elements(chunk, sizes.expert_share(config) * config.ep)
+    matrices, _ = matrix_elements(chunk, sizes.expert_share(config) * config.ep, fp8_speedup(config))
     head = config.hidden_size * sizes.local_vocab_size(config, mesh) if chunk.post_process else 0
     return 2 * n * matrices, 2 * n * head, len(chunk.layers) * 4 * n * config.seq_length * heads / config.tp
 
 
 @lru_cache(maxsize=4096)
-def matrix_elements(chunk: Chunk, experts: float) -> tuple[float, int]:
+def matrix_elements(chunk: Chunk, experts: float, fp8_speedup: float) -> tuple[float, float]:
     """Count the elements of the layers' matrices: (all, those that full recomputation multiplies by again). Of this
-    rank's experts it counts only the share `experts`."""
+    rank's experts it counts only the share `experts`, and of matrices in fp8 the share 1 / fp8_speedup."""
+    in_fp8 = set(fp8_matrices(chunk))
     return (sum(weight.numel() * (experts if "ep" in weight.spec.kind.shards else 1)
+                / (fp8_speedup if weight in in_fp8 else 1)
                 for layer in chunk.layers for weight in layer.parameters() if weight.dim() > 1),
-            sum(sublayer.inside().restored_elements for sublayer in chunk.sublayers))
+            sum(sublayer.inside().restored_elements / (fp8_speedup if sublayer.fp8 else 1)
+                for sublayer in chunk.sublayers))
+
+
+def fp8_speedup(config: Config) -> float:
+    """Return how many times as fast a matmul is in fp8 as in 16 bits. CPUs have no fp8, so it counts as 1 there."""
+    return FP8_SPEEDUP if config.device == "cuda" else 1.0
+
+
+def fp8_bytes(config: Config, chunk: Chunk) -> tuple[float, float]:
+    """Estimate the bytes that fp8 reads and writes in a chunk for a microbatch: (forward, backward). 0 without fp8.
+
+    To convert a tensor, a GPU reads it twice, for its largest number and for its values, and writes 1 byte per number.
+    Forward converts the inputs of the matmuls. With tensorwise scales backward converts the gradients, grad_y twice and
+    attention's output again, and transposes all in 8 bits. With rowwise scales it converts the gradients twice and the
+    inputs again. The product of a weight gradient is written and read, before it is added to main_grad.
+    """
+    e, x, (q, k) = sizes.bytes_per_element(config), sizes.hidden_bytes(config), query_and_key_bytes(config)
+    before, after = activation_bytes(config, config.ffn_hidden_size)
+    convert, transpose, forward, backward = 2 + 1 / e, 2 / e, 0.0, 0.0
+    for sublayer in (sublayer for sublayer in chunk.sublayers if sublayer.fp8):
+        inputs, gradients, again = x + after, x + before, x
+        if sublayer.attends:
+            inputs, gradients, again = x + q / config.tp, x + (q + 2 * k) / config.tp, x + q / config.tp
+        forward += convert * inputs
+        if config.fp8_recipe == "rowwise":
+            backward += convert * (2 * gradients + inputs)
+        else:
+            backward += convert * (gradients + again) + transpose * (inputs + gradients)
+    products = sum(2 * 4 * weight.numel() for weight in fp8_matrices(chunk)) * sizes.slice_count(config)
+    return forward, backward + products
 
 
 def elementwise_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, float, float]:
@@ -133,8 +167,9 @@ def elementwise_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, 
     if chunk.post_process:
         words = sizes.local_vocab_size(config, mesh)
         logits = 2 * sizes.bytes_per_element(config) * sizes.tokens_per_microbatch(config) * words
-    return (layers * 2 * 4 * x + rotated + before + after + sorted_rows + logits,
-            layers * 2 * 4 * x + rotated + 2 * before + after + sorted_rows + logits,
+    converted, converted_back = fp8_bytes(config, chunk)
+    return (layers * 2 * 4 * x + rotated + before + after + sorted_rows + logits + converted,
+            layers * 2 * 4 * x + rotated + 2 * before + after + sorted_rows + logits + converted_back,
             (rotated + before + after) * ("activation" in dropped) + layers * 2 * 2 * x * ("h" in dropped))
 
 
@@ -144,7 +179,7 @@ def recomputed_flops(config: Config, mesh: Mesh, chunk: Chunk) -> float:
     Selective recomputation repeats attention's own matmuls, full recomputation also the column-parallel matmuls.
     """
     *_, attention = forward_flops(config, mesh, chunk)
-    _, columns = matrix_elements(chunk, 1.0)
+    _, columns = matrix_elements(chunk, 1.0, fp8_speedup(config))
     dropped = GRANULARITIES[config.recompute_granularity]
     return attention * ("activation" in dropped) + 2 * sizes.tokens_per_microbatch(config) * columns * ("h" in dropped)
 
@@ -316,14 +351,16 @@ def optimizer_memory_traffic(config: Config, mesh: Mesh) -> float:
     The rank zeroes all of its gradients. Of its own shard it reads the gradients for the norm, then reads and writes
     them to scale them. The update reads the gradients, and reads and writes weights and moments. In 16-bit training the
     master weights are then read to write the 16-bit weights. ZeRO-2 zeroes and accumulates gradients for every
-    microbatch.
+    microbatch. fp8 reads each matrix four times to write it and its transpose in 8 bits.
     """
     e, w = sizes.bytes_per_element(config), sizes.bytes_per_main_element(config)
     times = sizes.gradient_reductions(config)
     own = (1 + 2 + 3 + 2 * len(OPTIMIZERS[config.optimizer].moments)) * w + (w + e if e < w else 0)
     own += 3 * w * times if sizes.gradient_shards(config) > 1 else 0
-    return sum(size * (w * times + own / sizes.optimizer_shards(config, kind.replicas))
-               for kind, size in sizes.bucket_sizes(config, mesh))
+    chunks = sizes.stage_model(config, mesh).chunks
+    converted = sum(weight.numel() for chunk in chunks for weight in fp8_matrices(chunk))
+    return (4 * e + 2) * converted + sum(size * (w * times + own / sizes.optimizer_shards(config, kind.replicas))
+                                         for kind, size in sizes.bucket_sizes(config, mesh))
 
 
 def mfu(config: Config, seconds: float, peak: float) -> float:

@@ -8,12 +8,14 @@ and MLP. Experts also keep their rows and results, because they travelled: recom
     before and after the activation         k ffn/h X/t each           SwiGLU: 2 k ffn/h X/t before
     router, row order                       a few numbers per token and expert
 
+With tensorwise fp8 the tape keeps h and the MLP's activation in 1 byte per number (layers/fp8.py). Then X/e replaces X.
+
 **Balanced load is assumed.** A rank with popular experts receives more rows than others, and keeps more.
 """
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanodomino.analysis.sizes import (bytes_per_element, bytes_per_main_element, hidden_bytes, residual_bytes,
                                        slice_count, tokens_per_microbatch)
@@ -70,16 +72,20 @@ def attention_tape(config: Config) -> InsideTape:
         core["attention dropout"] = (2 * e + w) * probabilities + causal_masks + (2 * q / t if k < q else 0)
     else:                                                      # from this, fused attention recomputes probabilities
         core["logsumexp"] = w * n * config.num_attention_heads // t
+    has_bias = not config.disable_bias_linear or config.add_qkv_bias
     return InsideTape({}, {"qkv": (q + 2 * k) / t}, core, {
-        "column-parallel inputs": x, "gradients of row-parallel outputs": x, "context": q / t,
-        "gradient of qkv": (q + 2 * k) / t})
+        "column-parallel inputs": input_bytes(config, x), "gradients of row-parallel outputs": x, "context": q / t,
+        "gradient of qkv": gradient_bytes(config, (q + 2 * k) / t, has_bias)})
 
 
 def mlp_tape(config: Config) -> InsideTape:
     x, (before, after) = hidden_bytes(config), activation_bytes(config, activated_features(config, MLP))
-    return InsideTape({}, {"mlp before activation": before}, {"mlp after activation": after}, {
-        "column-parallel inputs": x, "gradients of row-parallel outputs": x, "mlp after activation": after,
-        "gradient before activation": before}, working=2 * x + after + before)
+    kept = kept_bytes(config, after)
+    return InsideTape({}, {"mlp before activation": before}, {"mlp after activation": kept}, {
+        "column-parallel inputs": input_bytes(config, x), "gradients of row-parallel outputs": x,
+        "mlp after activation": kept,
+        "gradient before activation": gradient_bytes(config, before, not config.disable_bias_linear)},
+        working=2 * x + after + before)
 
 
 def experts_tape(config: Config) -> InsideTape:
@@ -103,6 +109,32 @@ def experts_tape(config: Config) -> InsideTape:
                           "shared expert after activation": after, "gradient before its activation": before}
         tape.working += before
     return tape
+
+
+def kept_bytes(config: Config, size: float) -> float:
+    """Return the bytes of a tensor that attention or MLP keep and multiply. size: its bytes in the training type.
+
+    With tensorwise fp8 the tensor has 1 byte per number, and each slice a scale of 4 bytes.
+    """
+    tensorwise = config.fp8_format and config.fp8_recipe == "tensorwise"
+    return size / bytes_per_element(config) + 4 * slice_count(config) if tensorwise else size
+
+
+def input_bytes(config: Config, x: float) -> float:
+    """Return the bytes of h, the input of a column-parallel matmul. A sharded residual stream keeps and gathers it in
+    the training type, in which it takes x bytes."""
+    return x if config.sequence_shards > 1 else kept_bytes(config, x)
+
+
+def gradient_bytes(config: Config, gradient: float, has_bias: bool) -> float:
+    """Return the bytes of a column-parallel output's gradient until its weight gradient is computed. A bias needs the
+    gradient in the training type, too."""
+    kept = kept_bytes(config, gradient)
+    return kept + gradient if has_bias and kept != gradient else kept
+
+
+def without_fp8(config: Config) -> Config:
+    return replace(config, fp8_format=None)
 
 
 INSIDES: dict[type, Callable] = {Attention: attention_tape, MLP: mlp_tape, MoE: experts_tape}
@@ -150,14 +182,19 @@ def sublayers_of(config: Config, layer: int) -> list[type]:
 
 def tape_bytes(config: Config, sublayers: list[Sublayer]) -> float:
     """Return the bytes that a tape keeps for these sublayers and one microbatch."""
-    return sum(count * sum(sublayer_tape_bytes(config, kind).values())
-               for kind, count in Counter(map(type, sublayers)).items())
+    return sum(count * sum(sublayer_tape_bytes(here, kind).values()) for here, kind, count in alike(config, sublayers))
 
 
 def deferred_bytes(config: Config, sublayers: list[Sublayer]) -> float:
     """Return the bytes that a tape keeps for these sublayers' weight gradients; see layer_deferred_bytes()."""
-    return sum(count * sum(INSIDES[kind](config).deferred.values())
-               for kind, count in Counter(map(type, sublayers)).items())
+    return sum(count * sum(INSIDES[kind](here).deferred.values()) for here, kind, count in alike(config, sublayers))
+
+
+def alike(config: Config, sublayers: list[Sublayer]) -> list[tuple[Config, type, int]]:
+    """Return (Config, class, count) of the sublayers that compute alike. The Config of those in the training type has
+    no fp8."""
+    counts = Counter((type(sublayer), sublayer.fp8 is not None) for sublayer in sublayers)
+    return [(config if fp8 else without_fp8(config), kind, count) for (kind, fp8), count in counts.items()]
 
 
 def layer_tape_bytes(config: Config, layer=0) -> dict[str, float]:
@@ -176,7 +213,7 @@ def sublayer_tape_bytes(config: Config, kind: type) -> dict[str, float]:
     kept |= {"norm statistics": n * norm_statistics_bytes(config) / config.sequence_shards, **inside.kept}
     if "h" in dropped:
         return kept
-    kept |= {"column-parallel inputs": residual, **inside.column}
+    kept |= {"column-parallel inputs": residual if kind is MoE else input_bytes(config, residual), **inside.column}
     if config.hidden_dropout:
         kept["hidden dropout"] = bytes_per_main_element(config) * n * config.hidden_size / config.sequence_shards
     return kept if "activation" in dropped else kept | inside.core

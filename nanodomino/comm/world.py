@@ -73,7 +73,10 @@ def find_device(config, launch: LaunchInfo) -> torch.device:
     require(launch.local_world_size <= gpus or sees_only_its_own,
             f"{launch.local_world_size} processes on this host need as many GPUs, and there "
             f"are {gpus}; start with torchrun --nproc_per_node {gpus}, or try --device cpu")
-    return torch.device("cuda", 0 if sees_only_its_own else launch.local_rank)
+    device = torch.device("cuda", 0 if sees_only_its_own else launch.local_rank)
+    require(not config.fp8_format or torch.cuda.get_device_capability(device) >= (8, 9), "--fp8-format needs a GPU of "
+            "compute capability 8.9 or higher (Ada, Hopper or newer); leave it out, or try --device cpu")
+    return device
 
 
 def keep_freed_memory():

@@ -33,6 +33,7 @@ from nanodomino.config.presets import (DEFAULT_LAYOUTS, DTYPES, FINETUNE_BATCH_S
 from nanodomino.config.rules import check_rules, check_trace, default_ffn_hidden_size, default_schedule, largest_divisor
 from nanodomino.config.setting import check_values, setting
 from nanodomino.errors import require
+from nanodomino.layers.fp8 import FORMATS, RECIPES
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.positions import POSITION_EMBEDDING_TYPES
 from nanodomino.layers.router import SCORE_FUNCTIONS
@@ -52,7 +53,7 @@ machine_setting = partial(setting, "The machine", affects="nothing")
 # what several settings need to have an effect; keys of NEEDS in rules.py
 ROPE, ADAMW, LION = "--position-embedding-type rope", "--optimizer adamw", "--optimizer lion"
 DYNAMIC = ("--fp16", "no --loss-scale")
-EXPERTS, DEPTHS = "--num-experts", "--mtp-num-layers"
+EXPERTS, DEPTHS, FP8 = "--num-experts", "--mtp-num-layers", "--fp8-format"
 
 
 def family_setting(name, help, **options):
@@ -233,6 +234,15 @@ class Config:
     bf16: bool = training_setting(False, "short for --dtype bfloat16")
     fp16: bool = training_setting(
         False, "short for --dtype float16; the loss scale is dynamic unless --loss-scale is set")
+    fp8_format: str = training_setting(
+        None, "8-bit types for the matmuls of attention and MLP (default: none, all in --dtype); hybrid: e4m3 for "
+              "weights and activations, e5m2 for gradients; e4m3: for all. Embedding, head and experts stay in --dtype",
+        choices=FORMATS)
+    fp8_recipe: str = training_setting(
+        "tensorwise", "which numbers share a scale in fp8: those of a tensor, or those of a row", choices=RECIPES,
+        needs=FP8)
+    first_last_layers_bf16: bool = training_setting(
+        False, "with fp8, compute the first and the last layer in the type of --dtype", needs=FP8)
     loss_scale: float = training_setting(
         None, "fixed loss scale: the factor that multiplies all gradients during backward; preferably a power of two "
               "(default: a dynamic loss scale in fp16, else 1)", at_least=SMALLEST_LOSS_SCALE, below=LOSS_SCALE_LIMIT)

@@ -35,6 +35,7 @@ NEEDS = {
     "--optimizer lion": ("optimizer", lambda c: c.optimizer == "lion"),
     "--lr-decay-style cosine or linear": ("lr_decay_style", lambda c: c.lr_decay_style != "constant"),
     "--fp16": ("dtype", lambda c: c.dtype == "float16"),
+    "--fp8-format": ("fp8_format", lambda c: c.fp8_format),
     "no --loss-scale": ("loss_scale", lambda c: c.loss_scale is None),
     "--compile": ("compile", lambda c: c.compile or c.compile is None and has_gpu(c)),
 }
@@ -151,6 +152,8 @@ def check_rules(c):
         check_expert_rules(c)
     if c.cp > 1:
         check_context_rules(c)
+    if c.fp8_format:
+        check_fp8_rules(c)
     chunks = SCHEDULES[c.schedule].chunks
     allowed = str(chunks[0]) if len(chunks) == 1 else f"from {chunks[0]} to {chunks[-1]}"
     require(c.virtual_stages in chunks,
@@ -220,3 +223,20 @@ def check_expert_rules(c):
         width = getattr(c, name) or 0
         require(width % c.tp == 0, f"{name.replace('_', '-')} {width} must be divisible by tensor-model-parallel-size "
                 f"{c.tp}; try {flag_name(name)} {-(-width // c.tp) * c.tp}")
+
+
+def check_fp8_rules(c):
+    """Check the rules for fp8 of a resolved Config. A CPU multiplies matrices of all sizes. Raises UserError."""
+    require(c.dtype != "float64", "--fp8-format adds up in fp32, so --dtype must not be float64; try --bf16")
+    if not (c.device == "cuda" or has_gpu(c)):
+        return
+    require(c.fp8_recipe == "tensorwise" or c.dtype == "bfloat16", "on GPUs --fp8-recipe rowwise needs --bf16, but "
+            f"--dtype is {c.dtype}; add --bf16, or use --fp8-recipe tensorwise")
+    for name, size, parts, fix in (
+            ("hidden-size", c.hidden_size, c.columns, "--columns"), ("seq-length", c.seq_length, c.cp, "--cp"),
+            ("num-attention-heads x kv-channels", c.num_attention_heads * c.kv_channels, c.tp, "--tp"),
+            ("(num-attention-heads + 2 num-query-groups) x kv-channels", c.qkv_size, c.tp, "--tp"),
+            ("ffn-hidden-size", c.ffn_hidden_size, c.tp, "--tp")):
+        require(size % (16 * parts) == 0, "on GPUs fp8 multiplies matrices whose sizes are multiples of 16, so "
+                f"{name} {size} must be divisible by 16 x {parts} = {16 * parts}; change it or {fix}, or leave out "
+                "--fp8-format")

@@ -58,9 +58,9 @@ class ContextParallelAttention(Attention):
         super().__init__(config, mesh, site)
         self.config, self.mesh = config, mesh
 
-    def inside(self, compiled=lambda function: function):
-        inside = {"all_gather": GatheredKeys, "a2a": ExchangedHeads}[self.config.cp_comm_type]
-        return inside(self, *self.kernels(compiled))
+    @property
+    def pair(self):
+        return {"all_gather": GatheredKeys, "a2a": ExchangedHeads}[self.config.cp_comm_type]
 
 
 class GatheredKeys(LinearPair):

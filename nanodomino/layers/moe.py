@@ -152,6 +152,7 @@ class MoE(Sublayer):
     def __init__(self, config, mesh, site: str):
         super().__init__(config, mesh, site)
         self.activation, self.mesh = ACTIVATIONS[config.activation], mesh
+        self.fp8 = None                                        # experts multiply in the training type
         (experts, h), ffn = (config.num_experts, config.hidden_size), config.moe_ffn_hidden_size
         self.router, self.experts = Router(config, mesh), nn.Module()
         stack = (self.activation.inputs,) if self.activation.inputs > 1 else ()          # SwiGLU's gate and up
@@ -225,6 +226,9 @@ class MoEInside:
     def restored_elements(self) -> int:
         """The number of weights that a token multiplies by in W1. Full recomputation repeats these matmuls."""
         return self.router.topk * self.w1[0].numel() + (self.shared[0].numel() if self.shared else 0)
+
+    def keep(self, ops, h):
+        return h
 
     def forward(self, ops, slice, h):
         h = ops.wait(slice, self.site, h)

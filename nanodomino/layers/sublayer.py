@@ -15,6 +15,7 @@ Shapes in this folder: b samples, s tokens, h hidden size, d numbers per head, t
 from torch import nn
 
 from nanodomino.layers.dropout_and_positions import add_residual
+from nanodomino.layers.fp8 import in_8_bits, recipe_for
 from nanodomino.layers.norms import Norm
 from nanodomino.layers.sublayer_inside import LinearPair
 
@@ -31,18 +32,21 @@ class Sublayer(nn.Module):
     c: the output of `column`. inputs: an AttentionInputs; None for an MLP. kernel: forward or backward from kernels()
     """
     attends = False                                            # True for attention
+    pair = LinearPair                                          # the class of inside()
 
     def __init__(self, config, mesh, site: str):
         super().__init__()
         self.norm = Norm(config, mesh, config.hidden_size)
         self.site = site                                       # the name that seeds this sublayer's dropout masks
+        self.fp8 = recipe_for(config, site)                    # None: multiply in the training type
 
     def inside(self, compiled=lambda function: function) -> LinearPair:
         """Return the object that computes everything between the norm and the all-reduce for domino.py.
 
         compiled: torch.compile with its backend, or a function that returns its argument
         """
-        return LinearPair(self, *self.kernels(compiled))
+        pair = self.pair(self, *self.kernels(compiled))
+        return in_8_bits(pair, self.fp8(compiled)) if self.fp8 else pair
 
     def forward(self, x, masks_and_positions):
         """Turn x [b, s, h] into the next x, with blocking all-reduces and plain autograd. This is the definition."""

@@ -1,8 +1,9 @@
 """Runs the inside of attention and MLP: column-parallel matmul, core, row-parallel matmul.
 
 A sublayer is a norm, a gather of the norm's output h, its *inside*, a reduce of the result y, and a residual addition.
-domino.py runs all of these except the inside. An inside is an object with three generators:
+domino.py runs all of these except the inside. An inside is an object with a method and three generators:
 
+    keep(ops, h)                             -> h as the tape keeps it: h itself, or h in 8 bits (fp8.py)
     forward(ops, slice, h)                   -> (flights of y, tape)
     backward(ops, slice, tape, grad_y, h)    -> (flights of the gradient of h, matmuls of the weight gradients)
     restore(ops, slice, tape, h)             recomputes what forward dropped from the tape
@@ -45,13 +46,16 @@ class LinearPair:
     @property
     def restored_elements(self) -> int:
         """The number of weights in W1. Full recomputation repeats the matmul with W1."""
-        return self.column.numel()
+        return self.sublayer.column.weight.numel()
 
     def core(self, ops, slice, c):
         """Return (activation, what core_backward needs). A generator, like core_backward, because some cores launch
         collectives (context_parallel.py). This one never yields."""
         inputs = slice.masks_and_positions.attention_inputs(self.sublayer, c)
-        return self.sublayer.core_forward(self.forward_kernel, c, inputs, slice.training)
+        activation, core = self.sublayer.core_forward(self.forward_kernel, c, inputs, slice.training)
+        if not self.sublayer.attends:                          # attention's core keeps its output in any case
+            activation = ops.convert_once(activation, self.row)
+        return activation, core
         yield
 
     def core_backward(self, ops, slice, gradient, saved, matmuls):
@@ -59,6 +63,9 @@ class LinearPair:
         run and remove to hide a collective."""
         return self.sublayer.core_backward(self.backward_kernel, gradient, saved)
         yield
+
+    def keep(self, ops, h):
+        return h if ops.stream.shards > 1 else ops.convert_once(h, self.column)
 
     def forward(self, ops, slice, h):
         c = ops.linear(slice, self.site, h, self.column, self.column_bias)
@@ -80,5 +87,8 @@ class LinearPair:
         matmuls = [(self.row, grad_y, tape.activation)]
         gradient = yield from self.core_backward(ops, slice, gradient, tape.core, matmuls)  # of c; frees that of a
         yield from ops.yield_if_sharded()
-        matmuls += [(self.column, gradient, ops.wait(slice, self.site, h)), (self.column_bias, gradient, None)]
-        return ops.linear_then_reduce(slice, self.site, gradient, self.column.t()), matmuls
+        column, bias = self.column.t(), self.column_bias
+        converted = ops.convert_once(gradient, column)
+        matmuls += [(self.column, converted, ops.wait(slice, self.site, h)),
+                    (bias, None if bias is None else gradient, None)]
+        return ops.linear_then_reduce(slice, self.site, converted, column), matmuls

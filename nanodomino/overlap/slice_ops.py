@@ -11,6 +11,7 @@ matrix into `columns` chunks along the features that are communicated. While one
 next chunk is computed. So a tensor in flight is a list of flights, one for each chunk of its last dimension.
 """
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
@@ -110,7 +111,7 @@ class SliceOps:
         yield from self.yield_once(flights)
         return self.wait(slice, site, flights)
 
-    # ---- matmuls
+    # ---- matmuls: the weight is a tensor, or an Fp8Weight, which multiplies in 8 bits (layers/fp8.py)
 
     def column_chunks(self, tensor, dim):
         """Cut a tensor into `columns` chunks of features. dim: -1 for an activation, 0 for a weight [out, in]."""
@@ -122,10 +123,7 @@ class SliceOps:
         for flight, chunk in zip(flights, weight.chunk(len(flights), dim=1)):
             x = self.wait(slice, site, [flight])
             with self.trace.span("matmul", slice=slice.index, site=site):
-                if total is None:
-                    total = F.linear(x, chunk, bias)
-                else:
-                    total.flatten(0, 1).addmm_(x.flatten(0, 1), chunk.t())
+                total = multiply(x, chunk, bias, total)
         return total
 
     def linear_then_reduce(self, slice, site, x, weight) -> list[Flight]:
@@ -133,7 +131,7 @@ class SliceOps:
         flights = []
         for chunk in self.column_chunks(weight, 0):
             with self.trace.span("matmul", slice=slice.index, site=site):
-                addend = F.linear(x, chunk)
+                addend = multiply(x, chunk)
             flights.append(self.launch(slice, site, self.stream.reduce(addend)))
         return flights
 
@@ -143,4 +141,26 @@ class SliceOps:
             while matmuls:
                 weight, grad_output, *inputs = matmuls.pop(0)
                 if weight is not None:
-                    add_weight_gradient(main_grad_of(weight), grad_output, *inputs)
+                    add_gradient(weight, grad_output, *inputs)
+
+    def convert_once(self, x, weight):
+        """Return x in the form in which it is multiplied by the weight and kept for the weight gradient."""
+        return x if isinstance(weight, torch.Tensor) else weight.convert_once(x)
+
+
+def multiply(x, weight, bias=None, total=None):
+    """Return x W^T + bias. If `total` is given, add x W^T to it instead, and return it."""
+    if not isinstance(weight, torch.Tensor):
+        return weight.multiply(x, bias, total)
+    if total is None:
+        return F.linear(x, weight, bias)
+    total.flatten(0, 1).addmm_(x.flatten(0, 1), weight.t())
+    return total
+
+
+def add_gradient(weight, grad_output, *inputs):
+    """Add grad_output^T x to the weight's main_grad; see add_weight_gradient()."""
+    if isinstance(weight, torch.Tensor):
+        add_weight_gradient(main_grad_of(weight), grad_output, *inputs)
+    else:
+        weight.add_gradient(grad_output, *inputs)

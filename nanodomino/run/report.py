@@ -29,6 +29,7 @@ from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import counted
+from nanodomino.layers import fp8
 from nanodomino.mesh import Mesh
 from nanodomino.model import stage_layers
 from nanodomino.overlap import recompute, sequence_parallel
@@ -87,7 +88,8 @@ class Report:
               f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} on "
               f"{'each of ' * (config.dp > 1)}{counted(config.dp, 'replica')}; slices {config.slices}, "
               f"columns {config.columns}, ZeRO stage {config.zero_stage}"
-              + sequence_parallel.in_words(config) + recompute.in_words(config) + kernels.in_words(config, mesh.device))
+              + sequence_parallel.in_words(config) + recompute.in_words(config) + fp8.in_words(config)
+              + kernels.in_words(config, mesh.device))
         print(what_hides_what(config))
         for split in ("valid", "test"):
             samples = max(self.corpus.tokens[split] - 1, 0) // config.seq_length

@@ -27,6 +27,7 @@ from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
 from nanodomino.domino import Domino
 from nanodomino.errors import UserError
+from nanodomino.layers.fp8 import RECIPES
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.mesh import make_mesh
 from nanodomino.model import meta_stage
@@ -347,6 +348,46 @@ def test_recomputation_adds_to_the_matmuls(granularity, again):
     assert 0.01 < after["again"] / after["products"] < 0.25
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_halves_the_matmuls_of_its_layers_on_gpus_and_adds_conversions(recipe):
+    """The head and attention's own matmuls stay as they are, and so do the first and the last layer if asked. A CPU
+    gains nothing. Recomputed matmuls are in fp8, too."""
+    plain = cluster(8, **TP8, device="cuda", recompute_granularity="full")
+    config = dataclasses.replace(plain, fp8_format="hybrid", fp8_recipe=recipe)
+    at, few = sizes.mesh_at(plain), dataclasses.replace(config, first_last_layers_bf16=True)
+    on_cpu = dataclasses.replace(config, device="cpu")
+
+    def flops(config):
+        (chunk,) = sizes.stage_model(config, at).chunks
+        return *step_time.forward_flops(config, at, chunk), step_time.recomputed_flops(config, at, chunk)
+
+    (dense, head, attention, again), found = flops(plain), flops(config)
+    assert found == pytest.approx((dense / 2, head, attention, attention + (again - attention) / 2), rel=1e-3)
+    assert flops(few)[0] == pytest.approx(dense * (1 - 38 / 40 / 2), rel=1e-3)
+    assert flops(on_cpu) == pytest.approx((dense, head, attention, again))
+    one = machine(elementwise_rate=1e12)
+    before, after = (step_time.step_seconds(config, one)["element-wise"] for config in (plain, config))
+    x, ffn, weights = sizes.hidden_bytes(plain) * plain.microbatches * 40, 4 / 8, 12 * 5120**2 / 8 * plain.microbatches
+    inputs, gradients = x * (2 + 1 / 8 + ffn), x * (2 + 3 / 8 + ffn)
+    if recipe == "tensorwise":          # inputs and gradients once, grad_y and the context again, transposes in 8 bits
+        moved = 2.5 * (inputs + gradients + x * (2 + 1 / 8)) + inputs + gradients
+    else:
+        moved = 2.5 * 2 * (inputs + gradients)
+    assert after - before == pytest.approx((moved + 8 * 40 * weights * plain.slices) / 1e12, rel=1e-3)
+
+
+def test_fp8_keeps_inputs_in_one_byte_and_weights_in_two():
+    """h of both sublayers, and the MLP's activation; rowwise scales keep 16 bits. W and W^T have 12 h^2 L/t each."""
+    plain = cluster(8, **TP8)
+    kept = {recipe: sum(sublayer_memory.layer_tape_bytes(
+        dataclasses.replace(plain, fp8_format="hybrid", fp8_recipe=recipe)).values()) for recipe in RECIPES}
+    x, before = sizes.hidden_bytes(plain), sum(sublayer_memory.layer_tape_bytes(plain).values())
+    assert kept["rowwise"] == before and before - kept["tensorwise"] == pytest.approx((2 + 4 / 8) * x / 2, rel=1e-6)
+    config = dataclasses.replace(plain, fp8_format="e4m3")
+    assert expected_memory.fp8_weight_bytes(plain, at := sizes.mesh_at(plain)) == 0
+    assert expected_memory.fp8_weight_bytes(config, at) == 2 * 12 * 5120**2 * 40 // 8
+
+
 def test_recomputation_hides_communication_as_weight_gradients_do():
     """With one slice, and communication that takes longer than both."""
     config = cluster(8, **TP8, micro_batch_size=1, slices=1, vocab_size=128)
@@ -493,9 +534,16 @@ def test_a_group_on_several_hosts_uses_the_network():
                          reset_attention_mask=True), marks=pytest.mark.exhaustive),
     (2, dict(tensor_model_parallel_size=2, **FAMILIES["qwen3"], reset_attention_mask=True, attention_dropout=0.1,
              sequence_parallel=True)),
+    *[pytest.param(2, dict(num_layers=5, dtype="bfloat16", fp8_format="hybrid", slices=2) | more,
+                   marks=pytest.mark.exhaustive if marked else []) for marked, more in (
+        (False, dict(pipeline_model_parallel_size=2, schedule="zb-h1", first_last_layers_bf16=True)),
+        (True, dict(tensor_model_parallel_size=2, recompute_granularity="selective")),
+        (True, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
+        (True, dict(tensor_model_parallel_size=2, fp8_recipe="rowwise", **FAMILIES["llama"])))],
 ], ids=["dropout", "gpipe-untied", "rmsnorm-lion", "tp4-columns", "zero0-buckets", "zero2-zb-h1", "zero2-tp2", "tp8",
         "tp2-pp2-dp2", "selective", "full", "cut-columns", "cut-full", "cut-selective-zero2",
-        "llama", "mixed", "qwen2-selective", "qwen3-selective", "llama-documents", "qwen3-documents-cut"])
+        "llama", "mixed", "qwen2-selective", "qwen3-selective", "llama-documents", "qwen3-documents-cut",
+        "fp8-zb-h1", "fp8-selective", "fp8-cut", "fp8-rowwise"])
 def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_size, changes):
     config = tiny(world_size, **{"global_batch_size": 6, "num_layers": 2, "device": "cpu", **changes})
     for of_memory, (counted, said) in pool.run(held_rank, config, world_size=world_size):
@@ -804,6 +852,8 @@ def test_a_plan_that_does_not_fit_says_why_and_what_helps(capsys, flags, reason,
     (["plan", "--gpu", "abacus"], "invalid choice: 'abacus'"),
     (["plan", "--reserve", 2], "--reserve must be from 0 to 0.9, but is 2.0"),
     (["plan", "--dtype", "float32"], "--gpu H100 needs --dtype bfloat16 or float16"),
+    (["plan", "--gpu", "A100", "--fp8-format", "hybrid"], "--fp8-format needs a GPU with fp8"),
+    (["plan", "--fp8-format", "hybrid", "--seq-length", "1000"], "seq-length 1000 must be divisible by 16"),
     (["comm", "--tp", 3], "num-attention-heads 8 must be divisible by tensor-model-parallel-size 3"),
     (["plan", "--checkpoint-in-cpu"], "--checkpoint-in-cpu needs --recompute-granularity full"),
     (["comm", "--dp", 0], "--data-parallel-size must be at least 1 and at most 2147483647, but is 0"),

@@ -25,7 +25,8 @@ EIGHT = dict(num_layers=2, global_batch_size=16, micro_batch_size=4, tensor_mode
 ROPE = dict(position_embedding_type="rope")
 EXPERTS = dict(num_experts=4, disable_bias_linear=True, num_layers=2)
 BIAS = EXPERTS | dict(moe_router_enable_expert_bias=True)
-LION, FP16 = dict(optimizer="lion"), dict(dtype="float16")
+LION, FP16, FP32 = dict(optimizer="lion"), dict(dtype="float16"), dict(dtype="float32")
+FP8 = FP32 | dict(fp8_format="e4m3")
 OVERFLOW = dict(dtype="float16", initial_loss_scale=2.0**100, hysteresis=1)        # in every step
 
 # {setting: (another value than in the base, what the base needs so that the setting can have an effect)}
@@ -51,6 +52,7 @@ MODEL_AND_TRAINING = dict(
     lr_decay_style=("linear", {}), lr_warmup_fraction=(0.0, {}), weight_decay=(0.0, {}), clip_grad=(0.0, {}),
     adam_beta1=(0.0, {}), adam_beta2=(0.0, {}), adam_eps=(0.1, {}), lion_beta1=(0.0, LION), lion_beta2=(0.0, LION),
     dtype=("float32", {}), bf16=(True, dict(dtype="float32")), fp16=(True, dict(dtype="float32")),
+    fp8_format=("hybrid", FP32), fp8_recipe=("rowwise", FP8), first_last_layers_bf16=(True, FP8),
     loss_scale=(4.0, FP16), initial_loss_scale=(4.0, FP16), min_loss_scale=(2.0**100, OVERFLOW),
     loss_scale_window=(1, FP16), hysteresis=(2, OVERFLOW), fp16_lm_cross_entropy=(True, FP16), seed=(0, {}))
 LAYOUT = dict(

@@ -147,6 +147,15 @@ def test_a_smaller_last_slice_adds_a_set_for_any_size():
     assert GRAPHS < made <= 2 * GRAPHS and later == [0, 0, 0]
 
 
+@pytest.mark.parametrize("layers, recipe, conversions", [
+    (2, "tensorwise", 6), (4, "rowwise", 10), pytest.param(4, "tensorwise", 6, marks=pytest.mark.exhaustive),
+    pytest.param(2, "rowwise", 10, marks=pytest.mark.exhaustive)])
+def test_fp8_has_the_same_few_graphs_at_any_depth(layers, recipe, conversions):
+    """Conversions of activations and of gradients, for one size, for any and for a square; by row also by column. From
+    the ninth version of a function on, torch would no longer compile it. Weights are converted without compilation."""
+    assert graphs(layers, fp8_format="hybrid", fp8_recipe=recipe) == [GRAPHS + conversions, 0, 0, 0]
+
+
 def test_a_layer_that_differs_adds_a_graph():
     """Otherwise the tests above could not fail."""
     assert graphs(2, one_differs=True)[0] > GRAPHS

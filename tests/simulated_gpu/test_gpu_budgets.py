@@ -34,6 +34,8 @@ EVERYTHING = LLAMA | dict(sequence_parallel=True, reset_attention_mask=True, res
                           recompute_granularity="full", checkpoint_in_cpu=True)
 AGAIN = {f"{name}, {layers} layers": (0, settings | dict(num_layers=layers)) for layers in (1, 2)
          for name, settings in (("llama", LLAMA), ("llama with everything", EVERYTHING))} | {
+         "fp8 tensorwise": (7, EIGHT | dict(fp8_format="hybrid")),
+         "fp8 rowwise": (7, EIGHT | dict(fp8_format="hybrid", fp8_recipe="rowwise", columns=2, sequence_parallel=True)),
          "kept": (0, HOST), "on the host": (0, HOST | dict(checkpoint_in_cpu=True)),
          "grouped": (0, GROUPED), "documents": (0, GROUPED | dict(reset_attention_mask=True))}
 CASES = {"gpt2": (0, GPT2), "gpt2, two layers": (0, GPT2 | dict(num_layers=2)),
@@ -135,6 +137,18 @@ def test_copies_of_a_parameter_are_added_to_in_one_order_on_every_rank(counted, 
     counts = counted(case)
     slices = CASES[case][1].get("slices", 1) if case != "last stage" else 0
     assert counts["names"].get("aten.index_add_.default", 0) == slices * counts["microbatches"]
+
+
+@pytest.mark.parametrize("case", ["fp8 tensorwise", "fp8 rowwise"])
+def test_fp8_multiplies_what_cuda_can_and_the_host_never_waits(counted, case):
+    """Torch checks the operands as on a GPU: row-major times column-major, multiples of 16, shapes of scales. Each
+    layer has four matrices, each in three matmuls. With columns and a sharded stream, the forward of a matrix is two
+    matmuls, and so is its input gradient."""
+    counts = counted(case)
+    assert counts["waits"] == {"tolist": 1} and not counts["mixed"] and not counts["skipped"]
+    pieces = 2 * counts["microbatches"]
+    matmuls = 4 * 3 if case == "fp8 tensorwise" else 4 * 3 + 4 * 2
+    assert counts["names"]["aten._scaled_mm.default"] == matmuls * pieces * (counts["sublayers"] // 2)
 
 
 def test_offload_frees_memory_and_the_host_never_waits_for_its_copies(counted):

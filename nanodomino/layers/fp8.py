@@ -1,0 +1,207 @@
+"""Multiplies in 8 bits: the matmuls of attention and MLP in fp8 (--fp8-format; 2209.05433).
+
+A GPU with fp8 tensor cores multiplies 8-bit numbers twice as fast as 16-bit numbers. But 8 bits hold few values:
+
+    e4m3    4 bits exponent, 3 bits mantissa    largest 448       smallest 2^-9  = 0.002     weights, activations
+    e5m2    5 bits exponent, 2 bits mantissa    largest 57,344    smallest 2^-16 = 0.00002   gradients
+
+The gradients of one tensor differ by more powers of two than its activations do. So the format "hybrid" spends one more
+bit on their exponent; the format "e4m3" does not.
+
+**Scales.** A gradient of 1e-7 would become 0 in either type. So every tensor has a scale in fp32, which maps its
+largest absolute value (amax) to the largest number of the type. The matmul adds up in fp32 and multiplies the sum by
+both scales:
+
+    scale = amax / 448     values = x / scale, rounded to 8 bits     x W^T = scale_x scale_W (values_x values_W^T)
+
+The scale comes from the tensor itself ("current scaling") and not from earlier steps ("delayed scaling"). That needs
+one more pass over the tensor, but no state. The host never reads a scale, so it never waits for the GPU.
+
+--fp8-recipe says which numbers share a scale:
+
+    tensorwise    all numbers of the rank's tensor
+    rowwise       the numbers that a matmul adds up: a row of x and a row of W, in each matmul of the table below
+
+**Three matmuls.** n tokens are multiplied by a weight W [out, in]. Each matmul adds up over the last dimension of both
+of its operands, because fp8 tensor cores take both only in this order:
+
+    forward            y      = x W^T         x [n, in]           W [out, in]       e4m3 x e4m3
+    input gradient     grad_x = grad_y W      grad_y [n, out]     W^T [in, out]     hybrid: e5m2 x e4m3
+    weight gradient    grad_W = grad_y^T x    grad_y^T [out, n]   x^T [in, n]       hybrid: e5m2 x e4m3
+
+**Weights** stay in the training type, with fp32 master weights. W and W^T are converted at their first use in a step
+and kept in bucket.derived, one byte a parameter each, until zero.py changes the weights.
+
+**Activations.** With a tensorwise scale x^T is x in another order. So x is converted once, and the tape keeps it in 1
+byte per number instead of 2 or 4: the input h of the column-parallel matmul, and an MLP's input a of the row-parallel
+matmul. In two cases it keeps the training type: attention's backward needs its own output anyway, and a sharded
+residual stream gathers h again in backward (overlap/sequence_parallel.py). With rowwise scales x^T has other scales
+than x, so the tape keeps the training type, and backward converts once more.
+
+**What stays in the training type:** the embedding, the head, norms, softmax, experts and their router, and with
+--first-last-layers-bf16 the first and the last layer. These have few FLOPs or need the precision.
+
+**The layout shows in the last digits.** A rank's amax is that of its own shard, slice and microbatch. Another layout
+has other scales, so it rounds differently. The same layout gives the same bits. With rowwise scales, the forward of a
+column-parallel matmul is equal on all layouts, since a row of h and a row of W1 are never cut (--columns with
+--sequence-parallel does cut h).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from nanodomino.layers.main_grad import main_grad_of
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = {"hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3)}     # --fp8-format: type of weights and activations, gradients
+RECIPES = ("tensorwise", "rowwise")
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny             # of a tensor of zeros, because 0 / 0 is not a number
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Tensor:
+    """Holds a tensor x [.., k] as values * scale. values: 8 bits, [.., k]; scale: fp32, [1, 1] or [rows, 1]."""
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    def transposed(self) -> "Fp8Tensor":
+        """Return x^T [k, rows]. x must have a single scale, or one for each column [1, k]."""
+        return Fp8Tensor(self.values.flatten(0, -2).t().contiguous(), self.scale.view(-1, 1))
+
+    def chunk(self, count: int, dim: int) -> list["Fp8Tensor"]:
+        """Cut x [rows, k] into chunks of rows (dim 0), which take their scales along, or of columns (dim 1)."""
+        values = self.values.chunk(count, dim)
+        cuts_scales = dim == 0 and len(self.scale) > 1
+        return list(map(Fp8Tensor, values, self.scale.chunk(count) if cuts_scales else [self.scale] * len(values)))
+
+
+def to_8_bits(x, dtype, dim):
+    """Return (values, scale) of x [rows, k]. dim: the dimensions whose numbers share a scale; they stay with size 1.
+
+    If x is not finite, its products are not either, so that the step is skipped as it is in the training type.
+    """
+    largest = torch.finfo(dtype).max
+    scale = (x.abs().amax(dim, keepdim=True).float() / largest).clamp_(min=SMALLEST_SCALE)
+    # clamp: x / scale can be rounded up to a number beyond the range, which some devices cast to NaN
+    return (x / scale).clamp_(-largest, largest).to(dtype), scale
+
+
+def scaled_matmul(a: Fp8Tensor, b: Fp8Tensor, dtype):
+    """Return a b^T [rows of a, rows of b] in `dtype`. The sums are fp32."""
+    return torch._scaled_mm(a.values.flatten(0, -2), b.values.t(), a.scale, b.scale.t(), out_dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Fp8Recipe:
+    """Says how a sublayer multiplies in 8 bits.
+
+    weight, activation, gradient   convert such a tensor: x, dim -> to_8_bits(x, type, dim)
+    rowwise                        each row has a scale of its own
+    dtype                          the training type, which the results of the matmuls have
+    """
+    weight: Callable
+    activation: Callable
+    gradient: Callable
+    rowwise: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, recipe: str, dtype: torch.dtype, compiled) -> "Fp8Recipe":
+        """name, recipe: as in --fp8-format and --fp8-recipe. compiled: see Sublayer.inside."""
+        operand, gradient = FORMATS[name]
+        # lambdas, because torch.compile keeps only 8 versions of a function, and would make one for each weight
+        return cls(weight=lambda x, dim: to_8_bits(x, operand, dim),
+                   activation=compiled(lambda x, dim: to_8_bits(x, operand, dim)),
+                   gradient=compiled(lambda x, dim: to_8_bits(x, gradient, dim)),
+                   rowwise=recipe == "rowwise", dtype=dtype)
+
+    def convert(self, x, to_8_bits, summed=1) -> Fp8Tensor:
+        """Convert x [.., k] for a sum over k or, if `summed` is 0, over the rows.
+
+        to_8_bits: self.weight, self.activation or self.gradient
+        """
+        values, scale = to_8_bits(x.flatten(0, -2), summed if self.rowwise else (0, 1))
+        return Fp8Tensor(values.view(x.shape), scale)
+
+    def convert_transposed(self, x, to_8_bits) -> Fp8Tensor:
+        """Convert x [.., k] to x^T [k, rows], for a sum over the rows. x may be in 8 bits already."""
+        return (x if isinstance(x, Fp8Tensor) else self.convert(x, to_8_bits, summed=0)).transposed()
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Weight:
+    """Stands for a parameter W [out, in] that is multiplied in 8 bits. overlap/slice_ops.py calls its methods.
+
+    transposed   stands for W^T, by which gradients are multiplied
+    part         a chunk of W or W^T; None: all of it
+    """
+    weight: nn.Parameter
+    recipe: Fp8Recipe
+    transposed: bool = False
+    part: Fp8Tensor | None = None
+
+    def t(self) -> "Fp8Weight":
+        return replace(self, transposed=not self.transposed)
+
+    def chunk(self, count: int, dim: int) -> list["Fp8Weight"]:
+        return [replace(self, part=part) for part in self.in_8_bits().chunk(count, dim)]
+
+    def in_8_bits(self) -> Fp8Tensor:
+        """Return W or W^T, converted at most once a step."""
+        if self.part is not None:
+            return self.part
+        derived, key = self.weight.bucket.derived, (self.weight, self.transposed)
+        if key not in derived:
+            convert = self.recipe.convert_transposed if self.transposed else self.recipe.convert
+            derived[key] = convert(self.weight.detach(), self.recipe.weight)
+        return derived[key]
+
+    def convert(self, x) -> Fp8Tensor:
+        """Convert x [.., k], which will be multiplied by W or W^T. x may be in 8 bits already."""
+        if isinstance(x, Fp8Tensor):
+            return x
+        return self.recipe.convert(x, self.recipe.gradient if self.transposed else self.recipe.activation)
+
+    def convert_once(self, x):
+        """Convert x if this matmul and the weight gradient can both use the result. Otherwise return x itself."""
+        return x if self.recipe.rowwise else self.convert(x)
+
+    def multiply(self, x, bias=None, total=None):
+        """Return x W^T + bias, or add x W^T to `total`."""
+        x = self.convert(x)
+        y = scaled_matmul(x, self.in_8_bits(), self.recipe.dtype).view(*x.values.shape[:-1], -1)
+        if total is not None:
+            return total.add_(y)
+        return y if bias is None else y.add_(bias)
+
+    def add_gradient(self, grad_output, x):
+        """Add grad_output^T x to main_grad [out, in]. grad_output [b, s, out], x [b, s, in]; both may be in 8 bits."""
+        grad_output = self.recipe.convert_transposed(grad_output, self.recipe.gradient)
+        x, main_grad = self.recipe.convert_transposed(x, self.recipe.activation), main_grad_of(self.weight)
+        # CUDA's matmul with rowwise scales has only 16-bit results
+        dtype = self.recipe.dtype if self.recipe.rowwise and main_grad.is_cuda else main_grad.dtype
+        main_grad.add_(scaled_matmul(grad_output, x, dtype))
+
+
+def recipe_for(config, site: str) -> Callable | None:
+    """Return a function compiled -> Fp8Recipe for the sublayer `site`, such as "layers.3.mlp"; None if it multiplies in
+    the training type."""
+    ends = tuple(f"layers.{layer}." for layer in (0, config.num_layers - 1))
+    if config.fp8_format is None or config.first_last_layers_bf16 and site.startswith(ends):
+        return None
+    return partial(Fp8Recipe.of, config.fp8_format, config.fp8_recipe, config.params_dtype)
+
+
+def in_8_bits(pair, recipe: Fp8Recipe):
+    """Let a LinearPair multiply in 8 bits. Returns it."""
+    pair.column, pair.row = Fp8Weight(pair.column, recipe), Fp8Weight(pair.row, recipe)
+    return pair
+
+
+def in_words(config) -> str:
+    """Return, for example, ', fp8 hybrid tensorwise'; '' without fp8."""
+    return f", fp8 {config.fp8_format} {config.fp8_recipe}" if config.fp8_format else ""

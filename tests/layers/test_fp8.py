@@ -1,0 +1,202 @@
+"""fp8: matmuls in 8 bits equal the matmuls of the rounded numbers, scales are right, and weights are never stale.
+
+The layout shows in the last digits of 8 bits. So products are compared exactly, and whole steps with bounds that a
+wrong scale exceeds.
+"""
+
+import pytest
+import torch
+from support.fake_world import fake_world
+from support.fp8_checks import (FP32, check_matmuls, check_near_fp32, check_new_weights, normal, recipe_of, weight_of)
+from support.harness import build, random_data, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from nanodomino.errors import UserError
+from nanodomino.layers import fp8
+from nanodomino.layers.fp8 import E4M3, E5M2, FORMATS, RECIPES, Fp8Recipe, Fp8Tensor, Fp8Weight
+from nanodomino.overlap.slice_ops import add_gradient, multiply
+
+CASES = [(name, recipe) for name in FORMATS for recipe in RECIPES]
+
+
+# ---- conversion
+
+@pytest.mark.parametrize("dtype, digits", [(E4M3, 4), (E5M2, 3)])
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_the_largest_number_of_each_scale_becomes_the_types_largest(dtype, digits, rowwise):
+    """Larger numbers would saturate, smaller scales would lose the small numbers. Rounding errs by half a digit."""
+    x = normal(6, 64, dtype=torch.bfloat16)
+    values, scale = fp8.to_8_bits(x, dtype, 1 if rowwise else (0, 1))
+    assert values.dtype == dtype and scale.shape == (6 if rowwise else 1, 1)
+    largest = values.double().abs().amax(1 if rowwise else (0, 1))
+    assert (largest == torch.finfo(dtype).max).all()
+    errors = (values.double() * scale.double() - x.double()).abs()
+    smallest = torch.finfo(dtype).smallest_normal * scale.double()
+    assert (errors <= 1.001 * torch.maximum(x.double().abs(), smallest) * 2.0**-digits).all()
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_zeros_stay_zeros_and_infinities_stay_not_finite(dtype, rowwise):
+    """A division by the scale of zeros would be NaN; a hidden infinity would let a step pass that must be skipped."""
+    x = normal(4, 32)
+    x[1] = 0.0
+    for tensor in (x, torch.zeros(4, 32), torch.full((4, 32), 1e-44), torch.full((4, 32), 3e38)):
+        values, scale = fp8.to_8_bits(tensor, dtype, 1 if rowwise else (0, 1))
+        assert values.float().isfinite().all() and scale.isfinite().all() and (scale > 0).all()
+        assert not values[1].float().any() or tensor[1].any()
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        x[2, 5] = bad
+        values, scale = fp8.to_8_bits(x, dtype, 1 if rowwise else (0, 1))
+        weight = weight_of(normal(16, 32), recipe_of("hybrid", "rowwise" if rowwise else "tensorwise"))
+        y = fp8.scaled_matmul(Fp8Tensor(values, scale), weight.in_8_bits(), torch.float32)
+        assert not y[2].isfinite().any()
+
+
+# ---- the three matmuls
+
+@pytest.mark.parametrize("name, recipe", CASES)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)])
+@pytest.mark.parametrize("sizes", [(32, 48), (32, 32)])
+def test_the_matmuls_equal_those_of_the_rounded_numbers(name, recipe, dtype, tolerance, sizes):
+    """Up to the rounding of the result. Gradients are rounded to the format's second type. In a square matrix the
+    scales of rows and columns are as many."""
+    check_matmuls(name, recipe, dtype, tolerance, sizes)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_numbers_that_fp8_can_hold_are_multiplied_exactly(recipe):
+    """Integers up to 16, with a 448 in every row and column, which makes every scale 1. The sums are exact in fp32."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight, grad_y = (torch.randint(-16, 17, (16, 16), generator=generator).float() for _ in range(3))
+    for tensor in (x, weight, grad_y):
+        tensor.fill_diagonal_(448.0)
+    w = weight_of(weight, recipe_of("e4m3", recipe))
+    assert torch.equal(multiply(x, w), x @ weight.t()) and torch.equal(multiply(grad_y, w.t()), grad_y @ weight)
+    add_gradient(w, grad_y, x)
+    assert torch.equal(w.weight.main_grad, grad_y.t() @ x)
+
+
+@pytest.mark.parametrize("name, recipe", CASES)
+def test_chunks_of_a_weight_share_its_scales(name, recipe):
+    """The column split computes chunks of a weight's rows, or adds up the products of chunks of its columns."""
+    x, w = normal(2, 8, 32), weight_of(normal(48, 32), recipe_of(name, recipe))
+    assert torch.equal(torch.cat([multiply(x, part) for part in w.chunk(3, 0)], -1), multiply(x, w))
+    chunks, total = w.in_8_bits().chunk(2, 1), None
+    for piece, part, expected in zip(x.chunk(2, -1), w.chunk(2, 1), chunks):
+        assert torch.equal(part.in_8_bits().values.float(), expected.values.float())
+        assert part.in_8_bits().scale is w.in_8_bits().scale
+        total = multiply(piece, part, None, total)
+    whole = multiply(x, w)
+    assert (total - whole).norm() < 0.05 * whole.norm()
+
+
+class Matmuls(TorchDispatchMode):
+    """Collects the operands of every fp8 matmul."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.plain = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.__name__.startswith("_scaled_mm"):
+            self.found.append(args[:4])
+        return function(*args, **(kwargs or {}))
+
+
+SIXTEENS = dict(FP32, num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96, seq_length=16,
+                micro_batch_size=4, global_batch_size=8)
+
+
+@pytest.mark.parametrize("name, recipe", CASES)
+@pytest.mark.parametrize("layout", [
+    {}, dict(tensor_model_parallel_size=2, slices=2, columns=2), dict(swiglu=True, disable_bias_linear=True, slices=2),
+    dict(tensor_model_parallel_size=2, slices=2, columns=2, sequence_parallel=True, recompute_granularity="full")])
+def test_operands_have_the_sizes_orders_and_types_that_cuda_multiplies(name, recipe, layout):
+    """Row-major times column-major, multiples of 16, fp32 scales, and no product of two e5m2 tensors. A CPU would
+    accept anything. Each layer has four matrices, and each matrix is in three matmuls of each slice."""
+    world_size = layout.get("tensor_model_parallel_size", 1)
+    config = tiny(world_size, **SIXTEENS | layout, fp8_format=name, fp8_recipe=recipe)
+    with fake_world(0, world_size):
+        mesh, _, optimizer, stage = build(config)
+        with Matmuls() as matmuls:
+            train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
+    for a, b, scale_a, scale_b in matmuls.found:
+        assert a.stride(1) == 1 and a.stride(0) >= a.size(1) and b.stride(0) == 1 and b.stride(1) >= b.size(0)
+        assert all(size % 16 == 0 for size in (*a.shape, *b.shape))
+        assert (a.dtype, b.dtype) != (E5M2, E5M2) and scale_a.dtype == scale_b.dtype == torch.float32
+        scales = [(len(a), 1), (1, b.size(1))] if recipe == "rowwise" else [(1, 1)] * 2
+        assert [scale_a.shape, scale_b.shape] == scales
+    pieces = config.num_layers * 4 * config.microbatches * config.slices
+    assert len(matmuls.found) >= 3 * pieces
+    assert layout.get("columns") or len(matmuls.found) == 3 * pieces
+
+
+# ---- weights
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_after_an_update_the_new_weights_are_used(pool, recipe, zero_stage):
+    pool.run(check_new_weights, recipe, zero_stage, world_size=1)
+
+
+def test_a_weight_is_converted_at_most_twice_a_step(monkeypatch):
+    """Once as W and once as W^T, however many microbatches use it. The update then frees both."""
+    config, converted, convert = tiny(1, **FP32, fp8_format="hybrid"), [], Fp8Recipe.convert
+    monkeypatch.setattr(Fp8Recipe, "convert", lambda self, x, *given, **options: (
+        converted.append(x.dim()) or convert(self, x, *given, **options)))
+    with fake_world(0, 1):
+        mesh, _, optimizer, stage = build(config)
+        train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
+        assert not any(bucket.derived for bucket in optimizer.buckets)
+    assert config.microbatches > 1 and converted.count(2) == 2 * 4 * config.num_layers
+
+
+def test_the_first_and_the_last_layer_may_stay_in_the_training_type():
+    config = tiny(1, **FP32, fp8_format="hybrid", first_last_layers_bf16=True, num_layers=4)
+    with fake_world(0, 1):
+        _, model, _, stage = build(config)
+    in_8_bits = {parts.site for parts in next(iter(stage.sublayers.values()))
+                 if isinstance(parts.inside.column, Fp8Weight) and isinstance(parts.inside.row, Fp8Weight)}
+    assert in_8_bits == {f"layers.{layer}.{kind}" for layer in (1, 2) for kind in ("attention", "mlp")}
+
+
+def test_experts_stay_in_the_training_type():
+    config = tiny(1, **FP32, fp8_format="hybrid", num_experts=4, disable_bias_linear=True, moe_layer_freq=2)
+    with fake_world(0, 1):
+        mesh, _, optimizer, stage = build(config)
+        with Matmuls() as matmuls:
+            train.train_step(1, stage, optimizer, random_data(config, 1), config, mesh)
+    assert len(matmuls.found) == 3 * config.microbatches * (2 * 3 + 2 * 1)     # three attentions, one MLP
+
+
+def test_float64_is_refused():
+    with pytest.raises(UserError, match="must not be float64; try --bf16"):
+        tiny(1, fp8_format="hybrid")
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(hidden_size=72), "hidden-size 72 must be divisible by 16 x 1 = 16"),
+    (dict(tensor_model_parallel_size=2, ffn_hidden_size=48), "ffn-hidden-size 48 must be divisible by 16 x 2 = 32"),
+    (dict(seq_length=24), "seq-length 24"), (dict(fp8_recipe="rowwise"), "rowwise needs --bf16"),
+    (dict(tensor_model_parallel_size=2, columns=8), "hidden-size 64 must be divisible by 16 x 8")])
+def test_sizes_that_cuda_cannot_multiply_are_refused_for_gpus(change, message):
+    world_size = change.get("tensor_model_parallel_size", 1)
+    settings = SIXTEENS | dict(fp8_format="hybrid") | change
+    tiny(world_size, **settings)
+    with pytest.raises(UserError, match=message):
+        tiny(world_size, **settings, device="cuda")
+
+
+# ---- whole steps
+
+LAYOUTS = [dict(slices=3), dict(tensor_model_parallel_size=2, slices=2),
+           dict(tensor_model_parallel_size=2, slices=2, columns=2, sequence_parallel=True),
+           dict(pipeline_model_parallel_size=2, schedule="zb-h1", slices=2), dict(data_parallel_size=2, zero_stage=2),
+           dict(recompute_granularity="full", slices=2)]
+@pytest.mark.parametrize("name, recipe", [("hybrid", "tensorwise"), ("e4m3", "rowwise")])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{name}{layout[name]}" for name in layout))
+def test_every_layout_computes_gradients_near_those_of_fp32_and_the_same_bits_again(pool, layout, name, recipe):
+    found, again = (check_near_fp32(pool, layout, name, recipe) for _ in range(2))
+    assert all(torch.equal(found[name], again[name]) for name in found)
