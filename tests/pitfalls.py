@@ -43,7 +43,7 @@ from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
 from nanodomino.checkpoint.manifest import file_digests, manifest_text
 from nanodomino.config.config import Config
 from nanodomino.data import Batch
-from nanodomino.layers import attention, dropout_and_positions, moe, router, sublayer_inside
+from nanodomino.layers import attention, dropout_and_positions, fp8, moe, router, sublayer_inside
 from nanodomino.optim import buckets, loss_scale, parameters
 from nanodomino.overlap import (embedding_and_head, flight, multi_token_prediction, residual_norm, sequence_parallel,
                                 slice_ops)
@@ -51,14 +51,15 @@ from nanodomino.overlap.flight import Flight
 from nanodomino.schedules import actions, definitions
 from support import ROOT, harness
 from support.delayed_collectives import delayed_collectives
+from support.fp8_checks import check_matmuls, check_near_fp32, check_new_weights
 from support.harness import build, tiny, train_rank, train_steps
 from support.pitfall_runner import (CHECKED, END, LONG, Pitfall, Side, TABLE, TOLERANCE, check, judge, measure, pitfall,
                                     worst)
 from support.pool import Pool
 
 DOCUMENT = ROOT / "docs" / "pitfalls.md"
-MACHINE = ("2 shared virtual cores with torch 2.13.0 CPU: AMD EPYC, 2026-11-21; the rows about experts and multi-token "
-           "prediction on Intel Xeon, 2026-11-23")
+MACHINE = ("2 shared virtual cores with torch 2.13.0 CPU: AMD EPYC, 2026-11-21; the rows about experts, multi-token "
+           "prediction and fp8 on Intel Xeon, 2026-11-23")
 
 DEPTH = dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.5)
 # Two microbatches a step instead of eight: most of these bugs show as well, in a third of the time.
@@ -1169,6 +1170,75 @@ def embedding_of_its_own(config):
     return not_tied(config)
 
 
+# ---- fp8
+
+FP8 = dict(world_size=1, dtype="float32", fp8_format="hybrid", straight=True)
+
+
+def new_weights_are_used(pool):
+    pool.run(check_new_weights, world_size=1)
+
+
+@pitfall("Converted weights outlive the update",
+         "`nanodomino/zero.py`, `ZeroOptimizer.gather_weights`: clears each bucket's `derived`",
+         check=new_weights_are_used, **FP8)
+def stale_weights(config):
+    """Weights are converted to 8 bits once a step, and the copies are kept. If they are not dropped after the update,
+    all later steps multiply by the first weights. The master weights still move, and so do embedding, norms and
+    biases, which learn to live with fixed matrices. The loss falls, and the first step is right."""
+    class Kept(dict):
+        def clear(self):
+            pass
+    make = buckets.Bucket.__init__
+
+    def keeping(self, *arguments, **options):
+        make(self, *arguments, **options)
+        self.derived = Kept()
+    return [(buckets.Bucket, "__init__", keeping)]
+
+
+def gradients_are_near_those_of_fp32(pool):
+    check_near_fp32(pool, {}, "hybrid", "tensorwise")
+
+
+@pitfall("Gradients are converted with the weight's scale",
+         "`nanodomino/layers/fp8.py`, `Fp8Weight.convert`: each tensor has its own scale, each kind its type",
+         check=gradients_are_near_those_of_fp32, **FP8)
+def weights_scale(config):
+    """The scale of a weight changes slowly, so it is at hand and seems as good as another. But gradients are larger or
+    smaller by powers of ten. Here they are larger, so they saturate at 448 times the scale; with a mean loss they would
+    be smaller and become 0. AdamW divides by the size of what is left."""
+    convert = fp8.Fp8Weight.convert
+
+    def of_the_weight(self, x):
+        if not self.transposed or isinstance(x, fp8.Fp8Tensor):
+            return convert(self, x)
+        scale = self.in_8_bits().scale
+        return fp8.Fp8Tensor((x / scale).clamp(-448, 448).to(fp8.E4M3), scale)
+    return [(fp8.Fp8Weight, "convert", of_the_weight)]
+
+
+def matmuls_equal_those_of_rounded_numbers(pool):
+    pool.run(check_matmuls, "hybrid", "rowwise", torch.float32, 1e-6, (32, 32), world_size=1)
+
+
+@pitfall("A transposed weight keeps the scales of its rows",
+         "`nanodomino/layers/fp8.py`, `Fp8Recipe.convert_transposed`: columns have scales of their own",
+         check=matmuls_equal_those_of_rounded_numbers, fp8_recipe="rowwise", **FP8)
+def scales_of_rows(config):
+    """An input gradient adds up over the rows of W, so rows of W^T need scales of their own. Only in a square matrix
+    are there as many scales for rows as for columns. There the old scales pass for the new ones, and each column is
+    multiplied by the scale of a row. In this model only attention's second matrix is square."""
+    transposed = fp8.Fp8Recipe.convert_transposed
+
+    def keeping(self, x, to_8_bits):
+        if isinstance(x, fp8.Fp8Tensor) or x.dim() > 2 or x.size(0) != x.size(1):
+            return transposed(self, x, to_8_bits)
+        rows = self.convert(x, to_8_bits)
+        return fp8.Fp8Tensor(rows.values.t().contiguous(), rows.scale)
+    return [(fp8.Fp8Recipe, "convert_transposed", keeping)]
+
+
 # ---- bugs that are not put back here, and the tests that guard against them
 
 GUARDED = [
@@ -1359,7 +1429,8 @@ Each row trains a tiny model (3 layers, hidden size 16, 24 samples of 8 tokens a
 previous token; AdamW; clipping at 0.1) on the smallest layout that shows the bug. If the bug concerns experts, the
 model has 2 layers with 4 experts each, of which a token uses 2. The right numbers come from the plain
 model in `tests/support/reference.py`. If the bug needs a resumed run, they come from the same run without an
-interruption. If it needs a number that is not finite, they come from the run that skips the step on all ranks. The loss
+interruption. If the bug is in fp8, they come from the same run without the bug. If it needs a number that is not
+finite, they come from the run that skips the step on all ranks. The loss
 is the mean of steps {LONG - END + 1} to {LONG}. Norm and gradient are those of step {CHECKED}, and the error of a
 gradient is relative to the tensor's largest entry; the tests check norms and gradients. The command
 `python tests/pitfalls.py NUMBER --steps {LONG}` shows the run of a row. `python tests/pitfalls.py --write` measured the

@@ -127,17 +127,17 @@ def fp8_bytes(config: Config, chunk: Chunk) -> tuple[float, float]:
     """Estimate the bytes that fp8 reads and writes in a chunk for a microbatch: (forward, backward). 0 without fp8.
 
     To convert a tensor, a GPU reads it twice, for its largest number and for its values, and writes 1 byte per number.
-    Forward converts the inputs of the matmuls. With tensorwise scales backward converts the gradients, grad_y twice and
-    attention's output again, and transposes all in 8 bits. With rowwise scales it converts the gradients twice and the
-    inputs again. The product of a weight gradient is written and read, before it is added to main_grad.
+    Forward converts the inputs of the matmuls. With tensorwise scales backward converts the gradients and attention's
+    output, and transposes all operands of weight gradients in 8 bits. With rowwise scales it converts the gradients
+    twice and the inputs again. The product of a weight gradient is written and read, before it is added to main_grad.
     """
     e, x, (q, k) = sizes.bytes_per_element(config), sizes.hidden_bytes(config), query_and_key_bytes(config)
     before, after = activation_bytes(config, config.ffn_hidden_size)
     convert, transpose, forward, backward = 2 + 1 / e, 2 / e, 0.0, 0.0
     for sublayer in (sublayer for sublayer in chunk.sublayers if sublayer.fp8):
-        inputs, gradients, again = x + after, x + before, x
+        inputs, gradients, again = x + after, x + before, 0.0
         if sublayer.attends:
-            inputs, gradients, again = x + q / config.tp, x + (q + 2 * k) / config.tp, x + q / config.tp
+            inputs, gradients, again = x + q / config.tp, x + (q + 2 * k) / config.tp, q / config.tp
         forward += convert * inputs
         if config.fp8_recipe == "rowwise":
             backward += convert * (2 * gradients + inputs)

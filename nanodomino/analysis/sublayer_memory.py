@@ -74,7 +74,8 @@ def attention_tape(config: Config) -> InsideTape:
         core["logsumexp"] = w * n * config.num_attention_heads // t
     has_bias = not config.disable_bias_linear or config.add_qkv_bias
     return InsideTape({}, {"qkv": (q + 2 * k) / t}, core, {
-        "column-parallel inputs": input_bytes(config, x), "gradients of row-parallel outputs": x, "context": q / t,
+        "column-parallel inputs": input_bytes(config, x), "gradients of row-parallel outputs": output_bytes(config, x),
+        "context": q / t,
         "gradient of qkv": gradient_bytes(config, (q + 2 * k) / t, has_bias)})
 
 
@@ -82,7 +83,7 @@ def mlp_tape(config: Config) -> InsideTape:
     x, (before, after) = hidden_bytes(config), activation_bytes(config, activated_features(config, MLP))
     kept = kept_bytes(config, after)
     return InsideTape({}, {"mlp before activation": before}, {"mlp after activation": kept}, {
-        "column-parallel inputs": input_bytes(config, x), "gradients of row-parallel outputs": x,
+        "column-parallel inputs": input_bytes(config, x), "gradients of row-parallel outputs": output_bytes(config, x),
         "mlp after activation": kept,
         "gradient before activation": gradient_bytes(config, before, not config.disable_bias_linear)},
         working=2 * x + after + before)
@@ -124,6 +125,12 @@ def input_bytes(config: Config, x: float) -> float:
     """Return the bytes of h, the input of a column-parallel matmul. A sharded residual stream keeps and gathers it in
     the training type, in which it takes x bytes."""
     return x if config.sequence_shards > 1 else kept_bytes(config, x)
+
+
+def output_bytes(config: Config, x: float) -> float:
+    """Return the bytes of the gradient of y, which takes x in the training type. Columns of a sharded residual stream
+    arrive, and are converted, one by one."""
+    return x if config.sequence_shards > 1 and config.columns > 1 else kept_bytes(config, x)
 
 
 def gradient_bytes(config: Config, gradient: float, has_bias: bool) -> float:

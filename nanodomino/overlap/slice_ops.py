@@ -118,10 +118,13 @@ class SliceOps:
         return [tensor] if self.columns == 1 else tensor.chunk(self.columns, dim)
 
     def linear(self, slice, site, flights, weight, bias=None):
-        """Return x W^T + bias. `flights` carry x, and each chunk of x's features is multiplied when it has arrived."""
+        """Return x W^T + bias. `flights` carry x, and each chunk of x's features is multiplied when it has arrived. If
+        x is converted for this (convert_once), and there is a single flight, then it carries the converted x on."""
         total = None
         for flight, chunk in zip(flights, weight.chunk(len(flights), dim=1)):
             x = self.wait(slice, site, [flight])
+            if len(flights) == 1:
+                x = flight.tensor = self.convert_once(x, weight)
             with self.trace.span("matmul", slice=slice.index, site=site):
                 total = multiply(x, chunk, bias, total)
         return total
