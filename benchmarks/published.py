@@ -116,7 +116,7 @@ def megatron(config: Config, machine: Machine, mesh, scores=(0, 0), before_backw
     """
     found = step_time.action_costs(config, machine, mesh)
     pairs = config.micro_batch_size * config.num_attention_heads / config.tp * config.seq_length ** 2
-    for number, chunk in enumerate(sizes.stage_model(config, mesh).chunks):
+    for number, chunk in enumerate(sizes.stage_chunks(config, mesh)):
         (forward, backward), (forward_scores, backward_scores) = (
             [len(chunk.layers) * unit * times / machine.elementwise_rate for times in count]
             for unit, count in ((sizes.residual_bytes(config), RESIDUAL), (pairs, scores)))

@@ -31,7 +31,7 @@ from itertools import accumulate
 from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_element, bytes_per_main_element, bytes_per_weight,
                                        fp8_matrices, gradient_shards, hidden_bytes, linear_in_microbatches,
                                        local_vocab_size, mesh_at, optimizer_shards, parameters_by_kind, replica_count,
-                                       residual_bytes, slice_count, stage_actions, stage_model, tokens_per_microbatch)
+                                       residual_bytes, slice_count, stage_actions, stage_chunks, tokens_per_microbatch)
 from nanodomino.analysis.sublayer_memory import (INSIDES, deferred_bytes, has_attention_bias, norm_statistics_bytes,
                                                  offloads_to_host, tape_bytes)
 from nanodomino.config.config import Config
@@ -100,9 +100,13 @@ def average_state_bytes(config: Config) -> int:
 # ---- activations: what the tapes keep for backward
 
 def chunk_ends_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, float]:
-    """Return {name: bytes} of what a tape keeps for a chunk besides its layers: tokens, embedding, head or output."""
+    """Return {name: bytes} of what a tape keeps for a chunk besides its layers: tokens, embedding, heads or output.
+
+    A depth of multi-token prediction has labels and a loss mask of its own. It also keeps the word embeddings that it
+    merges, and the statistics of two norms.
+    """
     e, w, n = bytes_per_element(config), bytes_per_main_element(config), tokens_per_microbatch(config)
-    kept = {}
+    kept, statistics = {}, n * norm_statistics_bytes(config) / config.sequence_shards
     if chunk.pre_process or chunk.post_process or config.uses_document_boundaries:   # every chunk needs boundaries
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # s + 1 tokens per sample: the last is only a label
         kept["positions, loss mask"] = 8 * (n if config.reset_position_ids else config.seq_length) + 4 * n
@@ -110,10 +114,10 @@ def chunk_ends_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str,
     if chunk.pre_process and config.hidden_dropout and "h" not in GRANULARITIES[config.recompute_granularity]:
         kept["embedding dropout"] = w * n * config.hidden_size / config.sequence_shards
     if chunk.post_process:
-        kept["head"] = (residual_bytes(config) + hidden_bytes(config)
-                        + n * norm_statistics_bytes(config) / config.sequence_shards)
-        kept["logits"] = e * n * local_vocab_size(config, mesh)
-        kept["losses, maxima, sums"] = 4 * w * n
+        kept["head"] = config.heads * (residual_bytes(config) + hidden_bytes(config) + statistics)
+        kept["logits"] = config.heads * e * n * local_vocab_size(config, mesh)
+        kept["losses, maxima, sums"] = config.heads * 4 * w * n
+        kept["depths"] = config.mtp_num_layers * (12 * n + residual_bytes(config) + 2 * statistics)
     else:
         kept["output"] = residual_bytes(config)
     return kept
@@ -138,7 +142,7 @@ def microbatches_in_flight(config: Config, mesh: Mesh) -> float:
     A microbatch is alive from its forward to the end of its backward. If the stage has several chunks, the microbatch
     counts per chunk, as a fraction: the chunk's share of the stage's layers. So the result may be 2.5.
     """
-    chunks = stage_model(config, mesh).chunks
+    chunks = stage_chunks(config, mesh)
     layers = sum(len(chunk.layers) for chunk in chunks)
     return peak_microbatches(stage_actions(config, mesh), lambda chunk: len(chunks[chunk].layers) / layers)
 
@@ -155,7 +159,7 @@ def tape_bytes_over_time(config: Config, mesh: Mesh) -> list[float]:
     In a pair (a forward and a backward that take turns) one tape grows while the other shrinks, sublayer by sublayer.
     So the peak is never in the middle of a pair.
     """
-    chunks = stage_model(config, mesh).chunks
+    chunks = stage_chunks(config, mesh)
     kept = [tape_bytes(config, chunk.sublayers) + sum(chunk_ends_tape_bytes(config, mesh, chunk).values())
             - (residual_bytes(config) if shares_input_with_other_tape(config, mesh, number) else 0)
             for number, chunk in enumerate(chunks)]
@@ -197,7 +201,7 @@ def peak_host_bytes(config: Config, mesh: Mesh) -> int:
     This is pinned memory, where torch rounds each tensor up to a power of two. A run may take up to twice these bytes.
     """
     kept = [len(chunk.sublayers) * residual_bytes(config) * offloads_to_host(config)
-            for chunk in stage_model(config, mesh).chunks]
+            for chunk in stage_chunks(config, mesh)]
     return round(max(bytes_over_time(config, mesh, kept, [0] * len(kept))))
 
 
@@ -242,7 +246,7 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
     head's backward. The result is the largest of these sums plus ZeRO-2's gradient buffers and fp8's weights.
     """
     e, w, t, n = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config)
-    x, cuda, chunks = hidden_bytes(config), config.device == "cuda", stage_model(config, mesh).chunks
+    x, cuda, chunks = hidden_bytes(config), config.device == "cuda", stage_chunks(config, mesh)
     first, last = chunks[0], chunks[-1]
     h, ffn = config.hidden_size, e * n * config.ffn_hidden_size // t
 
@@ -253,13 +257,13 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
         factors = w * n // slice_count(config) * (inputs + outputs)
         return factors if config.dtype == "float16" else e * inputs * outputs
 
-    head = sum(chunk_ends_tape_bytes(config, mesh, last).values()) if last.post_process else 0
+    head = sum(chunk_ends_tape_bytes(config, mesh, last).values()) / config.heads if last.post_process else 0
     at_head, in_layers = (pair_working_bytes(config, mesh, resumed - first.pre_process) for resumed in (0, 1))
     offloaded = 4 * residual_bytes(config) * offloads_to_host(config)     # norm inputs: 2 on their way out, 2 back
     product = fp8_working_bytes(config) if config.fp8_format else weight_gradient_bytes(h, config.ffn_hidden_size // t)
     gradients = {MLP: max(0, product - ffn)}
-    # The backward of an MLP or experts, while one slice's activations are recomputed. The head's part of the tape is
-    # freed by then.
+    # The backward of an MLP or experts, while one slice's activations are recomputed. The part of the tape that belongs
+    # to the head behind them is freed by then.
     moments = [inside.working + inside.recomputed(config) / slice_count(config) + gradients.get(kind, 0) - head
                + in_layers + offloaded for kind in {type(layer.mlp) for chunk in chunks for layer in chunk.layers}
                for inside in [INSIDES[kind](config)]]
@@ -273,7 +277,7 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
 
 def fp8_weight_bytes(config: Config, mesh: Mesh) -> int:
     """Return the bytes of the weights that layers/fp8.py has converted: W and W^T, from a step's first backward on."""
-    return sum(2 * weight.numel() for chunk in stage_model(config, mesh).chunks for weight in fp8_matrices(chunk))
+    return sum(2 * weight.numel() for chunk in stage_chunks(config, mesh) for weight in fp8_matrices(chunk))
 
 
 def fp8_working_bytes(config: Config) -> float:
@@ -312,7 +316,7 @@ def pair_working_bytes(config: Config, mesh: Mesh, sublayers: int) -> float:
     """
     if all(len(action.halves) == 1 for action in stage_actions(config, mesh)):
         return 0
-    kept = [tape_bytes(config, [sublayer]) for sublayer in stage_model(config, mesh).chunks[0].sublayers]
+    kept = [tape_bytes(config, [sublayer]) for sublayer in stage_chunks(config, mesh)[0].sublayers]
     rows = 4 * config.moe_router_topk * (config.ep > 1)
     return (2 + rows) * hidden_bytes(config) + sum(kept[:max(sublayers, 0)])
 
@@ -327,7 +331,7 @@ def tape_and_receive_bytes(config: Config, mesh: Mesh) -> int:
     """
     if optimizer_shards(config) == 1 or gradient_shards(config) > 1 or config.device == "cuda":
         return 0
-    chunks, row = stage_model(config, mesh).chunks, stage_actions(config, mesh)
+    chunks, row = stage_chunks(config, mesh), stage_actions(config, mesh)
     last = {half.chunk: number for number, action in enumerate(row) for half in action.halves}
     layers = sum(len(chunk.layers) for chunk in chunks)
     layer = bytes_per_main_element(config) * sum(size for kind, size in bucket_sizes(config, mesh)

@@ -15,6 +15,8 @@ the bytes of one activation [b, s, h], and w the bytes of one gradient element:
     head, a microbatch                        1 all-reduce of X backward               1909.08053, section 3
     cross entropy, a microbatch               1 all-reduce (maximum) of w b s bytes,   1909.08053, section 3; one call
                                               1 all-reduce (sum) of 2 w b s            for both of its sums
+    multi-token prediction, a depth           those of a layer, embedding, head and    2412.19437, section 2.2
+                                              cross entropy
     experts, a layer and microbatch           all-to-alls: forward 2 of k X and 1     see layers/moe.py
                                               of 8 E bytes, backward 2 of k X
     a stage boundary and microbatch           X sent forward, X back; with sequence    2104.04473, section 2.2
@@ -23,7 +25,7 @@ the bytes of one activation [b, s, h], and w the bytes of one gradient element:
                                               e bytes all-gathered
     ZeRO-2, a step                            m such reduce-scatters, 1 all-gather
       experts                                 the same over d/ep replicas
-    tied embedding on two stages, a step      1 all-reduce of w V h/t bytes; with ZeRO only of this rank's 1/d of them
+    word embedding on two stages, a step      1 all-reduce of w V h/t bytes; with ZeRO only of this rank's 1/d of them
 
 With p stages of v chunks there are p v - 1 boundaries. Nothing is sent where both chunks are on the same stage. In a
 ring of n ranks, each rank sends 2 (n-1)/n of a tensor to all-reduce it, and (n-1)/n of it to reduce-scatter or
@@ -36,7 +38,8 @@ from dataclasses import dataclass
 
 from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_main_element, bytes_per_weight, gradient_reductions,
                                        hidden_bytes, optimizer_shards, replica_count, residual_bytes, slice_count,
-                                       stage_actions, stage_model, tokens_per_microbatch, with_microbatches)
+                                       stage_actions, stage_chunks, stage_model, tokens_per_microbatch,
+                                       with_microbatches)
 from nanodomino.config.config import Config
 from nanodomino.layers.moe import MoE
 from nanodomino.mesh import Mesh
@@ -89,7 +92,7 @@ def tensor_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Tra
     if config.tp == 1:
         return []
     w, n, x = bytes_per_main_element(config), tokens_per_microbatch(config), hidden_bytes(config)
-    chunks = chunks or stage_model(config, mesh).chunks
+    chunks = chunks or stage_chunks(config, mesh)
     calls = config.microbatches * slice_count(config)
     column_calls = calls * column_count(config.columns, config.hidden_size)
     sequence_parallel = config.sequence_shards > 1
@@ -104,11 +107,14 @@ def tensor_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Tra
     found = [reduce(sublayers * column_calls, sublayers * x, "layers forward"), *gathers(sublayers, "layers forward"),
              reduce(sublayers * column_calls, sublayers * x, "layers backward", True),
              *gathers(2 * sublayers, "layers backward", True)]
-    if any(chunk.pre_process for chunk in chunks):
-        found += [reduce(calls, x, "embedding")] + gathers(1, "embedding", True)
-    if any(chunk.post_process for chunk in chunks):
-        found += gathers(1, "head") + [reduce(2 * calls, 3 * w * n, "cross entropy", kind="all_reduce")]
-        found += [reduce(column_calls, x, "head", True)]
+    heads = config.heads * any(chunk.post_process for chunk in chunks)
+    lookups = any(chunk.pre_process for chunk in chunks) + max(heads - 1, 0)         # each depth looks up its own tokens
+    if lookups:
+        found += [reduce(lookups * calls, lookups * x, "embedding")] + gathers(lookups, "embedding", True)
+    if heads:
+        found += gathers(heads, "head")
+        found += [reduce(2 * heads * calls, 3 * heads * w * n, "cross entropy", kind="all_reduce"),
+                  reduce(heads * column_calls, heads * x, "head", True)]
     return found
 
 
@@ -118,7 +124,7 @@ def expert_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Tra
     Forward sends counts, rows and results; backward sends the gradients of both back. If a routing is not balanced, a
     rank sends as many rows, but more or fewer results and gradients of rows.
     """
-    chunks = chunks or stage_model(config, mesh).chunks
+    chunks = chunks or stage_chunks(config, mesh)
     layers = sum(isinstance(sublayer, MoE) for chunk in chunks for sublayer in chunk.sublayers)
     if config.ep == 1 or layers == 0:
         return []
@@ -147,7 +153,7 @@ def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
 
     - dp: gradients are summed over the replicas once per step, in ZeRO-2 once per microbatch.
     - expert_dp: the same for the experts' gradients. With ep = 1 this is the dp group, and counts as dp.
-    - embedding: the first and the last stage sum the gradients of a tied embedding.
+    - embedding: the first and the last stage sum the gradients of a word embedding that both use.
     - tp: some parameters are replicated, but each rank computes only a part of their gradients, so the ranks sum the
       parts. Norms of q and k see only a rank's heads, routers only its features. With sequence parallelism, norms,
       row-parallel biases and position embeddings see only a rank's tokens.
@@ -156,7 +162,7 @@ def optimizer_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
     """
     w, found = bytes_per_main_element(config), []
     buckets, times = bucket_sizes(config, mesh), gradient_reductions(config)
-    for group, why in (("embedding", "tied embedding"), ("tp", "norms, biases, routers")):
+    for group, why in (("embedding", "word embedding"), ("tp", "norms, biases, routers")):
         partial = [size // optimizer_shards(config, kind.replicas) for kind, size in buckets if group in kind.addends]
         found += [Traffic(group, "all_reduce", len(partial), w * sum(partial), why)] if partial else []
     for group in ("dp", "expert_dp") if config.ep > 1 else ("dp",):

@@ -60,11 +60,14 @@ def flops_per_token(config: Config) -> float:
     """Return the training FLOPs per token: 6 N + 12 L n d s (PaLM, 2204.02311, appendix B; nanoGPT).
 
     N: active parameters without learned position embeddings; L: layers; n heads of size d. Attention counts all pairs
-    of tokens, although a causal mask needs only half of them.
+    of tokens, although a causal mask needs only half of them. Each depth of multi-token prediction is one more layer,
+    and multiplies by the head once more.
     """
     learned = config.position_embedding_type == "learned_absolute"
     parameters = active_parameter_count(config) - learned * config.max_position_embeddings * config.hidden_size
-    return 6 * parameters + 12 * config.num_layers * config.num_attention_heads * config.kv_channels * config.seq_length
+    parameters += config.mtp_num_layers * config.vocab_size * config.hidden_size
+    layers = config.num_layers + config.mtp_num_layers
+    return 6 * parameters + 12 * layers * config.num_attention_heads * config.kv_channels * config.seq_length
 
 
 # ---- the ranks
@@ -104,6 +107,20 @@ def group_ranks(mesh: Mesh, group: str) -> list[int]:
 def stage_model(config: Config, mesh: Mesh) -> GPT:
     """Return this rank's part of the model on the meta device."""
     return meta_stage(shapes_only(config), mesh.pp_rank, mesh.tp_rank)
+
+
+def stage_chunks(config: Config, mesh: Mesh) -> list[Chunk]:
+    """Return the chunks of this rank's stage. A training microbatch passes through the depths of multi-token prediction
+    after the model's last chunk, so here that chunk also has their layers."""
+    return chunks_with_depths(shapes_only(config), mesh.pp_rank, mesh.tp_rank)
+
+
+@lru_cache(maxsize=1024)
+def chunks_with_depths(config: Config, pp_rank: int, tp_rank: int) -> list[Chunk]:
+    model = meta_stage(config, pp_rank, tp_rank)
+    depths = [layer for chunk in model.depth_chunks for layer in chunk.layers]
+    return [replace(chunk, layers=chunk.layers + depths) if depths and chunk.post_process else chunk
+            for chunk in model.chunks]
 
 
 @lru_cache(maxsize=1024)

@@ -98,11 +98,13 @@ def forward_flops(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, floa
 
     Of experts, a rank computes k/E of its own tokens and as many of the other ep - 1 ranks' tokens with each.
     Attention has two matmuls without weights, q k^T and the product with v. All pairs of tokens count, although a
-    causal mask needs only half of them.
+    causal mask needs only half of them. A depth of multi-token prediction merges two tensors [b, s, h], of which a rank
+    treats all rows that it holds, and multiplies by the head once more.
     """
     n, heads = sizes.tokens_per_microbatch(config), config.num_attention_heads * config.kv_channels
     matrices, _ = matrix_elements(chunk, sizes.expert_share(config) * config.ep, fp8_speedup(config))
-    head = config.hidden_size * sizes.local_vocab_size(config, mesh) if chunk.post_process else 0
+    head = config.heads * config.hidden_size * sizes.local_vocab_size(config, mesh) if chunk.post_process else 0
+    matrices += chunk.post_process * config.mtp_num_layers * 2 * config.hidden_size ** 2 / config.sequence_shards
     return 2 * n * matrices, 2 * n * head, len(chunk.layers) * 4 * n * config.seq_length * heads / config.tp
 
 
@@ -155,7 +157,8 @@ def elementwise_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, 
     reads x and y and writes x' and h; RoPE or the norm of q and k rewrites both; the activation function reads and
     writes the MLP's wide tensors; cross entropy reads the logits twice. Experts sort their k X of rows four times: to
     send, by expert, back, and by token. Backward does the same with gradients, and the activation function reads its
-    input again. Without sequence parallelism every tp rank repeats residual + norm.
+    input again. Without sequence parallelism every tp rank repeats residual + norm. A depth of multi-token prediction
+    normalizes two tensors and joins them, which moves as much as the norms of a layer.
     """
     x, layers, dropped = sizes.residual_bytes(config), len(chunk.layers), GRANULARITIES[config.recompute_granularity]
     q, k = (size / config.tp for size in query_and_key_bytes(config))
@@ -163,13 +166,14 @@ def elementwise_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, 
     before, after = activation_bytes(config, sum(activated_features(config, type(layer.mlp)) for layer in chunk.layers))
     experts = sum(isinstance(layer.mlp, MoE) for layer in chunk.layers)
     sorted_rows = experts * 4 * 2 * config.moe_router_topk * sizes.hidden_bytes(config)
-    logits = 0
+    logits = merged = 0
     if chunk.post_process:
         words = sizes.local_vocab_size(config, mesh)
-        logits = 2 * sizes.bytes_per_element(config) * sizes.tokens_per_microbatch(config) * words
+        logits = 2 * config.heads * sizes.bytes_per_element(config) * sizes.tokens_per_microbatch(config) * words
+        merged = config.mtp_num_layers * 2 * 4 * x
     converted, converted_back = fp8_bytes(config, chunk)
-    return (layers * 2 * 4 * x + rotated + before + after + sorted_rows + logits + converted,
-            layers * 2 * 4 * x + rotated + 2 * before + after + sorted_rows + logits + converted_back,
+    return (layers * 2 * 4 * x + rotated + before + after + sorted_rows + merged + logits + converted,
+            layers * 2 * 4 * x + rotated + 2 * before + after + sorted_rows + merged + logits + converted_back,
             (rotated + before + after) * ("activation" in dropped) + layers * 2 * 2 * x * ("h" in dropped))
 
 
@@ -186,7 +190,7 @@ def recomputed_flops(config: Config, mesh: Mesh, chunk: Chunk) -> float:
 
 def stage_flops(config: Config, mesh: Mesh) -> tuple[float, float]:
     """Return a microbatch's FLOPs on a stage: (forward plus backward, recomputed)."""
-    chunks = sizes.stage_model(config, mesh).chunks
+    chunks = sizes.stage_chunks(config, mesh)
     return (3 * sum(sum(forward_flops(config, mesh, chunk)) for chunk in chunks),
             sum(recomputed_flops(config, mesh, chunk) for chunk in chunks))
 
@@ -235,7 +239,7 @@ def action_costs(config: Config, machine: Machine, mesh: Mesh, keeps_up=False) -
         copied = sizes.residual_bytes(config) / machine.host_copy_rate
     shares = chunk_shares(config, mesh)
     each_reduction = data_parallel_seconds(config, machine, mesh)[0] if keeps_up else 0.0
-    for number, chunk in enumerate(sizes.stage_model(config, mesh).chunks):
+    for number, chunk in enumerate(sizes.stage_chunks(config, mesh)):
         dense, head, attention = (count / machine.matmul_rate for count in forward_flops(config, mesh, chunk))
         tensor, experts = ([communication_seconds(config, machine, mesh, [
             collective for collective in traffic if collective.backward == is_backward]) / config.microbatches
@@ -273,7 +277,7 @@ def data_parallel_seconds(config: Config, machine: Machine, mesh: Mesh) -> tuple
 
 def chunk_shares(config: Config, mesh: Mesh) -> list[float]:
     """Return each chunk's share of the stage's layers, which is about its share of the stage's gradients."""
-    layers = [len(chunk.layers) for chunk in sizes.stage_model(config, mesh).chunks]
+    layers = [len(chunk.layers) for chunk in sizes.stage_chunks(config, mesh)]
     return [count / sum(layers) for count in layers]
 
 
@@ -292,7 +296,7 @@ def step_seconds(config: Config, machine: Machine) -> dict[str, float]:
                        for flops in stage_flops(config, busiest))
     parts = {"products": products}
     if machine.elementwise_rate < math.inf:
-        moved = [elementwise_bytes(config, busiest, chunk) for chunk in sizes.stage_model(config, busiest).chunks]
+        moved = [elementwise_bytes(config, busiest, chunk) for chunk in sizes.stage_chunks(config, busiest)]
         forward, backward, recomputed = (config.microbatches * sum(counts) / machine.elementwise_rate
                                          for counts in zip(*moved))
         parts["element-wise"], again = forward + backward, again + recomputed
@@ -357,7 +361,7 @@ def optimizer_memory_traffic(config: Config, mesh: Mesh) -> float:
     times = sizes.gradient_reductions(config)
     own = (1 + 2 + 3 + 2 * len(OPTIMIZERS[config.optimizer].moments)) * w + (w + e if e < w else 0)
     own += 3 * w * times if sizes.gradient_shards(config) > 1 else 0
-    chunks = sizes.stage_model(config, mesh).chunks
+    chunks = sizes.stage_chunks(config, mesh)
     converted = sum(weight.numel() for chunk in chunks for weight in fp8_matrices(chunk))
     return (4 * e + 2) * converted + sum(size * (w * times + own / sizes.optimizer_shards(config, kind.replicas))
                                          for kind, size in sizes.bucket_sizes(config, mesh))

@@ -104,7 +104,7 @@ def test_all_to_alls_of_a_layer():
 def test_the_matmuls_of_all_ranks_with_experts_are_the_models_flops():
     config = moe(32, expert_model_parallel_size=8, pipeline_model_parallel_size=4)
     forward = sum(sum(step_time.forward_flops(config, at, chunk)) for at in sizes.all_meshes(config)
-                  for chunk in sizes.stage_model(config, at).chunks) * config.microbatches
+                  for chunk in sizes.stage_chunks(config, at)) * config.microbatches
     looked_up = 6 * config.vocab_size * config.hidden_size
     said = (sizes.flops_per_token(config) - looked_up) * config.global_batch_size * config.seq_length
     assert 3 * forward == pytest.approx(said, rel=1e-3)

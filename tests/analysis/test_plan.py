@@ -102,7 +102,7 @@ def test_a_microbatch_in_flight_counts_by_its_chunks_layers():
 def test_peak_number_of_tapes(schedule, fits):
     config = cluster(4, pipeline_model_parallel_size=4, schedule=schedule, global_batch_size=16)
     at = sizes.mesh_at(config)
-    (chunk,) = sizes.stage_model(config, at).chunks
+    (chunk,) = sizes.stage_chunks(config, at)
     one = (10 * sum(sublayer_memory.layer_tape_bytes(config).values())
            + sum(expected_memory.chunk_ends_tape_bytes(config, at, chunk).values()))
     assert expected_memory.peak_tape_bytes(config, at) == pytest.approx(fits * one)
@@ -196,12 +196,14 @@ def test_columns_are_counted_as_torch_cuts_them():
             len(torch.empty(size).chunk(chunks)) for chunks in range(1, size + 1)]
 
 
-@pytest.mark.parametrize("model", ["gpt3-13b", "llama3-8b", "qwen3-0.6b"])
-def test_the_matmuls_of_all_ranks_are_the_models_flops(model):
-    """Up to the vocabulary's padding, norms and biases; also with grouped queries, other head sizes and SwiGLU."""
-    config = cluster(64, model=model, tensor_model_parallel_size=8, pipeline_model_parallel_size=4)
+@pytest.mark.parametrize("model, depths", [("gpt3-13b", 0), ("llama3-8b", 0), ("llama3-8b", 2), ("qwen3-0.6b", 1)])
+def test_the_matmuls_of_all_ranks_are_the_models_flops(model, depths):
+    """Up to the vocabulary's padding, norms and biases; also with grouped queries, other head sizes and SwiGLU. With
+    sequence parallelism no rank repeats another's part of a merge."""
+    config = cluster(64, model=model, tensor_model_parallel_size=8, pipeline_model_parallel_size=4,
+                     sequence_parallel=True, mtp_num_layers=depths)
     forward = sum(sum(step_time.forward_flops(config, at, chunk)) for at in sizes.all_meshes(config)
-                  for chunk in sizes.stage_model(config, at).chunks) * config.microbatches
+                  for chunk in sizes.stage_chunks(config, at)) * config.microbatches
     looked_up = 0 if config.tied else 6 * config.vocab_size * config.hidden_size       # of N, and no product
     said = (flops_per_token(config) - looked_up) * config.global_batch_size * config.seq_length
     assert 3 * forward == pytest.approx(said, rel=1e-3)
@@ -237,7 +239,7 @@ def test_with_free_communication_a_step_is_its_matmuls_and_a_bubble_of_p_minus_1
     parts = step_time.step_seconds(config, machine(matmul_rate=1e12))
     assert parts["bubble"] / parts["products"] == pytest.approx(3 / 16, rel=1e-3)
     assert sum(parts.values()) == pytest.approx(parts["products"] + parts["bubble"])
-    (chunk,) = sizes.stage_model(config, sizes.mesh_at(config, 3)).chunks
+    (chunk,) = sizes.stage_chunks(config, sizes.mesh_at(config, 3))
     alone = sum(step_time.forward_flops(config, sizes.mesh_at(config, 3), chunk)) * 3 * 16 / 1e12
     assert parts["products"] == pytest.approx(alone)
     paired = step_time.step_seconds(dataclasses.replace(config, schedule="paired"), machine(matmul_rate=1e12))
@@ -256,7 +258,7 @@ def test_bytes_of_element_wise_work(sequence_parallel, stream, granularity, agai
     x, found = sizes.hidden_bytes(config), []
     for stage in range(2):
         at = sizes.mesh_at(config, stage)
-        (chunk,) = sizes.stage_model(config, at).chunks
+        (chunk,) = sizes.stage_chunks(config, at)
         found.append(step_time.elementwise_bytes(config, at, chunk))
     norms = (4 / 8 if sequence_parallel else 4) * (granularity == "full")
     assert found[0] == tuple(20 * x * size for size in (stream / 2 + 8 / 8, stream / 2 + 12 / 8, again / 8 + norms))
@@ -269,7 +271,7 @@ def test_element_wise_work_is_a_part_of_the_step_and_lengthens_it():
     config = cluster(8, **TP8, global_batch_size=4, recompute_granularity="selective")
     fast, slow = (machine(matmul_rate=1e13, **rates) for rates in ({}, dict(elementwise_rate=1e12)))
     at = sizes.mesh_at(config)
-    (chunk,) = sizes.stage_model(config, at).chunks
+    (chunk,) = sizes.stage_chunks(config, at)
     forward, backward, again = step_time.elementwise_bytes(config, at, chunk)
     without, parts = step_time.step_seconds(config, fast), step_time.step_seconds(config, slow)
     assert "element-wise" not in without and parts["element-wise"] == pytest.approx(4 * (forward + backward) / 1e12)
@@ -339,7 +341,7 @@ def test_recomputation_adds_to_the_matmuls(granularity, again):
     plain = cluster(32, **TP8, pipeline_model_parallel_size=4, vocab_size=128, global_batch_size=16)
     config, at = dataclasses.replace(plain, recompute_granularity=granularity), sizes.mesh_at(plain)
     one = machine(matmul_rate=1e12)
-    (chunk,) = sizes.stage_model(plain, at).chunks
+    (chunk,) = sizes.stage_chunks(plain, at)
     dense, _, attention = step_time.forward_flops(plain, at, chunk)
     before, after = step_time.step_seconds(plain, one), step_time.step_seconds(config, one)
     assert after["again"] == pytest.approx(16 * again(dense, attention) / 1e12)
@@ -540,10 +542,18 @@ def test_a_group_on_several_hosts_uses_the_network():
         (True, dict(tensor_model_parallel_size=2, recompute_granularity="selective")),
         (True, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
         (True, dict(tensor_model_parallel_size=2, fp8_recipe="rowwise", **FAMILIES["llama"])))],
+    (2, dict(tensor_model_parallel_size=2, mtp_num_layers=1, slices=2, columns=2, sequence_parallel=True)),
+    pytest.param(2, dict(pipeline_model_parallel_size=2, **FAMILIES["llama"], mtp_num_layers=2, slices=2,
+                         recompute_granularity="selective", dtype="bfloat16"), marks=pytest.mark.exhaustive),
+    pytest.param(4, dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=2, mtp_num_layers=1,
+                         schedule="zb-v", num_layers=4), marks=pytest.mark.exhaustive),
+    pytest.param(2, dict(mtp_num_layers=2, zero_stage=2, recompute_granularity="full", hidden_dropout=0.1,
+                         attention_dropout=0.1), marks=pytest.mark.exhaustive),
 ], ids=["dropout", "gpipe-untied", "rmsnorm-lion", "tp4-columns", "zero0-buckets", "zero2-zb-h1", "zero2-tp2", "tp8",
         "tp2-pp2-dp2", "selective", "full", "cut-columns", "cut-full", "cut-selective-zero2",
         "llama", "mixed", "qwen2-selective", "qwen3-selective", "llama-documents", "qwen3-documents-cut",
-        "fp8-zb-h1", "fp8-selective", "fp8-cut", "fp8-rowwise"])
+        "fp8-zb-h1", "fp8-selective", "fp8-cut", "fp8-rowwise", "depth-cut-columns", "depths-pp2", "depth-zb-v",
+        "depths-zero2-full"])
 def test_state_activations_collectives_and_bytes_equal_the_formulas(pool, world_size, changes):
     config = tiny(world_size, **{"global_batch_size": 6, "num_layers": 2, "device": "cpu", **changes})
     for of_memory, (counted, said) in pool.run(held_rank, config, world_size=world_size):

@@ -53,7 +53,7 @@ def test_formula_3_counts_four_forwards_of_the_layers_and_three_of_the_head(run)
     """It equals this program's count of FLOPs."""
     config = run.config
     chunks = [(at, chunk) for at in map(partial(sizes.mesh_at, config), range(config.pp))
-              for chunk in sizes.stage_model(config, at).chunks]
+              for chunk in sizes.stage_chunks(config, at)]
     of_rank = sum(4 * (dense + attention) + 3 * head
                   for dense, head, attention in (step_time.forward_flops(config, at, chunk) for at, chunk in chunks))
     assert published.formula_3(config) == pytest.approx(config.microbatches * config.dp * config.tp * of_rank, rel=1e-3)
@@ -75,7 +75,7 @@ def test_seconds_agree_with_a_plan(changes):
 def counted(config):
     """Return a microbatch's forward FLOPs on the only stage: layers' matmuls, head's, attention's."""
     at = sizes.mesh_at(config)
-    (chunk,) = sizes.stage_model(config, at).chunks
+    (chunk,) = sizes.stage_chunks(config, at)
     return step_time.forward_flops(config, at, chunk)
 
 
