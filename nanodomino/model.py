@@ -88,8 +88,7 @@ class Embedding(nn.Module):
         Without learned positions, only apply dropout.
         """
         if self.position_embeddings is None:
-            # clone: with sequence parallelism `words` is a view, and keeping it would keep the rows of all ranks
-            return drop(words.clone(), mask)
+            return drop(words, mask)
         return drop(words + F.embedding(positions, self.position_embeddings.weight), mask)
 
     def add_position_gradients(self, gradient, positions):

@@ -102,14 +102,15 @@ def average_state_bytes(config: Config) -> int:
 def chunk_ends_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, float]:
     """Return {name: bytes} of what a tape keeps for a chunk besides its layers: tokens, embedding, heads or output.
 
-    A depth of multi-token prediction has labels and a loss mask of its own. It also keeps the word embeddings that it
-    merges, and the statistics of two norms.
+    Each depth of multi-token prediction has labels and a loss mask of its own. Besides its layer and head, a depth
+    keeps the word embeddings that it merges, and the statistics of two norms.
     """
     e, w, n = bytes_per_element(config), bytes_per_main_element(config), tokens_per_microbatch(config)
     kept, statistics = {}, n * norm_statistics_bytes(config) / config.sequence_shards
     if chunk.pre_process or chunk.post_process or config.uses_document_boundaries:   # every chunk needs boundaries
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # s + 1 tokens per sample: the last is only a label
         kept["positions, loss mask"] = 8 * (n if config.reset_position_ids else config.seq_length) + 4 * n
+        kept["labels, loss masks of depths"] = config.mtp_num_layers * (8 + 4) * n
     kept |= document_tape_bytes(config)
     if chunk.pre_process and config.hidden_dropout and "h" not in GRANULARITIES[config.recompute_granularity]:
         kept["embedding dropout"] = w * n * config.hidden_size / config.sequence_shards
@@ -117,7 +118,7 @@ def chunk_ends_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str,
         kept["head"] = config.heads * (residual_bytes(config) + hidden_bytes(config) + statistics)
         kept["logits"] = config.heads * e * n * local_vocab_size(config, mesh)
         kept["losses, maxima, sums"] = config.heads * 4 * w * n
-        kept["depths"] = config.mtp_num_layers * (12 * n + residual_bytes(config) + 2 * statistics)
+        kept["depths"] = config.mtp_num_layers * (residual_bytes(config) + 2 * statistics)
     else:
         kept["output"] = residual_bytes(config)
     return kept

@@ -57,8 +57,9 @@ class EmbeddingAndHead:
     def look_up(self, slice, site, tokens):
         """Return the word embeddings [b, s, h] of tokens [b, s]."""
         addend = self.model.embedding.word_embeddings.partial_embeddings(tokens)
-        return (yield from self.ops.yield_then_wait(
-            slice, site, [self.ops.launch(slice, site, self.ops.stream.reduce(addend))]))
+        words = yield from self.ops.yield_then_wait(
+            slice, site, [self.ops.launch(slice, site, self.ops.stream.reduce(addend))])
+        return words.clone() if self.ops.stream.shards > 1 else words          # a view would keep the rows of all ranks
 
     def embed_backward(self, slice, grad_x):
         """Add the gradients of the word and position embeddings to main_grad.

@@ -47,7 +47,7 @@ PURPOSES = {"tp": "#e69f00", "cp": "#6f9a3e", "ep": "#d0759c", "dp": "#8496e0", 
             "embedding": "#bb9468", "world": "#9a9a9a"}
 NAMES = {"exposed": "exposed communication", "idle": "idle", "tp": "activations over tp",
          "cp": "attention over cp", "ep": "rows for experts over ep", "dp": "gradients over dp",
-         "gather": "weights over dp", "embedding": "tied embedding", "world": "loss and norm, all ranks"}
+         "gather": "weights over dp", "embedding": "word embedding", "world": "loss and norm, all ranks"}
 TIP = """<marker id="tip" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="6" markerHeight="6" orient="auto">\
 <path d="M0 0L6 3L0 6z" fill="#444"/></marker>
 """

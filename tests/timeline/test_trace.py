@@ -463,7 +463,7 @@ def test_the_legend_explains_arrows_only_if_there_are_any():
 def test_the_legend_names_each_purpose(recording):
     words = texts(picture([select_time(recording, 0, recording.end / 1e6)]))
     assert {"stage 1, dp 0, tp 1", "activations over tp", "gradients over dp", "weights over dp",
-            "tied embedding"} <= {*words}
+            "word embedding"} <= {*words}
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
