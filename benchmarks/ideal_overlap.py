@@ -52,10 +52,10 @@ class IdealStage:
     def __init__(self, config, **clock):
         self.wire = start_ideal_world(config.world_size, **clock)
         self.config = config
-        self.mesh = make_mesh(1, config.dp, config.tp, torch.device("cpu"), ep=config.ep)
+        self.mesh = make_mesh(1, config.dp, config.tp, torch.device("cpu"), ep=config.ep, cp=config.cp)
         tokens = RandomTokens(config)
         self.batches = [tokens.batch(0, i, 0, config.dp, config.micro_batch_size, config.global_batch_size)
-                        for i in range(config.microbatches)]
+                        .at_own_places(self.mesh) for i in range(config.microbatches)]
         self.models = {}
 
     def domino(self, slices: int, columns: int, chunks=1, trace=None) -> Domino:
@@ -153,7 +153,8 @@ def report(flags, config):
         flags.timeline.write_text(picture([stage.record(1, 1, "1f1b"), stage.record(*both, "1f1b"),
                                            stage.record(*both, "paired")]))
     text = "\n".join([
-        f"one rank of tp {config.tp}" + f", ep {config.ep}, {config.num_experts} experts" * bool(config.num_experts)
+        f"one rank of tp {config.tp}" + f", cp {config.cp} ({config.cp_comm_type})" * (config.cp > 1)
+        + f", ep {config.ep}, {config.num_experts} experts" * bool(config.num_experts)
         + f" on an ideal wire, latency {flags.latency:g} us; hidden {config.hidden_size}, "
         f"{config.num_layers} layers, {config.microbatches} x batch {config.micro_batch_size} x {config.seq_length}, "
         f"{config.dtype}{', sequence parallel' * config.sequence_parallel}; a rank sends "
@@ -162,8 +163,9 @@ def report(flags, config):
         table(["wires / work", *logs, "floor"], rows),
         f"domino works {ratio_text(split)} x as long as one slice; forward is {shares[0]:.0%} of domino's work and "
         f"sends {shares[1]:.0%} of its bytes"])
-    record = {"question": "overlap", "wire": "ideal", "tp": config.tp, "ep": config.ep, "slices": config.slices,
-              "columns": config.columns, "sequence_parallel": config.sequence_parallel, "latency_us": flags.latency,
+    record = {"question": "overlap", "wire": "ideal", "tp": config.tp, "cp": config.cp,
+              "cp_comm_type": config.cp_comm_type, "ep": config.ep, "slices": config.slices, "columns": config.columns,
+              "sequence_parallel": config.sequence_parallel, "latency_us": flags.latency,
               **shape_of(config), "microbatches": config.microbatches, "bytes": domino[0].sent,
               "repeats": flags.repeats, "forward_work": shares[0], "forward_bytes": shares[1],
               "work_ratio": split.value,

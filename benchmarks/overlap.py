@@ -72,7 +72,7 @@ from nanodomino.zero import ZeroOptimizer
 FLAGS = ("tensor_model_parallel_size", "slices", "columns", "sequence_parallel", "model", "num_layers", "hidden_size",
          "ffn_hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "vocab_size", "dtype", "device",
          "num_experts", "expert_model_parallel_size", "moe_router_topk", "moe_ffn_hidden_size",
-         "moe_shared_expert_intermediate_size")
+         "moe_shared_expert_intermediate_size", "context_parallel_size", "cp_comm_type")
 IDEAL_LENGTH = 64     # tokens per sample on the ideal wire, where one process runs all alternatives
 SMALL = dict(num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=256, micro_batch_size=8, vocab_size=257)
 
@@ -95,10 +95,12 @@ def add_flags(parser):
 
 
 def processes(flags) -> int:
-    ep = flags.expert_model_parallel_size
-    tp = flags.tensor_model_parallel_size = flags.tensor_model_parallel_size or (1 if ep > 1 else 2)
-    require(tp >= 2 or ep >= 2, f"--tp must be at least 2, but is {tp} (a single rank does not communicate); try 2")
+    ep, cp = flags.expert_model_parallel_size, flags.context_parallel_size
+    tp = flags.tensor_model_parallel_size = flags.tensor_model_parallel_size or (1 if ep > 1 or cp > 1 else 2)
+    require(max(tp, ep, cp) >= 2,
+            f"--tp must be at least 2, but is {tp} (a single rank does not communicate); try 2")
     require(flags.ideal_wire or not flags.num_experts, "--num-experts needs --ideal-wire; add it")
+    require(flags.ideal_wire or cp == 1, "--cp needs --ideal-wire; add it")
     require(not flags.ideal_wire or flags.wire is None, "--ideal-wire and --wire exclude each other; leave one out")
     require(not flags.ideal_wire or flags.device != "cuda", "--ideal-wire needs --device cpu, because its clock counts "
             "processor time; add --device cpu, or leave --ideal-wire out")
@@ -127,8 +129,8 @@ def config_for(flags):
             if getattr(flags, name) is None:
                 setattr(flags, name, size)
     flags.vocab_size = flags.vocab_size or (SMALL["vocab_size"] if flags.model == "nano" else GPT2)
-    ep = flags.expert_model_parallel_size
-    return config_here(flags, flags.tensor_model_parallel_size * ep,
+    ep, cp = flags.expert_model_parallel_size, flags.context_parallel_size
+    return config_here(flags, flags.tensor_model_parallel_size * ep * cp,
                        global_batch_size=flags.micro_batch_size * flags.microbatches * ep,
                        pipeline_model_parallel_size=1, data_parallel_size=ep,
                        disable_bias_linear=True if flags.num_experts else None)

@@ -43,7 +43,8 @@ from nanodomino.checkpoint.find_checkpoints import newest_intact_checkpoint
 from nanodomino.checkpoint.manifest import file_digests, manifest_text
 from nanodomino.config.config import Config
 from nanodomino.data import Batch
-from nanodomino.layers import attention, dropout_and_positions, fp8, moe, router, sublayer_inside
+from nanodomino.layers import attention, context_parallel, dropout_and_positions, fp8, moe, router, sublayer_inside
+from nanodomino.layers.positions import rotation
 from nanodomino.optim import buckets, loss_scale, parameters
 from nanodomino.overlap import (embedding_and_head, flight, multi_token_prediction, residual_norm, sequence_parallel,
                                 slice_ops)
@@ -59,7 +60,7 @@ from support.pool import Pool
 
 DOCUMENT = ROOT / "docs" / "pitfalls.md"
 MACHINE = ("2 shared virtual cores with torch 2.13.0 CPU: AMD EPYC, 2026-11-21; the rows about experts, multi-token "
-           "prediction and fp8 on Intel Xeon, 2026-11-23")
+           "prediction, fp8 and context parallelism on Intel Xeon, 2026-11-23")
 
 DEPTH = dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.5)
 # Two microbatches a step instead of eight: most of these bugs show as well, in a third of the time.
@@ -1239,6 +1240,45 @@ def scales_of_rows(config):
     return [(fp8.Fp8Recipe, "convert_transposed", keeping)]
 
 
+# ---- context parallelism
+
+SHARED = dict(context_parallel_size=2, micro_batch_size=12)
+
+
+@pitfall("Context parallelism: RoPE rotates by a token's index on its rank",
+         "`nanodomino/data.py`, `Batch.at_own_places`: cuts the positions like the tokens", **SHARED,
+         position_embedding_type="rope", kv_channels=4)
+def rotated_by_own_index(config):
+    """A rank holds two parts of a sample and counts its tokens from 0. Within a part the distances are right. But
+    tokens of different parts are rotated as if they were close together, or had the same place. Every rank does the
+    same, no shape is wrong, and the model learns with the distances that it gets. But its weights fit only this
+    layout."""
+    return [(context_parallel, "rotation", lambda config, positions, s, device: rotation(config, None, s, device))]
+
+
+@pitfall("Context parallelism: each rank keeps the gradients of its own keys",
+         "`nanodomino/layers/context_parallel.py`, `GatheredKeys.core_backward`: sums them with a reduce-scatter",
+         **SHARED)
+def keys_of_own_queries(config):
+    """The queries of all ranks attend to a key, so each rank has an addend of its gradient. If an all-gather is
+    differentiated as if it were a copy, a rank takes its own part and discards the rest. The gradients of queries are
+    complete, and so is everything after attention. Only what reaches the keys and values of other ranks is lost."""
+    def own_part(addend, shape, group, name):
+        return Flight(addend.view(-1).chunk(group.size())[group.rank()].view(shape))
+    return [(slice_ops, "prepare_reduce_scatter", own_part)]
+
+
+@pitfall("Context parallelism: gathered keys stay in the order of the ranks",
+         "`nanodomino/layers/positions.py`, `in_order`: puts the parts of the sample in their order", **SHARED)
+def order_of_the_ranks(config):
+    """To balance the causal mask, rank r holds parts r and 2 c - 1 - r of a sample. After the all-gather, the keys lie
+    rank by rank, but the mask counts them in the order of the sample. So a token attends to some later tokens, which
+    contain the answer, and not to some earlier ones. All shapes fit."""
+    def by_rank(b, s, ranks):
+        return torch.cat(list(torch.arange(b * s).view(ranks, b, -1)), dim=1)
+    return [(context_parallel, "gathered_places", by_rank)]
+
+
 # ---- bugs that are not put back here, and the tests that guard against them
 
 GUARDED = [
@@ -1327,7 +1367,7 @@ GUARDED = [
 def applies(entry: Pitfall) -> str:
     """Return the layout that shows a bug, such as "tp 2, dp 2"."""
     config = entry.config
-    sizes = dict(tp=config.tp, pp=config.pp, dp=config.dp, ep=config.ep)
+    sizes = dict(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp, ep=config.ep)
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     return ", ".join(words) or "one process"
 

@@ -140,6 +140,23 @@ def test_groups_are_made_of_the_right_ranks_also_a_second_time(pool):
         assert ends == (0b1000001 if rank < 2 or rank > 5 else 0b10100) << (rank & 1)
 
 
+def group_rank_of_shared_samples():
+    """Return the sum of 2^rank over each group of a mesh in which two ranks share a sample."""
+    made, sums = make_mesh(1, 2, 2, torch.device("cpu"), ep=4, cp=2), []
+    for group in (made.tp_group, made.cp_group, made.dp_group, made.ep_group):
+        total = torch.tensor(float(2 ** dist.get_rank()))
+        dist.all_reduce(total, group=group)
+        sums.append(int(total))
+    assert made.rank_of(0, made.dp_rank, made.tp_rank, made.cp_rank) == dist.get_rank()
+    assert made.axis("dp") == (4, dist.get_rank() // 2)
+    return sums
+
+
+def test_ranks_that_share_a_sample_are_neighbours_and_belong_to_the_dp_group(pool):
+    for rank, (tp, cp, dp, ep) in enumerate(pool.run(group_rank_of_shared_samples, world_size=8)):
+        assert (tp, cp, dp) == (3 << (rank & 6), 5 << (rank & 5), 0b1010101 << (rank & 1)) and ep == dp
+
+
 def timeouts_rank(flags):
     """Run train.py; return how it ended and the timeouts (seconds) of all its groups, the checkpoints' included."""
     waits, destroy = [], dist.destroy_process_group

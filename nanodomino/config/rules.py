@@ -197,7 +197,7 @@ def check_rules(c):
 def check_context_rules(c):
     """Check the rules for context parallelism of a resolved Config. Raises UserError."""
     parts = c.cp * math.lcm(2, c.sequence_shards)
-    shards = f" and by cp x tp = {c.cp * c.tp} with --sequence-parallel" * (c.sequence_shards > 1)
+    shards = f", and by cp x tp = {c.cp * c.tp} with --sequence-parallel" * (c.sequence_shards > 1)
     require(c.seq_length % parts == 0,
             f"seq-length {c.seq_length} must be divisible by 2 x context-parallel-size = {2 * c.cp}, since each rank "
             f"holds two equal parts of a sample{shards}; try --seq-length {-(-c.seq_length // parts) * parts}")

@@ -59,6 +59,15 @@ def test_depths_of_multi_token_prediction_move_to_other_ranks(pool, tmp_path, un
         ONE_RANK, (1, 2, 2, 1, 1, "1f1b"), (2, 1, 1, 2, 1, "1f1b"), (1, 2, 1, 1, 0, "zb-v"))])
 
 
+def test_context_parallelism_comes_and_goes(pool, tmp_path):
+    """From two ranks that share samples to one rank, to both kinds of exchange beside other axes, and back."""
+    configs = [config_for(*layout, **UNEVEN | LLAMA, **context) for layout, context in (
+        ((1, 1, 1, 1, 1, "1f1b"), dict(context_parallel_size=2)), (ONE_RANK, {}),
+        ((1, 1, 2, 1, 2, "1f1b"), dict(context_parallel_size=2, cp_comm_type="a2a")),
+        ((2, 1, 1, 2, 0, "1f1b"), dict(context_parallel_size=2)))]
+    check_resumes(pool, tmp_path, configs)
+
+
 def check_resumes(pool, tmp_path, configs, every_pair=False):
     """Resume each config from the checkpoint of the previous one, or of every one, and compare with the reference."""
     weights, data, records, final = reference_for(configs[0], 2)

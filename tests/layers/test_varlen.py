@@ -38,11 +38,19 @@ def train_by_varlen(config, *arguments):
 STEPS = 2
 
 
-def test_training_equals_one_plain_process(pool):
-    """The other side is a plain model with a mask. Evaluation and recomputation take the same kernel."""
-    config = tiny(4, **FAMILIES["qwen3"], tensor_model_parallel_size=2, pipeline_model_parallel_size=2, slices=3,
-                  num_layers=3, recompute_granularity="full", sequence_parallel=True, micro_batch_size=6,
-                  global_batch_size=12, reset_position_ids=True, reset_attention_mask=True)
+DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
+
+
+@pytest.mark.parametrize("layout", [
+    dict(FAMILIES["qwen3"], tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True,
+         **DOCUMENTS),
+    dict(FAMILIES["llama"], context_parallel_size=2, tensor_model_parallel_size=2, seq_length=16, **DOCUMENTS),
+    dict(FAMILIES["llama"], context_parallel_size=4, seq_length=24)], ids=["tp2-pp2", "cp2-tp2", "cp4-no-documents"])
+def test_training_equals_one_plain_process(pool, layout):
+    """The other side is a plain model with a mask. Evaluation and recomputation take the same kernel. With context
+    parallelism by all_gather, attention takes it without documents too."""
+    config = tiny(4, **layout, slices=3, num_layers=3, recompute_granularity="full", micro_batch_size=6,
+                  global_batch_size=12)
     weights, data, records, final = reference_for(config, STEPS)
     outcomes, cores = zip(*pool.run(train_by_varlen, config, weights, data, STEPS, world_size=4))
     assert relative(outcomes[0].losses, [record.loss for record in records]) < 1e-9
@@ -52,7 +60,7 @@ def test_training_equals_one_plain_process(pool):
         assert difference(gradients, record.gradients) < 1e-9
     assert difference(full_tensors(outcomes, lambda outcome: outcome.weights), final) < 1e-9
     forwards = 2 * STEPS + 1                                     # with recomputation, and one evaluation
-    assert sum(cores) == forwards * config.num_layers * config.tp * config.slices * config.microbatches
+    assert sum(cores) == forwards * config.num_layers * config.tp * config.cp * config.slices * config.microbatches
 
 
 def test_the_warm_up_runs_the_kernel():

@@ -109,6 +109,14 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     (8, "--tp 8 --make-vocab-size-divisible-by 5", "of 260", "size 8", "try --make-vocab-size-divisible-by 1024"),
     (4, "--tp 4 --pp 1 --sequence-parallel --seq-length 126", "seq-length 126",
      "parallel-size 4 with --sequence-parallel", "try --seq-length 128"),
+    # context parallelism
+    (2, "--cp 2 --seq-length 6", "seq-length 6 must be divisible by 2 x context-parallel-size = 4", "--seq-length 8"),
+    (8, "--cp 2 --tp 4 --pp 1 --sequence-parallel --seq-length 12", "seq-length 12", "and by cp x tp = 8",
+     "try --seq-length 16"),
+    (4, "--cp 4 --cp-comm-type a2a --num-attention-heads 2", "must be divisible by tp x cp = 1 x 4 = 4",
+     "try --cp-comm-type all_gather"),
+    (1, "--cp-comm-type a2a", "--cp-comm-type a2a needs --cp above 1 to have an effect"),
+    (4, "--cp 3 --seq-length 12", "data x context parallel = 1 x 1 x 1 x 3 = 3", "--tp, --cp, --pp, --dp"),
     # experts
     (4, f"{MOE} --dp 4 --ep 3", "expert-model-parallel-size 3", "must divide num-experts 6", "size 4; try --ep 1, 2"),
     (6, f"{MOE} --dp 6 --ep 4", "expert-model-parallel-size 4", "must divide num-experts 6", "try --ep 1, 2, 3, 6"),

@@ -143,6 +143,20 @@ def test_no_row_of_an_expert_is_touched_in_flight(tp, slices, options):
     assert flights.started["all_to_all"] == (2 * 5 + 3) * config.microbatches * slices * config.num_layers // config.pp
 
 
+@pytest.mark.parametrize("slices, options, kind, count", [
+    (1, {}, "reduce_scatter", 1), (2, dict(recompute_granularity="selective"), "reduce_scatter", 1),
+    (2, dict(cp_comm_type="a2a"), "all_to_all", 4),
+    (3, dict(cp_comm_type="a2a", recompute_granularity="full", schedule="zb-v"), "all_to_all", 6)])
+def test_no_key_or_head_of_another_rank_is_touched_in_flight(slices, options, kind, count):
+    """`count` of a kind per layer, microbatch and slice, and with a2a two in an evaluation."""
+    config = tiny(8, **EIGHT | options | dict(tensor_model_parallel_size=1, zero_stage=0), slices=slices,
+                  context_parallel_size=2)
+    flights = two_steps(0, config)
+    assert not flights.touched and not flights.in_flight
+    count = 2 * count + (2 if kind == "all_to_all" else 0)
+    assert flights.started[kind] == count * config.microbatches * slices * config.num_layers // config.pp
+
+
 def test_nor_if_receives_are_posted_as_on_a_gpu():
     with mock.patch.dict(pipeline.ACTIONS_AHEAD, cpu=pipeline.ACTIONS_AHEAD["cuda"]):
         assert not two_steps(0, tiny(8, **EIGHT, slices=2, schedule="zb-v")).touched

@@ -25,7 +25,8 @@ UNEVEN = dict(hidden_size=24, ffn_hidden_size=52, bucket_size=700)        # rank
 
 
 def config_for(tp, pp, dp, slices, zero_stage, schedule, **settings):
-    return tiny(tp * pp * dp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices,
+    cp = settings.get("context_parallel_size", 1)
+    return tiny(tp * pp * dp * cp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, slices=slices,
                 zero_stage=zero_stage, schedule=schedule, num_layers=4, micro_batch_size=6, **settings)
 
 
@@ -41,7 +42,7 @@ def train_from(config, weights, data, first, last, load=None, save_to=None):
         saver.wait()
         assert saver.failure() is None
     shards = {name: (weight.detach().clone(), shard_spec(weight)) for name, weight in model.named_parameters()}
-    return Outcome((mesh.pp_rank, mesh.dp_rank, mesh.tp_rank), [result.loss for result in results],
+    return Outcome((mesh.pp_rank, mesh.axis("dp")[1], mesh.tp_rank), [result.loss for result in results],
                    [result.grad_norm for result in results], [], shards, 0.0)
 
 

@@ -3,23 +3,24 @@
     with flash_on_cpu() as sequences: ...
 
 torch's own varlen_attn runs, with its autograd formula. Only the two flash attention kernels below it are replaced, by
-plain attention that computes one document after the other. Within the context, nanodomino.layers.varlen takes the CPU
-for a GPU that has the kernels, and making an attention bias is an error. `sequences` lists the lengths of the documents
-of each forward.
+plain attention that computes one document after the other. A document may have more keys than queries: then the last
+query attends to all keys. Within the context, nanodomino.layers takes the CPU for a GPU that has the kernels, and
+making an attention bias is an error. `sequences` lists, for each forward, how many queries the documents have.
 """
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
 
-from nanodomino.layers import varlen
+from nanodomino.layers import context_parallel, varlen
 
 
 def probabilities(q, k):
-    """Return the causal attention probabilities [heads, n, n] of one document: q [n, heads, d], k [n, heads, d]."""
+    """Return the causal attention probabilities [heads, n, m] of one document: q [n, heads, d], k [m, heads, d]."""
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.size(-1) ** 0.5
-    return scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf).softmax(dim=-1)
+    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(k) - len(q))
+    return scores.masked_fill(later, -torch.inf).softmax(dim=-1)
 
 
 def per_head(q, *keys_and_values):
@@ -44,14 +45,16 @@ def attend_backward(gradient, q, k, v):
 
 
 def lengths_of(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, windows):
-    """Check a kernel's arguments as the GPU's kernel would, and more strictly. Return the documents' lengths."""
-    lengths = starts.diff().tolist()
-    assert starts.dtype == torch.int32 and starts.is_contiguous() and starts.equal(starts_k)
-    assert starts[0] == 0 and starts[-1] == len(q) == len(k) == len(v) and min(lengths) > 0
-    assert longest == longest_k == max(lengths) and dropout == 0.0 and is_causal
+    """Check a kernel's arguments as the GPU's kernel would, and more strictly. Return the documents' numbers of
+    queries and of keys."""
+    lengths, lengths_k = starts.diff().tolist(), starts_k.diff().tolist()
+    for first, lasts, most, given in ((starts, q, longest, lengths), (starts_k, k, longest_k, lengths_k)):
+        assert first.dtype == torch.int32 and first.is_contiguous()
+        assert first[0] == 0 and first[-1] == len(lasts) and most == max(given) and min(given) > 0
+    assert all(n <= m for n, m in zip(lengths, lengths_k, strict=True)) and dropout == 0.0 and is_causal
     assert windows == dict(window_size_left=-1, window_size_right=0)  # causal, and scaled as usual
     assert all(x.stride(-1) == 1 for x in (q, k, v)) and k.shape == v.shape
-    return lengths
+    return lengths, lengths_k
 
 
 @contextmanager
@@ -61,19 +64,22 @@ def flash_on_cpu():
 
     def forward(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, return_debug_mask, *, seqused_k=None,
                 alibi_slopes=None, block_table=None, num_splits=None, **windows):
-        lengths = lengths_of(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, windows)
-        sequences.append(lengths)
-        out = torch.cat([attend(*document) for document in zip(*(x.split(lengths) for x in (q, k, v)))])
+        n, m = lengths_of(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, windows)
+        sequences.append(n)
+        out = torch.cat([attend(*document) for document in zip(q.split(n), k.split(m), v.split(m))])
         return out, q.new_zeros(q.size(1), len(q)), q.new_zeros(2), q.new_zeros(0), q.new_zeros(0)
 
     def backward(gradient, q, k, v, out, logsumexp, starts, starts_k, longest, longest_k, dropout, is_causal, rng_state,
                  unused, **windows):
-        lengths = lengths_of(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, windows)
-        documents = zip(*(x.split(lengths) for x in (gradient, q, k, v)))
+        n, m = lengths_of(q, k, v, starts, starts_k, longest, longest_k, dropout, is_causal, windows)
+        documents = zip(gradient.split(n), q.split(n), k.split(m), v.split(m))
         return tuple(map(torch.cat, zip(*(attend_backward(*document) for document in documents))))
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
-        with mock.patch.multiple(varlen, uses_varlen=lambda config, device: True, attention_bias=None):
+        with ExitStack() as patches:
+            for module in (varlen, context_parallel):
+                patches.enter_context(mock.patch.multiple(
+                    module, uses_varlen=lambda config, device: True, attention_bias=None))
             yield sequences
