@@ -146,7 +146,7 @@ class Config:
         0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)
     mtp_num_layers: int = model_setting(
         0, "number of depths of multi-token prediction: depth d is a further layer that predicts the token d places "
-           "after the next one", at_least=0, at_most=64)
+           "after the next one", affects="optimizer", at_least=0, at_most=64)
     mtp_loss_scaling_factor: float = model_setting(
         0.1, "weight of the mean of the depths' losses, which is added to the loss", affects="losses", needs=DEPTHS)
     hidden_dropout: float = model_setting(

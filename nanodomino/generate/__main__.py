@@ -67,6 +67,9 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
                         help="where to compute; auto is cuda if there is a GPU, else cpu (default auto)")
     parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True,
                         help="cache the keys and values of earlier tokens: the same text, faster (default: on)")
+    parser.add_argument("--draft", action="store_true",
+                        help="guess tokens with the first depth of multi-token prediction: the same text in fewer "
+                        "steps; needs --temperature 0 and the cache (default: off)")
     flags = parser.parse_args(arguments)
     require(flags.load, "--load must not be empty; give a checkpoint or the folder of a run")
     require(flags.tp is None or flags.tp >= 1,
@@ -75,6 +78,9 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
         if (value := getattr(flags, name)) is not None:
             check_range(flag_name(name), value, at_least=least)
     check_range("--temperature", flags.temperature, type=float)
+    require(not flags.draft or flags.temperature == 0.0 and flags.cache,
+            f"--draft needs --temperature 0 and --cache, but the temperature is {flags.temperature:g} and the cache "
+            f"{'on' if flags.cache else 'off'}; change that, or leave out --draft")
     require(not (flags.prompt and flags.prompts), "--prompt and --prompts contradict each other; give only one")
     flags.prompts = find_prompts(flags)
     return flags
@@ -142,6 +148,8 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
             f"--nproc_per_node {tp}")
     folder = find_checkpoint(Path(flags.load))
     config = config_of(folder, read_manifest(folder), tp, tensor_model_parallel_size=tp, device=flags.device)
+    require(not flags.draft or config.mtp_num_layers, f"--draft needs a depth of multi-token prediction, but {folder} "
+            "was trained with --mtp-num-layers 0; leave out --draft")
     tokenizer = find_tokenizer(folder, config, flags)     # may fail, so before the process groups start
     device = find_device(config, launch)
 

@@ -26,21 +26,23 @@ class KeyValueCache:
 
     size: the number of positions that the cache can hold; the first `length` of them are filled.
     end_of_text: the token after which a new document starts, used if the model was trained with document boundaries.
+    chunks: the chunks whose layers need keys and values; None: those of the main model.
 
     The layers are given this cache instead of a MasksAndPositions, so it defines the methods that layers call.
     """
 
-    def __init__(self, model: GPT, size: int, end_of_text: int | None = None):
+    def __init__(self, model: GPT, size: int, end_of_text: int | None = None, chunks: list[Chunk] | None = None):
         config = model.config
         self.model, self.length, self.document_start = model, 0, 0
         self.end_of_text = end_of_text if config.uses_document_boundaries else None
         shape = (1, config.num_query_groups // model.mesh.tp, size, config.kv_channels)
         self.keys_and_values = {
             sublayer.site: torch.zeros(2, *shape, device=model.mesh.device, dtype=config.params_dtype)
-            for chunk in model.chunks for sublayer in chunk.sublayers if sublayer.attends}
+            for chunk in chunks or model.chunks for sublayer in chunk.sublayers if sublayer.attends}
 
     def start(self, tokens):
-        """Compute the positions and the attention bias of the new tokens [1, m]. If m > 1, the cache must be empty."""
+        """Compute the positions and the attention bias of the new tokens [1, m]. Only the first call after the cache
+        was empty may pass tokens of several documents."""
         config, m = self.model.config, tokens.size(1)
         self.positions = torch.arange(self.length, self.length + m, device=tokens.device).unsqueeze(0)
         self.first_visible, self.bias = 0, None
@@ -51,6 +53,11 @@ class KeyValueCache:
         elif self.end_of_text is not None:
             self.positions = self.positions - self.document_start * config.reset_position_ids
             self.first_visible = self.document_start * config.reset_attention_mask
+        if m > 1 and self.length > 0:                          # the last m of all visible tokens attend causally
+            earlier = self.length - self.first_visible
+            later = torch.ones(m, earlier + m, dtype=torch.bool, device=tokens.device).triu(earlier + 1)
+            self.bias = torch.zeros(later.shape, dtype=config.params_dtype, device=later.device)
+            self.bias.masked_fill_(later, -torch.inf)
         self.rotary = rotation(config, self.positions, m, tokens.device)
 
     def finish(self, tokens):
@@ -83,12 +90,19 @@ class KeyValueCache:
         Returns hidden [1, m, h]. The last chunk returns logits of the last token instead, [1, 1, num_words], where
         num_words is the size of this rank's part of the vocabulary.
         """
+        x = self.hidden_states(chunk, tokens, hidden)
+        return self.logits(x[:, -1:]) if chunk.post_process else x
+
+    def hidden_states(self, chunk: Chunk, tokens, hidden):
+        """Run the layers of a chunk, without the head. Takes what run() takes and returns hidden [1, m, h]."""
         model, x = self.model, hidden
         if chunk.pre_process:
             x = model.embedding.add_positions(model.embedding.word_embeddings(tokens), self.positions, None)
         for layer in chunk.layers:
             x = layer(x, self)
-        if not chunk.post_process:
-            return x
-        (vocabulary,) = model.head
-        return F.linear(model.final_norm(x[:, -1:]), vocabulary.logits_weight())[..., :vocabulary.num_words]
+        return x
+
+    def logits(self, x):
+        """Return the logits [1, m, num_words] of this rank's words for hidden states x [1, m, h]."""
+        (vocabulary,) = self.model.head
+        return F.linear(self.model.final_norm(x), vocabulary.logits_weight())[..., :vocabulary.num_words]

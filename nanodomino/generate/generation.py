@@ -26,10 +26,11 @@ from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.parallel import gather_logits
 
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 WORK_PER_THREAD = 2**21      # multiplications; on one core 0.05 ms for many positions at once, 0.8 ms for a single one
 
 
-@sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+@sdpa_kernel(KERNELS)
 @torch.no_grad()
 def generate(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: int, vocab_size: int, temperature=0.8, top_k=0,
              seed=0, use_cache=True, sample=0, show=lambda token: True, end_of_text=None) -> list[int]:

@@ -1,5 +1,6 @@
 """Exports a checkpoint to a folder that Transformers can load, with one weight file in memory at a time."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype_name: str | None, max_b
     """Export one checkpoint. export_model() explains the arguments and the result."""
     package = import_safetensors()
     index, model = open_weights(checkpoint)
-    config = model.config
+    depths, config = model.config.mtp_num_layers, dataclasses.replace(model.config, mtp_num_layers=0)
     dtype_name = dtype_name or config.dtype
     dtype, family, values = DTYPES[dtype_name], family_of(config), write_config(config, dtype_name)
     mappings = map_tensors(config, family.modules)
@@ -84,7 +85,8 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype_name: str | None, max_b
         copied = copy_files((*TOKENIZER_FILES, GENERATION), source, temporary) or write_tokenizer(source, temporary)
         write_json(temporary / "config.json", values | special_tokens(temporary, config))
     return (f"{out}: {family.architecture}, {counted(len(names), 'weight file')}, "
-            f"{element_count(mappings):,} elements in {dtype_name}, {tokenizer_summary(copied)}")
+            f"{element_count(mappings):,} elements in {dtype_name}, {tokenizer_summary(copied)}"
+            + (f"; without the {counted(depths, 'depth')} of multi-token prediction" if depths else ""))
 
 
 def flush_and_share(path: Path):

@@ -8,9 +8,13 @@ backward_slice run it, in the same chain of yields, and other slices hide its co
                 main model     depth 1              depth 2
 
 The hidden states between a layer and its head go to two places: to the final norm and to the next depth's merge. So in
-backward their gradient is a sum, and a depth must be finished before the head in front of it. The final norm, the head
-and the word embedding get gradients from every depth and from the main model. They are complete only after the main
-head's backward, not after that of the last depth's head (see `uses` in optim/parameters.py).
+backward their gradient is a sum, and the merge comes before the head to its left. The final norm and the head get
+gradients from every depth and from the main model. So these gradients are complete only after the main head's backward,
+which comes last (`uses` in optim/parameters.py).
+
+A merge works on each token's row by itself, so it needs no other rank's rows. Only the look-up of the next tokens'
+embeddings has collectives, the same as at the start of the model. Backward recomputes the two norms of a merge instead
+of keeping their outputs.
 
 The loss of a depth is not an output of the stage. Its gradient is a constant for each token, like a router's auxiliary
 loss. So pipeline.py and its schedules do not know of depths.

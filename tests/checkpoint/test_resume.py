@@ -68,6 +68,24 @@ def test_context_parallelism_comes_and_goes(pool, tmp_path):
     check_resumes(pool, tmp_path, configs)
 
 
+def restore_weights(config, folder):
+    """On this rank, restore the weights as --load and --finetune do; return the weight of the first matrix."""
+    mesh, model, optimizer, _ = build(config)
+    restore(Path(folder), model, optimizer, mesh, weights_only=True)
+    return model.layers["0"].attention.qkv.weight.detach()
+
+
+def test_fine_tuning_may_leave_depths_out_but_not_add_them(pool, tmp_path):
+    first, without, more = (config_for(*ONE_RANK, mtp_num_layers=depths) for depths in (1, 0, 2))
+    weights, data = weights_and_data(first, 1)
+    pool.run(train_from, first, weights, data, 0, 1, None, str(tmp_path), world_size=1)
+    (folder,) = map(str, checkpoints_of(tmp_path))
+    same, fewer = (pool.run(restore_weights, config, folder, world_size=1)[0] for config in (first, without))
+    assert torch.equal(same, fewer)
+    with pytest.raises(Exception, match=r"lacks weight\.mtp\.1\.\S+ of shape .*; use another checkpoint"):
+        pool.run(restore_weights, more, folder, world_size=1)
+
+
 def check_resumes(pool, tmp_path, configs, every_pair=False):
     """Resume each config from the checkpoint of the previous one, or of every one, and compare with the reference."""
     weights, data, records, final = reference_for(configs[0], 2)

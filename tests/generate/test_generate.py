@@ -31,9 +31,12 @@ from nanodomino.config.config import Config
 from nanodomino.corpus.tokenizer import TiktokenTokenizer, build_tokenizer
 from nanodomino.errors import UserError
 from nanodomino.generate.__main__ import command_line
+from nanodomino.generate.draft import generate_with_draft
 from nanodomino.generate.generation import generate, sample_token, useful_threads
 from nanodomino.generate.printing import SEPARATOR, Writer
 
+DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
+UNTIED = dict(untie_embeddings_and_output_weights=True)
 ENDLESS = "--load run --prompt line --max-tokens 10000000 --seed 1"
 PATIENCE = 90           # seconds until a process counts as stuck; it takes 6, but the machine may have other work
 
@@ -132,6 +135,35 @@ def test_greedy_tokens_equal_the_plain_models_at_any_length(pool, world_size):
                   pipeline_model_parallel_size=2) if world_size > 1 else tiny(1)
     assert pool.run(greedy_rank, config, weights, prompts, world_size=world_size) == [expected] * world_size
     assert all(len(set(text[-14:])) > 2 for text in expected), "a text that repeats itself would show nothing"
+
+
+def draft_rank(config, weights, prompts):
+    mesh, model, _, _ = build(config, weights)
+    end = END_OF_TEXT if config.reset_attention_mask else None
+    return [(generate(model, mesh, prompt, 14, 20, temperature=0.0, end_of_text=end),
+             generate_with_draft(model, mesh, prompt, 14, 20, end_of_text=end)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("options", [{}, FAMILIES["llama"] | dict(tensor_model_parallel_size=2), DOCUMENTS],
+                         ids=["gpt2", "llama-tp2", "documents"])
+def test_a_draft_gives_the_same_text_in_fewer_steps(pool, options):
+    """Also when the context of 8 tokens fills up. The layers add less and less, until each token depends only on the
+    previous one. A depth that passes the embedding of the next token on to the head then guesses nearly every token."""
+    config = tiny(options.get("tensor_model_parallel_size", 1), mtp_num_layers=2, **UNTIED | options)
+    weights = weights_and_data(config, 1)[0]
+    weights["embedding.word_embeddings.weight"] *= 3.0         # otherwise it repeats itself
+    weights["mtp.0.eh_proj.weight"] = torch.eye(config.hidden_size, 2 * config.hidden_size, dtype=torch.float64)
+    prompts, needed = [[1], [4, 1, END_OF_TEXT, 2, 5], [*range(5, 20)]], []
+    for strength in (1.0, 0.3, 0.0):
+        for name, weight in weights.items():
+            if re.search(r"dense|position|bias", name):
+                weight *= strength
+        results = pool.run(draft_rank, config, weights, prompts, world_size=config.world_size)
+        assert all(result == results[0] for result in results)
+        assert all(drafted == plain for plain, (drafted, _) in results[0])
+        assert any(len(set(plain[-14:])) > 3 for plain, _ in results[0]), "a text that repeats itself shows nothing"
+        needed.append(sum(steps for _, (_, steps) in results[0]))
+    assert needed[2] < 30 < needed[1] < needed[0] <= 42        # of 42 tokens
 
 
 def documents_rank(config, weights, prompts):
@@ -401,7 +433,7 @@ def test_help_lists_every_flag_and_its_default(capsys):
     with pytest.raises(SystemExit):
         command_line(["--help"])
     flags = re.findall(r"(?ms)^  (--[a-z-]+)(.*?)(?=^  --|\Z)", capsys.readouterr().out)
-    assert len(flags) == 14 and all("(default" in text for name, text in flags if name != "--load")
+    assert len(flags) == 15 and all("(default" in text for name, text in flags if name != "--load")
     defaults = vars(command_line(["--load", "run"]))
     for name, text in flags:
         if isinstance(value := defaults[name[2:].replace("-", "_")], (int, float)) and not isinstance(value, bool):

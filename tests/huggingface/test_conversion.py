@@ -33,7 +33,8 @@ from nanodomino.huggingface.families import FAMILIES, family_of, read_config, wr
 from nanodomino.huggingface.import_model import import_model
 from nanodomino.huggingface.safetensors_files import GENERATION
 from nanodomino.huggingface.tensor_mapping import LLAMA_MODULES, map_tensors
-from support.harness import FixedData, build, difference, full_tensors, train_steps
+from support.checkpoints import save_steps
+from support.harness import FixedData, build, difference, full_tensors, tiny, train_steps
 from support.huggingface import (GPT2_SIZES, LENGTH, LLAMA3, MODELS, VOCABULARY, change_config, change_tensors,
                                  config_of, published_tensors, same_bits, weights_of, with_exact_norms)
 from support.jobs import make_corpus
@@ -403,6 +404,19 @@ def test_a_dense_model_gets_no_experts_from_a_preset():
     config = config.with_vocabulary(300)
     assert read_config(write_config(config, "float32"), "config.json").num_experts is None
 
+
+def save_rank(config, folder):
+    assert save_steps(config, folder) == [None]
+
+
+def test_export_leaves_the_depths_out_and_says_so(pool, tmp_path):
+    """The other weights come from generators seeded by their names, so they equal those of a model without depths."""
+    from safetensors.torch import load_file
+    for depths in (0, 2):
+        pool.run(save_rank, tiny(1, mtp_num_layers=depths, dtype="float32"), str(tmp_path / str(depths)), world_size=1)
+    said = [export_model(tmp_path / str(depths), tmp_path / f"out-{depths}", None, LARGE) for depths in (0, 2)]
+    assert said[1] == said[0].replace("out-0", "out-2") + "; without the 2 depths of multi-token prediction"
+    assert same_bits(*(load_file(tmp_path / f"out-{depths}" / "model.safetensors") for depths in (0, 2)))
 
 
 # ---- memory

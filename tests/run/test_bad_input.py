@@ -117,6 +117,9 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
      "try --cp-comm-type all_gather"),
     (1, "--cp-comm-type a2a", "--cp-comm-type a2a needs --cp above 1 to have an effect"),
     (4, "--cp 3 --seq-length 12", "data x context parallel = 1 x 1 x 1 x 3 = 3", "--tp, --cp, --pp, --dp"),
+    # multi-token prediction
+    (1, "--mtp-num-layers 8 --seq-length 8", "mtp-num-layers 8 must be below seq-length 8", "try --mtp-num-layers 7"),
+    (1, "--mtp-loss-scaling-factor 0.3", "--mtp-loss-scaling-factor 0.3 needs --mtp-num-layers to have an effect"),
     # experts
     (4, f"{MOE} --dp 4 --ep 3", "expert-model-parallel-size 3", "must divide num-experts 6", "size 4; try --ep 1, 2"),
     (6, f"{MOE} --dp 6 --ep 4", "expert-model-parallel-size 4", "must divide num-experts 6", "try --ep 1, 2, 3, 6"),
