@@ -57,7 +57,7 @@ could hide still more. A Pair (schedules/actions.py) combines the two: pipeline.
 and the backward of another in turn, so that each hides the other's collectives, even with a single slice.
 
 With one slice this is Megatron's tensor parallelism: forward blocks, and weight gradients hide backward's all-reduces.
-With tp = 1 and ep = 1 nothing is ever in flight.
+With tp = ep = cp = 1 nothing is ever in flight.
 """
 
 from collections import deque

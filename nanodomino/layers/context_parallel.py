@@ -114,7 +114,8 @@ def gathered_places(b: int, s: int, ranks: int):
 
 def bias_and_keys(config, documents, mesh, device) -> dict:
     """Return the fields of AttentionInputs for attention with a bias. documents [b, s], in the host's memory."""
-    bias = attention_bias(to_device(documents, device), config.params_dtype)
+    different = documents if documents.any() else documents[:1]                    # one bias serves all samples
+    bias = attention_bias(to_device(different, device), config.params_dtype)
     return dict(attention_bias=own_places(bias, mesh, dim=2),
                 keys=to_device(gathered_places(*documents.shape, mesh.cp), device))
 

@@ -8,7 +8,7 @@
                            1: "tp"}
 
 A gradient is summed over up to two kinds of groups. First over the parameter's *replicas*: ranks that hold the same
-shard and train on different samples. Then, once per step, over groups in which each rank computes only an *addend* of
+shard and train on different tokens. Then, once per step, over groups in which each rank computes only an *addend* of
 the gradient. For example, the first and the last stage each hold a copy of a tied embedding: one looks up tokens in it,
 the other computes logits.
 """
@@ -27,7 +27,7 @@ class ParameterKind:
                "sign": against the sign of its gradient, which the gradient norm leaves out (layers/router.py). The
                parameter is fp32 or wider, because 16 bits would round its small steps away
     shards     the axes over which the parameter is cut, such as ("tp",); () if it is not
-    replicas   the axis whose ranks hold the same shard and train on different samples; zero.py sums their gradients
+    replicas   the axis whose ranks hold the same shard and train on different tokens; zero.py sums their gradients
     addends    the groups in which every rank holds a copy but computes only an addend of the gradient, such as ("tp",)
     """
     update: str

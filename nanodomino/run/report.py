@@ -265,7 +265,7 @@ def what_hides_what(config: Config) -> str:
     begin = f"overlap: each {'slice' if config.slices > 1 else 'layer'}'s {sent} is hidden by "
     if not hidden_by:
         return (begin + "nothing in forward" + " and by weight gradients in backward" * weight_gradients
-                + "; try --micro-batch-size 2, or --columns 2")
+                + "; try --micro-batch-size 2" + ", or --columns 2" * (config.tp > 1))
     return begin + " and ".join(hidden_by) + ", in backward also by weight gradients" * weight_gradients
 
 

@@ -83,8 +83,9 @@ def test_training_equals_one_plain_process(pool, world_size, options):
 
 
 def collectives(config, weights, data):
-    """Return the cp group's collectives of a microbatch's forward and of its backward by (kind, site, slice)."""
-    mesh, _, _, stage = build(config, weights, Trace())
+    """Return the cp group's collectives of a microbatch's forward and of its backward by (kind, site, slice), and the
+    gradients."""
+    mesh, model, _, stage = build(config, weights, Trace())
     batch = data.batch(0, 0, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
     batch = batch.at_own_places(mesh)
     _, tape = run_to_end(stage.forward(batch))
@@ -92,18 +93,22 @@ def collectives(config, weights, data):
     run_to_end(stage.backward(tape, batch.loss_mask.double()))
     return [Counter((event.kind, event.args["site"], event.args["slice"]) for event in events
                     if event.args.get("group") == "cp" and event.kind != "wait")
-            for events in (stage.trace.events[:in_forward], stage.trace.events[in_forward:])]
+            for events in (stage.trace.events[:in_forward], stage.trace.events[in_forward:])], [
+                weight.main_grad for weight in model.parameters()]
 
 
 @pytest.mark.parametrize("comm_type, forward, backward", [
     ("all_gather", dict(all_gather=1), dict(reduce_scatter=1)), ("a2a", dict(all_to_all=2), dict(all_to_all=2))])
-def test_recomputation_repeats_the_collectives_of_the_core(pool, comm_type, forward, backward):
-    config = tiny(2, context_parallel_size=2, cp_comm_type=comm_type, slices=2, num_layers=2)
+def test_recomputation_repeats_the_collectives_of_the_core_with_the_same_bits(pool, comm_type, forward, backward):
+    first, config = None, tiny(2, context_parallel_size=2, cp_comm_type=comm_type, slices=2, num_layers=2)
     places = [(f"layers.{layer}.attention", slice) for layer in (0, 1) for slice in (0, 1)]
     for granularity in GRANULARITIES:
         config = dataclasses.replace(config, recompute_granularity=granularity)
         again = Counter(backward) + Counter(forward if granularity != "none" else {})
-        for found in pool.run(collectives, config, *weights_and_data(config, 1), world_size=2):
+        outcomes = pool.run(collectives, config, *weights_and_data(config, 1), world_size=2)
+        first = first or [gradients for _, gradients in outcomes]
+        for (found, gradients), kept in zip(outcomes, first):
+            assert all(map(torch.equal, gradients, kept))
             assert found == [{(kind, *place): count for place in places for kind, count in counts.items()}
                              for counts in (forward, again)]
 
