@@ -13,9 +13,10 @@ predicts t(i+2). Depth 2 continues from the hidden states of depth 1:
 
     merge:  W [norm(embedding); norm(hidden states)]        two norms and a matrix W [h, 2h] of the depth's own
 
-So h must also contain what helps to predict later tokens. The word embedding, the final norm and the head are those of
-the main model; Megatron-LM gives each depth a final norm of its own. The names enorm, hnorm and eh_proj are DeepSeek's
-and Megatron-LM's. The merge looks up words only: h already contains the positions, and a token keeps its place i.
+So training lets h contain what helps to predict later tokens too. The depths share the word embedding, the final norm
+and the head of the main model; Megatron-LM gives each depth a final norm of its own. The names enorm, hnorm and eh_proj
+are DeepSeek's and Megatron-LM's. The merge looks up words only: h already contains the positions, and a token keeps its
+place i.
 
 **Loss.** With D depths and the factor f (--mtp-loss-scaling-factor), training minimizes
 
@@ -23,8 +24,8 @@ and Megatron-LM's. The merge looks up words only: h already contains the positio
 
 A depth counts fewer tokens than the main loss. The last d places of a sample have no token d places after the next one.
 And if attention or positions restart in each document, a depth does not predict across the end of a document, because
-its hidden states know nothing of the next one. The divisor is the paper's, and the same for all. So the layout does not
-show, whichever rank holds those places.
+its hidden states know nothing of the next one. All losses have the same divisor, as in the paper. So it does not matter
+how the places that do not count are spread over microbatches and ranks.
 
 Evaluation runs no depth, and the exported model has none. Generation can use the first depth as a draft.
 """

@@ -1,8 +1,8 @@
 """Says how well the depths of multi-token prediction predict, from StepResult.statistics.
 
 A depth's loss is a mean over the tokens that the depth counts, in the global batch. It does not contain the factor
---mtp-loss-scaling-factor. Depth 1 predicts the token after the next one, which is harder to know than the next one. So
-its loss is larger than the main loss.
+--mtp-loss-scaling-factor. A depth knows all tokens in front of the one that it predicts, as the main model does, and
+has one layer more. So its loss may be lower than the main loss.
 """
 
 from nanodomino.config.config import Config
