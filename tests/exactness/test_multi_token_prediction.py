@@ -57,6 +57,8 @@ def crossing():
             for schedule in SCHEDULES:
                 drawn = {name: draw.choice(values) for name, values in options.items()}
                 drawn["sequence_parallel"] &= tp > 1
+                if tp * cp > 4:                                # more ranks than some families have query groups
+                    drawn["cp_comm_type"] = "all_gather"
                 if schedule != "interleaved" or 3 * pp > drawn["num_layers"]:
                     del drawn["virtual_stages"]
                 drawn["num_layers"] = max(drawn["num_layers"], 2 * pp)
