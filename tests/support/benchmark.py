@@ -10,7 +10,7 @@ from support import ROOT
 def ask(*arguments) -> dict:
     """Run `python bench.py ARGUMENTS` and return the JSON of its last line."""
     done = subprocess.run([sys.executable, "bench.py", *arguments], cwd=ROOT, capture_output=True, text=True,
-                          timeout=120)
+                          timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
