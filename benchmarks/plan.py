@@ -45,7 +45,7 @@ from nanodomino.analysis.step_time import Machine, slowest, synchronize_ranks
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES, PUBLISHED_VOCABULARIES
 from nanodomino.config.setting import flag_name
-from nanodomino.errors import require
+from nanodomino.errors import counted, require
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def add_flags(parser):
                         help="search for the ten fastest layouts that fit; flags of the layout that are given are kept")
     parser.add_argument("--published", action="store_true",
                         help="predict published runs instead; uses only --product-efficiency, --wire-efficiency, "
-                             "--overlap-slowdown and --latency, and ignores the other flags")
+                             "--overlap-slowdown and --latency")
 
 
 def processes(flags) -> int:
@@ -107,8 +107,11 @@ def processes(flags) -> int:
                               ("overlap_slowdown", 0, 0.9), ("reserve", 0, 0.9)):
         value = getattr(flags, name)
         require(least <= value <= most, f"{flag_name(name)} must be from {least} to {most}, but is {value}")
+    others = set(flags.given) - {"published", "product_efficiency", "wire_efficiency", "overlap_slowdown", "latency"}
+    require(not (flags.published and others),
+            f"--published has no use for {', '.join(map(flag_name, sorted(others)))}; leave that out")
     flags.vocab_size = flags.vocab_size or PUBLISHED_VOCABULARIES.get(flags.model, GPT2_VOCABULARY)
-    measures_here = flags.gpu == "here" and not flags.published
+    measures_here = flags.gpu == "here"
     flags.device = flags.device if measures_here else "cuda"
     require(not (flags.search and measures_here), f"--search needs a --gpu of {', '.join(GPUS)}, but it is `here`")
     if not flags.search:
@@ -170,7 +173,7 @@ def plan(config: Config, flags):
                 "fits" if sum(need.values()) <= usable else "TOO MUCH"] for stage, need in enumerate(needs)]),
         f"usable {bytes_text(usable)}; model state {expected_memory.state_bytes_per_parameter(config):.2f} bytes per "
         f"parameter; stage 0 keeps the activations of up to "
-        f"{expected_memory.microbatches_in_flight(config, stages[0]):.3g} microbatches",
+        f"{counted(expected_memory.microbatches_in_flight(config, stages[0]), 'microbatch', '.3g')}",
         *([f"host memory for each GPU of stage 0: {bytes_text(expected_memory.peak_host_bytes(config, stages[0]))}"]
           if expected_memory.offloads_to_host(config) else []),
         *([] if fits else [why_not(config, needs, usable), what_helps(config, machine, flags, usable)]), "",
@@ -272,7 +275,7 @@ def why_not(config: Config, needs: list[dict], usable: float) -> str:
     worst = max(range(config.pp), key=lambda stage: sum(needs[stage].values()))
     need, alive = needs[worst], expected_memory.microbatches_in_flight(config, sizes.mesh_at(config, worst))
     total = sum(need.values())
-    details = {"activations": f" (of up to {alive:.3g} microbatches)"}
+    details = {"activations": f" (of up to {counted(alive, 'microbatch', '.3g')})"}
     largest = [f"{name} {bytes_text(need[name])}{details.get(name, '')}"
                for name in sorted(need, key=need.get, reverse=True)[:2]]
     return (f"does not fit: stage {worst} needs {bytes_text(total)}, {bytes_text(total - usable)} too much; the "

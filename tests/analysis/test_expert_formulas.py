@@ -199,7 +199,9 @@ def test_however_tokens_choose_the_bytes_of_all_to_alls_agree_in_total(pool):
     found = [traffic for _, traffic in pool.run(held_rank, config, world_size=4)]
     counted, expected = ([traffic[side] for traffic in found] for side in (0, 1))
     assert counted != expected and comm.comparable(counted) == comm.comparable(expected)
-    assert comm.report(config, counted)[1]["exact"] is True
+    text, record = comm.report(config, counted)
+    assert record["exact"] is True and "its formula, if the bytes of all-to-alls are added up" in text
+    assert {line.split()[-1] == "total" for line in text.splitlines() if "all_to_all" in line} == {True}
     wrong = [counted[0] | {("ep", "all_to_all"): (1, 2)}, *counted[1:]]
     assert comm.report(config, wrong)[1]["exact"] is False
 

@@ -14,6 +14,7 @@ from benchmarks.common import main, parse
 from benchmarks.published import RUNS, TABLE_1
 from nanodomino.analysis import expected_traffic, sizes, step_time
 from nanodomino.analysis.sizes import parameter_count
+from nanodomino.errors import UserError
 
 EVERY = [(paper, run) for paper, runs in RUNS.items() for run in runs]
 # How far off a prediction with the default flags may be. The last is a run with matmuls of 160 columns, which are
@@ -26,6 +27,11 @@ def answer():
     """Return (text, record) with the default flags."""
     flags = plan_flags()
     return published.answer(partial(plan.machine_of, flags, per_host=8), flags)
+
+
+def test_a_flag_that_published_runs_do_not_use_is_refused():
+    with pytest.raises(UserError, match="--published has no use for --gpus, --search; leave that out"):
+        plan.processes(plan_flags("--search", "--gpus", "8"))
 
 
 def plan_flags(*more):
@@ -162,10 +168,10 @@ def test_every_assumption_is_printed_with_its_flags_value():
 
 
 def test_the_command_prints_table_assumptions_and_a_record(capsys, monkeypatch):
-    """For the paper with the fewest runs, in one process whatever the other flags say."""
+    """For the paper with the fewest runs."""
     monkeypatch.setattr(published, "RUNS", {"2409.15241": RUNS["2409.15241"]})
     threads = torch.get_num_threads()
-    assert main(("plan",), "", ["plan", "--published", "--gpu", "here", "--gpus", "2"]) == 0
+    assert main(("plan",), "", ["plan", "--published"]) == 0
     torch.set_num_threads(threads)
     *text, last = capsys.readouterr().out.splitlines()
     assert len(json.loads(last)["rows"]) == 4 and "assumptions:" in text and "sources:" in text
