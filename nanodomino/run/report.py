@@ -257,15 +257,17 @@ def what_hides_what(config: Config) -> str:
     if not sent:
         return "overlap: without tensor parallelism a layer sends nothing, so there is nothing to hide"
     halves = [action.halves for row in config.timetable.rows for action in row]
+    only = f" (only the {reduce})" * (sent != reduce)
     hidden_by = [work for applies, work in (
         (config.slices == 2, "the other slice's compute"), (config.slices > 2, "the other slices' compute"),
         (any(len(half) > 1 for half in halves), "another microbatch's compute"),
-        (config.columns > 1, "the matmul of the next columns")) if applies]
+        (config.columns > 1 and config.tp > 1, f"the matmul of the next columns{only}")) if applies]
     weight_gradients = all(half.kind != "weight_backward" for group in halves for half in group)
     begin = f"overlap: each {'slice' if config.slices > 1 else 'layer'}'s {sent} is hidden by "
     if not hidden_by:
         return (begin + "nothing in forward" + " and by weight gradients in backward" * weight_gradients
-                + "; try --micro-batch-size 2" + ", or --columns 2" * (config.tp > 1))
+                + "; try" + " --micro-batch-size 2" * (config.micro_batch_size == 1) + " --slices 2"
+                + ", or --columns 2" * (config.tp > 1))
     return begin + " and ".join(hidden_by) + ", in backward also by weight gradients" * weight_gradients
 
 

@@ -64,16 +64,24 @@ def test_the_start_shows_the_chunks_and_the_schedule(tmp_path, capsys):
     assert picture("interleaved", 2, config.microbatches, 2) in said and "through 2 chunks a stage" in said
 
 
+EP2 = dict(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=2, tensor_model_parallel_size=1)
+
+
 @pytest.mark.parametrize("changes, words", [
     (dict(tensor_model_parallel_size=1, data_parallel_size=2), "a layer sends nothing, so there is nothing to hide"),
     (dict(slices=2), "each slice's all-reduce is hidden by the other slice's compute, in backward also by weight"),
     (dict(slices=3, sequence_parallel=True), "each slice's gather and reduce is hidden by the other slices' compute"),
     (dict(micro_batch_size=1), "each layer's all-reduce is hidden by the matmul of the next columns, in backward also"),
     (dict(slices=1, schedule="paired"), "hidden by another microbatch's compute, in backward"),
-    (dict(slices=1), "hidden by nothing in forward and by weight gradients in backward; try --micro-batch-size 2"),
-    (dict(slices=1, schedule="zb-v"), "all-reduce is hidden by nothing in forward; try --micro-batch-size 2")])
+    (dict(slices=1), "nothing in forward and by weight gradients in backward; try --slices 2, or --columns 2"),
+    (dict(slices=1, schedule="zb-v"), "all-reduce is hidden by nothing in forward; try --slices 2, or --columns 2"),
+    (dict(slices=1, columns=1, micro_batch_size=1), "try --micro-batch-size 2 --slices 2, or --columns 2"),
+    (EP2 | dict(columns=2), "hidden by nothing in forward and by weight gradients in backward; try --slices 2"),
+    (EP2 | dict(tensor_model_parallel_size=2, columns=2, slices=1), "of the next columns (only the all-reduce), in")])
 def test_the_start_says_what_hides_what(changes, words):
-    assert words in what_hides_what(tiny(2, **dict(tensor_model_parallel_size=2) | changes))
+    changes = dict(tensor_model_parallel_size=2) | changes
+    said = what_hides_what(tiny(2 * changes.get("expert_model_parallel_size", 1), **changes))
+    assert said.endswith(words) if "try" in words else words in said
 
 
 def test_a_small_split_is_announced(report, capsys):
