@@ -22,7 +22,8 @@ def read_work():
     try:
         missing = [number for number in workbook.CHECKS if workbook.state_of(text, number) == "missing"]
     except SyntaxError as error:
-        sys.exit(f"Python cannot read {shown(WORK)}: {error.msg}, in line {error.lineno} or just above.")
+        sys.exit(f"Python cannot read {shown(WORK)}: {error.msg}, in line {error.lineno} or just above: "
+                 "correct it, or move the file away and start again.")
     if missing:
         names = [name for number in missing for name in workbook.exercises_of_reference()[number]]
         sys.exit(f"{shown(WORK)} must contain {', '.join(names)} at its top level: restore it, or move the file away "

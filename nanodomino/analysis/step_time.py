@@ -438,8 +438,8 @@ def require_memory(config: Config, device, local_world_size: int):
         needed = expected_memory.fullest_rank_bytes(config) // 2
         remedy = "--micro-batch-size or --num-layers"
     require(needed <= memory,
-            f"the fullest of {config.world_size} processes would need at least {needed / 1e9:,.0f} GB of memory, and "
-            f"each has {memory / 1e9:,.0f} GB here; lower {remedy}, or give the model more processes (--tp, --pp)")
+            f"the fullest of {config.world_size} processes would need at least {needed / 1e9:,.1f} GB of memory, and "
+            f"each has {memory / 1e9:,.1f} GB here; lower {remedy}, or give the model more processes (--tp, --pp)")
 
 
 def estimate(config: Config, mesh: Mesh) -> tuple[float, int]:

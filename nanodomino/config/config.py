@@ -463,7 +463,8 @@ class Config:
                 f"num-query-groups is {groups}; try --num-query-groups {largest_divisor(heads, heads // 2) or 1}")
         default_tp, default_pp = 1, 1
         if self.tp is None and self.pp is None:
-            most = max(world_size // math.lcm(self.ep, self.cp), 1)
+            most, rest = divmod(world_size, math.lcm(self.ep, self.cp))
+            most = 1 if rest else most                         # a rule is broken: check_rules() says which
             ranks_per_replica = world_size // (self.dp * self.cp) if self.dp else 4 if most % 4 == 0 else most
             default_tp, default_pp = DEFAULT_LAYOUTS.get(ranks_per_replica, (1, 1))
         tp, pp = self.tp or math.gcd(default_tp, groups), self.pp or default_pp

@@ -103,8 +103,10 @@ def check_needs(config, names):
         for words in setting.metadata["needs"]:
             decisive, holds = NEEDS[words]
             flag = flag_name(setting.name) + ("" if value is True else f" {value}")
+            now = getattr(config, decisive)
             require(holds(config), f"{flag} needs {words} to have an effect, but {flag_name(decisive)} is "
-                    f"{getattr(config, decisive)}; change that, or leave out {flag_name(setting.name)}")
+                    f"{'not given' if now is None else 'off' if now is False else now}; change that, or leave out "
+                    f"{flag_name(setting.name)}")
 
 
 def check_trace(config):

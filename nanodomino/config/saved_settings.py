@@ -16,6 +16,8 @@ def check_record(record: dict, source) -> dict:
 
     source: the name of the record's file, for messages. Raises UserError, for example for a setting of a later version.
     """
+    require("architectures" not in record, f"{source} holds a Hugging Face model; convert it with `python -m "
+            "nanodomino.huggingface import`, and give the folder of its --output")
     known = {setting.name: setting for setting in dataclasses.fields(Config)}
     unknown = sorted(record.keys() - known.keys())
     require(not unknown, f"{source} has settings that this version does not know ({', '.join(unknown)}); correct "
@@ -55,5 +57,6 @@ def check_settings(record: dict, source, config: Config, *effects):
         recorded, requested = getattr(saved, name), getattr(config, name)
         old, new = (f" (--data-path {each.data_path})" * (name == "data_sha256") for each in (saved, config))
         require(recorded == requested, f"{source} was made with {name.replace('_', '-')} {recorded}{old}, but this run "
-                f"has {requested}{new}; go back to the old value, or start another run (if the model is the same, "
-                "from these weights: --load FOLDER --finetune)")
+                f"has {requested}{new}; go back to the old value, or start another run "
+                + ("without --load" if config.finetune else "(if the model is the same, from these weights: --load "
+                   "FOLDER --finetune)"))

@@ -238,6 +238,7 @@ def test_the_config_json_of_a_run_is_a_config_file(begun):
     ('{"lr": "fast"}', "gives 'fast' as lr, but must give a value of type float"), ('{"lr": true}', "gives True as lr"),
     ('{"num_layers": 2.5}', "gives 2.5 as num_layers, but must give a value of type int"),
     ("[1]", "must hold one JSON object"),
+    ('{"architectures": ["MixtralForCausalLM"]}', "holds a Hugging Face model; convert it with `python"),
     ('{"layers": 3}', "settings that this version does not know (layers)"), ("{", "can't be read"),
     ("[" * 99999, "can't be read"),
     ('{"given": 5, "min_lr": 0.1}', "gives 5 as 'given', but must give a list of names"),
@@ -312,6 +313,12 @@ def test_a_setting_of_a_later_version_is_refused_by_name():
         check_record({"warp_drive": True}, "it")
 
 
+def test_a_wrong_ep_is_named_even_if_it_does_not_divide_the_processes():
+    """With 16 // 3 = 5 ranks per replica, the default layout would be pp 5, and the message would name that."""
+    with pytest.raises(UserError, match="expert-model-parallel-size 3 must divide num-experts 8 and the data parallel"):
+        Config(model="nano-moe", expert_model_parallel_size=3).resolve(16)
+
+
 # ---- from weights
 
 def test_load_takes_the_model_settings_from_the_checkpoint(tmp_path):
@@ -320,6 +327,8 @@ def test_load_takes_the_model_settings_from_the_checkpoint(tmp_path):
     assert loaded.seq_length == 8 and loaded.global_batch_size == 16, "the rest is this run's own"
     with pytest.raises(UserError, match="num-layers 1, but this run has 3"):
         open_run(settled("--load", OLD_RUN, "--num-layers", 3, "--run-dir", tmp_path / "a"), LaunchInfo())
+    with pytest.raises(UserError, match="go back to the old value, or start another run without --load$"):
+        open_run(settled("--load", OLD_RUN, "--finetune", "--num-layers", 3, "--run-dir", tmp_path / "a"), LaunchInfo())
     lion = ("--load", OLD_RUN, "--seq-length", 8, "--optimizer", "lion", "--run-dir", tmp_path / "b")
     with pytest.raises(UserError, match="optimizer adamw, but this run has lion"):
         open_run(settled(*lion), LaunchInfo())

@@ -91,7 +91,8 @@ def test_the_command_line_keeps_answers(tmp_path, monkeypatch, capsys):
     assert "return unknown" in work.with_suffix(".2.py").read_text()
     assert workbook.answer_in(TEXT, 9)[0] in run("show", "9")
     work.write_text(f"({work.read_text()}")
-    assert re.fullmatch(r"Python cannot read .*minimal.py: .*, in line \d+ or just above\.\n", run("status"))
+    assert re.fullmatch(r"Python cannot read .*minimal.py: .*, in line \d+ or just above: correct it, or .*\.\n",
+                        run("status"))
 
 
 @pytest.mark.exhaustive

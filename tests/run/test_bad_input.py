@@ -123,7 +123,8 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     # experts
     (4, f"{MOE} --dp 4 --ep 3", "expert-model-parallel-size 3", "must divide num-experts 6", "size 4; try --ep 1, 2"),
     (6, f"{MOE} --dp 6 --ep 4", "expert-model-parallel-size 4", "must divide num-experts 6", "try --ep 1, 2, 3, 6"),
-    (2, "--ep 2", "--expert-model-parallel-size 2 needs --num-experts to have an effect"),
+    (2, "--ep 2", "--expert-model-parallel-size 2 needs --num-experts to have an effect",
+     "but --num-experts is not given; change that"),
     (1, f"{MOE} --moe-router-topk 7", "moe-router-topk 7 must be at most num-experts 6", "try --moe-router-topk 6"),
     (1, f"{MOE} --moe-router-topk 1", "moe-router-topk must be at least 2 with --moe-router-score-function softmax",
      "but is 1: the softmax over a single chosen expert is always 1", "add --moe-router-pre-softmax"),
