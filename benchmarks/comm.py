@@ -18,6 +18,7 @@ the bytes in total over all ranks.
 """
 
 import dataclasses
+import math
 from collections import Counter
 from fractions import Fraction
 from functools import partial
@@ -54,9 +55,9 @@ def add_flags(parser):
 
 
 def processes(flags) -> int:
-    """Return tp x pp x dp. Raises UserError for wrong flags, so that they are found before processes start."""
-    sizes = [flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size, flags.data_parallel_size]
-    world_size = max(sizes[0] * sizes[1] * sizes[2], 1)
+    """Return tp x pp x cp x dp. Raises UserError for wrong flags, so that they are found before processes start."""
+    world_size = max(1, math.prod((flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size,
+                                   flags.context_parallel_size, flags.data_parallel_size)))
     config_here(flags, world_size)
     return world_size
 
@@ -79,7 +80,7 @@ def build(config: Config, launch):
     device = find_device(config, launch)
     config = dataclasses.replace(config, device=device.type)
     start_world(launch, device)
-    mesh = make_mesh(config.pp, config.dp, config.tp, device, ep=config.ep)
+    mesh = make_mesh(config.pp, config.dp, config.tp, device, ep=config.ep, cp=config.cp)
     model = train.model_builder(config, mesh)
     return config, mesh, ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
 
@@ -95,8 +96,9 @@ class CollectiveCounter(TorchDispatchMode):
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.found = {}
-        groups = {"world": dist.group.WORLD, "tp": mesh.tp_group, "dp": mesh.dp_group, "pp": mesh.pp_group,
-                  "embedding": mesh.embedding_group, "ep": mesh.ep_group, "ep counts": mesh.ep_counts_group,
+        groups = {"world": dist.group.WORLD, "tp": mesh.tp_group, "cp": mesh.cp_group, "dp": mesh.dp_group,
+                  "pp": mesh.pp_group, "embedding": mesh.embedding_group, "ep": mesh.ep_group,
+                  "ep counts": mesh.ep_counts_group,
                   **({"expert_dp": mesh.expert_dp_group} if mesh.ep > 1 else {})}
         self.names = {group.group_name: name.split()[0] for name, group in groups.items() if group is not None}
 

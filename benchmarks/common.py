@@ -144,16 +144,17 @@ def shape_of(config: Config) -> dict:
 
 def layout_of(config: Config) -> dict:
     """Return the layout and the memory options for the JSON line."""
-    return {name: getattr(config, name) for name in ("tp", "pp", "dp", "cp", "ep", "slices", "columns",
-                                                     "zero_stage", "schedule", "virtual_stages", "sequence_parallel",
+    return {name: getattr(config, name) for name in ("tp", "pp", "dp", "cp", "ep", "slices", "columns", "zero_stage",
+                                                     "schedule", "virtual_stages", "sequence_parallel",
                                                      "recompute_granularity", "checkpoint_in_cpu")}
 
 
 def describe(config: Config) -> str:
     """Return one line that describes the layout, the batch and the model, to be printed above a table."""
     chunks = f" with {config.virtual_stages} chunks per stage" if config.virtual_stages > 1 else ""
-    experts = f", cp {config.cp}" * (config.cp > 1) + f", ep {config.ep}" * bool(config.num_experts)
-    return (f"tp {config.tp}, pp {config.pp}, dp {config.dp}{experts}, slices {config.slices}, "
+    experts = f", ep {config.ep}" if config.num_experts else ""
+    shared = f", cp {config.cp} ({config.cp_comm_type})" if config.cp > 1 else ""
+    return (f"tp {config.tp}, pp {config.pp}, dp {config.dp}{shared}{experts}, slices {config.slices}, "
             f"columns {config.columns}, ZeRO stage {config.zero_stage}, {config.schedule}{chunks}"
             f"{sequence_parallel.in_words(config)}{recompute.in_words(config)}; "
             f"{counted(config.microbatches, 'microbatch')} of {config.micro_batch_size} x {config.seq_length} tokens "

@@ -36,7 +36,7 @@ import train
 from benchmarks import comm, memory, plan_search, published
 from benchmarks.common import (RandomTokens, Times, add_config_flags, bytes_text, config_here, config_of, describe,
                                gathered, layout_of, ratio_text, ratios, seconds_text, table)
-from benchmarks.plan_changes import (changed, flags_text, memory_terms, more_recomputation, most_needed,
+from benchmarks.plan_changes import (changed, context_sizes, flags_text, memory_terms, more_recomputation, most_needed,
                                      other_schedules)
 from nanodomino.analysis import expected_memory, expected_traffic, sizes, step_time
 from nanodomino.analysis.hardware import FP8_SPEEDUP, PEAK_FLOPS, WITHOUT_FP8
@@ -69,7 +69,7 @@ GPUS = {"A100": Gpu(80e9, 2.039e12, "NVLink", 300e9, 32e9),
 GPT2_VOCABULARY = PUBLISHED_VOCABULARIES["gpt2"]
 # The parts of step_time.step_seconds() as they are printed.
 PARTS = {"products": "matmuls", "element-wise": "element-wise work", "again": "recomputation",
-         "host copies": "exposed host copies", "tp wires": "exposed tp and ep communication",
+         "host copies": "exposed host copies", "tp wires": "exposed tp, cp, ep communication",
          "bubble": "pipeline bubble", "pp wires": "exposed pp messages", "dp wires": "exposed dp communication"}
 MEMORY_TERMS = ("parameters", "gradients", "optimizer", "activations", "messages", "working", "communicators")
 
@@ -312,7 +312,7 @@ def what_helps(config: Config, machine: Machine, flags, usable: float) -> str:
 
 def remedies(config: Config) -> list[dict]:
     """Return the single changes that reduce a GPU's memory, such as {"zero_stage": 2}."""
-    found = [{"zero_stage": stage} for stage in (1, 2) if stage > config.zero_stage and config.dp > 1]
+    found = [{"zero_stage": stage} for stage in (1, 2) if stage > config.zero_stage and config.dp * config.cp > 1]
     found += [change for changes in other_schedules(config) for change in changes[:1] if config.pp > 1]
     found += [{"expert_model_parallel_size": factor * config.ep} for factor in (2, 4, 8) if config.num_experts]
     found += [{"sequence_parallel": True}] * (config.tp > 1 and not config.sequence_parallel)
@@ -320,8 +320,10 @@ def remedies(config: Config) -> list[dict]:
     found += [{name: 0.0} for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)]
     found += [{"micro_batch_size": size} for size in sorted({config.micro_batch_size // 2, 1}, reverse=True)
               if 0 < size < config.micro_batch_size]
-    return found + [{name: factor * getattr(config, name)} for factor in (2, 4)
-                    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")]
+    found += [{name: factor * getattr(config, name)} for factor in (2, 4)
+              for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")]
+    return found + [{"context_parallel_size": size} for size in context_sizes(config.seq_length, config.world_size)
+                    if size > config.cp]
 
 
 # ---- for this machine
@@ -348,7 +350,7 @@ def run_here(config: Config, mesh, optimizer, stage, repeats: int) -> dict:
     memory_errors = {name: max(abs(found[name] / formula[name] - 1) for (found, _), formula in zip(everyone, expected))
                      for name in held}
     return {"question": "plan", "gpu": "here", "gpus": config.world_size, "tp": config.tp, "pp": config.pp,
-            "dp": config.dp, "ep": config.ep, "slices": config.slices,
+            "dp": config.dp, "cp": config.cp, "ep": config.ep, "slices": config.slices,
             "machine": {name: statistics.median(getattr(machine, rate) for machine in machines) for name, rate in
                         (("products", "matmul_rate"), ("near", "intra_host_rate"), ("memory", "memory_rate"))},
             "predicted_s": predicted, "measured_s": measured,

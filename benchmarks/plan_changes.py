@@ -13,6 +13,7 @@ from nanodomino.schedules.definitions import SCHEDULES
 # What tapes may keep on the GPU, from most to least.
 RECOMPUTATION = [*({"recompute_granularity": name, "checkpoint_in_cpu": False} for name in GRANULARITIES),
                  {"recompute_granularity": "full", "checkpoint_in_cpu": True}]
+LONG = 8192      # tokens
 
 
 def changed(config: Config, changes: dict, gpus=None) -> Config | None:
@@ -81,6 +82,15 @@ def more_recomputation(config: Config) -> list[dict]:
     now = {name: getattr(config, name) for name in RECOMPUTATION[0]}
     return [{name: value for name, value in option.items() if value != now[name]}
             for option in RECOMPUTATION[RECOMPUTATION.index(now) + 1:]]
+
+
+def context_sizes(tokens: int, gpus: int) -> list[int]:
+    """Return the context parallel sizes to try for samples of this many tokens, in rising order.
+
+    Each rank keeps at least LONG tokens of a sample. Shorter samples fit without context parallelism, which would only
+    add communication.
+    """
+    return [1, *(size for size in range(2, gpus + 1) if gpus % size == 0 and tokens // size >= LONG)]
 
 
 def flags_text(changes: dict) -> str:

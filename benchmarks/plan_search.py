@@ -2,10 +2,11 @@
 
     python bench.py plan --search --model llama3-8b --gpus 8 --gpu H100
 
-The search varies tp, pp, the micro batch (dp follows from tp and pp) and, with experts, ep. Then come the schedule and
-its chunks, then slices, columns, sequence parallelism and the ZeRO stage, then recomputation. With a single stage, only
-one chunk is tried. A flag that is given keeps its value. For 1,024 GPUs there are some 10^5 combinations, and
-simulating one can take seconds. So the search is best-first:
+The search varies tp, pp, the micro batch (dp follows from tp and pp) and, with experts, ep. For samples of at least
+16,384 tokens it also varies cp and --cp-comm-type, such that each rank keeps at least 8,192 tokens of a sample. Then
+come the schedule and its chunks, then slices, columns, sequence parallelism and the ZeRO stage, then recomputation.
+With a single stage, only one chunk is tried. A flag that is given keeps its value. For 1,024 GPUs there are some 10^5
+combinations, and simulating one can take seconds. So the search is best-first:
 
     1. An incomplete combination has chosen only some of its settings. Compute a lower bound for it: no way to complete
        it takes less time.
@@ -15,8 +16,8 @@ simulating one can take seconds. So the search is best-first:
        queue with the simulated time.
     4. If the first in the queue has been simulated, it is a result: everything else takes at least as long.
 
-A result is the fastest combination with its tp, pp and micro batch, so all results differ in these three. Trying every
-combination would give the same results.
+A result is the fastest combination with its tp, pp, cp and micro batch, so all results differ in these four. Trying
+every combination would give the same results.
 """
 
 import dataclasses
@@ -27,12 +28,13 @@ from collections import Counter
 from functools import cache
 
 from benchmarks.common import CONFIG_FLAGS, bytes_text, layout_of, seconds_text, table
-from benchmarks.plan_changes import RECOMPUTATION, flags_text, fullest_gpu_bytes, with_chunks
+from benchmarks.plan_changes import RECOMPUTATION, context_sizes, flags_text, fullest_gpu_bytes, with_chunks
 from nanodomino.analysis import expected_memory, sizes, step_time
 from nanodomino.analysis.expected_traffic import Traffic
 from nanodomino.analysis.sizes import parameter_count
 from nanodomino.analysis.step_time import Machine
 from nanodomino.config.config import Config
+from nanodomino.config.presets import PRESETS
 from nanodomino.config.rules import check_needs
 from nanodomino.errors import UserError, require
 from nanodomino.model import stage_layers
@@ -42,9 +44,9 @@ from nanodomino.schedules.placement_and_messages import timetable
 RESULTS = 10
 MICRO_BATCHES = range(1, 17)
 CHOICES = {"slices": (1, 2), "columns": (1, 2, 4), "sequence_parallel": (False, True), "zero_stage": (1, 0, 2)}
-LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size")
+LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "micro_batch_size")
 GRADIENTS = ("backward", "input_backward")       # the actions that compute input gradients
-FURTHER = ("expert_model_parallel_size", "schedule", "virtual_stages", *CHOICES, *RECOMPUTATION[0])
+FURTHER = ("cp_comm_type", "expert_model_parallel_size", "schedule", "virtual_stages", *CHOICES, *RECOMPUTATION[0])
 
 
 class Search:
@@ -101,7 +103,7 @@ class Search:
 
     def options(self, config: Config):
         names = [name for name in CHOICES if name != "zero_stage"]
-        values = [self.choices(name, CHOICES[name] if config.tp > 1 or name == "slices" and config.ep > 1
+        values = [self.choices(name, CHOICES[name] if config.tp > 1 or name == "slices" and config.ep * config.cp > 1
                                else CHOICES[name][:1]) for name in names]
         for chosen in itertools.product(*values):
             self.counts["options"] += 1
@@ -144,18 +146,21 @@ class Search:
             return None
 
     def accepted_layouts(self, micro_batches):
-        tp, pp, micro_batch = LAYOUT
-        for t in self.choices(tp, divisors(self.gpus)):
-            for p in self.choices(pp, divisors(self.gpus)):
-                for size in self.choices(micro_batch, micro_batches):
-                    layout = {tp: t, pp: p, micro_batch: size}
-                    if config := self.accepted(self.config, **layout, **self.recomputation[0]):
-                        for ep in self.choices("expert_model_parallel_size",
-                                               divisors(math.gcd(config.num_experts or 1, config.dp))):
-                            yield dataclasses.replace(config, expert_model_parallel_size=ep)
+        degrees = (self.choices(name, divisors(self.gpus)) for name in LAYOUT[:2])
+        tokens = self.config.seq_length or PRESETS[self.config.model]["seq_length"]
+        contexts = self.choices(LAYOUT[2], context_sizes(tokens, self.gpus))
+        for values in itertools.product(*degrees, contexts, self.choices(LAYOUT[3], micro_batches)):
+            for way in self.choices("cp_comm_type", ("all_gather", "a2a") if values[2] > 1 else ("all_gather",)):
+                if config := self.accepted(self.config, **dict(zip(LAYOUT, values)), cp_comm_type=way,
+                                           **self.recomputation[0]):
+                    replicas = config.dp * config.cp
+                    for ep in self.choices("expert_model_parallel_size",
+                                           divisors(math.gcd(config.num_experts or 1, replicas))):
+                        yield dataclasses.replace(config, expert_model_parallel_size=ep)
 
     def zero_stages(self, config: Config) -> list[Config]:
-        stages = self.choices("zero_stage", CHOICES["zero_stage"] if config.dp > 1 else CHOICES["zero_stage"][:1])
+        stages = self.choices("zero_stage", CHOICES["zero_stage"] if config.dp * config.cp > 1
+                              else CHOICES["zero_stage"][:1])
         return [dataclasses.replace(config, zero_stage=stage) for stage in stages]
 
     def fits(self, config: Config) -> bool:
@@ -173,7 +178,7 @@ class Search:
 
     def leanest(self) -> tuple[float, Config | None]:
         """Return (bytes of the fullest GPU, Config) of the choice that needs least: with full recomputation from the
-        host's memory, sequence parallelism and the best tp, pp and ZeRO stage, for a micro batch of 1."""
+        host's memory, sequence parallelism and the best tp, pp, cp and ZeRO stage, for a micro batch of 1."""
         def lean(config):
             settings = {"sequence_parallel": config.tp > 1, **RECOMPUTATION[-1]}
             return self.accepted(config, **{name: value for name, value in settings.items() if name not in self.given})
@@ -238,7 +243,7 @@ def busy_bound(config: Config, machine: Machine) -> float:
         layers = stage_layers(config.num_layers, number, placement.last + 1, config.mtp_num_layers)
         key = (len(layers), sum(map(config.has_experts, layers)), number == 0,
                *(step_time.ranks_and_hosts(sizes.mesh_at(config, stage), group, machine.ranks_per_host)
-                 for group in ("tp", "ep")))
+                 for group in ("tp", "cp", "ep")))
         return alike.setdefault(key, (stage, chunk))
 
     def earlier_chunks(stage, chunk, kind):
@@ -286,34 +291,38 @@ def answer(flags, machine: Machine, usable: float, peak: float):
         parts, memory, used = (step_time.step_seconds(found, machine), fullest_gpu_bytes(found),
                                step_time.mfu(found, seconds, peak))
         shares = {name: sum(parts.get(part, 0.0) for part in summed) / seconds for name, summed in SHARES.items()}
-        rows.append([rank, found.tp, found.pp, found.dp, found.micro_batch_size, seconds_text(seconds), f"{used:.1%}",
-                     bytes_text(memory), *(f"{abs(share):.1%}" for share in shares.values()),
+        rows.append([rank, found.tp, found.pp, found.cp, found.dp, found.micro_batch_size, seconds_text(seconds),
+                     f"{used:.1%}", bytes_text(memory), *(f"{abs(share):.1%}" for share in shares.values()),
                      flags_text(differences(found, FURTHER))])
         layouts.append({**layout_of(found), "micro_batch_size": found.micro_batch_size, "step_s": seconds, "mfu": used,
                         "bytes": memory, "parts_s": parts, "command": command(found, flags.gpus_per_host)})
     text = nothing_fits(search) if not rows else "\n".join([
         f"the fastest layouts of {flags.model} ({parameter_count(found):,} parameters, {found.dtype}) on {flags.gpus} "
         f"x {flags.gpu} that fit into {bytes_text(usable)} per GPU:", "",
-        table(["", "tp", "pp", "dp", "micro batch", "step", "MFU", "memory", *SHARES, "further flags"], rows), "",
-        "The columns from matmuls to optimizer are shares of the step. tp (with ep), pp and dp are communication that "
-        f"nothing hides. {search.counts['simulated']} combinations were simulated. `bench.py plan` with the flags of a "
-        "row prints its memory, its communication and the assumptions.", "", layouts[0]["command"]])
+        table(["", "tp", "pp", "cp", "dp", "micro batch", "step", "MFU", "memory", *SHARES, "further flags"], rows), "",
+        "The columns from matmuls to optimizer are shares of the step. tp (with cp, ep), pp and dp are communication "
+        f"that nothing hides. {search.counts['simulated']} combinations were simulated. `bench.py plan` with the flags "
+        "of a row prints its memory, its communication and the assumptions.", "", layouts[0]["command"]])
     return text, {"question": "plan", "search": True, "model": flags.model, "gpu": flags.gpu, "gpus": flags.gpus,
                   "usable_bytes": usable, "counts": search.counts, "layouts": layouts}
 
 
 def differences(config: Config, names) -> dict:
-    """Return {name: value} of those settings in `names` that train.py would not choose for this tp, pp and micro
-    batch."""
+    """Return {name: value} of those settings in `names` that train.py would not choose for this layout."""
     plain = Config(model=config.model, global_batch_size=config.global_batch_size,
                    **{name: getattr(config, name) for name in LAYOUT}).resolve(config.world_size)
     return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(plain, name)}
 
 
+def layout_flags(config: Config) -> dict:
+    """Return {name: value} of the settings in LAYOUT that a command needs."""
+    return {name: getattr(config, name) for name in LAYOUT if name != "context_parallel_size" or config.cp > 1}
+
+
 def command(config: Config, gpus_per_host: int) -> str:
     """Return the command that trains with this Config. On several hosts, each runs it with its own RANK."""
     names = [name for name in CONFIG_FLAGS if name not in (*LAYOUT, "model", "device", "global_batch_size")]
-    chosen = {name: getattr(config, name) for name in ("model", *LAYOUT, "global_batch_size")}
+    chosen = {"model": config.model, **layout_flags(config), "global_batch_size": config.global_batch_size}
     each = max(count for count in divisors(config.world_size) if count <= gpus_per_host)
     hosts = config.world_size // each
     several = f"--nnodes {hosts} --node_rank RANK --master_addr HOST --master_port 29500 " if hosts > 1 else ""
@@ -325,7 +334,7 @@ def nothing_fits(search: Search) -> str:
     needed, config = search.leanest()
     require(config is not None, f"no layout for --gpus {search.gpus} obeys the rules together with the given flags; "
             f"the first that was tried breaks this one: {search.broken_rule}")
-    layout = {name: getattr(config, name) for name in LAYOUT[:2]}
+    layout = {name: value for name, value in layout_flags(config).items() if name != "micro_batch_size"}
     more = next((gpus for gpus in (search.gpus * factor for factor in (2, 4, 8, 16, 32))
                  if Search(search.config, gpus, search.given, search.machine, search.usable).leanest()[0]
                  <= search.usable), None)

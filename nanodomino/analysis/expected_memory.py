@@ -21,21 +21,24 @@ of one activation [b, s, h], and d the data parallel size.
                                                                                      the schedule's actions
 
 Model state and activations are exact, except that activations of experts assume that all experts are chosen equally
-often (sublayer_memory.py). Working memory (temporary tensors) is an estimate, so the peak is one too, within a few
-percent.
+often (sublayer_memory.py). With context parallelism, d counts the dp x cp ranks that hold the same parameters, and
+attention keeps more (context_parallel.py). Working memory (temporary tensors) is an estimate, so the peak is one too,
+within a few percent.
 """
 
 from dataclasses import replace
 from itertools import accumulate
 
+from nanodomino.analysis import context_parallel
 from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_element, bytes_per_main_element, bytes_per_weight,
                                        fp8_matrices, gradient_shards, hidden_bytes, linear_in_microbatches,
                                        local_vocab_size, mesh_at, optimizer_shards, parameters_by_kind, replica_count,
                                        residual_bytes, slice_count, stage_actions, stage_chunks, tokens_per_microbatch)
-from nanodomino.analysis.sublayer_memory import (INSIDES, deferred_bytes, has_attention_bias, norm_statistics_bytes,
-                                                 offloads_to_host, tape_bytes)
+from nanodomino.analysis.sublayer_memory import (INSIDES, deferred_bytes, norm_statistics_bytes, offloads_to_host,
+                                                 tape_bytes)
 from nanodomino.config.config import Config
 from nanodomino.layers.activations import ACTIVATIONS
+from nanodomino.layers.attention import Attention
 from nanodomino.layers.cross_entropy import CHUNK_BYTES
 from nanodomino.layers.mlp import MLP
 from nanodomino.layers.positions import rotary_size
@@ -107,11 +110,13 @@ def chunk_ends_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str,
     """
     e, w, n = bytes_per_element(config), bytes_per_main_element(config), tokens_per_microbatch(config)
     kept, statistics = {}, n * norm_statistics_bytes(config) / config.sequence_shards
-    if chunk.pre_process or chunk.post_process or config.uses_document_boundaries:   # every chunk needs boundaries
+    if config.cp > 1:                                          # own tokens, labels and positions are copies
+        kept["tokens, labels, positions, loss mask"] = (1 + config.mtp_num_layers) * (3 * 8 + 4) * n
+    elif chunk.pre_process or chunk.post_process or config.uses_document_boundaries:   # every chunk needs boundaries
         kept["tokens"] = 8 * (n + config.micro_batch_size)     # s + 1 tokens per sample: the last is only a label
         kept["positions, loss mask"] = 8 * (n if config.reset_position_ids else config.seq_length) + 4 * n
         kept["labels, loss masks of depths"] = config.mtp_num_layers * (8 + 4) * n
-    kept |= document_tape_bytes(config)
+    kept |= shared_tape_bytes(config)
     if chunk.pre_process and config.hidden_dropout and "h" not in GRANULARITIES[config.recompute_granularity]:
         kept["embedding dropout"] = w * n * config.hidden_size / config.sequence_shards
     if chunk.post_process:
@@ -124,16 +129,24 @@ def chunk_ends_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str,
     return kept
 
 
-def document_tape_bytes(config: Config) -> dict[str, float]:
-    """Return {name: bytes} of the documents' positions and masks, which all attention layers of a chunk share."""
+def shared_tape_bytes(config: Config) -> dict[str, float]:
+    """Return {name: bytes} of rotary angles, the attention bias and others, which all attention layers of a chunk
+    share. They depend on where documents end and on which tokens the rank holds."""
     n, kept = tokens_per_microbatch(config), {}
-    if config.reset_position_ids and config.rope:
+    if has_own_angles(config):
         kept["cos, sin"] = 4 * n * rotary_size(config)
-    if has_attention_bias(config):
-        kept["attention bias"] = bytes_per_element(config) * n * config.seq_length
+    if context_parallel.needs_bias(config):
+        kept["attention bias"] = context_parallel.bias_bytes(config)
+    if context_parallel.gathers_keys(config):
+        kept["numbers of keys"] = 8 * n * context_parallel.keys_per_token(config)
     if config.reset_attention_mask and config.device != "cuda":
-        kept["documents"] = 8 * n                              # on GPUs they are in the host's memory
+        kept["documents"] = 8 * n * config.cp                  # on GPUs they are in the host's memory
     return kept
+
+
+def has_own_angles(config: Config) -> bool:
+    """Return whether a slice copies the rotary angles of its tokens' positions. Otherwise all slices share a table."""
+    return config.rope and (config.reset_position_ids or config.cp > 1)
 
 
 @linear_in_microbatches(SETTLED)
@@ -164,7 +177,7 @@ def tape_bytes_over_time(config: Config, mesh: Mesh) -> list[float]:
     kept = [tape_bytes(config, chunk.sublayers) + sum(chunk_ends_tape_bytes(config, mesh, chunk).values())
             - (residual_bytes(config) if shares_input_with_other_tape(config, mesh, number) else 0)
             for number, chunk in enumerate(chunks)]
-    table = 4 * config.max_position_embeddings * rotary_size(config) * config.rope * (not config.reset_position_ids)
+    table = 4 * config.max_position_embeddings * rotary_size(config) * config.rope * (not has_own_angles(config))
     return [size + table * (size > 0)                          # cos, sin: every tape holds a view of the same table
             for size in bytes_over_time(config, mesh, kept,
                                         [deferred_bytes(config, chunk.sublayers) for chunk in chunks])]
@@ -243,8 +256,9 @@ def peak_message_bytes(config: Config, mesh: Mesh) -> int:
 def working_bytes(config: Config, mesh: Mesh) -> int:
     """Estimate the peak bytes of temporary tensors besides the tapes.
 
-    The temporaries are summed at some moments: in the backward of an MLP or experts, in the head's forward and in the
-    head's backward. The result is the largest of these sums plus ZeRO-2's gradient buffers and fp8's weights.
+    The temporaries are summed at some moments: in the backward of an MLP or experts, with context parallelism also of
+    attention, in the head's forward and in the head's backward. The result is the largest of these sums plus ZeRO-2's
+    gradient buffers and fp8's weights.
     """
     e, w, t, n = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config)
     x, cuda, chunks = hidden_bytes(config), config.device == "cuda", stage_chunks(config, mesh)
@@ -258,7 +272,8 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
         factors = w * n // slice_count(config) * (inputs + outputs)
         return factors if config.dtype == "float16" else e * inputs * outputs
 
-    head = sum(chunk_ends_tape_bytes(config, mesh, last).values()) / config.heads if last.post_process else 0
+    shared = sum(shared_tape_bytes(config).values())
+    head = (sum(chunk_ends_tape_bytes(config, mesh, last).values()) - shared) / config.heads if last.post_process else 0
     at_head, in_layers = (pair_working_bytes(config, mesh, resumed - first.pre_process) for resumed in (0, 1))
     offloaded = 4 * residual_bytes(config) * offloads_to_host(config)     # norm inputs: 2 on their way out, 2 back
     product = fp8_working_bytes(config) if config.fp8_format else weight_gradient_bytes(h, config.ffn_hidden_size // t)
@@ -268,6 +283,9 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
     moments = [inside.working + inside.recomputed(config) / slice_count(config) + gradients.get(kind, 0) - head
                + in_layers + offloaded for kind in {type(layer.mlp) for chunk in chunks for layer in chunk.layers}
                for inside in [INSIDES[kind](config)]]
+    if config.cp > 1:          # backward of the last attention, after the last MLP's, while all slices wait in it
+        inside, freed = INSIDES[Attention](config), head + tape_bytes(config, last.sublayers[-1:])
+        moments += [inside.working + inside.recomputed(config) - freed + in_layers + offloaded]
     if last.post_process:                                      # forward and backward of the head
         width = local_vocab_size(config, mesh)
         chunk = min(CHUNK_BYTES["cuda" if cuda else "cpu"] // 4, n * width // slice_count(config))
@@ -377,8 +395,9 @@ def communicator_bytes(config: Config, mesh: Mesh) -> int:
     if config.device != "cuda":
         return 0
     tied = any("embedding" in kind.addends for kind, _ in bucket_sizes(config, mesh))
-    experts = 2 + (config.dp > config.ep) if config.ep > 1 else 0      # rows, counts, gradients of the experts
-    rings = CHANNELS * (sum((config.world_size > 1, config.tp > 1, config.dp > 1, tied)) + experts)
+    experts = 2 + (replica_count(config, "expert_dp") > 1) if config.ep > 1 else 0      # rows, counts, gradients
+    groups = config.world_size, config.tp, config.cp, replica_count(config), 1 + tied
+    rings = CHANNELS * (sum(ranks > 1 for ranks in groups) + experts)
     neighbours = sum(mesh.pp_rank in pair for pair in config.placement.neighbours)
     messages = PIPELINE_THREAD_BLOCKS * (1 + neighbours) if config.pp > 1 else 0   # 1: pipeline.connect's all-reduce
     return CONNECTION_BYTES * (rings + messages)

@@ -19,6 +19,11 @@ the bytes of one activation [b, s, h], and w the bytes of one gradient element:
                                               cross entropy
     experts, a layer and microbatch           all-to-alls: forward 2 of k X and 1     see layers/moe.py
                                               of 8 E bytes, backward 2 of k X
+    context parallel, a layer and microbatch  all_gather: all-gather of k and v of      2407.21783, section 3.3.2
+                                              whole samples; backward a reduce-scatter
+                                              a2a: all-to-alls of q, k, v and of the    2309.14509, section 3.2
+                                              output, the same in backward
+      selective or full recomputation         those of forward again in backward
     a stage boundary and microbatch           X sent forward, X back; with sequence    2104.04473, section 2.2
                                               parallelism X/t
     ZeRO-1, a step                            per parameter w bytes reduce-scattered,  1910.02054, section 7
@@ -29,20 +34,22 @@ the bytes of one activation [b, s, h], and w the bytes of one gradient element:
 
 With p stages of v chunks there are p v - 1 boundaries. Nothing is sent where both chunks are on the same stage. In a
 ring of n ranks, each rank sends 2 (n-1)/n of a tensor to all-reduce it, and (n-1)/n of it to reduce-scatter or
-all-gather it. The bytes of all-to-alls assume that all experts are chosen equally often. A rank with popular experts
-receives more, but the sum over the ranks of a group is always the same.
+all-gather it. The bytes of all-to-alls of experts assume that all experts are chosen equally often. A rank with popular
+experts receives more, but the sum over the ranks of a group is always the same.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
+from nanodomino.analysis.context_parallel import gathers_keys
 from nanodomino.analysis.sizes import (bucket_sizes, bytes_per_main_element, bytes_per_weight, gradient_reductions,
-                                       hidden_bytes, optimizer_shards, replica_count, residual_bytes, slice_count,
-                                       stage_actions, stage_chunks, stage_model, tokens_per_microbatch,
-                                       with_microbatches)
+                                       hidden_bytes, optimizer_shards, query_and_key_bytes, replica_count,
+                                       residual_bytes, slice_count, stage_actions, stage_chunks, stage_model,
+                                       tokens_per_microbatch, with_microbatches)
 from nanodomino.config.config import Config
 from nanodomino.layers.moe import MoE
 from nanodomino.mesh import Mesh
+from nanodomino.overlap.recompute import GRANULARITIES
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Traffic:
     bytes: the size of the whole tensor, summed over the calls. The whole tensor is what is all-reduced or sent, the
     input of a reduce-scatter or an all-to-all, or the output of an all-gather.
     """
-    group: str           # tp, pp, dp, ep, expert_dp, embedding, world
+    group: str           # tp, cp, pp, dp, ep, expert_dp, embedding, world
     kind: str            # all_reduce, reduce_scatter, all_gather, all_to_all, send, receive
     calls: int
     bytes: int
@@ -78,8 +85,8 @@ def column_count(chunks: int, size: int) -> int:
 
 def step_traffic(config: Config, mesh: Mesh) -> list[Traffic]:
     """Return all collectives and messages of a rank in one step."""
-    return (tensor_parallel_traffic(config, mesh) + expert_parallel_traffic(config, mesh)
-            + pipeline_traffic(config, mesh) + optimizer_traffic(config, mesh))
+    return (tensor_parallel_traffic(config, mesh) + context_parallel_traffic(config, mesh)
+            + expert_parallel_traffic(config, mesh) + pipeline_traffic(config, mesh) + optimizer_traffic(config, mesh))
 
 
 def tensor_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Traffic]:
@@ -115,6 +122,38 @@ def tensor_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Tra
         found += gathers(heads, "head")
         found += [reduce(2 * heads * calls, 3 * heads * w * n, "cross entropy", kind="all_reduce"),
                   reduce(heads * column_calls, heads * x, "head", True)]
+    return found
+
+
+def context_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Traffic]:
+    """Return the cp group's collectives. The first one of backward comes first among them. chunks: count only these
+    chunks of the stage; None counts all.
+
+    If recomputation drops the core of attention, backward repeats the collectives of forward. With experts, the ranks
+    also sum how many tokens of each sample chose each expert.
+    """
+    if config.cp == 1:
+        return []
+    chunks, slices = chunks or stage_chunks(config, mesh), slice_count(config)
+    layers = config.microbatches * sum(len(chunk.layers) for chunk in chunks)
+    routers = config.microbatches * sum(isinstance(layer.mlp, MoE) for chunk in chunks for layer in chunk.layers)
+    q, k = (size // config.tp for size in query_and_key_bytes(config))
+
+    def exchange(kind, size, why, backward=False):
+        return Traffic("cp", kind, layers * slices, layers * size, why, backward)
+
+    if gathers_keys(config):
+        sent = {"k, v": ("all_gather", 2 * k * config.cp)}
+        back = [exchange("reduce_scatter", 2 * k * config.cp, "gradients of k, v", True)]
+    else:
+        sent = {"q, k, v": ("all_to_all", q + 2 * k), "output": ("all_to_all", q)}
+        back = [exchange(*sent[name], f"gradients of {name}", True) for name in ("output", "q, k, v")]
+    if "activation" in GRANULARITIES[config.recompute_granularity]:
+        back += [exchange(*sent[name], f"{name} again", True) for name in sent]
+    found = [exchange(*sent[name], name) for name in sent] + back
+    if routers:
+        counts = bytes_per_main_element(config) * config.micro_batch_size * config.num_experts
+        found.append(Traffic("cp", "all_reduce", routers * slices, routers * counts, "tokens of each expert"))
     return found
 
 

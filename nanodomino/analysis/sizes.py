@@ -206,6 +206,13 @@ def residual_bytes(config: Config) -> float:
     return hidden_bytes(config) / config.sequence_shards
 
 
+def query_and_key_bytes(config: Config) -> tuple[int, int]:
+    """Return the bytes of q and of k of a microbatch, each summed over all tp ranks. v is as large as k."""
+    column = bytes_per_element(config) * tokens_per_microbatch(config)
+    q, k = (column * heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))
+    return q, k
+
+
 def local_vocab_size(config: Config, mesh: Mesh) -> int:
     """Return how many logits this rank computes per token. Its stage must hold the head."""
     return stage_model(config, mesh).head[0].num_logits

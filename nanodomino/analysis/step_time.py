@@ -8,11 +8,13 @@ The prediction is the sum of the parts below, named as in the JSON that `bench.p
     again        the recomputation in backward. Like weight gradients, this can hide communication
     host copies  copying activations to the host and back. Only the time by which the copies outlast an action's
                  compute and communication counts
-    tp wires     tensor and expert parallel communication that nothing hides. With several slices, an action takes the
-                 longest of three times: all its compute, all its communication, or one slice's compute + communication
-                 (2409.15241, section 3). Communication in flight slows compute down (Machine.overlap_slowdown), which
-                 counts here too. A pair does the work of both its halves, and the slices of both take turns.
-                 If a schedule splits input and weight gradients, the weight gradients hide nothing
+    tp wires     tensor, context and expert parallel communication that nothing hides. With several slices, an action
+                 takes the longest of three times: all its compute, all its communication, or one slice's compute +
+                 communication (2409.15241, section 3). Communication in flight slows compute down
+                 (Machine.overlap_slowdown), which counts here too. A pair does the work of both its halves, and the
+                 slices of both take turns. If a schedule splits input and weight gradients, the weight gradients hide
+                 nothing. Of context parallelism, the weight gradient of W2 hides the first collective in backward;
+                 the others are hidden only by other slices
     bubble       the idle time of the busiest stage, from a simulation of the schedule with each stage's own times. For
                  1F1B on equal stages it is (p - 1)/m of the busy time (2104.04473, section 2.2)
     pp wires     the time that messages between stages add to the simulated step. In 1F1B on equal stages nothing
@@ -40,10 +42,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nanodomino.analysis import expected_memory, expected_traffic, sizes
+from nanodomino.analysis.context_parallel import gathers_keys, keys_per_token
 from nanodomino.analysis.expected_traffic import Traffic
 from nanodomino.analysis.hardware import FP8_SPEEDUP
-from nanodomino.analysis.sizes import flops_per_token, fp8_matrices
-from nanodomino.analysis.sublayer_memory import activated_features, activation_bytes, query_and_key_bytes
+from nanodomino.analysis.sizes import flops_per_token, fp8_matrices, query_and_key_bytes
+from nanodomino.analysis.sublayer_memory import activated_features, activation_bytes
 from nanodomino.config.config import Config
 from nanodomino.errors import require
 from nanodomino.layers.moe import MoE
@@ -98,8 +101,9 @@ def forward_flops(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, floa
 
     Of experts, a rank computes k/E of its own tokens and as many of the other ep - 1 ranks' tokens with each.
     Attention has two matmuls without weights, q k^T and the product with v. All pairs of tokens count, although a
-    causal mask needs only half of them. A depth of multi-token prediction merges two tensors [b, s, h], of which a rank
-    treats all rows that it holds, and multiplies by the head once more.
+    causal mask needs only half of them. If c ranks share a sample, each computes 1/c of the scores. A depth of
+    multi-token prediction merges two tensors [b, s, h], of which a rank treats all rows that it holds, and multiplies
+    by the head once more.
     """
     n, heads = sizes.tokens_per_microbatch(config), config.num_attention_heads * config.kv_channels
     matrices, _ = matrix_elements(chunk, sizes.expert_share(config) * config.ep, fp8_speedup(config))
@@ -158,10 +162,14 @@ def elementwise_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, 
     writes the MLP's wide tensors; cross entropy reads the logits twice. Experts sort their k X of rows four times: to
     send, by expert, back, and by token. Backward does the same with gradients, and the activation function reads its
     input again. Without sequence parallelism every tp rank repeats residual + norm. A depth of multi-token prediction
-    normalizes two tensors and joins them, which moves as much as the norms of a layer.
+    normalizes two tensors and joins them, which moves as much as the norms of a layer. With context parallelism the
+    keys and values of all ranks are copied in the order in which attention reads them, or what an all-to-all exchanges
+    is copied before and after it.
     """
     x, layers, dropped = sizes.residual_bytes(config), len(chunk.layers), GRANULARITIES[config.recompute_granularity]
     q, k = (size / config.tp for size in query_and_key_bytes(config))
+    copied = layers * 2 * (2 * k * keys_per_token(config) if gathers_keys(config) else 2 * (2 * q + 2 * k))
+    copied *= config.cp > 1
     rotated = layers * 2 * (q + k) * (config.rope or config.qk_layernorm)
     before, after = activation_bytes(config, sum(activated_features(config, type(layer.mlp)) for layer in chunk.layers))
     experts = sum(isinstance(layer.mlp, MoE) for layer in chunk.layers)
@@ -172,9 +180,9 @@ def elementwise_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, 
         logits = 2 * config.heads * sizes.bytes_per_element(config) * sizes.tokens_per_microbatch(config) * words
         merged = config.mtp_num_layers * 2 * 4 * x
     converted, converted_back = fp8_bytes(config, chunk)
-    return (layers * 2 * 4 * x + rotated + before + after + sorted_rows + merged + logits + converted,
-            layers * 2 * 4 * x + rotated + 2 * before + after + sorted_rows + merged + logits + converted_back,
-            (rotated + before + after) * ("activation" in dropped) + layers * 2 * 2 * x * ("h" in dropped))
+    return (layers * 2 * 4 * x + rotated + copied + before + after + sorted_rows + merged + logits + converted,
+            layers * 2 * 4 * x + rotated + copied + 2 * before + after + sorted_rows + merged + logits + converted_back,
+            (rotated + copied + before + after) * ("activation" in dropped) + layers * 2 * 2 * x * ("h" in dropped))
 
 
 def recomputed_flops(config: Config, mesh: Mesh, chunk: Chunk) -> float:
@@ -199,12 +207,14 @@ def stage_flops(config: Config, mesh: Mesh) -> tuple[float, float]:
 class Cost:
     """The seconds of an action, or of half a pair, in parts that may overlap."""
     compute: float               # compute that produces a collective's input or needs its result
-    communication: float = 0.0   # the collectives of tensor and expert parallelism
+    communication: float = 0.0   # the collectives of tensor, context and expert parallelism
     independent: float = 0.0     # compute that no collective waits for: weight gradients, recomputation
     copies: float = 0.0          # copies between GPU and host
     reduces: float = 0.0         # gradient reductions over dp; the action takes at least as long
     slowing: float = 0.0         # how much longer compute takes while the collectives are in flight
     exchanges: float = 0.0       # the part of communication that columns do not cut: the all-to-alls of experts
+    places: float = 0.0          # the part of communication between ranks that share samples
+    covered: float = 0.0         # the part of `places` that independent compute hides
 
 
 def action_seconds(config: Config, *halves: Cost) -> float:
@@ -212,16 +222,17 @@ def action_seconds(config: Config, *halves: Cost) -> float:
 
     A slice computes and launches a collective. While the collective is in flight, the slice does independent compute,
     and other slices compute too. So an action takes as long as all its compute, all its communication, or one slice
-    alone, whichever is longest; and no less than its copies and reductions.
+    alone, whichever is longest; and no less than its copies and reductions. The independent compute that runs during
+    a collective of context parallelism can't hide other collectives.
     With several columns, each column's collective but the last overlaps the next column's matmul. The formula assumes
     that half of the compute is in such matmuls.
     """
     columns = expected_traffic.column_count(config.columns, config.hidden_size)
 
     def one_slice(half):
-        cut = half.communication - half.exchanges
+        cut = half.communication - half.exchanges - half.places
         waiting = half.exchanges + max(cut / columns, cut - (1 - 1 / columns) * half.compute / 2)
-        return (half.compute + max(waiting, half.independent)) / sizes.slice_count(config)
+        return (half.compute + half.places + max(waiting, half.independent - half.covered)) / sizes.slice_count(config)
 
     return max(sum(half.compute + half.independent + half.slowing for half in halves),
                sum(half.communication for half in halves), *map(one_slice, halves),
@@ -241,12 +252,17 @@ def action_costs(config: Config, machine: Machine, mesh: Mesh, keeps_up=False) -
     each_reduction = data_parallel_seconds(config, machine, mesh)[0] if keeps_up else 0.0
     for number, chunk in enumerate(sizes.stage_chunks(config, mesh)):
         dense, head, attention = (count / machine.matmul_rate for count in forward_flops(config, mesh, chunk))
-        tensor, experts = ([communication_seconds(config, machine, mesh, [
+        shared = expected_traffic.context_parallel_traffic(config, mesh, [chunk])
+        tensor, context, experts = ([communication_seconds(config, machine, mesh, [
             collective for collective in traffic if collective.backward == is_backward]) / config.microbatches
             for is_backward in (False, True)] for traffic in (
-                expected_traffic.tensor_parallel_traffic(config, mesh, [chunk]),
+                expected_traffic.tensor_parallel_traffic(config, mesh, [chunk]), shared,
                 expected_traffic.expert_parallel_traffic(config, mesh, [chunk])))
-        forward, backward = map(sum, zip(tensor, experts))
+        forward, backward = map(sum, zip(tensor, context, experts))
+        first = communication_seconds(config, machine, mesh, [one for one in shared if one.backward][:1])
+        row = 2 * config.hidden_size * config.num_attention_heads * config.kv_channels / config.tp       # per token
+        covered = min(first / config.microbatches, len(chunk.layers) * row * sizes.tokens_per_microbatch(config)
+                      / machine.matmul_rate)
         moved, moved_back, again = (size / machine.elementwise_rate for size in elementwise_bytes(config, mesh, chunk))
         recomputed = recomputed_flops(config, mesh, chunk) / machine.matmul_rate + again
         copies, reduces = len(chunk.sublayers) * copied, shares[number] * each_reduction
@@ -254,11 +270,11 @@ def action_costs(config: Config, machine: Machine, mesh: Mesh, keeps_up=False) -
         gradients = dense + head + 2 * attention + moved_back
         slow, slow_back = (machine.overlap_slowdown * seconds for seconds in (forward, backward))
         found |= {("forward", number): Cost(dense + head + attention + moved, forward, copies=copies, slowing=slow,
-                                            exchanges=experts[0]),
+                                            exchanges=experts[0], places=context[0]),
                   ("backward", number): Cost(gradients, backward, dense + head + recomputed, copies, reduces,
-                                             slow_back, experts[1]),
+                                             slow_back, experts[1], context[1], covered),
                   ("input_backward", number): Cost(gradients, backward, head + recomputed, copies, slowing=slow_back,
-                                                   exchanges=experts[1]),
+                                                   exchanges=experts[1], places=context[1]),
                   ("weight_backward", number): Cost(dense, reduces=reduces)}
     return found
 

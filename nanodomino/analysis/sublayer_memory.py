@@ -17,8 +17,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nanodomino.analysis.sizes import (bytes_per_element, bytes_per_main_element, hidden_bytes, residual_bytes,
-                                       slice_count, tokens_per_microbatch)
+from nanodomino.analysis import context_parallel
+from nanodomino.analysis.sizes import (bytes_per_element, bytes_per_main_element, hidden_bytes, query_and_key_bytes,
+                                       residual_bytes, slice_count, tokens_per_microbatch)
 from nanodomino.config.config import Config
 from nanodomino.layers.activations import ACTIVATIONS
 from nanodomino.layers.attention import Attention
@@ -26,7 +27,6 @@ from nanodomino.layers.mlp import MLP
 from nanodomino.layers.moe import MoE
 from nanodomino.layers.norms import NORMALIZATIONS
 from nanodomino.layers.sublayer import Sublayer
-from nanodomino.layers.varlen import fits_varlen
 from nanodomino.overlap.recompute import GRANULARITIES
 
 
@@ -57,26 +57,30 @@ def attention_tape(config: Config) -> InsideTape:
     e, w, t, n = bytes_per_element(config), bytes_per_main_element(config), config.tp, tokens_per_microbatch(config)
     x, (q, k) = hidden_bytes(config), query_and_key_bytes(config)
     probabilities = n * config.seq_length * config.num_attention_heads // t                # elements, not bytes
-    core = {"context": q / t}                                                              # the row-parallel input
-    if config.qk_layernorm:
-        heads = config.num_attention_heads + config.num_query_groups
-        v = k if config.attention_dropout else 0               # then v has a copy of its own, besides the one in qkv
-        core["q, k before norms"] = (q + k + v + n * heads * norm_statistics_bytes(config)) / t
-    elif k < q and not config.rope and not config.attention_dropout:
+    unfused, core = config.attention_dropout > 0, {"context": q / t}                       # the row-parallel input
+    statistics = n * (config.num_attention_heads + config.num_query_groups) * norm_statistics_bytes(config)
+    if config.cp > 1:
+        core |= context_parallel.kept_by_exchange(config, statistics)
+    elif config.qk_layernorm:
+        v = k if unfused else 0                                # then v has a copy of its own, besides the one in qkv
+        core["q, k before norms"] = (q + k + v + statistics) / t
+    elif k < q and not config.rope and not unfused:
         core["q by head"] = q / t                              # a copy, because qkv is stored group by group
-    if k < q and config.device == "cuda" and not config.attention_dropout and (has_attention_bias(config) or e > 2):
-        core["keys, values of each head"] = 2 * q / t          # see fused_attention in layers/attention.py
-    if config.attention_dropout:                               # unfused: probabilities, dropout mask, their product
-        # Each slice keeps a causal mask, unless the documents' attention bias replaces it (document_tape_bytes).
-        causal_masks = 0 if has_attention_bias(config) else slice_count(config) * config.seq_length ** 2
-        core["attention dropout"] = (2 * e + w) * probabilities + causal_masks + (2 * q / t if k < q else 0)
+    every_head = 2 * q / t * (config.cp if context_parallel.gathers_keys(config) else 1)
+    if k < q and config.device == "cuda" and not unfused and (context_parallel.needs_bias(config) or e > 2):
+        core["keys, values of each head"] = every_head         # see fused_attention in layers/attention.py
+    if unfused:                                                # probabilities, dropout mask, their product
+        # Each slice keeps a causal mask, unless an attention bias replaces it (shared_tape_bytes).
+        causal_masks = 0 if context_parallel.needs_bias(config) else slice_count(config) * config.seq_length ** 2
+        core["attention dropout"] = (2 * e + w) * probabilities + causal_masks + (every_head if k < q else 0)
     else:                                                      # from this, fused attention recomputes probabilities
         core["logsumexp"] = w * n * config.num_attention_heads // t
     has_bias = not config.disable_bias_linear or config.add_qkv_bias
     return InsideTape({}, {"qkv": (q + 2 * k) / t}, core, {
         "column-parallel inputs": input_bytes(config, x), "gradients of row-parallel outputs": output_bytes(config, x),
         "context": q / t,
-        "gradient of qkv": gradient_bytes(config, (q + 2 * k) / t, has_bias)})
+        "gradient of qkv": gradient_bytes(config, (q + 2 * k) / t, has_bias)},
+        working=context_parallel.attention_working_bytes(config) if config.cp > 1 else 0.0)
 
 
 def mlp_tape(config: Config) -> InsideTape:
@@ -160,13 +164,6 @@ def router_tape_bytes(config: Config) -> float:
             + w * config.micro_batch_size * count + 8 * count * slice_count(config))       # shares, counts
 
 
-def query_and_key_bytes(config: Config) -> tuple[int, int]:
-    """Return the bytes of q and of k of a microbatch, each summed over all tp ranks. v is as large as k."""
-    column = bytes_per_element(config) * tokens_per_microbatch(config)
-    q, k = (column * heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))
-    return q, k
-
-
 def activated_features(config: Config, kind: type) -> int:
     """Return the width of a token's activations in MLP or MoE, summed over all tp ranks."""
     if kind is MLP:
@@ -233,12 +230,6 @@ def layer_deferred_bytes(config: Config, layer=0) -> dict[str, float]:
     as zb-h1. Recomputation and sequence parallelism do not make them smaller.
     """
     return sum((Counter(INSIDES[kind](config).deferred) for kind in sublayers_of(config, layer)), Counter())
-
-
-def has_attention_bias(config: Config) -> bool:
-    """Return whether an attention bias keeps attention within documents. GPUs before Ampere always need one, but here
-    count as newer GPUs (layers/varlen.py)."""
-    return config.reset_attention_mask and not (config.device == "cuda" and fits_varlen(config))
 
 
 def norm_statistics_bytes(config: Config) -> int:

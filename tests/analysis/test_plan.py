@@ -569,7 +569,7 @@ def test_on_gpus_documents_take_memory_only_if_attention_needs_a_bias(changes, b
     """Without a bias, keys are not repeated for each head either."""
     config = tiny(1, **{"device": "cuda", "kv_channels": 8, "num_query_groups": 2} | changes)
     within, at = dataclasses.replace(config, reset_attention_mask=True), sizes.mesh_at(config)
-    assert ("attention bias" in expected_memory.document_tape_bytes(within)) == bias
+    assert ("attention bias" in expected_memory.shared_tape_bytes(within)) == bias
     assert (expected_memory.peak_tape_bytes(within, at) > expected_memory.peak_tape_bytes(config, at)) == bias
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.published_sizes import machine
 
-from benchmarks import plan, plan_search
+from benchmarks import plan, plan_changes, plan_search
 from benchmarks.common import bytes_text, layout_of as layout_of_row, main, parse, seconds_text
 from benchmarks.plan_changes import fullest_gpu_bytes
 from benchmarks.plan_search import Search, lower_bound
@@ -46,6 +46,8 @@ def every_combination(fixed: dict):
                "checkpoint_in_cpu": (False, True)}
     if "num_experts" in fixed:
         choices["expert_model_parallel_size"] = (1, 2, 4)
+    if fixed.get("seq_length", 0) >= 2 * plan_changes.LONG:
+        choices |= {"context_parallel_size": (1, 2, 4), "cp_comm_type": ("all_gather", "a2a")}
     chunks = [(name, count) for name, schedule in SCHEDULES.items() for count in (1, 2, 4) if count in schedule.chunks]
     for (name, count), *values in itertools.product(chunks, *((fixed[name],) if name in fixed else of
                                                               for name, of in choices.items())):
@@ -56,7 +58,7 @@ def every_combination(fixed: dict):
 
 
 def layout_of(config):
-    return config.tp, config.pp, config.micro_batch_size
+    return config.tp, config.pp, config.cp, config.micro_batch_size
 
 
 @pytest.mark.parametrize("fixed", [
@@ -65,9 +67,12 @@ def layout_of(config):
          zero_stage=1),
     dict(num_experts=4, moe_layer_freq=3, disable_bias_linear=True, schedule="1f1b", virtual_stages=1, columns=1,
          recompute_granularity="none", checkpoint_in_cpu=False, sequence_parallel=False),
-    pytest.param({}, marks=pytest.mark.exhaustive)], ids=["options", "schedules", "experts", "everything"])
-def test_the_search_finds_what_trying_every_combination_finds(fixed):
+    dict(seq_length=128, schedule="1f1b", virtual_stages=1, columns=1, recompute_granularity="none",
+         checkpoint_in_cpu=False, zero_stage=1),
+    pytest.param({}, marks=pytest.mark.exhaustive)], ids=["options", "schedules", "experts", "context", "everything"])
+def test_the_search_finds_what_trying_every_combination_finds(fixed, monkeypatch):
     """With four sizes of memory: all combinations fit, half of them, a tenth, one. It simulates only some of them."""
+    monkeypatch.setattr(plan_changes, "LONG", 32)              # tokens of a sample that a rank keeps
     every = [(config, fullest_gpu_bytes(config), sum(step_time.step_seconds(config, SLOW).values()))
              for config in every_combination(fixed)]
     sizes = sorted(size for _, size, _ in every)
@@ -154,7 +159,7 @@ def test_train_accepts_each_command_and_the_table_shows_its_layout(capsys):
         assert sum(row["parts_s"].values()) == pytest.approx(row["step_s"]) and row["bytes"] <= record["usable_bytes"]
         used, *shares = (float(share) for share in re.findall(r"([\d.]+)%", line))
         assert sum(shares) == pytest.approx(100, abs=0.5) and used == pytest.approx(100 * row["mfu"], abs=0.06)
-        assert line.split()[1:5] == [str(row[name]) for name in ("tp", "pp", "dp", "micro_batch_size")]
+        assert line.split()[1:6] == [str(row[name]) for name in ("tp", "pp", "cp", "dp", "micro_batch_size")]
         assert seconds_text(row["step_s"]) in line and bytes_text(row["bytes"]) in line
         assert ("--sequence-parallel" in line) == row["sequence_parallel"]
         torchrun, arguments = row["command"].split(" train.py ")

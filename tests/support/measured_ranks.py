@@ -19,7 +19,7 @@ PEAK = 0.08              # relative: an estimate
 
 def held_rank(config):
     """Return (measured, predicted) memory and (measured, predicted) traffic of this rank."""
-    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"), ep=config.ep)
+    mesh = make_mesh(config.pp, config.dp, config.tp, torch.device("cpu"), ep=config.ep, cp=config.cp)
     model = train.model_builder(config, mesh)
     optimizer, stage = ZeroOptimizer(model, config, mesh), Domino(model, config.slices, config.columns)
     dataset = RandomTokens(config)
