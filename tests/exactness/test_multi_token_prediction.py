@@ -52,10 +52,11 @@ def crossing():
     groups = [({}, UNTIED), ({}, DROPOUT), ({}, DOCUMENTS, dict(reset_position_ids=True)),
               (*FAMILIES.values(), EXPERTS, EXPERTS | dict(moe_layer_freq=3))]
     draw, cases = random.Random("depths"), []
-    for tp, pp, dp, cp in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2)):
-        if tp * pp * dp * cp <= 8:
+    for tp, pp, dp in itertools.product((1, 2, 4), repeat=3):
+        if tp * pp * dp <= 8:
             for schedule in SCHEDULES:
                 drawn = {name: draw.choice(values) for name, values in options.items()}
+                cp = draw.choice([cp for cp in (1, 2) if tp * pp * dp * cp <= 8])
                 drawn["sequence_parallel"] &= tp > 1
                 if tp * cp > 4:                                # more ranks than some families have query groups
                     drawn["cp_comm_type"] = "all_gather"
