@@ -180,7 +180,7 @@ class Search:
         """Return (bytes of the fullest GPU, Config) of the choice that needs least: with full recomputation from the
         host's memory, sequence parallelism and the best tp, pp, cp and ZeRO stage, for a micro batch of 1."""
         def lean(config):
-            settings = {"sequence_parallel": config.tp > 1, **RECOMPUTATION[-1]}
+            settings = {"sequence_parallel": config.tp > 1, **self.recomputation[-1]}
             return self.accepted(config, **{name: value for name, value in settings.items() if name not in self.given})
 
         configs = (lean(other) for config in self.accepted_layouts((1,)) for other in self.zero_stages(config))
