@@ -230,6 +230,9 @@ def check_expert_rules(c):
 def check_fp8_rules(c):
     """Check the rules for fp8 of a resolved Config. A CPU multiplies matrices of all sizes. Raises UserError."""
     require(c.dtype != "float64", "--fp8-format adds up in fp32, so --dtype must not be float64; try --bf16")
+    require(c.num_layers > 2 or c.mtp_num_layers or not c.first_last_layers_bf16,
+            f"num-layers {c.num_layers} must be at least 3 with --first-last-layers-bf16, or no layer multiplies in "
+            "8 bits; try --num-layers 3, or leave out --first-last-layers-bf16")
     if not (c.device == "cuda" or has_gpu(c)):
         return
     require(c.fp8_recipe == "tensorwise" or c.dtype == "bfloat16", "on GPUs --fp8-recipe rowwise needs --bf16, but "

@@ -199,6 +199,9 @@ def test_a_changed_setting_is_refused_or_accepted_by_its_effect(origins, monkeyp
             with pytest.raises(UserError,
                                match=f"{field.name.replace('_', '-')} .*, but this run has .*go back to the old value"):
                 open_run(other, LaunchInfo())
+        elif field.name == "mtp_num_layers":
+            with pytest.raises(UserError, match="can drop depths but not add any; try --mtp-num-layers 0"):
+                open_run(other, LaunchInfo())
         else:
             open_run(other, LaunchInfo())
 

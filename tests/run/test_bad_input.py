@@ -120,6 +120,13 @@ TABLE = [Bad(flags, says, processes=(n,)) for n, flags, *says in [
     # multi-token prediction
     (1, "--mtp-num-layers 8 --seq-length 8", "mtp-num-layers 8 must be below seq-length 8", "try --mtp-num-layers 7"),
     (1, "--mtp-loss-scaling-factor 0.3", "--mtp-loss-scaling-factor 0.3 needs --mtp-num-layers to have an effect"),
+    (1, "--load run --finetune --mtp-num-layers 2", "mtp-num-layers 2 must be at most the 0 of run/checkpoints/step-",
+     "can drop depths but not add any; try --mtp-num-layers 0"),
+    # fp8
+    (1, "--fp8-format hybrid --num-layers 2 --first-last-layers-bf16", "num-layers 2 must be at least 3 with --first",
+     "no layer multiplies in 8 bits; try --num-layers 3, or leave out --first-last-layers-bf16"),
+    (1, "--fp8-format hybrid --dtype float64", "adds up in fp32, so --dtype must not be float64; try --bf16"),
+    (1, "--fp8-recipe rowwise", "--fp8-recipe rowwise needs --fp8-format to have an effect"),
     # experts
     (4, f"{MOE} --dp 4 --ep 3", "expert-model-parallel-size 3", "must divide num-experts 6", "size 4; try --ep 1, 2"),
     (6, f"{MOE} --dp 6 --ep 4", "expert-model-parallel-size 4", "must divide num-experts 6", "try --ep 1, 2, 3, 6"),
