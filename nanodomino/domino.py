@@ -122,14 +122,15 @@ class Slice:
     training: bool
     tape: list[TapeEntry] = field(default_factory=list)
     head: HeadTape | None = None
-    ahead: DepthTape | None = None                     # of the next depth of multi-token prediction
+    ahead: DepthTape | None = None                     # the next depth (multi-token prediction)
     output: torch.Tensor | None = None                 # hidden states [b, s, h]; the last chunk: losses [b, s]
     deferred: list | None = None                       # (site, matmuls, modules) for weight_backward()
 
 
 class GradientsReady:
     """Each slice calls this object with the modules whose gradients it has finished. The last slice's call passes the
-    modules to on_gradients_ready, unless that is None. If a microbatch uses them several times, so does each slice."""
+    modules to on_gradients_ready, unless that is None. Modules that a slice uses several times are passed each
+    time."""
 
     def __init__(self, slices: int, on_gradients_ready):
         self.slices, self.on_gradients_ready, self.remaining = slices, on_gradients_ready, {}
@@ -298,8 +299,10 @@ class Domino:
         return grad_x, grad_y
 
     def backward_head(self, slice, grad_x, gradient, ready):
-        """Turn the gradient of the losses [b, s] into the gradients of the last sublayer's x and y. grad_x: what others
-        than the head add to the gradient of x', or None."""
+        """Turn the gradient of the losses [b, s] into the gradients of the last sublayer's x and y.
+
+        grad_x: the gradient of x' from the next depth of multi-token prediction, or None
+        """
         model, (vocabulary,) = self.model, self.model.head
         flights, matmuls = self.ends.head_backward(slice, slice.head, gradient)
         norm, slice.head = slice.head.norm, None

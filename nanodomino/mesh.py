@@ -6,12 +6,12 @@ its own way:
     tp    tensor parallel      each matrix is cut over tp ranks
     dp    data parallel        each of dp replicas holds the whole model (see ep) and trains on its own samples
     pp    pipeline parallel    each of pp stages holds some of the layers
-    cp    context parallel     cp neighbours share each sample: they hold the same weights and other tokens
+    cp    context parallel     cp neighbours share each sample: they hold the same weights and different tokens
     ep    expert parallel      ep neighbours share the experts of a layer; each holds 1/ep of them
 
 Ranks are numbered with tp fastest, then cp, dp and pp (Megatron-LM's pipeline paper, 2104.04473, section 3):
 
-    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank                  below, cp is 1
+    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank                  in the picture, cp is 1
 
                      dp 0        dp 1            tp_group: the ranks in one bracket. They all-reduce four times per
       stage 0       [0  1]      [2  3]           layer and microbatch, so they should share the fastest link.
@@ -58,12 +58,12 @@ class Mesh:
     embedding_group: dist.ProcessGroup | None     # first and last stage, which each hold a copy of a tied
                                                   # embedding; never used on middle stages; None if pp = 1
     ep: int = 1
-    ep_group: dist.ProcessGroup | None = None     # ep replicas, each with other experts; None if ep = 1
+    ep_group: dist.ProcessGroup | None = None     # ep ranks, each with different experts; None if ep = 1
     ep_counts_group: dist.ProcessGroup | None = None    # the same ranks; counts need not queue behind rows
     expert_dp_group: dist.ProcessGroup = None     # the ranks of the dp_group that hold the same experts
     cp: int = 1
     cp_rank: int = 0
-    cp_group: dist.ProcessGroup | None = None     # cp ranks with the tokens of the same samples; None if cp = 1
+    cp_group: dist.ProcessGroup | None = None     # cp ranks that share the same samples; None if cp = 1
 
     def axis(self, name: str) -> tuple[int, int]:
         """Return (number of ranks, this rank's index) in the group `name`: tp, cp, dp, pp, ep, expert_dp, embedding."""
@@ -95,7 +95,7 @@ class Mesh:
         width = len(str(self.pp * self.dp * self.cp * self.tp - 1))
         shared, columns = ("", "column") if self.cp == 1 else (f" x {self.cp} cp", f"{self.cp} columns")
         lines = [f"rank grid: {self.pp} pp x {self.dp} dp{shared} x {self.tp} tp; each bracket is a tensor-parallel "
-                 f"group, each {columns} of brackets a replica"]
+                 f"group, every {columns} of brackets a replica"]
         for stage in range(self.pp):
             brackets = ("[" + " ".join(f"{self.rank_of(stage, d, t, c):{width}d}" for t in range(self.tp)) + "]"
                         for d in range(self.dp) for c in range(self.cp))

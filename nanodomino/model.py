@@ -66,7 +66,7 @@ class Embedding(nn.Module):
     """The word embedding, sharded by vocabulary, and the position embedding, of which every tp rank holds a copy.
 
     The position embedding is None if the model has no learned positions. It is also None without pre_process: then this
-    stage uses the word embedding only as the tied head, and to look up the labels for multi-token prediction.
+    stage uses the word embedding only as the tied head, or to look up the labels for multi-token prediction.
     """
 
     def __init__(self, config, mesh: Mesh, pre_process: bool, post_process: bool):
@@ -126,8 +126,8 @@ def stage_layers(num_layers: int, stage: int, stages: int, depths=0) -> range:
     first stages holds one layer more.
 
     For example, 10 layers on 4 stages are split into 3, 3, 2 and 2, so stage 1 holds layers 3, 4 and 5.
-    depths: further layers that the last stage holds besides its own (multi-token prediction); it keeps at least one of
-        its own.
+    depths: the number of depths of multi-token prediction. The last stage holds all of them, fewer layers in return,
+        but at least one.
     """
     if depths and stages > 1:
         first = num_layers - max((num_layers + depths) // stages - depths, 1)          # of the last stage
@@ -171,7 +171,7 @@ class GPT(nn.Module):
                 self.output_layer = VocabParallelEmbedding(config, mesh, uses=config.heads)
             # the list hides the module from torch, which would register a tied matrix under a second name
             self.head = [self.embedding.word_embeddings if tied else self.output_layer]
-        # a row for each layer of the whole model, to which its MLP or its depth may add numbers; zero.py sums them
+        # a row for each layer of the whole model, then for each depth; MLPs and depths add numbers, zero.py sums them
         self.statistics = torch.zeros(config.num_layers + depths, config.statistics_per_layer, dtype=torch.float64,
                                       device=mesh.device)
         for layer in (layer for chunk in self.chunks + self.depth_chunks for layer in chunk.layers):

@@ -79,7 +79,7 @@ def command_line(arguments: list[str]) -> argparse.Namespace:
             check_range(flag_name(name), value, at_least=least)
     check_range("--temperature", flags.temperature, type=float)
     require(not flags.draft or flags.temperature == 0.0 and flags.cache,
-            f"--draft needs --temperature 0 and --cache, but the temperature is {flags.temperature:g} and the cache "
+            f"--draft needs --temperature 0 and --cache, but the temperature is {flags.temperature:g} and the cache is "
             f"{'on' if flags.cache else 'off'}; change that, or leave out --draft")
     require(not (flags.prompt and flags.prompts), "--prompt and --prompts contradict each other; give only one")
     flags.prompts = find_prompts(flags)

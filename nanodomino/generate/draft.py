@@ -1,18 +1,17 @@
-"""Greedy generation with a draft: the same text as without, in fewer steps of the main model (speculative decoding,
-2211.17192; with a depth of multi-token prediction as the draft: 2412.19437, section 2.2).
+"""Generates greedily with a draft: the same text in fewer steps of the main model (speculative decoding, 2211.17192).
 
-A step of the main model on two tokens costs hardly more than a step on one, because it reads the same weights. So guess
-the next token, and let one step check the guess and continue from it. The text is "a b", and the step on "a" has given
-the hidden states h(a) and the token b:
+The draft is the first depth of multi-token prediction (2412.19437, section 2.2). A step of the main model on two tokens
+costs hardly more than a step on a single token, because it reads the same weights. So guess the next token, and let the
+next step check the guess and continue from it. Say the step on token a has given the hidden state h(a) and the token b:
 
-    draft    depth 1 of h(a) and b               -> a guess c
+    draft    depth 1 on h(a) and b               -> a guess c
     step     main model on b and c               -> the token after b, and the token after c
-             if the token after b is c           both tokens are known: two tokens from one step
-             otherwise                           only the token after b is; what was computed for c is dropped
+             if the token after b is c           keep both tokens: two tokens from one step
+             otherwise                           keep only the token after b; drop what was computed for c
 
 The main model chooses every token, so the text does not depend on the guesses. (In 16 bits, two almost equal logits may
-be rounded differently in a step on two tokens.) Depth 1 was trained to guess exactly this token. It keeps keys and
-values of its own, of all places that the main model has finished.
+be rounded differently in a step on two tokens.) Depth 1 was trained to predict exactly the token that it guesses here.
+It has its own keys and values, for all tokens that are part of the text.
 """
 
 from functools import partial
@@ -33,7 +32,7 @@ def generate_with_draft(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: i
                         show=lambda token: True, end_of_text=None) -> tuple[list[int], int]:
     """Return (what generate() returns at temperature 0, the number of steps of the main model).
 
-    The model must have all its layers on one stage, and at least one depth. generate() explains the arguments.
+    One stage must hold all layers, and the model must have a depth. generate() explains the arguments.
     """
     longest, threads = model.config.context_length, torch.get_num_threads()
     tokens, window, wanted, steps = list(tokens), tokens[-longest:], len(tokens) + max_tokens, 0
@@ -46,14 +45,14 @@ def generate_with_draft(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: i
                 window, cache, guess = window[-(longest // 2 or 1):], new_cache(), []
             if len(window) == longest:                         # no room for a guess
                 guess = []
-            known = len(window) - cache.length                 # new tokens that are not guessed
+            known = len(window) - cache.length                 # new tokens without the guess
             new = torch.tensor([window[cache.length:] + guess], device=mesh.device)
             torch.set_num_threads(min(threads, useful_threads(model.config, new.size(1))))
             x, steps = run_main(cache, new), steps + 1
             chosen = most_likely(cache, x[:, known - 1:], vocab_size)
             if guess != chosen[:1]:
                 chosen = chosen[:1]
-            right = known + len(chosen) - 1                    # places whose token is part of the text
+            right = known + len(chosen) - 1                    # new tokens that are part of the text
             following = (window + chosen)[cache.length + 1:]   # the token after each of them
             guess = run_draft(cache, new[:, :right], x[:, :right], following, vocab_size)
             for token in chosen[:wanted - len(tokens)]:
@@ -69,8 +68,7 @@ def generate_with_draft(model: GPT, mesh: Mesh, tokens: list[int], max_tokens: i
 
 
 def run_main(cache: KeyValueCache, new):
-    """Return the main model's last hidden states [1, m, h] for the tokens `new` [1, m], which follow the cached ones.
-    """
+    """Return the main model's last hidden states [1, m, h] for the tokens `new` [1, m] after the cached tokens."""
     x = None
     cache.start(new)
     for chunk in cache.model.chunks:
@@ -79,8 +77,10 @@ def run_main(cache: KeyValueCache, new):
 
 
 def run_draft(cache: KeyValueCache, new, x, following: list[int], vocab_size: int) -> list[int]:
-    """Count the tokens `new` [1, m] as cached, and return a list of one token: the guess for what comes after
-    `following`, the tokens that come after each of them. x: run_main()'s result for them."""
+    """Guess the token after the last of `following`, and count `new` as cached. Return a list with the guess.
+
+    new: [1, m] tokens of the text; x: run_main()'s result for them; following: the token after each of them
+    """
     model = cache.model
     cache.start(new)
     words = model.embedding.word_embeddings(torch.tensor([following], device=new.device))

@@ -1,9 +1,10 @@
-"""Attention over samples whose tokens are shared by c ranks (context parallelism, --context-parallel-size).
+"""Computes attention when c ranks share the tokens of each sample (context parallelism, --context-parallel-size).
 
-The activations of a sample grow with its length, and tensor parallelism can cut them over few ranks only. So c ranks
+The activations of a sample grow with its length, and tensor parallelism can cut them over only a few ranks. So c ranks
 share a sample: each holds s/c of its tokens (positions.py says which). Norms, MLPs, embedding and loss treat each token
-by itself, and all gradients are sums over tokens. For them, c ranks with parts of a sample are c replicas with short
-samples. Only attention needs tokens of other ranks. There are two ways, --cp-comm-type:
+by itself, and all gradients are sums over tokens. So everywhere else, c ranks with parts of a sample are like c
+replicas with shorter samples. Only attention needs tokens of other ranks. (The auxiliary loss of experts needs their
+counts, see router.py.) There are two ways, --cp-comm-type:
 
     all_gather (Llama 3, 2407.21783, section 3.3.2)      every rank: own queries, all keys and values, all heads
         forward     q, k, v of own places  ->  all-gather of k and v         ->  softmax(q K^T) V of own places
@@ -13,24 +14,24 @@ samples. Only attention needs tokens of other ranks. There are two ways, --cp-co
         forward     q, k, v of own places  ->  all-to-all  ->  attention of 1/c of the heads  ->  all-to-all
         backward    the same two all-to-alls in the other direction
 
-For a rank's places, let X be the bytes of q, and X/g those of k, which g query heads share. Per layer and forward, a
-rank receives
+Let X be the bytes of q for a rank's places. If g query heads share a key head, k has X/g bytes. Per layer, a rank
+receives in forward:
 
     all_gather    2 (c - 1) X/g                    grows with c, but a large g makes it small
     a2a           (2 + 2/g) X (c - 1)/c            at most (2 + 2/g) X; c x tp must divide the query groups
 
-In both, q and k are normalized and rotated at their own places, before they are sent. A slice yields after each launch,
-so the other slices hide it. With a single sample per microbatch there is one slice. Then the weight gradient of W2
-hides the first collective of backward, and a schedule with pairs (--schedule paired) can hide all.
+In both ways, the rank that holds a token normalizes and rotates its q and k, and then sends them. A slice yields after
+each launch, so the other slices hide the collective. A microbatch of a single sample has one slice. Then the weight
+gradient of W2 hides the first collective of backward, and --schedule paired can hide the others.
 
 **Recomputation** of the core repeats the collectives of its forward, because keeping all keys and values would cost
 what context parallelism saves. The received numbers are the same, so the gradients have the same bits.
 
-**The causal mask.** With all_gather, a rank's queries are two separate parts of a sample, so its i-th query does not
-attend to keys 0 to i. On CPUs, in fp32 and with attention dropout, the rank's rows of an attention bias, [s/c, s], say
-what each query attends to. On GPUs in 16 bits the kernel of varlen.py needs no bias: if a sequence has more keys than
-queries, it aligns their *ends*. So the part of a document that lies in one part of the sample is a sequence of queries,
-and its keys run from the document's start to the last of these queries. For c = 2 and one document:
+**The causal mask.** With all_gather, a rank's queries are two separate parts of a sample, so its i-th query is not the
+i-th token of the sample. On CPUs, in fp32 and with attention dropout, the rank's rows of an attention bias, [s/c, s],
+say what each query attends to. On GPUs in 16 bits, varlen.py's kernel needs no bias: if a sequence has more keys than
+queries, it aligns their *ends*. So where a document overlaps one of the rank's parts, the tokens of the overlap are a
+sequence of queries, and its keys run from the start of the document to its last query. For c = 2 and one document:
 
     rank 0    queries 0 1    keys 0 1              rank 1    queries 2 3    keys 0 1 2 3
               queries 6 7    keys 0 1 .. 7                   queries 4 5    keys 0 1 .. 5
@@ -51,8 +52,8 @@ from nanodomino.layers.varlen import document_inputs, starts_of, uses_varlen
 
 
 class ContextParallelAttention(Attention):
-    """Attention, but training exchanges keys and values, or heads, over the cp group. The definition, forward(), is
-    inherited: in it, each rank computes whole samples, as in generation."""
+    """Attention whose training exchanges keys and values, or heads, over the cp group. The definition, forward(), is
+    inherited: each rank computes whole samples, as in generation."""
 
     def __init__(self, config, mesh, site: str):
         super().__init__(config, mesh, site)
@@ -64,7 +65,7 @@ class ContextParallelAttention(Attention):
 
 
 class GatheredKeys(LinearPair):
-    """Runs attention of own queries to all keys (--cp-comm-type all_gather)."""
+    """Runs attention of this rank's queries to all keys (--cp-comm-type all_gather)."""
 
     def core(self, ops, slice, c):
         attention, inputs = self.sublayer, self.inputs(slice.masks_and_positions, c)
@@ -87,7 +88,7 @@ class GatheredKeys(LinearPair):
         return attention.prepare_backward(self.backward_kernel, q, *own.split(1, dim=3), saved)
 
     def inputs(self, masks_and_positions, c) -> AttentionInputs:
-        """Return the AttentionInputs for own queries and all keys. c [b, s/c, ..]."""
+        """Return the AttentionInputs for this rank's queries and all keys. c [b, s/c, ..]: the output of W1."""
         config, mesh, this = self.sublayer.config, self.sublayer.mesh, masks_and_positions
         b, s = c.size(0), c.size(1) * mesh.cp
         mask = this.attention_dropout_mask(self.site, s, c)
@@ -102,13 +103,13 @@ class GatheredKeys(LinearPair):
 
 
 def run_unless_deferred(ops, slice, site, matmuls):
-    """Run the weight gradients `matmuls` to hide a collective, unless the schedule wants them later."""
+    """Run the weight gradients `matmuls` to hide a collective, unless the schedule defers them."""
     if slice.deferred is None:
         ops.weight_gradients(slice, site, matmuls)
 
 
 def gathered_places(b: int, s: int, ranks: int):
-    """Return where each place of each sample lies among the gathered ones [c, b, s/c]: [b, s], in the host's memory."""
+    """Return the index [b, s] of each place of each sample in the gathered tensor [c, b, s/c], in the host's memory."""
     return in_order(torch.arange(b * s).view(ranks, b, -1))
 
 
@@ -126,7 +127,7 @@ def queries_and_keys(config, documents, mesh, device) -> dict:
     first = places.where(first_of_document(documents), 0).cummax(dim=1).values     # the first place of the document
     documents, last, first = (own_places(x, mesh).reshape(2 * len(x), -1) for x in (documents, places, first))
     begins = F.pad(first_of_document(documents).flatten().nonzero().flatten(), (0, 1), value=documents.numel())
-    first, last = first.flatten()[begins[:-1]], last.flatten()[begins[1:] - 1]     # the keys of each sequence
+    first, last = first.flatten()[begins[:-1]], last.flatten()[begins[1:] - 1]     # of each sequence's keys
     lengths = last + 1 - first
     starts = F.pad(lengths.cumsum(0), (1, 0))
     keys = torch.arange(starts[-1]) + (first - starts[:-1]).repeat_interleave(lengths)
@@ -157,16 +158,17 @@ class ExchangedHeads(LinearPair):
         return attention.prepare_backward(self.backward_kernel, *heads, saved)
 
     def by_heads(self, own):
-        """Cut own [b, s/c, groups or heads, ..] to what each rank gets: [c, b, s/c, groups/c or heads/c, ..]."""
+        """Cut own [b, s/c, groups or heads, ..] into each rank's heads: [c, b, s/c, groups/c or heads/c, ..]."""
         return own.unflatten(2, (self.sublayer.mesh.cp, -1)).movedim(2, 0).contiguous()
 
     def exchange(self, ops, slice, parts):
-        """Send parts[i] to rank i. Return a generator that returns the received parts, in the order of the ranks."""
+        """Send parts[i] to rank i. The generator returns the received parts, in the order of the ranks."""
         each, group = [1] * len(parts), self.sublayer.mesh.cp_group
         return ops.yield_then_wait(slice, self.site, ops.exchange(slice, self.site, parts, each, each, group, "cp"))
 
     def inputs(self, masks_and_positions, c) -> AttentionInputs:
-        """Return the AttentionInputs for whole samples; only the rotary angles are for own places. c [b, s/c, ..]."""
+        """Return the AttentionInputs for whole samples; the rotary angles are for this rank's places. c [b, s/c, ..].
+        """
         config, mesh, this = self.sublayer.config, self.sublayer.mesh, masks_and_positions
         mask = this.attention_dropout_mask(self.site, c.size(1) * mesh.cp, c)
         if mask is not None:

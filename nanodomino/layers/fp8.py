@@ -1,18 +1,20 @@
-"""Multiplies in 8 bits: the matmuls of attention and MLP in fp8 (--fp8-format; 2209.05433).
+"""Computes the matmuls of attention and MLP with 8-bit operands (fp8, --fp8-format; 2209.05433).
 
 A GPU with fp8 tensor cores multiplies 8-bit numbers twice as fast as 16-bit numbers. But 8 bits hold few values:
 
     e4m3    4 bits exponent, 3 bits mantissa    largest 448       smallest 2^-9  = 0.002     weights, activations
     e5m2    5 bits exponent, 2 bits mantissa    largest 57,344    smallest 2^-16 = 0.00002   gradients
 
-The gradients of one tensor differ by more powers of two than its activations do. So the format "hybrid" spends one more
-bit on their exponent; the format "e4m3" does not.
+The numbers of a gradient span more powers of two than those of an activation. So the format "hybrid" gives gradients
+one more bit of exponent; the format "e4m3" does not.
 
-**Scales.** A gradient of 1e-7 would become 0 in either type. So every tensor has a scale in fp32, which maps its
+**Scales.** A gradient of 1e-7 would become 0 in either type. So a tensor is divided by a scale in fp32, which maps its
 largest absolute value (amax) to the largest number of the type. The matmul adds up in fp32 and multiplies the sum by
 both scales:
 
     scale = amax / 448     values = x / scale, rounded to 8 bits     x W^T = scale_x scale_W (values_x values_W^T)
+
+Transformer Engine calls this number scale_inv, and its reciprocal scale.
 
 The scale comes from the tensor itself ("current scaling") and not from earlier steps ("delayed scaling"). That needs
 one more pass over the tensor, but no state. The host never reads a scale, so it never waits for the GPU.
@@ -29,22 +31,24 @@ of its operands, because fp8 tensor cores take both only in this order:
     input gradient     grad_x = grad_y W      grad_y [n, out]     W^T [in, out]     hybrid: e5m2 x e4m3
     weight gradient    grad_W = grad_y^T x    grad_y^T [out, n]   x^T [in, n]       hybrid: e5m2 x e4m3
 
-**Weights** stay in the training type, with fp32 master weights. W and W^T are converted at their first use in a step
-and kept in bucket.derived, one byte a parameter each, until zero.py changes the weights.
+**Weights** and their master weights stay as they are without fp8. W and W^T are converted at their first use in a step.
+bucket.derived keeps both, in one byte per number, until zero.py changes the weights.
 
-**Activations.** With a tensorwise scale x^T is x in another order. So x is converted once, and the tape keeps it in 1
-byte per number instead of 2 or 4: the input h of the column-parallel matmul, and an MLP's input a of the row-parallel
-matmul. In two cases it keeps the training type: attention's backward needs its own output anyway, and a sharded
-residual stream gathers h again in backward (overlap/sequence_parallel.py). With rowwise scales x^T has other scales
-than x, so the tape keeps the training type, and backward converts once more.
+**Activations.** With a tensorwise scale, the numbers of x^T are those of x in another order. So x is converted once,
+and the tape keeps it in 1 byte per number instead of 2 or 4. This holds for the input of the column-parallel matmul,
+h, and for the input of an MLP's row-parallel matmul. There are two exceptions: attention's backward needs attention's
+output in the training type anyway, and a sharded residual stream gathers h again in backward
+(overlap/sequence_parallel.py). With rowwise scales x^T has other scales than x. So the tape keeps the training type,
+and backward converts once more.
 
-**What stays in the training type:** the embedding, the head, norms, softmax, experts and their router, and with
---first-last-layers-bf16 the first and the last layer. These have few FLOPs or need the precision.
+**What stays in the training type:** the embedding, the head, norms, softmax(q k^T) v, routers, and the merges of
+multi-token prediction, because they have few FLOPs or need the precision; experts, whose grouped matmul (moe.py) is not
+written for 8 bits; with --first-last-layers-bf16 also the first and the last layer.
 
-**The layout shows in the last digits.** A rank's amax is that of its own shard, slice and microbatch. Another layout
-has other scales, so it rounds differently. The same layout gives the same bits. With rowwise scales, the forward of a
-column-parallel matmul is equal on all layouts, since a row of h and a row of W1 are never cut (--columns with
---sequence-parallel does cut h).
+**Results depend on the layout.** A rank's amax is that of its own shard, slice and microbatch. Another layout has other
+scales, so it rounds differently. The same layout gives the same bits. With rowwise scales, the forward of a
+column-parallel matmul multiplies the same 8-bit numbers on all layouts, because no layout cuts a row of W1 or of h. The
+exception is --columns with --sequence-parallel, which cuts the rows of h.
 """
 
 from collections.abc import Callable
@@ -59,7 +63,7 @@ from nanodomino.layers.main_grad import main_grad_of
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"hybrid": (E4M3, E5M2), "e4m3": (E4M3, E4M3)}     # --fp8-format: type of weights and activations, gradients
 RECIPES = ("tensorwise", "rowwise")
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny             # of a tensor of zeros, because 0 / 0 is not a number
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny             # for a tensor of zeros, because 0 / 0 is not a number
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +84,9 @@ class Fp8Tensor:
 
 
 def to_8_bits(x, dtype, dim):
-    """Return (values, scale) of x [rows, k]. dim: the dimensions whose numbers share a scale; they stay with size 1.
+    """Return (values, scale) of x [rows, k]. dim: the dimensions whose numbers share a scale, which has size 1 there.
 
-    If x is not finite, its products are not either, so that the step is skipped as it is in the training type.
+    If x holds inf or NaN, so do its products. So the step is skipped, as in the training type.
     """
     largest = torch.finfo(dtype).max
     scale = (x.abs().amax(dim, keepdim=True).float() / largest).clamp_(min=SMALLEST_SCALE)
@@ -99,9 +103,9 @@ def scaled_matmul(a: Fp8Tensor, b: Fp8Tensor, dtype):
 class Fp8Recipe:
     """Says how a sublayer multiplies in 8 bits.
 
-    weight, activation, gradient   convert such a tensor: x, dim -> to_8_bits(x, type, dim)
-    rowwise                        each row has a scale of its own
-    dtype                          the training type, which the results of the matmuls have
+    weight, activation, gradient   the function that converts such a tensor: x, dim -> to_8_bits(x, type, dim)
+    rowwise                        whether each row has its own scale
+    dtype                          the training type, in which matmuls return their results
     """
     weight: Callable
     activation: Callable
@@ -111,7 +115,7 @@ class Fp8Recipe:
 
     @classmethod
     def of(cls, name: str, recipe: str, dtype: torch.dtype, compiled) -> "Fp8Recipe":
-        """name, recipe: as in --fp8-format and --fp8-recipe. compiled: see Sublayer.inside."""
+        """Return the recipe for --fp8-format `name` and --fp8-recipe `recipe`. compiled: see Sublayer.inside."""
         operand, gradient = FORMATS[name]
         # lambdas, because torch.compile keeps only 8 versions of a function, and would make one for each weight
         return cls(weight=lambda x, dim: to_8_bits(x, operand, dim),
@@ -136,8 +140,8 @@ class Fp8Recipe:
 class Fp8Weight:
     """Stands for a parameter W [out, in] that is multiplied in 8 bits. overlap/slice_ops.py calls its methods.
 
-    transposed   stands for W^T, by which gradients are multiplied
-    part         a chunk of W or W^T; None: all of it
+    transposed   whether it stands for W^T, by which gradients are multiplied
+    part         the chunk of W or W^T for which it stands; None: the whole
     """
     weight: nn.Parameter
     recipe: Fp8Recipe
@@ -182,7 +186,7 @@ class Fp8Weight:
         """Add grad_output^T x to main_grad [out, in]. grad_output [b, s, out], x [b, s, in]; both may be in 8 bits."""
         grad_output = self.recipe.convert_transposed(grad_output, self.recipe.gradient)
         x, main_grad = self.recipe.convert_transposed(x, self.recipe.activation), main_grad_of(self.weight)
-        # CUDA's matmul with rowwise scales has only 16-bit results
+        # with rowwise scales, CUDA's matmul returns only bfloat16
         dtype = self.recipe.dtype if self.recipe.rowwise and main_grad.is_cuda else main_grad.dtype
         main_grad.add_(scaled_matmul(grad_output, x, dtype))
 
@@ -197,7 +201,7 @@ def recipe_for(config, site: str) -> Callable | None:
 
 
 def in_8_bits(pair, recipe: Fp8Recipe):
-    """Let a LinearPair multiply in 8 bits. Returns it."""
+    """Make a LinearPair multiply in 8 bits, and return it."""
     pair.column, pair.row = Fp8Weight(pair.column, recipe), Fp8Weight(pair.row, recipe)
     return pair
 

@@ -152,7 +152,7 @@ class MoE(Sublayer):
     def __init__(self, config, mesh, site: str):
         super().__init__(config, mesh, site)
         self.activation, self.mesh = ACTIVATIONS[config.activation], mesh
-        self.fp8 = None                                        # experts multiply in the training type
+        self.fp8 = None                                        # experts always multiply in the training type
         (experts, h), ffn = (config.num_experts, config.hidden_size), config.moe_ffn_hidden_size
         self.router, self.experts = Router(config, mesh), nn.Module()
         stack = (self.activation.inputs,) if self.activation.inputs > 1 else ()          # SwiGLU's gate and up
@@ -200,8 +200,8 @@ def combine(results, dispatch: Dispatch, weights):
 
 @dataclass
 class MoETape:
-    """Holds what backward needs. A field is None after recompute.py has dropped it. In the three fields that it may
-    drop, the second entry belongs to the shared expert; it is None without one."""
+    """Holds what backward needs. A field is None after recompute.py has dropped it. Three fields are pairs: the second
+    entry belongs to the shared expert, and is None if there is none."""
     routing: Routing
     dispatch: Dispatch
     rows: torch.Tensor                   # [r, h], the rows that this rank received, sorted by expert

@@ -1,5 +1,5 @@
-"""Multi-token prediction: further layers at the end of the model, each of which predicts one token further ahead
-(DeepSeek-V3, 2412.19437, section 2.2).
+"""Adds layers at the end of the model, each of which predicts one token further ahead (multi-token prediction,
+DeepSeek-V3, 2412.19437, section 2.2).
 
 From the tokens t0 .. ti, the main model computes hidden states h, and its head predicts t(i+1). A *depth* continues
 from h. In training the next token is known, so depth 1 merges h with the embedding of t(i+1), runs one more layer, and
@@ -13,19 +13,19 @@ predicts t(i+2). Depth 2 continues from the hidden states of depth 1:
 
     merge:  W [norm(embedding); norm(hidden states)]        two norms and a matrix W [h, 2h] of the depth's own
 
-So training lets h contain what helps to predict later tokens too. The depths share the word embedding, the final norm
+So training makes h also contain what helps to predict later tokens. The depths share the word embedding, the final norm
 and the head of the main model; Megatron-LM gives each depth a final norm of its own. The names enorm, hnorm and eh_proj
-are DeepSeek's and Megatron-LM's. The merge looks up words only: h already contains the positions, and a token keeps its
+are DeepSeek's and Megatron-LM's. The merge adds no position embedding: h contains the positions, and a token keeps its
 place i.
 
 **Loss.** With D depths and the factor f (--mtp-loss-scaling-factor), training minimizes
 
     (main losses + f/D x losses of all depths, each summed over the tokens that it counts) / tokens of the main loss
 
-A depth counts fewer tokens than the main loss. The last d places of a sample have no token d places after the next one.
-And if attention or positions restart in each document, a depth does not predict across the end of a document, because
-its hidden states know nothing of the next one. All losses have the same divisor, as in the paper. So it does not matter
-how the places that do not count are spread over microbatches and ranks.
+Depth d counts fewer tokens than the main loss. At the last d places of a sample, the token that it should predict lies
+beyond the sample. And if attention or positions restart in each document, a depth does not predict across the end of a
+document, because its hidden states know nothing of the next document. All losses have the same divisor, as in the
+paper. So it does not matter how the places that do not count are spread over microbatches and ranks.
 
 Evaluation runs no depth, and the exported model has none. Generation can use the first depth as a draft.
 """
@@ -39,7 +39,7 @@ from nanodomino.optim.parameters import parameter
 
 
 class PredictionDepth(nn.Module):
-    """Holds the parameters of a depth: the two norms and the matrix of the merge, and a transformer layer."""
+    """Holds the parameters of a depth: the merge's two norms and matrix, and a transformer layer."""
 
     def __init__(self, config, mesh, site: str, layer: nn.Module):
         super().__init__()
@@ -57,7 +57,7 @@ class PredictionDepth(nn.Module):
 
 
 def prediction_depths(config, mesh, layer_class) -> nn.ModuleList:
-    """Return the depths of the model, for the stage with the head. Their layers are numbered on from the last layer."""
+    """Return the depths of the model, for the stage with the head. Their layers are numbered after the model's last."""
     depths = nn.ModuleList()
     for site in (f"mtp.{number}" for number in range(config.mtp_num_layers)):
         layer = layer_class(config, mesh, config.num_layers + len(depths), f"{site}.layer")

@@ -1,4 +1,4 @@
-"""Positions of tokens, and which tokens attention may look at.
+"""Says where each token is, and to which tokens attention may attend.
 
 Attention treats its input as a set: without positions, "dog bites man" equals "man bites dog". There are two ways to
 add positions:
@@ -33,10 +33,10 @@ end-of-text token belongs to the document that it ends:
     documents   0  0  0  0  1  1  1  2
     positions   0  1  2  3  0  1  2  0
 
-**Shared samples.** With context parallelism (context_parallel.py) c ranks share the tokens of a sample. A token's place
-is its index in the sample. With a causal mask, a token attends to all places up to its own. If rank r held the r-th of
-c equal parts, the last rank would compute 2 c - 1 times as many scores as the first. So the sample is cut into 2 c
-parts, and rank r holds parts r and 2 c - 1 - r (Llama 3, 2407.21783, section 3.3.2). For c = 2:
+**Shared samples.** With context parallelism (context_parallel.py) c ranks share the tokens of a sample. A token's
+*place* is its index in the sample. A token attends to all places up to its own. If rank r held the r-th of c equal
+parts, the last rank would compute about 2 c - 1 times as many scores as the first. So the sample is cut into 2 c parts,
+and rank r holds parts r and 2 c - 1 - r (Llama 3, 2407.21783, section 3.3.2). For c = 2:
 
     place    0  1 | 2  3 | 4  5 | 6  7         rank 0 computes 1 + 2 + 7 + 8 = 18 scores,
     rank     0  0 | 1  1 | 1  1 | 0  0         rank 1 computes 3 + 4 + 5 + 6 = 18
@@ -129,22 +129,22 @@ def attention_bias(documents, dtype):
     return bias.masked_fill_(~allowed, -torch.inf).unsqueeze(1)
 
 
-# ---- samples that c ranks share
+# ---- context parallelism
 
 def by_rank(whole, ranks: int, dim=1) -> list[torch.Tensor]:
-    """Cut `whole` [b, s, ..] into each rank's places: a list of c tensors [b, s/c, ..]. dim: the dimension s."""
+    """Cut `whole` [b, s, ..] into the places of each rank: a list of c tensors [b, s/c, ..]. dim: the dimension of s."""
     parts = whole.chunk(2 * ranks, dim)
     return [torch.cat(both, dim) for both in zip(parts[:ranks], reversed(parts[ranks:]))]
 
 
 def in_order(own_of_each) -> torch.Tensor:
-    """Join each rank's places, c tensors [b, s/c, ..], to whole samples [b, s, ..]."""
+    """Undo by_rank(): join the places of each rank, c tensors [b, s/c, ..], to whole samples [b, s, ..]."""
     first, second = zip(*(own.chunk(2, dim=1) for own in own_of_each))
     return torch.cat([*first, *reversed(second)], dim=1)
 
 
 def own_places(whole, mesh, dim=1) -> torch.Tensor:
-    """Return this rank's places of `whole` [b, s, ..]; `whole` itself if no rank shares its samples."""
+    """Return this rank's places of `whole` [b, s, ..]; without context parallelism, `whole` itself."""
     return whole if mesh.cp == 1 else by_rank(whole, mesh.cp, dim)[mesh.cp_rank]
 
 

@@ -1,23 +1,23 @@
 """Runs the depths of multi-token prediction (layers/multi_token_prediction.py) slice by slice.
 
-A depth is a chunk of one layer after the end of the model, head included. So domino.py's own forward_slice and
-backward_slice run it, in the same chain of yields, and other slices hide its collectives as they hide all others:
+A depth is a merge, followed by a chunk of one layer and the head. So domino.py's forward_slice and backward_slice run
+this chunk too, and other slices hide its collectives:
 
     forward     layers, head,  merge, layer, head,  merge, layer, head                    from left to right
     backward    layers, head,  merge, layer, head,  merge, layer, head                    from right to left
                 main model     depth 1              depth 2
 
 The hidden states between a layer and its head go to two places: to the final norm and to the next depth's merge. So in
-backward their gradient is a sum, and the merge comes before the head to its left. The final norm and the head get
-gradients from every depth and from the main model. So these gradients are complete only after the main head's backward,
-which comes last (`uses` in optim/parameters.py).
+backward their gradient is a sum, and a merge's backward comes before that of the head to its left. The final norm and
+the head get gradients from every depth and from the main model. So these gradients are complete only after the backward
+of the main model's head, which comes last (`uses` in optim/parameters.py).
 
-A merge works on each token's row by itself, so it needs no other rank's rows. Only the look-up of the next tokens'
-embeddings has collectives, the same as at the start of the model. Backward recomputes the two norms of a merge instead
-of keeping their outputs.
+Every tp rank holds the merge's whole matrix and multiplies all rows of the residual stream that it holds (Megatron-LM
+cuts this matrix over tp). So a merge needs no collective, but its look-up of the next tokens' embeddings does, as at
+the start of the model. Backward recomputes the two norms of a merge instead of keeping their outputs.
 
-The loss of a depth is not an output of the stage. Its gradient is a constant for each token, like a router's auxiliary
-loss. So pipeline.py and its schedules do not know of depths.
+The loss of a depth is not an output of the stage, because its gradient is known in advance: a constant for each token
+that counts. So pipeline.py and its schedules do not know of depths.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class PredictionDepths:
         self.after = dict(zip(chunks, zip(model.mtp, model.depth_chunks)))             # chunk -> the depth after it
 
     def forward(self, slice):
-        """Merge the slice's hidden states with the embeddings of the next tokens, and run the depth on the result."""
+        """Merge the slice's hidden states with the embeddings of the next tokens, and run the next depth's chunk."""
         if slice.chunk not in self.after or not slice.training:
             return
         depth, chunk = self.after[slice.chunk]
@@ -65,7 +65,7 @@ class PredictionDepths:
             depth.layer.mlp.statistics[-2:] += counted.sum(dim=(1, 2))
 
     def backward(self, slice, ready):
-        """Return what the depth adds to the gradient of the slice's hidden states; None after the last depth."""
+        """Return the gradient of the slice's hidden states from the next depth; None after the last depth."""
         if slice.ahead is None:
             return None
         tape, slice.ahead = slice.ahead, None

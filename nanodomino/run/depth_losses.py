@@ -1,8 +1,8 @@
 """Says how well the depths of multi-token prediction predict, from StepResult.statistics.
 
-A depth's loss is a mean over the tokens that the depth counts, in the global batch. It does not contain the factor
---mtp-loss-scaling-factor. A depth knows all tokens in front of the one that it predicts, as the main model does, and
-has one layer more. So its loss may be lower than the main loss.
+A depth's loss is the mean over the tokens of the global batch that the depth counts, without the factor
+--mtp-loss-scaling-factor. Like the main model, a depth knows all tokens in front of the token that it predicts, and it
+has another layer. So its loss may be lower than the main loss.
 """
 
 from nanodomino.config.config import Config
