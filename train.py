@@ -82,8 +82,8 @@ def get_batch(dataset: TokenDataset, config: Config, mesh: Mesh, step: int, shuf
     """Return this replica's microbatch of global batch `step`, the same on all of its tensor-parallel ranks.
 
     The chunk with the embedding and the chunk with the head read the tokens. A chunk between them needs only the sample
-    ids, which seed its dropout masks. If positions or attention depend on where documents end, or if other ranks hold
-    some of a sample's tokens, all chunks read tokens.
+    ids, which seed its dropout masks. If positions or attention depend on where documents end, or if ranks share
+    samples, all chunks read the tokens.
     """
     where = (step, microbatch, mesh.dp_rank, mesh.dp, config.micro_batch_size, config.global_batch_size)
     at_an_end = config.placement.virtual_stage(mesh.pp_rank, chunk) in (0, config.placement.last)
@@ -264,7 +264,7 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
 
 def write_sample(model: GPT, config: Config, corpus: Corpus, dataset: TokenDataset, mesh: Mesh):
     """Let the first replica continue the first tokens of a split, and print the text. The ranks that hold its other
-    experts generate the same text. Every rank computes whole samples here, also with context parallelism."""
+    experts generate the same text. Here every rank computes whole samples, even with context parallelism."""
     _, index = mesh.axis("dp")
     if index < mesh.ep:
         prompt = dataset.batch(0, 0, 0, 1, 1, 1, shuffle=False).tokens[0, :PROMPT_TOKENS].tolist()

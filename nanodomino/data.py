@@ -61,7 +61,7 @@ class Batch:
     sample_ids: list[int]       # [b], the samples' numbers k, which seed their dropout masks
     documents: torch.Tensor | None = None      # [b, s] int64, in the host's memory; None: attention crosses documents
     in_order: bool = True       # positions are 0, 1, .. s - 1 in each row
-    ahead: "Batch | None" = None    # what the next depth of multi-token prediction reads: tokens = these labels
+    ahead: "Batch | None" = None    # for the next depth of multi-token prediction; its tokens are these labels
 
     @staticmethod
     def from_rows(rows, sample_ids, counted=None, end_of_text: EndOfText | None = None,
@@ -72,7 +72,8 @@ class Batch:
         counted: only the first `counted` rows count in the loss; None: all rows count.
         end_of_text: None if the end-of-text token has no effects.
         depths: the number of depths of multi-token prediction. Depth d predicts the token d places after the next one.
-            Its loss does not count at the last d places, nor across the end of a document if that has effects.
+            Its loss does not count at the last d places of a sample. If positions or attention restart in each
+            document, it does not count across the end of a document either.
         """
         b, s, on_host = len(rows), rows.size(1) - 1, rows
         rows = to_device(rows, device)

@@ -74,7 +74,7 @@ class Embedding(nn.Module):
         # used at both ends: by one stage, or by the first and the last stage, which then each hold a copy
         copied = config.needs_words_at_end and not (pre_process and post_process)
         self.word_embeddings = VocabParallelEmbedding(
-            config, mesh, uses=pre_process + post_process * (config.mtp_num_layers + config.tied * config.heads),
+            config, mesh, uses=pre_process + post_process * (config.mtp_num_layers + config.tied * config.head_uses),
             addends=("embedding",) if copied else ())
         self.position_embeddings = None
         if pre_process and config.position_embedding_type == "learned_absolute":
@@ -126,8 +126,8 @@ def stage_layers(num_layers: int, stage: int, stages: int, depths=0) -> range:
     first stages holds one layer more.
 
     For example, 10 layers on 4 stages are split into 3, 3, 2 and 2, so stage 1 holds layers 3, 4 and 5.
-    depths: the number of depths of multi-token prediction. The last stage holds all of them, fewer layers in return,
-        but at least one.
+    depths: the number of depths of multi-token prediction. The last stage holds them all, so it has fewer layers, but
+        at least one.
     """
     if depths and stages > 1:
         first = num_layers - max((num_layers + depths) // stages - depths, 1)          # of the last stage
@@ -166,9 +166,9 @@ class GPT(nn.Module):
         self.mtp = prediction_depths(config, mesh, Layer) if self.post_process else nn.ModuleList()
         self.depth_chunks = [Chunk([depth.layer], False, True) for depth in self.mtp]
         if self.post_process:
-            self.final_norm = Norm(config, mesh, config.hidden_size, uses=config.heads)
+            self.final_norm = Norm(config, mesh, config.hidden_size, uses=config.head_uses)
             if not tied:
-                self.output_layer = VocabParallelEmbedding(config, mesh, uses=config.heads)
+                self.output_layer = VocabParallelEmbedding(config, mesh, uses=config.head_uses)
             # the list hides the module from torch, which would register a tied matrix under a second name
             self.head = [self.embedding.word_embeddings if tied else self.output_layer]
         # a row for each layer of the whole model, then for each depth; MLPs and depths add numbers, zero.py sums them

@@ -2,7 +2,8 @@
 
 Data-parallel replicas hold the same weights and sum their gradients. Without ZeRO, each replica then runs the whole
 optimizer, so all repeat the same work. With ZeRO, each of the dp replicas owns 1/dp of the weights, its *partition*,
-and updates only that. (An expert has only dp/ep replicas: read dp/ep for dp.) A step has three phases:
+and updates only that. (With context parallelism, read dp x cp for dp; for an expert, divide this by ep.) A step has
+three phases:
 
     1  reduce-scatter  Sum each bucket of gradients over the replicas; each replica receives the sum of its partition.
                        Launched as soon as the bucket's gradients are complete, while backward continues

@@ -1119,18 +1119,18 @@ def own_counts(config):
 
 
 @pitfall("The final norm is reported complete after the head of a depth",
-         "`nanodomino/config/config.py`, `Config.heads`: the final norm and the head declare as many uses, and the "
-         "optimizer waits for as many reports", conditions=delayed("early"), untie_embeddings_and_output_weights=True,
-         bucket_size=1, **REPLICAS, **DEPTH)
+         "`nanodomino/config/config.py`, `Config.head_uses`: the final norm and the head declare as many uses, and "
+         "the optimizer waits for as many reports", conditions=delayed("early"), bucket_size=1,
+         untie_embeddings_and_output_weights=True, **REPLICAS, **DEPTH)
 def complete_too_early(config):
     """With multi-token prediction a microbatch passes through the final norm and the head several times. Backward
-    reaches the innermost depth first and the main head last. If the first pass counts as complete, the replicas sum
-    gradients that lack those of the main loss, and each adds its own afterwards."""
+    starts with the last depth and ends with the main model's head. If the gradients count as complete after the first
+    of these, the replicas sum gradients that lack those of the main loss, and each adds its own afterwards."""
     def only_once(self, *modules):
         self.remaining[modules] = self.remaining.get(modules, self.slices) - 1
         if self.on_gradients_ready and self.remaining[modules] == 0:
             self.on_gradients_ready(modules)
-    return [(Config, "heads", 1), (domino.GradientsReady, "__call__", only_once)]
+    return [(Config, "head_uses", 1), (domino.GradientsReady, "__call__", only_once)]
 
 
 @pitfall("The labels of a depth wrap around the end of the sample",
@@ -1148,12 +1148,12 @@ def labels_wrap_around(config):
 
 
 @pitfall("A depth's gradient ends at the depth",
-         "`nanodomino/domino.py`, `Domino.backward_slice`: adds it to the gradient of the last hidden states",
-         world_size=1, **DEPTH)
+         "`nanodomino/domino.py`, `Domino.backward_slice`: adds it to the gradient of the main model's last hidden "
+         "states", world_size=1, **DEPTH)
 def depth_detached(config):
     """The depth learns, and its loss falls. But the layers of the main model learn nothing from it, although better
-    hidden states are the purpose of multi-token prediction. Only the embedding, final norm and head get gradients from
-    the depth, because both use them."""
+    hidden states are the purpose of multi-token prediction. Only the embedding, the final norm and the head get
+    gradients from the depth, because the main model and the depth share them."""
     run = multi_token_prediction.PredictionDepths.backward
 
     def without_result(self, slice, ready):
@@ -1161,13 +1161,13 @@ def depth_detached(config):
     return [(multi_token_prediction.PredictionDepths, "backward", without_result)]
 
 
-@pitfall("The last stage's word embedding is an orphan",
+@pitfall("The gradients of an untied word embedding's copies are not summed",
          "`nanodomino/model.py`, `Embedding`: declares `embedding` as addends for an untied head too, if the model "
          "has depths", untie_embeddings_and_output_weights=True, **PP, **DEPTH)
 def embedding_of_its_own(config):
-    """With an untied head, only the first stage needs the word embedding, until a depth looks up words on the last
-    stage. Its copy gets the gradients of those look-ups and the first stage's copy all others. The two drift apart, and
-    a checkpoint keeps one of them."""
+    """With an untied head, only the first stage needs the word embedding. But a depth looks up words on the last stage,
+    which therefore holds a copy. This copy gets only the gradients of the depths' look-ups, and the first stage's copy
+    gets all others. The two copies drift apart, and a checkpoint keeps one of them."""
     return not_tied(config)
 
 
@@ -1206,9 +1206,10 @@ def gradients_are_near_those_of_fp32(pool):
          "`nanodomino/layers/fp8.py`, `Fp8Weight.convert`: each tensor has its own scale, each kind its type",
          check=gradients_are_near_those_of_fp32, **FP8)
 def weights_scale(config):
-    """The scale of a weight changes slowly, so it is at hand and seems as good as another. But gradients are larger or
-    smaller by powers of ten. Here they are larger, so they saturate at 448 times the scale; with a mean loss they would
-    be smaller and become 0. AdamW divides by the size of what is left."""
+    """The matmul has the scale of its weight already, and this seems to serve for the gradient too. But gradients
+    differ from weights by powers of ten. Here they are larger, so they saturate at 448 times the scale; with a mean
+    loss they would be smaller and become 0. AdamW hides both, because it divides each gradient by its own
+    magnitude."""
     convert = fp8.Fp8Weight.convert
 
     def of_the_weight(self, x):
@@ -1251,7 +1252,7 @@ SHARED = dict(context_parallel_size=2, micro_batch_size=12)
 def rotated_by_own_index(config):
     """A rank holds two parts of a sample and counts its tokens from 0. Within a part the distances are right. But
     tokens of different parts are rotated as if they were close together, or had the same place. Every rank does the
-    same, no shape is wrong, and the model learns with the distances that it gets. But its weights fit only this
+    same, no shape is wrong, and the model learns with the wrong distances. But its weights then fit only this
     layout."""
     return [(context_parallel, "rotation", lambda config, positions, s, device: rotation(config, None, s, device))]
 

@@ -120,9 +120,9 @@ def chunk_ends_tape_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str,
     if chunk.pre_process and config.hidden_dropout and "h" not in GRANULARITIES[config.recompute_granularity]:
         kept["embedding dropout"] = w * n * config.hidden_size / config.sequence_shards
     if chunk.post_process:
-        kept["head"] = config.heads * (residual_bytes(config) + hidden_bytes(config) + statistics)
-        kept["logits"] = config.heads * e * n * local_vocab_size(config, mesh)
-        kept["losses, maxima, sums"] = config.heads * 4 * w * n
+        kept["head"] = config.head_uses * (residual_bytes(config) + hidden_bytes(config) + statistics)
+        kept["logits"] = config.head_uses * e * n * local_vocab_size(config, mesh)
+        kept["losses, maxima, sums"] = config.head_uses * 4 * w * n
         kept["depths"] = config.mtp_num_layers * (residual_bytes(config) + 2 * statistics)
     else:
         kept["output"] = residual_bytes(config)
@@ -273,7 +273,8 @@ def working_bytes(config: Config, mesh: Mesh) -> int:
         return factors if config.dtype == "float16" else e * inputs * outputs
 
     shared = sum(shared_tape_bytes(config).values())
-    head = (sum(chunk_ends_tape_bytes(config, mesh, last).values()) - shared) / config.heads if last.post_process else 0
+    ends = sum(chunk_ends_tape_bytes(config, mesh, last).values()) - shared
+    head = ends / config.head_uses if last.post_process else 0
     at_head, in_layers = (pair_working_bytes(config, mesh, resumed - first.pre_process) for resumed in (0, 1))
     offloaded = 4 * residual_bytes(config) * offloads_to_host(config)     # norm inputs: 2 on their way out, 2 back
     product = fp8_working_bytes(config) if config.fp8_format else weight_gradient_bytes(h, config.ffn_hidden_size // t)

@@ -114,7 +114,7 @@ def tensor_parallel_traffic(config: Config, mesh: Mesh, chunks=None) -> list[Tra
     found = [reduce(sublayers * column_calls, sublayers * x, "layers forward"), *gathers(sublayers, "layers forward"),
              reduce(sublayers * column_calls, sublayers * x, "layers backward", True),
              *gathers(2 * sublayers, "layers backward", True)]
-    heads = config.heads * any(chunk.post_process for chunk in chunks)
+    heads = config.head_uses * any(chunk.post_process for chunk in chunks)
     lookups = any(chunk.pre_process for chunk in chunks) + max(heads - 1, 0)         # each depth looks up its tokens
     if lookups:
         found += [reduce(lookups * calls, lookups * x, "embedding")] + gathers(lookups, "embedding", True)

@@ -99,15 +99,15 @@ def forward_flops(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, floa
     """Return the forward FLOPs of a microbatch in a chunk: (the layers' weights, the head, attention). On GPUs a
     FLOP in fp8 counts half, because it takes half the time.
 
-    Of experts, a rank computes k/E of its own tokens and as many of the other ep - 1 ranks' tokens with each.
+    Each of a rank's experts computes k/E of the rank's own tokens, and as many tokens of each other ep rank.
     Attention has two matmuls without weights, q k^T and the product with v. All pairs of tokens count, although a
     causal mask needs only half of them. If c ranks share a sample, each computes 1/c of the scores. A depth of
-    multi-token prediction merges two tensors [b, s, h], of which a rank treats all rows that it holds, and multiplies
-    by the head once more.
+    multi-token prediction adds its merge, of which every rank computes all rows that it holds, and another pass
+    through the head.
     """
     n, heads = sizes.tokens_per_microbatch(config), config.num_attention_heads * config.kv_channels
     matrices, _ = matrix_elements(chunk, sizes.expert_share(config) * config.ep, fp8_speedup(config))
-    head = config.heads * config.hidden_size * sizes.local_vocab_size(config, mesh) if chunk.post_process else 0
+    head = config.head_uses * config.hidden_size * sizes.local_vocab_size(config, mesh) if chunk.post_process else 0
     matrices += chunk.post_process * config.mtp_num_layers * 2 * config.hidden_size ** 2 / config.sequence_shards
     return 2 * n * matrices, 2 * n * head, len(chunk.layers) * 4 * n * config.seq_length * heads / config.tp
 
@@ -177,7 +177,7 @@ def elementwise_bytes(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[float, 
     logits = merged = 0
     if chunk.post_process:
         words = sizes.local_vocab_size(config, mesh)
-        logits = 2 * config.heads * sizes.bytes_per_element(config) * sizes.tokens_per_microbatch(config) * words
+        logits = 2 * config.head_uses * sizes.bytes_per_element(config) * sizes.tokens_per_microbatch(config) * words
         merged = config.mtp_num_layers * 2 * 4 * x
     converted, converted_back = fp8_bytes(config, chunk)
     return (layers * 2 * 4 * x + rotated + copied + before + after + sorted_rows + merged + logits + converted,

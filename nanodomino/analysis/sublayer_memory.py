@@ -1,7 +1,7 @@
-"""Lists what a tape keeps of one sublayer and one microbatch, in bytes: of attention, of an MLP, of experts.
+"""Lists the bytes that a tape keeps of a microbatch in a sublayer: in attention, in an MLP, in experts.
 
-overlap/recompute.py says what recomputation drops. In full recomputation only the norm's input x is left of attention
-and MLP. Experts also keep their rows and results, because they travelled: recomputing them would repeat an all-to-all.
+overlap/recompute.py says what recomputation drops. With full recomputation, attention and MLP keep only the norm's
+input x. Experts also keep their rows and results, because recomputing them would repeat an all-to-all.
 
     tensors of a layer's experts            bytes                      a token's k experts get k copies of its row
     rows, results                           k X each                   in full recomputation too

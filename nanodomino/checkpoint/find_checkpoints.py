@@ -35,8 +35,10 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
 
 
 def newest_intact_checkpoint(run_dir: Path, report=print) -> Path | None:
-    """Return the newest intact checkpoint of a run, or None. Skips damaged ones and reports each with report(text).
-    Starts again with the newest if the run is alive and deletes a checkpoint meanwhile."""
+    """Return the newest intact checkpoint of a run, or None. Skip damaged checkpoints; report(text) reports each.
+
+    If a live run deletes a checkpoint in the meantime, start again with the newest.
+    """
     for folder in checkpoints_of(run_dir):
         try:
             verify(folder)

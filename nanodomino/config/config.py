@@ -139,8 +139,8 @@ class Config:
         1e-3, "change of the expert bias after each step", affects="losses", above=0.0,
         needs=(EXPERTS, "--moe-router-enable-expert-bias"))
     moe_aux_loss_coeff: float = family_setting(
-        "moe_aux_loss_coeff", "coefficient of the load-balancing loss, which is computed for each sample; this loss "
-                              "and the z-loss also count tokens that the loss mask leaves out",
+        "moe_aux_loss_coeff", "coefficient of the load-balancing loss of each sample; unlike the loss of the model, it "
+                              "and the z-loss count all tokens, also those that the loss mask leaves out",
         affects="losses", needs=EXPERTS)
     moe_z_loss_coeff: float = model_setting(
         0.0, "coefficient of the router's z-loss", affects="losses", needs=EXPERTS)
@@ -148,7 +148,7 @@ class Config:
         0, "number of depths of multi-token prediction: depth d is a further layer that predicts the token d places "
            "after the next one", affects="optimizer", at_least=0, at_most=64)
     mtp_loss_scaling_factor: float = model_setting(
-        0.1, "weight of the mean of the depths' losses, which is added to the loss", affects="losses", needs=DEPTHS)
+        0.1, "weight of the depths' mean loss, which is added to the loss", affects="losses", needs=DEPTHS)
     hidden_dropout: float = model_setting(
         0.0, "dropout rate for the embeddings and for each sublayer's output", below=1.0, affects="losses")
     attention_dropout: float = model_setting(
@@ -168,11 +168,11 @@ class Config:
         1, "number of ranks that share the experts of a layer; divides dp x cp and --num-experts", alias="--ep",
         needs=EXPERTS)
     context_parallel_size: int = layout_setting(
-        1, "number of ranks that share the tokens of each sample, for samples that are too long for one rank",
+        1, "number of ranks that share the tokens of each sample, for samples that are too long for a single rank",
         alias="--cp")
     cp_comm_type: str = layout_setting(
-        "all_gather", "how attention sees the tokens of other ranks: all_gather sends all keys and values to every "
-                      "rank; a2a gives every rank whole samples, but only some of the heads",
+        "all_gather", "what the ranks that share a sample exchange for attention (all_gather: every rank gets all keys "
+                      "and values; a2a: every rank gets whole samples, but only some of the heads)",
         choices=("all_gather", "a2a"), needs="--cp above 1")
     micro_batch_size: int = layout_setting(
         None, "samples per microbatch (default: the preset's, but at most --global-batch-size / dp)", derived=True)
@@ -235,11 +235,11 @@ class Config:
     fp16: bool = training_setting(
         False, "short for --dtype float16; the loss scale is dynamic unless --loss-scale is set")
     fp8_format: str = training_setting(
-        None, "8-bit types for the matmuls of attention and MLP (default: none, all in --dtype); hybrid: e4m3 for "
-              "weights and activations, e5m2 for gradients; e4m3: for all. Embedding, head and experts stay in --dtype",
+        None, "8-bit types for the matmuls of attention and MLP; embedding, head and experts stay in --dtype (hybrid: "
+              "e4m3 for weights and activations, e5m2 for gradients; e4m3: for all; default: no fp8)",
         choices=FORMATS)
     fp8_recipe: str = training_setting(
-        "tensorwise", "which numbers share a scale in fp8: those of a tensor, or those of a row", choices=RECIPES,
+        "tensorwise", "whether each tensor or each of its rows has a scale of its own in fp8", choices=RECIPES,
         needs=FP8)
     first_last_layers_bf16: bool = training_setting(
         False, "with fp8, compute the first and the last layer in the type of --dtype", needs=FP8)
@@ -378,7 +378,7 @@ class Config:
         return not self.untie_embeddings_and_output_weights
 
     @property
-    def heads(self) -> int:
+    def head_uses(self) -> int:
         """The number of times that a microbatch passes through the final norm and the head in training."""
         return 1 + self.mtp_num_layers
 
@@ -389,7 +389,7 @@ class Config:
 
     @property
     def traced_steps(self) -> range:
-        """The steps of --trace FIRST:LAST, both included."""
+        """The steps from FIRST to LAST of --trace FIRST:LAST, both included."""
         first, last = map(int, self.trace.split(":")) if self.trace else (1, 0)
         return range(first, last + 1)
 
@@ -420,8 +420,8 @@ class Config:
 
     @property
     def statistics_per_layer(self) -> int:
-        """How many numbers the model measures in each layer: the tokens of each expert, and the router's losses; then
-        the loss and the tokens of a depth, which are 0 in other layers."""
+        """The number of statistics of each layer: the tokens of each expert and the router's losses; then the loss and
+        the tokens of a depth, which are 0 in other layers."""
         return (self.num_experts + 1 if self.num_experts else 0) + (2 if self.mtp_num_layers else 0)
 
     @property

@@ -2,9 +2,9 @@
 
 The activations of a sample grow with its length, and tensor parallelism can cut them over only a few ranks. So c ranks
 share a sample: each holds s/c of its tokens (positions.py says which). Norms, MLPs, embedding and loss treat each token
-by itself, and all gradients are sums over tokens. So everywhere else, c ranks with parts of a sample are like c
-replicas with shorter samples. Only attention needs tokens of other ranks. (The auxiliary loss of experts needs their
-counts, see router.py.) There are two ways, --cp-comm-type:
+by itself, and all gradients are sums over tokens. So outside attention, c ranks with parts of a sample are like c
+replicas with shorter samples. (Only the auxiliary loss of experts sums counts over them, see router.py.) For attention,
+which needs the tokens of other ranks, there are two ways, --cp-comm-type:
 
     all_gather (Llama 3, 2407.21783, section 3.3.2)      every rank: own queries, all keys and values, all heads
         forward     q, k, v of own places  ->  all-gather of k and v         ->  softmax(q K^T) V of own places

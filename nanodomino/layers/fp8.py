@@ -117,7 +117,7 @@ class Fp8Recipe:
     def of(cls, name: str, recipe: str, dtype: torch.dtype, compiled) -> "Fp8Recipe":
         """Return the recipe for --fp8-format `name` and --fp8-recipe `recipe`. compiled: see Sublayer.inside."""
         operand, gradient = FORMATS[name]
-        # lambdas, because torch.compile keeps only 8 versions of a function, and would make one for each weight
+        # one lambda each, because torch.compile keeps only 8 versions of a function; shapes of weights would add more
         return cls(weight=lambda x, dim: to_8_bits(x, operand, dim),
                    activation=compiled(lambda x, dim: to_8_bits(x, operand, dim)),
                    gradient=compiled(lambda x, dim: to_8_bits(x, gradient, dim)),

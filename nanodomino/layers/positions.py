@@ -1,4 +1,4 @@
-"""Says where each token is, and to which tokens attention may attend.
+"""Says at which position each token is, and to which tokens it may attend.
 
 Attention treats its input as a set: without positions, "dog bites man" equals "man bites dog". There are two ways to
 add positions:
@@ -132,7 +132,7 @@ def attention_bias(documents, dtype):
 # ---- context parallelism
 
 def by_rank(whole, ranks: int, dim=1) -> list[torch.Tensor]:
-    """Cut `whole` [b, s, ..] into the places of each rank: a list of c tensors [b, s/c, ..]. dim: the dimension of s."""
+    """Cut `whole` [b, s, ..] into each rank's places: a list of c tensors [b, s/c, ..]. dim: the dimension of s."""
     parts = whole.chunk(2 * ranks, dim)
     return [torch.cat(both, dim) for both in zip(parts[:ranks], reversed(parts[ranks:]))]
 

@@ -116,7 +116,7 @@ class Router(nn.Module):
             probabilities = divide_by_sum(probabilities)
         chosen = torch.zeros_like(logits[:, 0]).scatter_add_(
             1, experts.flatten(1), torch.ones_like(logits[..., :1]).expand(experts.shape).flatten(1))
-        if self.cp > 1:                                        # other ranks have the other tokens of these samples
+        if self.cp > 1:                                        # other ranks hold other tokens of the same samples
             dist.all_reduce(chosen, group=self.cp_group)
         balance = count * (chosen / (self.cp * s * self.topk) * probabilities.mean(dim=1)).sum()
         return (config.moe_aux_loss_coeff * s * balance

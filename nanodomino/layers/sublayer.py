@@ -3,8 +3,8 @@
     x -> norm -> f -> column-parallel matmul -> core -> row-parallel matmul -> g -> + bias, dropout -> + x
 
 The core is attention itself, or the activation function of an MLP. It works on this rank's output of the first matmul:
-the rank's own heads, or its own ffn features. It needs no other rank's output, except with context parallelism
-(context_parallel.py). So otherwise f and g (parallel.py) are the only communication.
+the rank's own heads, or its own ffn features. So f and g (parallel.py) are the only communication. Only with context
+parallelism (context_parallel.py) attention's core communicates too.
 
 A core is written twice: once as a plain definition, which autograd differentiates, and once as a hand-written forward
 and backward, which training runs. Tests compare the two.

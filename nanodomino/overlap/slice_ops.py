@@ -95,7 +95,7 @@ class SliceOps:
             yield
 
     def yield_once(self, flights):
-        """Let other slices compute; unless always_yields is set, only if any of the flights sends something."""
+        """Let other slices compute, if always_yields is set or any of the flights sends something."""
         if self.always_yields:
             yield
         else:
@@ -111,15 +111,15 @@ class SliceOps:
         yield from self.yield_once(flights)
         return self.wait(slice, site, flights)
 
-    # ---- matmuls: the weight is a tensor, or an Fp8Weight, which multiplies in 8 bits (layers/fp8.py)
+    # ---- matmuls; a weight is a tensor or an Fp8Weight, which multiplies in 8 bits (layers/fp8.py)
 
     def column_chunks(self, tensor, dim):
         """Cut a tensor into `columns` chunks of features. dim: -1 for an activation, 0 for a weight [out, in]."""
         return [tensor] if self.columns == 1 else tensor.chunk(self.columns, dim)
 
     def linear(self, slice, site, flights, weight, bias=None):
-        """Return x W^T + bias. `flights` carry x, and each chunk of x's features is multiplied when it has arrived. If
-        x is converted for this (convert_once), and there is a single flight, then it carries the converted x on."""
+        """Return x W^T + bias. `flights` carry x, and each chunk of x's features is multiplied when it has arrived. A
+        single flight then carries x as convert_once() returns it, for the weight gradient."""
         total = None
         for flight, chunk in zip(flights, weight.chunk(len(flights), dim=1)):
             x = self.wait(slice, site, [flight])

@@ -75,7 +75,7 @@ def test_every_python_file_that_is_named_exists():
 
 
 def names_defined_in(path):
-    """The classes, functions and variables at a file's top, and methods as Class.method."""
+    """The classes, functions and variables at a file's top, methods as Class.method, and fields as Class.field."""
     for node in ast.parse(text_of(path)).body:
         if isinstance(node, ast.Assign):
             yield from (target.id for target in node.targets if isinstance(target, ast.Name))
@@ -83,6 +83,7 @@ def names_defined_in(path):
             yield node.name
             yield from (f"{node.name}.{method.name}" for method in getattr(node, "body", ())
                         if isinstance(method, ast.FunctionDef))
+            yield from (f"{node.name}.{item.target.id}" for item in node.body if isinstance(item, ast.AnnAssign))
 
 
 def test_every_name_that_a_document_places_in_a_file_is_defined_there():
