@@ -335,8 +335,8 @@ def written(fork_server, folder):
         ranks = [(["--load", "run", *shlex.split(flags)], place) for place in places]
         ended = fork_server.launch("nanodomino.generate", ranks, folder, PATIENCE)
         assert ended.code == 0 and "Traceback" not in ended.output, ended
-        (rate,) = re.findall(r"(?m)^(\d+) tokens in \d+\.\d\d s, \d+\.\d tokens/s\n", ended.output)
-        return re.sub(r"(?m)^\d+ tokens in .*\n", "", ended.output), int(rate)
+        (rate,) = re.findall(r"(?m)^(\d+) tokens? in \d+\.\d\d s, \d+\.\d tokens/s\n", ended.output)
+        return re.sub(r"(?m)^\d+ tokens? in .*\n", "", ended.output), int(rate)
     return written
 
 
