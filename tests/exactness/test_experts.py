@@ -1,82 +1,21 @@
-"""Training with experts equals one plain process on every layout, and experts are dropless however tokens choose.
+"""Experts are dropless however tokens choose, and Domino computes what their definition says.
 
-The other side is support/reference.py, in which every expert computes every token and nothing travels.
+test_features.py compares whole training steps on every layout.
 """
 
 import dataclasses
-import itertools
-import random
 from collections import Counter
 
 import pytest
-from support.harness import FAMILIES, build, check_against_reference, difference, tiny, weights_and_data
+from support.harness import EXPERTS, build, check_against_reference, difference, tiny, weights_and_data
 
 from nanodomino.comm.trace import Trace
 from nanodomino.domino import run_to_end
 from nanodomino.overlap.recompute import GRANULARITIES
-from nanodomino.schedules.definitions import SCHEDULES
 
 STEPS = 2                # the second step sees the weights, moments and expert biases that the first step wrote
-EXPERTS = dict(num_experts=4, disable_bias_linear=True, moe_ffn_hidden_size=24, moe_aux_loss_coeff=0.3,
-               moe_z_loss_coeff=0.01, moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.05)
 SIGMOID, PRE_SOFTMAX = dict(moe_router_score_function="sigmoid"), dict(moe_router_pre_softmax=True)
-TOP_1 = dict(moe_router_topk=1)
 SHARED, DROPOUT = dict(moe_shared_expert_intermediate_size=16), dict(hidden_dropout=0.2, attention_dropout=0.3)
-DOCUMENTS = dict(reset_position_ids=True, reset_attention_mask=True)
-
-
-def case(tp, pp, dp, ep, *options, exhaustive=False, **more):
-    options = dict(item for option in (*options, more) for item in option.items())
-    name = f"tp{tp}-pp{pp}-dp{dp}-ep{ep}-" + "-".join(f"{key}{value}" for key, value in options.items())
-    sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep,
-                 global_batch_size=12 if dp <= 2 else 24, num_layers=max(2, 2 * pp - 1))
-    return pytest.param(tp * pp * dp, sizes | options, id=name, marks=pytest.mark.exhaustive if exhaustive else [])
-
-
-CASES = [
-    case(1, 1, 1, 1, SHARED, moe_router_topk=3, slices=3),
-    case(1, 1, 2, 1, PRE_SOFTMAX, DROPOUT, zero_stage=0, moe_layer_freq=2),
-    case(1, 1, 2, 2, SIGMOID, TOP_1, recompute_granularity="selective", swiglu=True),
-    case(1, 1, 4, 2, SIGMOID, SHARED, zero_stage=2, slices=2, moe_router_topk_scaling_factor=2.5),
-    case(1, 1, 4, 4, FAMILIES["qwen3"], zero_stage=0, slices=3),
-    case(2, 1, 1, 1, SHARED, PRE_SOFTMAX, slices=2, columns=2),
-    case(2, 1, 2, 2, SHARED, DROPOUT, slices=2, sequence_parallel=True, recompute_granularity="full", swiglu=True),
-    case(4, 1, 2, 2, SIGMOID, slices=2, micro_batch_size=6, loss_scale=2.0**12),
-    case(1, 2, 2, 2, DOCUMENTS, schedule="zb-v", slices=2, moe_layer_freq=2, num_layers=5),
-    case(1, 2, 2, 2, SHARED, schedule="paired", recompute_granularity="selective", zero_stage=2),
-    case(2, 2, 2, 2, SIGMOID, DROPOUT, schedule="zb-h1", slices=2, sequence_parallel=True, loss_scale=2.0**12),
-    case(1, 4, 2, 2, schedule="interleaved", num_layers=8, micro_batch_size=1, slices=1),
-]
-
-
-def crossing():
-    """Return exhaustive cases: every layout with every schedule. The other options are drawn for each case."""
-    options = dict(slices=(1, 2, 3), columns=(1, 2), zero_stage=(0, 1, 2), recompute_granularity=tuple(GRANULARITIES),
-                   moe_router_topk=(2, 3), swiglu=(False, True), loss_scale=(None, 2.0**12), moe_layer_freq=(1, 2),
-                   moe_router_topk_scaling_factor=(1.0, 2.5), sequence_parallel=(False, True))
-    groups = [({}, SIGMOID, SIGMOID | TOP_1, PRE_SOFTMAX, PRE_SOFTMAX | TOP_1), ({}, SHARED), ({}, DROPOUT),
-              ({}, DOCUMENTS)]
-    draw, cases = random.Random("experts"), []
-    for tp, pp, dp, ep in itertools.product((1, 2, 4), repeat=4):
-        if tp * pp * dp <= 8 and ep <= dp:
-            for schedule in SCHEDULES:
-                drawn = {name: draw.choice(values) for name, values in options.items()}
-                drawn["sequence_parallel"] &= tp > 1
-                cases.append(case(tp, pp, dp, ep, drawn, *map(draw.choice, groups), exhaustive=True, schedule=schedule,
-                                  num_layers=2 * pp + 1, global_batch_size=24))
-    return cases
-
-
-def pytest_generate_tests(metafunc):
-    """Compute the exhaustive cases only if they will run."""
-    if metafunc.function is test_training_equals_one_plain_process:
-        metafunc.parametrize("world_size, options", CASES + (crossing() if metafunc.config.exhaustive else []))
-
-
-def test_training_equals_one_plain_process(pool, world_size, options):
-    check_against_reference(pool, tiny(world_size, **EXPERTS | options), STEPS)
-
-
 ZEROS = ("router.weight", 0.0)
 NO_LOSSES = dict(moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0, moe_router_enable_expert_bias=False)
 

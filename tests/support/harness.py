@@ -39,6 +39,8 @@ FAMILIES = dict(
                use_rope_scaling=True, rope_scaling_factor=4.0, rotary_seq_len_interpolation_factor=2.0,
                ffn_hidden_size=24),
     mixed=dict(position_embedding_type="none", num_query_groups=4, qk_layernorm=True, kv_channels=4))
+EXPERTS = dict(num_experts=4, disable_bias_linear=True, moe_ffn_hidden_size=24, moe_aux_loss_coeff=0.3,
+               moe_z_loss_coeff=0.01, moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.05)
 
 
 def tiny(world_size=1, **changes) -> Config:
