@@ -71,8 +71,8 @@ CASES = [
 
 
 def crossing():
-    """Return exhaustive cases: every layout with every schedule, half of them with experts. The other options are
-    drawn for each case."""
+    """Return exhaustive cases: every layout, with every schedule if it has a pipeline, else with two; half of them with
+    experts. The other options are drawn for each case."""
     options = dict(slices=(1, 2, 3), columns=(1, 2), zero_stage=(0, 1, 2), recompute_granularity=tuple(GRANULARITIES),
                    loss_scale=(None, 2.0**12), sequence_parallel=(False, True), bucket_size=(1, 2000, 10_000_000),
                    virtual_stages=(None, 3), cp_comm_type=("all_gather", "a2a"))
@@ -84,7 +84,9 @@ def crossing():
                ({}, dict(moe_router_topk_scaling_factor=2.5))]
     draw, cases = random.Random("features"), []
     for tp, pp, dp, cp in itertools.product((1, 2, 4), repeat=4):
-        for schedule in SCHEDULES if tp * pp * dp * cp <= 8 else ():
+        if tp * pp * dp * cp > 8:
+            continue
+        for schedule in SCHEDULES if pp > 1 else draw.sample(list(SCHEDULES), 2):
             drawn = {name: draw.choice(values) for name, values in options.items()}
             more, ep = list(map(draw.choice, groups)), 1
             if draw.random() < 0.5:
