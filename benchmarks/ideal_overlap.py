@@ -35,6 +35,7 @@ from benchmarks.single_stage import domino_step
 from nanodomino.comm.world import keep_freed_memory
 from nanodomino.domino import Domino
 from nanodomino.errors import require
+from nanodomino.files import write_file
 from nanodomino.layers.router import Router
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
@@ -150,8 +151,8 @@ def report(flags, config):
     if flags.timeline:
         stage.wire.bandwidth, stage.wire.latency = domino[0].sent / median(log.work for log in domino), latency
         both = config.slices, config.columns
-        flags.timeline.write_text(picture([stage.record(1, 1, "1f1b"), stage.record(*both, "1f1b"),
-                                           stage.record(*both, "paired")]))
+        write_file(flags.timeline, picture([stage.record(1, 1, "1f1b"), stage.record(*both, "1f1b"),
+                                            stage.record(*both, "paired")]).encode())
     text = "\n".join([
         f"one rank of tp {config.tp}" + f", cp {config.cp} ({config.cp_comm_type})" * (config.cp > 1)
         + f", ep {config.ep}, {config.num_experts} experts" * bool(config.num_experts)

@@ -61,10 +61,12 @@ from nanodomino.comm.trace import Trace
 from nanodomino.comm.world import find_device, start_world
 from nanodomino.domino import Domino
 from nanodomino.errors import require
+from nanodomino.files import write_file
 from nanodomino.mesh import make_mesh
 from nanodomino.model import GPT
 from nanodomino.overlap.flight import result_of
 from nanodomino.overlap.sequence_parallel import ReplicatedResidual
+from nanodomino.plot.svg import check_output
 from nanodomino.schedules.placement_and_messages import timetable
 from nanodomino.timeline.draw import gather, picture
 from nanodomino.zero import ZeroOptimizer
@@ -113,6 +115,8 @@ def processes(flags) -> int:
     require(not flags.timeline or (flags.timeline.parent.is_dir() and not flags.timeline.is_dir()),
             f"--timeline {flags.timeline} must be a file in an existing folder; make the folder, or choose another "
             "name")
+    if flags.timeline:
+        check_output(flags.timeline)
     return 1 if flags.ideal_wire else tp
 
 
@@ -234,7 +238,7 @@ def draw(path: Path, config, mesh, batches):
             recordings.append(replace(recording, caption=f"slices {slices}, columns {columns}"
                                                   + (", paired" if schedule == "paired" else "")))
     if recordings:
-        path.write_text(picture(recordings))
+        write_file(path, picture(recordings).encode())
 
 
 def dtensor_model(config, mesh) -> Plain:

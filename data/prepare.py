@@ -46,6 +46,7 @@ from nanodomino.corpus.documents import find_files, ids_of_line, read_documents,
 from nanodomino.corpus.prepared_folder import FORMAT, SPLITS, file_sha256, load_corpus
 from nanodomino.corpus.tokenizer import Tokenizer, build_tokenizer
 from nanodomino.errors import UserError, counted, require
+from nanodomino.files import open_regular_file, read_file, write_file
 
 DEFAULT_CORPUS = Path(__file__).resolve().parent / "python-stdlib"
 STANDARD_LIBRARY = f"the standard library of Python {sys.version.split()[0]}"
@@ -99,8 +100,8 @@ def prepare(inputs, output, tokenizer="byte", split=(949, 50, 1), vocab_file=Non
                 meta |= {"tokenizer_file": "tokenizer.json", "eod_token": text_tokenizer.eod_token,
                          "special_tokens": special_tokens, "begin_of_text": begin_of_text}
             for name, path in text_tokenizer.files.items():     # copies, because the originals may move
-                shutil.copyfile(path, folder / name)
-            (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", "utf-8")
+                write_file(folder / name, read_file(path))
+            write_file(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode())
             return publish(folder, output, meta, overwrite)
     except OSError as error:
         raise UserError(f"cannot prepare {output} ({error.filename or 'writing'}: {error.strerror or error}); "
@@ -161,7 +162,7 @@ def write_splits(folder: Path, files: dict[str, bool], tokenizer: Tokenizer, dty
     documents, written, split_of = [0] * 3, [0] * 3, {}
     end_of_text = np.array([tokenizer.end_of_text], dtype).tobytes()
     with ExitStack() as stack:
-        outputs = [stack.enter_context(open(folder / f"{split}.bin", "wb")) for split in SPLITS]
+        outputs = [stack.enter_context(open_regular_file(folder / f"{split}.bin", "wb")) for split in SPLITS]
         bar = stack.enter_context(tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True,
                                        disable=None if progress else True))     # None: no bar in a log file
         for document in read_documents(files, tokenizer.safe_cut, tokenizer.name == "byte", read_line):
@@ -222,8 +223,8 @@ def fill_empty_splits(folder: Path, tokens: list[int], sizes: list[int], tokeniz
     empty = [i for i in range(3) if weights[i] > 0 and not tokens[i]]
     for i in reversed(empty):       # test first, so that the text continues from train to valid to test
         count = min(math.ceil(weights[i] * total), tokens[largest] - 1)
-        with (open(folder / f"{SPLITS[largest]}.bin", "r+b") as source,
-              open(folder / f"{SPLITS[i]}.bin", "wb") as target):
+        with (open_regular_file(folder / f"{SPLITS[largest]}.bin", "r+b") as source,
+              open_regular_file(folder / f"{SPLITS[i]}.bin", "wb") as target):
             start = source.seek(-count * dtype.itemsize, os.SEEK_END)
             shutil.copyfileobj(source, target)
             source.truncate(start)

@@ -1,23 +1,49 @@
-"""Reads files that may turn out not to be regular files: a user's --config, or a file in a run's folder.
+"""Opens, writes and deletes files that may turn out not to be what their names say.
 
-Opening a named pipe waits until another program writes to it, and reading /dev/zero never ends. So only regular files
-of a limited size are read. Each problem is an OSError, whose `strerror` is a phrase for an error message.
+Opening a named pipe waits until another program opens its other end, and reading /dev/zero never ends. So only regular
+files of a limited size are read. The folder of a run may also come from someone else. A symbolic link in it, such as
+metrics.jsonl -> ~/.bashrc, would send what a run writes to another file. So all files are written in one of two ways:
+
+    open_regular_file(path, "ab")      extends or overwrites a file; refuses a link and a named pipe
+    new_file(path), write_file(path)   write a new file, then put it in the place of whatever is there
+
+Each problem is an OSError, whose `strerror` is a phrase for an error message.
 """
 
 import errno
 import os
+import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from nanodomino.errors import require
 
 LIMIT = 1 << 28          # bytes
 
 
-def open_regular_file(path):
-    """Open a file to read bytes. Raises OSError if it can't be opened or is not a regular file."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))   # never wait for a writer
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return file
+def open_regular_file(path, mode="rb", buffering=-1):
+    """Open a regular file of bytes, like open(). Reading follows a symbolic link; writing refuses one.
+
+    Raises OSError.
+    """
+    return open(path, mode, buffering, opener=open_descriptor)
+
+
+def open_descriptor(path, flags: int) -> int:
+    """Return the descriptor of a regular file, as open_regular_file() explains. flags: see os.open()."""
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | (os.O_NOFOLLOW if writes else 0), 0o666)
+    except OSError as error:
+        if writes and error.errno in (errno.ELOOP, errno.ENXIO):          # a link; a pipe that nobody reads
+            raise OSError(errno.EINVAL, f"{os.path.basename(path)} is not a regular file", str(path)) from None
+        raise
+    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Is a directory" if stat.S_ISDIR(mode) else "not a regular file", str(path))
+    return descriptor
 
 
 def read_file(path, limit=LIMIT) -> bytes:
@@ -26,3 +52,61 @@ def read_file(path, limit=LIMIT) -> bytes:
         if (size := os.fstat(file.fileno()).st_size) > limit:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {limit:,}", str(path))
         return file.read()
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator:
+    """Yield a file of bytes that takes the place of `path` at the end, so that a reader never sees half of it.
+
+    A symbolic link or a named pipe at `path` is replaced. A device cannot be: below /dev, such as /dev/stdout, the
+    bytes go to the device itself.
+    """
+    if path.is_relative_to("/dev"):
+        with open(path, "wb") as file:
+            yield file
+        return
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")  # two processes may write the same file
+    temporary.unlink(missing_ok=True)                          # left by a process that was killed
+    try:
+        with open_regular_file(temporary, "xb") as file:
+            yield file
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_file(path: Path, data: bytes):
+    """Write a whole file with new_file()."""
+    with new_file(path) as file:
+        file.write(data)
+
+
+def make_folder(path: Path):
+    """Make a folder unless it exists. Raises OSError if it can't be made or is a symbolic link."""
+    path.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():                                      # the files to delete in it would be another folder's
+        raise OSError(errno.ENOTDIR, f"{path.name} is a symbolic link", str(path))
+
+
+def delete(path: Path):
+    """Delete a folder, a file or a symbolic link, but not what the link points to. Ignores errors."""
+    if path.is_dir() and not path.is_symlink():                # rmtree() would wait for a named pipe
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def check_outside_ours(output: Path):
+    """Raise UserError if a user's output would lie in a checkpoint, among a run's checkpoints, or in a corpus.
+
+    Old checkpoints are deleted with all that their folders hold, and a corpus with other files can't be replaced.
+    """
+    inner = Path(os.path.realpath(output.parent))
+    for folder in (inner, *inner.parents):
+        names = {"a checkpoint": "manifest.json index.json", "a corpus": "meta.json train.bin"}
+        if folder.name == "checkpoints":
+            names["the checkpoints of a run"] = "../lock"
+        for kind, found in names.items():
+            require(not all(os.path.exists(folder / name) for name in found.split()),
+                    f"{output} would lie in {kind} ({folder}); choose another folder")

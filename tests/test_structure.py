@@ -78,3 +78,11 @@ def test_the_docstring_of_a_package_names_its_files(folder):
     files = set(re.findall(r"(\w+)\.py\b", (folder / "__init__.py").read_text()))
     elsewhere = {path.stem for path in [*ROOT.glob("*.py"), *PACKAGE.glob("*.py"), *ROOT.glob("data/*.py")]}
     assert not files - present - elsewhere
+
+
+def test_files_are_opened_to_write_in_files_py_alone():
+    """It refuses links and pipes. Two exceptions: the null device, and the file that torchrun names."""
+    writes = re.compile(r"""\.write_(text|bytes)\(|copyfile\(|touch\(|os\.open\(|open\([^)]*["'](r\+|[wax])""")
+    paths = {*PACKAGE.rglob("*.py"), *ROOT.glob("*.py"), *ROOT.glob("[bd]*/*.py")} - {PACKAGE / "files.py"}
+    found = [f"{path}: {line}" for path in paths for line in path.read_text().splitlines() if writes.search(line)]
+    assert not [line for line in found if not re.search("devnull|TORCHELASTIC|O_RDONLY|open_regular_file", line)]

@@ -9,30 +9,23 @@ from nanodomino.checkpoint.load import open_weights, read_full_tensor
 from nanodomino.checkpoint.manifest import verify
 from nanodomino.checkpoint.shards import full_shapes
 from nanodomino.errors import UserError, require
+from nanodomino.files import check_outside_ours, new_file
 
 
 def export(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """Write the weights of a checkpoint to a file that torch.load(out, weights_only=True) reads, and return the
     weights. Raises UserError if the checkpoint is damaged, or if the file exists or can't be written."""
-    require(not (out.parent / "manifest.json").exists(),
-            f"{out} would lie in a checkpoint, whose folder must not change; choose another folder")
+    check_outside_ours(out)
     require(not os.path.isfile(out), f"{out} already exists, and nothing is overwritten; choose another name, or move "
             "it away")
     verify(folder)
     tensors = full_weights(folder)
-    temporary = out                                            # such as /dev/stdout: write to it directly
-    if not os.path.exists(out):                                # write a new file, then rename it: never half a file
-        temporary = out.with_name(f".{out.name}-{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:                    # torch.save(tensors, path) would hide the system's error
+        with new_file(out) as file:                            # torch.save(tensors, path) would hide the system's error
             torch.save(tensors, file)
-        temporary.rename(out)
     except (OSError, RuntimeError) as error:                   # on a full disk torch's own error hides the OSError
         cause = error if isinstance(error, OSError) else error.__context__
         raise UserError(f"{out} can't be written ({getattr(cause, 'strerror', error)}); choose another file") from None
-    finally:
-        if temporary != out and os.path.exists(temporary):
-            temporary.unlink()
     return tensors
 
 

@@ -12,14 +12,13 @@ user's copy of a checkpoint, are ignored and never deleted.
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 from nanodomino.checkpoint.index import Index
 from nanodomino.checkpoint.load import open_weights
 from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
 from nanodomino.errors import UserError, require
-from nanodomino.files import read_file
+from nanodomino.files import delete, read_file
 
 SAVED_MARKER = "saved"
 
@@ -118,13 +117,13 @@ def delete_checkpoint(folder: Path):
     """Rename a checkpoint, then delete it, so that a half-deleted folder never looks like a checkpoint."""
     hidden = folder.with_name(f".{folder.name}.discarded")
     folder.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    delete(hidden)
 
 
 def clear_leftovers(run_dir: Path):
     """Delete the hidden folders and files that killed processes left; otherwise a full disk would stay full."""
     for suffix in ("unfinished", "discarded"):
         for folder in (run_dir / "checkpoints").glob(f".step-*.{suffix}"):
-            shutil.rmtree(folder, ignore_errors=True)
+            delete(folder)
     for file in run_dir.glob(".shared-*"):
-        file.unlink(missing_ok=True)
+        delete(file)

@@ -65,7 +65,7 @@ def write_boxes(path: Path, boxes: Iterable[LocalBox]) -> Share:
     """Write the values of the boxes to a file and flush it to the disk. Each rank computes the checksum of its own
     file, so the ranks share this work. boxes: can be a generator, because only one box is needed at a time."""
     digest, start, entries = hashlib.sha256(), 0, []
-    with open(path, "wb") as file:
+    with open_regular_file(path, "wb") as file:
         for name, shape, (offset, size), values in boxes:
             data = values.view(torch.uint8).numpy()
             file.write(data)

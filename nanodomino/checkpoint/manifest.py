@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nanodomino.checkpoint.index import FORMATS, INDEX, Index, Share, index_text
 from nanodomino.errors import UserError, require
-from nanodomino.files import read_file
+from nanodomino.files import open_regular_file, read_file
 from nanodomino.optim.loss_scale import is_valid_state
 
 LARGEST_STEP = 10**12
@@ -77,7 +77,7 @@ def write_manifest(folder: Path, content: dict, shares: list[Share], advice: str
 
 def write_flushed(path: Path, data: bytes):
     """Write a file and flush it to the disk."""
-    with open(path, "wb") as file:
+    with open_regular_file(path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

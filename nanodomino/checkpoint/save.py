@@ -18,7 +18,7 @@ folder named step-... is complete.
 
 import dataclasses
 import math
-import shutil
+import os
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ from nanodomino.checkpoint.manifest import flush_folder, step_of, write_manifest
 from nanodomino.checkpoint.shards import BucketRange, LocalBox, local_boxes, range_to_save
 from nanodomino.comm.world import TIMEOUT
 from nanodomino.config.config import Config
+from nanodomino.files import delete, make_folder, write_file
 from nanodomino.mesh import Mesh
 from nanodomino.model import GPT
 from nanodomino.zero import ZeroOptimizer
@@ -118,7 +119,7 @@ class Saver:
         parent, rank, share, error = self.run_dir / "checkpoints", dist.get_rank(), None, None
         temporary, final = parent / f".step-{step:08d}.unfinished", parent / f"step-{step:08d}"
         try:
-            temporary.mkdir(parents=True, exist_ok=True)
+            make_folder(temporary)
             share = write_boxes(temporary / f"rank-{rank:05d}.bin", boxes)
         except BaseException as failed:
             error = text_of(failed)
@@ -130,7 +131,7 @@ class Saver:
                 error or self.complete(temporary, final, manifest, [share for share, _ in results])
             except BaseException as failed:
                 error = text_of(failed)
-            shutil.rmtree(temporary, ignore_errors=True)       # after an error: otherwise a full disk would stay full
+            delete(temporary)                                  # after an error: otherwise a full disk would stay full
         outcome = [error]
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         return outcome[0]
@@ -141,11 +142,11 @@ class Saver:
         If the latest steps were skipped, the run may have diverged and may have to restart from an older checkpoint. So
         no checkpoint is deleted then."""
         write_manifest(temporary, manifest, shares, "--run-dir must lie on a disk that all hosts share")
-        if final.exists():                                     # the run went back and has reached this step again
+        if os.path.lexists(final):                             # the run went back and has reached this step again
             delete_checkpoint(final)
         temporary.rename(final)
         flush_folder(final.parent)
-        (self.run_dir / SAVED_MARKER).touch()
+        write_file(self.run_dir / SAVED_MARKER, b"")
         self.damaged.discard(final)
         if not manifest["skipped_in_a_row"]:
             older = [folder for folder in checkpoints_of(self.run_dir) if step_of(folder) <= step_of(final)]

@@ -289,7 +289,8 @@ class Config:
         10, "end the run after this many skipped steps in a row; a step is skipped if its loss or "
             "gradient is not finite; gradient overflows do not count while the loss scale can still shrink")
     tensorboard_dir: str = run_setting(
-        None, "folder for a copy of the metrics that TensorBoard can read; each run needs its own folder")
+        None, "folder for a copy of the metrics that TensorBoard can read; each run needs its own folder",
+        affects="launch")
     verbose: bool = run_setting(False, "print a line for each message and collective", affects="launch")
     trace: str = run_setting(None, "steps FIRST:LAST to record and draw as a timeline", affects="launch")
     timeout: int = run_setting(600, "seconds that a collective may take before the run ends")

@@ -17,6 +17,7 @@ from pathlib import Path
 from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.corpus.prepared_folder import SPLITS, load_corpus
 from nanodomino.errors import UserError, require
+from nanodomino.files import check_outside_ours
 
 OUR_FILES = {"meta.json", "encoder.json", "vocab.bpe", *FILES, *(f"{split}.bin" for split in SPLITS)}
 
@@ -25,6 +26,7 @@ def check_output(output: Path, overwrite: bool):
     """Raise UserError unless `output` does not exist, is an empty folder, or is a corpus and `overwrite` is true."""
     require(output.is_dir() or not output.exists(),
             f"the output {output} is a file, but must be a folder; choose another --output")
+    check_outside_ours(output)
     if not output.exists() or not any(output.iterdir()):
         return
     try:
@@ -66,8 +68,8 @@ def try_lock(descriptor: int) -> bool:
 def clear_leftovers(output: Path):
     """Delete the hidden folders that killed processes left next to the output. Live processes hold a lock on theirs."""
     hidden = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{32}}(\.replaced)?")
-    found = [path for path in output.parent.iterdir() if hidden.fullmatch(path.name)] if output.parent.is_dir() else []
-    for folder in sorted(found):
+    found = sorted(output.parent.iterdir()) if output.parent.is_dir() else []
+    for folder in (path for path in found if hidden.fullmatch(path.name) and path.is_dir() and not path.is_symlink()):
         if folder.suffix == ".replaced":            # an old corpus: publish() was killed after moving it
             if not output.exists() and not folder.with_suffix("").exists():
                 folder.rename(output)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from nanodomino.checkpoint.manifest import flush_folder, write_flushed
 from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.errors import UserError, require
-from nanodomino.files import read_file
+from nanodomino.files import check_outside_ours, delete, read_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 *TOKENIZER_FILES, GENERATION = FILES
@@ -103,10 +102,11 @@ def new_folder(final: Path):
     Raises UserError if `final` exists or can't be written."""
     require(not os.path.lexists(final), f"{final} already exists, and nothing is overwritten; choose another name, or "
             "move it away")
+    check_outside_ours(final)
     absolute = final.absolute()
     temporary = absolute.with_name(f".{absolute.name}.unfinished")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)           # left by a process that was killed
+        delete(temporary)                                      # left by a process that was killed
         temporary.mkdir(parents=True)
         yield temporary
         flush_folder(temporary)
@@ -116,7 +116,7 @@ def new_folder(final: Path):
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise UserError(f"{final} can't be written ({reason}); free some space, or choose another folder") from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        delete(temporary)
 
 
 def write_json(path: Path, values: dict):

@@ -25,10 +25,9 @@ def main(arguments: list[str]) -> int:
         for curve, folder in zip(curves, flags.runs):
             curve.name = str(folder)
     output = flags.output or (curves[0].path.parent / "loss.svg" if len(curves) == 1 else Path("compared.svg"))
-    inputs = [curve.path.parent / name for curve in curves for name in (curve.path.name, "config.json")]
     if warning := tokenizer_warning(curves):
         print(f"warning: {warning}", file=sys.stderr)
-    write_output(output, picture(curves, differences(settings)), inputs)
+    write_output(output, picture(curves, differences(settings)))
     return 0
 
 

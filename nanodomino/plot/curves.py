@@ -20,6 +20,7 @@ infinite is null in metrics.jsonl and leaves a gap.
 
 import json
 import math
+import os
 import textwrap
 from array import array
 from collections.abc import Sequence
@@ -50,16 +51,22 @@ class Curve:
     def __init__(self, path: Path):
         self.path = path
         self.name = path.parent.resolve().name if path.name == "metrics.jsonl" else path.name
-        self.offset, self.lines = 0, 0
+        self.forget(inode=None)
+
+    def forget(self, inode):
+        """Start to read metrics.jsonl from its beginning."""
+        self.inode, self.offset, self.lines = inode, 0, 0
         self.points = {name: (array("d"), array("d")) for name in SERIES}
         self.skipped, self.last = [], {}                                # last: {name: the last value}
         self.tokenizer, self.vocab_size = None, None                    # None: unknown, since the run is old
 
     def read_on(self) -> bool:
         """Read the lines added since the last call; return whether there were any. Raises UserError or OSError."""
-        start = self.offset
         with open_regular_file(self.path) as file:
-            file.seek(start)
+            status = os.fstat(file.fileno())
+            if status.st_ino != self.inode or status.st_size < self.offset:       # another file: start again
+                self.forget(status.st_ino)
+            start = file.seek(self.offset)
             for row in file:
                 if not row.endswith(b"\n"):                    # the run is still writing this line, or was killed
                     break

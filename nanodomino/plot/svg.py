@@ -3,19 +3,20 @@
 A picture is a list of SVG elements. Coordinates are in pixels, and y points down. Later elements cover earlier ones:
 
     body = [text(8, 18, "Loss", "title"), box(92, 30, 200, 26, "#9bd1f4", tip="shown under the mouse")]
-    write(Path("loss.svg"), frame(1000, 70, body))
+    write_output(Path("loss.svg"), frame(1000, 70, body))
 """
 
 import math
-import os
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from nanodomino.errors import UserError, require
+from nanodomino.files import check_outside_ours, open_regular_file, write_file
 
 WIDTH = 1000             # pixels of a picture
 LINE, LETTER = 18, 7     # the height of a line of text and the width of a character, in pixels
-SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" \
+BEGIN = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 '
+SVG = BEGIN + """{width:.0f} {height:.0f}" width="{width:.0f}" \
 height="{height:.0f}">
 <style>text{{font:12px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;fill:#1f1f1f}}
 .title{{font-size:15px;font-weight:600}} .halo{{stroke:#fff;stroke-width:2.5px}}
@@ -78,27 +79,23 @@ def legend(entries, y) -> tuple[list[str], float]:
     return elements, y + LINE
 
 
-def write(path: Path, picture: str):
-    """Write to a temporary file and rename it, so that a reader never sees half a picture."""
-    if path.exists() and not path.is_file():
-        path.write_text(picture, encoding="utf-8")             # /dev/stdout can't be replaced
-        return
-    path = path.resolve()
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")  # two processes may draw the same run
-    try:
-        temporary.write_text(picture, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def check_output(path: Path):
+    """Raise UserError if a picture at this path would overwrite anything but a picture of ours, or lie in a checkpoint
+    or a corpus."""
+    check_outside_ours(path)
+    if path.is_file():
+        with open_regular_file(path) as file:
+            begin = file.read(len(BEGIN)).decode(errors="replace")
+        require(begin in ("", BEGIN), f"{path} is no picture that this program has drawn, so it is not overwritten; "
+                "choose another file")
 
 
-def write_output(path: Path, picture: str, inputs: list[Path]):
-    """Write the picture to --output and say so. Raises UserError if the file can't be written or is an input."""
-    require(path.resolve() not in [source.resolve() for source in inputs],
-            f"--output {path} would overwrite an input of the picture; choose another file")
+def write_output(path: Path, picture: str):
+    """Write the picture to --output and say so. Raises UserError if the file can't be written."""
     try:
-        write(path, picture)
+        check_output(path)
+        write_file(path, picture.encode())
     except OSError as error:
-        raise UserError(f"--output {path} can't be written ({error.strerror}); choose another file") from None
-    if path.is_file():                                         # /dev/stdout receives nothing but the picture
+        raise UserError(f"{path} can't be written ({error.strerror}); choose another file") from None
+    if not path.is_relative_to("/dev"):                        # /dev/stdout receives nothing but the picture
         print(f"drawn in {path}")

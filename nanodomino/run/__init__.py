@@ -3,7 +3,8 @@
     command_line.py    reads flags, and the settings that a run remembers
     run_folder.py      finds a run's folder and the checkpoint to resume from
     agreement.py       checks that all ranks have the same settings
-    report.py          writes to the terminal, metrics.jsonl and loss.svg
+    report.py          writes to the terminal, and draws loss.svg
+    metrics_file.py    keeps metrics.jsonl
     expert_load.py     says how evenly the tokens of a step chose the experts
     depth_losses.py    says how well the depths of multi-token prediction predict
     tensorboard.py     copies metrics.jsonl to TensorBoard

@@ -10,7 +10,6 @@ So `train.py --run-dir runs/mine` alone resumes a run as it was. Some settings m
 
 import argparse
 import json
-import os
 import re
 from pathlib import Path
 
@@ -45,8 +44,6 @@ def from_command_line(arguments: list[str], world_size: int) -> Config:
         require(flag not in REFUSED_FLAGS, f"{flag} is refused, because {REFUSED_FLAGS.get(flag)}")
     requested = vars(command_line_parser().parse_args(arguments))
     typed = tuple(requested)
-    if requested.get("tensorboard_dir"):                       # it is remembered; the next launch may start elsewhere
-        requested["tensorboard_dir"] = os.path.abspath(requested["tensorboard_dir"])
     if requested.get("config"):
         record = read_settings(Path(requested["config"]))
         # null in the file restores a default, even if the run remembers another value.

@@ -12,10 +12,8 @@ token takes 6 N + 12 L h s FLOPs, with N active parameters, L layers, hidden siz
 """
 
 import dataclasses
-import itertools
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -29,16 +27,17 @@ from nanodomino.config.config import Config
 from nanodomino.config.setting import names_affecting
 from nanodomino.corpus.prepared_folder import Corpus
 from nanodomino.errors import counted
+from nanodomino.files import write_file
 from nanodomino.layers import fp8
 from nanodomino.mesh import Mesh
 from nanodomino.model import stage_layers
 from nanodomino.overlap import recompute, sequence_parallel
 from nanodomino.plot.curves import Curve, picture
-from nanodomino.plot.svg import write
 from nanodomino.run import kernels
 from nanodomino.run.depth_losses import DepthLosses
 from nanodomino.run.expert_load import ExpertLoad
-from nanodomino.run.tensorboard import TensorBoardWriter
+from nanodomino.run.metrics_file import MetricsFile, remove_outdated
+from nanodomino.run.tensorboard import TensorBoard
 from nanodomino.schedules import simulation
 
 BAR_INTERVAL = 1.0       # seconds; after a longer pause the bar shows the progress within the step
@@ -59,22 +58,21 @@ class Report:
         self.peak_flops = find_peak_flops(config, mesh.device)
         self.tokens_per_step = config.global_batch_size * config.seq_length
         self.entropies = f"(unigram {corpus.unigram_entropy:.2f}, bigram {corpus.bigram_entropy:.2f})"
-        self.metrics, self.unwritten, self.warned, self.tensorboard = None, b"", False, None
+        self.metrics = self.tensorboard = None
         self.first_step, self.experts = first_step, ExpertLoad(config)
         self.bar_moved = time.monotonic()
         if enabled:
             self.changes = changed_settings(run_dir, config) if first_step else []
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
                 write_config(run_dir, config)
-            self.metrics = open_metrics(run_dir / "metrics.jsonl", first_step)
-            self.curve = Curve(run_dir / "metrics.jsonl")
+            remove_outdated(path := run_dir / "metrics.jsonl", first_step)
+            self.metrics, self.curve = MetricsFile(path, self.say), Curve(path)
             if config.tensorboard_dir:
-                self.tensorboard = TensorBoardWriter(Path(config.tensorboard_dir), run_dir / "metrics.jsonl",
-                                                     first_step, self.say)
+                self.tensorboard = TensorBoard(config.tensorboard_dir, first_step, self.say)
             self.describe(first_step)
         self.bar = tqdm(total=config.train_iters, initial=first_step, desc="train", unit="step", dynamic_ncols=True,
                         disable=None if enabled else True)
-        if enabled and not self.metrics.tell():
+        if enabled and self.metrics.empty:
             self.record(step=first_step, unigram_entropy=corpus.unigram_entropy, bigram_entropy=corpus.bigram_entropy,
                         tokenizer=corpus.tokenizer_id)
 
@@ -136,32 +134,17 @@ class Report:
 
     def record(self, **values):
         """Append a line to metrics.jsonl. JSON has no infinity and no NaN, so they become null."""
+        values = {name: None if isinstance(value, float) and not math.isfinite(value) else value
+                  for name, value in values.items()}
         if self.metrics:
-            values = {name: None if isinstance(value, float) and not math.isfinite(value) else value
-                      for name, value in values.items()}
-            self.unwritten += json.dumps(values).encode() + b"\n"
-            self.write_metrics()
+            self.metrics.add(values)
         if self.tensorboard:
-            self.tensorboard.update()
-
-    def write_metrics(self):
-        """Append the recorded lines to metrics.jsonl. What a full disk rejects is kept for the next call."""
-        try:
-            while self.unwritten:                              # write() can store a part and return its size
-                self.unwritten = self.unwritten[self.metrics.write(self.unwritten):]
-            self.warned = False
-        except OSError as error:
-            if not self.warned:
-                self.say(f"warning: metrics.jsonl can't be written: {error}; training continues")
-            self.warned = True
+            self.tensorboard.add(values.pop("step"), values)
 
     def flush(self):
-        """Write the lines that a full disk has rejected; if it is still full, print them. Call this at the end."""
+        """Write, or else print, the lines of metrics.jsonl that a full disk has rejected. Call this at the end."""
         if self.metrics:
-            self.write_metrics()
-        if self.unwritten:
-            self.say("warning: the disk is still full; free some space and append this text to metrics.jsonl:\n"
-                     + self.unwritten.decode().rstrip("\n"))
+            self.metrics.flush()
 
     def action(self, done: int, count: int):
         """Show the progress within a slow step: `done` of its `count` forward and backward passes are finished."""
@@ -206,10 +189,10 @@ class Report:
     def draw_curve(self):
         """Draw loss.svg again. Never raises: a failure must not end training."""
         if self.metrics:
-            self.write_metrics()
+            self.metrics.write()
             try:
                 if self.curve.read_on():
-                    write(self.run_dir / "loss.svg", picture([self.curve]))
+                    write_file(self.run_dir / "loss.svg", picture([self.curve]).encode())
             except Exception as error:
                 self.say(f"warning: loss.svg can't be drawn: {error}; training continues")
 
@@ -280,42 +263,5 @@ def changed_settings(run_dir: Path, config: Config) -> list[str]:
 
 
 def write_config(run_dir: Path, config: Config):
-    """Write config.json, which later launches read. The final rename makes sure that it is never half written."""
-    temporary = run_dir / ".config.json"
-    temporary.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    temporary.rename(run_dir / "config.json")
-
-
-def open_metrics(path: Path, first_step: int, say=print):
-    """Open metrics.jsonl, unbuffered, to append the lines of steps after `first_step`. Removes lines that are outdated.
-
-    A killed run may have written lines of steps after its last checkpoint, and half a line at the end. The test
-    loss of a finished run is outdated if the run is continued. The file is truncated, not rewritten, so that a kill
-    cannot lose other lines. A damaged line between valid ones stays, and a warning names it.
-
-    If the run starts over (first_step is 0), an old file is kept as metrics-NNN.jsonl, unless it holds only the line of
-    step 0.
-    """
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    if not first_step and len(lines) > 1:
-        kept_as = next(name for number in itertools.count(1)
-                       if not os.path.lexists(name := path.with_name(f"metrics-{number:03d}.jsonl")))
-        path.rename(kept_as)
-        say(f"this run starts over from step 0; the metrics of its previous start are in {kept_as}")
-    lines = lines if first_step else []
-    kept, end, unread, damaged = 0, 0, [], []
-    for number, line in enumerate(lines, 1):
-        end += len(line)
-        try:
-            values = json.loads(line)
-            if values["step"] > first_step or "test_loss" in values or not line.endswith(b"\n"):
-                break
-            kept, damaged, unread = end, damaged + unread, []
-        except (ValueError, KeyError, TypeError, RecursionError):
-            unread.append(str(number))
-    if damaged:
-        say(f"warning: {path} has damaged lines ({', '.join(damaged)}), which are left as they are")
-    metrics = open(path, "ab", buffering=0)
-    metrics.truncate(kept)
-    metrics.seek(kept)
-    return metrics
+    """Write config.json, which later launches read."""
+    write_file(run_dir / "config.json", (json.dumps(dataclasses.asdict(config), indent=2) + "\n").encode())

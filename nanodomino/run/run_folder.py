@@ -26,6 +26,7 @@ from nanodomino.config.command_exit import tolerate_closed_output
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import check_settings
 from nanodomino.errors import UserError, counted, require
+from nanodomino.files import make_folder, open_descriptor, write_file
 from nanodomino.run.agreement import from_rank_0
 
 
@@ -51,9 +52,14 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
     exists = launch.restarted or (config.run_dir and os.path.exists(run_dir))
     loaded = None if exists else find_checkpoint_to_load(config)
     try:
+        config.tensorboard_dir is None or check_can_be_made(Path(config.tensorboard_dir))
+    except OSError as error:
+        raise UserError(f"--tensorboard-dir {config.tensorboard_dir} can't be written to ({error.strerror}); choose "
+                        "another folder") from None
+    try:
         require(not run_dir.is_file(), f"--run-dir {run_dir} is a file; choose another name")
         if not exists:
-            check_writable(next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir()))
+            check_can_be_made(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.run_dir is None:
             run_dir = numbered_folder(run_dir, config.model, launch.restarted, launch_id())
@@ -61,10 +67,10 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
         # A full disk or a closed terminal must not end a run.
         tolerate_closed_output(OSError, f"training continues, and {run_dir / 'metrics.jsonl'} records it")
         lock = lock_folder(run_dir)
+        make_folder(run_dir / "checkpoints")
         clear_leftovers(run_dir)
         check_writable(run_dir)
         checkpoint = newest_intact_checkpoint(run_dir)
-        (run_dir / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} can't be written to ({error.strerror}); choose another folder") from None
     if checkpoint:
@@ -89,9 +95,9 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
 
 def check_is_run(run_dir: Path):
     """Raise UserError unless the folder is empty or holds a run whose files can be read. Hidden files do not count."""
-    for name in ("config.json", "metrics.jsonl"):
-        require(not (run_dir / name).exists() or (run_dir / name).is_file(), f"--run-dir {run_dir} holds a {name} that "
-                "is not a regular file; remove it, or choose another folder")
+    for path in (run_dir / name for name in ("config.json", "metrics.jsonl", "lock", SAVED_MARKER)):
+        require(not os.path.lexists(path) or path.is_file() and not path.is_symlink(), f"--run-dir {run_dir} holds a "
+                f"{path.name} that is not a regular file; remove it, or choose another folder")
     names = sorted(path.name for path in run_dir.iterdir() if not path.name.startswith("."))
     is_run = {"lock", "launch.txt", SAVED_MARKER}.intersection(names) or recorded_settings(run_dir)
     require(is_run or checkpoints_of(run_dir) or not names, f"--run-dir {run_dir} holds no run, but other files "
@@ -109,6 +115,11 @@ def find_checkpoint_to_load(config: Config) -> Path | None:
     require(config.mtp_num_layers <= depths, f"mtp-num-layers {config.mtp_num_layers} must be at most the {depths} of "
             f"{checkpoint}, because --finetune can drop depths but not add any; try --mtp-num-layers {depths}")
     return checkpoint
+
+
+def check_can_be_made(folder: Path):
+    """Raise OSError unless the folder, or else the nearest one above it that exists, can be written to."""
+    check_writable(next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)))
 
 
 def check_writable(folder: Path):
@@ -145,8 +156,7 @@ def lock_folder(run_dir: Path, patience=5.0) -> int:
     the lock when this process ends, even if it is killed. After kill -9 of torchrun, its ranks may live on and hold the
     lock. When torchrun restarts a run, the old rank 0 may need a moment to end; hence the patience.
     """
-    # O_NOFOLLOW: a symbolic link could point to another file.
-    descriptor = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
+    descriptor = open_descriptor(run_dir / "lock", os.O_CREAT | os.O_RDWR)
     end = time.monotonic() + patience
     while True:
         try:
@@ -170,7 +180,7 @@ def in_use(run_dir: Path, descriptor: int) -> str:
 def check_not_in_use(run_dir: Path, note: str):
     """Raise UserError if a live run has locked the folder. The message ends with the note. Changes nothing on disk."""
     try:
-        descriptor = os.open(run_dir / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = open_descriptor(run_dir / "lock", os.O_RDONLY)
     except OSError:
         return
     try:
@@ -223,7 +233,7 @@ def numbered_folder(parent: Path, name: str, restarted: bool, launch_id: str) ->
         folder = parent / f"{name}-{number:03d}"
         try:
             folder.mkdir()
-            (folder / "launch.txt").write_text(launch_id)
+            write_file(folder / "launch.txt", launch_id.encode())
             return folder
         except FileExistsError:
             pass

@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     require(len(captions) == len(recordings), f"--caption needs one title for each of the "
             f"{len(recordings)} recordings, but has {len(captions)}; put each title in quotes")
     recordings = [replace(recording, caption=caption) for recording, caption in zip(recordings, captions)]
-    write_output(flags.output, picture(recordings), flags.recordings)
+    write_output(flags.output, picture(recordings))
     return 0
 
 

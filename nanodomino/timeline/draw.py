@@ -27,8 +27,9 @@ import torch.distributed as dist
 
 from nanodomino.comm.trace import Event, Trace, clock_offset
 from nanodomino.errors import require
+from nanodomino.files import write_file
 from nanodomino.mesh import Mesh
-from nanodomino.plot.svg import LETTER, LINE, WIDTH, box, frame, legend, line, text, tick_step, write
+from nanodomino.plot.svg import LETTER, LINE, WIDTH, box, frame, legend, line, text, tick_step
 from nanodomino.schedules.actions import PASSES as ACTIONS
 from nanodomino.timeline.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, assign_lanes,
                                               chrome_trace, difference, event_label, messages, microbatch_label,
@@ -325,8 +326,8 @@ def draw_timeline(trace: Trace, mesh: Mesh, path: Path) -> str:
     lines = [f"timeline of {recording.caption}"]
     lines += ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
     try:
-        write(svg, picture([recording]))
-        trace_json.write_text(json.dumps(chrome_trace(recording), separators=(",", ":")))
+        write_file(svg, picture([recording]).encode())
+        write_file(trace_json, json.dumps(chrome_trace(recording), separators=(",", ":")).encode())
         lines.append(f"  drawn in {svg}; https://ui.perfetto.dev opens {trace_json.name} in the same folder")
     except OSError as error:
         lines.append(f"warning: the timeline can't be written: {error}; training continues")

@@ -28,7 +28,7 @@ def memory_written(config, folder):
             return super().write(data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "open", Recorder, raising=False)
+        patch.setattr(index, "open_regular_file", Recorder)
         assert save() is None
     return written, [(box.values.data_ptr(), box.values.nbytes) for box in local_boxes(model, saver.copies)]
 

@@ -425,18 +425,17 @@ def test_a_remembered_setting_can_be_reset(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     flags = ["--run-dir", str(run), "--fp16", "--loss-scale", "256", "--recompute-granularity", "full",
-             "--checkpoint-in-cpu", "--tensorboard-dir", str(tmp_path / "board")]
+             "--checkpoint-in-cpu"]
     config = from_command_line(flags, 1)
     (run / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
     again = from_command_line(flags[:2], 1)
-    assert (again.loss_scale, again.checkpoint_in_cpu, again.tensorboard_dir) == (256.0, True, str(tmp_path / "board"))
+    assert (again.loss_scale, again.checkpoint_in_cpu) == (256.0, True)
     none = from_command_line([*flags[:2], "--recompute-granularity", "none"], 1)
     assert none.checkpoint_in_cpu and not none.offloads_to_host, "remembered for a later launch, without effect in this"
-    (tmp_path / "off.json").write_text(json.dumps({"loss_scale": None, "tensorboard_dir": None}))
+    (tmp_path / "off.json").write_text(json.dumps({"loss_scale": None}))
     other = from_command_line([*flags[:2], "--recompute-granularity", "none", "--no-checkpoint-in-cpu", "--config",
                                str(tmp_path / "off.json")], 1)
-    assert (other.loss_scale, other.checkpoint_in_cpu, other.tensorboard_dir,
-            other.dtype) == (None, False, None, "float16")
+    assert (other.loss_scale, other.checkpoint_in_cpu, other.dtype) == (None, False, "float16")
     assert from_command_line([*flags[:2], "--bf16"], 1).dtype == "bfloat16"
 
 

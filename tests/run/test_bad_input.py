@@ -446,6 +446,8 @@ TABLE += [Bad(flags, says, damage, what) for flags, what, damage, *says in [
      "run holds a config.json that is not a regular file", "remove it, or choose another folder"),
     ("--run-dir run", "with a pipe for its metrics", named_pipe("run/metrics.jsonl"),
      "run holds a metrics.jsonl that is not a regular file", "remove it, or choose another folder"),
+    ("--tensorboard-dir data/meta.json/board", "", leave,
+     "--tensorboard-dir data/meta.json/board can't be written to (Not a directory)", "choose another folder"),
     ("--run-dir " + 5000 * "r", "", leave, "(File name too long)", "choose another folder"),
     ("--run-dir run --seed 5", "", leave, "made with seed 1234, but this run has 5", "start another run"),
     ("--run-dir run --seed 5", "killed before its first checkpoint", remove("run/checkpoints"),

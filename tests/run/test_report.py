@@ -18,11 +18,13 @@ from nanodomino.analysis.sizes import flops_per_token, parameter_count
 from nanodomino.analysis.step_time import estimate
 from nanodomino.config.config import Config
 from nanodomino.config.presets import PRESETS
+from nanodomino.files import write_file
 from nanodomino.mesh import make_mesh, meta_mesh
 from nanodomino.model import meta_stage
+from nanodomino.plot.curves import Curve
 from nanodomino.run import kernels
-from nanodomino.run.report import (Report, describe_stage, duration, expected_quality, open_metrics,
-                                   what_hides_what)
+from nanodomino.run.metrics_file import MetricsFile, remove_outdated
+from nanodomino.run.report import Report, describe_stage, duration, expected_quality, what_hides_what
 from nanodomino.run.signals import StopSignal
 from nanodomino.schedules.simulation import picture
 from nanodomino.zero import StepResult
@@ -292,25 +294,25 @@ def reopened(tmp_path, first_step, *lines) -> tuple[list[bytes], str]:
     """(the lines that remain, what was printed)"""
     said, path = [], tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(lines))
-    with open_metrics(path, first_step, said.append) as metrics:
-        metrics.write(b"new\n")
-    *left, new = path.read_bytes().splitlines(keepends=True)
-    assert new == b"new\n"
-    return left, " ".join(said)
+    remove_outdated(path, first_step, said.append)
+    return path.read_bytes().splitlines(keepends=True), " ".join(said)
 
 
 @pytest.mark.parametrize("bad", [b"\n", b"{\n", b"\xff\xff\n", b"[1]\n", b'{"step": "two"}\n', b"[" * 99999 + b"\n",
                                  b"\0" * 4096 + b"\n"], ids=len)
-def test_a_damaged_line_of_metrics_stays_and_is_reported(tmp_path, bad):
-    """So do the valid lines after it."""
+def test_lines_of_metrics_that_cannot_be_read_are_copied_before_they_are_removed(tmp_path, bad):
+    """Between valid lines, at the end, or everywhere, even without an end of line: no history is lost."""
     before, after = lines_of(0, 1, 2), lines_of(4, 5)
-    left, said = reopened(tmp_path, 5, *before, bad, bad, *after, *lines_of(6, 7))
-    assert left == [*before, bad, bad, *after]
-    assert "metrics.jsonl has damaged lines (4, 5), which are left as they are" in said
+    for number, lines, kept in [(1, [*before, bad, bad, *after, *lines_of(6)], before + after),
+                                (2, [*before, bad], before), (3, [bad, bad], []), (4, [bad[:-1]], [])]:
+        left, said = reopened(tmp_path, 5, *lines)
+        copy = tmp_path / f"metrics-00{number}.jsonl"
+        assert left == kept and copy.exists() == (number < 4 or bad[:-1] != b"")
+        assert not said or copy.read_bytes() == b"".join(lines) and f"all its lines are in {copy}" in said
 
 
 @pytest.mark.parametrize("last", [b'{"step": 5, "lo', b'{"step": 5, "loss": 1.0}', b"\0\0",
-                                  b'{"step": 5, "test_loss": 1.0}\n', b"{\n"])
+                                  b'{"step": 5, "test_loss": 1.0}\n'])
 def test_lines_that_a_resumed_run_will_redo_are_cut_silently(tmp_path, last):
     """An incomplete line of a killed run; the test loss of what was the last step."""
     assert reopened(tmp_path, 5, *lines_of(0, 1, 5), last) == (lines_of(0, 1, 5), "")
@@ -326,9 +328,35 @@ def test_a_run_that_starts_over_keeps_the_metrics_of_its_previous_start(tmp_path
         assert said == f"this run starts over from step 0; the metrics of its previous start are in {kept}"
 
 
+def test_metrics_deleted_while_a_run_trains_are_written_again(report, tmp_path, capsys):
+    """A file that replaces them is continued. If the whole folder was replaced, nothing is written to the new one."""
+    run, path = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    run.mkdir()
+    shown = report()
+    shown.metrics, shown.curve = MetricsFile(path, shown.say), Curve(path)
+    for step in range(1, 5):
+        shown.record(step=step, loss=1.0)
+        if step == 2:
+            shown.draw_curve()
+            path.unlink()
+    assert path.read_bytes() == b"".join(lines_of(1, 2, 3, 4))
+    assert capsys.readouterr().out.count("metrics.jsonl was deleted and is written again, with all its lines") == 1
+    shown.draw_curve()
+    assert list(shown.curve.points["loss"][0]) == [1, 2, 3, 4]
+    write_file(path, b"".join(lines_of(1, 2, 4)))
+    shown.record(step=5, loss=1.0)
+    shown.draw_curve()
+    assert path.read_bytes() == b"".join(lines_of(1, 2, 4, 5)) and list(shown.curve.points["loss"][0]) == [1, 2, 4, 5]
+    run.rename(tmp_path / "moved")
+    run.mkdir()
+    shown.record(step=6, loss=1.0)
+    assert not path.exists() and (tmp_path / "moved" / path.name).read_bytes() == b"".join(lines_of(1, 2, 4, 5, 6))
+    assert "warning" not in capsys.readouterr().out
+
+
 def fill_disk(shown, room):
     """Let the next writes to metrics.jsonl store only so many bytes each, and fail where that is 0."""
-    write = shown.metrics.write
+    metrics, write = shown.metrics, shown.metrics.file.write
 
     def nearly_full(data):
         fits = room.pop(0) if room else len(data)
@@ -336,7 +364,7 @@ def fill_disk(shown, room):
             raise OSError(28, "No space left on device")
         return write(data[:fits])
 
-    shown.metrics = SimpleNamespace(write=nearly_full)
+    metrics.file = SimpleNamespace(write=nearly_full, fileno=metrics.file.fileno)
 
 
 def test_a_partly_written_line_is_completed_later(report, tmp_path, capsys):

@@ -1,17 +1,22 @@
-"""A named pipe, a device or a huge file in place of a small file ends in one sentence; it never hangs."""
+"""A pipe, a device, a link or a huge file in place of a file of ours ends in one sentence or is replaced.
+
+Nothing hangs, and nothing is written through a link.
+"""
 
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from support.jobs import make_corpus
+from support.train_in_pool import saved_steps, train_in_pool
 
 from nanodomino.checkpoint.find_checkpoints import recorded_settings
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.corpus.tokenizer import read_gpt2_files
 from nanodomino.errors import UserError
-from nanodomino.files import LIMIT
+from nanodomino.files import LIMIT, open_regular_file
 from nanodomino.generate.__main__ import command_line as generate
 from nanodomino.huggingface.safetensors_files import read_json
 from nanodomino.plot.__main__ import main as plot
@@ -54,11 +59,70 @@ def test_only_regular_files_of_a_limited_size_are_read(read, tmp_path, monkeypat
             assert "Errno" not in str(error.value) and path in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
-def test_a_pipe_in_the_folder_of_a_run_is_refused(name, tmp_path):
+# ---- written
+
+def link_to_precious(path: Path):
+    (path.parent / "precious").write_text("precious")
+    path.symlink_to("precious")
+
+
+def link_to_nowhere(path: Path):
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, link_to_precious, link_to_nowhere])
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "lock", "saved"])
+def test_a_run_with_a_pipe_or_a_link_for_a_file_is_refused(name, plant, tmp_path):
     for kept in {"config.json", "metrics.jsonl"} - {name}:
         (tmp_path / kept).write_text("{}")
-    os.mkfifo(tmp_path / name)
+    plant(tmp_path / name)
     assert recorded_settings(tmp_path) in (None, {})
     with pytest.raises(UserError, match=f"holds a {name} that is not a regular file; remove it"):
         open_run(Config(run_dir=str(tmp_path)).resolve(1), LaunchInfo())
+
+
+def test_checkpoints_that_are_a_link_to_those_of_another_run_are_refused(tmp_path, monkeypatch):
+    """--keep-last would delete them."""
+    monkeypatch.setattr("nanodomino.run.run_folder.tolerate_closed_output", lambda *_: None)
+    left = tmp_path / "other" / ".step-00000001.unfinished"
+    left.mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").touch()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "other")
+    with pytest.raises(UserError, match=r"run can't be written to \(checkpoints is a symbolic link\); choose another"):
+        open_run(Config(run_dir=str(tmp_path / "run")).resolve(1), LaunchInfo())
+    assert left.exists()
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, link_to_precious, link_to_nowhere])
+def test_a_run_replaces_pipes_and_links_and_never_writes_through_them(pool, tmp_path, plant):
+    make_corpus(tmp_path)
+    names = ["loss.svg", "trace-00000002.svg", "trace-00000002.json", ".config.json", ".shared-x",
+             "checkpoints/.step-00000002.unfinished", "checkpoints/.step-00000001.discarded"]
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "lock").touch()
+    for name in names:
+        plant(tmp_path / "run" / name)
+    ended = train_in_pool(pool, tmp_path, "--run-dir", tmp_path / "run", "--train-iters", 2, "--trace", "2:2")
+    assert ended.code == 0 and "warning" not in ended.output, ended.output
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        assert not (folder / "nowhere").exists()
+        assert not (folder / "precious").exists() or (folder / "precious").read_text() == "precious"
+    assert saved_steps(tmp_path / "run") == [2] and all((tmp_path / "run" / name).is_file() for name in names[:3])
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, link_to_precious, link_to_nowhere])
+@pytest.mark.parametrize("suffix", ["", ".replaced"])
+def test_a_pipe_or_a_link_that_looks_like_a_leftover_does_not_disturb_a_preparation(tmp_path, plant, suffix):
+    plant(tmp_path / f".tokens.{'a' * 32}{suffix}")
+    assert not make_corpus(tmp_path).is_symlink()
+
+
+@pytest.mark.parametrize("mode", ["wb", "ab", "r+b", "a+b"])
+@pytest.mark.parametrize("plant", [os.mkfifo, link_to_precious, link_to_nowhere])
+def test_only_regular_files_are_opened_to_write(tmp_path, plant, mode):
+    plant(tmp_path / "x")
+    with pytest.raises(OSError, match="not a regular file"):
+        open_regular_file(tmp_path / "x", mode)
+    assert not (tmp_path / "nowhere").exists()
+    assert plant is not link_to_precious or (tmp_path / "precious").read_text() == "precious"

@@ -1,0 +1,99 @@
+"""Keeps metrics.jsonl: one JSON object a line. No line of a run's history is lost.
+
+    a resumed run                 removes the lines of steps that it will redo
+    lines that can't be read      the whole file is copied to metrics-NNN.jsonl, and the other lines stay
+    a run that starts over        the old file becomes metrics-NNN.jsonl
+    a full disk                   the lines wait in memory and are written later
+    deleted while the run trains  written again, because the open file still has its lines
+"""
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+from nanodomino.files import open_regular_file, write_file
+
+
+class MetricsFile:
+    """Appends lines to metrics.jsonl. say(line): prints a warning."""
+
+    def __init__(self, path: Path, say):
+        self.path, self.say, self.unwritten, self.warned = path, say, b"", False
+        self.file, self.folder = open_regular_file(path, "a+b", 0), os.stat(path.parent)
+        self.empty = not os.fstat(self.file.fileno()).st_size
+
+    def add(self, values: dict):
+        """Append a line, or keep it for the next call if that fails."""
+        self.unwritten += json.dumps(values).encode() + b"\n"
+        self.write()
+
+    def write(self):
+        """Append the lines that are not yet written."""
+        try:
+            self.stay_in_place()
+            while self.unwritten:                              # write() can store a part and return its size
+                self.unwritten = self.unwritten[self.file.write(self.unwritten):]
+            self.warned = False
+        except OSError as error:
+            if not self.warned:
+                self.say(f"warning: metrics.jsonl can't be written: {error}; training continues")
+            self.warned = True
+
+    def stay_in_place(self):
+        """If metrics.jsonl was deleted, write it again; if it was replaced, continue in the new file. Do neither if the
+        run's folder was replaced: then check_in_place() in run_folder.py ends the run."""
+        if is_same(self.path.parent, self.folder) and not is_same(self.path, os.fstat(self.file.fileno())):
+            if not os.path.lexists(self.path):
+                self.file.seek(0)
+                write_file(self.path, self.file.read())
+                self.say(f"warning: {self.path} was deleted and is written again, with all its lines")
+            self.file = open_regular_file(self.path, "a+b", 0)
+
+    def flush(self):
+        """Write the lines that a full disk has rejected; if it is still full, print them. Call this at the end."""
+        self.write()
+        if self.unwritten:
+            self.say("warning: the disk is still full; free some space and append this text to metrics.jsonl:\n"
+                     + self.unwritten.decode().rstrip("\n"))
+
+
+def is_same(path: Path, status: os.stat_result) -> bool:
+    """Return whether the file or folder at this path is the one with this status."""
+    try:
+        return os.path.samestat(os.stat(path), status)
+    except OSError:
+        return False
+
+
+def remove_outdated(path: Path, first_step: int, say=print):
+    """Leave only the lines in metrics.jsonl that a run with `first_step` steps done continues.
+
+    A killed run may have written lines of steps after its last checkpoint, and half a line at the end. The test loss of
+    a finished run is outdated if the run is continued. If anything else is removed, metrics-NNN.jsonl gets a copy.
+    """
+    lines = []
+    if os.path.lexists(path):
+        with open_regular_file(path) as file:
+            lines = file.readlines()
+    kinds = [kind_of(line, first_step) for line in lines]
+    kept = [line for line, kind in zip(lines, kinds) if kind == "valid"]
+    unread = first_step and lines and ("damaged" in kinds or not kept)
+    if unread or not first_step and len(lines) > 1:            # a single line: it was killed before its first step
+        copy = next(name for number in itertools.count(1)
+                    if not os.path.lexists(name := path.with_name(f"metrics-{number:03d}.jsonl")))
+        write_file(copy, b"".join(lines))
+        say(f"warning: {path} has lines that can't be read, which are removed; all its lines are in {copy}" if unread
+            else f"this run starts over from step 0; the metrics of its previous start are in {copy}")
+    if kept != lines:
+        write_file(path, b"".join(kept))
+
+
+def kind_of(line: bytes, first_step: int) -> str:
+    """Return "valid", "outdated" or "damaged" for a line of metrics.jsonl. Half a line is outdated."""
+    try:
+        values = json.loads(line)
+        outdated = not first_step or values["step"] > first_step or "test_loss" in values
+        return "outdated" if outdated or not line.endswith(b"\n") else "valid"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "damaged" if line.endswith(b"\n") else "outdated"
