@@ -1,11 +1,11 @@
 """Opens, writes and deletes files that may turn out not to be what their names say.
 
-Opening a named pipe waits until another program opens its other end, and reading /dev/zero never ends. So only regular
-files of a limited size are read. The folder of a run may also come from someone else. A symbolic link in it, such as
-metrics.jsonl -> ~/.bashrc, would send what a run writes to another file. So all files are written in one of two ways:
+Opening a named pipe waits for another program, and reading /dev/zero never ends. So only regular files of a limited
+size are read. A run may also come from someone else, and a symbolic link such as metrics.jsonl -> ~/.bashrc in its
+folder would lead what is written elsewhere. So all files are written in one of two ways:
 
     open_regular_file(path, "ab")      extends or overwrites a file; refuses a link and a named pipe
-    new_file(path), write_file(path)   write a new file, then put it in the place of whatever is there
+    new_file(path), write_file(path)   write a new file and put it in the place of whatever is there
 
 Each problem is an OSError, whose `strerror` is a phrase for an error message.
 """
@@ -54,14 +54,18 @@ def read_file(path, limit=LIMIT) -> bytes:
         return file.read()
 
 
+def is_device(path: Path) -> bool:
+    """Return whether the path is a name such as /dev/stdout or /dev/fd/63, which a user gives for a stream."""
+    return str(path.parent) in ("/dev", "/dev/fd")
+
+
 @contextmanager
 def new_file(path: Path) -> Iterator:
     """Yield a file of bytes that takes the place of `path` at the end, so that a reader never sees half of it.
 
-    A symbolic link or a named pipe at `path` is replaced. A device cannot be: below /dev, such as /dev/stdout, the
-    bytes go to the device itself.
+    A symbolic link or a named pipe at `path` is replaced. What is_device() names is written to directly.
     """
-    if path.is_relative_to("/dev"):
+    if is_device(path):
         with open(path, "wb") as file:
             yield file
         return
@@ -95,6 +99,16 @@ def delete(path: Path):
     else:
         with suppress(OSError):
             path.unlink()
+
+
+def is_same(path: Path, status: os.stat_result) -> bool:
+    """Return whether the file or folder with this status still lies at this path. Other disk errors count as a yes."""
+    try:
+        return os.path.samestat(os.stat(path), status)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
 
 
 def check_outside_ours(output: Path):

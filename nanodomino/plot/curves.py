@@ -20,7 +20,6 @@ infinite is null in metrics.jsonl and leaves a gap.
 
 import json
 import math
-import os
 import textwrap
 from array import array
 from collections.abc import Sequence
@@ -51,22 +50,16 @@ class Curve:
     def __init__(self, path: Path):
         self.path = path
         self.name = path.parent.resolve().name if path.name == "metrics.jsonl" else path.name
-        self.forget(inode=None)
-
-    def forget(self, inode):
-        """Start to read metrics.jsonl from its beginning."""
-        self.inode, self.offset, self.lines = inode, 0, 0
+        self.offset, self.lines = 0, 0
         self.points = {name: (array("d"), array("d")) for name in SERIES}
         self.skipped, self.last = [], {}                                # last: {name: the last value}
-        self.tokenizer, self.vocab_size = None, None                    # None: unknown, since the run is old
+        self.tokenizer = None                                           # None: unknown, since the run is old
 
     def read_on(self) -> bool:
         """Read the lines added since the last call; return whether there were any. Raises UserError or OSError."""
+        start = self.offset
         with open_regular_file(self.path) as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self.inode or status.st_size < self.offset:       # another file: start again
-                self.forget(status.st_ino)
-            start = file.seek(self.offset)
+            file.seek(start)
             for row in file:
                 if not row.endswith(b"\n"):                    # the run is still writing this line, or was killed
                     break
@@ -115,21 +108,13 @@ def read(run: Path) -> tuple[Curve, dict]:
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}); give a run's folder, or its metrics.jsonl") from None
     require(any(steps for steps, _ in curve.points.values()), f"{path} holds no step yet; wait for the first step")
-    settings = recorded_settings(path.parent) or {}
-    curve.vocab_size = settings.get("vocab_size")
-    return curve, settings
+    return curve, recorded_settings(path.parent) or {}
 
 
 def tokenizer_warning(curves: list[Curve]) -> str:
-    """Return a warning if the runs have different tokenizers, else "". If an old run has not recorded its
-    tokenizer, compares the sizes of the vocabularies.
-    """
-    for name in ("tokenizer", "vocab_size"):
-        known = [getattr(curve, name) for curve in curves]
-        if None not in known:
-            return ("the tokenizers of these runs differ: compare bits per byte, not losses per token"
-                    if any(each != known[0] for each in known) else "")
-    return ""
+    """Return a warning if the runs have recorded different tokenizers, else ""."""
+    differ = len({curve.tokenizer for curve in curves} - {None}) > 1
+    return "the tokenizers of these runs differ: compare bits per byte, not losses per token" * differ
 
 
 def differences(settings: list[dict]) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from nanodomino.errors import UserError, require
-from nanodomino.files import check_outside_ours, open_regular_file, write_file
+from nanodomino.files import check_outside_ours, is_device, open_regular_file, write_file
 
 WIDTH = 1000             # pixels of a picture
 LINE, LETTER = 18, 7     # the height of a line of text and the width of a character, in pixels
@@ -83,7 +83,7 @@ def check_output(path: Path):
     """Raise UserError if a picture at this path would overwrite anything but a picture of ours, or lie in a checkpoint
     or a corpus."""
     check_outside_ours(path)
-    if path.is_file():
+    if path.is_file() and not is_device(path):
         with open_regular_file(path) as file:
             begin = file.read(len(BEGIN)).decode(errors="replace")
         require(begin in ("", BEGIN), f"{path} is no picture that this program has drawn, so it is not overwritten; "
@@ -97,5 +97,5 @@ def write_output(path: Path, picture: str):
         write_file(path, picture.encode())
     except OSError as error:
         raise UserError(f"{path} can't be written ({error.strerror}); choose another file") from None
-    if not path.is_relative_to("/dev"):                        # /dev/stdout receives nothing but the picture
+    if not is_device(path):                                    # /dev/stdout receives nothing but the picture
         print(f"drawn in {path}")

@@ -4,7 +4,7 @@
     lines that can't be read      the whole file is copied to metrics-NNN.jsonl, and the other lines stay
     a run that starts over        the old file becomes metrics-NNN.jsonl
     a full disk                   the lines wait in memory and are written later
-    deleted while the run trains  written again, because the open file still has its lines
+    deleted or replaced           written again: the open file still has its lines; another file gets a new name
 """
 
 import itertools
@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from nanodomino.files import open_regular_file, write_file
+from nanodomino.files import is_same, open_regular_file, write_file
 
 
 class MetricsFile:
@@ -41,14 +41,14 @@ class MetricsFile:
             self.warned = True
 
     def stay_in_place(self):
-        """If metrics.jsonl was deleted, write it again; if it was replaced, continue in the new file. Do neither if the
-        run's folder was replaced: then check_in_place() in run_folder.py ends the run."""
+        """Write metrics.jsonl again if it was deleted or replaced, unless the folder was, too (check_in_place())."""
         if is_same(self.path.parent, self.folder) and not is_same(self.path, os.fstat(self.file.fileno())):
-            if not os.path.lexists(self.path):
-                self.file.seek(0)
-                write_file(self.path, self.file.read())
-                self.say(f"warning: {self.path} was deleted and is written again, with all its lines")
+            if os.path.lexists(self.path):
+                self.path.rename(unused_name(self.path))
+            self.file.seek(0)
+            write_file(self.path, self.file.read())
             self.file = open_regular_file(self.path, "a+b", 0)
+            self.say(f"warning: {self.path} was deleted or replaced; it is written again, with all its lines")
 
     def flush(self):
         """Write the lines that a full disk has rejected; if it is still full, print them. Call this at the end."""
@@ -58,12 +58,10 @@ class MetricsFile:
                      + self.unwritten.decode().rstrip("\n"))
 
 
-def is_same(path: Path, status: os.stat_result) -> bool:
-    """Return whether the file or folder at this path is the one with this status."""
-    try:
-        return os.path.samestat(os.stat(path), status)
-    except OSError:
-        return False
+def unused_name(path: Path) -> Path:
+    """Return the first of metrics-001.jsonl, metrics-002.jsonl ... that does not exist."""
+    return next(name for number in itertools.count(1)
+                if not os.path.lexists(name := path.with_name(f"metrics-{number:03d}.jsonl")))
 
 
 def remove_outdated(path: Path, first_step: int, say=print):
@@ -80,8 +78,7 @@ def remove_outdated(path: Path, first_step: int, say=print):
     kept = [line for line, kind in zip(lines, kinds) if kind == "valid"]
     unread = first_step and lines and ("damaged" in kinds or not kept)
     if unread or not first_step and len(lines) > 1:            # a single line: it was killed before its first step
-        copy = next(name for number in itertools.count(1)
-                    if not os.path.lexists(name := path.with_name(f"metrics-{number:03d}.jsonl")))
+        copy = unused_name(path)
         write_file(copy, b"".join(lines))
         say(f"warning: {path} has lines that can't be read, which are removed; all its lines are in {copy}" if unread
             else f"this run starts over from step 0; the metrics of its previous start are in {copy}")

@@ -64,7 +64,8 @@ class Report:
         if enabled:
             self.changes = changed_settings(run_dir, config) if first_step else []
             if first_step < config.train_iters or not (run_dir / "config.json").exists():
-                write_config(run_dir, config)
+                settings = json.dumps(dataclasses.asdict(config), indent=2) + "\n"       # for later launches
+                write_file(run_dir / "config.json", settings.encode())
             remove_outdated(path := run_dir / "metrics.jsonl", first_step)
             self.metrics, self.curve = MetricsFile(path, self.say), Curve(path)
             if config.tensorboard_dir:
@@ -260,8 +261,3 @@ def changed_settings(run_dir: Path, config: Config) -> list[str]:
     return [f"{name} {getattr(config, name)} (was {previous[name]})"
             for name in names_affecting(Config, "optimizer", "run", "losses", "nothing")
             if name in previous and previous[name] != getattr(config, name)]
-
-
-def write_config(run_dir: Path, config: Config):
-    """Write config.json, which later launches read."""
-    write_file(run_dir / "config.json", (json.dumps(dataclasses.asdict(config), indent=2) + "\n").encode())

@@ -26,7 +26,7 @@ from nanodomino.config.command_exit import tolerate_closed_output
 from nanodomino.config.config import Config
 from nanodomino.config.saved_settings import check_settings
 from nanodomino.errors import UserError, counted, require
-from nanodomino.files import make_folder, open_descriptor, write_file
+from nanodomino.files import is_same, make_folder, open_descriptor, write_file
 from nanodomino.run.agreement import from_rank_0
 
 
@@ -51,15 +51,12 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
     # Check --load before making a folder; an earlier run no longer needs the checkpoint that it started from.
     exists = launch.restarted or (config.run_dir and os.path.exists(run_dir))
     loaded = None if exists else find_checkpoint_to_load(config)
-    try:
-        config.tensorboard_dir is None or check_can_be_made(Path(config.tensorboard_dir))
-    except OSError as error:
-        raise UserError(f"--tensorboard-dir {config.tensorboard_dir} can't be written to ({error.strerror}); choose "
-                        "another folder") from None
+    if config.tensorboard_dir:
+        check_can_be_made("--tensorboard-dir", Path(config.tensorboard_dir))
     try:
         require(not run_dir.is_file(), f"--run-dir {run_dir} is a file; choose another name")
         if not exists:
-            check_can_be_made(run_dir)
+            check_can_be_made("--run-dir", run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.run_dir is None:
             run_dir = numbered_folder(run_dir, config.model, launch.restarted, launch_id())
@@ -117,9 +114,12 @@ def find_checkpoint_to_load(config: Config) -> Path | None:
     return checkpoint
 
 
-def check_can_be_made(folder: Path):
-    """Raise OSError unless the folder, or else the nearest one above it that exists, can be written to."""
-    check_writable(next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)))
+def check_can_be_made(flag: str, folder: Path):
+    """Raise UserError unless the folder, or else the nearest one above it that exists, can be written to."""
+    try:
+        check_writable(next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)))
+    except OSError as error:
+        raise UserError(f"{flag} {folder} can't be written to ({error.strerror}); choose another folder") from None
 
 
 def check_writable(folder: Path):
@@ -131,22 +131,17 @@ def check_writable(folder: Path):
 def check_shared_folder(run_dir: Path):
     """Raise the same UserError on all ranks unless every rank sees the same folder and can write to it."""
     made = tempfile.NamedTemporaryFile(dir=run_dir, prefix=".shared-") if dist.get_rank() == 0 else None
-    name, results, failure = [made and os.path.basename(made.name)], [None] * dist.get_world_size(), ""
-    dist.broadcast_object_list(name, src=0)
-    visible = os.path.exists(run_dir / name[0])
+    name, failures, failure = from_rank_0(made and os.path.basename(made.name)), [None] * dist.get_world_size(), None
     try:
-        if visible:
-            check_writable(run_dir)
+        os.stat(run_dir / name)
+        check_writable(run_dir)
     except OSError as error:
         failure = error.strerror
-    dist.all_gather_object(results, (visible, failure))
+    dist.all_gather_object(failures, failure)
     del made                                                   # deletes the file
-    blind = ", ".join(str(rank) for rank, (visible, _) in enumerate(results) if not visible)
-    require(not blind, f"--run-dir {run_dir} is not the same folder on all hosts: rank {blind} can't see a file that "
-            "rank 0 wrote there; choose a folder on a disk that all hosts share")
-    failed = ", ".join(f"{rank} ({failure})" for rank, (_, failure) in enumerate(results) if failure)
-    require(not failed, f"--run-dir {run_dir} can't be written to by rank {failed}; choose a folder that all hosts can "
-            "write to")
+    failed = ", ".join(f"{rank} ({failure})" for rank, failure in enumerate(failures) if failure)
+    require(not failed, f"--run-dir {run_dir} must be the same folder on all hosts, but rank {failed} can't see a file "
+            "that rank 0 wrote there, or can't write to it; choose a folder on a disk that all hosts share")
 
 
 def lock_folder(run_dir: Path, patience=5.0) -> int:
@@ -197,16 +192,9 @@ def check_in_place(run: Run):
     """Raise the same UserError on all ranks if the run's folder was renamed, deleted or replaced during the run.
 
     Compares the lock file in this folder with the file that rank 0 has locked. Without this check, the next checkpoints
-    would go to a second folder. Other disk errors are ignored here, since the save will report them.
+    would go to a second folder.
     """
-    in_place = True
-    if dist.get_rank() == 0 and run.lock is not None:
-        try:
-            in_place = os.path.samestat(os.fstat(run.lock), os.stat(run.folder / "lock"))
-        except (FileNotFoundError, NotADirectoryError):
-            in_place = False
-        except OSError:
-            pass
+    in_place = dist.get_rank() > 0 or run.lock is None or is_same(run.folder / "lock", os.fstat(run.lock))
     require(from_rank_0(in_place), f"--run-dir {run.folder} was renamed, deleted or replaced while the run was "
             "training in it (the file that the run has locked is no longer there); start again with the folder's new "
             "name to continue after its last checkpoint")

@@ -1,16 +1,10 @@
 """Copies metrics.jsonl to TensorBoard while a run trains: `--tensorboard-dir DIR`, then `tensorboard --logdir DIR`.
 
 TensorBoard's event files can only be appended to. So each launch starts a new file. If it resumes after step 40, it
-sets the file's purge_step to 41, which hides all points of older files from step 41 on. metrics.jsonl itself is
-truncated (report.py):
+sets the file's purge_step to 41, which hides the points of older files from step 41 on. So runs that shared a folder
+would hide each other's points.
 
-    metrics.jsonl   | 0 | 1 | ... | 40 | 41 | 42
-    first file      | 0 | 1 | ... | 40 | 41 | 42  killed; resumes after the checkpoint of step 40
-    metrics.jsonl   | 0 | 1 | ... | 40 | 41'| 42'| ...
-    second file           purge_step=41 | 41'| 42'| ...
-
-So runs that shared a folder would hide each other's points. The flag applies to one launch only: a run that remembered
-the folder could make folders on the machine of someone who was only given the run.
+The flag applies to one launch only. If a run remembered the folder, a run from someone else could make folders here.
 """
 
 from nanodomino.config.config import Config

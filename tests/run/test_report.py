@@ -329,7 +329,7 @@ def test_a_run_that_starts_over_keeps_the_metrics_of_its_previous_start(tmp_path
 
 
 def test_metrics_deleted_while_a_run_trains_are_written_again(report, tmp_path, capsys):
-    """A file that replaces them is continued. If the whole folder was replaced, nothing is written to the new one."""
+    """A file that replaces them gets another name. If the whole folder was replaced, nothing is written to the new."""
     run, path = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     run.mkdir()
     shown = report()
@@ -340,17 +340,19 @@ def test_metrics_deleted_while_a_run_trains_are_written_again(report, tmp_path, 
             shown.draw_curve()
             path.unlink()
     assert path.read_bytes() == b"".join(lines_of(1, 2, 3, 4))
-    assert capsys.readouterr().out.count("metrics.jsonl was deleted and is written again, with all its lines") == 1
+    assert capsys.readouterr().out.count("metrics.jsonl was deleted or replaced; it is written again, with all") == 1
     shown.draw_curve()
     assert list(shown.curve.points["loss"][0]) == [1, 2, 3, 4]
-    write_file(path, b"".join(lines_of(1, 2, 4)))
+    write_file(path, b"another")
     shown.record(step=5, loss=1.0)
     shown.draw_curve()
-    assert path.read_bytes() == b"".join(lines_of(1, 2, 4, 5)) and list(shown.curve.points["loss"][0]) == [1, 2, 4, 5]
+    assert list(shown.curve.points["loss"][0]) == [1, 2, 3, 4, 5]
+    assert (run / "metrics-001.jsonl").read_text() == "another"
+    capsys.readouterr()
     run.rename(tmp_path / "moved")
     run.mkdir()
     shown.record(step=6, loss=1.0)
-    assert not path.exists() and (tmp_path / "moved" / path.name).read_bytes() == b"".join(lines_of(1, 2, 4, 5, 6))
+    assert not path.exists() and (tmp_path / "moved" / path.name).read_bytes() == b"".join(lines_of(1, 2, 3, 4, 5, 6))
     assert "warning" not in capsys.readouterr().out
 
 
