@@ -24,10 +24,7 @@ LIMIT = 1 << 28          # bytes
 
 
 def open_regular_file(path, mode="rb", buffering=-1):
-    """Open a regular file of bytes, like open(). Reading follows a symbolic link; writing refuses one.
-
-    Raises OSError.
-    """
+    """Open a regular file of bytes, or raise OSError. Reading follows a symbolic link; writing refuses one."""
     return open(path, mode, buffering, opener=open_descriptor)
 
 
@@ -61,9 +58,8 @@ def is_device(path: Path) -> bool:
 
 @contextmanager
 def new_file(path: Path) -> Iterator:
-    """Yield a file of bytes that takes the place of `path` at the end, so that a reader never sees half of it.
-
-    A symbolic link or a named pipe at `path` is replaced. What is_device() names is written to directly.
+    """Yield a file of bytes that replaces whatever is at `path` at the end, so that a reader never sees half of it.
+    A device can't be replaced, so it is written to directly.
     """
     if is_device(path):
         with open(path, "wb") as file:
@@ -79,10 +75,13 @@ def new_file(path: Path) -> Iterator:
         temporary.unlink(missing_ok=True)
 
 
-def write_file(path: Path, data: bytes):
-    """Write a whole file with new_file()."""
+def write_file(path: Path, data: bytes, flush=False):
+    """Write a whole file with new_file(). flush: wait until the data is on the disk."""
     with new_file(path) as file:
         file.write(data)
+        if flush:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def make_folder(path: Path):
@@ -105,10 +104,8 @@ def is_same(path: Path, status: os.stat_result) -> bool:
     """Return whether the file or folder with this status still lies at this path. Other disk errors count as a yes."""
     try:
         return os.path.samestat(os.stat(path), status)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, (FileNotFoundError, NotADirectoryError))
 
 
 def check_outside_ours(output: Path):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nanodomino.checkpoint.index import FORMATS, INDEX, Index, Share, index_text
 from nanodomino.errors import UserError, require
-from nanodomino.files import open_regular_file, read_file
+from nanodomino.files import read_file, write_file
 from nanodomino.optim.loss_scale import is_valid_state
 
 LARGEST_STEP = 10**12
@@ -65,22 +65,14 @@ def write_manifest(folder: Path, content: dict, shares: list[Share], advice: str
     content: all entries except "files", which is added. Raises UserError if the index breaks a rule or a file is
     missing. advice: the fix to suggest for a missing file.
     """
-    write_flushed(folder / INDEX, index_text(shares).encode())
+    write_file(folder / INDEX, index_text(shares).encode(), flush=True)
     files = {share.file: share.digest for share in shares}
     missing = [name for name in files if not (folder / name).is_file()]
     require(not missing, f"{folder} lacks {', '.join(missing)}; {advice}")
     content["files"] = files | file_digests([path for path in sorted(folder.iterdir()) if path.name not in files])
     Index(folder, content)
-    write_flushed(folder / "manifest.json", manifest_text(content).encode())
+    write_file(folder / "manifest.json", manifest_text(content).encode(), flush=True)
     flush_folder(folder)
-
-
-def write_flushed(path: Path, data: bytes):
-    """Write a file and flush it to the disk."""
-    with open_regular_file(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def flush_folder(folder: Path):

@@ -9,13 +9,13 @@ import torch
 from nanodomino.checkpoint.find_checkpoints import with_checkpoint
 from nanodomino.checkpoint.index import Index
 from nanodomino.checkpoint.load import open_weights, read_box
-from nanodomino.checkpoint.manifest import write_flushed
 from nanodomino.config.config import Config
 from nanodomino.config.presets import DTYPES
 from nanodomino.corpus.huggingface_tokenizer import bytes_of_characters
 from nanodomino.corpus.prepared_folder import load_corpus
 from nanodomino.corpus.tokenizer import END_OF_TEXT
 from nanodomino.errors import counted, require
+from nanodomino.files import write_file
 from nanodomino.huggingface.families import family_of, write_config
 from nanodomino.huggingface.safetensors_files import (GENERATION, INDEX, SPECIAL_TOKENS, TOKENIZER_FILES, WEIGHTS,
                                                       copy_files, import_safetensors, new_folder, read_json,
@@ -131,7 +131,7 @@ def write_tokenizer(source: Path, target: Path) -> list[str]:
             return []
         files = {}
         for new, old in names.items():
-            write_flushed(target / new, (source / old).read_bytes())
+            write_file(target / new, (source / old).read_bytes(), flush=True)
         settings |= dict(tokenizer_class="GPT2Tokenizer", bos_token=END_OF_TEXT, unk_token=END_OF_TEXT)
     files |= {"tokenizer_config.json": settings}
     for name, values in files.items():

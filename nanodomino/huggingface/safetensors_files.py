@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from nanodomino.checkpoint.manifest import flush_folder, write_flushed
+from nanodomino.checkpoint.manifest import flush_folder
 from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.errors import UserError, require
-from nanodomino.files import check_outside_ours, delete, read_file
+from nanodomino.files import check_outside_ours, delete, read_file, write_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 *TOKENIZER_FILES, GENERATION = FILES
@@ -120,14 +120,14 @@ def new_folder(final: Path):
 
 
 def write_json(path: Path, values: dict):
-    write_flushed(path, (json.dumps(values, indent=2) + "\n").encode())
+    write_file(path, (json.dumps(values, indent=2) + "\n").encode(), flush=True)
 
 
 def copy_files(names, source: Path, target: Path) -> list[str]:
     """Copy those of the named files that exist, and return their names."""
     found = [name for name in names if (source / name).is_file()]
     for name in found:
-        write_flushed(target / name, (source / name).read_bytes())
+        write_file(target / name, (source / name).read_bytes(), flush=True)
     return found
 
 

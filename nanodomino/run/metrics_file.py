@@ -70,10 +70,9 @@ def remove_outdated(path: Path, first_step: int, say=print):
     A killed run may have written lines of steps after its last checkpoint, and half a line at the end. The test loss of
     a finished run is outdated if the run is continued. If anything else is removed, metrics-NNN.jsonl gets a copy.
     """
-    lines = []
-    if os.path.lexists(path):
-        with open_regular_file(path) as file:
-            lines = file.readlines()
+    with open_regular_file(path, "a+b") as file:               # makes the file if there is none
+        file.seek(0)
+        lines = file.readlines()
     kinds = [kind_of(line, first_step) for line in lines]
     kept = [line for line, kind in zip(lines, kinds) if kind == "valid"]
     unread = first_step and lines and ("damaged" in kinds or not kept)

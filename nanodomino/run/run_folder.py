@@ -160,32 +160,23 @@ def lock_folder(run_dir: Path, patience=5.0) -> int:
             os.write(descriptor, str(os.getpid()).encode())
             return descriptor
         except BlockingIOError:
-            require(time.monotonic() < end, in_use(run_dir, descriptor))
+            require(time.monotonic() < end, f"--run-dir {run_dir} is in use by process "
+                    f"{os.pread(descriptor, 20, 0).decode() or '?'}, which is still training in it; end that process "
+                    "first, or choose another folder")
             time.sleep(0.2)
         except OSError:
             return descriptor                                  # a file system without locks
 
 
-def in_use(run_dir: Path, descriptor: int) -> str:
-    """Return the error message for a folder that another process has locked. descriptor: its open lock file."""
-    return (f"--run-dir {run_dir} is in use by process {os.pread(descriptor, 20, 0).decode() or '?'}, which is still "
-            "training in it; end that process first, or choose another folder")
-
-
 def check_not_in_use(run_dir: Path, note: str):
-    """Raise UserError if a live run has locked the folder. The message ends with the note. Changes nothing on disk."""
+    """Raise UserError if a live run has locked the folder. The message ends with the note."""
     try:
-        descriptor = open_descriptor(run_dir / "lock", os.O_RDONLY)
+        if os.path.exists(run_dir / "lock"):
+            os.close(lock_folder(run_dir, patience=0.0))
     except OSError:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{in_use(run_dir, descriptor)} ({note})") from None
-    except OSError:                                            # a file system without locks
         pass
-    finally:
-        os.close(descriptor)
+    except UserError as error:
+        raise UserError(f"{error} ({note})") from None
 
 
 def check_in_place(run: Run):

@@ -36,19 +36,11 @@ class TensorBoard:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.writer = self.writer or SummaryWriter(self.folder, purge_step=self.first_step + 1)
-                for name, value in flat(values.items()):
-                    self.writer.add_scalar(name, value, step)
+                for name, value in values.items():
+                    if isinstance(value, (int, float)):        # not null, a name or the loads of all experts
+                        self.writer.add_scalar(name, value, step)
                 self.writer.flush()
         except Exception as error:
             self.failed = True
             self.say(f"warning: --tensorboard-dir {self.folder} can't be written "
                      f"({getattr(error, 'strerror', None) or error}); training continues, and metrics.jsonl records it")
-
-
-def flat(items, prefix=""):
-    """Yield (name, number) for all numbers in nested objects and lists, such as "expert_load/layers.0/3"."""
-    for name, value in items:
-        if isinstance(value, (int, float)):
-            yield f"{prefix}{name}", value
-        elif isinstance(value, (dict, list)):
-            yield from flat(value.items() if isinstance(value, dict) else enumerate(value), f"{prefix}{name}/")

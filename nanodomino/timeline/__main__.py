@@ -13,30 +13,17 @@ from nanodomino.config.flags import Parser
 from nanodomino.errors import UserError, require
 from nanodomino.files import read_file
 from nanodomino.plot.svg import write_output
-from nanodomino.timeline.draw import picture, select_step, select_time
+from nanodomino.timeline.draw import picture, select_step
 from nanodomino.timeline.merged_trace import Recording, from_chrome_trace
 
 
 def read(path: Path) -> Recording:
     """Read a trace-STEP.json. Raises UserError if the file can't be read or is not a recording."""
-    fix = "give a trace-STEP.json that train.py --trace has written"
     try:
         return from_chrome_trace(json.loads(read_file(path)))
-    except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror}); {fix}") from None
-    except (ValueError, RecursionError, UserError) as error:
-        raise UserError(f"{path} is not a recording ({error}); {fix}") from None
-
-
-def first_and_last(milliseconds: str) -> tuple[float, float]:
-    """Convert the value of --milliseconds, such as "0:10", to two numbers. Raises UserError."""
-    try:
-        first, last = map(float, milliseconds.split(":"))
-    except ValueError:
-        first, last = 0.0, 0.0
-    require(0 <= first < last and last * 1e6 < float("inf"),
-            f"--milliseconds must be FIRST:LAST with 0 <= FIRST < LAST, but is {milliseconds}; try 0:10")
-    return first, last
+    except (OSError, ValueError, RecursionError, UserError) as error:
+        raise UserError(f"{path} can't be read as a recording ({getattr(error, 'strerror', None) or error}); give a "
+                        "trace-STEP.json that train.py --trace has written") from None
 
 
 def main(arguments: list[str]) -> int:
@@ -46,14 +33,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, required=True, help="the SVG file to write")
     parser.add_argument("--caption", nargs="+", help="a title for each recording (default: its layout)")
     parser.add_argument("--step", type=int, help="draw only this step")
-    parser.add_argument("--milliseconds", metavar="FIRST:LAST",
-                        help="draw only this part, such as 0:10; counted from the start of the recording or of --step")
     flags = parser.parse_args(arguments)
     recordings = [read(path) for path in flags.recordings]
     if flags.step is not None:
         recordings = [select_step(recording, flags.step) for recording in recordings]
-    if flags.milliseconds is not None:
-        recordings = [select_time(recording, *first_and_last(flags.milliseconds)) for recording in recordings]
     captions = flags.caption or [recording.caption for recording in recordings]
     require(len(captions) == len(recordings), f"--caption needs one title for each of the "
             f"{len(recordings)} recordings, but has {len(captions)}; put each title in quotes")

@@ -31,7 +31,7 @@ from nanodomino.files import write_file
 from nanodomino.mesh import Mesh
 from nanodomino.plot.svg import LETTER, LINE, WIDTH, box, frame, legend, line, text, tick_step
 from nanodomino.schedules.actions import PASSES as ACTIONS
-from nanodomino.timeline.merged_trace import (COLLECTIVES, MOMENTS, PASSES, Recording, actions, assign_lanes,
+from nanodomino.timeline.merged_trace import (COLLECTIVES, PASSES, Recording, actions, assign_lanes,
                                               chrome_trace, difference, event_label, messages, microbatch_label,
                                               set_ready_times, slice_name, spans_of, table, union, waits)
 
@@ -241,24 +241,6 @@ def select_step(recording: Recording, number: int) -> Recording:
         selected = [step for step in events if step.kind == "step" and step.args["step"] == number]
         ranks.append([event for event in events if any(step.begin <= event.begin < step.end for step in selected)])
     return replace(recording, caption=f"{recording.caption} (drawn: step {number})", ranks=ranks)
-
-
-def select_time(recording: Recording, first: float, last: float) -> Recording:
-    """Return the part of a recording between `first` and `last`, in milliseconds after its start.
-
-    Events are cut at both ends. A message is kept only if it was both sent and received in that time. Raises UserError
-    if nothing happens in that time.
-    """
-    first, last = recording.begin + int(first * 1e6), recording.begin + int(last * 1e6)
-    kept = {id(event) for _, send, _, receive in messages(recording) if first <= send.begin and receive.begin <= last
-            for event in (send, receive)}
-    ranks = [[Event(event.kind, max(event.begin, first), min(event.end, last), event.args) for event in events
-              if id(event) in kept or (event.kind not in MOMENTS and event.begin < last and event.end > first)]
-             for events in recording.ranks]
-    length = (recording.end - recording.begin) / 1e6
-    require(any(ranks), f"--milliseconds must start within the recording, which is {length:.1f} ms long; "
-            f"try 0:{length / 2:.0f}")
-    return replace(recording, ranks=ranks)
 
 
 def legible_width(recordings) -> float:
