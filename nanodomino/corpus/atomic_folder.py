@@ -8,7 +8,6 @@ finish wins.
 import fcntl
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from pathlib import Path
 from nanodomino.corpus.huggingface_tokenizer import FILES
 from nanodomino.corpus.prepared_folder import SPLITS, load_corpus
 from nanodomino.errors import UserError, require
-from nanodomino.files import check_outside_ours
+from nanodomino.files import check_outside_ours, delete
 
 OUR_FILES = {"meta.json", "encoder.json", "vocab.bpe", *FILES, *(f"{split}.bin" for split in SPLITS)}
 
@@ -52,7 +51,7 @@ def temporary_sibling(output: Path) -> Iterator[Path]:
         try_lock(descriptor)
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)   # publish() may have renamed it
+        delete(folder)                              # publish() may have renamed it
         os.close(descriptor)
 
 
@@ -74,11 +73,11 @@ def clear_leftovers(output: Path):
             if not output.exists() and not folder.with_suffix("").exists():
                 folder.rename(output)
             elif output.exists():
-                shutil.rmtree(folder, ignore_errors=True)
+                delete(folder)
             continue
         descriptor = os.open(folder, os.O_RDONLY)
         if try_lock(descriptor):
-            shutil.rmtree(folder, ignore_errors=True)
+            delete(folder)
         os.close(descriptor)
 
 
@@ -101,7 +100,7 @@ def publish(folder: Path, output: Path, meta: dict, overwrite: bool) -> dict:
         if not output.is_dir():
             raise
     finally:
-        shutil.rmtree(replaced, ignore_errors=True)
+        delete(replaced)
     theirs = load_corpus(output).meta
     require(theirs["sha256"] == meta["sha256"],
             f"another process has meanwhile written a different corpus to {output}; choose another --output")
