@@ -62,7 +62,7 @@ def new_file(path: Path) -> Iterator:
     A device can't be replaced, so it is written to directly.
     """
     if is_device(path):
-        with open(path, "wb") as file:
+        with open(path, "ab") as file:                         # "wb" would truncate the file of `>> FILE`
             yield file
         return
     temporary = path.with_name(f".{path.name}-{os.getpid()}")  # two processes may write the same file

@@ -16,7 +16,7 @@ from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.config import Config
 from nanodomino.corpus.tokenizer import read_gpt2_files
 from nanodomino.errors import UserError
-from nanodomino.files import LIMIT, open_regular_file
+from nanodomino.files import LIMIT, open_regular_file, write_file
 from nanodomino.generate.__main__ import command_line as generate
 from nanodomino.huggingface.safetensors_files import read_json
 from nanodomino.plot.__main__ import main as plot
@@ -126,3 +126,11 @@ def test_only_regular_files_are_opened_to_write(tmp_path, plant, mode):
         open_regular_file(tmp_path / "x", mode)
     assert not (tmp_path / "nowhere").exists()
     assert plant is not link_to_precious or (tmp_path / "precious").read_text() == "precious"
+
+
+def test_output_to_a_stream_is_appended(tmp_path):
+    """A shell's `--output /dev/stdout >> log` must not empty the log."""
+    (tmp_path / "log").write_bytes(b"before, ")
+    with open(tmp_path / "log", "ab") as log:
+        write_file(Path(f"/dev/fd/{log.fileno()}"), b"after")
+    assert (tmp_path / "log").read_bytes() == b"before, after"
