@@ -8,7 +8,7 @@
     expert_load.py     says how evenly the tokens of a step chose the experts
     depth_losses.py    says how well the depths of multi-token prediction predict
     tensorboard.py     copies metrics.jsonl to TensorBoard
-    signals.py         stops a run at Ctrl-C or SIGTERM
+    signals.py         stops a run at SIGTERM, Ctrl-C or a closed terminal
     rank_failure.py    starts a rank, and ends all ranks if one of them fails
     watchdog.py        ends a rank whose GPU hangs
     kernels.py         chooses kernels, and names the one of attention

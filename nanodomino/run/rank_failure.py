@@ -27,6 +27,7 @@ import torch.distributed as dist
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config.command_exit import tolerate_closed_output
 from nanodomino.errors import UserError
+from nanodomino.run.signals import stop_signals
 
 # What gloo, TCPStore and NCCL say when a peer is gone or does not answer. Shorter texts, such as "peer" and
 # "timed out", would also match errors of this rank: "peer access is not supported", "the launch timed out".
@@ -65,7 +66,8 @@ def report_and_exit(launch: LaunchInfo, error: Exception):
     ranks wait before they print."""
     EXIT_LOCK.acquire()                                        # the main thread and the watchdog can both get here
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)          # there is no step to finish any more
+        for number in stop_signals():                          # there is no step to finish any more
+            signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
     if isinstance(error, UserError):
         if launch.local_rank > 0:

@@ -23,7 +23,7 @@ END_TOGETHER = 30        # seconds from the death of one rank to the end of all
 
 # What goes wrong is the first argument; RANK and the step decide where.
 DRIVER = f"""
-import errno, os, sys, time
+import errno, os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 import train
@@ -33,12 +33,18 @@ from nanodomino.run import watchdog
 fault, rank, now = sys.argv.pop(1), int(os.environ["RANK"]), 0
 train_step, loss_func, on_gradients_ready = train.train_step, train.loss_func, train.ZeroOptimizer.on_gradients_ready
 write_boxes = save.write_boxes
+signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in fault else signal.SIG_DFL)
+if "terminal" in fault:
+    terminal, screen = os.openpty()
+    os.dup2(screen, 1), os.dup2(screen, 2), os.close(screen)
 
 def step(number, *others, **more):
     global now
     now = number
     if "slow" in fault:
         time.sleep(0.2)
+    if "terminal" in fault and number == 3:                 # from now on each write to it fails
+        os.close(terminal)
     result = train_step(number, *others, **more)
     if (fault, rank, number) == ("drift", 1, 5):            # one bit of one copy, after the step and before the save
         others[0].model.final_norm.weight.detach().view(torch.int32)[3] += 1
@@ -126,12 +132,14 @@ def last_checkpoint(run) -> str:
 # Told to stop
 
 @pytest.mark.parametrize("number, whom, flags, processes", [
-    (signal.SIGTERM, "a rank", [], 2),
-    pytest.param(signal.SIGINT, "torchrun", ["--tp", 2, "--pp", 2], 4, marks=pytest.mark.exhaustive)],
-    ids=["a rank", "torchrun, tp 2 pp 2"])
+    (signal.SIGTERM, "a rank", [], 2), (signal.SIGINT, "a rank", [], 2), (signal.SIGHUP, "a rank", [], 2),
+    *(pytest.param(number, "torchrun", ["--tp", 2, "--pp", 2], 4, marks=pytest.mark.exhaustive)
+      for number in (signal.SIGINT, signal.SIGHUP))], ids=str)
 def test_a_stopped_run_saves_and_resumes_with_the_same_bits(job, alone, number, whom, flags, processes):
-    """It stops after the step in which the signal arrives and saves this step, whatever the save interval."""
-    first = job("run", *LENGTH, *flags, processes=processes, torchrun=whom == "torchrun", fault="slow")
+    """It stops after the step in which the signal arrives and saves this step, whatever the save interval. With SIGHUP
+    the terminal is gone."""
+    fault = "slow terminal" if (number, whom) == (signal.SIGHUP, "a rank") else "slow"
+    first = job("run", *LENGTH, *flags, processes=processes, torchrun=whom == "torchrun", fault=fault)
     first.wait_for(lambda: first.steps() >= 4)
     before, ranks = first.steps(), first.ranks()
     os.kill(ranks[1] if whom == "a rank" else first.process.pid, number)
@@ -144,6 +152,14 @@ def test_a_stopped_run_saves_and_resumes_with_the_same_bits(job, alone, number, 
     second = job("run", *LENGTH, *flags, processes=processes)
     assert second.end() == 0 and f"resuming after step {stopped_after} of 14" in second.output(), second.output()
     assert not differences(second.run_dir, alone(*flags, processes=processes))
+
+
+def test_a_run_under_nohup_outlives_its_terminal(job, alone):
+    run = job("run", *LENGTH, fault="slow nohup terminal")
+    run.wait_for(lambda: run.steps() >= 3)
+    for rank in run.ranks():
+        run.send(rank, signal.SIGHUP)
+    assert run.end() == 0 and not differences(run.run_dir, alone()), run.output()
 
 
 def test_a_second_signal_ends_a_rank_that_waits_for_a_hanging_peer(job):
