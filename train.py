@@ -28,6 +28,7 @@ import torch.distributed as dist
 from data.prepare import DEFAULT_CORPUS, prepare_default_corpus
 from nanodomino import pipeline
 from nanodomino.analysis.step_time import estimate, require_memory, with_two_slices
+from nanodomino.checkpoint.find_checkpoints import with_checkpoint
 from nanodomino.checkpoint.load import restore
 from nanodomino.checkpoint.save import Saver
 from nanodomino.comm.trace import Trace
@@ -197,11 +198,14 @@ def pretrain(config: Config, corpus: Corpus, datasets: dict[str, TokenDataset], 
     trace = (VerboseTrace if config.verbose else Trace)(mesh.device, recording=False)
     optimizer = ZeroOptimizer(model, config, mesh, trace)
     stage = Domino(model, config.slices, config.columns, config.active_compile_backend, trace)
-    done = restore(run.checkpoint, model, optimizer, mesh, run.weights_only) if run.checkpoint else 0
+    checkpoint, done = None, 0
+    if run.checkpoint:
+        checkpoint, done = with_checkpoint(run.source, partial(restore, model=model, optimizer=optimizer, mesh=mesh,
+                                                               weights_only=run.weights_only), run.checkpoint)
     saver = Saver(run.folder, mesh, config.keep_last, config.timeout, resumed_from=done)
     report = Report(config, corpus, mesh, run.folder, done, enabled=dist.get_rank() == 0)
     if run.weights_only:
-        report.say(f"starting from the weights in {run.checkpoint}, without its optimizer state and step")
+        report.say(f"starting from the weights in {checkpoint}, without its optimizer state and step")
     if done < config.train_iters:
         report.estimate(*estimate(config, mesh))
     warm_up(stage, optimizer, config, mesh)

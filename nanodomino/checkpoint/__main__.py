@@ -10,7 +10,7 @@ from pathlib import Path
 from nanodomino.checkpoint.export import export
 from nanodomino.checkpoint.find_checkpoints import checkpoints_of, with_checkpoint
 from nanodomino.checkpoint.manifest import verify
-from nanodomino.config.command_exit import run_command
+from nanodomino.config.command_exit import run_command, sentence_and_code
 from nanodomino.config.flags import Parser
 from nanodomino.errors import UserError, require
 
@@ -33,17 +33,10 @@ def command_line() -> Parser:
 def main(arguments: list[str]) -> int:
     """Run a command and return its exit code. Raises UserError."""
     flags = command_line().parse_args(arguments)
-    is_run = (flags.folder / "checkpoints").is_dir()
     if flags.command == "verify":
+        is_run = (flags.folder / "checkpoints").is_dir()
         return verify_all(checkpoints_of(flags.folder) if is_run else [flags.folder])
-
-    def export_from(checkpoint):
-        return checkpoint, export(checkpoint, flags.out)
-
-    try:
-        folder, tensors = with_checkpoint(flags.folder, export_from) if is_run else export_from(flags.folder)
-    except OSError as error:
-        raise UserError(str(error)) from None
+    folder, tensors = with_checkpoint(flags.folder, lambda checkpoint: export(checkpoint, flags.out))
     print(f"{flags.out}: {len(tensors)} tensors with {sum(tensor.numel() for tensor in tensors.values()):,} elements "
           f"from {folder}")
     return 0
@@ -59,7 +52,7 @@ def verify_all(folders: list[Path]) -> int:
             print(f"{folder} is intact: step {manifest['step']}, {len(manifest['files'])} files, "
                   f"{sum(file['size'] for file in manifest['files'].values()):,} bytes", flush=True)
         except (UserError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {sentence_and_code(error)[0]}", file=sys.stderr)
             code = 2
     return code
 

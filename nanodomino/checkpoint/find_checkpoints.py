@@ -14,9 +14,12 @@ import json
 import os
 from pathlib import Path
 
+import torch.distributed as dist
+
 from nanodomino.checkpoint.index import Index
 from nanodomino.checkpoint.load import open_weights
 from nanodomino.checkpoint.manifest import read_manifest, step_of, verify
+from nanodomino.config.command_exit import sentence_and_code
 from nanodomino.errors import UserError, require
 from nanodomino.files import delete, read_file
 
@@ -24,12 +27,10 @@ SAVED_MARKER = "saved"
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
-    """Return the checkpoints in a run's folder, newest first. Raises UserError if the folder can't be read."""
+    """Return the checkpoints in a run's folder, newest first. Raises OSError if the folder can't be read: an unreadable
+    folder must not be taken for an empty one."""
     parent = run_dir / "checkpoints"
-    try:
-        found = list(parent.iterdir()) if parent.is_dir() else []
-    except OSError as error:                                   # never mistake an unreadable folder for an empty one
-        raise UserError(f"{parent} can't be read ({error.strerror}); fix that, or choose another folder") from None
+    found = list(parent.iterdir()) if parent.is_dir() else []
     return sorted((path for path in found if step_of(path) is not None), key=step_of, reverse=True)
 
 
@@ -45,22 +46,16 @@ def newest_intact_checkpoint(run_dir: Path, report=print) -> Path | None:
         except (UserError, OSError) as error:
             if not os.path.lexists(folder):
                 return newest_intact_checkpoint(run_dir, report)
-            if isinstance(error, OSError):
-                raise
-            report(f"warning: {str(error).removesuffix('; use another checkpoint')}; trying the previous checkpoint")
+            problem = sentence_and_code(error)[0].removesuffix("; use another checkpoint")
+            report(f"warning: {problem}; trying the previous checkpoint")
     return None
 
 
 def find_checkpoint(folder: Path) -> Path:
     """Return the checkpoint that --load names: the newest intact one if `folder` is a run's, else `folder` itself.
     Raises UserError if there is none or it is damaged."""
-    try:
-        exists = folder.is_dir()
-    except OSError as error:                                   # for example, the name is too long
-        raise UserError(f"--load {str(folder)[:80]}... can't be looked up ({error.strerror}); give a checkpoint or the "
-                        "folder of a run") from None
-    require(exists, (f"{folder} is a file, not a folder" if os.path.lexists(folder) else f"there is no folder {folder}")
-            + " to load from; give a checkpoint or the folder of a run")
+    problem = f"{folder} is a file, not a folder" if os.path.lexists(folder) else f"there is no folder {folder}"
+    require(folder.is_dir(), f"{problem} to load from; give a checkpoint or the folder of a run")
     if (folder / "checkpoints").is_dir():
         checkpoint = newest_intact_checkpoint(folder)
         require(checkpoint, f"{folder / 'checkpoints'} holds no intact checkpoint; give another folder")
@@ -76,19 +71,32 @@ def find_checkpoint(folder: Path) -> Path:
         return find_checkpoint(folder)                         # a live run has deleted it meanwhile
 
 
-def with_checkpoint(folder: Path, action):
-    """Return action(checkpoint) for the checkpoint that find_checkpoint(folder) returns.
+def with_checkpoint(folder: Path, action, found: Path | None = None):
+    """Return (checkpoint, action(checkpoint)) for the checkpoint that find_checkpoint(folder) returns.
 
-    If `folder` is a live run, which deletes this checkpoint meanwhile, repeat the action with the newest one.
+    If `folder` is a live run, which deletes this checkpoint meanwhile, repeat the action with the newest one. If there
+    is a process group, all ranks must call this together, and the action must fail on all ranks or on none.
+
+    found: the checkpoint, if find_checkpoint(folder) was called before.
     """
+    checkpoint = found or find_checkpoint(folder)
     while True:
-        checkpoint = find_checkpoint(folder)
         try:
-            return action(checkpoint)
+            return checkpoint, action(checkpoint)
         except (UserError, OSError):
-            if checkpoint == folder or os.path.lexists(checkpoint):
+            if on_rank_0(lambda: checkpoint == folder or os.path.lexists(checkpoint)):
                 raise
-            print(f"the run has meanwhile deleted {checkpoint}; taking its newest checkpoint")
+        print(f"the run has meanwhile deleted {checkpoint}; taking its newest checkpoint")
+        checkpoint = on_rank_0(lambda: find_checkpoint(folder))
+
+
+def on_rank_0(function):
+    """Return what function() returns on rank 0, on every rank. Without a process group, call it in this process."""
+    if not dist.is_initialized():
+        return function()
+    values = [function() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def recorded_settings(folder: Path) -> dict | None:
@@ -101,14 +109,14 @@ def recorded_settings(folder: Path) -> dict | None:
         pass                                                   # not a run, or killed while it wrote config.json
     try:
         candidates = [folder, *checkpoints_of(folder)]
-    except UserError:                                          # for example, the name is too long
+    except OSError:                                            # for example, the name is too long
         return None
     for checkpoint in candidates:
         try:
             manifest = read_manifest(checkpoint)
             Index(checkpoint, manifest)                        # raises if the settings don't belong to the tensors
             return manifest["config"]
-        except UserError:
+        except (UserError, OSError):
             pass
     return None
 

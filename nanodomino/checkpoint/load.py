@@ -25,14 +25,14 @@ from nanodomino.zero import ZeroOptimizer
 def restore(folder: Path, model: GPT, optimizer: ZeroOptimizer, mesh: Mesh, weights_only=False) -> int:
     """Fill the model and the optimizer, and return the checkpoint's step. All ranks must call this together.
     weights_only: load no optimizer state and no counters, and return step 0. Raises UserError."""
-    manifest = read_manifest(folder)
+    manifest = together(lambda: read_manifest(folder))
     if not weights_only:
         optimizer.updates, optimizer.skipped_in_a_row = manifest["adam_steps"], manifest["skipped_in_a_row"]
         optimizer.loss_scale.restore(manifest["loss_scale"])
     own = [BucketRange(bucket, state, bucket.own_offset, optimizer.allocate_own_state(bucket, state))
            for bucket in optimizer.buckets
            for state in (optimizer.states_of(bucket) if optimizer.updates else ("weight",))]
-    read_together(folder, manifest, local_boxes(model, own))
+    read_boxes(folder, manifest, local_boxes(model, own))
     optimizer.gather_weights()
     return 0 if weights_only else manifest["step"]
 
@@ -43,19 +43,25 @@ def load_weights(folder: Path, model: GPT):
     for name, weight in model.named_parameters():
         spec, values = weight.spec, weight.detach().view(weight.spec.size)
         boxes.append(LocalBox(f"weight.{name}", spec.shape, Box(spec.offset, spec.size), values))
-    read_together(folder, read_manifest(folder), boxes)
+    read_boxes(folder, together(lambda: read_manifest(folder)), boxes)
 
 
-def read_together(folder: Path, manifest: dict, boxes: list[LocalBox]):
-    """Fill the boxes of each rank from a checkpoint. If a rank can't read its boxes, all ranks raise its UserError."""
-    error, errors = None, [None] * dist.get_world_size()
+def read_boxes(folder: Path, manifest: dict, boxes: list[LocalBox]):
+    """Fill the boxes of each rank from a checkpoint. All ranks must call this together. Raises UserError."""
+    together(lambda: Index(folder, manifest).fill(boxes))
+
+
+def together(function):
+    """Return function(). If it raises a UserError on any rank, all ranks raise it."""
+    result, error, errors = None, None, [None] * dist.get_world_size()
     try:
-        Index(folder, manifest).fill(boxes)
+        result = function()
     except UserError as caught:
         error = str(caught)
     dist.all_gather_object(errors, error)
     for error in filter(None, errors):
         raise UserError(error)
+    return result
 
 
 def config_of(folder: Path, manifest: dict, world_size=1, **layout) -> Config:

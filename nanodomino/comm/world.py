@@ -11,6 +11,7 @@ Without these variables the process is a world of size 1. NCCL connects GPUs, gl
 
 import ctypes
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -133,7 +134,13 @@ def start_world(launch: LaunchInfo, device: torch.device, timeout: int = TIMEOUT
         dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, store=store,
                                 timeout=collective_timeout(timeout, device),
                                 device_id=device if device.type == "cuda" else None)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:     # port in use, host unknown, rank missing
+    except RuntimeError as error:
+        require("Unable to find address for" not in str(error), f"gloo can't use the network interface of "
+                f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}, which does not exist or has no address; "
+                f"unset it, or name one of {', '.join(name for _, name in socket.if_nameindex())}")
+        if not isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+            raise
+        # port in use, host unknown, rank missing
         raise UserError(f"the {launch.world_size} processes cannot connect at MASTER_ADDR "
                         f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')} "
                         f"({str(error).splitlines()[0]}); choose a free port on a host that every process can "

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.checkpoint.find_checkpoints import find_checkpoint
+from nanodomino.checkpoint.find_checkpoints import on_rank_0, with_checkpoint
 from nanodomino.checkpoint.load import config_of, load_weights
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.comm.world import LaunchInfo, find_device, start_world
@@ -146,17 +146,22 @@ def main(arguments: list[str], launch: LaunchInfo) -> int:
     require(tp == launch.world_size,
             f"--tp {tp} needs {counted(tp, 'process')}, but there are {launch.world_size}; start torchrun "
             f"--nproc_per_node {tp}")
-    folder = find_checkpoint(Path(flags.load))
-    config = config_of(folder, read_manifest(folder), tp, tensor_model_parallel_size=tp, device=flags.device)
-    require(not flags.draft or config.mtp_num_layers, f"--draft needs a depth of multi-token prediction, but {folder} "
-            "was trained with --mtp-num-layers 0; leave out --draft")
-    tokenizer = find_tokenizer(folder, config, flags)     # may fail, so before the process groups start
+
+    def find_model(checkpoint: Path) -> tuple[Config, Tokenizer]:
+        config = config_of(checkpoint, read_manifest(checkpoint), tp, tensor_model_parallel_size=tp,
+                           device=flags.device)
+        require(not flags.draft or config.mtp_num_layers, "--draft needs a depth of multi-token prediction, but "
+                f"{checkpoint} was trained with --mtp-num-layers 0; leave out --draft")
+        return config, find_tokenizer(checkpoint, config, flags)
+
+    # may fail, so before the process groups start
+    checkpoint, (config, tokenizer) = with_checkpoint(Path(flags.load), find_model)
     device = find_device(config, launch)
 
     start_world(launch, device, config.timeout)
     mesh = make_mesh(1, 1, tp, device)
     model = GPT(config, mesh, initialize=False)
-    load_weights(folder, model)
+    with_checkpoint(Path(flags.load), lambda checkpoint: load_weights(checkpoint, model), on_rank_0(lambda: checkpoint))
     seed = broadcast_number(secrets.randbelow(2**31) if flags.seed is None else flags.seed, mesh)
     if flags.seed is None and launch.rank == 0:
         print(f"seed {seed}: --seed {seed} gives the same texts again", file=sys.stderr)

@@ -55,7 +55,7 @@ def export_model(folder: Path, out: Path, dtype_name: str | None, max_bytes: int
     model; max_bytes: the largest size of a weight file with several parameters.
     """
     import_safetensors()
-    return with_checkpoint(folder, lambda checkpoint: export_checkpoint(checkpoint, out, dtype_name, max_bytes))
+    return with_checkpoint(folder, lambda checkpoint: export_checkpoint(checkpoint, out, dtype_name, max_bytes))[1]
 
 
 def export_checkpoint(checkpoint: Path, out: Path, dtype_name: str | None, max_bytes: int) -> str:

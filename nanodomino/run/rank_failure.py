@@ -8,7 +8,7 @@ have only lost a peer pause before they print:
     rank 2 raises ValueError         prints its traceback, exits          <- the message that counts
     rank 0, 1, 3 lose their peer     pause 3 seconds, killed by torchrun meanwhile
     all ranks find a UserError       local rank 0 prints it and exits; local rank r waits 5 + r seconds (at most 13)
-                                     and prints it only if it is still alive then
+    or an OSError                    and prints it only if it is still alive then
 
 This holds for gloo. watchdog.py makes it hold for NCCL, whose collectives do not raise.
 """
@@ -25,7 +25,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
-from nanodomino.config.command_exit import tolerate_closed_output
+from nanodomino.config.command_exit import exit_with, sentence_and_code, tolerate_closed_output
 from nanodomino.errors import UserError
 from nanodomino.run.signals import stop_signals
 
@@ -53,28 +53,30 @@ def run_rank(main, arguments: list[str]):
         if launch.rank != 0:
             sys.stdout = open(os.devnull, "w")
         code = main(arguments, launch)
+    except SystemExit as end:                                  # --help
+        code = end.code
     except Exception as error:
         report_and_exit(launch, error)
     except KeyboardInterrupt:                                  # Ctrl-C before a StopSignal exists
         code = 128 + signal.SIGINT
-    sys.stdout.flush()
-    sys.exit(code)
+    exit_with(code)
 
 
 def report_and_exit(launch: LaunchInfo, error: Exception):
-    """Print the error and end this process with exit code 2 for a UserError, else 1. The module's docstring says which
-    ranks wait before they print."""
+    """Print the error and end this process with the exit code of sentence_and_code(), else 1. The module's docstring
+    says which ranks wait before they print."""
     EXIT_LOCK.acquire()                                        # the main thread and the watchdog can both get here
     if threading.current_thread() is threading.main_thread():
         for number in stop_signals():                          # there is no step to finish any more
             signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | OSError):
+        sentence, code = sentence_and_code(error)
         if launch.local_rank > 0:
             time.sleep(min(5 + launch.local_rank, 13))
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        write_torchrun_error_file(str(error))
-        os._exit(2)
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        write_torchrun_error_file(sentence)
+        os._exit(code)
     where = f" in step {error.step}" if hasattr(error, "step") else ""
     if caused_by_peer(error):
         time.sleep(0.2)

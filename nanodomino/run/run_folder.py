@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nanodomino.checkpoint.find_checkpoints import (SAVED_MARKER, checkpoints_of, clear_leftovers, find_checkpoint,
-                                                    newest_intact_checkpoint, recorded_settings)
+from nanodomino.checkpoint.find_checkpoints import (SAVED_MARKER, checkpoints_of, clear_leftovers, newest_intact_checkpoint,
+                                                    recorded_settings, with_checkpoint)
 from nanodomino.checkpoint.manifest import read_manifest
 from nanodomino.comm.world import LaunchInfo
 from nanodomino.config.command_exit import tolerate_closed_output
@@ -34,10 +34,12 @@ from nanodomino.run.agreement import from_rank_0
 class Run:
     """The folder of a run and the checkpoint to start from, if any.
 
-    weights_only: load only the checkpoint's weights. lock: rank 0's descriptor of the file that lock_folder() locked.
+    source: where the checkpoint was found: `folder` or --load. weights_only: load only the checkpoint's weights.
+    lock: rank 0's descriptor of the file that lock_folder() locked.
     """
     folder: Path
     checkpoint: Path | None
+    source: Path | None = None
     weights_only: bool = False
     lock: int | None = None
 
@@ -62,7 +64,7 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
             run_dir = numbered_folder(run_dir, config.model, launch.restarted, launch_id())
         check_is_run(run_dir)
         # A full disk or a closed terminal must not end a run.
-        tolerate_closed_output(OSError, f"training continues, and {run_dir / 'metrics.jsonl'} records it")
+        tolerate_closed_output(f"training continues, and {run_dir / 'metrics.jsonl'} records it")
         lock = lock_folder(run_dir)
         make_folder(run_dir / "checkpoints")
         clear_leftovers(run_dir)
@@ -79,7 +81,7 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
                 f"only from its own checkpoints, not from --load {config.load}; leave --load and --finetune out to "
                 "continue it, or give another --run-dir to start a new run")
         check_settings(record, checkpoint, config, "model", "optimizer", "run")
-        return Run(run_dir, checkpoint, lock=lock)
+        return Run(run_dir, checkpoint, run_dir, lock=lock)
     if record := recorded_settings(run_dir):                   # killed before its first checkpoint
         check_settings(record, f"--run-dir {run_dir}", config, "model", "optimizer", "run")
     damaged = checkpoints_of(run_dir)
@@ -87,7 +89,8 @@ def open_run(config: Config, launch: LaunchInfo) -> Run:
             f"the run in --run-dir {run_dir} has saved checkpoints, but the folder holds no intact one now "
             f"({len(damaged)} damaged), so it can't be resumed; restore a checkpoint, or move the folder away to start "
             "over")
-    return Run(run_dir, find_checkpoint_to_load(config) if exists else loaded, config.finetune, lock)
+    checkpoint = find_checkpoint_to_load(config) if exists else loaded
+    return Run(run_dir, checkpoint, checkpoint and Path(config.load), config.finetune, lock)
 
 
 def check_is_run(run_dir: Path):
@@ -105,8 +108,7 @@ def find_checkpoint_to_load(config: Config) -> Path | None:
     """Return the checkpoint that --load names, or None. Raises UserError if it does not fit the settings."""
     if not config.load:
         return None
-    checkpoint = find_checkpoint(Path(config.load))
-    record = read_manifest(checkpoint)["config"]
+    checkpoint, record = with_checkpoint(Path(config.load), lambda checkpoint: read_manifest(checkpoint)["config"])
     check_settings(record, checkpoint, config, "model", *(() if config.finetune else ("optimizer",)))
     depths = record.get("mtp_num_layers", 0)
     require(config.mtp_num_layers <= depths, f"mtp-num-layers {config.mtp_num_layers} must be at most the {depths} of "

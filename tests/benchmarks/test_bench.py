@@ -67,7 +67,7 @@ def states_read_by_resume(arguments):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "start_world", lambda *_: None)              # the pool has joined the ranks
         patch.setattr("benchmarks.common.read_launch_environment", LaunchInfo)
-        patch.setattr("nanodomino.checkpoint.load.read_together", read)
+        patch.setattr("nanodomino.checkpoint.load.read_boxes", read)
         checkpoint.answer(parse(checkpoint, arguments), LaunchInfo())
     return states
 

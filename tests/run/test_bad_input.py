@@ -36,6 +36,7 @@ import train
 from nanodomino.checkpoint.manifest import file_digest, manifest_text
 from nanodomino.comm.world import LaunchInfo, read_launch_environment
 from nanodomino.config import setting
+from nanodomino.config.command_exit import sentence_and_code
 from nanodomino.config.config import Config
 from nanodomino.config.setting import flag_name
 from nanodomino.errors import UserError
@@ -234,7 +235,7 @@ TABLE += [Bad(flags, says, command="nanodomino.generate") for flags, *says in [
 TABLE += [Bad(flags, says, command="nanodomino.checkpoint", processes=(1,)) for flags, *says in [
     ("", "the following arguments are required: verify | export", "--help lists every flag"),
     ("verify", "the following arguments are required: DIR", "--help lists every flag"),
-    ("export nowhere out.pt", "nowhere is not a complete checkpoint", ANOTHER),
+    ("export nowhere out.pt", "there is no folder nowhere to load from", "give a checkpoint or the folder of a run"),
     (f"export {STEP} {STEP}/manifest.json", "would lie in a checkpoint", "choose another folder"),
     (f"export {STEP} {STEP}/out.pt", "would lie in a checkpoint", "choose another folder"),
     (f"export {STEP} data", "data can't be written (Is a directory)", "choose another"),
@@ -408,6 +409,8 @@ TABLE += [Bad(f"--load {STEP}", says, damage, f"with {what}") for what, damage, 
     ("no files", forge(files={}), "does not list index.json", ANOTHER),
     ("a file elsewhere", forge(files={"../../data/meta.json": {"size": 1, "sha256": ""}}), "files beside it", ANOTHER),
     ("an absolute file", forge(files={"/etc/passwd": {"size": 1, "sha256": ""}}), "files beside it", ANOTHER),
+    ("a file with a long name", forge(files={name: {"size": 1, "sha256": ""} for name in (5000 * "f", "index.json")}),
+     "fff: File name too long", "choose another file or folder"),
     ("a file without a size", forge(files={"index.json": 7}), "must list files beside it", ANOTHER),
     ("a step below 0", forge(step=-5), "must be from 0 to", ANOTHER),
     ("an endless step", forge(adam_steps=10**30), "must be from 0 to", ANOTHER),
@@ -431,8 +434,7 @@ TABLE += [Bad(flags, says, damage, what) for flags, what, damage, *says in [
      "give a checkpoint or the folder of a run"),
     ("--load data/meta.json", "", leave, "data/meta.json is a file, not a folder to load from"),
     ("--load data", "", leave, "data is not a complete checkpoint", ANOTHER),
-    ("--load " + "a" * 5000, "", leave, "can't be looked up (File name too long)",
-     "give a checkpoint or the folder of a run"),
+    ("--load " + "a" * 5000, "", leave, "aaa: File name too long", "choose another file or folder"),
     ("--load run", "with no intact checkpoint", flip(SHARD), "holds no intact checkpoint", "give another"),
     (f"--load {STEP} --hidden-size 32", "", leave, "hidden-size 16, but this run has 32", "go back to the old value"),
     (f"--load {STEP} --vocab-size 300", "", leave, "vocab-size 257, but this run has 300", "go back to the old value"),
@@ -525,8 +527,8 @@ def refuse(folder, monkeypatch):
                 else:
                     main(arguments)
                 pytest.fail("it was accepted")
-            except UserError as error:
-                sentences.append(str(error))
+            except (UserError, OSError) as error:
+                sentences.append(sentence_and_code(error)[0])
             except ReachedTheGroup:
                 if rank == 0:
                     raise
@@ -648,6 +650,7 @@ def test_a_complete_launch_environment_and_none_at_all_are_accepted():
 
 @pytest.mark.parametrize("rank, error, waits, start", [
     (0, UserError("heads 3; try 4"), False, "error: heads 3; try 4\n"),
+    (0, OSError(5, "bad disk", "data"), False, "error: data: bad disk; fix that, or choose another file or folder\n"),
     (3, UserError("heads 3; try 4"), True, "error: heads 3; try 4\n"),
     (2, ValueError("mine"), False, "rank 2 failed: ValueError: mine\n"),
     (2, RuntimeError("Connection closed by peer"), True, "rank 2 lost its peers: "),
@@ -690,6 +693,8 @@ PROCESS_TABLE = [
         environment=dict(MASTER_ADDR="nobody.invalid")),
     Bad("--timeout 1 --tp 1 --pp {more} --num-layers 5",
         ["the {more} processes cannot connect", "and start all {more}"], environment=dict(WORLD_SIZE="{more}")),
+    Bad("--timeout 9", ["GLOO_SOCKET_IFNAME=dead0, which does not exist", "unset it, or name one of lo"],
+        environment=dict(GLOO_SOCKET_IFNAME="dead0")),
     Bad("--seed {rank}", ["rank 1 has a different seed than rank 0", "give all hosts the same flags"],
         processes=(4,))]
 

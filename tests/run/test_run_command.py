@@ -128,6 +128,19 @@ def test_a_closed_pipe_is_no_error(trained, closed_pipe, command, flags):
     assert (code, err) == (0, ""), err
 
 
+@pytest.mark.parametrize("command, flags", [
+    ("-m nanodomino.checkpoint", "verify run"),
+    *[pytest.param(*command, marks=pytest.mark.exhaustive) for command in (
+        ("data/prepare.py", "--input data/meta.json --output full"), ("train.py", "--help"),
+        ("-m nanodomino.generate", "--load run --max-tokens 3 --seed 1"))]])
+def test_output_that_cannot_be_written_is_one_error(trained, command, flags):
+    """The work is done, but its answer is lost. Exit code 2 of `verify` would mean that a checkpoint is damaged."""
+    with open("/dev/full", "w") as full:
+        code, _, err = end(start(trained, command, *flags.split(), stdout=full))
+    assert (code, err) == (1, "error: standard output can't be written (No space left on device); choose another file, "
+                              "or free some disk space\n")
+
+
 @pytest.mark.exhaustive
 def test_a_closed_pipe_does_not_hide_an_error(trained, closed_pipe, tmp_path):
     """The exit code still tells how the work went."""
